@@ -1,0 +1,66 @@
+# `make lab` opens the first notebook; `make test` runs everything CI runs; `make help` lists the rest.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+export OMP_NUM_THREADS ?= 1
+export KINETO_LOG_LEVEL ?= 6
+
+.PHONY: help setup lab test lint unit notebooks browser test-gpu refresh bench coverage format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv with everything (quick when it is there)
+
+$(STAMP): pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed. Debian: apt-get install python3 python3-venv; or make PYTHON=/path/to/python3.11"; exit 1; }
+	@"$(PYTHON)" -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "This Python cannot make virtual environments. Debian: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebooks,tensorboard,dev]'
+	@touch $@
+
+lab: setup ## open JupyterLab on the first notebook (ARGS=--no-browser where there is no screen)
+	@$(BIN)/jupyter trust notebooks/*.ipynb > /dev/null
+	$(BIN)/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/01_where_does_the_time_go.ipynb $(ARGS)
+
+test: lint unit notebooks browser ## everything CI runs
+	@echo "all of make test passed"
+
+lint: setup ## ruff (code and notebooks) and mypy --strict
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+unit: setup ## library, process and documentation tests
+	$(BIN)/python -m pytest -m "not gpu and not browser" --durations=10 $(ARGS)
+
+notebooks: setup ## execute every notebook and compare what it shows (strict nbval)
+	$(BIN)/python -m pytest --nbval --nbval-cell-timeout 120 --nbval-sanitize-with tests/nbval.cfg notebooks $(ARGS)
+
+browser: setup ## drive JupyterLab in Chromium; screenshots in shots/
+	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
+
+test-gpu: ## the tests that need an NVIDIA GPU, with whatever Python has torch (PYTHON=…)
+	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m pytest -m gpu tests/gpu $(ARGS)
+
+refresh: setup ## execute the notebooks and store their outputs (then read the diff)
+	$(BIN)/python -m tests.refresh $(ARGS)
+
+bench: setup ## print the ratios of benchmarks/RESULTS.md anew
+	for file in benchmarks/*.py; do $(BIN)/python $$file; done
+
+coverage: setup ## unit tests with coverage of kernel, guard and ranks
+	$(BIN)/python -m coverage run -m pytest -m "not gpu and not browser and not slow" && $(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report
+
+format: setup ## let ruff put everything in shape
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+clean: ## remove the environment and what tools left behind
+	rm -rf $(VENV) shots .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage* *.egg-info

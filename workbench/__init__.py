@@ -1,0 +1,87 @@
+"""The workbench: see where a training step goes, predict what a change would gain, prove it.
+
+The nouns, and how one becomes the next:
+
+* A `Task` says what is trained: zero-argument builders of a model and a dataset, a loss, an optimizer.
+* A `RunSpec` turns every knob of it. A what-if is a changed spec: `spec.replace(num_workers=2)`.
+* `launch` starts a spec, or any training script, under torchrun and returns a `Run` at once: live in a notebook, a directory on disk.
+* A Run holds a `Timeline` per rank: where each step's time went, phase by phase, summing to the step.
+* `watch` and `StepTimer` get a Timeline from a loop of your own, in this process.
+* `sweep` runs many specs; `compare` sets runs side by side.
+
+    import workbench as wb
+    run = wb.launch("train.py", nproc_per_node=2, watch=True).wait()
+    run.timelines[0]
+
+Names are loaded when they are used: importing the workbench loads neither torch nor pandas, matplotlib or ipywidgets.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench import plot as plot
+    from workbench import widgets as widgets
+    from workbench.comparison import Comparison, compare
+    from workbench.device import Device
+    from workbench.failure import Failure, RunError
+    from workbench.launch import launch, sweep
+    from workbench.measure import StepTimer, watch
+    from workbench.run import Run
+    from workbench.spec import RunSpec
+    from workbench.task import Task
+    from workbench.timeline import Timeline
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Comparison": "comparison",
+    "Device": "device",
+    "Failure": "failure",
+    "Run": "run",
+    "RunError": "failure",
+    "RunSpec": "spec",
+    "StepTimer": "measure",
+    "Task": "task",
+    "Timeline": "timeline",
+    "compare": "comparison",
+    "launch": "launch",
+    "plot": "",
+    "sweep": "launch",
+    "watch": "measure",
+    "widgets": "",
+}
+"""Public name → the room it lives in; an empty one is a room itself."""
+
+__all__ = [
+    "Comparison",
+    "Device",
+    "Failure",
+    "Run",
+    "RunError",
+    "RunSpec",
+    "StepTimer",
+    "Task",
+    "Timeline",
+    "compare",
+    "launch",
+    "plot",
+    "sweep",
+    "watch",
+    "widgets",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}: it offers {', '.join(_HOMES)}")
+    home = _HOMES[name]
+    if not home:
+        return importlib.import_module(f"workbench.{name}")
+    value = getattr(importlib.import_module(f"workbench.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*_HOMES, "__version__"])
