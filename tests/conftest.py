@@ -1,0 +1,109 @@
+"""What all tests share: no process of ours may outlive the tests, and run directories made by hand."""
+
+import fcntl
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench import rundir
+from workbench.spec import RunSpec
+
+MARK = "WORKBENCH_TEST_SESSION"
+SESSION = uuid.uuid4().hex
+
+
+def processes_with(name: str, value: str) -> list[int]:
+    """Processes that carry NAME=value in their environment: exact, whatever their name, parent or session."""
+    wanted, found = f"{name}={value}".encode(), []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            environment = Path(f"/proc/{entry}/environ").read_bytes()
+        except OSError:  # ended while we looked, or somebody else's
+            continue
+        if wanted in environment.split(b"\0"):
+            found.append(int(entry))
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[MARK] = SESSION  # every process started from here on carries it
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail the whole session if a process of ours is left; a few seconds are allowed for the last ones to go."""
+    limit = time.monotonic() + 10
+    while (left := processes_with(MARK, SESSION)) and time.monotonic() < limit:
+        time.sleep(0.1)
+    if left:
+        commands = [
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:150] for pid in left if Path(f"/proc/{pid}").exists()
+        ]
+        print("\nprocesses left behind by the tests:", *commands, sep="\n  ")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+STEP = {"data_wait": 0.03, "h2d": 0.0, "forward": 0.01, "backward": 0.02, "optimizer": 0.004, "other": 0.001, "samples": 8}
+
+
+class HandMade:
+    """A run directory written by hand, as a launch would, in whatever state a test wants."""
+
+    def __init__(self, path: Path, **info: Any) -> None:
+        self.path = path
+        path.mkdir(parents=True)
+        self.lock = os.open(path / rundir.LOCK, os.O_RDWR | os.O_CREAT)
+        base = {"format": rundir.FORMAT, "id": uuid.uuid4().hex, "name": "by-hand", "created": time.time(), "launch_dir": "."}
+        spec = RunSpec(task="clipart-resnet", nproc_per_node=2, steps=20).to_json()
+        rundir.write_json(path / rundir.RUN_JSON, {**base, "spec": spec, "outcome": None, **info})
+
+    def alive(self) -> "HandMade":
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        return self
+
+    def steps(self, count: int, rank: int = 0, **changes: Any) -> "HandMade":
+        writer = rundir.LineWriter(self.path / rundir.rank_file(rank))
+        writer.write([{"rank": rank, "world_size": 2, "clock": "host", "pid": 1, "device": "cpu"}])
+        writer.write({"step": i, **STEP, **changes} for i in range(count))
+        writer.close()
+        return self
+
+    def losses(self, count: int) -> "HandMade":
+        writer = rundir.LineWriter(self.path / rundir.METRICS)
+        writer.write(
+            {"step": i + 1, "steps": 20, "loss": 2.0 / (i + 1), "lr": 0.1, "samples": 16 * (i + 1), "seconds": 0.065 * i}
+            for i in range(count)
+        )
+        writer.close()
+        return self
+
+    def log(self, rank: int, text: str, stream: str = "stdout") -> "HandMade":
+        folder = self.path / "logs" / "none" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{stream}.log").write_text(text)
+        return self
+
+    def ended(self, state: str, **more: Any) -> "HandMade":
+        info = json.loads((self.path / rundir.RUN_JSON).read_text())
+        rundir.write_json(self.path / rundir.RUN_JSON, {**info, "outcome": {"state": state, "returncode": 0, "seconds": 2.5, **more}})
+        fcntl.flock(self.lock, fcntl.LOCK_UN)
+        return self
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path) -> Iterator[Callable[..., HandMade]]:
+    """Make run directories by hand: `by_hand(name="…").steps(20).ended("finished")`."""
+    made: list[HandMade] = []
+
+    def make(**info: Any) -> HandMade:
+        made.append(HandMade(tmp_path / "runs" / f"{len(made):03d}", **info))
+        return made[-1]
+
+    yield make
+    for directory in made:
+        os.close(directory.lock)

@@ -1,0 +1,43 @@
+"""One table, three faces that say the same."""
+
+import html
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.display import Table
+
+CELLS = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=8)
+
+
+@given(st.integers(1, 4).flatmap(lambda n: st.lists(st.lists(CELLS, min_size=n, max_size=n), min_size=1, max_size=5)))
+def test_text_html_and_frame_hold_the_same_cells(rows: list[list[str]]) -> None:
+    table = Table(columns=[f"c{i}" for i in range(len(rows[0]))], rows=rows)
+    cells = re.findall(r"<t[dh] [^>]*>(.*?)</t[dh]>", table._repr_html_(), re.S)
+    assert [html.unescape(cell) for cell in cells] == [*table.columns, *(cell for row in rows for cell in row)]
+    assert table.to_frame().values.tolist() == rows
+    for row, line in zip(rows, str(table).splitlines()[1:], strict=True):
+        assert "".join(line.split()) == "".join("".join(row).split())
+
+
+def test_html_is_escaped_and_has_nothing_that_changes() -> None:
+    table = Table(columns=("a",), rows=[["<script>"]], title="<b>", note="a & b")
+    assert "<script>" not in table._repr_html_()
+    assert "<b>" not in table._repr_html_()
+    assert "id=" not in table._repr_html_()
+    assert table._repr_html_() == Table(columns=("a",), rows=[["<script>"]], title="<b>", note="a & b")._repr_html_()
+
+
+def test_columns_of_numbers_stand_right() -> None:
+    assert str(Table(columns=("name", "n"), rows=[["a", "1"], ["b", "10"]])).splitlines() == ["name   n", "a      1", "b     10"]
+
+
+def test_a_row_of_the_wrong_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="a row has 1 cells, the table has 2 columns: a, b"):
+        Table(columns=("a", "b"), rows=[["x"]])
+
+
+def test_an_empty_table_has_its_heads() -> None:
+    assert str(Table(columns=("a", "b"), rows=[])) == "a  b"

@@ -1,0 +1,130 @@
+"""Files that stay whole: under crashes, half-written lines and full disks."""
+
+import fcntl
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench import rundir
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(0, 60), max_size=6))
+@settings(max_examples=60)
+def test_a_tail_sees_whole_lines_however_the_bytes_arrive(tmp_path_factory, noise: bytes, cuts: list[int]) -> None:  # type: ignore[no-untyped-def]
+    rows = [{"n": i, "text": noise.hex()[:i]} for i in range(5)]
+    data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    path = tmp_path_factory.mktemp("tail") / "f.jsonl"
+    tail, seen, start = rundir.LineTail(path), [], 0
+    assert tail.read() == []
+    for end in [*sorted(cuts), len(data)]:
+        with open(path, "ab") as file:
+            file.write(data[start:end])
+        seen, start = seen + tail.read(), max(start, end)
+    assert seen == rows
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_text('{"step": 0}\n\x00\x00garbage\n')
+    with pytest.raises(rundir.DamagedRunError, match=r"rank0\.jsonl is damaged: .*garbage.* is not a JSON object"):
+        rundir.LineTail(path).read()
+
+
+def test_a_log_with_a_progress_bar_keeps_its_last_state(tmp_path: Path) -> None:
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"10%\r50%\r100%\r\nplain\nunfinished")
+    tail = rundir.TextTail(path)
+    assert tail.read() == ["100%", "plain"]
+    assert tail.read(last=True) == ["unfinished"]
+    assert tail.read(last=True) == []
+
+
+def test_json_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    rundir.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        rundir.write_json(path, {"a": object()})
+    assert rundir.read_json(path) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(("text", "said"), [(None, "is missing"), ("{", "is damaged"), ("[1]", "holds a list"), ("", "is damaged")])
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "run.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(rundir.DamagedRunError, match=said):
+        rundir.read_json(path)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[int]:
+    """No file of this process may grow beyond 4 KiB: the kernel answers as a full disk does."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))
+    yield 4096
+    resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path, small_disk: int) -> None:
+    path = tmp_path / "rank0.jsonl"
+    writer = rundir.LineWriter(path)
+    row = {"step": 1, "text": "x" * 100}
+    for _ in range(11):
+        writer.write([row, row, row])
+    with pytest.raises(rundir.DiskFullError, match=r"no space to write .*rank0.jsonl \(free there: [\d,]+ bytes\): make room"):
+        writer.write([row, row, row])
+    writer.close()
+    writer.close()
+    rows = rundir.LineTail(path).read()
+    assert len(rows) == 33
+    assert path.read_bytes().endswith(b"}\n")
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, small_disk: int) -> None:
+    path = tmp_path / "run.json"
+    rundir.write_json(path, {"old": True})
+    with pytest.raises(rundir.DiskFullError):
+        rundir.write_json(path, {"text": "x" * 10_000})
+    assert rundir.read_json(path) == {"old": True}
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_the_lock_says_whether_its_holder_lives(tmp_path: Path) -> None:
+    path = tmp_path / "guard.lock"
+    assert not rundir.is_locked(path)
+    code = f"import fcntl, time; f = open({str(path)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert rundir.is_locked(path)
+        assert rundir.is_locked(path)  # asking does not take it
+        holder.kill()
+        holder.wait()
+    assert not rundir.is_locked(path)
+
+
+def test_asking_for_the_lock_leaves_it_free(tmp_path: Path) -> None:
+    path = tmp_path / "guard.lock"
+    path.touch()
+    rundir.is_locked(path)
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_reserve_is_given_back(tmp_path: Path) -> None:
+    (tmp_path / rundir.RESERVE).write_bytes(os.urandom(10))
+    rundir.free_reserve(tmp_path)
+    rundir.free_reserve(tmp_path)
+    assert not list(tmp_path.iterdir())

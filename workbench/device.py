@@ -1,0 +1,97 @@
+"""Device: what a piece of hardware can do at best, from its maker's datasheet. An unknown device is unknown, never a guess."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from workbench import display, units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator, measured in nothing but its datasheet.
+
+    >>> Device.named("h200").memory
+    141000000000
+    >>> Device.named("NVIDIA A100-SXM4-80GB").name
+    'A100-80GB'
+    """
+
+    name: str
+    """Short name, form factor included where it matters."""
+    memory: int
+    """Bytes on the datasheet (GB = 1e9); a driver reports a little more or less."""
+    bandwidth: float
+    """Bytes per second between memory and chip, at best."""
+    flops_per_sec: Mapping[str, float]
+    """Dense peak per number format, FLOP/s; figures "with sparsity" are twice these."""
+    source: str
+    """Where the figures stand."""
+    aliases: tuple[str, ...] = field(default=(), repr=False)
+    """Other names, as drivers and clouds print them."""
+
+    @classmethod
+    def named(cls, name: str) -> "Device":
+        """The device of that name, case and maker's prefix aside.
+
+        Raises:
+            ValueError: not in the table; the message lists what is.
+        """
+        for device in DEVICES:
+            if _key(name) in {_key(n) for n in (device.name, *device.aliases)}:
+                return device
+        names = [device.name for device in DEVICES]
+        near = difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"unknown device {name!r}: {hint}Known are {', '.join(names)}. For another one make it: "
+            "Device(name=…, memory=bytes, bandwidth=bytes_per_sec, flops_per_sec={'bf16': …}, source='its datasheet')"
+        )
+
+    @property
+    def table(self) -> display.Table:
+        """What the datasheet says."""
+        rows = [["memory", units.bytes_(self.memory)], ["bandwidth", units.count(self.bandwidth, "B/s")]]
+        rows += [[f"{dtype}, dense", units.count(peak, "FLOP/s")] for dtype, peak in self.flops_per_sec.items()]
+        return display.Table(columns=("figure", "at best"), rows=rows, title=self.name, note=self.source)
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+
+def _key(name: str) -> str:
+    words = name.lower().replace("-", " ").replace("_", " ").split()
+    return " ".join(word for word in words if word not in ("nvidia", "tesla", "geforce", "amd", "instinct"))
+
+
+def _device(name: str, gigabytes: float, gigabytes_per_sec: float, source: str, *aliases: str, **teraflops: float) -> Device:
+    peaks = {dtype: peak * 1e12 for dtype, peak in teraflops.items()}
+    return Device(
+        name=name,
+        memory=round(gigabytes * 1e9),
+        bandwidth=gigabytes_per_sec * 1e9,
+        flops_per_sec=peaks,
+        source=f"{source}; dense, without sparsity",
+        aliases=aliases,
+    )
+
+
+DEVICES = (
+    _device("B200", 180, 7700, "NVIDIA HGX B200 datasheet, one of eight", bf16=2250, fp16=2250, tf32=1125, fp32=75),
+    _device("H200", 141, 4800, "NVIDIA H200 SXM datasheet", "H200 SXM", bf16=989.4, fp16=989.4, tf32=494.7, fp32=66.9),
+    _device("H100-SXM", 80, 3350, "NVIDIA H100 SXM datasheet", "H100", "H100 80GB HBM3", bf16=989.4, fp16=989.4, tf32=494.7, fp32=66.9),
+    _device("H100-PCIe", 80, 2000, "NVIDIA H100 PCIe datasheet", "H100 PCIe", bf16=756, fp16=756, tf32=378, fp32=51),
+    _device("A100-80GB", 80, 2039, "NVIDIA A100 SXM datasheet", "A100 SXM4 80GB", bf16=312, fp16=312, tf32=156, fp32=19.5),
+    _device("A100-40GB", 40, 1555, "NVIDIA A100 SXM datasheet", "A100 SXM4 40GB", "A100", bf16=312, fp16=312, tf32=156, fp32=19.5),
+    _device("L40S", 48, 864, "NVIDIA L40S datasheet", bf16=362, fp16=362, tf32=183, fp32=91.6),
+    _device("L4", 24, 300, "NVIDIA L4 datasheet", bf16=121, fp16=121, tf32=60, fp32=30.3),
+    _device("A10", 24, 600, "NVIDIA A10 datasheet", bf16=125, fp16=125, tf32=62.5, fp32=31.2),
+    _device("V100-32GB", 32, 900, "NVIDIA V100 SXM2 datasheet", "V100 SXM2 32GB", "V100", fp16=125, fp32=15.7),
+    _device("T4", 16, 320, "NVIDIA T4 datasheet", fp16=65, fp32=8.1),
+    _device("RTX-4090", 24, 1008, "NVIDIA Ada architecture whitepaper", "RTX 4090", bf16=165.2, fp16=165.2, tf32=82.6, fp32=82.6),
+    _device("RTX-3090", 24, 936, "NVIDIA GA102 whitepaper", "RTX 3090", bf16=71, fp16=71, tf32=35.6, fp32=35.6),
+)
+"""Accelerators by name. bf16 and fp16: tensor cores with fp32 accumulation; fp32: without tensor cores."""

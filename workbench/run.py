@@ -1,0 +1,288 @@
+"""Run: a view on a run directory. It holds nothing that the directory does not, so a run can be read while it runs, after a crash,
+from another process, or a year later; `stop` reaches the guard by the pid that the directory names.
+"""
+
+import contextlib
+import math
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from workbench import display, rundir, units
+from workbench.failure import Failure, RunError, first_failure
+from workbench.spec import Spec, SpecError, spec_from_json
+from workbench.timeline import Timeline
+
+State = Literal["running", "finished", "failed", "stopped", "timeout", "abandoned", "lost"]
+"""How a run stands. `abandoned`: the process that launched it went away. `lost`: its guard was killed, so nobody saw the end."""
+
+_TICK = 0.05
+
+
+class RunFormatError(ValueError):
+    """The directory was written by a newer workbench."""
+
+
+class Run:
+    """One launched run. Get one from `launch`, or read one back with `Run.load`.
+
+    Attributes:
+        path: its directory.
+        id: unique; every process of the run carries it in its environment.
+        name: for people.
+        spec: the RunSpec (or ScriptSpec) that was launched.
+    """
+
+    def __init__(self, path: Path, info: Mapping[str, Any]) -> None:
+        self.path = path
+        self.id: str = info["id"]
+        self.name: str = info["name"]
+        self.created: float = info["created"]
+        self.spec: Spec = spec_from_json(info["spec"])
+        self._launch_dir = (path / info["launch_dir"]).resolve()
+        self._outcome: Mapping[str, Any] | None = info.get("outcome")
+        self._tails: dict[Path, rundir.LineTail] = {}
+        self._rows: dict[Path, list[dict[str, Any]]] = {}
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Run":
+        """Read a run directory, in whatever state.
+
+        Raises:
+            DamagedRunError: it is not a run directory, or its run.json cannot be read.
+            RunFormatError: a newer workbench wrote it.
+        """
+        where = Path(path).expanduser().absolute()
+        info = rundir.read_json(where / rundir.RUN_JSON)
+        written = info.get("format")
+        if not isinstance(written, int):
+            raise rundir.DamagedRunError(f"{where / rundir.RUN_JSON} is damaged: it has no format number")
+        if written > rundir.FORMAT:
+            raise RunFormatError(
+                f"{where} was written in format {written} by a newer workbench; this one reads formats up to {rundir.FORMAT}. "
+                "Try: pip install --upgrade training-workbench"
+            )
+        try:
+            return cls(where, info)
+        except (KeyError, TypeError, AttributeError, SpecError) as error:
+            raise rundir.DamagedRunError(f"{where / rundir.RUN_JSON} is damaged: {type(error).__name__}: {error}") from error
+
+    # --- how it stands
+
+    @property
+    def state(self) -> State:
+        """How the run stands at this moment."""
+        if self._outcome is None:
+            alive = rundir.is_locked(self._launch_dir / rundir.LOCK)  # first the lock, then the file: the guard writes, then lets go
+            self._outcome = rundir.read_json(self.path / rundir.RUN_JSON).get("outcome")
+            if self._outcome is None and self._launch_dir != self.path:  # one of a sweep: what ended the launch ended it
+                self._outcome = rundir.read_json(self._launch_dir / rundir.RUN_JSON).get("outcome")
+            if self._outcome is None:
+                return "running" if alive else "lost"
+        return cast(State, self._outcome["state"])
+
+    @property
+    def ok(self) -> bool:
+        """Has it finished without an error?"""
+        return self.state == "finished"
+
+    @property
+    def error(self) -> Failure | None:
+        """Why it failed: the rank that failed first, its traceback and what to do. None while it runs, or if it did not fail."""
+        if self.state in ("running", "finished", "stopped"):
+            return None
+        if self._outcome is not None and self._outcome.get("error"):  # one of a sweep that failed while the launch went on
+            return Failure(**self._outcome["error"])
+        return first_failure(self._launch_dir, self._outcome or {"state": self.state})
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from launch to end; so far, while it runs."""
+        if self.state != "running" and self._outcome is not None:
+            return float(self._outcome.get("seconds", math.nan))
+        return time.time() - self.created
+
+    @property
+    def progress(self) -> tuple[int, int | None]:
+        """Steps done, and how many there will be (None: not known, as for a script)."""
+        rows = self._read(rundir.METRICS)
+        steps = [row for row in rows if "step" in row]
+        if steps:
+            return steps[-1]["step"], steps[-1].get("steps")
+        done = len(self.timelines[0].steps) if self.timelines else 0
+        return done, getattr(self.spec, "steps", None)
+
+    # --- what it does
+
+    def wait(self, timeout: float | None = None, check: bool = False) -> "Run":
+        """Wait for the end. In a terminal a progress line shows meanwhile. Interrupting the wait stops the run.
+
+        Args:
+            timeout: seconds to wait at most; the run itself goes on after them. None = as long as it takes.
+            check: raise if the run did not finish well.
+
+        Raises:
+            TimeoutError: it still runs after `timeout` seconds.
+            RunError: `check` is set and the run failed; it shows the failing rank's traceback.
+        """
+        limit = math.inf if timeout is None else time.monotonic() + timeout
+        line = _ProgressLine(self)
+        try:
+            while self.state == "running":
+                if time.monotonic() > limit:
+                    raise TimeoutError(f"{self!r} still runs after {units.seconds(timeout)}: wait longer, or run.stop()")
+                time.sleep(_TICK)
+                line.show()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        finally:
+            line.close()
+        if check and not self.ok:
+            raise RunError(
+                self.error or Failure(rank=None, kind="launcher", message=f"{self!r} was {self.state}", traceback=None, hint=None)
+            )
+        return self
+
+    def stop(self, timeout: float = 20.0) -> "Run":
+        """End all processes of the run and return when they are gone. A run that has ended is left as it is.
+
+        Raises:
+            TimeoutError: something still lives after `timeout` seconds.
+        """
+        lock = self._launch_dir / rundir.LOCK
+        limit = time.monotonic() + timeout
+        asked = False
+        while self.state == "running" and rundir.is_locked(lock):
+            if not asked and (pid := lock.read_text().strip()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGTERM)
+                asked = True
+            if time.monotonic() > limit:
+                raise TimeoutError(
+                    f"{self!r} has not ended {units.seconds(timeout)} after stop(): see {self._launch_dir / rundir.LAUNCHER_LOG}"
+                )
+            time.sleep(_TICK)
+        return self
+
+    # --- what it has measured
+
+    def _read(self, name: str) -> list[dict[str, Any]]:
+        """All whole rows of a JSON-lines file; each call reads only what is new."""
+        path = self.path / name
+        rows = self._rows.setdefault(path, [])
+        rows += self._tails.setdefault(path, rundir.LineTail(path)).read()
+        return rows
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """One Timeline per rank, by rank; those of ranks that have not written yet are missing."""
+        numbers = sorted(int(m[1]) for path in self.path.glob("rank*.jsonl") if (m := re.fullmatch(r"rank(\d+)\.jsonl", path.name)))
+        return [Timeline.from_lines(self._read(rundir.rank_file(rank))) for rank in numbers]
+
+    @property
+    def metrics(self) -> Any:
+        """A DataFrame of what rank 0 reported: step, loss, lr, samples, seconds, and evaluation figures where there are any."""
+        return display.frame(self.metric_rows)
+
+    @property
+    def metric_rows(self) -> list[dict[str, Any]]:
+        """The same as plain rows."""
+        return list(self._read(rundir.METRICS))
+
+    @property
+    def samples_per_sec(self) -> float:
+        """Samples per second over all ranks, warm-up left out; nan before there is a measured step."""
+        rates = [timeline.samples_per_sec for timeline in self.timelines]
+        return sum(rates) if rates else math.nan
+
+    @property
+    def memory(self) -> list[int | None]:
+        """Peak bytes of each rank: allocated on its GPU, or resident in main memory where there is none."""
+        return [timeline.memory for timeline in self.timelines]
+
+    def log_files(self) -> dict[int, list[Path]]:
+        """Files with what each rank printed, by rank."""
+        found: dict[int, list[Path]] = {}
+        for path in sorted(self._launch_dir.glob(f"{rundir.LOGS}/*/attempt_*/*/std*.log")):
+            found.setdefault(int(path.parent.name), []).append(path)
+        return dict(sorted(found.items()))
+
+    def logs(self, rank: int | None = None) -> str:
+        """What a rank printed (None: all ranks, each line with its rank in front).
+
+        Raises:
+            ValueError: no such rank in this run.
+        """
+        files = self.log_files()
+        if rank is not None and rank not in files:
+            raise ValueError(f"{self!r} has no log of rank {rank!r}: it has ranks {', '.join(map(str, files)) or 'none yet'}")
+        lines = []
+        for number, paths in files.items():
+            if rank in (None, number):
+                for path in paths:
+                    prefix = f"[{number}] " if rank is None else ""
+                    lines += [prefix + line for line in rundir.TextTail(path).read(last=True)]
+        return "\n".join(lines)
+
+    # --- how it shows itself
+
+    @property
+    def summary(self) -> str:
+        """One line: state, steps, throughput; the error, if there is one."""
+        done, steps = self.progress
+        parts = [self.state, f"{done} of {steps} steps" if steps else f"{done} steps"]
+        if not math.isnan(self.samples_per_sec):
+            parts.append(units.rate(self.samples_per_sec))
+        return " · ".join([*parts, units.seconds(self.seconds)]) + (f"\n{self.error}" if self.error else "")
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per rank and step."""
+        rows = [{"rank": t.rank, **row} for t in self.timelines for row in t.to_frame().to_dict("records")]
+        return display.frame(rows)
+
+    def plot(self, ax: Any = None) -> Any:
+        """The stacked bars of `plot.step_time`, one per rank; returns the Axes."""
+        return display.picture("step_time")(self, ax=ax)
+
+    def __repr__(self) -> str:
+        return f"Run({self.name!r}, nproc_per_node={self.spec.nproc_per_node})"  # no clock, no path: equal in every execution
+
+    def __str__(self) -> str:
+        return f"{self!r}: {self.summary}"
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        try:
+            return display.panel("RunPanel")(self)._repr_mimebundle_(**options)
+        except ImportError:  # a machine without the notebooks extra
+            return {"text/plain": str(self)}
+
+
+class _ProgressLine:
+    """One line in a terminal that follows a run; nothing where the output is not a terminal."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._next, self._shown = run, 0.0, False
+        self._live = sys.stderr is not None and sys.stderr.isatty()
+
+    def show(self) -> None:
+        if not self._live or time.monotonic() < self._next:
+            return
+        self._next, self._shown = time.monotonic() + 0.25, True
+        done, steps = self._run.progress
+        bar = f"{'█' * (20 * done // steps):░<20} {done}/{steps}" if steps else f"{done} steps"
+        rows = [row for row in self._run.metric_rows if "loss" in row]
+        loss = f" · loss {rows[-1]['loss']:.3f}" if rows else ""
+        text = f"{self._run.name} {bar} · {units.rate(self._run.samples_per_sec)}{loss} · {units.seconds(self._run.seconds)}"
+        sys.stderr.write(f"\r\x1b[2K{text}")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        if self._shown:
+            sys.stderr.write(f"\r\x1b[2K{self._run}\n")
+            sys.stderr.flush()

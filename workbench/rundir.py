@@ -1,0 +1,182 @@
+"""The files of a run: whole-file JSON by atomic rename, append-only JSON lines, tails that follow them, and the lock that says "alive".
+
+A run directory is the contract between processes (the kernel, the guard, every rank), so each reader here copes with a writer that is
+still writing, has crashed or has met a full disk; and each writer leaves whole lines and whole files only.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+"""Number of the directory's layout; a larger one was written by a newer workbench and is refused."""
+
+RUN_JSON, METRICS, LOCK, RESERVE = "run.json", "metrics.jsonl", "guard.lock", "reserve"
+LAUNCHER_LOG, ERRORS, LOGS = "launcher.log", "errors", "logs"
+ENV_RUN_DIR, ENV_RUN_ID = "WORKBENCH_RUN_DIR", "WORKBENCH_RUN_ID"
+RESERVE_BYTES = 64 * 1024
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class DamagedRunError(ValueError):
+    """A file of a run directory is missing or cannot be read."""
+
+
+class DiskFullError(OSError):
+    """A line could not be written because the disk, the quota or the file-size limit is used up; the lines before it are whole."""
+
+
+def rank_file(rank: int) -> str:
+    """Name of a rank's file of steps: `rank0.jsonl`."""
+    return f"rank{rank}.jsonl"
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a whole JSON file by atomic rename: a reader sees the old file or the new one, never half; nothing is left on failure."""
+    text = json.dumps(value, indent=1) + "\n"
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        if error.errno in _FULL:
+            raise DiskFullError(error.errno, full_message(path)) from error
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        DamagedRunError: the file is missing, is not JSON, or holds something else than an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DamagedRunError(f"{path} is missing: {path.parent} is not a run directory, or its launch was cut off") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DamagedRunError(f"{path} is damaged: {error}. The lines of rank*.jsonl beside it may still be whole") from error
+    if not isinstance(value, dict):
+        raise DamagedRunError(f"{path} is damaged: it holds a {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def full_message(path: Path) -> str:
+    """What to say when `path` could not grow: how much is free, and what to do."""
+    free = "unknown"
+    with contextlib.suppress(OSError):
+        stat = os.statvfs(path.parent)
+        free = f"{stat.f_bavail * stat.f_frsize:,} bytes"
+    return f"no space to write {path} (free there: {free}): make room, or start the run with runs_dir= on another disk"
+
+
+def free_reserve(run_dir: Path) -> None:
+    """Give back the bytes set aside at launch, so that the last word of a run fits on a full disk."""
+    (run_dir / RESERVE).unlink(missing_ok=True)
+
+
+class LineWriter:
+    """Append-only JSON lines. Every call appends whole lines or none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._size = os.fstat(self._fd).st_size
+
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append one line per row.
+
+        Raises:
+            DiskFullError: there was no room; the file was cut back to its last whole line.
+        """
+        data = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
+        try:
+            written = os.write(self._fd, data) if data else 0
+            while written < len(data):  # a nearly full disk takes a part first and refuses at the next call
+                written += os.write(self._fd, data[written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size)
+            if error.errno in _FULL:
+                raise DiskFullError(error.errno, full_message(self.path)) from error
+            raise
+        self._size += len(data)
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class _Tail:
+    """New whole lines of a file that another process appends to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset, self._rest = 0, b""
+
+    def _lines(self) -> list[bytes]:
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        return whole
+
+
+class LineTail(_Tail):
+    """New whole lines of a growing JSON-lines file; a file that is not there yet has none."""
+
+    def read(self) -> list[dict[str, Any]]:
+        """The rows appended since the last call.
+
+        Raises:
+            DamagedRunError: a whole line is not a JSON object; the message names the file and shows the line.
+        """
+        rows = []
+        for line in self._lines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise DamagedRunError(f"{self.path} is damaged: {line[:80]!r} is not a JSON object")
+            rows.append(row)
+        return rows
+
+
+class TextTail(_Tail):
+    """New whole lines of a growing log; a carriage return (a progress bar) keeps the last state of its line."""
+
+    def read(self, last: bool = False) -> list[str]:
+        """The lines appended since the last call; with `last`, the unfinished one too."""
+        lines = self._lines()
+        if last and self._rest:
+            lines, self._rest = [*lines, self._rest], b""
+        return [line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace") for line in lines]
+
+
+def is_locked(path: Path) -> bool:
+    """Does a living process hold the lock on `path`? The kernel frees it when its holder ends, however it ends."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(fd)

@@ -1,0 +1,243 @@
+"""Timeline: where the time of each training step went, on one rank. Measured and predicted timelines have this same type."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from workbench import display, units
+
+PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer", "other")
+"""What a step is made of, in the order they happen. `data_wait`: the loop is blocked in `next(loader)`. `h2d`: copies to the device.
+`forward`: from the model's call to the call of backward, the loss included. `other`: the rest, never dropped."""
+
+Clock = Literal["host", "device"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer step. Its phases are neighbouring intervals of one clock, so they sum to its length."""
+
+    index: int
+    """Number of the step on this rank, from 0."""
+    phases: tuple[float, ...]
+    """Seconds per phase, in the order of PHASES."""
+    samples: int | None = None
+    """Samples this rank trained on in the step; None = could not be told from the batch."""
+    memory: int | None = None
+    """Peak bytes of this process so far, where it was read (not at every step)."""
+
+    @property
+    def seconds(self) -> float:
+        """Length of the step, waiting for data included."""
+        return sum(self.phases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The steps of one rank; statistics leave the first `warmup` steps out and say so."""
+
+    rank: int = 0
+    """Rank of the process in its run."""
+    clock: Clock = "host"
+    """"host": `perf_counter_ns`. "device": CUDA events, so that a phase is the time the GPU spent in it."""
+    steps: tuple[Step, ...] = ()
+    """All steps, warm-up included."""
+    warmup: int | None = None
+    """First steps left out of every statistic (allocator, caches, worker start-up); None = a fifth of the steps, at most 10."""
+    notes: tuple[str, ...] = ()
+    """What the measurement has to say about itself."""
+    predicted: bool = False
+    """True for a prediction; False for a measurement."""
+
+    @classmethod
+    def from_lines(cls, rows: Iterable[Mapping[str, Any]], warmup: int | None = None) -> "Timeline":
+        """From the rows of a `rank<r>.jsonl` file, in any state of being written."""
+        head: Mapping[str, Any] = {}
+        steps, notes = [], []
+        for row in rows:
+            if "step" in row:
+                steps.append(
+                    Step(
+                        index=row["step"],
+                        phases=tuple(float(row.get(phase, 0.0)) for phase in PHASES),
+                        samples=row.get("samples"),
+                        memory=row.get("memory"),
+                    )
+                )
+            elif "note" in row:
+                notes.append(str(row["note"]))
+            elif "rank" in row:
+                head = row
+        return cls(rank=head.get("rank", 0), clock=head.get("clock", "host"), steps=tuple(steps), warmup=warmup, notes=tuple(notes))
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Timeline":
+        """Inverse of `to_json`."""
+        found = cls.from_lines(value["steps"], value["warmup"])
+        return cls(
+            rank=value["rank"],
+            clock=value["clock"],
+            steps=found.steps,
+            warmup=found.warmup,
+            notes=tuple(value["notes"]),
+            predicted=value["predicted"],
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; seconds and bytes."""
+        return {
+            "rank": self.rank,
+            "clock": self.clock,
+            "warmup": self.warmup,
+            "notes": list(self.notes),
+            "predicted": self.predicted,
+            "steps": [
+                {"step": s.index, **dict(zip(PHASES, s.phases, strict=True)), "samples": s.samples, "memory": s.memory} for s in self.steps
+            ],
+        }
+
+    @property
+    def left_out(self) -> int:
+        """How many first steps the statistics leave out."""
+        return min(10, len(self.steps) // 5) if self.warmup is None else self.warmup
+
+    @property
+    def measured(self) -> tuple[Step, ...]:
+        """The steps behind every statistic: all but the warm-up."""
+        return self.steps[self.left_out :]
+
+    @property
+    def count(self) -> int:
+        """Number of steps behind every statistic."""
+        return len(self.measured)
+
+    def values(self, phase: str | None = None) -> list[float]:
+        """Seconds of a phase (None: of the whole step) in each measured step.
+
+        Raises:
+            ValueError: no such phase.
+        """
+        if phase is None:
+            return [step.seconds for step in self.measured]
+        if phase not in PHASES:
+            raise ValueError(f"no phase {phase!r}: a step is made of {', '.join(PHASES)}")
+        column = PHASES.index(phase)
+        return [step.phases[column] for step in self.measured]
+
+    def mean(self, phase: str | None = None) -> float:
+        """Mean seconds; nan without a measured step. Means of the phases add up to the mean of the step (medians do not)."""
+        values = self.values(phase)
+        return sum(values) / len(values) if values else float("nan")
+
+    def median(self, phase: str | None = None) -> float:
+        """Median seconds; nan without a measured step."""
+        values = self.values(phase)
+        return statistics.median(values) if values else float("nan")
+
+    def spread(self, phase: str | None = None) -> tuple[float, float]:
+        """First and third quartile, in seconds; nan below two measured steps."""
+        values = self.values(phase)
+        if len(values) < 2:
+            return float("nan"), float("nan")
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        return low, high
+
+    def share(self, phase: str) -> float:
+        """Fraction 0..1 of the measured time that a phase took; nan without a measured step."""
+        values, whole = self.values(phase), sum(self.values())
+        return sum(values) / whole if whole else float("nan")
+
+    @property
+    def samples_per_sec(self) -> float:
+        """Samples of this rank over the measured time, slow steps included; nan if the sizes of the batches are not known."""
+        known = [step for step in self.measured if step.samples is not None]
+        whole = sum(step.seconds for step in known)
+        return sum(step.samples or 0 for step in known) / whole if whole else float("nan")
+
+    @property
+    def memory(self) -> int | None:
+        """Peak bytes of the process, warm-up included; None if it was not read."""
+        return max((step.memory for step in self.steps if step.memory is not None), default=None)
+
+    @property
+    def caption(self) -> str:
+        """One line that says what the numbers are: which kind, how many steps, what was left out, how much they vary."""
+        kind = "predicted" if self.predicted else "measured"
+        text = f"{kind} on rank {self.rank}, {self.clock} clock: {self.count} steps"
+        if self.left_out:
+            text += f", the first {self.left_out} left out as warm-up"
+        low, high = self.spread()
+        if self.count >= 2 and high - low > 0.1 * self.median():
+            text += f"; the step varies by {units.percent((high - low) / self.median())} (middle half over median)"
+        return ". ".join([text, *self.notes])
+
+    def without(self, *phases: str) -> "Timeline":
+        """The same steps if these phases took no time: a prediction, and a ceiling, since what replaces them is never free.
+
+        Raises:
+            ValueError: no such phase.
+
+        >>> step = Step(index=0, phases=(0.6, 0.0, 0.1, 0.2, 0.1, 0.0))
+        >>> Timeline(steps=(step,)).without("data_wait").mean()
+        0.4
+        """
+        for phase in phases:
+            self.values(phase)
+        steps = tuple(
+            dataclasses.replace(step, phases=tuple(0.0 if name in phases else t for name, t in zip(PHASES, step.phases, strict=True)))
+            for step in self.steps
+        )
+        return dataclasses.replace(
+            self, steps=steps, predicted=True, notes=(*self.notes, f"a ceiling: as if {', '.join(phases)} took no time")
+        )
+
+    @property
+    def table(self) -> display.Table:
+        """One row per phase: mean, share, median, middle half; the last row is the step."""
+        rows: list[list[object]] = []
+        for phase in (*PHASES, None):
+            low, high = self.spread(phase)
+            rows.append(
+                [
+                    phase or "step",
+                    units.seconds(self.mean(phase)),
+                    units.percent(self.share(phase) if phase else (1.0 if self.count else None)),
+                    units.seconds(self.median(phase)),
+                    f"{units.seconds(low)} … {units.seconds(high)}",
+                ]
+            )
+        return display.Table(
+            columns=("phase", "mean", "share", "median", "middle half"), rows=rows, title="Where the step goes", note=self.caption
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per step, warm-up marked: seconds per phase, total, samples, peak bytes."""
+        return display.frame(
+            [
+                {
+                    "step": s.index,
+                    **dict(zip(PHASES, s.phases, strict=True)),
+                    "total": s.seconds,
+                    "samples": s.samples,
+                    "memory": s.memory,
+                    "warmup": i < self.left_out,
+                }
+                for i, s in enumerate(self.steps)
+            ],
+            columns=("step", *PHASES, "total", "samples", "memory", "warmup"),
+        )
+
+    def plot(self, ax: Any = None) -> Any:
+        """The stacked bar of `plot.step_time`; returns the Axes."""
+        return display.picture("step_time")(self, ax=ax)
+
+    def __repr__(self) -> str:
+        return f"Timeline(rank={self.rank}, {len(self.steps)} steps)"
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
