@@ -18,16 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import rundir
-
-KINDS = ("exception", "exit", "out-of-memory", "killed", "crash", "address-in-use", "task", "disk-full", "timeout", "launcher")
-
-CONSEQUENCES = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Connection refused|Connection was likely closed|Broken pipe|connection was aborted"
-    r"|remote process exited|remote server shutdown|recvValue failed|sendBytes failed|failed to recv, got 0 bytes|DistNetworkError"
-    r"|NCCL communicator was aborted|ncclRemoteError|ncclSystemError|Socket Timeout|SignalException",
-    re.IGNORECASE,
-)
-"""Messages of ranks that fail because another one is gone (gloo, the TCP store, NCCL)."""
+from workbench.symptoms import LESS_MEMORY, is_consequence, symptom_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +33,7 @@ class Failure:
     rank: int | None
     """The rank that failed first; None = none of them (the time limit, the launcher)."""
     kind: str
-    """One of KINDS."""
+    """One of `symptoms.KINDS`."""
     message: str
     """Type and text of the error, or how the process ended."""
     traceback: str | None
@@ -71,108 +62,53 @@ class RunError(RuntimeError):
         return [*before, *[""] * bool(before), *f"{type(self).__name__}: {self}".splitlines()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Symptom:
-    pattern: str
-    """Found in "Type: message" by a case-sensitive search."""
-    kind: str
-    hint: str | None
-
-
-_LESS_MEMORY = "Try a smaller micro_batch (with more accumulation the global batch stays), or precision='amp_bf16' on a GPU."
-_SYMPTOMS = (
-    _Symptom(
-        pattern=r"Bus error|insufficient shared memory|unable to (open|write to|allocate) shared memory",
-        kind="killed",
-        hint="The shared memory in /dev/shm is too small for the loader's workers: fewer num_workers, or docker run --shm-size=2g.",
-    ),
-    _Symptom(
-        pattern=r"DataLoader worker .* killed by signal: Killed",
-        kind="killed",
-        hint="A worker of the loader was killed, most often because memory ran out: try fewer num_workers or a smaller prefetch_factor.",
-    ),
-    _Symptom(
-        pattern=r"OutOfMemoryError|(CUDA|HIP) out of memory|DefaultCPUAllocator|not enough memory|Cannot allocate memory|^MemoryError|bad_alloc",
-        kind="out-of-memory",
-        hint=_LESS_MEMORY,
-    ),
-    _Symptom(
-        pattern=r"EADDRINUSE|[Aa]ddress already in use",
-        kind="address-in-use",
-        hint="Another process has that port. Leave MASTER_PORT to the launch, which finds a free one, or choose another.",
-    ),
-    _Symptom(pattern=r"^TaskError", kind="task", hint=None),  # its own message says what to try
-    _Symptom(
-        pattern=r"No space left on device|Disk quota exceeded|File too large|DiskFullError",
-        kind="disk-full",
-        hint="Make room, or start the run with runs_dir= on another disk.",
-    ),
-    _Symptom(
-        pattern=r"device-side assert",
-        kind="exception",
-        hint="Most often a label or index outside its range: the same run with device='cpu' names the line.",
-    ),
-    _Symptom(
-        pattern=r"illegal memory access|CUDA error|CUBLAS_STATUS",
-        kind="exception",
-        hint="GPU errors are reported late: the environment variable CUDA_LAUNCH_BLOCKING=1 makes the traceback exact.",
-    ),
-    _Symptom(
-        pattern=r"[Tt]imed out|collective operation timeout|Socket Timeout|wait timeout",
-        kind="timeout",
-        hint="It waited for another rank that did not come: see run.logs() for where each one stood, and whether all take the same branches.",
-    ),
-    _Symptom(
-        pattern=r"No module named",
-        kind="exception",
-        hint="The ranks run in the same Python as the process that launched them: install it there.",
-    ),
-    _Symptom(
-        pattern=r"Expected to have finished reduction in the prior iteration",
-        kind="exception",
-        hint="Some parameters get no gradient in some steps: DistributedDataParallel(…, find_unused_parameters=True).",
-    ),
-)
-
-
-def _symptom(message: str) -> _Symptom | None:
-    return next((symptom for symptom in _SYMPTOMS if re.search(symptom.pattern, message)), None)
-
-
 def record(error: BaseException, *, run_dir: Path | None = None, rank: int | None = None) -> None:
-    """Leave this rank's error in the run directory. The first record of a rank stays; a clean `sys.exit()` is none.
+    """Leave this rank's error in the run directory, where there is one. A rank's first record stays; a clean `sys.exit()` is no error.
 
     Args:
         error: what was raised. Call this before anything is torn down: peers fail as soon as a process group goes.
-        run_dir: None = the one in the environment; where there is none either, nothing is written.
+        run_dir: None = the one in the environment.
         rank: None = RANK of the environment, else 0.
     """
     now = time.monotonic_ns()
-    launch_dir = os.environ.get(rundir.ENV_RUN_DIR)
-    where = run_dir or (Path(launch_dir) if launch_dir else None)
-    if where is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-        return
-    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-    path = where / rundir.ERRORS / f"rank{rank}.json"
-    if path.exists():
+    path = _record_file(run_dir, rank)
+    if path is None or path.exists() or _is_clean(error):
         return
     message = describe(error)
-    symptom = _symptom(message)
+    symptom = symptom_of(message)
     value = {
-        "rank": rank,
+        "rank": int(path.stem.removeprefix("rank")),
         "time_ns": now,
         "kind": symptom.kind if symptom else "exit" if isinstance(error, SystemExit) else "exception",
         "message": message,
         "traceback": "".join(traceback.format_exception(error)),
-        "consequence": CONSEQUENCES.search(message) is not None,
+        "consequence": is_consequence(message),
     }
     try:
         path.parent.mkdir(exist_ok=True)
         rundir.write_json(path, value)
     except OSError:  # the disk is full: the launch has set some bytes aside for this moment
-        with contextlib.suppress(OSError):  # what is raised must not be covered by what cannot be written
-            rundir.free_reserve(Path(launch_dir) if launch_dir else where)
+        with contextlib.suppress(OSError):  # what was raised must not be covered by what cannot be written
+            rundir.free_reserve(Path(os.environ.get(rundir.ENV_RUN_DIR, path.parents[1])))
             rundir.write_json(path, value)
+
+
+def conclude(error: BaseException | None) -> None:
+    """Say how a whole program ended: record its error, or take an earlier record back, because the program handled that error."""
+    if error is not None and not _is_clean(error):
+        record(error)
+    elif path := _record_file(None, None):
+        path.unlink(missing_ok=True)
+
+
+def _record_file(run_dir: Path | None, rank: int | None) -> Path | None:
+    where = run_dir or os.environ.get(rundir.ENV_RUN_DIR)
+    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    return Path(where, rundir.ERRORS, f"rank{rank}.json") if where else None
+
+
+def _is_clean(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def describe(error: BaseException) -> str:
@@ -190,18 +126,18 @@ def describe(error: BaseException) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Suspect:
     tier: int
-    """0: failed by itself. 1: died without a record, nobody knows when. 2: a consequence. 3: ended by torchrun."""
+    """0: failed by itself. 1: died without a record, and nobody knows when. 2: a consequence. 3: ended by torchrun."""
     time_ns: float
     """On the monotonic clock; inf = not known."""
     failure: Failure
 
 
 _LATE = 1_000_000_000
-"""A process that dies this long (in ns) after the first recorded error was ended by somebody: torchrun stops the others of a failed run."""
+"""ns after the first record. Who dies later without one was ended by torchrun, which ends the other ranks of a failed run."""
 
 
 def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
-    """Who failed first: from the ranks' records, the guard's times of death and torchrun's table of exit codes.
+    """Who failed first: by the ranks' records, the guard's times of death and torchrun's table of exit codes.
 
     Args:
         run_dir: of the launch.
@@ -213,38 +149,59 @@ def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
     state = outcome["state"]
     if state in ("finished", "stopped"):
         return None
-    oom_kills = outcome.get("oom_kills") or 0
     records = [rundir.read_json(path) for path in sorted((run_dir / rundir.ERRORS).glob("rank*.json"))]
+    if stopped_ns := outcome.get("stopped_ns"):  # what ranks say when they are stopped is not why
+        records = [record for record in records if record["time_ns"] < stopped_ns]
     suspects = [_from_record(record) for record in records]
-    if state == "failed":
+    if state != "failed":
+        suspects = [suspect for suspect in suspects if suspect.tier == 0]
+    else:
         deaths = {int(rank): time_ns for rank, time_ns in (outcome.get("exits") or {}).items()}
-        recorded = {record["rank"] for record in records}
-        late = min((record["time_ns"] + _LATE for record in records), default=float("inf"))
-        for rank, code in _exit_codes(run_dir).items():
-            if rank not in recorded:
-                suspects.append(_from_death(run_dir, rank, code, deaths.get(rank), late, oom_kills))
-        if suspects and all(suspect.tier >= 2 for suspect in suspects):
-            suspects += _early_leavers(run_dir, deaths, recorded, suspects)
-    suspect = min(suspects, key=lambda s: (s.tier, s.time_ns), default=None)
-    if suspect and (state == "failed" or suspect.tier < 2):
-        return suspect.failure
-    return _of_the_launch(run_dir, outcome)
+        late = min((suspect.time_ns + _LATE for suspect in suspects), default=float("inf"))
+        silent = {rank: code for rank, code in _exit_codes(run_dir).items() if rank not in [record["rank"] for record in records]}
+        suspects += [_from_death(_death(run_dir, rank, code, outcome), code, deaths.get(rank), late) for rank, code in silent.items()]
+        suspects += _early_leavers(suspects, deaths)
+    if not suspects:
+        return _of_the_launch(run_dir, outcome)
+    return min(suspects, key=lambda suspect: (suspect.tier, suspect.time_ns)).failure
 
 
 def _from_record(record: Mapping[str, Any]) -> _Suspect:
-    symptom = _symptom(record["message"])
-    failure = Failure(
-        rank=record["rank"],
-        kind=record["kind"],
-        message=record["message"],
-        traceback=record["traceback"],
-        hint=symptom.hint if symptom else None,
-    )
+    symptom = symptom_of(record["message"])
+    hint = symptom.hint if symptom else None
+    failure = Failure(hint=hint, **{name: record[name] for name in ("rank", "kind", "message", "traceback")})
     return _Suspect(tier=2 if record["consequence"] else 0, time_ns=record["time_ns"], failure=failure)
 
 
+def _from_death(failure: Failure, code: int, time_ns: int | None, late: float) -> _Suspect:
+    by_torchrun = code == -signal.SIGTERM or (time_ns is not None and time_ns > late)
+    tier = 3 if by_torchrun else 1 if time_ns is None else 0
+    return _Suspect(tier=tier, time_ns=float("inf") if time_ns is None else time_ns, failure=failure)
+
+
+def _early_leavers(suspects: list[_Suspect], deaths: Mapping[int, int]) -> list[_Suspect]:
+    """Where ranks only fell over the absence of others: those which had left before, without an error."""
+    fell = min((suspect for suspect in suspects if suspect.tier == 2), key=lambda suspect: suspect.time_ns, default=None)
+    if fell is None or any(suspect.tier < 2 for suspect in suspects):
+        return []
+    blamed = {suspect.failure.rank for suspect in suspects}
+    message = f"ended without an error while others still needed it: rank {fell.failure.rank} got {fell.failure.message}"
+    return [
+        _Suspect(
+            tier=0,
+            time_ns=time_ns,
+            failure=Failure(rank=rank, kind="exit", message=message, traceback=fell.failure.traceback, hint=_SAME_BRANCHES),
+        )
+        for rank, time_ns in deaths.items()
+        if rank not in blamed and time_ns < fell.time_ns
+    ]
+
+
+_SAME_BRANCHES = "All ranks must take the same number of steps: do they all get as many batches?"
+
+
 def _exit_codes(run_dir: Path) -> dict[int, int]:
-    """Exit code of each rank that did not end well (minus the signal's number), from the table that torchrun prints last."""
+    """Exit codes of the ranks that did not end well (a signal as its negative number), from the table that torchrun prints last."""
     try:
         text = (run_dir / rundir.LAUNCHER_LOG).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -252,77 +209,48 @@ def _exit_codes(run_dir: Path) -> dict[int, int]:
     return {int(rank): int(code) for rank, code in re.findall(r"rank\s*: (\d+) \(local.*?exitcode\s*: (-?\d+)", text, re.DOTALL)}
 
 
-def _from_death(run_dir: Path, rank: int, code: int, time_ns: int | None, late: float, oom_kills: int) -> _Suspect:
-    """A rank that died without a word."""
-    if code == -signal.SIGTERM or (time_ns or 0) > late:
-        tier = 3
-    else:
-        tier = 1 if time_ns is None else 0
-    return _Suspect(tier=tier, time_ns=float("inf") if time_ns is None else time_ns, failure=_death(run_dir, rank, code, oom_kills))
-
-
-def _death(run_dir: Path, rank: int, code: int, oom_kills: int) -> Failure:
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    if code >= 0:
-        kind, message, hint = "exit", f"ended with exit code {code}, without an exception", None
-    elif code == -signal.SIGKILL and oom_kills:
-        kind, message = "killed", "was killed by the kernel because memory ran out (SIGKILL; the control group counts it)"
-        hint = _LESS_MEMORY.replace("micro_batch", "micro_batch, fewer num_workers", 1)
-    elif code == -signal.SIGKILL:
-        kind, message = "killed", "was killed (SIGKILL)"
-        hint = "Most often main memory ran out (of the machine or of the container): try a smaller micro_batch or fewer num_workers."
-    elif code == -signal.SIGTERM:
-        kind, message, hint = "killed", "was ended (SIGTERM) by somebody", None
-    else:
-        kind, message = "crash", f"crashed ({name})"
-        hint = f"The stack of every thread is on its stderr: run.logs({rank})."
-        if code == -signal.SIGABRT:
-            hint = f"Something below Python gave up, such as a CUDA assert or NCCL's watchdog: see run.logs({rank})."
-    return Failure(rank=rank, kind=kind, message=message, traceback=_last_words(run_dir, rank), hint=hint)
-
-
-def _early_leavers(run_dir: Path, deaths: Mapping[int, int], recorded: set[int], suspects: list[_Suspect]) -> list[_Suspect]:
-    """Ranks that left with exit code 0 before the others fell over their absence."""
-    first = min(suspect.time_ns for suspect in suspects)
-    blamed = recorded | {suspect.failure.rank for suspect in suspects}
-    return [
-        _Suspect(tier=0, time_ns=time_ns, failure=_death(run_dir, rank, 0, 0))
-        for rank, time_ns in deaths.items()
-        if rank not in blamed and time_ns < first
-    ]
-
-
-def _last_words(run_dir: Path, rank: int, lines: int = 20) -> str | None:
-    """The end of what a rank wrote on stderr."""
-    found = sorted((run_dir / rundir.LOGS).glob(f"*/attempt_*/{rank}/stderr.log"))
-    said = rundir.TextTail(found[-1]).read(last=True) if found else []
-    return "\n".join(said[-lines:]) or None
+def _death(run_dir: Path, rank: int, code: int, outcome: Mapping[str, Any]) -> Failure:
+    """How a rank died that left no record."""
+    hint = None
+    match -code:
+        case signal.SIGKILL if outcome.get("oom_kills"):
+            kind, message, hint = "killed", "was killed by the kernel because memory ran out (SIGKILL)", LESS_MEMORY
+        case signal.SIGKILL:
+            kind, message = "killed", "was killed (SIGKILL)"
+            hint = f"Most often memory ran out, of the machine or of its container. {LESS_MEMORY}"
+        case signal.SIGTERM:
+            kind, message = "killed", "was ended by SIGTERM"
+        case number if number > 0:
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            kind, message, hint = "crash", f"crashed ({name})", "The stack of every thread is at the end of its stderr."
+        case _:
+            kind, message = "exit", f"ended with exit code {code}, without an exception"
+    files = sorted((run_dir / rundir.LOGS).glob(f"*/attempt_*/{rank}/stderr.log"))
+    said = rundir.TextTail(files[-1]).read(last=True) if files else []
+    return Failure(rank=rank, kind=kind, message=message, traceback="\n".join(said[-20:]) or None, hint=hint)
 
 
 def _of_the_launch(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
-    """No rank is to blame: the time limit, the launching process, the guard or torchrun itself."""
+    """No rank is to blame, but the time limit, the launching process, the guard or torchrun."""
+    kind, text, hint = "launcher", None, None
     said = rundir.TextTail(run_dir / rundir.LAUNCHER_LOG).read(last=True)
-    text = "\n".join(said[-30:]) or None
     match outcome["state"]:
         case "timeout":
             limit = rundir.read_json(run_dir / rundir.RUN_JSON).get("timeout")
-            message = f"the run was stopped at its time limit, timeout={limit:g} s"
-            return Failure(
-                rank=None, kind="timeout", message=message, traceback=None, hint="Allow more time, or see run.logs() for a hang."
-            )
+            kind, message = "timeout", "stopped at its time limit" + (f", timeout={limit:g} s" if limit else "")
+            hint = "Allow more time; if a rank hangs, run.logs() shows how far each one came."
         case "abandoned":
-            message, hint = "the process that launched the run ended, and the run with it", "A run lives as long as its kernel or script."
+            message, hint = (
+                "stopped because the process that launched it ended",
+                "A run lives as long as the kernel or script that launched it.",
+            )
         case "lost":
-            message, hint = "the guard of the run was killed, so nobody saw its end", None
+            message, text = "its guard was killed, so nobody saw how it ended", "\n".join(said[-30:]) or None
         case _:
-            message, hint = _torchrun_end(outcome.get("returncode"), said), f"All of its output: {run_dir / rundir.LAUNCHER_LOG}"
-            symptom = _symptom("\n".join(said))
-            if symptom and symptom.kind in ("address-in-use", "disk-full", "out-of-memory"):
-                return Failure(rank=None, kind=symptom.kind, message=message, traceback=text, hint=symptom.hint)
-    return Failure(rank=None, kind="launcher", message=message, traceback=text, hint=hint)
-
-
-def _torchrun_end(code: int | None, said: list[str]) -> str:
-    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-    errors = [line.strip() for line in said if re.match(r"\s*[\w.]*(Error|Exception|error)\b.*:", line)]
-    return f"torchrun {how}" + (f": {errors[-1]}" if errors else "")
+            code, text = outcome.get("returncode"), "\n".join(said[-30:]) or None
+            errors = [line.strip() for line in said if re.match(r"\s*[\w.]*(Error|Exception)\b.*:", line)]
+            how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+            message = f"torchrun {how}" + (f": {errors[-1]}" if errors else "")
+            if symptom := symptom_of(message):
+                kind, hint = symptom.kind, symptom.hint
+    return Failure(rank=None, kind=kind, message=message, traceback=text, hint=hint)

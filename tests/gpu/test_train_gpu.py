@@ -1,0 +1,60 @@
+"""The training program on a GPU: precision, copies that overlap, peaks that are each configuration's own, and running out of memory."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from workbench import rundir
+from workbench.run import Run
+from workbench.spec import RunSpec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")]
+
+
+def train(*directories: Path) -> list[Run]:
+    """Train what the directories say in one launch of one rank."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", rundir.ENV_RUN_DIR: str(directories[0].parent)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "-m", "workbench.train"]
+    done = subprocess.run([*command, *map(str, directories)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [Run.load(directory) for directory in directories]
+
+
+Make = Callable[..., Any]
+
+
+def test_a_sweep_over_precisions_and_batches(by_hand: Make) -> None:
+    spec = RunSpec(task="text-gpt", device="cuda", steps=40, num_workers=2, pin_memory=True, evaluate=True)
+    specs = [
+        spec.replace(micro_batch=512),
+        spec.replace(precision="amp_bf16"),
+        spec.replace(precision="amp_fp16", clip_grad_norm=1.0),
+        spec.replace(micro_batch=16, accumulation=2),
+        RunSpec(task=f"{Path(__file__).parents[1] / 'toy_tasks.py'}:too_large", device="cuda", micro_batch=8),
+        spec,
+    ]
+    runs = train(*(by_hand(spec=spec.to_json()).path for spec in specs))
+    assert [run.state for run in runs] == ["finished"] * 4 + ["failed", "finished"]
+    assert runs[4].error is not None
+    assert runs[4].error.kind == "out-of-memory"
+    for run in runs[:4]:
+        assert run.metric_rows[-1]["bits_per_byte"] < 4.4
+        (timeline,) = run.timelines
+        assert timeline.clock == "device"
+        assert timeline.mean("backward") > timeline.mean("h2d") > 0
+    large, small = runs[0].memory[0], runs[5].memory[0]
+    assert large is not None
+    assert small is not None
+    assert large > 4 * small  # the peak of a configuration is its own, not that of one before it
+
+
+def test_pictures_on_a_gpu(by_hand: Make) -> None:
+    spec = RunSpec(task="clipart-resnet", device="cuda", steps=100, num_workers=4, persistent_workers=True, pin_memory=True, evaluate=True)
+    (run,) = train(by_hand(spec=spec.to_json()).path)
+    assert run.metric_rows[-1]["accuracy"] > 0.2

@@ -1,0 +1,104 @@
+"""Tasks for the tests of the training program: exact arithmetic, and every way in which a user's task can be wrong."""
+
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from workbench.task import Task
+from workbench.train import ranks
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Numbers(Dataset[Pair]):
+    """Fixed random vectors, to be mapped to others."""
+
+    def __init__(self, count: int = 64) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.inputs = torch.randn(count, 4, generator=generator)
+        self.targets = torch.randn(count, 2, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Pair:
+        return self.inputs[index], self.targets[index]
+
+
+class Stream(IterableDataset[Pair]):
+    """The same numbers as a stream."""
+
+    def __init__(self, *, shared: bool = False, count: int = 64) -> None:
+        self.shared, self.count = shared, count
+
+    def __iter__(self) -> Iterator[Pair]:
+        first, stride = (0, 1) if self.shared else (dist.get_rank(), dist.get_world_size())
+        numbers = Numbers(self.count)
+        return (numbers[i] for i in range(first, self.count, stride))
+
+
+def network() -> nn.Module:
+    """No batch statistics, no dropout: what a sample adds to the gradient does not depend on its batch."""
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def squared_error(model: nn.Module, batch: Pair) -> Tensor:
+    error: Tensor = model(batch[0]) - batch[1]
+    return error.square().mean()
+
+
+def parameters(model: nn.Module) -> dict[str, float]:
+    """The trained parameters, as figures of an evaluation."""
+    values = torch.cat([p.flatten() for p in model.parameters()]).tolist()
+    return {f"p{i}": value for i, value in enumerate(values)}
+
+
+def numbers(**changes: Any) -> Task:
+    """Learns, and reports its parameters."""
+    known: dict[str, Any] = {
+        "model": network,
+        "dataset": Numbers,
+        "loss": squared_error,
+        "optimizer": "sgd(lr=0.1)",
+        "evaluate": parameters,
+    }
+    return Task(**known | changes)
+
+
+def shared_stream() -> Task:
+    """Every rank reads the same."""
+    return numbers(dataset=lambda: Stream(shared=True))
+
+
+def parted_stream() -> Task:
+    """Every rank reads its own part."""
+    return numbers(dataset=Stream)
+
+
+def too_large() -> Task:
+    """Asks for more memory than there is."""
+
+    def loss(model: nn.Module, batch: Pair) -> Tensor:
+        return torch.zeros(2**60)
+
+    return numbers(loss=loss)
+
+
+def boom_on_rank_1() -> Task:
+    """One rank fails in its third step, while the other waits for its gradients."""
+    ranks.PATIENCE = datetime.timedelta(seconds=1)
+    calls = 0
+
+    def loss(model: nn.Module, batch: Pair) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3 and dist.get_rank() == 1:
+            raise ValueError("boom")
+        return squared_error(model, batch)
+
+    return numbers(loss=loss)

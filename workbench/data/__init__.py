@@ -1,0 +1,5 @@
+"""Data: what a loader reads.
+
+`shards` reads files out of tar shards by their offsets; `samples` offers the repository's own small data as datasets: `ClipArt`
+(pictures to decode), `FashionMnist` (pictures that cost nothing) and `ByteText` (a novel).
+"""

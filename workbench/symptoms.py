@@ -1,0 +1,103 @@
+"""What the text of an error tells: its kind, what to do about it, and whether it is only the consequence of another rank's."""
+
+import re
+from dataclasses import dataclass
+
+KINDS = ("exception", "exit", "out-of-memory", "killed", "crash", "address-in-use", "task", "disk-full", "timeout", "launcher")
+"""Kinds of failure. `exit`: left with an exit code; `killed`: by a signal from outside; `crash`: by one of its own making."""
+
+LESS_MEMORY = "Try a smaller micro_batch (accumulation keeps the global batch), fewer num_workers, or on a GPU precision='amp_bf16'."
+
+_CONSEQUENCES = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Connection was likely closed|Broken pipe|connection was aborted"
+    r"|remote process exited|remote server shutdown|recvValue failed|sendBytes failed|failed to recv, got 0 bytes|DistNetworkError"
+    r"|killed by signal: Terminated|NCCL communicator was aborted|ncclRemoteError|ncclSystemError|SignalException",
+    re.IGNORECASE,
+)
+"""What ranks say that fail because another one is gone, or because they are being stopped (gloo, the TCP store, NCCL, a DataLoader)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Symptom:
+    """A known kind of error."""
+
+    pattern: str
+    """Regular expression found in "Type: message", case and all."""
+    kind: str
+    """One of KINDS."""
+    hint: str | None
+    """What to do; None where the message itself says it."""
+
+
+_SYMPTOMS = (
+    Symptom(
+        pattern=r"Bus error|insufficient shared memory|unable to (open|write to|allocate) shared memory",
+        kind="killed",
+        hint="The shared memory in /dev/shm is too small for the loader's workers: try fewer num_workers, or docker run --shm-size=2g.",
+    ),
+    Symptom(
+        pattern=r"DataLoader worker .* killed by signal: Killed",
+        kind="killed",
+        hint="A worker of the loader was killed, most often because memory ran out: try fewer num_workers or a smaller prefetch_factor.",
+    ),
+    Symptom(
+        pattern=r"OutOfMemoryError|(CUDA|HIP) out of memory|DefaultCPUAllocator|not enough memory|Cannot allocate|^MemoryError|bad_alloc",
+        kind="out-of-memory",
+        hint=LESS_MEMORY,
+    ),
+    Symptom(
+        pattern=r"EADDRINUSE|[Aa]ddress already in use",
+        kind="address-in-use",
+        hint="Another process has that port. Leave MASTER_PORT to the launch, which finds a free one, or choose another.",
+    ),
+    Symptom(pattern=r"^TaskError", kind="task", hint=None),
+    Symptom(
+        pattern=r"No space left on device|Disk quota exceeded|File too large|DiskFullError",
+        kind="disk-full",
+        hint="Make room, or start the run with runs_dir= on another disk.",
+    ),
+    Symptom(
+        pattern=r"device-side assert",
+        kind="exception",
+        hint="Most often a label or index outside its range: the same run with device='cpu' names the line.",
+    ),
+    Symptom(
+        pattern=r"illegal memory access|CUDA error|CUBLAS_STATUS",
+        kind="exception",
+        hint="GPU errors are reported late: with the environment variable CUDA_LAUNCH_BLOCKING=1 the traceback is exact.",
+    ),
+    Symptom(
+        pattern=r"[Tt]imed out|collective operation timeout|Socket Timeout|wait timeout",
+        kind="timeout",
+        hint="It waited for something that did not come. If that was another rank: do all ranks take the same branches? See run.logs().",
+    ),
+    Symptom(
+        pattern=r"No module named",
+        kind="exception",
+        hint="The ranks run in the same Python as the process that launched them: install it there.",
+    ),
+    Symptom(
+        pattern=r"Expected to have finished reduction in the prior iteration",
+        kind="exception",
+        hint="Some parameters get no gradient in some steps: DistributedDataParallel(…, find_unused_parameters=True).",
+    ),
+)
+
+
+def symptom_of(message: str) -> Symptom | None:
+    """The first known symptom in "Type: message", if there is one.
+
+    >>> symptom_of("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB").kind
+    'out-of-memory'
+    """
+    return next((symptom for symptom in _SYMPTOMS if re.search(symptom.pattern, message)), None)
+
+
+def is_consequence(message: str) -> bool:
+    """Does a rank say this because of another one: that is gone, or did not come in time?
+
+    >>> is_consequence("RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:35211")
+    True
+    """
+    symptom = symptom_of(message)
+    return _CONSEQUENCES.search(message) is not None or (symptom is not None and symptom.kind == "timeout")

@@ -1,0 +1,6 @@
+"""The training program that torchrun starts: `python -m workbench.train RUN_DIR…` reads specs, trains them, and writes what happened.
+
+`ranks` joins the processes, `loader` makes the batches, `loop` turns them into optimizer steps with the `precision`, the optimizer
+(`optimizers`) and the learning rate (`schedule`) that the spec asks for, `metrics` reports them; `sweep` trains several specs in one
+launch. `tasks` and `models` are samples to train. It shares no code with the launcher: the two meet in the run directory.
+"""

@@ -1,0 +1,141 @@
+"""Batches for the loop: the loader that a spec describes, epoch after epoch, and their way to the device."""
+
+import copy
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Callable, Generator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from workbench.spec import RunSpec, SpecError
+from workbench.task import Task, TaskError
+from workbench.train.ranks import Ranks
+
+
+def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoader[Any]":
+    """The loader of this rank.
+
+    A dataset with a length is shuffled and dealt out over the ranks anew in each epoch. An `IterableDataset` is read as it is: it has to
+    give each rank, and each worker, a part of its own.
+
+    Args:
+        task: whose dataset and collate function to use.
+        spec: the loader's knobs.
+        ranks: this process among the others.
+        seed: of this rank's workers.
+
+    Raises:
+        TaskError: what `dataset()` returned is no dataset.
+        SpecError: it has too few samples for one optimizer step.
+    """
+    dataset = task.dataset()
+    stream = isinstance(dataset, IterableDataset)
+    if not stream and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TaskError(
+            f"the task's dataset() returned a {type(dataset).__name__}; wanted is a dataset with __len__ and __getitem__, "
+            "or a torch.utils.data.IterableDataset"
+        )
+    if not stream and not _steps_per_epoch(len(dataset), spec, ranks):
+        need = spec.micro_batch * spec.accumulation * ranks.world_size
+        raise SpecError(
+            f"one optimizer step takes {need} samples (micro_batch={spec.micro_batch} × accumulation={spec.accumulation} × "
+            f"{ranks.world_size} ranks), and the dataset has {len(dataset)}: try micro_batch="
+            f"{max(1, len(dataset) // (spec.accumulation * ranks.world_size))}, or fewer ranks, or less accumulation"
+        )
+    workers: dict[str, Any] = {}
+    if spec.num_workers:
+        workers = {"prefetch_factor": spec.prefetch_factor, "persistent_workers": spec.persistent_workers}
+    return DataLoader(
+        dataset,
+        batch_size=spec.micro_batch,
+        sampler=None if stream else DistributedSampler(dataset, ranks.world_size, ranks.rank, seed=spec.seed, drop_last=True),
+        num_workers=spec.num_workers,
+        collate_fn=task.collate,
+        pin_memory=spec.pin_memory and ranks.device.type == "cuda",  # there is nothing to pin for on a CPU, and torch would warn
+        drop_last=True,
+        generator=torch.Generator().manual_seed(seed),
+        **workers,
+    )
+
+
+def _steps_per_epoch(samples: int, spec: RunSpec, ranks: Ranks) -> int:
+    return samples // ranks.world_size // spec.micro_batch // spec.accumulation
+
+
+def micro_batches(loader: "DataLoader[Any]", accumulation: int, ranks: Ranks) -> Generator[Any, None, None]:
+    """Micro-batches without end, each epoch in an order of its own. An epoch ends with a whole optimizer step; its rest is left out.
+
+    Raises:
+        TaskError: a stream has not one whole micro-batch, or gives two ranks the same samples.
+    """
+    stream = isinstance(loader.dataset, IterableDataset)
+    whole = None if stream else len(loader) // accumulation * accumulation
+    for epoch in itertools.count():
+        for shuffled in (loader.sampler, loader.dataset):
+            if hasattr(shuffled, "set_epoch"):
+                shuffled.set_epoch(epoch)
+        batch: Any = None
+        for i, batch in enumerate(itertools.islice(loader, whole)):
+            if stream and epoch == 0 and i == 0:
+                _check_parts_differ(batch, ranks)
+            yield batch
+        if batch is None:
+            raise TaskError(
+                f"the task's dataset, a stream ({type(loader.dataset).__name__}), ended before it had given rank {ranks.rank} "
+                f"one micro-batch of {loader.batch_size} samples: try a smaller micro_batch, or a longer stream"
+            )
+
+
+def _check_parts_differ(batch: Any, ranks: Ranks) -> None:
+    digest, tensors = hashlib.sha256(), 0
+
+    def add(tensor: Tensor) -> Tensor:
+        nonlocal tensors
+        tensors += 1
+        digest.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+        return tensor
+
+    map_tensors(add, batch)
+    first = ranks.share("first batch", digest.digest())
+    if tensors and len(set(first)) < len(first):
+        raise TaskError(
+            "the task's dataset is a stream (IterableDataset) that gives several ranks the same samples, so they would learn the same "
+            "thing: it must give each rank its own part. Try, in its __iter__: "
+            "itertools.islice(samples, dist.get_rank(), None, dist.get_world_size())"
+        )
+
+
+def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+    """The batch with all its tensors on a device.
+
+    Args:
+        batch: tensors in lists, tuples, named tuples, mappings and dataclasses, in any depth; other things stay as they are.
+        device: where to.
+        non_blocking: let the host go on while pinned memory is copied.
+    """
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), batch)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """The batch with `function` applied to each of its tensors; the containers are copied and keep their types."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, list | tuple):
+        values = [map_tensors(function, value) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    if isinstance(batch, MutableMapping):  # copied, not built: Hugging Face's mappings and defaultdict need more than the items
+        mapping = copy.copy(batch)
+        for key, value in batch.items():
+            mapping[key] = map_tensors(function, value)
+        return mapping
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        record = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(record, field.name, map_tensors(function, getattr(batch, field.name)))  # frozen ones, too
+        return record
+    return batch

@@ -1,0 +1,64 @@
+"""Precision of a run: fp32, or mixed with bf16 or fp16, and the optimizer step that goes with it."""
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from workbench.spec import SpecError
+
+_TYPES = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
+
+
+class Precision:
+    """How a run computes: `autocast()` around the forward, then `backward(loss)` and `step(…)`.
+
+    fp16 gradients underflow unless the loss is scaled; the scale doubles while it can and halves after a step whose gradients overflowed,
+    which is left out. bf16 has the range of fp32 and needs no scale.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        """Check that the device can do it.
+
+        Args:
+            name: "fp32", "amp_bf16" or "amp_fp16".
+            device: where the run computes.
+
+        Raises:
+            SpecError: the GPU has no bf16 units (it would emulate them, slower than fp32).
+        """
+        self._type = _TYPES[name]
+        self._device = device
+        if self._type is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            gpu = torch.cuda.get_device_name(device)
+            raise SpecError(f'precision="amp_bf16": {gpu} has no bf16 units and would emulate them; try precision="amp_fp16" or "fp32"')
+        self._scaler = GradScaler(device.type, enabled=self._type is torch.float16)
+        self.skipped = 0
+        """Optimizer steps left out because fp16 gradients overflowed."""
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The context of the forward pass, loss included."""
+        return torch.autocast(self._device.type, dtype=self._type, enabled=self._type is not None)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, scaled if need be."""
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, optimizer: Optimizer, model: nn.Module, *, clip_grad_norm: float | None = None) -> bool:
+        """One optimizer step: unscale, clip, update; the gradients are cleared.
+
+        Returns:
+            False if the step was left out because the gradients overflowed.
+        """
+        scale = self._scaler.get_scale()
+        if clip_grad_norm is not None:
+            self._scaler.unscale_(optimizer)  # a norm of scaled gradients would be clipped to nothing
+            nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        optimizer.zero_grad()
+        done = self._scaler.get_scale() >= scale  # both 1 without a scaler; update() has waited for the device already otherwise
+        self.skipped += not done
+        return done

@@ -1,0 +1,76 @@
+"""The sample tasks: zero-argument functions that return a Task, as a user's own file would."""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from workbench.data.samples import ByteText, ClipArt
+from workbench.task import Task
+from workbench.train.models import Gpt, ResNet
+
+WINDOW = 64
+"""Bytes that the text model reads at once."""
+
+
+def clipart_resnet() -> Task:
+    """A ResNet-10 (0.3 M parameters) on 1,027 clip-art pictures in 10 classes; a fifth of a sample's time is JPEG decoding."""
+    return Task(
+        model=partial(ResNet, classes=10),
+        dataset=ClipArt,
+        loss=_classify,
+        optimizer="adamw(lr=0.005, weight_decay=0.05)",
+        evaluate=_accuracy,
+        name="clipart-resnet",
+    )
+
+
+def text_gpt() -> Task:
+    """A GPT with two layers (0.14 M parameters) that predicts the next byte of a novel; its data cost nothing."""
+    return Task(
+        model=partial(Gpt, length=WINDOW, width=64, layers=2, heads=4),
+        dataset=partial(ByteText, length=WINDOW),
+        loss=_next_byte,
+        optimizer="adamw(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)",
+        evaluate=_bits_per_byte,
+        name="text-gpt",
+    )
+
+
+def _classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+def _next_byte(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def _accuracy(model: nn.Module) -> dict[str, float]:
+    """Fraction of the validation pictures that are put in the class they were filed under (by chance 0.1)."""
+    data = ClipArt("validation")
+    right = 0
+    for images, labels in _batches(model, data):
+        right += int((model(images).argmax(1) == labels).sum())
+    return {"accuracy": right / len(data)}
+
+
+def _bits_per_byte(model: nn.Module) -> dict[str, float]:
+    """Bits the model needs for a byte of the validation text (8 = it knows nothing, 4.5 = it knows how frequent each byte is)."""
+    data = ByteText("validation", length=WINDOW)
+    loss = 0.0
+    for (windows,) in _batches(model, data):
+        loss += float(_next_byte(model, windows)) * len(windows)
+    return {"bits_per_byte": loss / len(data) / math.log(2)}
+
+
+def _batches(model: nn.Module, data: "Dataset[Any]") -> Iterator[list[Tensor]]:
+    """All of a dataset in batches, as lists of tensors, on the model's device."""
+    device = next(model.parameters()).device
+    for batch in DataLoader(data, batch_size=128):
+        yield [tensor.to(device) for tensor in ([batch] if isinstance(batch, torch.Tensor) else batch)]
