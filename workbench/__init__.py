@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from workbench.comparison import Comparison, compare
     from workbench.device import Device
     from workbench.failure import Failure, RunError
-    from workbench.launch import launch, sweep
+    from workbench.launcher import launch, sweep
     from workbench.measure import StepTimer, watch
     from workbench.run import Run
     from workbench.spec import RunSpec
@@ -45,9 +45,9 @@ _HOMES = {
     "Task": "task",
     "Timeline": "timeline",
     "compare": "comparison",
-    "launch": "launch",
+    "launch": "launcher",
     "plot": "",
-    "sweep": "launch",
+    "sweep": "launcher",
     "watch": "measure",
     "widgets": "",
 }

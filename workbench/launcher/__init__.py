@@ -1,0 +1,12 @@
+"""Launch: a spec or a script becomes a running Run. Nothing here imports torch, and nothing that is started outlives this process.
+
+`launch` starts one run and returns at once; `sweep` runs many, several in one launch where they can share it.
+
+    this process -> guard (`guard.py`) -> torchrun -> ranks (`workbench.train`, or an unedited script)
+"""
+
+from workbench.launcher.launching import launch
+from workbench.launcher.start import LaunchError
+from workbench.launcher.sweeping import sweep
+
+__all__ = ["LaunchError", "launch", "sweep"]

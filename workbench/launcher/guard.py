@@ -1,0 +1,298 @@
+"""Guard: nothing that a launch started outlives the process that launched it. A program of its own, standard library only.
+
+    launching process -> keeper -> guard -> torchrun -> ranks -> their loaders' workers
+
+torchrun puts every rank into a session of its own, so neither a signal to its process group nor its death ends them all. The guard
+owns the tree instead. It is a *child subreaper*: whoever loses a parent becomes the guard's child and is found by one walk over the
+process table. It stops the run when
+
+* it gets SIGTERM ("stopped": `run.stop()`),
+* the launching process is gone ("abandoned": the pipe on stdin ends, or its pidfd becomes readable; a kernel's interrupt, restart and
+  SIGKILL all come down to that),
+* its time is up ("timeout"),
+
+by SIGTERM to torchrun, which passes it on, and after the grace period by SIGKILL to every descendant. When torchrun ends by itself,
+what it left behind is killed, too. Last, the outcome goes into run.json.
+
+The keeper is the guard's parent and a subreaper as well: it passes SIGTERM on, and if the guard is killed, it kills what the guard would
+have. If the keeper is killed, the guard hears of it (PDEATHSIG) and stops the run. Either way there is no outcome: the run is "lost".
+
+Not covered: keeper and guard killed in the same instant end torchrun and its ranks (PDEATHSIG again), but not a rank's own children in a
+session of their own. macOS has no subreaper, no PDEATHSIG, no pidfd: there the processes of the run are found by the run's id in their
+environment, and nobody minds a killed guard but the end of the pipe (not tested).
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LINUX = sys.platform == "linux"
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+LOOK_FOR_RANKS = 0.1
+"""Seconds between two looks for ranks, until all are known; none after that."""
+START_OF_ALL = 5.0
+"""Seconds after the first rank has started in which the others do; who has not been seen by then ended unseen."""
+END_TRIES, END_PAUSE = 100, 0.02
+
+
+def prctl(option: int, value: int) -> None:
+    if LINUX:
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def end_with_parent(parent: int) -> None:
+    """Get SIGTERM when `parent` dies, or at once if it has died already."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def processes() -> Iterator[tuple[int, int]]:
+    """(pid, pid of its parent) of every process; zombies are left out, they hold nothing any more and their children have a new parent."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            state, parent, *_ = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # ended while we looked
+            continue
+        if state != "Z":
+            yield int(name), int(parent)
+
+
+def descendants(root: int, run_id: str) -> list[int]:
+    """Every live process below `root`. Where there is no /proc, every one that carries the run's id."""
+    if not LINUX:
+        table = subprocess.run(["ps", "-axEww", "-o", "pid=,command="], capture_output=True, text=True, check=False).stdout
+        found = [int(line.split()[0]) for line in table.splitlines() if f"WORKBENCH_RUN_ID={run_id}" in line]
+        return [pid for pid in found if pid not in (root, os.getppid())]
+    children: dict[int, list[int]] = {}
+    for pid, parent in processes():
+        children.setdefault(parent, []).append(pid)
+    todo, found = [root], []
+    while todo:
+        below = children.get(todo.pop(), [])
+        todo += below
+        found += below
+    return found
+
+
+def reap(wanted: int) -> int | None:
+    """Take the exit codes of all ended children, orphans included; that of `wanted` is returned if it was among them."""
+    code = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return code
+        if not pid:
+            return code
+        if pid == wanted:
+            code = os.waitstatus_to_exitcode(status)
+
+
+def end_all(wanted: int, run_id: str) -> int | None:
+    """Kill every descendant and reap it; the exit code of `wanted` if it was reaped here."""
+    code = None
+    for _ in range(END_TRIES):
+        left = descendants(os.getpid(), run_id)
+        for pid in left:
+            with contextlib.suppress(OSError):  # gone already, or not ours to kill (setuid)
+                os.kill(pid, signal.SIGKILL)
+        ended = reap(wanted)
+        code = ended if code is None else code
+        if not left:
+            break
+        time.sleep(END_PAUSE)
+    return code
+
+
+class Deaths:
+    """When each rank ended, on the monotonic clock that the ranks' own error records use."""
+
+    def __init__(self, torchrun: int, ranks: int) -> None:
+        self._torchrun, self._missing = torchrun, ranks if hasattr(os, "pidfd_open") else 0
+        self._give_up = float("inf")
+        self._ranks: dict[int, int] = {}  # pidfd -> rank
+        self._known: set[int] = set()
+        self.times: dict[int, int] = {}
+
+    @property
+    def looking(self) -> bool:
+        return self._missing > 0 and time.monotonic() < self._give_up
+
+    @property
+    def watched(self) -> list[int]:
+        return list(self._ranks)
+
+    def look(self) -> None:
+        """Find ranks that have started: torchrun's own children with a RANK in their environment."""
+        for pid in [pid for pid, parent in processes() if parent == self._torchrun and pid not in self._known]:
+            try:
+                entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                ranks = [int(entry[5:]) for entry in entries if entry.startswith(b"RANK=")]
+                if ranks:  # none yet between its fork and its exec
+                    self._ranks[os.pidfd_open(pid)] = ranks[0]
+                    self._known.add(pid)
+                    self._missing -= 1
+                    self._give_up = time.monotonic() + START_OF_ALL
+            except (FileNotFoundError, ProcessLookupError):  # ended while we looked
+                continue
+            except OSError:  # a sandbox that has no pidfd
+                self._missing = 0
+
+    def note(self, ready: list[int]) -> None:
+        for fd in set(ready) & set(self._ranks):
+            self.times[self._ranks.pop(fd)] = time.monotonic_ns()
+            os.close(fd)
+
+
+def oom_kills() -> int | None:
+    """Processes that the kernel's out-of-memory killer has ended in our control group so far; None where nobody says."""
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return None
+    for _, controllers, path in groups:
+        if controllers in ("", "memory"):  # cgroup 2, cgroup 1
+            base, file = ("/sys/fs/cgroup", "memory.events") if not controllers else ("/sys/fs/cgroup/memory", "memory.oom_control")
+            for place in (f"{base}{path}", base):  # inside a container the path may be that of the host
+                try:
+                    counts = dict(line.split() for line in Path(place, file).read_text().splitlines())
+                    return int(counts["oom_kill"])
+                except (OSError, KeyError, ValueError):
+                    continue
+    return None
+
+
+def write_outcome(run_dir: Path, outcome: dict[str, Any]) -> None:
+    """Add the outcome to run.json, by atomic replace; on a full disk into the space that the launch set aside."""
+    path, part = run_dir / "run.json", run_dir / "run.json.guard.part"
+    text = json.dumps({**json.loads(path.read_text()), "outcome": outcome}, indent=1) + "\n"
+    for last in (False, True):
+        try:
+            part.write_text(text)
+            part.replace(path)
+            break
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            if last or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            (run_dir / "reserve").unlink(missing_ok=True)
+
+
+def start(command: list[str]) -> int:
+    """Start torchrun in a session of its own, without what the guard has changed for itself; returns its pid."""
+    guard = os.getpid()
+    pid = os.fork()  # not subprocess: only wait statuses tell the truth where a subreaper reaps everybody
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        end_with_parent(guard)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.execv(command[0], command)
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(127)
+
+
+def watch(torchrun: int, config: dict[str, Any], deaths: Deaths, woken: int) -> tuple[int | None, str, int | None]:
+    """Wait for torchrun's end or bring it about.
+
+    Returns:
+        torchrun's exit code (None: it outlived the grace period), why it was stopped ("": it was not), and when (monotonic ns).
+    """
+    never = float("inf")
+    launcher = [0]  # the pipe from the launching process, and the process itself: a child that it forked may hold the pipe open
+    if hasattr(os, "pidfd_open"):
+        with contextlib.suppress(OSError):  # gone already: the pipe says so, too
+            launcher.append(os.pidfd_open(config["launcher"]))
+    time_up, kill_at = time.monotonic() + (config["timeout"] or never), never
+    why, stopped_ns = "", None
+    while (code := reap(torchrun)) is None and (now := time.monotonic()) < kill_at:
+        if deaths.looking:
+            deaths.look()
+        if not why and now >= time_up:
+            why = "timeout"
+        if why and stopped_ns is None:
+            os.kill(torchrun, signal.SIGTERM)
+            stopped_ns, kill_at = time.monotonic_ns(), now + config["grace"]
+        wait = min((kill_at if why else time_up) - now, LOOK_FOR_RANKS if deaths.looking else never)
+        listening = [woken, *deaths.watched, *([] if why else launcher)]
+        ready = select.select(listening, [], [], None if wait == never else max(0.0, wait))[0]
+        deaths.note(ready)
+        if woken in ready and signal.SIGTERM in os.read(woken, 4096):
+            why = why or "stopped"
+        if not set(launcher).isdisjoint(ready):
+            why = why or "abandoned"
+    deaths.note(select.select(deaths.watched, [], [], 0)[0])
+    return code, why, stopped_ns
+
+
+def guard(config: dict[str, Any], keeper: int) -> None:
+    """Start torchrun, see it to its end, leave nothing behind, write the outcome."""
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker)  # each signal arrives as a byte with its number
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    end_with_parent(keeper)
+    kills_before, started = oom_kills(), time.monotonic()
+    torchrun = start(config["command"])
+    deaths = Deaths(torchrun, config["nproc"])
+    code, why, stopped_ns = watch(torchrun, config, deaths, woken)
+    seconds = time.monotonic() - started
+    ended = end_all(torchrun, config["id"])
+    code = ended if code is None else code
+    if os.getppid() != keeper:
+        return  # the keeper was killed: how this run ended is nobody's decision
+    kills = oom_kills()
+    outcome = {
+        "state": "finished" if code == 0 else why or "failed",
+        "returncode": code,
+        "seconds": seconds,
+        "oom_kills": None if kills is None or kills_before is None else kills - kills_before,
+        "exits": deaths.times,
+        "stopped_ns": stopped_ns,
+    }
+    write_outcome(Path(config["run_dir"]), outcome)
+
+
+def main() -> None:
+    config = json.loads(sys.argv[1])
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as the launcher does: no stop may come before we listen
+    for number in (signal.SIGINT, signal.SIGHUP):  # an interrupt is for the launching process; it decides what to stop
+        signal.signal(number, signal.SIG_IGN)
+    os.set_inheritable(config["lock"], False)  # held by keeper and guard until they end, by nobody else
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    keeper, child = os.getpid(), os.fork()
+    if not child:
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited
+        guard(config, keeper)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.close(0)
+    while os.waitpid(-1, 0)[0] != child:
+        pass
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the pid it would be passed on to is free now
+    end_all(child, config["id"])
+
+
+if __name__ == "__main__":
+    main()

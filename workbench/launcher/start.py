@@ -1,0 +1,160 @@
+"""`NewRun`: a run directory is made and filled, and the guard started in it; or nothing stays."""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from workbench import rundir
+from workbench.launcher import environment
+from workbench.run import Run
+from workbench.spec import RunSpec, ScriptSpec, Spec
+
+GRACE = environment.SHUTDOWN + 2
+"""Seconds from SIGTERM to torchrun until the guard kills what is left; torchrun kills its ranks earlier."""
+GIT_PATIENCE = 0.02
+"""Seconds to wait for git once everything else is ready: a large repository is not worth a slow launch."""
+
+_guards: dict[str, "subprocess.Popen[bytes]"] = {}
+"""Run id → guard, whose stdin we hold open. When this process ends, however it ends, the pipes end and the guards stop their runs."""
+
+
+class LaunchError(ValueError):
+    """Nothing was started: what was asked for cannot run here, or there is no place to write to."""
+
+
+class NewRun:
+    """A new, empty run directory, which turns into a run or goes away again."""
+
+    def __init__(self, runs_dir: str | os.PathLike[str] | None, name: str) -> None:
+        self.id, self.name, self.created = uuid.uuid4().hex, name, time.time()
+        word = "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip(".") or "run"
+        base = f"{time.strftime('%Y-%m-%dT%H-%M-%S', time.localtime(self.created))}-{word}"
+        runs = Path(runs_dir or "runs").expanduser().absolute()
+        try:
+            runs.mkdir(parents=True, exist_ok=True)
+            self.path = _make_unique(runs, base)
+        except OSError as error:
+            raise LaunchError(f"no run directory can be made in {runs}: {error.strerror}. Try runs_dir= with a folder of yours") from error
+
+    def start(self, spec: Spec, program: list[str], timeout: float | None = None, children: Sequence[tuple[str, RunSpec]] = ()) -> Run:
+        """Fill the directory and start the guard in it; `children` (name, spec) get run directories of their own, `000`, `001`, …
+
+        Raises:
+            LaunchError: the disk is full, or the guard cannot be started. The directory is gone again.
+        """
+        try:
+            lock = os.open(self.path / rundir.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # belongs to the open file: the guard, which inherits it, holds it on
+                os.write(lock, b" " * 20)  # room for the guard's pid, even if the disk is full by then
+                info, environ = self._write(spec, program, timeout, children)
+                self._start_guard(info, environ, lock)
+            finally:
+                os.close(lock)
+        except BaseException as error:
+            if guard := _guards.get(self.id):
+                guard.terminate()
+                guard.wait()
+            shutil.rmtree(self.path, ignore_errors=True)
+            if isinstance(error, OSError):
+                reason = f"{self.path.parent} is full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else str(error)
+                raise LaunchError(f"the run could not be started: {reason}. Make room, or try runs_dir= on another disk") from error
+            raise
+        return Run.load(self.path)
+
+    def _write(
+        self, spec: Spec, program: list[str], timeout: float | None, children: Sequence[tuple[str, RunSpec]]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Write what the run starts from; returns run.json's content and the environment of the ranks."""
+        (self.path / rundir.RESERVE).write_bytes(os.urandom(rundir.RESERVE_BYTES))  # bytes that no file system compresses away
+        for sub in (rundir.ERRORS, rundir.LOGS):
+            (self.path / sub).mkdir()
+        git = environment.GitQuery(Path(spec.script).parent if isinstance(spec, ScriptSpec) else Path.cwd())
+        environ, added, removed = environment.for_ranks(self.path, self.id, spec.threads)
+        info = {
+            "format": rundir.FORMAT,
+            "id": self.id,
+            "name": self.name,
+            "created": self.created,
+            "host": platform.node(),
+            "spec": spec.to_json(),
+            "launch_dir": ".",
+            "command": environment.torchrun(spec.nproc_per_node, self.path / rundir.LOGS, program),
+            "timeout": timeout,
+            "environment": {"set": added, "removed": removed},
+            "versions": environment.versions(),
+            "git": git.answer(GIT_PATIENCE),
+            "outcome": None,
+        }
+        rundir.write_json(self.path / rundir.RUN_JSON, info)
+        for index, (name, child) in enumerate(children):
+            folder = child_dir(self.path, index)
+            folder.mkdir()
+            own = {"id": uuid.uuid4().hex, "name": name, "spec": child.to_json(), "launch_dir": ".."}
+            rundir.write_json(folder / rundir.RUN_JSON, info | own)
+        return info, environ
+
+    def _start_guard(self, info: dict[str, Any], environ: dict[str, str], lock: int) -> None:
+        config = {
+            "run_dir": str(self.path),
+            "id": self.id,
+            "command": info["command"],
+            "nproc": info["spec"]["nproc_per_node"],
+            "grace": GRACE,
+            "timeout": info["timeout"],
+            "lock": lock,
+            "launcher": os.getpid(),
+        }
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited: no stop before the guard listens
+        try:
+            with open(self.path / rundir.LAUNCHER_LOG, "wb") as log:
+                guard = _guards[self.id] = subprocess.Popen(
+                    [sys.executable, "-I", str(Path(__file__).with_name("guard.py")), json.dumps(config)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environ,
+                    pass_fds=(lock,),
+                    start_new_session=True,  # jupyter_client signals the kernel's whole process group
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        threading.Thread(target=_reap, args=(self.id,), name=f"reap {self.name}", daemon=True).start()
+        os.pwrite(lock, str(guard.pid).encode(), 0)
+
+
+def child_dir(launch_dir: Path, index: int) -> Path:
+    """Run directory of one configuration of a shared launch."""
+    return launch_dir / f"{index:03d}"
+
+
+def _make_unique(runs: Path, base: str) -> Path:
+    for number in itertools.count(1):
+        path = runs / (base if number == 1 else f"{base}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            break
+    return path
+
+
+def _reap(run_id: str) -> None:
+    """Wait for a guard, so that it leaves no zombie, and close our end of its pipe."""
+    guard = _guards[run_id]
+    guard.wait()
+    assert guard.stdin
+    guard.stdin.close()
+    del _guards[run_id]
