@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
-export OMP_NUM_THREADS ?= 1
+test unit notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
 export KINETO_LOG_LEVEL ?= 6
 
 .PHONY: help setup lab test lint unit notebooks browser test-gpu refresh bench coverage format clean
@@ -57,7 +57,7 @@ bench: setup ## print the ratios of benchmarks/RESULTS.md anew
 	for file in benchmarks/*.py; do $(BIN)/python $$file; done
 
 coverage: setup ## unit tests with coverage of kernel, guard and ranks
-	$(BIN)/python -m coverage run -m pytest -m "not gpu and not browser and not slow" && $(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report
+	$(BIN)/python -m coverage run -m pytest -m "not gpu and not browser" && $(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report
 
 format: setup ## let ruff put everything in shape
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .

@@ -258,7 +258,7 @@ class Run:
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         try:
-            return display.panel("RunPanel")(self)._repr_mimebundle_(**options)
+            return display.panel("run_panel")(self)._repr_mimebundle_(**options)
         except ImportError:  # a machine without the notebooks extra
             return {"text/plain": str(self)}
 

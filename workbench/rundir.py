@@ -118,9 +118,9 @@ class LineWriter:
 class _Tail:
     """New whole lines of a file that another process appends to."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, start: int = 0) -> None:
         self.path = path
-        self._offset, self._rest = 0, b""
+        self._offset, self._rest = start, b""
 
     def _lines(self) -> list[bytes]:
         try:

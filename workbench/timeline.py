@@ -14,6 +14,14 @@ PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer", "other")
 
 Clock = Literal["host", "device"]
 
+MOST_WARMUP = 10
+"""The most first steps that statistics leave out by themselves."""
+
+
+def warmup_of(count: int) -> int:
+    """How many of `count` steps are warm-up, where nobody says: a fifth, at most MOST_WARMUP."""
+    return min(MOST_WARMUP, count // 5)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -101,7 +109,7 @@ class Timeline:
     @property
     def left_out(self) -> int:
         """How many first steps the statistics leave out."""
-        return min(10, len(self.steps) // 5) if self.warmup is None else self.warmup
+        return warmup_of(len(self.steps)) if self.warmup is None else self.warmup
 
     @property
     def measured(self) -> tuple[Step, ...]:
@@ -171,7 +179,7 @@ class Timeline:
         low, high = self.spread()
         if self.count >= 2 and high - low > 0.1 * self.median():
             text += f"; the step varies by {units.percent((high - low) / self.median())} (middle half over median)"
-        return ". ".join([text, *self.notes])
+        return "; ".join([text, *self.notes])
 
     def without(self, *phases: str) -> "Timeline":
         """The same steps if these phases took no time: a prediction, and a ceiling, since what replaces them is never free.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from workbench import rundir
+from workbench import rundir, units
 from workbench.measure import StepTimer
 from workbench.spec import RunSpec
 from workbench.task import Task, TaskError
@@ -56,6 +56,8 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
     model = DistributedDataParallel(
         module, device_ids=[ranks.device.index] if on_gpu else None, bucket_cap_mb=spec.bucket_cap_mb, process_group=group
     )
+    weights = sum(weight.numel() for weight in module.parameters())
+    print(f"rank {ranks.rank} of {ranks.world_size} on {ranks.device}: {units.count(weights)} parameters, batches of {spec.micro_batch}")
     samples_per_step = spec.micro_batch * spec.accumulation * ranks.world_size
     timer = StepTimer(run_dir / rundir.rank_file(ranks.rank), device=ranks.device.type)
     metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None

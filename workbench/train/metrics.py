@@ -12,6 +12,10 @@ INTERVAL = 0.3
 """Seconds between two writes: the only moments when the host waits for the losses."""
 
 
+PRINTS = 10
+"""Lines on rank 0's log in a run, for those who read it."""
+
+
 class Metrics:
     """Writes what rank 0 reports."""
 
@@ -27,6 +31,7 @@ class Metrics:
         self._began = self._flushed = time.perf_counter()
         self._rows: list[dict[str, float]] = []
         self._losses: list[Tensor] = []
+        self._printed = 0
 
     def step(self, step: int, *, loss: Tensor, lr: float, samples: int) -> None:
         """Report an optimizer step, sooner or later.
@@ -51,6 +56,10 @@ class Metrics:
         if self._rows:
             losses = torch.stack(self._losses).tolist()  # one wait for all
             self._writer.write({**row, "loss": loss} for row, loss in zip(self._rows, losses, strict=True))
+            step = int(self._rows[-1]["step"])
+            if PRINTS * step // self._steps > self._printed:
+                self._printed = PRINTS * step // self._steps
+                print(f"step {step} of {self._steps}: loss {losses[-1]:.3f}")
             self._rows.clear()
             self._losses.clear()
         self._flushed = time.perf_counter()

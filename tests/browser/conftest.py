@@ -1,0 +1,59 @@
+"""One JupyterLab and one Chromium for all browser tests; a fresh context for each notebook."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+from browser.lab import FLAGS, Lab, Notebook, write
+from workbench import launch
+from workbench.run import Run
+from workbench.spec import RunSpec
+
+SCRIPT = Path(__file__).with_name("train_slowly.py")
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    path = next(filter(None, map(shutil.which, CHROMIUMS)), None)
+    if path is None:
+        message = f"no Chromium on PATH (looked for {', '.join(CHROMIUMS)}). Debian: apt-get install chromium"
+        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="session")
+def lab(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    server = Lab(tmp_path_factory.mktemp("lab"))
+    shutil.copy(SCRIPT, server.root)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def open_notebook(lab: Lab, browser: Browser) -> Iterator[Callable[..., Notebook]]:
+    """`open_notebook("cell", "cell", …)`, or with a Path; `execute=True` runs it first and stores its outputs."""
+    opened: list[Notebook] = []
+
+    def open_one(*cells: str | Path, execute: bool = False) -> Notebook:
+        path = cells[0] if isinstance(cells[0], Path) else write(lab.root, [str(cell) for cell in cells], execute)
+        opened.append(Notebook(lab, browser, path))
+        return opened[-1]
+
+    yield open_one
+    for notebook in opened:
+        notebook.close()
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A real run of two ranks that has finished."""
+    spec = RunSpec(task="clipart-resnet", nproc_per_node=2, steps=24, micro_batch=16, schedule="cosine", lr=0.05, evaluate=True)
+    return launch(spec, runs_dir=tmp_path_factory.mktemp("runs"), name="before").wait(timeout=120, check=True)

@@ -1,0 +1,33 @@
+"""The first notebook, run from top to bottom in JupyterLab as a reader would."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from browser.lab import Lab, Notebook
+
+pytestmark = pytest.mark.browser
+FOLDER = Path(__file__).parents[2] / "notebooks"
+MINUTES = 60_000  # milliseconds
+WATCH = """() => { window.seen = new Set(); window.watching = setInterval(() => {
+    for (const bar of document.querySelectorAll('.wb-progress')) window.seen.add(bar.getAttribute('aria-valuenow')) }, 100) }"""
+RUN = "() => { window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => { window.ran = true }) }"
+ERRORS = """() => window.jupyterapp.shell.currentWidget.content.widgets.flatMap(cell => (cell.model.toJSON().outputs ?? [])
+    .filter(output => output.output_type === 'error')
+    .map(output => `${output.ename}: ${output.evalue} in:\\n${cell.model.sharedModel.getSource()}`))"""
+
+
+def test_it_runs_and_its_panel_moves(open_notebook: Callable[..., Notebook], lab: Lab) -> None:
+    there = shutil.copytree(FOLDER, lab.root / "notebooks", ignore=shutil.ignore_patterns("runs", ".*", "__pycache__"))
+    (lab.root / "data_samples").symlink_to(FOLDER.parent / "data_samples")
+    nb = open_notebook(next(there.glob("01_*.ipynb")))
+    nb.page.evaluate(WATCH)
+    nb.page.evaluate(RUN)
+    nb.page.wait_for_function("() => window.ran", timeout=5 * MINUTES)
+    assert nb.page.evaluate(ERRORS) == []
+    moved = {value for value in nb.page.evaluate("() => [...window.seen]") if value not in (None, "0", "100")}
+    assert len(moved) >= 3, f"the progress bar stood at {moved}"
+    nb.page.locator(".wb-panel").first.scroll_into_view_if_needed()
+    nb.see("first-notebook")

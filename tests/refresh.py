@@ -1,0 +1,29 @@
+"""Execute the notebooks from a fresh kernel, in their own folder, and store their outputs: `make refresh`. Read the diff afterwards."""
+
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+
+
+def refresh(path: Path) -> None:
+    """Execute one notebook and write it back; volatile metadata is dropped so that the diff shows what a reader sees."""
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(notebook, timeout=300, store_widget_state=False, resources={"metadata": {"path": str(path.parent)}})
+    client.execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)  # its model lives in a kernel that is gone
+    notebook.metadata.pop("widgets", None)
+    notebook.metadata.get("language_info", {}).pop("version", None)  # else every Python makes another diff
+    nbformat.write(notebook, path)
+    print(f"{path.name}: {sum(cell.cell_type == 'code' for cell in notebook.cells)} code cells")
+
+
+if __name__ == "__main__":
+    for found in [Path(name) for name in sys.argv[1:]] or sorted(FOLDER.glob("*.ipynb")):
+        refresh(found)

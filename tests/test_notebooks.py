@@ -1,0 +1,82 @@
+"""What every notebook keeps to. (That it runs and shows what it says is nbval's part: `make notebooks`.)"""
+
+import ast
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+NEVER = {
+    "clear_output": "strict nbval cannot compare it",
+    "interact(": "strict nbval cannot compare it; use a panel of wb.widgets",
+    "with Output": "it is unreliable from threads; use a panel of wb.widgets",
+    "time.sleep": "wait on state: run.wait()",
+}
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def notebook(request: pytest.FixtureRequest) -> nbformat.NotebookNode:
+    return nbformat.read(request.param, as_version=4)
+
+
+def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_there_is_one() -> None:
+    assert NOTEBOOKS
+
+
+def test_it_was_executed_from_top_to_bottom(notebook: nbformat.NotebookNode) -> None:
+    assert [cell.execution_count for cell in code(notebook)] == list(range(1, len(code(notebook)) + 1)), "make refresh"
+
+
+def test_it_stores_no_error_that_it_does_not_announce(notebook: nbformat.NotebookNode) -> None:
+    for cell in code(notebook):
+        if any(output.output_type == "error" for output in cell.outputs):
+            assert "raises-exception" in cell.metadata.get("tags", [])
+
+
+def test_cells_are_short(notebook: nbformat.NotebookNode) -> None:
+    lengths = [len(cell.source.splitlines()) for cell in code(notebook)]
+    assert max(lengths) <= 14
+    assert sum(length <= 12 for length in lengths) >= 0.9 * len(lengths)
+
+
+def test_cells_can_be_compared(notebook: nbformat.NotebookNode) -> None:
+    for cell in code(notebook):
+        for word, reason in NEVER.items():
+            assert word not in cell.source, f"{word}: {reason}"
+        assert not cell.source.rstrip().endswith(";"), "nbval runs without history, so a trailing ; hides nothing: assign to _"
+
+
+def test_a_measurement_is_followed_by_a_check_of_what_the_text_claims(notebook: nbformat.NotebookNode) -> None:
+    cells = code(notebook)
+    measured = [i for i, cell in enumerate(cells) if "nbval-ignore-output" in cell.metadata.get("tags", [])]
+    for i in measured:
+        later = [cell for cell in cells[i + 1 :] if "nbval-ignore-output" not in cell.metadata.get("tags", [])]
+        assert later, "a measurement at the end checks nothing"
+    sources = " ".join(cell.source for cell in cells)
+    assert "assert" in sources or "check." in sources
+
+
+def test_it_says_what_it_asks_how_long_it_takes_and_what_comes_next(notebook: nbformat.NotebookNode) -> None:
+    first = notebook.cells[0].source
+    assert re.match(r"# .*\?", first), "a question is the title"
+    assert "| run time |" in first
+    assert "our own" in "".join(cell.source for cell in notebook.cells[-4:]), "it ends with the reader's own loop"
+
+
+def test_it_carries_nothing_of_a_machine(notebook: nbformat.NotebookNode) -> None:
+    text = nbformat.writes(notebook)
+    assert not re.search(r"/(home|root|Users|work|tmp)/", text)
+    assert "widgets" not in notebook.metadata
+    assert len(text) < 1_000_000
+
+
+def test_its_cells_parse(notebook: nbformat.NotebookNode) -> None:
+    for cell in code(notebook):
+        ast.parse("\n".join(line for line in cell.source.splitlines() if not line.startswith("%")))

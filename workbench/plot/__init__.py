@@ -1,0 +1,15 @@
+"""Pictures of results: the only home of matplotlib.
+
+Each picture is one Axes-level function, `(result, ax=None) -> Axes`: it draws into the Axes it is given, or into a new figure that a
+notebook shows by itself. No global state is changed; text is mid-grey on a transparent ground, so a picture reads in dark and light
+themes; axis labels carry the unit and never a measured number. One colour per phase everywhere: `colors.PHASES`.
+
+* `step_time`: where a step goes, a stacked bar per rank.
+* `compare`: the steps of several runs on the same axes, with what the change brought.
+* `metrics`: the loss against the step, and the learning rate if it varies.
+"""
+
+from workbench.plot.bars import compare, step_time
+from workbench.plot.curves import metrics
+
+__all__ = ["step_time", "compare", "metrics"]

@@ -1,0 +1,39 @@
+"""One colour per phase, the same in every picture, table and panel; chosen to stay apart for colour-blind readers.
+
+Warm: the step waits for data or moves it. Blue: it computes. Purple: it updates the weights. Grey: the rest. Any two are at least 25 apart
+in CIE L*a*b* for normal, protanopic, deuteranopic and tritanopic eyes (a test measures it; Okabe and Ito's well-known palette, from which
+these were moved, comes down to 16 here, its green beside our grey). And a colour never stands alone: a legend, a label or a tooltip says
+the same in words.
+"""
+
+PHASES = {
+    "data_wait": "#da5300",
+    "h2d": "#f0c93a",
+    "forward": "#0957ae",
+    "backward": "#62b2ee",
+    "optimizer": "#9a5680",
+    "other": "#bababa",
+}
+"""Phase → colour, in the order of `timeline.PHASES`."""
+
+LINE = "#2b8cd6"
+"""The one curve of a picture that has one; a blue that reads on white and on near-black."""
+
+INK = "#808080"
+"""Axes and text: at least 3.9:1 against white and against JupyterLab's dark background."""
+
+INK_DARKER = "#7f7f7f"
+"""The same to the eye. Jupyter puts a slab behind a transparent picture whose tick labels are all light or all dark (`needs_background`);
+INK counts as light, this as dark, and a picture with both is left alone."""
+
+
+def text_on(color: str) -> str:
+    """Black or white, whichever reads better on `color` ("#rrggbb").
+
+    >>> text_on(PHASES["forward"]), text_on(PHASES["h2d"])
+    ('#ffffff', '#000000')
+    """
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    luminance = sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))  # WCAG 2.2, relative luminance
+    return "#000000" if luminance > 0.25 else "#ffffff"
