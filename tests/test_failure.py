@@ -308,6 +308,21 @@ def test_the_right_rank_of_a_task_is_named(launch_failing: Callable[[str, str], 
     check_culprit(launch_failing(way, "task"), way)
 
 
+def test_a_watched_script_records_before_it_tears_down(tmp_path: Path) -> None:
+    """Watching imports torch before the script does; the teardown must be watched all the same."""
+    script = tmp_path / "slow_teardown.py"
+    code = (
+        (SCRIPTS / "failing.py")
+        .read_text()
+        .replace("        dist.destroy_process_group()", "        dist.destroy_process_group(); time.sleep(1)")
+    )
+    script.write_text(code)
+    run = wb.launch(script, args=["teardown"], nproc_per_node=2, watch=True, runs_dir=tmp_path / "runs").wait()
+    records = {rank: json.loads((run.path / "errors" / f"rank{rank}.json").read_text()) for rank in (0, 1)}
+    assert records[1]["time_ns"] < records[0]["time_ns"]
+    check_culprit(run, "teardown")
+
+
 def test_the_right_rank_of_a_script_is_named_in_20_of_20_trials(launch_failing: Callable[[str, str], wb.Run]) -> None:
     """All ways in turn. 20 trials of each, with torchrun's own verdict beside ours: benchmarks/culprits.py."""
     with ThreadPoolExecutor(max_workers=2) as pool:

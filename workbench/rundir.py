@@ -95,7 +95,14 @@ class LineWriter:
         Raises:
             DiskFullError: there was no room; the file was cut back to its last whole line.
         """
-        data = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
+        self.append("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode())
+
+    def append(self, data: bytes) -> None:
+        """Append lines that are text already, each with its line feed.
+
+        Raises:
+            DiskFullError: as `write` does.
+        """
         try:
             written = os.write(self._fd, data) if data else 0
             while written < len(data):  # a nearly full disk takes a part first and refuses at the next call

@@ -10,7 +10,8 @@ from workbench import display, units
 
 PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer", "other")
 """What a step is made of, in the order they happen. `data_wait`: the loop is blocked in `next(loader)`. `h2d`: copies to the device.
-`forward`: from the model's call to the call of backward, the loss included. `other`: the rest, never dropped."""
+`forward`: from the model's call to the call of backward, the loss included. `backward`: under DDP the reduction of the gradients is in it.
+`other`: the rest, never dropped."""
 
 Clock = Literal["host", "device"]
 

@@ -87,6 +87,8 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
                 if step == spec.steps:
                     break
                 waiting, loss_of_step = spec.accumulation, torch.zeros_like(loss_of_step)
+        if timer.failed:  # at its last flush
+            raise timer.failed
         if metrics:
             metrics.flush()
             if spec.evaluate:

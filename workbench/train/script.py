@@ -64,7 +64,6 @@ def run(script: str, args: Sequence[str]) -> None:
     main.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", script)
     sys.modules["__main__"] = main
-    sys.meta_path.insert(0, _TeardownWatch())
     sys.excepthook = lambda kind, error, frames: sys.__excepthook__(kind, _as_from(script, error), error.__traceback__)
     process = os.getpid()
     try:
@@ -90,6 +89,7 @@ def _as_from(script: str, error: BaseException) -> BaseException:
 
 if __name__ == "__main__":
     words = sys.argv[1:]
+    sys.meta_path.insert(0, _TeardownWatch())  # before anything imports torch
     if words[0] == "--watch":
         words.pop(0)
         from workbench.measure import auto

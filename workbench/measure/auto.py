@@ -1,0 +1,194 @@
+"""auto: the phases of a whole script that knows nothing of us, by hooks on whatever loaders, models and optimizers it turns out to use."""
+
+import contextlib
+import gc
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from workbench.measure import hooks
+from workbench.measure.loop import Loop
+from workbench.measure.recording import Recording
+from workbench.measure.tape import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, OPTIMIZER, new_tape
+from workbench.timeline import Timeline
+
+if TYPE_CHECKING:
+    import torch
+
+SEARCH_AFTER = (1, 3, 30, 300)
+"""After so many optimizer steps in a row without a forward, models are looked for once more; each number is used once. The script may have
+gone on to another model, or call only a part of one, so the parts of those known are taken, too. (A search takes some 20 ms.)"""
+NEW_LEADER = 10
+"""After so many steps of other optimizers in a row, the one whose steps end the steps of a loop without loader is taken to be retired."""
+
+_installed: "Auto | None" = None
+
+
+def install() -> "Auto":
+    """Watch whatever this process trains, into its rank's file of the run directory; a second call gives the first one's result."""
+    global _installed
+    if _installed is None:
+        _installed = Auto()
+    return _installed
+
+
+def step_aside() -> None:
+    """The script measures itself (`wb.watch`, `StepTimer`): that wins, and the watching from outside ends."""
+    if _installed is not None:
+        _installed.uninstall()
+
+
+class Auto:
+    """This process, watched from outside until it ends or measures itself.
+
+    * Every pass over a DataLoader is a loop; loops that see no optimizer step (validation) give no steps.
+    * Where no such pass is open, training is a `bare` loop, whose steps go from the end of one optimizer step to the end of the next.
+    * Models are the modules with parameters that are part of no other module. They are found among the living objects: hooks on all modules
+      would find them, too, but make `torch.compile` compile everything twice.
+    """
+
+    def __init__(self) -> None:
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        from torch.utils.data import DataLoader
+
+        expected = {
+            DATA_WAIT: "no DataLoader was seen in the training loop: waiting for data, if any, is in other",
+            FORWARD: "no module was called in the training loop: forward is in other",
+            BACKWARD: "backward was never called: a backward through torch.autograd.grad, if any, is in other",
+        }
+        self._recording = Recording(tape=new_tape, steps_by="optimizer", expected=expected)
+        self._here = True  # False in a forked child
+        self._bare: Loop | None = None
+        self._leader: Callable[[], torch.optim.Optimizer | None] = lambda: None  # its steps end those of the bare loop
+        self._strangers = 0  # steps of other optimizers since the leader's last
+        self._models = weakref.WeakSet[torch.nn.Module]()
+        self._forward_seen = False
+        self._without_forward = 0  # optimizer steps since one was seen
+        self._searches = [*SEARCH_AFTER]
+        self._undo = contextlib.ExitStack()
+        self._undo.enter_context(hooks.patched())
+        self._undo.callback(hooks.Patch(DataLoader, "__iter__", self._wrap_iter).remove)
+        self._undo.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
+        self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The steps so far."""
+        return self._recording.timeline
+
+    def uninstall(self) -> None:
+        """Remove every hook, and write what is left."""
+        global _installed
+        _installed = None
+        self._undo.close()
+        self._end_bare()
+        self._recording.close()
+
+    def leave(self) -> None:
+        """Keep quiet: this is a forked child (a DataLoader worker)."""
+        self._here = False
+
+    # Loops
+
+    def _wrap_iter(self, iterate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        @wraps(iterate)
+        def watched(loader: object) -> Iterator[Any]:
+            if not self._here or threading.current_thread() is not threading.main_thread():
+                return iterate(loader)
+            self._end_bare()
+            if not self._models:
+                self._find_models()
+            loop = self._recording.open()
+            loop.mark(NEXT)
+            batches = iterate(loader)  # starts the workers now, as it would without us; the first batch may be asked for much later
+            loop.mark(IDLE)
+            return _Batches(loop.run(hooks.NEST, batches), batches)
+
+        return watched
+
+    def _begin_bare(self) -> None:
+        if self._here and hooks.NEST.top is None:
+            self._bare = self._recording.open()
+            hooks.NEST.begin(self._bare)
+            self._bare.border()
+
+    def _end_bare(self) -> None:
+        if self._bare:
+            hooks.NEST.end(self._bare)
+            self._bare = None
+
+    # Optimizers
+
+    def _optimizer_begins(self, *_: object) -> None:
+        hooks.NEST.mark(OPTIMIZER)
+
+    def _optimizer_ends(self, optimizer: "torch.optim.Optimizer", *_: object) -> None:
+        nest = hooks.NEST
+        nest.mark(END_PHASE)
+        if self._forward_seen:
+            self._forward_seen, self._without_forward = False, 0
+        else:
+            self._without_forward += 1
+            if self._without_forward >= next(iter(self._searches), math.inf):
+                del self._searches[0]
+                self._find_models()
+        if nest.top is None:  # the first step of a bare loop cannot be timed: nothing announced it
+            self._leader = weakref.ref(optimizer)
+            self._begin_bare()
+        elif nest.top is self._bare:
+            leader = self._leader()
+            self._strangers = 0 if optimizer is leader else self._strangers + 1
+            if leader is None or self._strangers >= NEW_LEADER:
+                self._leader, leader = weakref.ref(optimizer), optimizer
+            if optimizer is leader:
+                self._bare.border()
+
+    # Models
+
+    def _find_models(self) -> None:
+        from torch.nn import Module
+
+        modules = [found for found in gc.get_objects() if issubclass(type(found), Module) and "_parameters" in vars(found)]
+        inner = {id(child) for module in modules if module not in self._models for child in module.children()}
+        for module in modules:
+            if id(module) not in inner and module not in self._models and next(module.parameters(), None) is not None:
+                self._models.add(module)
+                self._undo.callback(hooks.on_model(module, self._forward_begins).remove)
+
+    def _forward_begins(self) -> None:
+        self._forward_seen = True
+        if hooks.NEST.top is None:
+            self._begin_bare()
+        hooks.NEST.mark(FORWARD)
+
+
+class _Batches:
+    """What an unedited script gets from `iter(loader)`: batches that are measured, and for all else the loader's own iterator."""
+
+    def __init__(self, measured: Iterator[Any], own: Iterator[Any]) -> None:
+        self._measured, self._own = measured, own
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._measured)
+
+    def __len__(self) -> int:
+        return len(self._own)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)  # the script was written for that iterator, and may use anything of it
+
+
+def _in_child() -> None:
+    if _installed:
+        _installed.leave()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,168 @@
+"""Loops over loaders: one pass marks its tape around each `next()`; of several open passes, the one that runs gets the marks."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+from workbench.measure.steps import Assembler, Row, Rules
+from workbench.measure.tape import AWAY, BACK, BATCH, BORDER, DATA_WAIT, END, END_PHASE, NEXT, NOWHERE, Mark, Tape
+
+T = TypeVar("T")
+
+
+def samples_in(batch: Any) -> int | None:
+    """Length of the first dimension of the first tensor (or array) in a batch; None if there is none near its front."""
+    first = batch
+    while first.__class__ in (tuple, list) and first:
+        first = first[0]
+    try:
+        return first.shape[0]  # type: ignore[no-any-return]
+    except (AttributeError, IndexError):  # no tensor, or one without dimensions
+        return _search(batch)
+
+
+def _search(batch: Any) -> int | None:
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif not isinstance(batch, (list, tuple)):
+        shape = getattr(batch, "shape", None)
+        return int(shape[0]) if shape else None
+    return next((found for part in islice(batch, 8) if (found := _search(part)) is not None), None)
+
+
+def check_loader(loader: object, caller: str) -> None:
+    """Refuse what cannot be looped over before anything is measured.
+
+    Raises:
+        ValueError: not an iterable, or one that is measured already.
+    """
+    if isinstance(loader, Batches):
+        raise ValueError(f"{caller} was given {loader!r}, which is measured already: give it the loader itself")
+    if not isinstance(loader, Iterable) and not hasattr(type(loader), "__getitem__"):
+        raise ValueError(
+            f"{caller} was given {loader!r}: it takes a DataLoader or any other iterable of batches, e.g. {caller}(train_loader)"
+        )
+
+
+class Batches(Generic[T]):
+    """The batches of a loader, measured: every `for` over it is one pass."""
+
+    def __init__(self, loader: Iterable[T]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[T]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # a loader without a length says so itself
+
+
+class Loop:
+    """One pass over a loader, with its own tape."""
+
+    def __init__(self, tape: Tape, rules: Rules) -> None:
+        self.tape, self.mark = tape, tape.mark
+        self.took_turn = True
+        """Has it called `next()` since a loop below it did?"""
+        self.beside = False
+        """Does the loop on top wait for this one's batch, too?"""
+        self._sizes: deque[int | None] = deque()  # samples per batch, each put here before its mark
+        self._assembler = Assembler(rules)
+
+    def run(self, nest: "Nest", loader: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of a loader. Worker start-up counts as waiting for the first one; leaving the loop early ends it at once."""
+        mark, sizes = self.mark, self._sizes
+        nest.begin(self)
+        mark(NEXT)
+        try:
+            for batch in loader:
+                if nest.top is self:
+                    sizes.append(samples_in(batch))
+                    mark(BATCH)
+                else:
+                    nest.waited(self)
+                yield batch
+                if nest.top is self:
+                    self.took_turn = True
+                    mark(NEXT)
+                else:
+                    nest.wait(self)
+        finally:
+            nest.end(self)
+
+    def border(self) -> None:
+        """In a loop without a loader: a step ends here, and the next one begins."""
+        self._sizes.append(None)
+        self.mark(NEXT)
+        self.mark(BORDER)
+
+    def harvest(self) -> list[Row]:
+        """The steps finished since the last harvest."""
+        return self._assembler.feed(*self.tape.take(), self._sizes)
+
+    @property
+    def ended(self) -> bool:
+        """Has its END been harvested?"""
+        return self._assembler.ended
+
+
+class Nest:
+    """The open loops: a validation inside a training loop, two loaders side by side. `mark` is that of the one that runs."""
+
+    def __init__(self) -> None:
+        self._open: list[Loop] = []
+        self.top: Loop | None = None
+        self.mark: Mark = NOWHERE
+
+    def begin(self, loop: Loop) -> None:
+        """A loop begins: until it ends, its time is `other` of the one around it."""
+        if self.top:
+            self.mark(AWAY)
+        self._open.append(loop)
+        self._turn()
+
+    def end(self, loop: Loop) -> None:
+        """A loop is over; the one around it goes on."""
+        self.waited(loop)
+        loop.mark(END)
+        if loop in self._open:
+            self._open.remove(loop)
+            if self.top is loop and self._turn():
+                self.mark(BACK)
+
+    def wait(self, loop: Loop) -> None:
+        """A loop that is not on top asks for a batch.
+
+        If the top one did so, too, since the last time, they run side by side (`zip`, or two iterators): the top one keeps the marks, and
+        waits. Otherwise the top one was left without being closed, and `loop` takes over.
+        """
+        assert self.top is not None
+        if self.top.took_turn and loop in self._open:
+            self.top.took_turn = False
+            loop.beside = True
+            self.mark(DATA_WAIT)
+        else:
+            self.mark(AWAY)
+            if loop in self._open:
+                self._open.remove(loop)
+            self._open.append(loop)
+            self._turn()
+            self.mark(BACK)
+            self.mark(NEXT)
+
+    def waited(self, loop: Loop) -> None:
+        """The loop beside the top one has its batch, or is over."""
+        if loop.beside:
+            loop.beside = False
+            self.mark(END_PHASE)
+
+    def clear(self) -> None:
+        """Forget all loops, without a mark: this is another process now."""
+        self._open.clear()
+        self._turn()
+
+    def _turn(self) -> bool:
+        self.top = self._open[-1] if self._open else None
+        self.mark = self.top.mark if self.top else NOWHERE
+        return self.top is not None
