@@ -39,7 +39,7 @@ def arms_of(role: str, steps: int, folder: str) -> dict[str, Callable[[], None]]
     """What a process can run: a block of steps by the name of its tool, with whatever the tool has to do later for them."""
     import torch
     from torch import nn
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, TensorDataset
 
     import workbench as wb
     from workbench.measure import auto
@@ -54,8 +54,8 @@ def arms_of(role: str, steps: int, folder: str) -> dict[str, Callable[[], None]]
         traceml_ai.init(mode="auto")
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    dataset: Any = [(torch.randn(4, 64), torch.randint(0, 10, (4,))) for _ in range(steps)]
-    loader: Iterable[Any] = DataLoader(dataset, batch_size=None)
+    dataset = TensorDataset(torch.randn(4 * steps, 64), torch.randint(0, 10, (4 * steps,)))
+    loader: Iterable[Any] = DataLoader(dataset, batch_size=4)
 
     def train(loader: Iterable[Any]) -> None:
         for x, y in loader:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
 from workbench import rundir
@@ -649,3 +650,12 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
 
 def test_peak_memory_is_in_bytes() -> None:
     assert 10**7 < ranklog.peak_bytes() < 10**12
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("count", [1, 8, 10, 12])
+def test_samples_of_a_data_loader_are_foretold_right(count: int, drop_last: bool) -> None:
+    loader = DataLoader(TensorDataset(torch.zeros(count)), batch_size=4, drop_last=drop_last)
+    timer = wb.StepTimer()
+    sizes = [len(batch) for (batch,) in timer.batches(loader)]
+    assert [step.samples for step in timer.timeline.steps] == sizes

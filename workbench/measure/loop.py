@@ -1,8 +1,9 @@
 """Loops over loaders: one pass marks its tape around each `next()`; of several open passes, the one that runs gets the marks."""
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any, Generic, TypeVar
 
 from workbench.measure.steps import Assembler, Row, Rules
@@ -29,6 +30,20 @@ def _search(batch: Any) -> int | None:
         shape = getattr(batch, "shape", None)
         return int(shape[0]) if shape else None
     return next((found for part in islice(batch, 8) if (found := _search(part)) is not None), None)
+
+
+def sizes_of(loader: Any) -> Iterator[int | None] | None:
+    """Samples per batch as a DataLoader over a map-style dataset foretells them, which costs less than looking; None for others."""
+    data = sys.modules.get("torch.utils.data")
+    if data is None or type(loader) is not data.DataLoader or not loader.batch_size or isinstance(loader.dataset, data.IterableDataset):
+        return None
+    try:
+        batches, last = len(loader), loader.batch_size
+        if not loader.drop_last:
+            last = len(loader.sampler) - loader.batch_size * (batches - 1)
+    except TypeError:  # a sampler without a length
+        return None
+    return chain(repeat(loader.batch_size, batches - 1), (last,), repeat(None))
 
 
 def check_loader(loader: object, caller: str) -> None:
@@ -72,13 +87,13 @@ class Loop:
 
     def run(self, nest: "Nest", loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of a loader. Worker start-up counts as waiting for the first one; leaving the loop early ends it at once."""
-        mark, sizes = self.mark, self._sizes
+        mark, sizes, foretold = self.mark, self._sizes, sizes_of(loader)
         nest.begin(self)
         mark(NEXT)
         try:
             for batch in loader:
                 if nest.top is self:
-                    sizes.append(samples_in(batch))
+                    sizes.append(next(foretold) if foretold else samples_in(batch))
                     mark(BATCH)
                 else:
                     nest.waited(self)
