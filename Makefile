@@ -54,6 +54,7 @@ refresh: setup ## execute the notebooks and store their outputs (then read the d
 	$(BIN)/python -m tests.refresh $(ARGS)
 
 bench: setup ## print the ratios of benchmarks/RESULTS.md anew
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	for file in benchmarks/*.py; do $(BIN)/python $$file; done
 
 coverage: setup ## unit tests with coverage of kernel, guard and ranks

@@ -7,7 +7,6 @@ Prints the median of the pairs' ratios with their range; at most 1.15 is wanted.
 
 import argparse
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -50,9 +49,7 @@ def main() -> int:
                 spent = seconds(call, Path(name))
                 taken[call] += [spent] if pair else []
     ratios = [a / b for a, b in zip(taken[ours], taken[bare], strict=True)]
-    print(
-        ", ".join(f"{name} {version}" for name, version in environment.versions().items()) + f", {os.cpu_count()} cores, {platform.node()}"
-    )
+    print(", ".join(f"{name} {version}" for name, version in environment.versions().items()) + f", {os.cpu_count()} cores")
     for call, label in ((bare, "bare torchrun"), (ours, "launch().wait()")):
         print(f"{label:16} median {units.seconds(statistics.median(taken[call]))} of {pairs}")
     middle = statistics.median(ratios)

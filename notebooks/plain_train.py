@@ -19,8 +19,11 @@ def read(name: str, skip: int) -> torch.Tensor:
 
 
 def main() -> None:
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
     images = read("t10k-images-idx3-ubyte.gz", 16).reshape(-1, 1, 28, 28).float() / 255
     data = TensorDataset(images, read("t10k-labels-idx1-ubyte.gz", 8).long())
     sampler = DistributedSampler(data)

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import platform
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -58,7 +59,14 @@ class HandMade:
         self.path = path
         path.mkdir(parents=True)
         self.lock = os.open(path / rundir.LOCK, os.O_RDWR | os.O_CREAT)
-        base = {"format": rundir.FORMAT, "id": uuid.uuid4().hex, "name": "by-hand", "created": time.time(), "launch_dir": "."}
+        base = {
+            "format": rundir.FORMAT,
+            "id": uuid.uuid4().hex,
+            "name": "by-hand",
+            "created": time.time(),
+            "host": platform.node(),
+            "launch_dir": ".",
+        }
         spec = RunSpec(task="clipart-resnet", nproc_per_node=2, steps=20).to_json()
         rundir.write_json(path / rundir.RUN_JSON, {**base, "spec": spec, "outcome": None, **info})
 

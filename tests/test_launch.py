@@ -14,7 +14,7 @@ from conftest import processes_with
 
 import workbench as wb
 from workbench import rundir
-from workbench.launcher import LaunchError, environment
+from workbench.launcher import LaunchError, environment, launching
 from workbench.spec import SpecError
 from workbench.task import TaskError
 
@@ -96,8 +96,11 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, visible: str | None, dev
     ("gpus", "options", "said"),
     [
         (0, {"device": "cuda"}, r'device="cuda", and no NVIDIA GPU is visible here .* try device="cpu"'),
-        (2, {"device": "cuda", "nproc_per_node": 4}, r"nproc_per_node=4 on device='cuda': at most 2 here.* Try nproc_per_node=2"),
-        (2, {"device": "auto", "nproc_per_node": 4}, r"nproc_per_node=4 on device='auto': at most 2 here"),
+        (
+            2,
+            {"device": "cuda", "nproc_per_node": 4},
+            r'nproc_per_node=4 on device="cuda": at most 2 here.* Try nproc_per_node=2, or device="auto"',
+        ),
     ],
 )
 def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, options: dict[str, Any], said: str) -> None:
@@ -107,7 +110,19 @@ def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, g
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("options", [{"device": "auto"}, {"device": "cuda", "backend": "gloo"}, {"device": "cpu"}])
+def test_more_ranks_than_gpus_where_they_need_none_each(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    monkeypatch.setattr(environment, "gpu_count", lambda: 1)
+    launching.check(SPEC.replace(nproc_per_node=2, **options))
+
+
 # --- what is started
+
+
+def test_arguments_that_look_like_torchruns_own(tmp_path: Path) -> None:
+    run = wb.launch(HELLO, args=["--n", "5", "--log", "x", "--", "-m"], runs_dir=tmp_path)
+    finished(run)
+    assert run.logs(0) == "rank 0 of 1: --n 5 --log x -- -m"
 
 
 def test_a_script_runs_with_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +137,7 @@ def test_a_script_runs_with_its_arguments(tmp_path: Path, monkeypatch: pytest.Mo
         "kind": "script", "script": str(HELLO), "args": ["--epochs", "1"], "nproc_per_node": 2, "watch": False, "threads": 1,
     }  # fmt: skip
     assert info["command"][:3] == [sys.executable, "-m", "torch.distributed.run"]
-    assert info["command"][-5:] == ["-m", "workbench.train.script", str(HELLO), "--epochs", "1"]
+    assert info["command"][-6:] == ["-m", "--", "workbench.train.script", str(HELLO), "--epochs", "1"]
     assert info["environment"]["set"]["OMP_NUM_THREADS"] == "1"
     assert {"python", "platform", "torch", "workbench"} <= set(info["versions"])
     assert info["outcome"]["state"] == "finished"

@@ -14,7 +14,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def test_environment_yml_holds_the_same_packages() -> None:
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
-    wanted = [*PROJECT["dependencies"], *(name for extra in PROJECT["optional-dependencies"].values() for name in extra)]
+    wanted = [
+        *PROJECT["dependencies"],
+        *(name for extra, names in PROJECT["optional-dependencies"].items() if extra != "bench" for name in names),
+    ]
     python, _, rest = environment["dependencies"]
     assert python == f"python{PROJECT['requires-python']}"
     assert rest["pip"] == [*wanted, "-e ."]
@@ -39,6 +42,12 @@ def test_version_is_said_once() -> None:
     import workbench
 
     assert workbench.__version__ == PROJECT["version"]
+
+
+def test_links_lead_somewhere() -> None:
+    for name in ("README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "data_samples/README.md"):
+        for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text()):
+            assert link.startswith("https://") or ((ROOT / name).parent / link).exists(), f"{name}: {link}"
 
 
 def test_readme_lists_every_notebook() -> None:

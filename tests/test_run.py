@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def test_a_run_while_it_runs_and_after(by_hand: Make) -> None:
     made.losses(6)  # a second writer: six more lines
     made.ended("finished")
     assert (run.state, run.ok, run.error, run.seconds) == ("finished", True, None, 2.5)
-    assert len(run.metrics) == 10
+    assert len(run.metric_rows) == 10
+    assert list(run.metrics["step"]) == [1, 2, 3, 4, 5, 6]  # one row per step
     assert "finished" in str(run)
 
 
@@ -37,12 +39,21 @@ def test_figures_of_two_ranks(by_hand: Make) -> None:
     assert len(run.to_frame()) == 40
 
 
+def test_an_evaluation_is_in_the_row_of_its_step(by_hand: Make) -> None:
+    made = by_hand().losses(3)
+    with open(made.path / rundir.METRICS, "a") as file:
+        file.write('{"step": 3, "steps": 3, "accuracy": 0.5}\n')
+    last = Run.load(made.path).metrics.iloc[-1]
+    assert (last["step"], last["accuracy"], last["loss"]) == (3, 0.5, pytest.approx(2 / 3))
+
+
 def test_a_run_that_has_not_written_yet(by_hand: Make) -> None:
     run = Run.load(by_hand().alive().path)
     assert run.timelines == []
     assert math.isnan(run.samples_per_sec)
     assert run.progress == (0, 20)
     assert run.logs() == ""
+    assert "loss" in run.metrics.columns
     with pytest.raises(TimeoutError, match=r"still runs after 10\.0 ms: wait longer, or run\.stop\(\)"):
         run.wait(timeout=0.01)
 
@@ -55,6 +66,18 @@ def test_a_run_whose_guard_was_killed_is_lost(by_hand: Make) -> None:
     assert run.error is not None
     with pytest.raises(RunError):
         run.wait(check=True)
+
+
+def test_the_clock_of_a_lost_run_stands_still(by_hand: Make) -> None:
+    made = by_hand(created=time.time() - 1000).steps(3)
+    for path in made.path.iterdir():
+        os.utime(path, (0, time.time() - 990))
+    assert Run.load(made.path).seconds == pytest.approx(10, abs=2)
+
+
+def test_a_run_of_another_machine_is_not_stopped_from_here(by_hand: Make) -> None:
+    with pytest.raises(ValueError, match=r"runs on elsewhere, and this is .*: stop it there"):
+        Run.load(by_hand(host="elsewhere").alive().path).stop()
 
 
 def test_one_of_a_sweep_shares_the_end_of_its_launch(by_hand: Make) -> None:
@@ -86,6 +109,7 @@ def test_a_newer_format_is_refused(by_hand: Make) -> None:
     ("text", "said"),
     [
         (None, "is missing: .* is not a run directory"),
+        ('{"format": 1, "outcome": {}}', "its outcome has no state"),
         ("{", "is damaged"),
         ("{}", "has no format number"),
         ('{"format": 1}', "is damaged: KeyError"),
@@ -122,6 +146,8 @@ def test_before_and_after(by_hand: Make) -> None:
     assert found.seconds("data_wait") == pytest.approx([0.03, 0.0])
     assert "1.86×" in str(found)
     assert found.table.rows[0][0] == "num_workers=0"
+    after.steps(0, rank=1)  # a rank that has only begun does not spoil the figures of the others
+    assert found.seconds("forward") == pytest.approx([0.01, 0.01])
     assert list(found.to_frame()["speedup"]) == pytest.approx(found.speedups)
 
 
@@ -129,5 +155,7 @@ def test_what_cannot_be_compared(by_hand: Make) -> None:
     run = Run.load(by_hand().steps(20).ended("finished").path)
     with pytest.raises(ValueError, match=r"compare\(\) got 1 run: two or more"):
         compare(run)
+    with pytest.raises(ValueError, match=r"compare\(\) got a list: runs are wanted, compare\(before, after\) or compare\(\*runs\)"):
+        compare([run, run])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no measured step to compare"):
         compare(run, Run.load(by_hand().ended("stopped").path))

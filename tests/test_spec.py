@@ -30,10 +30,13 @@ def test_a_script_spec_survives_json() -> None:
     [
         ({"micro_batch": 0}, "micro_batch=0: a whole number of at least 1 is allowed"),
         ({"micro_batch": 2.5}, r"micro_batch=2\.5: a whole number"),
+        ({"seed": 2**32}, "seed=4294967296: a whole number from 0 to 4294967295"),
         ({"steps": True}, "steps=True: a whole number"),
         ({"num_workers": -1}, "num_workers=-1: a whole number of at least 0"),
         ({"precision": "bf16"}, r"precision='bf16': allowed are 'fp32', 'amp_bf16', 'amp_fp16'; did you mean \"amp_bf16\"\?"),
         ({"precision": "int3"}, "allowed are 'fp32'"),
+        ({"device": "gpu"}, 'did you mean "cuda"'),
+        ({"schedule": "linear"}, "allowed are 'constant', 'cosine'$"),
         ({"device": "tpu"}, "device='tpu': allowed are 'auto', 'cpu', 'cuda'"),
         ({"schedule": "cosin"}, 'did you mean "cosine"'),
         ({"lr": 0}, "lr=0: a number above 0 is allowed, or None"),

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from workbench import task
 from workbench.task import Task, TaskError
@@ -53,7 +54,7 @@ CASES = {
         r"build needs the arguments width, depth; one without is wanted.*def build_default",
     ),
     "syntax": ("def build(:", "my_task.py:build", "is not valid Python"),
-    "form": (GOOD, "my_task.py", "no such task A task is named"),
+    "form": (GOOD, "my_task.py", r"no such task\. A task is named"),
     "sample": (GOOD, "clipart-resnt", r'no such task; did you mean "clipart-resnet"\?'),
 }
 
@@ -94,6 +95,14 @@ def test_what_only_an_import_can_tell_is_left_to_it(tmp_path: Path) -> None:
     task.check(written(tmp_path, "from helper import *") + ":anything")
     task.check("package.module:function")
     task.check("text-gpt")
+
+
+def test_functions_that_are_none() -> None:
+    with pytest.raises(TaskError, match=r"got a Linear that is built already: write model=lambda: Linear\(…\)"):
+        Task(model=torch.nn.Linear(1, 1), dataset=list, loss=max)
+    assert Task(model=torch.nn.Identity, dataset=list, loss=max).model is torch.nn.Identity
+    with pytest.raises(TaskError, match=r"Task\(evaluate=…\) got a float, a function is wanted, or None"):
+        Task(model=int, dataset=list, loss=max, evaluate=0.5)  # type: ignore[arg-type]
 
 
 def test_an_optimizer_of_the_wrong_kind() -> None:

@@ -301,7 +301,30 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device(spec_of(device="cuda", backend="gloo"), 1, 2) == torch.device("cuda", 0)
     assert choose_device(spec_of(device="cpu"), 1, 2) == CPU
     with pytest.raises(SpecError, match=r'nproc_per_node=2, and this machine has 1 GPU: .*try nproc_per_node=1, or backend="gloo"'):
-        choose_device(spec_of(device="auto"), 1, 2)
+        choose_device(spec_of(device="cuda"), 1, 2)
+    assert choose_device(spec_of(device="auto"), 1, 2) == CPU
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process cannot be reset here")
+def test_a_peak_begins_anew() -> None:
+    """In a process of its own: a big block, given back, is no longer the peak."""
+    code = """
+import torch
+from workbench.measure.ranklog import peak_bytes
+from workbench.train.sweep import reset_peak
+block = torch.ones(2**28)
+before = peak_bytes()
+del block
+reset_peak(torch.device("cpu"))
+print(before - peak_bytes() > 2**29)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "True"
+
+
+def test_a_batch_that_knows_how_to_move_moves_itself() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = to_device(packed, torch.device("meta"))
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
 
 
 def test_backends() -> None:

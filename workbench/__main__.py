@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import workbench
 from workbench import display, units
+from workbench.launcher import environment
 from workbench.run import Run
 
 
@@ -21,14 +23,14 @@ def doctor() -> display.Table:
         except importlib.metadata.PackageNotFoundError:
             return "not installed"
 
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = environment.gpu_count()
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     packages = ("training-workbench", "torch", "jupyterlab", "ipykernel", "ipywidgets", "anywidget")
     rows = [
         ["Python", sys.version.split()[0]],
         *([name, version(name)] for name in packages),
         ["CPU cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())],
-        ["NVIDIA GPUs", str(gpus)],
+        ["NVIDIA GPUs", "unknown" if gpus is None else str(gpus)],
         ["shared memory for loaders", units.bytes_(shm.f_bavail * shm.f_frsize) if shm else "–"],
     ]
     return display.Table(columns=("what", "here"), rows=rows, title="workbench doctor")
@@ -37,6 +39,22 @@ def doctor() -> display.Table:
 def report(run: Run) -> str:
     """A run in words and tables: how it ended, where the time went on each rank."""
     return "\n\n".join([str(run), *map(str, run.timelines)])
+
+
+def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]:
+    """The arguments of `launch` for what was typed.
+
+    Raises:
+        ValueError: an option that this kind of target does not take.
+    """
+    ranks = given.nproc_per_node
+    if given.target.endswith(".py"):
+        if given.steps is not None:
+            raise ValueError(f"--steps {given.steps} with a script: its own arguments come after --")
+        return {"target": given.target, "args": script_args, "nproc_per_node": ranks, "watch": True}
+    if script_args:
+        raise ValueError(f"{given.target!r} is a task, and takes no arguments of its own: {' '.join(script_args)}")
+    return {"target": workbench.RunSpec(task=given.target, nproc_per_node=ranks, steps=60 if given.steps is None else given.steps)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,15 +67,18 @@ def main(argv: list[str] | None = None) -> int:
     run = commands.add_parser("launch", help="run a script or a sample task under torchrun and show where its time goes")
     run.add_argument("target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
     run.add_argument("--nproc-per-node", type=int, default=1)
-    run.add_argument("--steps", type=int, default=60, help="optimizer steps (tasks only)")
-    run.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    run.add_argument("--steps", type=int, help="optimizer steps of a task (60)")
     show = commands.add_parser("report", help="show a run directory")
     show.add_argument("path")
-    given, rest = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    words, script_args = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    given, rest = parser.parse_known_args(words)
     if given.command == "lab":
         return subprocess.call([sys.executable, "-m", "jupyterlab", *rest])
     if rest:
-        parser.error(f"unknown arguments: {' '.join(rest)}")
+        parser.error(
+            f"unknown arguments: {' '.join(rest)} (what is meant for the script comes after --: workbench launch train.py -- --epochs 1)"
+        )
     try:
         if given.command == "doctor":
             print(doctor())
@@ -65,17 +86,26 @@ def main(argv: list[str] | None = None) -> int:
         if given.command == "report":
             print(report(Run.load(given.path)))
             return 0
-        if given.target.endswith(".py"):
-            found = workbench.launch(given.target, args=given.args, nproc_per_node=given.nproc_per_node, watch=True)
-        else:
-            found = workbench.launch(workbench.RunSpec(task=given.target, nproc_per_node=given.nproc_per_node, steps=given.steps))
+        found = workbench.launch(**_launch(given, script_args))
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"workbench: {error}", file=sys.stderr)
         return 2
-    found.wait()
+    try:
+        found.wait()
+    except KeyboardInterrupt:  # the wait has stopped the run
+        print(f"workbench: {found}", file=sys.stderr)
+        return 130
     print(report(found))
     return 0 if found.ok else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `workbench report … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = 0
+    sys.exit(status)

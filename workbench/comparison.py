@@ -21,13 +21,13 @@ class Comparison:
         """What sets each run apart: the knobs that differ, or its name where none does."""
         specs = [run.spec.to_json() for run in self.runs]
         names = [name for name in specs[0] if any(spec.get(name) != specs[0][name] for spec in specs)]
-        if not names:
+        if not names or "kind" in names:  # equal specs, or a task beside a script
             return [f"{run.name} ({i})" for i, run in enumerate(self.runs, 1)]
-        return [", ".join(f"{name}={spec.get(name, '–')}" for name in names) for spec in specs]
+        return [", ".join(f"{name}={_word(spec[name])}" for name in names) for spec in specs]
 
     def seconds(self, phase: str | None = None) -> list[float]:
         """Mean seconds of a phase (None: of the step) of each run, over its ranks; the phases add up to the step."""
-        means = [[timeline.mean(phase) for timeline in run.timelines] for run in self.runs]
+        means = [[timeline.mean(phase) for timeline in run.timelines if timeline.count] for run in self.runs]
         return [sum(values) / len(values) if values else math.nan for values in means]
 
     @property
@@ -44,7 +44,7 @@ class Comparison:
     @property
     def table(self) -> display.Table:
         """One row per run."""
-        waits = [[timeline.share("data_wait") for timeline in run.timelines] for run in self.runs]
+        waits = [[timeline.share("data_wait") for timeline in run.timelines if timeline.count] for run in self.runs]
         rows = [
             [
                 label,
@@ -86,15 +86,23 @@ class Comparison:
         return self.table._repr_html_()
 
 
+def _word(value: object) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
+
+
 def compare(*runs: Run) -> Comparison:
     """Set runs side by side; the first is the baseline.
 
     Raises:
         ValueError: fewer than two runs, or one that has no measured step.
     """
+    for run in runs:
+        if not isinstance(run, Run):
+            raise ValueError(f"compare() got a {type(run).__name__}: runs are wanted, compare(before, after) or compare(*runs)")
     if len(runs) < 2:
         raise ValueError(f"compare() got {len(runs)} run{'s' * (len(runs) != 1)}: two or more are wanted, the baseline first")
     for run in runs:
         if not any(timeline.count for timeline in run.timelines):
-            raise ValueError(f"{run!r} has no measured step to compare ({run.state}). {run.error or 'run.wait() first?'}")
+            hint = "wait for it: run.wait()" if run.state == "running" else "a script's steps are measured with watch=True"
+            raise ValueError(f"{run!r} has no measured step to compare ({run.state}): {run.error or hint}")
     return Comparison(runs)

@@ -5,6 +5,7 @@ from another process, or a year later; `stop` reaches the guard by the pid that 
 import contextlib
 import math
 import os
+import platform
 import re
 import signal
 import sys
@@ -44,6 +45,7 @@ class Run:
         self.name: str = info["name"]
         self.created: float = info["created"]
         self.spec: Spec = spec_from_json(info["spec"])
+        self._host: str = info["host"]
         self._launch_dir = (path / info["launch_dir"]).resolve()
         self._outcome: Mapping[str, Any] | None = info.get("outcome")
         self._tails: dict[Path, rundir.LineTail] = {}
@@ -67,6 +69,9 @@ class Run:
                 f"{where} was written in format {written} by a newer workbench; this one reads formats up to {rundir.FORMAT}. "
                 "Try: pip install --upgrade training-workbench"
             )
+        outcome = info.get("outcome")
+        if outcome is not None and not (isinstance(outcome, dict) and "state" in outcome):
+            raise rundir.DamagedRunError(f"{where / rundir.RUN_JSON} is damaged: its outcome has no state: {outcome!r:.80}")
         try:
             return cls(where, info)
         except (KeyError, TypeError, AttributeError, SpecError) as error:
@@ -102,19 +107,20 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Seconds from launch to end; so far, while it runs."""
-        if self.state != "running" and self._outcome is not None:
+        """Seconds from launch to end; so far, while it runs; to its last sign of life, where nobody saw its end."""
+        if self.state == "running":
+            return time.time() - self.created
+        if self._outcome is not None:
             return float(self._outcome.get("seconds", math.nan))
-        return time.time() - self.created
+        return max(path.stat().st_mtime for path in self.path.iterdir()) - self.created
 
     @property
     def progress(self) -> tuple[int, int | None]:
         """Steps done, and how many there will be (None: not known, as for a script)."""
         rows = self._read(rundir.METRICS)
-        steps = [row for row in rows if "step" in row]
-        if steps:
-            return steps[-1]["step"], steps[-1].get("steps")
-        done = len(self.timelines[0].steps) if self.timelines else 0
+        if rows:
+            return rows[-1]["step"], rows[-1].get("steps")
+        done = next((row["step"] + 1 for row in reversed(self._read(rundir.rank_file(0))) if "step" in row), 0)
         return done, getattr(self.spec, "steps", None)
 
     # --- what it does
@@ -150,12 +156,15 @@ class Run:
         return self
 
     def stop(self, timeout: float = 20.0) -> "Run":
-        """End all processes of the run and return when they are gone. A run that has ended is left as it is.
+        """End all processes of the run and return when they are gone. A run that has ended is left as it is; one of a sweep ends it all.
 
         Raises:
             TimeoutError: something still lives after `timeout` seconds.
+            ValueError: it runs on another machine.
         """
         lock = self._launch_dir / rundir.LOCK
+        if self.state == "running" and self._host != platform.node():
+            raise ValueError(f"{self!r} runs on {self._host}, and this is {platform.node()}: stop it there")
         limit = time.monotonic() + timeout
         asked = False
         while self.state == "running" and rundir.is_locked(lock):
@@ -188,7 +197,10 @@ class Run:
     @property
     def metrics(self) -> Any:
         """A DataFrame of what rank 0 reported: step, loss, lr, samples, seconds, and evaluation figures where there are any."""
-        return display.frame(self.metric_rows)
+        rows: dict[int, dict[str, Any]] = {}
+        for row in self.metric_rows:  # the evaluation after a step goes into that step's row
+            rows.setdefault(row["step"], {}).update(row)
+        return display.frame(rows.values(), columns=None if rows else sorted(rundir.METRIC_KEYS))
 
     @property
     def metric_rows(self) -> list[dict[str, Any]]:
@@ -198,7 +210,7 @@ class Run:
     @property
     def samples_per_sec(self) -> float:
         """Samples per second over all ranks, warm-up left out; nan before there is a measured step."""
-        rates = [timeline.samples_per_sec for timeline in self.timelines]
+        rates = [timeline.samples_per_sec for timeline in self.timelines if timeline.count]
         return sum(rates) if rates else math.nan
 
     @property
@@ -214,7 +226,7 @@ class Run:
         return dict(sorted(found.items()))
 
     def logs(self, rank: int | None = None) -> str:
-        """What a rank printed (None: all ranks, each line with its rank in front).
+        """What a rank printed (None: all ranks, each line with its rank in front). One of a sweep has the log of the whole launch.
 
         Raises:
             ValueError: no such rank in this run.
@@ -278,7 +290,8 @@ class _ProgressLine:
         bar = f"{'█' * (20 * done // steps):░<20} {done}/{steps}" if steps else f"{done} steps"
         rows = [row for row in self._run.metric_rows if "loss" in row]
         loss = f" · loss {rows[-1]['loss']:.3f}" if rows else ""
-        text = f"{self._run.name} {bar} · {units.rate(self._run.samples_per_sec)}{loss} · {units.seconds(self._run.seconds)}"
+        pace = f" · {units.rate(rows[-1]['samples'] / rows[-1]['seconds'])}" if rows and rows[-1]["seconds"] else ""
+        text = f"{self._run.name} {bar}{pace}{loss} · {units.seconds(self._run.seconds)}"
         sys.stderr.write(f"\r\x1b[2K{text}")
         sys.stderr.flush()
 

@@ -19,6 +19,8 @@ FORMAT = 1
 RUN_JSON, METRICS, LOCK, RESERVE = "run.json", "metrics.jsonl", "guard.lock", "reserve"
 LAUNCHER_LOG, ERRORS, LOGS = "launcher.log", "errors", "logs"
 ENV_RUN_DIR, ENV_RUN_ID = "WORKBENCH_RUN_DIR", "WORKBENCH_RUN_ID"
+METRIC_KEYS = frozenset({"step", "steps", "loss", "lr", "samples", "seconds"})
+"""What every row of METRICS may hold; anything else is a figure of an evaluation."""
 RESERVE_BYTES = 64 * 1024
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -151,12 +153,14 @@ class LineTail(_Tail):
             DamagedRunError: a whole line is not a JSON object; the message names the file and shows the line.
         """
         rows = []
+        before = self._offset, self._rest
         for line in self._lines():
             try:
                 row = json.loads(line)
             except ValueError:
                 row = None
             if not isinstance(row, dict):
+                self._offset, self._rest = before  # the next read says so again: no row is lost silently
                 raise DamagedRunError(f"{self.path} is damaged: {line[:80]!r} is not a JSON object")
             rows.append(row)
         return rows
@@ -168,6 +172,7 @@ class TextTail(_Tail):
     def read(self, last: bool = False) -> list[str]:
         """The lines appended since the last call; with `last`, the unfinished one too."""
         lines = self._lines()
+        self._rest = b"\r".join(self._rest.rsplit(b"\r", 2)[-2:])  # a bar that never ends its line is kept in its last state only
         if last and self._rest:
             lines, self._rest = [*lines, self._rest], b""
         return [line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace") for line in lines]

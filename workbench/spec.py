@@ -8,6 +8,8 @@ from typing import Any, Self
 
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16")
 SCHEDULES = ("constant", "cosine")
+_MEANT = {"gpu": "cuda", "bf16": "amp_bf16", "bfloat16": "amp_bf16", "fp16": "amp_fp16", "float16": "amp_fp16", "float32": "fp32"}
+"""What is often typed → what it is called here."""
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 
@@ -87,13 +89,15 @@ class RunSpec(_Spec):
     clip_grad_norm: float | None = None
     """Largest allowed norm of the gradient; None = no clipping."""
     device: str = "auto"
-    """"cpu", "cuda", or "auto": the GPUs if there are any."""
+    """"cpu", "cuda", or "auto": the GPUs if there is one for each rank."""
     backend: str = "auto"
     """"gloo", "nccl", or "auto": nccl on GPUs, gloo on CPUs."""
     threads: int = 1
     """Threads of each rank for one operator on the CPU (OMP_NUM_THREADS)."""
     bucket_cap_mb: float | None = None
     """Size of DDP's gradient buckets in MiB; None = torch's own 25."""
+    find_unused_parameters: bool = False
+    """Let DDP look for parameters without a gradient in every step; needed where some layers are skipped, and slower."""
     seed: int = 0
     """Seed of the model, the data order and the augmentation."""
     evaluate: bool = False
@@ -112,11 +116,13 @@ class RunSpec(_Spec):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf")):
                 raise SpecError(f"{name}={value!r}: a number above 0 is allowed, or None")
-        for name in ("persistent_workers", "pin_memory", "evaluate"):
+        for name in ("persistent_workers", "pin_memory", "find_unused_parameters", "evaluate"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"{name}={getattr(self, name)!r}: True or False is allowed")
         if self.optimizer is not None and (not isinstance(self.optimizer, str) or not self.optimizer):
             raise SpecError(f'optimizer={self.optimizer!r}: a name with options is allowed, such as "sgd(momentum=0.9)", or None')
+        if self.seed >= 2**32:
+            raise SpecError(f"seed={self.seed}: a whole number from 0 to 4294967295 is allowed")
         _one_of(self, "precision", PRECISIONS)
         _one_of(self, "schedule", SCHEDULES)
         _one_of(self, "device", DEVICES)
@@ -197,6 +203,6 @@ def _whole(spec: Spec, name: str, least: int) -> None:
 def _one_of(spec: Spec, name: str, allowed: tuple[str, ...]) -> None:
     value = getattr(spec, name)
     if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.4)
+        near = [_MEANT[value]] if value in _MEANT and _MEANT[value] in allowed else difflib.get_close_matches(str(value), allowed, n=1)
         hint = f'; did you mean "{near[0]}"?' if near else ""
         raise SpecError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}{hint}")

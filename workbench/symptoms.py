@@ -79,7 +79,7 @@ _SYMPTOMS = (
     Symptom(
         pattern=r"Expected to have finished reduction in the prior iteration",
         kind="exception",
-        hint="Some parameters get no gradient in some steps: DistributedDataParallel(…, find_unused_parameters=True).",
+        hint="Some parameters get no gradient in some steps: find_unused_parameters=True, for a spec or in DistributedDataParallel(…).",
     ),
 )
 

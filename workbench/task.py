@@ -40,7 +40,7 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     """The loader's `collate_fn`; None = torch's own."""
     evaluate: Callable[[Any], dict[str, float]] | None = None
-    """`evaluate(model)` → figures by name, such as accuracy; called without gradients and in evaluation mode."""
+    """`evaluate(model)` → figures by name, such as accuracy; called on rank 0, without gradients and in evaluation mode."""
     name: str = ""
     """For people; the function's name is used where this is empty."""
 
@@ -49,6 +49,14 @@ class Task:
             if not callable(value := getattr(self, field)):
                 extra = "" if field == "loss" else f": write {field}=lambda: … so that each process builds its own"
                 raise TaskError(f"Task({field}=…) got a {type(value).__name__}, a function is wanted{extra}")
+        if hasattr(self.model, "parameters") and not isinstance(self.model, type):
+            kind = type(self.model).__name__
+            raise TaskError(
+                f"Task(model=…) got a {kind} that is built already: write model=lambda: {kind}(…) so that each process builds its own"
+            )
+        for field in ("collate", "evaluate"):
+            if (value := getattr(self, field)) is not None and not callable(value):
+                raise TaskError(f"Task({field}=…) got a {type(value).__name__}, a function is wanted, or None")
         if not (callable(self.optimizer) or isinstance(self.optimizer, str)):
             raise TaskError(f"Task(optimizer=…) got a {type(self.optimizer).__name__}: a name or a function of the parameters is wanted")
 
@@ -130,11 +138,12 @@ def resolve(name: str) -> Task:
 def label(name: str) -> str:
     """A short word for a task's name, fit for a folder: `"my_task.py:build"` → `"my_task-build"`.
 
-    >>> label("code/my_task.py:build"), label("text-gpt")
-    ('my_task-build', 'text-gpt')
+    >>> label("code/my_task.py:build"), label("package.module:build"), label("text-gpt")
+    ('my_task-build', 'module-build', 'text-gpt')
     """
     where, _, function = name.rpartition(":")
-    text = f"{Path(where).stem.rpartition('.')[2] or where}-{function}" if where else name
+    stem = Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
+    text = f"{stem}-{function}" if where else name
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in text)
 
 
@@ -142,7 +151,7 @@ def _split(name: str) -> tuple[str, str]:
     where, colon, function = name.rpartition(":")
     if not colon or not where or not function.isidentifier():
         near = difflib.get_close_matches(name, SAMPLES, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
+        hint = f'; did you mean "{near[0]}"?' if near else "."
         raise TaskError(f"task={name!r}: no such task{hint} A task is named {_FORMS}")
     return where, function
 

@@ -174,6 +174,8 @@ class Timeline:
     def caption(self) -> str:
         """One line that says what the numbers are: which kind, how many steps, what was left out, how much they vary."""
         kind = "predicted" if self.predicted else "measured"
+        if not self.steps:
+            return "; ".join([f"no step was {kind} on rank {self.rank}", *self.notes])
         text = f"{kind} on rank {self.rank}, {self.clock} clock: {self.count} steps"
         if self.left_out:
             text += f", the first {self.left_out} left out as warm-up"

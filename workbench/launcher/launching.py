@@ -93,10 +93,10 @@ def check(spec: Spec) -> None:
     gpus = 0 if spec.device == "cpu" else environment.gpu_count()
     if spec.device == "cuda" and gpus == 0:
         raise LaunchError('device="cuda", and no NVIDIA GPU is visible here (/dev/nvidia0, CUDA_VISIBLE_DEVICES): try device="cpu"')
-    if gpus and spec.nproc_per_node > gpus:
+    if gpus and spec.nproc_per_node > gpus and spec.device == "cuda" and spec.backend != "gloo":
         raise LaunchError(
-            f"nproc_per_node={spec.nproc_per_node} on device={spec.device!r}: at most {gpus} here, one rank per visible GPU. "
-            f'Try nproc_per_node={gpus}, or device="cpu" for more ranks than GPUs'
+            f'nproc_per_node={spec.nproc_per_node} on device="cuda": at most {gpus} here, one rank per visible GPU. '
+            f'Try nproc_per_node={gpus}, or device="auto", which takes the CPUs where ranks outnumber GPUs'
         )
 
 
@@ -106,7 +106,7 @@ def check_timeout(timeout: float | None) -> None:
     Raises:
         LaunchError: it is not a positive number.
     """
-    if timeout is not None and not timeout > 0:
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
         raise LaunchError(f"timeout={timeout!r}: seconds above 0 are allowed, or None for no limit")
 
 
@@ -119,4 +119,5 @@ def program(spec: Spec, *run_dirs: Path) -> list[str]:
     """What torchrun starts in every rank."""
     if isinstance(spec, RunSpec):
         return ["-m", "workbench.train", *map(str, run_dirs)]
-    return ["-m", "workbench.train.script", *["--watch"] * spec.watch, spec.script, *spec.args]
+    # behind "--": else a script's own --n or --log counts as an abbreviation of torchrun's options
+    return ["-m", "--", "workbench.train.script", *["--watch"] * spec.watch, spec.script, *spec.args]

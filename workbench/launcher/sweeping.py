@@ -64,6 +64,8 @@ def sweep(
         LaunchError: a configuration cannot run here. Nothing was started.
         TaskError: the task is not there. Nothing was started.
     """
+    if not isinstance(spec, RunSpec):
+        raise SpecError(f"sweep({spec!r}, …): a RunSpec is wanted, whose knobs can be turned; a script is launched with launch()")
     if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
         raise SpecError(f"repeat={repeat!r}: a whole number of at least 1 is allowed")
     specs = combinations(spec, lists)

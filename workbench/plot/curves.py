@@ -8,11 +8,10 @@ from workbench.plot.bars import WIDTH
 from workbench.plot.canvas import calm, prepared
 from workbench.plot.colors import INK, LINE
 from workbench.run import Run
+from workbench.rundir import METRIC_KEYS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-_KNOWN = {"step", "steps", "loss", "lr", "samples", "seconds"}  # what every row may hold; the rest is evaluation
 
 
 def metrics(run: Run, ax: Axes | None = None) -> Axes:
@@ -43,7 +42,7 @@ def _mark_evaluation(ax: Axes, rows: list[dict[str, float]]) -> None:
     """A dotted line where the model was evaluated, with the figures in words beside it."""
     last = max(row["step"] for row in rows if "step" in row)
     for row in rows:
-        figures = {name: value for name, value in row.items() if name not in _KNOWN}
+        figures = {name: value for name, value in row.items() if name not in METRIC_KEYS}
         if not figures:
             continue
         left = row["step"] > last / 2  # the text stands on the side that has room

@@ -68,7 +68,8 @@ def _steps_per_epoch(samples: int, spec: RunSpec, ranks: Ranks) -> int:
 
 
 def micro_batches(loader: "DataLoader[Any]", accumulation: int, ranks: Ranks) -> Generator[Any, None, None]:
-    """Micro-batches without end, each epoch in an order of its own. An epoch ends with a whole optimizer step; its rest is left out.
+    """Micro-batches without end, each epoch in an order of its own. An epoch ends with a whole optimizer step; its rest is left out
+    (a stream ends where it ends, and the step goes on with the next epoch's batches).
 
     Raises:
         TaskError: a stream has not one whole micro-batch, or gives two ranks the same samples.
@@ -114,10 +115,13 @@ def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -
     """The batch with all its tensors on a device.
 
     Args:
-        batch: tensors in lists, tuples, named tuples, mappings and dataclasses, in any depth; other things stay as they are.
+        batch: tensors in lists, tuples, named tuples, mappings and dataclasses, in any depth, or an object with a `to` of its own (a
+            PackedSequence, a graph); other things stay as they are.
         device: where to.
         non_blocking: let the host go on while pinned memory is copied.
     """
+    if callable(own := getattr(batch, "to", None)) and not isinstance(batch, Tensor | MutableMapping):
+        return own(device)
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), batch)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from workbench import rundir, units
+from workbench import failure, rundir, units
 from workbench.measure import StepTimer
 from workbench.spec import RunSpec
 from workbench.task import Task, TaskError
@@ -54,7 +55,11 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
     loader = build_loader(task, spec, ranks, own_seed)
     on_gpu = ranks.device.type == "cuda"
     model = DistributedDataParallel(
-        module, device_ids=[ranks.device.index] if on_gpu else None, bucket_cap_mb=spec.bucket_cap_mb, process_group=group
+        module,
+        device_ids=[ranks.device.index] if on_gpu else None,
+        bucket_cap_mb=spec.bucket_cap_mb,
+        process_group=group,
+        find_unused_parameters=spec.find_unused_parameters,
     )
     weights = sum(weight.numel() for weight in module.parameters())
     print(f"rank {ranks.rank} of {ranks.world_size} on {ranks.device}: {units.count(weights)} parameters, batches of {spec.micro_batch}")
@@ -63,7 +68,11 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
     metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None
     step, waiting, loss_of_step = 0, spec.accumulation, torch.zeros((), device=ranks.device)
     with contextlib.closing(metrics) if metrics else contextlib.nullcontext():
-        with contextlib.closing(timer), contextlib.closing(micro_batches(loader, spec.accumulation, ranks)) as batches:
+        with (
+            contextlib.closing(timer),
+            recorded(run_dir, ranks.rank),
+            contextlib.closing(micro_batches(loader, spec.accumulation, ranks)) as batches,
+        ):
             for batch in timer.batches(batches):
                 waiting -= 1
                 with timer("h2d"):
@@ -96,6 +105,16 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
     if precision.skipped and ranks.rank == 0:
         print(f"{precision.skipped} of {step} optimizer steps were left out: fp16 gradients overflowed (a few at the start are normal)")
     return module
+
+
+@contextlib.contextmanager
+def recorded(run_dir: Path, rank: int) -> Iterator[None]:
+    """Leave an error on record before anything is closed: closing waits for the device, and would cover a CUDA error by its own."""
+    try:
+        yield
+    except Exception as error:
+        failure.record(error, run_dir=run_dir, rank=rank)
+        raise
 
 
 def seed_all(seed: int) -> None:

@@ -75,7 +75,7 @@ class Ranks:
 
 
 def choose_device(spec: RunSpec, local_rank: int, local_world_size: int) -> torch.device:
-    """The device of a rank: on GPUs one for each rank, unless gloo lets them share.
+    """The device of a rank: on GPUs one for each rank, unless gloo lets them share; "auto" takes the CPUs where ranks outnumber GPUs.
 
     Raises:
         SpecError: there is no GPU, or there are fewer than ranks.
@@ -89,6 +89,9 @@ def choose_device(spec: RunSpec, local_rank: int, local_world_size: int) -> torc
             f'(torch {torch.__version__}, built for CUDA {torch.version.cuda}); try device="cpu" or device="auto"'
         )
     if local_world_size > count and spec.backend != "gloo":
+        if spec.device == "auto" and spec.backend == "auto":
+            print(f"on the CPUs: {local_world_size} ranks here, and {count} GPU{'s' * (count > 1)}, of which each takes one")
+            return torch.device("cpu")
         raise SpecError(
             f"nproc_per_node={local_world_size}, and this machine has {count} GPU{'s' * (count > 1)}: nccl takes one rank per GPU; try "
             f'nproc_per_node={count}, or backend="gloo", which lets ranks share a GPU (to try things out: it is slow), or device="cpu"'

@@ -1,5 +1,6 @@
 """Several specs in one launch, one after the other in the same processes: start-up is paid once, and they meet equal conditions."""
 
+import contextlib
 import dataclasses
 import gc
 import tempfile
@@ -40,12 +41,13 @@ def train_all(specs: Sequence[RunSpec], run_dirs: Sequence[Path], ranks: Ranks) 
         ok = attempt(spec, run_dir, ranks)
         if ranks.rank == 0:
             write_outcome(run_dir, ok, time.monotonic() - began)
+        if not ok and ranks.device.type == "cuda":
+            raise RuntimeError("a configuration has failed and may have left GPUs waiting in a reduction: the next ones need a new launch")
 
 
 def attempt(spec: RunSpec, run_dir: Path, ranks: Ranks) -> bool:
     """Train one spec; record its error, if any; leave no memory behind. Has it gone well on all ranks?"""
-    if ranks.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    reset_peak(ranks.device)
     group = dist.new_group()  # its own: what a failed configuration has left unfinished disturbs no other
     error: Exception | None = None
     try:
@@ -64,9 +66,18 @@ def attempt(spec: RunSpec, run_dir: Path, ranks: Ranks) -> bool:
     if error is not None:
         traceback.clear_frames(error.__traceback__)  # they hold the model
     gc.collect()
-    if ranks.device.type == "cuda":
+    if ok and ranks.device.type == "cuda":
         torch.cuda.empty_cache()
     return ok
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let the peak of the memory begin anew: on the GPU, or (on Linux) of what this process holds in main memory."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the "high water mark" of the resident set
 
 
 def write_outcome(run_dir: Path, ok: bool, seconds: float) -> None:

@@ -13,7 +13,6 @@ from workbench.run import Run, State
 from workbench.timeline import MOST_WARMUP, PHASES, warmup_of
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colours and cursor movements of a terminal
-_NOT_FIGURES = {"step", "steps", "loss", "lr", "samples", "seconds"}
 LOG_START = 64 * 1024
 """Bytes of each log that a panel opened late starts with."""
 
@@ -160,7 +159,7 @@ class Follower:
             self._progress = row["step"], row.get("steps")
         if row.get("loss") is not None:
             self._losses.append((row["step"], row["loss"]))
-        self._figures |= {name: value for name, value in row.items() if name not in _NOT_FIGURES}
+        self._figures |= {name: value for name, value in row.items() if name not in rundir.METRIC_KEYS}
 
     def log_lines(self, last: bool = False) -> list[tuple[int, str]]:
         """(rank, line) of what was printed since the last call; with `last`, unfinished lines too."""

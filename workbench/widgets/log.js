@@ -31,7 +31,7 @@ export default () => {
         for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
         return parent.appendChild(node);
       };
-      const panelId = `wb-log-${crypto.randomUUID()}`;
+      const panelId = `wb-log-${Math.random().toString(36).slice(2)}`;
       let chosen = null; // null: all ranks
       const bar = make("div", { role: "tablist", "aria-label": "output of the ranks", class: "wb-tabs" }, el);
       const pre = make("pre", { id: panelId, role: "tabpanel", tabindex: "0", class: "wb-lines" }, el);

@@ -33,7 +33,7 @@ class RunPanel:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._follower, self._complaint = Follower(run), ""
+        self._follower, self._complaint, self._lock = Follower(run), "", threading.Lock()
         self.status, self.words, self.problem, self.figures, self.phases = (ipywidgets.HTML() for _ in range(5))
         self.stop = ipywidgets.Button(
             description="Stop", icon="stop", tooltip="End all processes of this run. While a cell waits for the run, interrupt the kernel."
@@ -54,6 +54,10 @@ class RunPanel:
         Raises:
             DamagedRunError: its directory cannot be read any more.
         """
+        with self._lock:
+            return self._refresh()
+
+    def _refresh(self) -> Snapshot:
         now = self._follower.snapshot()
         running = now.state == "running"
         self.log.append(self._follower.log_lines(last=not running), all_kept=not running)
@@ -96,6 +100,7 @@ class RunPanel:
         return f"RunPanel({self.run!r})"
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        self.now = self.refresh()  # what is stored with the notebook is how it stands now
         bundle = self.widget._repr_mimebundle_(**options)
         return {**bundle, "text/plain": repr(self.run), "text/html": faces.static(self.run, self.now)}
 

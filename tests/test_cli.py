@@ -1,0 +1,62 @@
+"""The terminal's way in."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workbench.__main__ import main
+
+SCRIPT = """
+import sys, torch.distributed as dist
+dist.init_process_group("gloo")
+print("rank", dist.get_rank(), "of", dist.get_world_size(), "with", sys.argv[1:])
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_with_ranks_and_arguments_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "workbench", "launch", "train.py", "--nproc-per-node", "2", "--", "--epochs", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "finished" in done.stdout
+    run_dir = next((tmp_path / "runs").iterdir())
+    shown = subprocess.run([sys.executable, "-m", "workbench", "report", run_dir], capture_output=True, text=True, timeout=60)
+    assert "nproc_per_node=2" in shown.stdout
+    logs = "".join(path.read_text() for path in run_dir.glob("logs/*/*/*/stdout.log"))
+    assert "rank 1 of 2 with ['--epochs', '1']" in logs
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["launch", "nonsense"], "no such task"),
+        (["launch", "missing.py"], "does not exist"),
+        (["launch", "text-gpt", "--", "--epochs", "1"], "is a task, and takes no arguments of its own: --epochs 1"),
+        (["launch", "train.py", "--steps", "5"], "--steps 5 with a script: its own arguments come after --"),
+        (["launch", "text-gpt", "--steps", "0"], "steps=0"),
+        (["report", "nowhere"], "is not a run directory"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_option_says_where_the_scripts_own_go(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", "train.py", "--epochs", "1"])
+    assert "what is meant for the script comes after --" in capsys.readouterr().err
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    assert "NVIDIA GPUs" in capsys.readouterr().out
