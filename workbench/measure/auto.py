@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.measure import hooks
 from workbench.measure.loop import Loop
 from workbench.measure.recording import Recording
-from workbench.measure.tape import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, OPTIMIZER, new_tape
+from workbench.measure.tape import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, new_tape
 from workbench.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Auto:
         self._undo = contextlib.ExitStack()
         self._undo.enter_context(hooks.patched())
         self._undo.callback(hooks.Patch(DataLoader, "__iter__", self._wrap_iter).remove)
-        self._undo.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
+        self._undo.callback(register_optimizer_step_pre_hook(hooks.optimizer_begins).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
 
     @property
@@ -124,12 +124,10 @@ class Auto:
 
     # Optimizers
 
-    def _optimizer_begins(self, *_: object) -> None:
-        hooks.NEST.mark(OPTIMIZER)
-
-    def _optimizer_ends(self, optimizer: "torch.optim.Optimizer", *_: object) -> None:
+    def _optimizer_ends(self, optimizer: "torch.optim.Optimizer", _args: object, _kwargs: object, /) -> None:
         nest = hooks.NEST
-        nest.mark(END_PHASE)
+        now = nest.now
+        nest.marks.extend((now(), END_PHASE))
         if self._forward_seen:
             self._forward_seen, self._without_forward = False, 0
         else:
@@ -164,7 +162,6 @@ class Auto:
         self._forward_seen = True
         if hooks.NEST.top is None:
             self._begin_bare()
-        hooks.NEST.mark(FORWARD)
 
 
 class _Batches:

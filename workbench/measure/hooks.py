@@ -20,12 +20,8 @@ NEST = Nest()
 os.register_at_fork(after_in_child=NEST.clear)
 
 
-def _forward_begins() -> None:
-    NEST.mark(FORWARD)
-
-
-def on_model(module: "torch.nn.Module", begin: Callable[[], None] = _forward_begins) -> "Patch":
-    """Mark the calls of a module, also those that end by an exception; `begin` makes the first mark.
+def on_model(module: "torch.nn.Module", begin: Callable[[], None] | None = None) -> "Patch":
+    """Mark the calls of a module, also those that end by an exception; `begin` is called before the first mark.
 
     It sits where `module.compile()` puts the compiled call. Forward hooks cost 5 µs more in the midst of a training step, they travel with
     copies and pickles of the module, and would be compiled as well.
@@ -35,11 +31,15 @@ def on_model(module: "torch.nn.Module", begin: Callable[[], None] = _forward_beg
         call = compiled or module._call_impl
 
         def marked(*args: Any, **kwargs: Any) -> Any:
-            begin()
+            if begin:
+                begin()
+            now = NEST.now
+            NEST.marks.extend((now(), FORWARD))
             try:
                 return call(*args, **kwargs)
             finally:
-                NEST.mark(END_FORWARD)
+                now = NEST.now
+                NEST.marks.extend((now(), END_FORWARD))
 
         return marked
 
@@ -48,10 +48,19 @@ def on_model(module: "torch.nn.Module", begin: Callable[[], None] = _forward_beg
 
 def on_optimizer(optimizer: "torch.optim.Optimizer") -> list["RemovableHandle"]:
     """Mark the steps of an optimizer. (Copies and checkpoints of an optimizer leave its hooks behind.)"""
-    return [
-        optimizer.register_step_pre_hook(lambda *_: NEST.mark(OPTIMIZER)),
-        optimizer.register_step_post_hook(lambda *_: NEST.mark(END_PHASE)),
-    ]
+    return [optimizer.register_step_pre_hook(optimizer_begins), optimizer.register_step_post_hook(optimizer_ends)]
+
+
+def optimizer_begins(_optimizer: object, _args: object, _kwargs: object, /) -> None:
+    """The hook before an optimizer step."""
+    now = NEST.now
+    NEST.marks.extend((now(), OPTIMIZER))
+
+
+def optimizer_ends(_optimizer: object, _args: object, _kwargs: object, /) -> None:
+    """The hook after an optimizer step."""
+    now = NEST.now
+    NEST.marks.extend((now(), END_PHASE))
 
 
 _users: "weakref.WeakKeyDictionary[Callable[..., Any], int]" = weakref.WeakKeyDictionary()
@@ -90,11 +99,13 @@ def wrap_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        NEST.mark(BACKWARD)
+        now = NEST.now
+        NEST.marks.extend((now(), BACKWARD))
         try:
             return backward(*args, **kwargs)
         finally:
-            NEST.mark(END_PHASE)
+            now = NEST.now
+            NEST.marks.extend((now(), END_PHASE))
 
     return marked
 

@@ -2,12 +2,13 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice, repeat
 from typing import Any, Generic, TypeVar
 
 from workbench.measure.steps import Assembler, Row, Rules
-from workbench.measure.tape import AWAY, BACK, BATCH, BORDER, DATA_WAIT, END, END_PHASE, NEXT, NOWHERE, Mark, Tape
+from workbench.measure.tape import AWAY, BACK, BATCH, BORDER, DATA_WAIT, END, END_PHASE, NEXT, NOWHERE, Marks, Tape
 
 T = TypeVar("T")
 
@@ -77,44 +78,60 @@ class Loop:
     """One pass over a loader, with its own tape."""
 
     def __init__(self, tape: Tape, rules: Rules) -> None:
-        self.tape, self.mark = tape, tape.mark
+        self.tape = tape
         self.took_turn = True
         """Has it called `next()` since a loop below it did?"""
         self.beside = False
         """Does the loop on top wait for this one's batch, too?"""
         self._sizes: deque[int | None] = deque()  # samples per batch, each put here before its mark
+        self._next_size: Callable[[], int | None] = self._sizes.popleft
         self._assembler = Assembler(rules)
 
-    def run(self, nest: "Nest", loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a loader. Worker start-up counts as waiting for the first one; leaving the loop early ends it at once."""
-        mark, sizes, foretold = self.mark, self._sizes, sizes_of(loader)
-        nest.begin(self)
-        mark(NEXT)
-        try:
-            for batch in loader:
-                if nest.top is self:
-                    sizes.append(next(foretold) if foretold else samples_in(batch))
-                    mark(BATCH)
-                else:
-                    nest.waited(self)
-                yield batch
-                if nest.top is self:
-                    self.took_turn = True
-                    mark(NEXT)
-                else:
-                    nest.wait(self)
-        finally:
-            nest.end(self)
+    def run(self, nest: "Nest", loader: Iterable[T], watching: AbstractContextManager[object] | None = None) -> Iterator[T]:
+        """Yield the batches of a loader. Worker start-up counts as waiting for the first one; leaving the loop early ends it at once.
+
+        `watching` is entered as long as the loop is open.
+        """
+        now, marks = self.tape.now, self.tape.marks
+        if foretold := sizes_of(loader):
+            self._next_size = foretold.__next__
+        read = self.tape.read if self.tape.clock == "device" else None
+        with watching or nullcontext():
+            nest.begin(self)
+            marks.extend((now(), NEXT))
+            try:
+                for batch in loader:
+                    if nest.top is self:
+                        if not foretold:
+                            self._sizes.append(samples_in(batch))
+                        marks.extend((now(), BATCH))
+                    else:
+                        nest.waited(self)
+                    yield batch
+                    if nest.top is self:
+                        self.took_turn = True
+                        marks.extend((now(), NEXT))
+                        if read:
+                            read()
+                    else:
+                        nest.wait(self)
+            finally:
+                nest.end(self)
+
+    def mark(self, code: int) -> None:
+        """Note the time under a code."""
+        self.tape.marks.extend((self.tape.now(), code))
 
     def border(self) -> None:
         """In a loop without a loader: a step ends here, and the next one begins."""
         self._sizes.append(None)
         self.mark(NEXT)
+        self.tape.read()
         self.mark(BORDER)
 
     def harvest(self) -> list[Row]:
         """The steps finished since the last harvest."""
-        return self._assembler.feed(*self.tape.take(), self._sizes)
+        return self._assembler.feed(*self.tape.take(), self._next_size)
 
     @property
     def ended(self) -> bool:
@@ -123,12 +140,17 @@ class Loop:
 
 
 class Nest:
-    """The open loops: a validation inside a training loop, two loaders side by side. `mark` is that of the one that runs."""
+    """The open loops: a validation inside a training loop, two loaders side by side. `now` and `marks` are those of the one that runs."""
+
+    __slots__ = ("_open", "marks", "now", "top")
 
     def __init__(self) -> None:
         self._open: list[Loop] = []
-        self.top: Loop | None = None
-        self.mark: Mark = NOWHERE
+        self._turn()
+
+    def mark(self, code: int) -> None:
+        """Note the time under a code, on the tape of the loop that runs, if any."""
+        self.marks.extend((self.now(), code))
 
     def begin(self, loop: Loop) -> None:
         """A loop begins: until it ends, its time is `other` of the one around it."""
@@ -178,6 +200,7 @@ class Nest:
         self._turn()
 
     def _turn(self) -> bool:
-        self.top = self._open[-1] if self._open else None
-        self.mark = self.top.mark if self.top else NOWHERE
+        self.top: Loop | None = self._open[-1] if self._open else None
+        self.now: Callable[[], Any] = self.top.tape.now if self.top else int
+        self.marks: Marks = self.top.tape.marks if self.top else NOWHERE
         return self.top is not None

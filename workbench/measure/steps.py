@@ -1,14 +1,13 @@
 """From marks to steps: pure arithmetic on nanoseconds. Neighbouring intervals, so the phases of a step sum to its length exactly.
 
 The marks between one NEXT and the following one are a turn of the loop. Almost all turns of a loop have the same codes, so what the codes
-mean is worked out once per sequence; for each turn only subtractions and additions are left.
+mean is worked out once per sequence; for a run of equal turns only subtractions and additions are left.
 """
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import Literal
 
 from workbench.measure.tape import (
@@ -51,8 +50,8 @@ class Turn:
 
     columns: tuple[int, ...]
     """Where the interval after each mark goes, the NEXT itself being the first: a phase, or NO_STEP."""
-    add_up: Callable[[list[int]], tuple[int, int, int, int, int, int]]
-    """Nanoseconds per phase from the times of these marks and of the one after them."""
+    rows: Callable[[list[int], Iterable[int | None]], list[Row]]
+    """The rows of such turns in a row, from the times of all their marks and of the one after them, and the samples of each."""
     batch: bool
     """Did the loader give one?"""
     updated: bool
@@ -95,20 +94,24 @@ def turn(codes: bytes) -> Turn:
     columns = [_loss_is(OTHER, column) for column in columns]
     if codes.endswith(_END):
         columns.pop()
-    return Turn(columns=tuple(columns), add_up=_sums(columns), batch=batch, updated=updated)
+    return Turn(columns=tuple(columns), rows=_adder(columns), batch=batch, updated=updated)
 
 
 def _loss_is(phase: int, column: int) -> int:
     return phase if column == LOSS else column
 
 
-def _sums(columns: list[int]) -> Callable[[list[int]], tuple[int, int, int, int, int, int]]:
-    """The sums over the intervals of each phase as one expression, half as costly as a loop: `lambda t: (t[1]-t[0], 0, t[4]-t[2], …)`."""
-    terms: dict[int, list[str]] = {phase: ["0"] for phase in range(NO_STEP + 1)}
+def _adder(columns: list[int]) -> Callable[[list[int], Iterable[int | None]], list[Row]]:
+    """`Turn.rows` as one expression, cheaper than loops: `[(b-a, 0, e-c, …, n) for a, b, c, … in zip(t[0::9], t[1::9], …)]`."""
+    terms: dict[int, list[str]] = {phase: [] for phase in range(NO_STEP + 1)}
     for column, run in groupby(range(len(columns)), columns.__getitem__):
         first, *_, last = [*run] * 2
-        terms[column].append(f"t[{last + 1}]-t[{first}]")
-    return eval(f"lambda t: ({', '.join('+'.join(terms[phase]) for phase in range(len(PHASES)))})")  # type: ignore[no-any-return]
+        terms[column].append(f"t{last + 1}-t{first}")
+    # a chain of a thousand `+` nests too deep for the compiler
+    sums = [f"sum(({','.join(some)}))" if len(some) > 9 else "+".join(some) or "0" for some in terms.values()]
+    marks = range(len(columns) + 1)
+    names, times = ", ".join(f"t{i}" for i in marks), ", ".join(f"t[{i}::{len(columns)}]" for i in marks)
+    return eval(f"lambda t, sizes: [({', '.join(sums[: len(PHASES)])}, n) for {names}, n in zip({times}, sizes)]")  # type: ignore[no-any-return]
 
 
 @dataclass(slots=True)
@@ -135,8 +138,8 @@ class Assembler:
         self._each_batch = rules.steps_by == "batch"
         self._had_step = False
 
-    def feed(self, times: list[int], codes: bytes, sizes: deque[int | None]) -> list[Row]:
-        """Take the next marks (ns, codes) and, from the left of `sizes`, one number of samples per batch; give the steps they finish."""
+    def feed(self, times: list[int], codes: bytes, next_size: Callable[[], int | None]) -> list[Row]:
+        """Take the next marks (ns, codes) and, for each batch in them, its number of samples; give the steps they finish."""
         self._times += times
         self._codes += codes
         before, *turns = self._codes.split(_NEXT)
@@ -145,19 +148,23 @@ class Assembler:
         last = turns.pop()  # is under way, or has the END
         ns, start = self._times, len(before)
         rows: list[Row] = []
-        for codes_of_turn in turns:
-            this = turn(codes_of_turn)
-            end = start + len(this.columns)
-            row = (*this.add_up(ns[start : end + 1]), sizes.popleft() if this.batch else 0)
+        for codes_of_turn, run in groupby(turns):
+            this, count = turn(codes_of_turn), len([*run])
+            end = start + count * len(this.columns)
+            done = this.rows(ns[start : end + 1], [next_size() for _ in range(count)] if this.batch else repeat(0))
             start = end
-            if this.batch:
-                self._add(row, this.updated, rows)
+            if not this.batch:
+                self._startup = done[-1]
+            elif this.updated:
+                self._add(done[0], True, rows)
+                rows += done[1:]  # of one batch each
             else:
-                self._startup = row
+                for row in done:
+                    self._add(row, False, rows)
         if last.endswith(_END):
             this = turn(last)
             if this.updated:  # cut short by a break or an exception, but with its optimizer step
-                self._add((*this.add_up(ns[start:]), sizes.popleft()), True, rows)
+                self._add(this.rows(ns[start:], [next_size()])[0], True, rows)
             self._end(rows, cut_off=int(this.batch and not this.updated))
         self._times, self._codes = ns[start:], self._codes[start:]
         self._had_step |= bool(rows)

@@ -23,10 +23,14 @@ class Span:
         self._nest, self._code = nest, code
 
     def __enter__(self) -> None:
-        self._nest.mark(self._code)
+        nest = self._nest
+        now = nest.now
+        nest.marks.extend((now(), self._code))
 
-    def __exit__(self, *error: object) -> None:
-        self._nest.mark(END_PHASE)
+    def __exit__(self, kind: object, error: object, trace: object, /) -> None:
+        nest = self._nest
+        now = nest.now
+        nest.marks.extend((now(), END_PHASE))
 
 
 class StepTimer:

@@ -78,13 +78,17 @@ class Watch(Batches[T]):
         )
 
     def __iter__(self) -> Iterator[T]:
+        return self._recording.open().run(hooks.NEST, self._loader, self._watching())
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
         with contextlib.ExitStack() as undo:
             undo.enter_context(hooks.patched())
             for model in self._models:
                 undo.callback(hooks.on_model(model).remove)
             for handle in [handle for optimizer in self._optimizers for handle in hooks.on_optimizer(optimizer)]:
                 undo.callback(handle.remove)
-            yield from self._recording.open().run(hooks.NEST, self._loader)
+            yield
 
     @property
     def timeline(self) -> Timeline:
