@@ -49,7 +49,10 @@ def main() -> int:
                 spent = seconds(call, Path(name))
                 taken[call] += [spent] if pair else []
     ratios = [a / b for a, b in zip(taken[ours], taken[bare], strict=True)]
-    print(", ".join(f"{name} {version}" for name, version in environment.versions().items()) + f", {os.cpu_count()} cores")
+    print(
+        ", ".join(f"{name} {version}" for name, version in environment.versions().items() if name != "platform")
+        + f", {os.cpu_count()} cores"
+    )
     for call, label in ((bare, "bare torchrun"), (ours, "launch().wait()")):
         print(f"{label:16} median {units.seconds(statistics.median(taken[call]))} of {pairs}")
     middle = statistics.median(ratios)

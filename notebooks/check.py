@@ -1,6 +1,6 @@
 """Answers to the exercises: `check.biggest(run, answer)` says right or wrong, and why."""
 
-from workbench import Run
+from workbench import Run, units
 from workbench.timeline import PHASES
 
 
@@ -27,9 +27,9 @@ def ceiling(share: float, answer: float | None) -> None:
 
 
 def bound(before: Run, after: Run, answer: str | None) -> None:
-    """Exercise 3: is the faster run still waiting for data (answer "data"), or is it computing (answer "compute")?"""
-    wait = sum(t.share("data_wait") for t in after.timelines) / len(after.timelines)
-    was = sum(t.share("data_wait") for t in before.timelines) / len(before.timelines)
-    truth = "data" if wait > 0.5 else "compute"
-    because = f"waiting fell from {was:.0%} to {wait:.0%} of the step."
-    _say(answer, answer == truth, because, "compare the two bars: which colour is longest now?")
+    """Exercise 3: does loading (answer "data") or computing (answer "compute") set the pace of the second run?"""
+    compute = max(t.without("data_wait").mean() for t in before.timelines)
+    step = max(t.mean() for t in after.timelines)
+    truth = "data" if step > 1.3 * compute else "compute"
+    because = f"its step takes {units.seconds(step)}, and computing alone took {units.seconds(compute)}."
+    _say(answer, answer == truth, because, "how long is its step, and how long did the first run compute?")

@@ -168,6 +168,48 @@ def test_an_iterator_by_hand_with_accumulation(tmp_path: Path) -> None:
     assert sum(steps[0][phase] for phase in PHASES) < 0.5
 
 
+def test_models_used_by_other_threads_are_no_part_of_training(tmp_path: Path) -> None:
+    code = """
+    import threading
+    serving, stop = Net(), threading.Event()
+    def serve():
+        while not stop.is_set():
+            serving(torch.ones(1, 4))
+    thread = threading.Thread(target=serve)
+    thread.start()
+    for x, y in loader:
+        time.sleep(0.1)
+        train_on(x, y)
+    for i in range(8):
+        time.sleep(0.1)
+        train_on(x, y)
+    stop.set()
+    thread.join()
+    """
+    steps = Watched(tmp_path, code).steps()
+    assert len(steps) in (11, 12)
+    for number, step in enumerate(steps):
+        assert 0.004 < step["forward"] < 0.09
+        assert step["backward"] > 0
+        assert step["other"] > 0.09 or number == 4  # without a loader, the first step begins at its forward
+
+
+def test_training_in_another_thread_is_followed(tmp_path: Path) -> None:
+    code = """
+    import threading
+    def train():
+        for i in range(12):
+            train_on(torch.randn(8, 4), torch.randint(0, 2, (8,)))
+    for _ in range(2):
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    """
+    steps = Watched(tmp_path, code).steps()
+    assert len(steps) > 11
+    assert all(step["forward"] > 0.004 for step in steps[:11])
+
+
 def test_a_second_model_later_on_is_found(tmp_path: Path) -> None:
     code = """
     for x, y in loader:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,8 @@ import workbench as wb
 from workbench import rundir
 from workbench.measure import ranklog
 from workbench.measure.loop import samples_in
-from workbench.measure.tape import DeviceTape, HostTape
+from workbench.measure.steps import Assembler, turn
+from workbench.measure.tape import DeviceTape, HostTape, new_tape
 from workbench.timeline import PHASES, Timeline
 
 SECOND = 10**9
@@ -295,10 +297,21 @@ def test_any_iterable_is_a_loader(timer: wb.StepTimer) -> None:
     assert list(timer.batches(Old())) == [0, 1, 2]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("loader", [None, 3, lambda: None])
+@pytest.mark.parametrize("loader", [None, 3, lambda: None, "abc", b"abc"])
 def test_what_is_no_loader_is_refused_before_the_loop(timer: wb.StepTimer, loader: Any) -> None:
     with pytest.raises(ValueError, match=r"timer\.batches was given .*: it takes a DataLoader or any other iterable of batches, e\.g\."):
         timer.batches(loader)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "mps", "cuda:1 ", ""])
+def test_an_unknown_device_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match=r'StepTimer\(device=.*\): it takes "cpu", "cuda", "cuda:1" or None.*; try device="cuda"'):
+        wb.StepTimer(device=device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1", None])
+def test_known_devices_are_taken(device: str | None) -> None:
+    wb.StepTimer(device=device)
 
 
 def test_measuring_twice_is_refused(timer: wb.StepTimer) -> None:
@@ -312,7 +325,14 @@ def test_measuring_twice_is_refused(timer: wb.StepTimer) -> None:
         (torch.zeros(4, 2), 4),
         ((torch.zeros(4, 2), torch.zeros(5)), 4),
         ({"name": ["a", "b"], "x": torch.zeros(3, 1)}, 3),
-        ([["a.png", "b.png"], {"x": (np.zeros((2, 8)),)}], 2),
+        ([["a.png", "b.png"], {"x": np.zeros((2, 8))}], 2),
+        ({"inputs": {"ids": torch.zeros(3, 7)}}, 3),
+        (((torch.zeros(4, 2), torch.zeros(4, 3)), torch.zeros(4)), 4),
+        ((torch.zeros(3, 9, 9), torch.zeros(3, 8, 8)), 3),
+        (((torch.zeros(3, 9, 9), torch.zeros(3, 8, 8)), (torch.tensor(1), torch.tensor(0))), None),  # tuple(zip(*samples))
+        (((torch.zeros(3, 9, 9),), ({"boxes": torch.zeros(5, 4)},)), None),
+        ([{"x": torch.zeros(3, 9)}, {"x": torch.zeros(3, 9)}], None),
+        ({"images": [torch.zeros(3, 9, 9), torch.zeros(3, 8, 8)]}, None),
         ((torch.tensor(1.0), torch.zeros(6)), 6),
         (torch.tensor(1.0), None),
         ("text", None),
@@ -320,7 +340,7 @@ def test_measuring_twice_is_refused(timer: wb.StepTimer) -> None:
         (7, None),
     ],
 )
-def test_samples_are_the_first_dimension_of_the_first_tensor(batch: Any, samples: int | None) -> None:
+def test_samples_are_the_first_dimension_of_the_first_tensor_or_unknown(batch: Any, samples: int | None) -> None:
     assert samples_in(batch) == samples
 
 
@@ -400,6 +420,13 @@ def test_phases_are_exclusive_and_sum_to_the_step(batches: list[tuple[int, list[
     assert all(s >= 0 for step in steps for s in step.phases)
 
 
+def test_a_turn_of_thousands_of_marks() -> None:
+    this = turn(bytes([9] + [2, 6] * 4000 + [4, 6]))
+    assert this.updated
+    times = list(range(len(this.columns) + 1))
+    assert this.rows(times, [4]) == [(1, 0, 4000, 0, 1, 4002, 4)]
+
+
 # The device's clock
 
 
@@ -409,6 +436,7 @@ class Device:
     def __init__(self) -> None:
         self.busy_until = self.reached = 0.0  # ms
         self.made = self.waits = 0
+        self.streams = set[Any]()
 
     def work(self, ms: float) -> None:
         self.busy_until += ms
@@ -425,7 +453,8 @@ class Event:
     def __init__(self, device: Device) -> None:
         self.device, self.at = device, 0.0
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
+        self.device.streams.add(stream)
         self.at = self.device.busy_until
 
     def query(self) -> bool:
@@ -496,7 +525,71 @@ def test_marks_during_a_graph_capture_are_left_out() -> None:
     assert phases(timer.timeline) == [plain, {"other": 0.004, "optimizer": 0.002}, plain]
 
 
+def test_events_go_to_the_stream_of_the_device_of_the_tape() -> None:
+    device = Device()
+    timer = wb.StepTimer(tape=lambda: DeviceTape(device.event, stream=lambda index: f"stream of {index}", device=3))  # type: ignore
+    for _ in timer.batches(range(3)):
+        with timer("forward"):
+            device.work(1)
+    assert device.streams == {"stream of 3"}
+
+
+@pytest.mark.parametrize(("given", "index"), [("cuda:1", 1), (torch.device("cuda", 2), 2), ("cuda", 3), (None, 3)])
+def test_a_tape_without_a_device_is_for_the_current_one(given: Any, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    tape = new_tape(given)
+    assert (tape.clock, tape.device) == ("device", index)
+    assert new_tape("cpu").clock == "host"
+
+
 # The rank's file
+
+
+def test_name_and_memory_are_those_of_the_device_of_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: f"GPU {device}")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=0: 1000 + device)
+    training = threading.get_ident()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2 if threading.get_ident() == training else 0)
+    device = Device()
+    for number, make in enumerate((lambda: DeviceTape(device.event), HostTape)):
+        path = tmp_path / f"rank{number}.jsonl"
+        timer = wb.StepTimer(path, tape=make)
+        list(timer.batches(range(3)))
+        for loop in timer._recording._loops:
+            loop.tape.settle()
+        assert timer._recording._log is not None
+        writer = threading.Thread(target=timer._recording._log.flush)
+        writer.start()
+        writer.join()
+        timer.close()
+        header, *steps = lines(path)
+        assert header["device"] == ("cpu" if number else "GPU 2")
+        assert steps[-1]["memory"] == 1002
+    assert ranklog.peak_bytes() == 1003
+
+
+def test_an_error_of_ours_ends_the_recording_and_not_the_training(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(Assembler, "feed", broken)
+    timer, limit = wb.StepTimer(tmp_path / "rank0.jsonl", tape=clock.tape), time.monotonic() + 30
+    for _ in timer.batches(iter(int, 1)):
+        with timer("optimizer"):
+            time.sleep(0.01)
+        if timer.failed:
+            break
+        assert time.monotonic() < limit
+    train(timer, clock, 2)
+    timer.close()
+    assert timer.timeline.steps == ()
+    assert isinstance(timer.failed, KeyError)
+    assert capsys.readouterr().err == "workbench: steps are no longer recorded: KeyError('ours')\n"
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

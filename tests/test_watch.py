@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -220,8 +221,40 @@ def test_a_model_inside_the_loader_waits_for_data(clock: Clock, model: Net, opti
     assert phases(loop.timeline) == [STEP | {"data_wait": 5}]
 
 
+def test_a_step_of_1500_forward_calls(clock: Clock, model: Net, optimizer: Slow) -> None:
+    loop = watched(clock, 1, model=model, optimizer=optimizer)
+    for x in loop:
+        update(model, optimizer, x)
+        with torch.no_grad():
+            for _ in range(1499):
+                model(x)
+                clock.sleep(2)
+    assert phases(loop.timeline) == [STEP | {"forward": 1499 * 5 + 8, "other": 1499 * 2}]
+
+
+def test_what_other_threads_do_is_not_part_of_the_loop(clock: Clock, model: Net, optimizer: Slow) -> None:
+    twin = Net(clock)
+    loop = watched(clock, 1, 1, model=[model, twin], optimizer=optimizer)
+    for x in loop:
+        thread = threading.Thread(target=lambda: twin(torch.ones(1, 2)).sum().backward())
+        thread.start()
+        thread.join()
+        update(model, optimizer, x)
+    assert phases(loop.timeline) == [STEP | {"other": 12}] * 2
+
+
+def test_cuda_is_not_asked_for_before_the_script_does(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("this may initialise the driver"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("this may initialise the driver"))
+    for version in ("12.6", None):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        monkeypatch.setattr(torch.version, "hip", None)
+        for _ in watched(clock, 1):
+            assert (torch.Tensor.to is TO) is (version is None)
+
+
 def test_copies_to_the_device_are_h2d(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
 
     def copy(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         clock.sleep(2)

@@ -8,12 +8,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from workbench.measure import hooks
+from workbench.measure import hooks, ranklog
 from workbench.measure.loop import Loop
 from workbench.measure.recording import Recording
-from workbench.measure.tape import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, new_tape
+from workbench.measure.tape import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, Tape, new_tape
 from workbench.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 SEARCH_AFTER = (1, 3, 30, 300)
 """After so many optimizer steps in a row without a forward, models are looked for once more; each number is used once. The script may have
-gone on to another model, or call only a part of one, so the parts of those known are taken, too. (A search takes some 20 ms.)"""
+gone on to another model, or call only a part of one, so the parts of those known are taken, too. (A search takes some 50 ms,
+nearly all of it to list the 300,000 objects that live once torch is imported; the first one delays the first batch.)"""
 NEW_LEADER = 10
 """After so many steps of other optimizers in a row, the one whose steps end the steps of a loop without loader is taken to be retired."""
 
@@ -61,7 +63,7 @@ class Auto:
             FORWARD: "no module was called in the training loop: forward is in other",
             BACKWARD: "backward was never called: a backward through torch.autograd.grad, if any, is in other",
         }
-        self._recording = Recording(tape=new_tape, steps_by="optimizer", expected=expected)
+        self._recording = Recording(tape=self._new_tape, steps_by="optimizer", expected=expected)
         self._here = True  # False in a forked child
         self._bare: Loop | None = None
         self._leader: Callable[[], torch.optim.Optimizer | None] = lambda: None  # its steps end those of the bare loop
@@ -126,6 +128,14 @@ class Auto:
 
     def _optimizer_ends(self, optimizer: "torch.optim.Optimizer", _args: object, _kwargs: object, /) -> None:
         nest = hooks.NEST
+        if nest.top is not None and threading.get_ident() != nest.thread:
+            if nest.top is self._bare:
+                self._strangers += 1
+                if self._strangers >= NEW_LEADER:  # training goes on in another thread
+                    self._end_bare()
+                    self._strangers, self._leader = 0, weakref.ref(optimizer)
+                    self._begin_bare()
+            return
         now = nest.now
         nest.marks.extend((now(), END_PHASE))
         if self._forward_seen:
@@ -151,7 +161,13 @@ class Auto:
     def _find_models(self) -> None:
         from torch.nn import Module
 
-        modules = [found for found in gc.get_objects() if issubclass(type(found), Module) and "_parameters" in vars(found)]
+        kinds, more = set[type](), [Module]
+        while more:
+            kind = more.pop()
+            more += [] if kind in kinds else type.__subclasses__(kind)
+            kinds.add(kind)
+        living = gc.get_objects()
+        modules = [found for found in compress(living, map(kinds.__contains__, map(type, living))) if "_parameters" in vars(found)]
         inner = {id(child) for module in modules if module not in self._models for child in module.children()}
         for module in modules:
             if id(module) not in inner and module not in self._models and next(module.parameters(), None) is not None:
@@ -159,9 +175,19 @@ class Auto:
                 self._undo.callback(hooks.on_model(module, self._forward_begins).remove)
 
     def _forward_begins(self) -> None:
-        self._forward_seen = True
-        if hooks.NEST.top is None:
+        thread = hooks.NEST.thread
+        if thread is None and threading.current_thread() is threading.main_thread():  # another may serve, or fill a queue
             self._begin_bare()
+            self._forward_seen = True
+        elif thread is None or threading.get_ident() == thread:
+            self._forward_seen = True
+
+    def _new_tape(self) -> Tape:
+        """By the clock of the device that the models are on; of several, the current one."""
+        weights = (next(model.parameters(), None) for model in self._models)
+        devices = {weight.device for weight in weights if weight is not None and weight.device.type == "cuda"}
+        current = ranklog.current_device()
+        return new_tape(None if any(device.index == current for device in devices) else min(devices, key=str, default=None))
 
 
 class _Batches:

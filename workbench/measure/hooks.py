@@ -5,6 +5,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from workbench.measure.loop import Nest
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 NEST = Nest()
-"""The loops that are measured by hooks: marks go to the one that runs."""
+"""The loops that are measured by hooks: marks go to the one that runs, from its own thread only."""
 os.register_at_fork(after_in_child=NEST.clear)
 
 
@@ -33,6 +34,8 @@ def on_model(module: "torch.nn.Module", begin: Callable[[], None] | None = None)
         def marked(*args: Any, **kwargs: Any) -> Any:
             if begin:
                 begin()
+            if get_ident() != NEST.thread:
+                return call(*args, **kwargs)
             now = NEST.now
             NEST.marks.extend((now(), FORWARD))
             try:
@@ -53,14 +56,16 @@ def on_optimizer(optimizer: "torch.optim.Optimizer") -> list["RemovableHandle"]:
 
 def optimizer_begins(_optimizer: object, _args: object, _kwargs: object, /) -> None:
     """The hook before an optimizer step."""
-    now = NEST.now
-    NEST.marks.extend((now(), OPTIMIZER))
+    if get_ident() == NEST.thread:
+        now = NEST.now
+        NEST.marks.extend((now(), OPTIMIZER))
 
 
 def optimizer_ends(_optimizer: object, _args: object, _kwargs: object, /) -> None:
     """The hook after an optimizer step."""
-    now = NEST.now
-    NEST.marks.extend((now(), END_PHASE))
+    if get_ident() == NEST.thread:
+        now = NEST.now
+        NEST.marks.extend((now(), END_PHASE))
 
 
 _users: "weakref.WeakKeyDictionary[Callable[..., Any], int]" = weakref.WeakKeyDictionary()
@@ -99,6 +104,8 @@ def wrap_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def marked(*args: Any, **kwargs: Any) -> Any:
+        if get_ident() != NEST.thread:
+            return backward(*args, **kwargs)
         now = NEST.now
         NEST.marks.extend((now(), BACKWARD))
         try:
@@ -116,7 +123,7 @@ def wrap_copy(copy: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(copy)
     def marked(tensor: "torch.Tensor", *args: Any, **kwargs: Any) -> Any:
-        if tensor.device.type != "cpu" or not (always or to_cuda(args, kwargs)):
+        if tensor.device.type != "cpu" or not (always or to_cuda(args, kwargs)) or get_ident() != NEST.thread:
             return copy(tensor, *args, **kwargs)
         NEST.mark(H2D)
         try:
@@ -140,7 +147,7 @@ def patched() -> Iterator[None]:
     import torch
 
     patches = [Patch(torch.autograd, "backward", wrap_backward)]
-    if torch.cuda.is_available():
+    if torch.version.cuda or torch.version.hip:  # whether there is a device must not be asked: the script may yet choose, or fork
         patches += [Patch(torch.Tensor, name, wrap_copy) for name in ("to", "cuda")]
     try:
         yield

@@ -1,6 +1,7 @@
 """Loops over loaders: one pass marks its tape around each `next()`; of several open passes, the one that runs gets the marks."""
 
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,23 +15,31 @@ T = TypeVar("T")
 
 
 def samples_in(batch: Any) -> int | None:
-    """Length of the first dimension of the first tensor (or array) in a batch; None if there is none near its front."""
-    first = batch
-    while first.__class__ in (tuple, list) and first:
-        first = first[0]
+    """Length of the first dimension of the first tensor (or array) of a batch; None if there is none near its front, or if in doubt.
+
+    In a list inside the batch every tensor may well be one sample (`tuple(zip(*samples))`), so such lists say nothing.
+    """
+    first = batch[0] if batch.__class__ in (tuple, list) and batch else batch
     try:
         return first.shape[0]  # type: ignore[no-any-return]
-    except (AttributeError, IndexError):  # no tensor, or one without dimensions
+    except (AttributeError, IndexError, TypeError):  # no tensor, or one without dimensions
         return _search(batch)
 
 
 def _search(batch: Any) -> int | None:
     if isinstance(batch, Mapping):
-        batch = batch.values()
-    elif not isinstance(batch, (list, tuple)):
-        shape = getattr(batch, "shape", None)
-        return int(shape[0]) if shape else None
-    return next((found for part in islice(batch, 8) if (found := _search(part)) is not None), None)
+        parts = [*islice(batch.values(), 8)]
+    elif isinstance(batch, (list, tuple)):
+        parts = [*batch[:8]]
+    else:
+        return None
+    for part in parts:
+        if (shape := getattr(part, "shape", None)) and isinstance(shape, tuple):
+            return int(shape[0])
+    inner = [part for part in parts if isinstance(part, Mapping)]
+    if not isinstance(batch, Mapping) and len(inner) == len(parts) and all(one.keys() == inner[0].keys() for one in inner):
+        return None  # one for each sample
+    return next((found for one in inner if (found := _search(one)) is not None), None)
 
 
 def sizes_of(loader: Any) -> Iterator[int | None] | None:
@@ -55,7 +64,7 @@ def check_loader(loader: object, caller: str) -> None:
     """
     if isinstance(loader, Batches):
         raise ValueError(f"{caller} was given {loader!r}, which is measured already: give it the loader itself")
-    if not isinstance(loader, Iterable) and not hasattr(type(loader), "__getitem__"):
+    if isinstance(loader, (str, bytes)) or not (isinstance(loader, Iterable) or hasattr(type(loader), "__getitem__")):
         raise ValueError(
             f"{caller} was given {loader!r}: it takes a DataLoader or any other iterable of batches, e.g. {caller}(train_loader)"
         )
@@ -81,6 +90,8 @@ class Loop:
         self.tape = tape
         self.took_turn = True
         """Has it called `next()` since a loop below it did?"""
+        self.thread: int | None = None
+        """The thread that runs it."""
         self.beside = False
         """Does the loop on top wait for this one's batch, too?"""
         self._sizes: deque[int | None] = deque()  # samples per batch, each put here before its mark
@@ -140,9 +151,12 @@ class Loop:
 
 
 class Nest:
-    """The open loops: a validation inside a training loop, two loaders side by side. `now` and `marks` are those of the one that runs."""
+    """The open loops: a validation inside a training loop, two loaders side by side.
 
-    __slots__ = ("_open", "marks", "now", "top")
+    `now`, `marks` and `thread` are those of the one that runs. What may be called by another thread has to look at the latter.
+    """
+
+    __slots__ = ("_open", "marks", "now", "thread", "top")
 
     def __init__(self) -> None:
         self._open: list[Loop] = []
@@ -156,6 +170,7 @@ class Nest:
         """A loop begins: until it ends, its time is `other` of the one around it."""
         if self.top:
             self.mark(AWAY)
+        loop.thread = threading.get_ident()
         self._open.append(loop)
         self._turn()
 
@@ -203,4 +218,5 @@ class Nest:
         self.top: Loop | None = self._open[-1] if self._open else None
         self.now: Callable[[], Any] = self.top.tape.now if self.top else int
         self.marks: Marks = self.top.tape.marks if self.top else NOWHERE
+        self.thread = self.top.thread if self.top else None
         return self.top is not None

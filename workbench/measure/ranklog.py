@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,11 +57,21 @@ def attach(path: Path, recording: "Recording") -> "RankLog":
     return log
 
 
-def peak_bytes() -> int:
-    """Peak bytes so far: allocated on the device if this process uses CUDA, else resident in the host's memory."""
+def current_device() -> int | None:
+    """Index of the CUDA device that is current in this thread; None if this process does not use CUDA yet."""
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else None
+
+
+def peak_bytes(device: int | None = None) -> int:
+    """Peak bytes so far: allocated on the device if this process uses CUDA, else resident in the host's memory.
+
+    Without a device: on the one that holds most; which one is current says nothing in a thread that did not choose it.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_allocated())
+        devices = range(torch.cuda.device_count()) if device is None else [device]
+        return max(int(torch.cuda.max_memory_allocated(one)) for one in devices)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
 
 
@@ -69,8 +80,8 @@ class RankLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.failed: OSError | None = None
-        """Why it could not be written any more; the training goes on without it."""
+        self.failed: Exception | None = None
+        """Why it is not written any more; the training goes on without it."""
         self._recordings: list[Recording] = []
         self._steps = 0
         self._lock = threading.Lock()
@@ -97,18 +108,20 @@ class RankLog:
         with self._lock:
             if recording in self._recordings:
                 self._recordings.remove(recording)
-                notes = "".join(json.dumps({"note": note}) + "\n" for note in recording.notes)
-                if recording.clock:
-                    self._write(self._header(recording) + notes)
+                with self._unless_it_fails():
+                    notes = "".join(json.dumps({"note": note}) + "\n" for note in recording.notes)
+                    if recording.clock:
+                        self._write(self._header(recording) + notes)
             if not self._recordings:
                 self._close()
 
     def flush(self) -> None:
         """Write the steps finished since the last flush."""
-        with self._lock:
+        with self._lock, self._unless_it_fails():
             rows = [row for recording in self._recordings for row in recording.harvest()]
             if rows and self._writer:
-                self._write(self._header(next(r for r in self._recordings if r.clock)) + self._text(rows))
+                recording = next(r for r in self._recordings if r.clock)
+                self._write(self._header(recording) + self._text(rows, recording.device))
 
     def forget(self) -> None:
         """Be silent in a forked child, where the parent's thread does not exist and its lock may be held for ever."""
@@ -124,27 +137,33 @@ class RankLog:
         self._headed = True
         clock, device = recording.clock, "cpu"
         if clock == "device":
-            device = sys.modules["torch"].cuda.get_device_name()
+            device = sys.modules["torch"].cuda.get_device_name(recording.device)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         return json.dumps({"rank": rank(), "world_size": world_size, "clock": clock, "pid": os.getpid(), "device": device}) + "\n"
 
-    def _text(self, rows: list[Row]) -> str:
+    def _text(self, rows: list[Row], device: int | None) -> str:
         first, last = self._steps, len(rows) - 1
         self._steps += len(rows)
-        memory = f',"memory":{peak_bytes()}'
+        memory = f',"memory":{peak_bytes(device)}'
         return "".join(
             _LINE % (first + i, *row[:6], "null" if row[6] is None else row[6], memory if i == last else "") for i, row in enumerate(rows)
         )
 
     def _write(self, text: str) -> None:
-        if not self._writer or not text:
-            return
-        try:
+        if self._writer and text:
             self._writer.append(text.encode())
-        except OSError as error:
-            self.failed = error
+
+    @contextlib.contextmanager
+    def _unless_it_fails(self) -> Iterator[None]:
+        """Whatever goes wrong inside ends the file, is said once, and is no matter of the training."""
+        try:
+            yield
+        except Exception as error:
             self._close()
-            print(f"workbench: steps are no longer recorded: {error}", file=sys.stderr, flush=True)
+            if self.failed is None:
+                self.failed = error
+                why = str(error) if isinstance(error, OSError) else repr(error)
+                print(f"workbench: steps are no longer recorded: {why}", file=sys.stderr, flush=True)
 
     def _close(self) -> None:
         self._stop.set()

@@ -37,6 +37,7 @@ class Recording:
         self._rows: list[Row] = []
         self._lock = threading.Lock()
         self.clock: Clock | None = None  # not known before the first loop
+        self.device: int | None = None  # of the latest loop: asked for on its thread, as every thread has a current device of its own
         path = log or ranklog.default_path()
         self._log = ranklog.attach(path, self) if path else None
         self._logging = self._log is not None
@@ -45,6 +46,7 @@ class Recording:
         """A new loop, to be run once."""
         tape = self._tape()
         self.clock = tape.clock
+        self.device = ranklog.current_device() if tape.device is None else tape.device
         loop = Loop(tape, self._rules)
         with self._lock:
             self._loops.append(loop)
@@ -53,7 +55,11 @@ class Recording:
     def harvest(self) -> list[Row]:
         """The steps finished since the last harvest. Never waits for the device, so any thread may do it at any time."""
         with self._lock:
-            rows = [row for loop in self._loops for row in loop.harvest()]
+            try:
+                rows = [row for loop in self._loops for row in loop.harvest()]
+            except Exception:
+                self._loops.clear()  # half read: nothing they say from here on could be trusted
+                raise
             self._loops = [loop for loop in self._loops if not loop.ended]
             self._rows += rows
             return rows
@@ -75,8 +81,8 @@ class Recording:
             self._logging = False
 
     @property
-    def failed(self) -> OSError | None:
-        """Why the file could not be written any more, if it could not."""
+    def failed(self) -> Exception | None:
+        """Why the file is not written any more, if it is not."""
         return self._log.failed if self._log else None
 
     @property

@@ -4,7 +4,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 DATA_WAIT, H2D, FORWARD, BACKWARD, OPTIMIZER, OTHER = range(6)
 """Codes that begin a phase, numbered as in `timeline.PHASES`."""
@@ -44,6 +47,8 @@ class Tape(Protocol):
     """Marks of one loop in the order they were made."""
 
     clock: Literal["host", "device"]
+    device: int | None
+    """The index of the CUDA device whose clock this is, if known."""
     marks: list[Any]
 
     def now(self) -> Any:
@@ -63,6 +68,7 @@ class HostTape:
     """Marks by the host's clock: a stamp is the time in nanoseconds."""
 
     clock: Literal["host", "device"] = "host"
+    device: int | None = None
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self.now, self.marks = now, list[int]()
@@ -87,14 +93,14 @@ def _take(marks: list[int]) -> tuple[list[int], bytes]:
 class Event(Protocol):
     """What is used of `torch.cuda.Event(enable_timing=True)`."""
 
-    def record(self) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
     def elapsed_time(self, end_event: "Event") -> float: ...
 
 
 class DeviceTape:
-    """Marks on the device's current stream: a stamp is an event, so a phase is the time the device spent in it, and the host never waits.
+    """Marks on a device's current stream: a stamp is an event, so a phase is the time the device spent in it, and the host never waits.
 
     The events of a whole step are read when its last one has happened, at some later `next()`, on the training thread: reading them from
     another thread would break a CUDA graph capture that goes on meanwhile. Events on a side stream may lie before their neighbour on the
@@ -103,8 +109,23 @@ class DeviceTape:
 
     clock: Literal["host", "device"] = "device"
 
-    def __init__(self, new_event: Callable[[], Event], capturing: Callable[[], bool] = lambda: False) -> None:
-        self._new_event, self._capturing = new_event, capturing
+    def __init__(
+        self,
+        new_event: Callable[[], Event],
+        capturing: Callable[[], bool] = lambda: False,
+        *,
+        stream: "Callable[[int | None], torch.cuda.Stream | None]" = lambda device: None,
+        device: int | None = None,
+    ) -> None:
+        """Make an empty tape.
+
+        Args:
+            new_event: Makes an event that notes the time.
+            capturing: Is a CUDA graph being captured just now?
+            stream: The current stream of a device, given by its index.
+            device: The device to mark, which need not be the current one of this thread.
+        """
+        self._new_event, self._capturing, self._stream, self.device = new_event, capturing, stream, device
         self.marks: list[Any] = []
         self._free: list[Event] = []
         self._turns: deque[list[tuple[Event, int]]] = deque()  # marks that are not read yet, from one `next()` to the following one
@@ -117,7 +138,7 @@ class DeviceTape:
         if self._capturing():
             return None  # an event recorded into a CUDA graph has no time of its own
         event = self._free.pop() if self._free else self._new_event()
-        event.record()
+        event.record(self._stream(self.device))
         return event
 
     def read(self) -> None:
@@ -150,9 +171,16 @@ class DeviceTape:
             self._done.extend((self._time, code))
 
 
-def new_tape(device: str | None = None) -> Tape:
-    """A tape for work on `device` ("cpu", "cuda", …); None: the device's clock if this process uses CUDA already."""
+def new_tape(device: "torch.device | str | None" = None) -> Tape:
+    """A tape for work on `device`; None: the device's clock if this process uses CUDA already. Without an index: the current device."""
     torch = sys.modules.get("torch")
-    if torch is None or not (torch.cuda.is_initialized() if device is None else device.startswith("cuda")):
+    if torch is None or not (torch.cuda.is_initialized() if device is None else str(device).startswith("cuda")):
         return HostTape()
-    return DeviceTape(lambda: torch.cuda.Event(enable_timing=True), torch.cuda.is_current_stream_capturing)
+    cuda = torch.cuda
+    index = torch.device(device or "cuda").index
+    return DeviceTape(
+        lambda: cuda.Event(enable_timing=True),
+        cuda.is_current_stream_capturing,
+        stream=cuda.current_stream,
+        device=cuda.current_device() if index is None else index,
+    )

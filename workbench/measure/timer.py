@@ -1,5 +1,6 @@
 """StepTimer: the phases of a training loop, marked by hand. Works without torch, for any loop."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -56,9 +57,16 @@ class StepTimer:
 
         Args:
             log: JSON-lines file to write the steps to; None = `rank<r>.jsonl` in the run directory of this launch, or no file outside one.
-            device: "cpu" or "cuda": whose clock to use; None = the device's if this process uses CUDA when a loop begins.
+            device: "cpu", "cuda" (the current one when a loop begins) or "cuda:1": whose clock to use; None = that of the current
+                device if this process uses CUDA when a loop begins.
             tape: For tests: makes the tape of a loop, in place of a real clock.
+
+        Raises:
+            ValueError: no such device.
         """
+        if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", str(device)):
+            text = f'StepTimer(device={device!r}): it takes "cpu", "cuda", "cuda:1" or None (CUDA if it is in use); try device="cuda"'
+            raise ValueError(text)
         auto.step_aside()
         self._nest = Nest()
         self._recording = Recording(tape=tape or partial(new_tape, device), steps_by="undecided", log=log)
@@ -91,8 +99,8 @@ class StepTimer:
         return self._recording.timeline
 
     @property
-    def failed(self) -> OSError | None:
-        """Why the steps cannot be written to their file any more, e.g. a full disk; None if they are."""
+    def failed(self) -> Exception | None:
+        """Why the steps are not written to their file any more, e.g. a full disk; None if they are."""
         return self._recording.failed
 
     def close(self) -> None:

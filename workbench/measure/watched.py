@@ -101,7 +101,7 @@ class Watch(Batches[T]):
 
     def _new_tape(self) -> Tape:
         weight = next((p for model in self._models for p in model.parameters()), None)
-        return new_tape(None if weight is None else weight.device.type)
+        return new_tape(None if weight is None else weight.device)
 
     def __repr__(self) -> str:
         return "wb.watch(…)"
