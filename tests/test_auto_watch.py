@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -84,7 +85,7 @@ def test_training_and_validation(tmp_path: Path, workers: str) -> None:
                         model(x)
         for x, y in loader:  # and between epochs
             model(x)
-        time.sleep(0.3)
+        time.sleep(1.5)
     """
     done = Watched(tmp_path, code, workers)
     steps = done.steps()
@@ -95,7 +96,7 @@ def test_training_and_validation(tmp_path: Path, workers: str) -> None:
         assert step["forward"] > 0.004
         assert step["backward"] > 0
         assert step["optimizer"] > 0
-        assert sum(step[phase] for phase in PHASES) < 0.3 or step["step"] in (0, 4)  # neither sleep nor evaluation between the epochs
+        assert sum(step[phase] for phase in PHASES) < 1.5 or step["step"] in (0, 4)  # neither sleep nor evaluation between the epochs
     assert min(steps[1]["other"], steps[5]["other"]) > 0.008
     assert done.notes() == ["12 batches with no optimizer step after them are no steps (evaluation, or the rest of an accumulation)"]
 
@@ -147,7 +148,7 @@ def test_two_optimizers_in_turn_without_loader(tmp_path: Path) -> None:
 def test_an_iterator_by_hand_with_accumulation(tmp_path: Path) -> None:
     code = """
     it = iter(loader)
-    time.sleep(0.5)  # the script has other things to do before its first batch
+    time.sleep(2)  # the script has other things to do before its first batch
     assert len(it) == 4 and it._num_yielded == 0  # whatever the loader's own iterator offers
     for step in range(4):
         for micro in range(2):
@@ -164,8 +165,8 @@ def test_an_iterator_by_hand_with_accumulation(tmp_path: Path) -> None:
     done = Watched(tmp_path, code)
     steps = done.steps()
     assert [step["samples"] for step in steps] == [16] * 4
-    assert steps[0]["data_wait"] < 0.5
-    assert sum(steps[0][phase] for phase in PHASES) < 0.5
+    assert steps[0]["data_wait"] < 2
+    assert sum(steps[0][phase] for phase in PHASES) < 2
 
 
 def test_models_used_by_other_threads_are_no_part_of_training(tmp_path: Path) -> None:
@@ -188,8 +189,8 @@ def test_models_used_by_other_threads_are_no_part_of_training(tmp_path: Path) ->
     """
     steps = Watched(tmp_path, code).steps()
     assert len(steps) in (11, 12)
+    assert 0.004 < statistics.median(step["forward"] for step in steps) < 0.09  # a busy machine may hold up some
     for number, step in enumerate(steps):
-        assert 0.004 < step["forward"] < 0.09
         assert step["backward"] > 0
         assert step["other"] > 0.09 or number == 4  # without a loader, the first step begins at its forward
 
