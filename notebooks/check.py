@@ -1,5 +1,7 @@
 """Answers to the exercises: `check.biggest(run, answer)` says right or wrong, and why."""
 
+import math
+
 from workbench import Run, units
 from workbench.timeline import PHASES
 
@@ -33,3 +35,22 @@ def bound(before: Run, after: Run, answer: str | None) -> None:
     truth = "data" if step > 1.3 * compute else "compute"
     because = f"its step takes {units.seconds(step)}, and computing alone took {units.seconds(compute)}."
     _say(answer, answer == truth, because, "how long is its step, and how long did the first run compute?")
+
+
+def workers_needed(wait: float, training: float, answer: int | None) -> None:
+    """Notebook 02, exercise 1: from how many workers on does training set the pace, if making a batch is all waiting?"""
+    needed = math.ceil(wait / training)
+    because = f"{needed} workers make a batch every {units.seconds(wait / needed)}."
+    _say(answer, answer == needed, because, "how often do n workers hand over a batch?")
+
+
+def shortest_step(loading: float, training: float, cores: int, answer: float | None) -> None:
+    """Notebook 02, exercise 2: the shortest step in ms, if loading and training both compute, on so many cores."""
+    best = 1e3 * max((loading + training) / cores, training)
+    right = answer is not None and abs(answer - best) < 0.05 * best
+    _say(answer, right, "all the work of a step, shared by the cores.", "add up all the work of one step; the cores share it.")
+
+
+def culprit(guess: str | None, found: str) -> None:
+    """Notebook 03: is the guess what the experiments found?"""
+    _say(guess, guess == found, f"{found}.", f"the experiments say {found}.")

@@ -4,6 +4,8 @@ import fcntl
 import json
 import os
 import platform
+import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -34,10 +36,12 @@ def processes_with(name: str, value: str) -> list[int]:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = SESSION  # every process started from here on carries it
+    os.environ["WORKBENCH_CACHE"] = tempfile.mkdtemp(prefix="workbench-tests-")  # what tests prove says nothing about this machine
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fail the whole session if a process of ours is left; a few seconds are allowed for the last ones to go."""
+    shutil.rmtree(os.environ["WORKBENCH_CACHE"], ignore_errors=True)
     limit = time.monotonic() + 10
     while (left := processes_with(MARK, SESSION)) and time.monotonic() < limit:
         time.sleep(0.1)

@@ -13,6 +13,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from workbench import plot
+from workbench.diagnosis.parts import PARTS
 from workbench.plot import colors
 from workbench.run import Run
 from workbench.rundir import METRICS, LineWriter
@@ -141,6 +142,9 @@ def test_nothing_global_is_changed(ax: Axes) -> None:
 
 def test_every_phase_has_one_colour(ax: Axes) -> None:
     assert tuple(colors.PHASES) == PHASES
+    assert tuple(colors.PARTS) == PARTS
+    for part, phase in (("data_wait", "data_wait"), ("transfer", "h2d"), ("compute", "forward"), ("optimizer", "optimizer")):
+        assert colors.PARTS[part] == colors.PHASES[phase]
     plot.step_time(timeline(), ax=ax)
     assert [to_hex(container[0].get_facecolor()) for container in ax.containers] == list(colors.PHASES.values())
 
@@ -168,9 +172,10 @@ def lab(color: str, eyes: tuple[tuple[float, ...], ...]) -> tuple[float, float, 
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
+@pytest.mark.parametrize("palette", [colors.PHASES, colors.PARTS], ids=["phases", "parts"])
 @pytest.mark.parametrize("eyes", SEEN_BY)
-def test_phases_can_be_told_apart_by(eyes: str) -> None:
-    seen = {phase: lab(color, SEEN_BY[eyes]) for phase, color in colors.PHASES.items()}
+def test_colours_can_be_told_apart_by(eyes: str, palette: dict[str, str]) -> None:
+    seen = {name: lab(color, SEEN_BY[eyes]) for name, color in palette.items()}
     for (one, a), (two, b) in itertools.combinations(seen.items(), 2):
         distance = sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) ** 0.5
         assert distance > 25, f"{one} and {two} look alike: {distance:.0f}"

@@ -8,10 +8,14 @@ The nouns, and how one becomes the next:
 * A Run holds a `Timeline` per rank: where each step's time went, phase by phase, summing to the step.
 * `watch` and `StepTimer` get a Timeline from a loop of your own, in this process.
 * `sweep` runs many specs; `compare` sets runs side by side.
+* `diagnose` finds out by experiment what holds a step back: a `Diagnosis`, with remedies and what each is predicted to gain.
+* `diagnosis.prove()` runs a remedy and sets prediction and measurement side by side: a `Proof`. `climb` goes on until nothing is left.
 
     import workbench as wb
     run = wb.launch("train.py", nproc_per_node=2, watch=True).wait()
     run.timelines[0]
+    diagnosis = wb.diagnose(step, loader)
+    diagnosis.prove()
 
 Names are loaded when they are used: importing the workbench loads neither torch nor pandas, matplotlib or ipywidgets.
 """
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     from workbench import widgets as widgets
     from workbench.comparison import Comparison, compare
     from workbench.device import Device
+    from workbench.diagnosing import climb, diagnose
+    from workbench.diagnosis import Diagnosis, Evidence, Proof
     from workbench.failure import Failure, RunError
     from workbench.launcher import launch, sweep
     from workbench.measure import StepTimer, watch
@@ -37,14 +43,19 @@ __version__ = "0.1.0"
 _HOMES = {
     "Comparison": "comparison",
     "Device": "device",
+    "Diagnosis": "diagnosis",
+    "Evidence": "diagnosis",
     "Failure": "failure",
+    "Proof": "diagnosis",
     "Run": "run",
     "RunError": "failure",
     "RunSpec": "spec",
     "StepTimer": "measure",
     "Task": "task",
     "Timeline": "timeline",
+    "climb": "diagnosing",
     "compare": "comparison",
+    "diagnose": "diagnosing",
     "launch": "launcher",
     "plot": "",
     "sweep": "launcher",
@@ -56,14 +67,19 @@ _HOMES = {
 __all__ = [
     "Comparison",
     "Device",
+    "Diagnosis",
+    "Evidence",
     "Failure",
+    "Proof",
     "Run",
     "RunError",
     "RunSpec",
     "StepTimer",
     "Task",
     "Timeline",
+    "climb",
     "compare",
+    "diagnose",
     "launch",
     "plot",
     "sweep",

@@ -1,6 +1,7 @@
-"""`workbench lab | doctor | launch | report`: the terminal's way in; each is a call of the public API."""
+"""`workbench lab | doctor | launch | diagnose | report`: the terminal's way in; each is a call of the public API."""
 
 import argparse
+import ast
 import importlib.metadata
 import os
 import subprocess
@@ -10,6 +11,8 @@ from typing import Any
 
 import workbench
 from workbench import display, units
+from workbench.diagnosing import BUDGET
+from workbench.failure import RunError
 from workbench.launcher import environment
 from workbench.run import Run
 
@@ -57,6 +60,61 @@ def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]
     return {"target": workbench.RunSpec(task=given.target, nproc_per_node=ranks, steps=60 if given.steps is None else given.steps)}
 
 
+def diagnose(given: argparse.Namespace) -> int:
+    """Diagnose a task or a run, and prove the best remedy if asked to; returns the exit status.
+
+    Raises:
+        ValueError: no such task, run, knob or value.
+    """
+    knobs = knobs_of(given.set or [])
+    if given.nproc_per_node is not None:
+        knobs["nproc_per_node"] = given.nproc_per_node
+    target: Any = given.target
+    if target.endswith(".py"):
+        raise ValueError(f"{target} is a script, which is diagnosed by a run of it: workbench launch {target}; workbench diagnose runs/…")
+    if not (Path(target) / "run.json").is_file():
+        target = workbench.RunSpec(task=given.target).replace(**knobs)
+    elif knobs:
+        raise ValueError(f"{target} is a run that was made: it has no knobs to turn any more ({', '.join(knobs)})")
+    if sys.stderr.isatty():
+        print(f"workbench: experiments with {given.target}, at most {units.seconds(given.budget)} …", file=sys.stderr)
+    try:
+        found = workbench.diagnose(target, budget_s=given.budget)
+        print(found, flush=True)
+        if given.prove and any(remedy.provable for remedy in found.remedies):
+            print(f"\n{found.prove(budget_s=given.budget)}")
+        elif given.prove:
+            print("\nThere is nothing to prove.")
+    except RunError as error:
+        print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}", *getattr(error, "__notes__", [])])), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # what was launched is stopped
+        print("workbench: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def knobs_of(words: list[str]) -> dict[str, Any]:
+    """Knobs as they are typed.
+
+    >>> knobs_of(["micro_batch=16", "precision=amp_bf16", "persistent_workers=True"])
+    {'micro_batch': 16, 'precision': 'amp_bf16', 'persistent_workers': True}
+
+    Raises:
+        ValueError: a word without "=".
+    """
+    knobs: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"--set {word}: a knob and its value are wanted: --set micro_batch=16 precision=amp_bf16")
+        try:
+            knobs[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            knobs[name] = value
+    return knobs
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="workbench", description="See where a training step goes, predict what a change gains, prove it.")
@@ -68,6 +126,12 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
     run.add_argument("--nproc-per-node", type=int, default=1)
     run.add_argument("--steps", type=int, help="optimizer steps of a task (60)")
+    why = commands.add_parser("diagnose", help="find out by experiment what holds a task back, and what would help")
+    why.add_argument("target", help='a task ("my_task.py:build"), a sample ("clipart-resnet") or the directory of a run')
+    why.add_argument("--nproc-per-node", type=int)
+    why.add_argument("--budget", type=float, default=BUDGET, metavar="S", help=f"seconds to spend at most ({BUDGET:g})")
+    why.add_argument("--set", nargs="+", action="extend", metavar="KNOB=VALUE", help="knobs to turn: micro_batch=16 num_workers=2")
+    why.add_argument("--prove", action="store_true", help="run the best remedy as well, predicted against measured")
     show = commands.add_parser("report", help="show a run directory")
     show.add_argument("path")
     words = sys.argv[1:] if argv is None else argv
@@ -86,6 +150,8 @@ def main(argv: list[str] | None = None) -> int:
         if given.command == "report":
             print(report(Run.load(given.path)))
             return 0
+        if given.command == "diagnose":
+            return diagnose(given)
         found = workbench.launch(**_launch(given, script_args))
     except BrokenPipeError:
         raise

@@ -12,6 +12,8 @@ _MEANT = {"gpu": "cuda", "bf16": "amp_bf16", "bfloat16": "amp_bf16", "fp16": "am
 """What is often typed → what it is called here."""
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
+IMPLEMENTATIONS = ("foreach", "fused")
+"""Ways in which torch runs an optimizer; the update is the same."""
 
 
 class SpecError(ValueError):
@@ -79,7 +81,7 @@ class RunSpec(_Spec):
     steps: int = 60
     """Optimizer steps."""
     optimizer: str | None = None
-    """Name with options, such as "sgd(momentum=0.9)"; None = the task's own."""
+    """Name with options, such as "sgd(momentum=0.9)"; "fused" or "foreach": its own in that implementation; None = the task's own."""
     lr: float | None = None
     """Peak learning rate; None = the optimizer's own."""
     warmup_steps: int = 0
@@ -98,6 +100,10 @@ class RunSpec(_Spec):
     """Size of DDP's gradient buckets in MiB; None = torch's own 25."""
     find_unused_parameters: bool = False
     """Let DDP look for parameters without a gradient in every step; needed where some layers are skipped, and slower."""
+    channels_last: bool = False
+    """Weights and images in memory as (batch, height, width, channel), which many convolutions prefer."""
+    gc: bool = True
+    """Python's cyclic garbage collector runs when it likes; False = in every thousandth step only."""
     seed: int = 0
     """Seed of the model, the data order and the augmentation."""
     evaluate: bool = False
@@ -116,7 +122,7 @@ class RunSpec(_Spec):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf")):
                 raise SpecError(f"{name}={value!r}: a number above 0 is allowed, or None")
-        for name in ("persistent_workers", "pin_memory", "find_unused_parameters", "evaluate"):
+        for name in ("persistent_workers", "pin_memory", "find_unused_parameters", "channels_last", "gc", "evaluate"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"{name}={getattr(self, name)!r}: True or False is allowed")
         if self.optimizer is not None and (not isinstance(self.optimizer, str) or not self.optimizer):

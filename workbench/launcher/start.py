@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,22 @@ class NewRun:
         except OSError as error:
             raise LaunchError(f"no run directory can be made in {runs}: {error.strerror}. Try runs_dir= with a folder of yours") from error
 
-    def start(self, spec: Spec, program: list[str], timeout: float | None = None, children: Sequence[tuple[str, RunSpec]] = ()) -> Run:
+    def start(
+        self,
+        spec: Spec,
+        program: list[str],
+        timeout: float | None = None,
+        children: Sequence[tuple[str, RunSpec]] = (),
+        experiment: Mapping[str, Any] | None = None,
+    ) -> Run:
         """Fill the directory and start the guard in it; `children` (name, spec) get run directories of their own, `000`, `001`, …
+
+        Args:
+            spec: of the run.
+            program: what torchrun starts.
+            timeout: seconds after which it is stopped.
+            children: of a launch that several runs share.
+            experiment: what to try out, if this is no training.
 
         Raises:
             LaunchError: the disk is full, or the guard cannot be started. The directory is gone again.
@@ -61,7 +75,7 @@ class NewRun:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # belongs to the open file: the guard, which inherits it, holds it on
                 os.write(lock, b" " * 20)  # room for the guard's pid, even if the disk is full by then
-                info, environ = self._write(spec, program, timeout, children)
+                info, environ = self._write(spec, program, timeout, children, experiment)
                 self._start_guard(info, environ, lock)
             finally:
                 os.close(lock)
@@ -77,7 +91,12 @@ class NewRun:
         return Run.load(self.path)
 
     def _write(
-        self, spec: Spec, program: list[str], timeout: float | None, children: Sequence[tuple[str, RunSpec]]
+        self,
+        spec: Spec,
+        program: list[str],
+        timeout: float | None,
+        children: Sequence[tuple[str, RunSpec]],
+        experiment: Mapping[str, Any] | None,
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Write what the run starts from; returns run.json's content and the environment of the ranks."""
         (self.path / rundir.RESERVE).write_bytes(os.urandom(rundir.RESERVE_BYTES))  # bytes that no file system compresses away
@@ -100,6 +119,8 @@ class NewRun:
             "git": git.answer(GIT_PATIENCE),
             "outcome": None,
         }
+        if experiment is not None:
+            info["experiment"] = dict(experiment)
         rundir.write_json(self.path / rundir.RUN_JSON, info)
         for index, (name, child) in enumerate(children):
             folder = child_dir(self.path, index)

@@ -1,9 +1,10 @@
-"""One colour per phase, the same in every picture, table and panel; chosen to stay apart for colour-blind readers.
+"""One colour per phase and per part of a step, the same in every picture, table and panel; chosen to stay apart for colour-blind readers.
 
-Warm: the step waits for data or moves it. Blue: it computes. Purple: it updates the weights. Grey: the rest. Any two are at least 25 apart
-in CIE L*a*b* for normal, protanopic, deuteranopic and tritanopic eyes (a test measures it; Okabe and Ito's well-known palette, from which
-these were moved, comes down to 16 here, its green beside our grey). And a colour never stands alone: a legend, a label or a tooltip says
-the same in words.
+Warm: the step waits for data or moves it. Blue: it computes. Purple: it updates the weights. Green: ranks exchange gradients. Brown: others
+hold it up. Grey: the rest. What clocks call a phase and experiments call a part has one colour. Any two phases, and any two parts, are at
+least 25 apart in CIE L*a*b* for normal, protanopic, deuteranopic and tritanopic eyes (a test measures it; Okabe and Ito's well-known
+palette, from which these were moved, comes down to 16 here, its green beside our grey). And a colour never stands alone: a legend, a label
+or a tooltip says the same in words.
 """
 
 PHASES = {
@@ -15,6 +16,18 @@ PHASES = {
     "other": "#bababa",
 }
 """Phase → colour, in the order of `timeline.PHASES`."""
+
+PARTS = {
+    "data_wait": PHASES["data_wait"],
+    "transfer": PHASES["h2d"],
+    "compute": PHASES["forward"],
+    "host": "#b3d6f6",
+    "optimizer": PHASES["optimizer"],
+    "communication": "#61a461",
+    "straggler": "#7e2f00",
+    "stalls": "#4f4437",
+}
+"""Part of a diagnosed step → colour, in the order of `diagnosis.parts.PARTS`."""
 
 LINE = "#2b8cd6"
 """The one curve of a picture that has one; a blue that reads on white and on near-black."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workbench.plot.bars import WIDTH
 from workbench.plot.canvas import calm, prepared
 from workbench.plot.colors import INK, LINE
+from workbench.plot.stack import WIDTH
 from workbench.run import Run
 from workbench.rundir import METRIC_KEYS
 

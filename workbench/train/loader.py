@@ -1,10 +1,8 @@
 """Batches for the loop: the loader that a spec describes, epoch after epoch, and their way to the device."""
 
-import copy
-import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Generator, MutableMapping
+from collections.abc import Generator, MutableMapping
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from workbench.measure.batches import map_tensors
 from workbench.spec import RunSpec, SpecError
 from workbench.task import Task, TaskError
 from workbench.train.ranks import Ranks
@@ -123,23 +122,3 @@ def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -
     if callable(own := getattr(batch, "to", None)) and not isinstance(batch, Tensor | MutableMapping):
         return own(device)
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), batch)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """The batch with `function` applied to each of its tensors; the containers are copied and keep their types."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, list | tuple):
-        values = [map_tensors(function, value) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    if isinstance(batch, MutableMapping):  # copied, not built: Hugging Face's mappings and defaultdict need more than the items
-        mapping = copy.copy(batch)
-        for key, value in batch.items():
-            mapping[key] = map_tensors(function, value)
-        return mapping
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        record = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            object.__setattr__(record, field.name, map_tensors(function, getattr(batch, field.name)))  # frozen ones, too
-        return record
-    return batch

@@ -1,27 +1,20 @@
-"""The training loop: a spec and a Task become optimizer steps, on every rank with DistributedDataParallel."""
+"""The training loop: a Trainer's optimizer steps, timed, counted and reported, on every rank."""
 
 import contextlib
-import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from workbench import failure, rundir, units
 from workbench.measure import StepTimer
 from workbench.spec import RunSpec
 from workbench.task import Task, TaskError
-from workbench.train.loader import build_loader, micro_batches, to_device
 from workbench.train.metrics import Metrics
-from workbench.train.optimizers import build_optimizer
-from workbench.train.precision import Precision
 from workbench.train.ranks import Ranks
-from workbench.train.schedule import build_scheduler
+from workbench.train.trainer import Trainer
 
 
 def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.ProcessGroup | None = None) -> nn.Module:
@@ -44,51 +37,22 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
     """
     if spec.evaluate and task.evaluate is None:
         raise TaskError(f"evaluate=True, and the task {spec.task!r} has no evaluation: try wb.Task(…, evaluate=…), or evaluate=False")
-    torch.set_num_threads(spec.threads)
-    precision = Precision(spec.precision, ranks.device)
-    seed_all(spec.seed)  # the same model on every rank
-    module = build_model(task).to(ranks.device)
-    optimizer = build_optimizer(module, task.optimizer, override=spec.optimizer, lr=spec.lr)
-    scheduler = build_scheduler(optimizer, spec)
-    own_seed = spec.seed * ranks.world_size + ranks.rank
-    seed_all(own_seed)  # other augmentation and dropout on each
-    loader = build_loader(task, spec, ranks, own_seed)
-    on_gpu = ranks.device.type == "cuda"
-    model = DistributedDataParallel(
-        module,
-        device_ids=[ranks.device.index] if on_gpu else None,
-        bucket_cap_mb=spec.bucket_cap_mb,
-        process_group=group,
-        find_unused_parameters=spec.find_unused_parameters,
-    )
-    weights = sum(weight.numel() for weight in module.parameters())
+    trainer = Trainer(spec, task, ranks, group)
+    weights = sum(weight.numel() for weight in trainer.module.parameters())
     print(f"rank {ranks.rank} of {ranks.world_size} on {ranks.device}: {units.count(weights)} parameters, batches of {spec.micro_batch}")
     samples_per_step = spec.micro_batch * spec.accumulation * ranks.world_size
-    timer = StepTimer(run_dir / rundir.rank_file(ranks.rank), device=ranks.device.type)
+    trainer.phase = timer = StepTimer(run_dir / rundir.rank_file(ranks.rank), device=ranks.device.type)
     metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None
     step, waiting, loss_of_step = 0, spec.accumulation, torch.zeros((), device=ranks.device)
     with contextlib.closing(metrics) if metrics else contextlib.nullcontext():
-        with (
-            contextlib.closing(timer),
-            recorded(run_dir, ranks.rank),
-            contextlib.closing(micro_batches(loader, spec.accumulation, ranks)) as batches,
-        ):
+        with contextlib.closing(timer), recorded(run_dir, ranks.rank), contextlib.closing(trainer.batches()) as batches:
             for batch in timer.batches(batches):
                 waiting -= 1
-                with timer("h2d"):
-                    batch = to_device(batch, ranks.device, non_blocking=loader.pin_memory)
-                with contextlib.nullcontext() if waiting == 0 else model.no_sync():  # gradients are reduced once per step
-                    with timer("forward"), precision.autocast():
-                        loss = loss_of(task, model, batch) / spec.accumulation
-                    with timer("backward"):
-                        precision.backward(loss)
-                loss_of_step = loss_of_step + loss.detach()
+                loss_of_step = loss_of_step + trainer.micro_step(batch, last=not waiting)
                 if waiting:
                     continue
-                step, lr = step + 1, float(scheduler.get_last_lr()[0])
-                with timer("optimizer"):
-                    if precision.step(optimizer, model, clip_grad_norm=spec.clip_grad_norm):
-                        scheduler.step()
+                step, lr = step + 1, trainer.lr
+                trainer.update()
                 if metrics:
                     metrics.step(step, loss=loss_of_step, lr=lr, samples=step * samples_per_step)
                 if timer.failed:
@@ -101,10 +65,11 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
         if metrics:
             metrics.flush()
             if spec.evaluate:
-                metrics.figures(evaluate(task, module))
-    if precision.skipped and ranks.rank == 0:
-        print(f"{precision.skipped} of {step} optimizer steps were left out: fp16 gradients overflowed (a few at the start are normal)")
-    return module
+                metrics.figures(evaluate(task, trainer.module))
+    skipped = trainer.precision.skipped
+    if skipped and ranks.rank == 0:
+        print(f"{skipped} of {step} optimizer steps were left out: fp16 gradients overflowed (a few at the start are normal)")
+    return trainer.module
 
 
 @contextlib.contextmanager
@@ -115,44 +80,6 @@ def recorded(run_dir: Path, rank: int) -> Iterator[None]:
     except Exception as error:
         failure.record(error, run_dir=run_dir, rank=rank)
         raise
-
-
-def seed_all(seed: int) -> None:
-    """Seed the generators of torch, numpy and Python."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-
-
-def build_model(task: Task) -> nn.Module:
-    """The task's model.
-
-    Raises:
-        TaskError: `model()` returned something else.
-    """
-    model = task.model()
-    if not isinstance(model, nn.Module):
-        hint = "; write model=Net, not model=lambda: Net" if isinstance(model, type) else ""
-        raise TaskError(f"the task's model() returned a {type(model).__name__}; a torch.nn.Module is wanted{hint}")
-    return model
-
-
-def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
-    """The task's loss of a batch.
-
-    Raises:
-        TaskError: it is not a tensor with one number.
-    """
-    loss = task.loss(model, batch)
-    if not isinstance(loss, Tensor):
-        hint = "; a Hugging Face model's output has it as .loss" if hasattr(loss, "loss") else ""
-        raise TaskError(f"the task's loss(model, batch) returned a {type(loss).__name__}; a tensor with one number is wanted{hint}")
-    if loss.numel() != 1:
-        raise TaskError(
-            f"the task's loss(model, batch) returned a tensor of shape {tuple(loss.shape)}; a tensor with one number is wanted, the mean "
-            "over the batch: try loss.mean()"
-        )
-    return loss.reshape(())
 
 
 def evaluate(task: Task, module: nn.Module) -> dict[str, float]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from workbench.spec import SpecError
+from workbench.spec import IMPLEMENTATIONS, SpecError
 from workbench.task import TaskError
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
@@ -71,27 +71,34 @@ def build_optimizer(
     Args:
         model: whose parameters it updates.
         own: the task's optimizer.
-        override: the spec's, which goes before the task's own.
+        override: the spec's, which goes before the task's own; "fused" or "foreach": the task's own in that implementation.
         lr: peak learning rate, which goes before any other; None = the optimizer's own.
 
     Raises:
         SpecError: a name or option that does not exist, or a value that the optimizer refuses.
         TaskError: the task's function did not return an optimizer.
     """
-    chosen = override or own
+    implementation = override if override in IMPLEMENTATIONS else None
+    chosen = own if implementation else override or own
     if isinstance(chosen, str):
         name, options = parse_optimizer(chosen)
+        if implementation:
+            options = {option: value for option, value in options.items() if option not in IMPLEMENTATIONS} | {implementation: True}
         try:
             return OPTIMIZERS[name](model.parameters(), **options | ({} if lr is None else {"lr": lr}))
-        except (TypeError, ValueError) as error:
-            raise SpecError(f"optimizer={chosen!r}: {name} refuses it: {error}") from error
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise SpecError(f"optimizer={override or chosen!r}: {name} refuses it: {error}") from error
     optimizer = chosen(model.parameters())
     if not isinstance(optimizer, Optimizer):
         raise TaskError(
             f"the task's optimizer function returned a {type(optimizer).__name__}; a torch.optim.Optimizer is wanted: "
             "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
         )
-    if lr is not None:
-        for group in optimizer.param_groups:
+    for group in optimizer.param_groups:
+        if lr is not None:
             group["lr"] = lr
+        if implementation:
+            if implementation not in group:
+                raise SpecError(f"optimizer={implementation!r}: the task's {type(optimizer).__name__} has no such implementation")
+            group.update({name: name == implementation for name in IMPLEMENTATIONS if name in group})
     return optimizer

@@ -1,5 +1,6 @@
 """Precision of a run: fp32, or mixed with bf16 or fp16, and the optimizer step that goes with it."""
 
+import contextlib
 from contextlib import AbstractContextManager
 
 import torch
@@ -39,8 +40,8 @@ class Precision:
         """Optimizer steps left out because fp16 gradients overflowed."""
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context of the forward pass, loss included."""
-        return torch.autocast(self._device.type, dtype=self._type, enabled=self._type is not None)
+        """The context of the forward pass, loss included. In fp32 none of its own: it may stand inside another's, which tries one out."""
+        return torch.autocast(self._device.type, dtype=self._type) if self._type else contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, scaled if need be."""

@@ -1,14 +1,17 @@
 """Panels for notebooks: the only home of ipywidgets.
 
-A panel is a thin VBox over values that are read or computed elsewhere. Three steps, a file each: `follow` reads a run directory into a
-`Snapshot`; `faces` makes HTML of a snapshot; `panel` holds the widgets and puts the HTML into them, four times a second while a run lives.
-Every panel also has a static face, which a notebook shows before anything is run.
+A panel is a thin VBox over values that are read or computed elsewhere. For a run: `follow` reads a run directory into a `Snapshot`; `faces`
+makes HTML of a snapshot; `panel` holds the widgets and puts the HTML into them, four times a second while a run lives. For a diagnosis:
+`whatif` asks its model, `doctor_faces` makes HTML, `knobs` and `doctor` hold the widgets. Every panel also has a static face, which a
+notebook shows before anything is run.
 
 * `RunPanel`: a run, live. A Run shows itself by it: `run_panel(run)` is the one panel of that run.
 * `LogView`: append-only text of many ranks, with a tab per rank.
+* `ThroughputDoctor`: what holds a step back, what each knob would change, and the proof.
 """
 
+from workbench.widgets.doctor import ThroughputDoctor
 from workbench.widgets.log import LogView
 from workbench.widgets.panel import RunPanel, run_panel
 
-__all__ = ["RunPanel", "run_panel", "LogView"]
+__all__ = ["RunPanel", "run_panel", "LogView", "ThroughputDoctor"]

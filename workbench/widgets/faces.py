@@ -11,16 +11,16 @@ from pathlib import Path
 
 from workbench import units
 from workbench.display import Table, escape
+from workbench.failure import Failure
 from workbench.plot.colors import PHASES as COLORS
-from workbench.plot.colors import text_on
 from workbench.run import Run
 from workbench.spec import ScriptSpec, Spec
 from workbench.timeline import PHASES
-from workbench.widgets.follow import RankShare, Snapshot
+from workbench.widgets import stack
+from workbench.widgets.follow import Snapshot
 
 SIGNS = {"running": "▶", "finished": "✔", "stopped": "■", "failed": "✘", "timeout": "✘", "abandoned": "✘", "lost": "✘"}
 """State → the sign before its word, so that colour is never alone."""
-_WIDE_ENOUGH = 0.08  # of the bar: a share is written into a piece from here on
 _CURVE = (240, 44)  # view box of the loss curve
 _POINTS = 120  # drawn at most
 
@@ -118,46 +118,30 @@ def phases(now: Snapshot) -> str:
     longest = max(rank.seconds for rank in measured)
     steps, left_out = measured[0].steps - measured[0].left_out, measured[0].left_out
     what = f"mean of {_many(steps, 'step')}" + (f", the first {left_out} left out as warm-up" if left_out else "")
-    legend = "".join(
-        f'<span class="wb-key" style="margin-right:14px"><span style="display:inline-block;width:10px;height:10px;'
-        f'background-color:{COLORS[phase]};margin-right:5px"></span>{phase}</span>'
-        for phase in PHASES
+    rows = "".join(
+        stack.bar(
+            f"rank {rank.rank}", dict(zip(PHASES, rank.phases, strict=True)), COLORS, longest=longest, end=units.seconds(rank.seconds)
+        )
+        for rank in measured
     )
-    rows = "".join(_bar(rank, longest) for rank in measured)
     return (
         f'<div class="wb-steps"><div class="wb-label">where a step goes <span class="wb-what">({what})</span></div>'
-        f'{rows}<div class="wb-legend" style="margin-top:4px">{legend}</div></div>'
-    )
-
-
-def _bar(rank: RankShare, longest: float) -> str:
-    pieces = []
-    for phase, seconds in zip(PHASES, rank.phases, strict=True):
-        share, color = seconds / rank.seconds, COLORS[phase]
-        text = units.percent(share) if seconds / longest >= _WIDE_ENOUGH else ""
-        pieces.append(
-            f'<div title="{phase}: {units.seconds(seconds)} ({units.percent(share)})" style="width:{100 * seconds / longest:.2f}%;'
-            f'background-color:{color};color:{text_on(color)};text-align:center;overflow:hidden;white-space:nowrap">{text}</div>'
-        )
-    parts = ", ".join(f"{p} {units.percent(s / rank.seconds)}" for p, s in zip(PHASES, rank.phases, strict=True))
-    return (
-        '<div class="wb-row" style="display:flex;align-items:center;margin-top:4px">'
-        f'<span class="wb-rank" style="width:60px;flex-shrink:0">rank {rank.rank}</span>'
-        f'<div class="wb-bar" role="img" aria-label="rank {rank.rank}: {parts}" style="display:flex;width:100%;height:20px;'
-        f'line-height:20px;font-size:11px">{"".join(pieces)}</div>'
-        f'<span class="wb-end" style="width:76px;flex-shrink:0;text-align:right">{units.seconds(rank.seconds)}</span></div>'
+        f"{rows}{stack.legend(COLORS)}</div>"
     )
 
 
 def problem(now: Snapshot, traceback: bool = True) -> str:
-    """What went wrong: rank, message, hint and, folded away, the traceback of the rank that failed first."""
-    if now.error is None:
-        return ""
-    first = "" if now.error.rank is None else f"rank {now.error.rank} failed first: "
-    more = f'<div class="wb-hint">{escape(now.error.hint)}</div>' if now.error.hint else ""
-    if traceback and now.error.traceback:
-        more += f"<details open><summary>traceback</summary><pre>{escape(now.error.traceback.rstrip())}</pre></details>"
-    return alert(now.error.message, first, more)
+    """What went wrong, if anything did: see `failure`."""
+    return "" if now.error is None else failure(now.error, traceback)
+
+
+def failure(error: Failure, traceback: bool = True) -> str:
+    """Rank, message, hint and, folded away, the traceback of the rank that failed first."""
+    first = "" if error.rank is None else f"rank {error.rank} failed first: "
+    more = f'<div class="wb-hint">{escape(error.hint)}</div>' if error.hint else ""
+    if traceback and error.traceback:
+        more += f"<details open><summary>traceback</summary><pre>{escape(error.traceback.rstrip())}</pre></details>"
+    return alert(error.message, first, more)
 
 
 def alert(message: str, first: str = "", more: str = "") -> str:

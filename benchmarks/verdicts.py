@@ -1,0 +1,198 @@
+"""Which bottleneck was planted? The gallery of `tests/gallery`, judged by us, by TraceML 0.5.0 and by torch-tb-profiler's own advice.
+
+    python benchmarks/verdicts.py [CASE…] [--held-out] [--runs 3] [--no-proofs] [--results DIR]
+
+Every verdict comes from a fresh process. What was planted is proved beside it: its removal has to save what the table says. The second
+table sets what our remedies were predicted to gain beside what they gained. With `--results` the answers stay in DIR, and what lies there
+is not run again. About 15 minutes per run of all cases on two cores. Needs `pip install traceml-ai==0.5.0 torch-tb-profiler==0.4.3`; a
+peer that is not there is left out.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from workbench import units
+from workbench.display import Table
+
+GALLERY = Path(__file__).parents[1] / "tests" / "gallery"
+sys.path.insert(0, str(GALLERY))
+from cases import CASES, Case  # noqa: E402
+from held_out import HELD_OUT  # noqa: E402
+
+TOOLS = ("truth", "ours", "traceml", "plugin")
+LIMIT = 240
+"""Seconds that a judge may take."""
+MEANT = {
+    "INPUT_BOUND": "input-bound",
+    "H2D_BOUND": "transfer-bound",
+    "COMPUTE_BOUND": "compute-bound",
+    "RESIDUAL_HEAVY": "host-bound",
+    "INPUT_STRAGGLER": "straggler",
+    "COMPUTE_STRAGGLER": "straggler",
+    "H2D_STRAGGLER": "straggler",
+    "STRAGGLER": "straggler",
+    "NO_CLEAR_PERFORMANCE_BOTTLENECK": "nothing",
+}
+"""TraceML's kinds in our words, in its favour: what it calls residual counts as host-bound."""
+
+
+def judge(case: Case, tool: str, out: Path, peer: Path, budget: float, prove: bool) -> dict[str, Any]:
+    """What a tool says of a case, from a fresh process."""
+    words = [case.name, tool, str(out)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6", "PYTHONPATH": str(GALLERY.parents[1])}
+    program = str(GALLERY / "judge.py")
+    command = [sys.executable, program, *words]
+    with tempfile.TemporaryDirectory() as folder:
+        env |= {"WORKBENCH_CACHE": folder}  # what was proved of other cases does not help this one
+        if tool == "ours":
+            command += ["--budget", str(budget), *["--prove"] * prove]
+        if tool == "traceml":
+            env["PATH"] = f"{peer.parent}:{env['PATH']}"
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = str(probe.getsockname()[1])  # its own default is fixed, and refused if taken
+            many = ["--nproc-per-node", str(case.ranks)] if case.ranks > 1 else []
+            options = ["--mode", "summary", "--logs-dir", folder, "--aggregator-port", port, *many]
+            command = [str(peer.with_name("traceml")), "run", program, *options, "--args", *words]
+        began = time.monotonic()
+        try:
+            done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT, stdin=subprocess.DEVNULL)
+            said = done.stdout + done.stderr
+        except subprocess.TimeoutExpired:
+            return {"error": f"no answer within {LIMIT} s"}
+        summaries = list(Path(folder).rglob("final_summary.json"))
+        if tool == "traceml" and summaries:
+            found = json.loads(summaries[0].read_text())["primary_diagnosis"]
+        elif out.exists():
+            found = json.loads(out.read_text())
+        else:
+            found = {"error": said[-2000:]}
+    return found | {"took": time.monotonic() - began}
+
+
+def word(tool: str, found: dict[str, Any]) -> str:
+    """A tool's verdict, in our vocabulary."""
+    if "error" in found:
+        return "failed"
+    if tool == "ours":
+        return str(found["verdict"])
+    if tool == "traceml":
+        return MEANT.get(found.get("kind", ""), str(found.get("kind", "?")).lower().replace("_", " "))
+    advice = " ".join(found["advice"])
+    for sign, verdict in (("data loading", "input-bound"), ("communication", "communication-bound")):
+        if sign in advice:
+            return verdict
+    return "nothing" if not advice else re.sub("<[^>]*>", "", advice)[:40]
+
+
+def right(case: Case, tool: str, found: dict[str, Any]) -> bool:
+    """Is the verdict right? To say nothing is right where nothing is wrong."""
+    verdict = word(tool, found)
+    if tool == "ours":
+        return case.right(verdict) and (len(case.answers) == 1 or case.right(verdict, found["cause"]))
+    return case.right(verdict) or (case.healthy and verdict == "nothing")
+
+
+def main() -> None:
+    """Print two tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="names; none = all")
+    parser.add_argument("--held-out", action="store_true", help="the cases that no rule was tuned on")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=30, help="seconds for each diagnosis")
+    parser.add_argument("--no-proofs", action="store_true")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--results", type=Path, help="folder for the answers")
+    parser.add_argument("--peer-python", type=Path, default=Path(sys.executable), help="a Python whose neighbour is `traceml`")
+    given = parser.parse_args()
+    chosen = HELD_OUT if given.held_out else CASES
+    cases = [{**CASES, **HELD_OUT}[name] for name in given.cases] or list(chosen.values())
+    import torch
+
+    tools = [tool for tool in TOOLS if tool in given.tools]
+    if "traceml" in tools and not given.peer_python.with_name("traceml").exists():
+        tools.remove("traceml")
+    if "plugin" in tools and importlib.util.find_spec("torch_tb_profiler") is None:
+        tools.remove("plugin")
+    with tempfile.TemporaryDirectory() as temporary:
+        results = (given.results or Path(temporary)).resolve()
+        results.mkdir(parents=True, exist_ok=True)
+        answers: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for number in range(given.runs):
+            for case in cases:
+                if case.gpu and not torch.cuda.is_available():
+                    continue
+                for tool in tools:
+                    if tool == "truth" and number:
+                        continue
+                    kept = results / f"{case.name}.{tool}.{number}.json"
+                    if not kept.exists():
+                        prove = not given.no_proofs and number == 0
+                        found = judge(case, tool, kept.with_suffix(".part"), given.peer_python, given.budget, prove)
+                        kept.with_suffix(".part").unlink(missing_ok=True)
+                        kept.write_text(json.dumps(found))
+                        if tool != "truth":
+                            mark = "" if right(case, tool, found) else "   <<<"
+                            print(f"{case.name:28} {tool:8} {word(tool, found)}{mark}", file=sys.stderr, flush=True)
+                    answers.setdefault((case.name, tool), []).append(json.loads(kept.read_text()))
+    show(cases, tools, answers)
+
+
+def show(cases: list[Case], tools: list[str], answers: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+    """The tables."""
+    note = f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    judges = [tool for tool in tools if tool != "truth"]
+    rows, scores = [], dict.fromkeys(judges, (0, 0))
+    for case in cases:
+        if not any((case.name, tool) in answers for tool in tools):
+            rows.append([case.name, "needs a GPU", *["" for _ in judges]])
+            continue
+        true = answers.get((case.name, "truth"), [{}])[0]
+        cells: list[object] = []
+        for tool in judges:
+            found = answers[case.name, tool]
+            good = sum(right(case, tool, one) for one in found)
+            scores[tool] = (scores[tool][0] + good, scores[tool][1] + len(found))
+            said = [word(tool, one) + (f" ({one['cause']})" if tool == "ours" and "cause" in one else "") for one in found]
+            most = statistics.mode(said)
+            cells.append(f"{'✓' if good == len(found) else '✗'} {good}/{len(found)} {most}")
+            if tool == "ours":
+                cells[-1] = f"{cells[-1]}, {statistics.fmean(one.get('seconds', LIMIT) for one in found):.0f} s"
+        saved = units.percent(true["saved"]) if "saved" in true else "–"
+        rows.append([case.name, f"{'|'.join(case.answers)}, {saved}", *cells])
+    total = ["right", ""] + [f"{good} of {count} ({units.percent(good / max(1, count))})" for good, count in scores.values()]
+    names = {"ours": "workbench", "traceml": "TraceML 0.5.0", "plugin": "torch-tb-profiler 0.4.3"}
+    columns = ("case", "truth, and what its removal saves", *(names[tool] for tool in judges))
+    print(Table(columns=columns, rows=[*rows, total], title="Verdicts", note=note))
+    proofs = [
+        (case.name, proof)
+        for case in cases
+        for one in answers.get((case.name, "ours"), [])
+        for proof in one.get("proofs", [])
+    ]
+    if proofs:
+        errors = [proof["remedy"]["speedup"] / proof["measured"][1] - 1 for _, proof in proofs]
+        lines = [
+            [name, p["remedy"]["name"], units.times(p["remedy"]["speedup"]), units.times(p["measured"][1]), f"{100 * error:+.0f} %"]
+            for (name, p), error in zip(proofs, errors, strict=True)
+        ]
+        size = sorted(map(abs, errors))
+        said = f"median error {units.percent(statistics.median(size))}, worst {units.percent(size[-1])}; {note}"
+        print()
+        print(Table(columns=("case", "remedy", "predicted", "proved", "error"), rows=lines, title="Predicted and proved", note=said))
+
+
+if __name__ == "__main__":
+    main()

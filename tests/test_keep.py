@@ -1,0 +1,238 @@
+"""Keep: after whatever an experiment does, training goes on as if nothing had happened, bit for bit."""
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from workbench.measure.found import find
+from workbench.measure.keep import Keep
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Dropout(0.2), nn.Linear(4 * 36, 5))
+
+
+class Average:
+    """A moving average of the weights, as users write it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {name: value.detach().clone() for name, value in model.named_parameters()}
+        self.updates = 0
+
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        for name, value in model.named_parameters():
+            self.shadow[name].mul_(0.9).add_(value.detach(), alpha=0.1)
+
+
+def training(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Callable[[], float], dict[str, Any]]:
+    """A step with state of every kind behind it, and that state."""
+    model = network()
+    optimizer = make(model.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    average, losses, recent, total = Average(model), [], deque(maxlen=3), torch.zeros(())
+    scaler = torch.amp.GradScaler("cpu", enabled=True, init_scale=4.0, growth_interval=3)
+    count = 0
+
+    def step() -> float:
+        nonlocal count
+        count += 1
+        x = torch.randn(6, 3, 8, 8) + random.random() + np.random.rand()
+        optimizer.zero_grad(set_to_none=count % 2 == 0)
+        loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        average.update(model)
+        losses.append(loss.item())
+        recent.append(count)
+        total.add_(loss.detach())
+        return loss.item()
+
+    names = ("model", "optimizer", "scheduler", "average", "losses", "recent", "total", "scaler")
+    return step, dict(zip(names, (model, optimizer, scheduler, average, losses, recent, total, scaler), strict=True))
+
+
+def picture(parts: dict[str, Any]) -> dict[str, Any]:
+    """All of the state, to be compared."""
+    model, optimizer, scaler = parts["model"], parts["optimizer"], parts["scaler"]
+    return copy.deepcopy(
+        {
+            "weights": model.state_dict(),
+            "grads": [weight.grad for weight in model.parameters()],
+            "training": [part.training for part in model.modules()],
+            "optimizer": optimizer.state_dict(),
+            "scheduler": {name: value for name, value in parts["scheduler"].state_dict().items() if not callable(value)},
+            "scaler": scaler.state_dict(),
+            "average": parts["average"].shadow,
+            "updates": parts["average"].updates,
+            "losses": parts["losses"],
+            "recent": parts["recent"],
+            "total": parts["total"],
+            "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()),
+        }
+    )
+
+
+def assert_same(one: Any, other: Any, path: str = "") -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other), path
+        assert one.stride() == other.stride(), path
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), path
+        for key in one:
+            assert_same(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, list | tuple | deque):
+        assert len(one) == len(other), path
+        for i, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_same(a, b, f"{path}/{i}")
+    else:
+        assert one == other, path
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("before", [0, 3], ids=["new", "trained"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_if_nothing_had_happened(name: str, before: int) -> None:
+    step, parts = training(OPTIMIZERS[name])
+    torch.manual_seed(2)
+    for _ in range(before):
+        step()
+    state, memory = picture(parts), [weight.data_ptr() for weight in parts["model"].parameters()]
+    keep = Keep(find(step))
+    first = [step() for _ in range(4)]
+    parts["model"].eval()
+    keep.rewind()
+    step()
+    keep.restore()
+    assert_same(picture(parts), state)
+    assert [weight.data_ptr() for weight in parts["model"].parameters()] == memory
+    assert [step() for _ in range(4)] == first
+
+
+def test_what_did_not_exist_vanishes_and_who_held_a_tensor_holds_the_same() -> None:
+    step, parts = training(OPTIMIZERS["adamw"])
+    model, optimizer = parts["model"], parts["optimizer"]
+    keep = Keep(find(step))
+    step()
+    assert optimizer.state
+    keep.restore()
+    assert not optimizer.state
+    assert all(weight.grad is None for weight in model.parameters())
+    step()
+    moments = [id(value) for state in optimizer.state.values() for value in state.values()]
+    gradients = [id(weight.grad) for weight in model.parameters()]
+    keep = Keep(find(step))
+    step(), step()
+    keep.restore()
+    assert [id(value) for state in optimizer.state.values() for value in state.values()] == moments
+    assert [id(weight.grad) for weight in model.parameters()] == gradients
+
+
+def test_weights_that_moved_to_other_memory_come_back() -> None:
+    model = network()
+    keep = Keep(find(model))
+    before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model[1].running_mean = torch.ones(4)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1)
+    keep.restore()
+    for name, value in model.state_dict(keep_vars=True).items():
+        address, old = before[name]
+        assert value.data_ptr() == address
+        assert torch.equal(value, old)
+
+
+def test_options_of_the_groups_come_back() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([{"params": [weight], "lr": 0.1}], betas=(0.5, 0.6))
+    keep = Keep(find(optimizer))
+    optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"] = 3.0, (0.1, 0.2)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    keep.restore()
+    assert len(optimizer.param_groups) == 1
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (0.1, (0.5, 0.6))
+
+
+def test_lists_of_tensors_in_an_optimizer_come_back() -> None:
+    weight = nn.Parameter(torch.tensor([3.0, -2.0]))
+    optimizer = torch.optim.LBFGS([weight], max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight.square() * torch.tensor([1.0, 5.0])).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    value, state = weight.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    keep = Keep(find(optimizer))
+    optimizer.step(closure)
+    assert not torch.equal(weight, value)
+    keep.restore()
+    assert torch.equal(weight, value)
+    assert_same(optimizer.state_dict(), state)
+
+
+STEPS = 0
+
+
+def test_globals_that_a_step_assigns_and_attributes_of_self_come_back() -> None:
+    class Loop:
+        def __init__(self) -> None:
+            self.model, self.seen, self.best = nn.Linear(2, 1), {"a": [1]}, None
+
+        def step(self) -> None:
+            global STEPS
+            STEPS += 1
+            self.seen["a"].append(STEPS)
+            self.seen["b"] = [2]
+            self.best, self.new = STEPS, 3  # type: ignore[assignment]
+            self.model.weight.data.add_(1)
+
+    loop = Loop()
+    before = loop.model.weight.detach().clone()
+    keep = Keep(find(loop.step))
+    loop.step()
+    assert STEPS == 1
+    keep.restore()
+    assert STEPS == 0
+    assert (loop.seen, loop.best, hasattr(loop, "new")) == ({"a": [1]}, None, False)
+    assert torch.equal(loop.model.weight, before)
+
+
+def test_shared_and_computed_weights() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    parametrize.register_parametrization(model[0], "bias", Twice())
+    before = copy.deepcopy(model.state_dict())
+    keep = Keep(find(model))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3)
+    keep.restore()
+    assert_same(dict(model.state_dict()), dict(before))
+    assert model[1].weight is model[0].weight

@@ -1,0 +1,241 @@
+"""The verdict: what is removed names it, healthy steps are left in peace, and noise is called noise."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.made import World
+from workbench.diagnosis.costs import Costs
+from workbench.diagnosis.evidence import Evidence, Gradients, Loading, Noise, Stalls
+from workbench.diagnosis.judgement import VERDICTS, Judgement
+from workbench.diagnosis.verdict import judge
+
+HEALTHY = {
+    "plain": World(),
+    "adamw takes a fifth": World(work=0.015, optimizer=0.004),
+    "fused would help a little": World(work=0.015, optimizer=0.004, fused=0.0025),
+    "a tenth of Python": World(work=0.018, host=0.002, optimizer=0.0005),
+    "loader at 5 %": World(cpu=0.001),
+    "a large loader, hidden": World(cpu=0.010, blocked=0.005, num_workers=2),
+    "two ranks, 5 % of reductions": World(communication=0.001, late_input=(0.0, 0.0)),
+    "a checkpoint now and then": World(stall=(0.05, 100, "checkpoint")),
+    "in the noise of a busy machine": World(noise=0.06, pairs=16),
+}
+
+PLANTED = {
+    "storage": (World(blocked=0.03), "input-bound", "storage"),
+    "decode": (World(cpu=0.03), "input-bound", "decode"),
+    "collate": (World(cpu=0.03, collate=0.025), "input-bound", "collate"),
+    "a slow loader with one worker": (World(blocked=0.035, num_workers=1), "input-bound", "storage"),
+    "workers started every epoch": (World(num_workers=2, persistent=False, start_up=0.1, epoch=8), "input-bound", "worker start-up"),
+    "copies": (World(transfer=0.02), "transfer-bound", "pageable copy"),
+    "sleep": (World(host=0.02, sleep=0.019), "host-bound", "sleeping or I/O"),
+    "python": (World(host=0.02), "host-bound", "python"),
+    "launches": (World(work=0.014, fixed=0.013, small=0.012, host=0.005), "host-bound", "launches"),
+    "optimizer": (World(optimizer=0.02), "optimizer-bound", "optimizer"),
+    "an optimizer that could be cheaper": (World(work=0.015, optimizer=0.006, fused=0.0005), "optimizer-bound", "optimizer"),
+    "reductions": (World(communication=0.02, late_input=(0.0, 0.0)), "communication-bound", "gradient volume"),
+    "slow input of rank 1": (World(late_input=(0.0, 0.02)), "straggler", "slow rank 1: input"),
+    "slow compute of rank 0": (World(late_compute=(0.015, 0.0)), "straggler", "slow rank 0: compute"),
+    "two slow ranks of four": (World(late_input=(0.0, 0.02, 0.0, 0.02)), "straggler", "slow ranks 1, 3: input"),
+    "checkpoints": (World(stall=(0.3, 20, "checkpoint")), "stalled", "checkpoint"),
+    "pauses without a name": (World(stall=(0.3, 20, None)), "stalled", "pause"),
+    "threads": (World(threads=8, cores=2.0, crowd=2.0), "host-bound", "oversubscribed threads"),
+    "a small batch": (World(work=0.017, fixed=0.016), "compute-bound", "small batch"),
+}
+
+
+@pytest.mark.parametrize("world", HEALTHY.values(), ids=HEALTHY)
+def test_a_healthy_step_is_not_blamed(world: World) -> None:
+    found = judge(world.evidence())
+    assert found.verdict == "compute-bound", found.why
+    assert "Forward and backward take" in found.why
+
+
+@pytest.mark.parametrize(("world", "verdict", "cause"), PLANTED.values(), ids=PLANTED)
+def test_what_was_planted_is_found(world: World, verdict: str, cause: str) -> None:
+    found = judge(world.evidence())
+    assert (found.verdict, found.cause) == (verdict, cause), found.why
+    assert found.verdict in VERDICTS
+    assert found.why.endswith(".")
+
+
+PARTS = st.fixed_dictionaries(
+    {
+        "optimizer": st.floats(0, 0.02),
+        "host": st.floats(0, 0.05),
+        "transfer": st.floats(0, 0.05),
+        "cpu": st.floats(1e-4, 0.05),
+        "num_workers": st.sampled_from([0, 0, 2]),
+    }
+)
+REMOVED = {"optimizer-bound": "optimizer", "host-bound": "host", "transfer-bound": "transfer", "input-bound": "loader"}
+
+
+@settings(max_examples=80, deadline=None)
+@given(PARTS)
+def test_the_verdict_is_the_part_whose_removal_saves_most(parts: dict[str, float]) -> None:
+    world = World(noise=0.002, worker=0.0, handover=0.0, **parts)  # type: ignore[arg-type]
+    found = judge(world.evidence())
+    saved = {part: 1 - world.without(**{part: 0.0}).step / world.step for part in ("optimizer", "host", "transfer")}
+    saved["loader"] = 1 - world.cached / world.step
+    most = max(saved.values())
+    if found.verdict in REMOVED:
+        assert saved[REMOVED[found.verdict]] >= max(0.13, most - 0.15)  # half of the optimizer may be taken for Python
+    else:
+        assert most <= 0.32  # no limit is higher
+
+
+@settings(max_examples=40, deadline=None)
+@given(PARTS)
+def test_savings_are_those_of_the_real_removal(parts: dict[str, float]) -> None:
+    world = World(noise=0.0, worker=0.0, handover=0.0, **parts)  # type: ignore[arg-type]
+    shares = judge(world.evidence()).shares
+    for part in ("optimizer", "transfer"):
+        truth = 1 - world.without(**{part: 0.0}).step / world.step
+        assert (shares[part].mid if part in shares else 0.0) == pytest.approx(truth, abs=0.01)
+    assert shares["data_wait"].mid == pytest.approx(1 - world.cached / world.step, abs=0.01)
+
+
+def test_training_saves_nothing_while_it_waits_for_workers() -> None:
+    found = judge(World(blocked=0.2, num_workers=2, optimizer=0.015, host=0.010).evidence())
+    assert found.verdict == "input-bound"
+    assert found.shares["optimizer"].high == pytest.approx(0, abs=0.01)
+    assert found.shares["host"].high == pytest.approx(0, abs=0.01)
+
+
+def test_a_slow_rank_is_not_a_slow_loader() -> None:
+    found = judge(World(late_input=(0.0, 0.02), blocked=0.001).evidence())
+    assert found.shares["data_wait"].mid < 0.1 < 0.4 < found.shares["straggler"].mid
+    assert "rank 1" in found.why
+    assert "20.0 ms longer for data" in found.why
+
+
+def test_one_rank_that_pauses() -> None:
+    world = World(stall=(0.3, 20, None), late_input=(0.0, 0.0))
+    evidence = world.evidence()
+    quiet, pausing = evidence.ranks
+    evidence = dataclasses.replace(evidence, ranks=(quiet, dataclasses.replace(pausing, stalls=evidence.stalls)))
+    found = judge(evidence)
+    assert (found.verdict, found.cause) == ("straggler", "slow rank 1: pauses")
+    both = dataclasses.replace(evidence, ranks=tuple(dataclasses.replace(one, stalls=evidence.stalls) for one in evidence.ranks))
+    assert judge(both).verdict == "stalled"
+
+
+def test_a_checkpoint_of_rank_0_is_the_job_s() -> None:
+    world = World(stall=(0.3, 20, "checkpoint"), late_input=(0.0, 0.0))
+    evidence = world.evidence()
+    first, second = evidence.ranks
+    evidence = dataclasses.replace(evidence, ranks=(dataclasses.replace(first, stalls=evidence.stalls), second))
+    assert (judge(evidence).verdict, judge(evidence).cause) == ("stalled", "checkpoint")
+
+
+def test_one_stall_is_no_habit() -> None:
+    world = World(stall=(0.9, 300, None))
+    evidence = dataclasses.replace(world.evidence(), stalls=Stalls(steps=100, at=(40,), extra=0.9, share=0.25))
+    assert judge(evidence).verdict != "stalled"
+
+
+def test_exposed_and_contended_communication_are_told_apart() -> None:
+    evidence = World(communication=0.02, late_input=(0.0, 0.0)).evidence()
+    assert evidence.inside is not None
+    evidence = dataclasses.replace(evidence, inside=dataclasses.replace(evidence.inside, collectives=0.012))
+    found = judge(evidence)
+    assert found.verdict == "communication-bound"
+    assert "contention" in found.why
+    source = next(one for one in found.sources if one.part == "communication")
+    assert source.arms == pytest.approx(0.5, abs=0.03)
+    assert source.trace == pytest.approx(0.3, abs=0.03)
+    assert source.agree is False
+    assert "exposed 30 %, contention" in source.note
+
+
+@pytest.mark.parametrize(
+    ("gradients", "cause"),
+    [
+        (Gradients(size=4_000_000, buckets=60, latency=3e-4, per_byte=1e-9), "small buckets"),
+        (Gradients(size=40_000, buckets=1, latency=3e-3, per_byte=1e-9), "latency"),
+        (Gradients(size=40_000_000, buckets=3, latency=3e-4, per_byte=1e-9), "gradient volume"),
+    ],
+)
+def test_why_reductions_are_slow(gradients: Gradients, cause: str) -> None:
+    assert judge(World(communication=0.02, late_input=(0.0, 0.0)).evidence(gradients=gradients)).cause == cause
+
+
+def test_causes_of_a_slow_loader_that_need_more_than_clocks() -> None:
+    evidence = World(blocked=0.03).evidence()
+    loading = evidence.loading
+    assert loading is not None
+
+    def cause(**more: object) -> str:
+        return judge(dataclasses.replace(evidence, loading=dataclasses.replace(loading, **more))).cause  # type: ignore[arg-type]
+
+    assert cause(slow_share=0.8) == "slow samples"
+    assert cause(files=32.0, read_bytes=32 * 4096.0) == "small files"
+    assert cause(files=32.0, read_bytes=32 * 2**24.0) == "storage"
+    assert cause(kind="iterable", cpu=None, blocked=None) == "loader"
+
+
+def test_workers_that_are_in_each_other_s_way() -> None:
+    loading = Loading(
+        kind="DataLoader", num_workers=8, batch_size=32, alone=0.020, cpu=0.001, blocked=0.0, worker_cpu=0.012, handover=0.002, epoch=500
+    )
+    evidence = World(cpu=0.02).evidence(loading=loading, noise=Noise(cores=2.0))
+    assert (judge(evidence).verdict, judge(evidence).cause) == ("input-bound", "oversubscribed")
+    one = dataclasses.replace(loading, num_workers=1)
+    assert judge(World(cpu=0.02).evidence(loading=one, noise=Noise(cores=4.0))).cause == "transport"
+
+
+def test_padding() -> None:
+    world = World()
+    evidence = world.evidence(padding=0.5)
+    evidence = dataclasses.replace(
+        evidence, arms={**evidence.arms, "trimmed": world.arm("trimmed", "cached", world.cached, 0.6 * world.cached)}
+    )
+    found = judge(evidence)
+    assert (found.verdict, found.cause) == ("compute-bound", "padding: 50 % of each batch")
+    assert "40 % less" in found.why
+
+
+def test_noise_spoils_only_what_is_close() -> None:
+    busy = Noise(cores=2.0, foreign=1.4, spread=0.5)
+    close = World(cpu=0.004, noise=0.25, pairs=5).evidence(noise=busy)
+    found = judge(close)
+    assert (found.verdict, found.cause) == ("inconclusive", "noise")
+    assert "Other processes took 1.4 of 2 cores." in found.why
+    clear = judge(World(cpu=0.08, noise=0.08, pairs=5).evidence(noise=busy))
+    assert clear.verdict == "input-bound"
+    assert "Other processes took 1.4 of 2 cores." in clear.notes
+
+
+def test_nothing_tried_nothing_said() -> None:
+    found = judge(Evidence(step=0.02, notes=("the loader gave one batch only",)))
+    assert found.verdict == "inconclusive"
+    assert "one batch only" in found.why
+
+
+def test_other_parts_that_are_too_large_are_named() -> None:
+    found = judge(World(blocked=0.03, optimizer=0.03).evidence())
+    assert any("also" in note for note in found.notes)
+
+
+def test_sources_and_json() -> None:
+    found = judge(World(blocked=0.03, optimizer=0.005, transfer=0.004).evidence())
+    sources = {one.part: one for one in found.sources}
+    assert sources["data_wait"].agree is True
+    assert sources["optimizer"].trace == pytest.approx(sources["optimizer"].arms, abs=0.02)
+    assert "they agree" in str(found)
+    assert "they agree" in found._repr_html_()
+    assert Judgement.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+@given(PARTS)
+@settings(max_examples=30, deadline=None)
+def test_costs_add_up_to_the_step(parts: dict[str, float]) -> None:
+    world = World(stall=(0.2, 20, None), **parts)  # type: ignore[arg-type]
+    c = Costs.of(world.evidence())
+    whole = c.data.mid + c.transfer.mid + c.optimizer.mid + c.communication.mid + c.host.mid + c.compute + c.straggler.mid + c.stalls.mid
+    assert whole == pytest.approx(c.step, rel=0.02)

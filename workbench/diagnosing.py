@@ -1,0 +1,301 @@
+"""Diagnose, prove, climb: from a step, a spec or a run to a verdict; from a remedy to its proof; from proof to proof until nothing is left.
+
+What is judged and predicted lives in `diagnosis` and never touches a process; here experiments are run: in this process for a step and
+its loader, in a launch of their own for a spec.
+"""
+
+import ast
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench import rundir, task, units
+from workbench.diagnosis import calibration
+from workbench.diagnosis.calibration import Calibration
+from workbench.diagnosis.diagnosis import Diagnosis
+from workbench.diagnosis.evidence import Arm, Evidence, Interval
+from workbench.diagnosis.observed import observe
+from workbench.diagnosis.proof import Ladder, Proof, Rung
+from workbench.diagnosis.remedy import Remedy
+from workbench.failure import RunError
+from workbench.launcher import experimenting
+from workbench.run import Run
+from workbench.spec import IMPLEMENTATIONS, RunSpec, ScriptSpec, check_names
+from workbench.task import Task
+
+BUDGET = 60.0
+"""Seconds that an experiment may take, where nobody says; most need fewer."""
+WORTH = 1.05
+"""Predicted speedup from which on a climb tries a remedy."""
+LEAST = 15.0
+"""Seconds: with less than that left of its budget, a climb begins nothing new."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """A step and its loader in this process."""
+
+    step: Callable[[Any], Any]
+    loader: Iterable[Any]
+    model: Any = None
+    optimizer: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """A spec, whose experiments are launched."""
+
+    runs_dir: str | os.PathLike[str] | None = None
+    """Where their run directories go; None = `runs` in the current folder."""
+
+
+def diagnose(
+    target: RunSpec | Run | str | os.PathLike[str] | Callable[[Any], Any],
+    loader: Iterable[Any] | None = None,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    budget_s: float = BUDGET,
+    runs_dir: str | os.PathLike[str] | None = None,
+) -> Diagnosis:
+    """Find out what holds a training step back, by experiment: parts of it are taken away in turn, and what changes is the truth.
+
+    * `diagnose(step, loader)` tries in this process; `step(batch)` does one whole optimizer step. Model, optimizer, random generators and
+      loader are left as they were.
+    * `diagnose(spec)` tries in a launch of its own, with as many ranks as the spec has.
+    * `diagnose(run)` goes by what was observed, tries nothing, and says what only an experiment could settle.
+
+    Args:
+        target: a step function, a RunSpec, a run, or the path of a run directory.
+        loader: with a step: its batches, from a DataLoader or any other iterable.
+        model: with a step: the module, or several; None = found by looking at the step.
+        optimizer: with a step: the optimizer, or several; None = found as well.
+        budget_s: seconds to spend at most, the start of a launch included. It ends earlier when it is sure.
+        runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
+
+    Raises:
+        ValueError: something else was given, or what was given cannot be diagnosed; the message says why.
+        RunError: an experiment that was launched failed; its run directory stays.
+    """
+    check_budget(budget_s)
+    if isinstance(target, RunSpec | Run | str | os.PathLike | Task | ScriptSpec):
+        given = {"a loader": loader, "model=": model, "optimizer=": optimizer}
+        if extra := ", ".join(name for name, value in given.items() if value is not None):
+            raise ValueError(f"diagnose({_shown(target)}, …) was given {extra}, which only goes with a step: diagnose(step, loader)")
+    if isinstance(target, RunSpec):
+        run = experimenting.explore(target, budget_s=budget_s, runs_dir=runs_dir)
+        return _tried(run, Elsewhere(runs_dir=runs_dir))
+    if isinstance(target, Run):
+        return _looked_at(target)
+    if isinstance(target, Task | ScriptSpec):
+        raise ValueError(f"diagnose({_shown(target)}): {_SPEC_WANTED}")
+    if isinstance(target, str | os.PathLike):
+        return _looked_at(Run.load(_run_directory(target)))
+    here = Here(step=_check_step(target, loader), loader=loader, model=model, optimizer=optimizer)  # type: ignore[arg-type]
+    from workbench.measure.experiment import experiment
+
+    evidence = experiment(here.step, here.loader, model=model, optimizer=optimizer, budget_s=budget_s)
+    return Diagnosis.of(evidence, subject=here, adjust=Calibration.load().adjust)
+
+
+def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> Proof:
+    """Run a remedy in turns with the baseline, and keep what came of it for later predictions; see `Diagnosis.prove`.
+
+    Raises:
+        ValueError: what was diagnosed is not here any more, or cannot be changed from here.
+        RunError: one of the two failed in its launch.
+    """
+    check_budget(budget_s)
+    spec, subject = diagnosis.spec, diagnosis.subject
+    name = ""
+    if isinstance(spec, RunSpec):
+        runs_dir = subject.runs_dir if isinstance(subject, Elsewhere) else None
+        changed = turned(spec, remedy)
+        run = experimenting.contend(spec, changed, name=remedy.name, budget_s=budget_s, runs_dir=runs_dir)
+        arm, samples = read_contest(run), float(spec.global_batch)
+        name = task.label(spec.task)
+    elif isinstance(subject, Here):
+        from workbench.measure.contest import prove_here
+
+        arm = prove_here(
+            subject.step, subject.loader, dict(remedy.change), model=subject.model, optimizer=subject.optimizer, budget_s=budget_s
+        )
+        samples = diagnosis.evidence.samples or 1.0
+    else:
+        script = isinstance(spec, ScriptSpec)
+        raise ValueError(
+            f"{remedy.name} cannot be proved from here: "
+            + ("a script's knobs are its own; change it there, and " if script else "the step that was diagnosed is not in this process; ")
+            + "diagnose(step, loader) or diagnose(spec) gives a diagnosis whose remedies can be tried"
+        )
+    proof = Proof(
+        remedy=remedy,
+        measured=arm.speedup,
+        baseline=samples / statistics.fmean(base for base, _ in arm.pairs),
+        notes=(arm.note,) if arm.note else (),
+    )
+    if os.environ.get("RANK", "0") == "0" and (trouble := calibration.keep(proof, task=name)):
+        proof = Proof(remedy=remedy, measured=proof.measured, baseline=proof.baseline, notes=(*proof.notes, trouble))
+    return proof
+
+
+def climb(
+    spec: RunSpec, *, budget_s: float = 10 * BUDGET, leave: Collection[str] = (), runs_dir: str | os.PathLike[str] | None = None
+) -> Ladder:
+    """Diagnose, prove the best remedy, keep it if it helps, and so on, until nothing that is predicted to gain more than 5 % is left.
+
+    Args:
+        spec: where to begin.
+        budget_s: seconds for all of it; nothing new is begun when they are over.
+        leave: knobs that are not to be turned, such as "micro_batch", which changes what is trained.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+
+    Raises:
+        ValueError: not a RunSpec, no such knob, or no budget.
+        RunError: a diagnosis failed in its launch. A remedy that fails in its proof is only dropped.
+    """
+    check_budget(budget_s)
+    if not isinstance(spec, RunSpec):
+        raise ValueError(f"climb({_shown(spec)}): a RunSpec is wanted, whose knobs can be turned; {_SPEC_WANTED}")
+    check_names(RunSpec, dict.fromkeys(leave))
+    end = time.monotonic() + budget_s
+
+    def budget() -> float:
+        return min(BUDGET, max(LEAST, end - time.monotonic()))
+
+    diagnosis = diagnose(spec, budget_s=budget(), runs_dir=runs_dir)
+    now, dropped, rungs = spec, set[str](), list[Rung]()
+    rate = start = (diagnosis.evidence.samples or 1.0) / diagnosis.evidence.step
+    while True:
+        remedy = next(
+            (one for one in diagnosis.remedies if one.speedup > WORTH and _can_try(one, now, leave) and one.name not in dropped), None
+        )
+        if remedy is None:
+            stopped = f"nothing is left that can be tried and is predicted to gain more than {units.percent(WORTH - 1)}"
+            break
+        if end - time.monotonic() < LEAST:
+            stopped = f"the budget of {units.seconds(budget_s)} was spent before {remedy.name} could be tried"
+            break
+        try:
+            proof = diagnosis.prove(remedy, budget_s=budget())
+        except RunError as error:
+            nothing = Interval(low=math.nan, mid=math.nan, high=math.nan)
+            proof = Proof(remedy=remedy, measured=nothing, baseline=rate, notes=(f"it failed: {error}",))
+        if proof.gained:
+            now, rate = turned(now, remedy), proof.baseline * proof.measured.mid
+        rungs.append(Rung(verdict=diagnosis.verdict, cause=diagnosis.cause, proof=proof, samples_per_sec=rate))
+        if not proof.gained:
+            dropped.add(remedy.name)
+            continue
+        if end - time.monotonic() < LEAST:
+            stopped = f"the budget of {units.seconds(budget_s)} was spent with {remedy.name}; the verdict is that before it"
+            break
+        diagnosis = diagnose(now, budget_s=budget(), runs_dir=runs_dir)
+    changes = {name: new for name, (_, new) in spec.changes(now).items()}
+    return Ladder(
+        start=start, rungs=tuple(rungs), verdict=diagnosis.verdict, cause=diagnosis.cause, changes=changes or None, stopped=stopped
+    )
+
+
+def _can_try(remedy: Remedy, spec: RunSpec, leave: Collection[str]) -> bool:
+    return remedy.provable and not remedy.ceiling and remedy.change.keys().isdisjoint(leave) and turned(spec, remedy) != spec
+
+
+def turned(spec: RunSpec, remedy: Remedy) -> RunSpec:
+    """The spec with a remedy's knobs turned, and with those that hang on them: without workers nothing is prefetched.
+
+    Raises:
+        SpecError: a knob that a spec does not have, or a value it does not take.
+    """
+    change = dict(remedy.change)
+    check_names(RunSpec, change)
+    if change.get("num_workers") == 0:
+        change = {"prefetch_factor": None, "persistent_workers": False} | change
+    if spec.optimizer and spec.optimizer not in IMPLEMENTATIONS and change.get("optimizer") in IMPLEMENTATIONS:
+        change["optimizer"] = _implemented(spec.optimizer, change["optimizer"])
+    return spec.replace(**change)
+
+
+def _implemented(optimizer: str, how: str) -> str:
+    """An optimizer's name and options, with its implementation among them.
+
+    >>> _implemented("adamw(betas=(0.9, 0.95), foreach=True)", "fused")
+    'adamw(betas=(0.9, 0.95), fused=True)'
+    """
+    node = ast.parse(optimizer.strip(), mode="eval").body
+    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+    options = [option for option in call.keywords if option.arg not in IMPLEMENTATIONS]
+    return ast.unparse(ast.Call(func=call.func, args=call.args, keywords=[*options, ast.keyword(how, ast.Constant(True))]))
+
+
+def read_contest(run: Run) -> Arm:
+    """What came of two specs that took turns."""
+    value = rundir.read_json(run.path / rundir.CONTEST)
+    return Arm(**{**value, "pairs": tuple((base, other) for base, other in value["pairs"])})
+
+
+def check_budget(budget_s: float) -> None:
+    """Refuse a budget that is none.
+
+    Raises:
+        ValueError: it is not a positive number.
+    """
+    if isinstance(budget_s, bool) or not isinstance(budget_s, int | float) or not 0 < budget_s < float("inf"):
+        raise ValueError(f"budget_s={budget_s!r}: seconds above 0 are allowed; try budget_s=60")
+
+
+_SPEC_WANTED = (
+    'a task is diagnosed by its spec, diagnose(wb.RunSpec(task="my_task.py:build")); a script by a run of it, '
+    'diagnose(wb.launch("train.py", watch=True).wait())'
+)
+
+
+def _tried(run: Run, subject: Elsewhere) -> Diagnosis:
+    evidence = Evidence.from_json(rundir.read_json(run.path / rundir.EVIDENCE))
+    return Diagnosis.of(evidence, spec=run.spec, subject=subject, adjust=Calibration.load().adjust)
+
+
+def _looked_at(run: Run) -> Diagnosis:
+    """By what a run has left behind: the evidence of an experiment, or the timelines of a training.
+
+    Raises:
+        ValueError: it still runs, or has no measured step.
+    """
+    subject = Elsewhere(runs_dir=run.path.parent)
+    if (run.path / rundir.EVIDENCE).exists():
+        return _tried(run, subject)
+    return Diagnosis.of(observe(run), spec=run.spec, subject=subject, adjust=Calibration.load().adjust)
+
+
+def _run_directory(given: str | os.PathLike[str]) -> Path:
+    path = Path(given).expanduser()
+    text = os.fspath(given)
+    if not (path / rundir.RUN_JSON).is_file() and (text in task.SAMPLES or ":" in text or text.endswith(".py")):
+        raise ValueError(f"diagnose({text!r}): a text is the path of a run directory; {_SPEC_WANTED}")
+    return path
+
+
+def _check_step(step: Any, loader: Any) -> Callable[[Any], Any]:
+    if hasattr(step, "state_dict") and hasattr(step, "parameters"):
+        raise ValueError(
+            f"diagnose({_shown(step)}, …): a function is wanted that does one whole optimizer step, def step(batch): …; the module goes "
+            "into model="
+        )
+    if not callable(step):
+        if callable(loader) and (hasattr(step, "__iter__") or hasattr(step, "__getitem__")):
+            raise ValueError("diagnose(loader, step): it is the other way round, diagnose(step, loader)")
+        raise ValueError(
+            f"diagnose({_shown(step)}, …): allowed are a step function with its loader, a RunSpec, a Run or the path of a run directory"
+        )
+    if loader is None:
+        raise ValueError(f"diagnose({_shown(step)}): a step needs the loader of its batches: diagnose(step, loader)")
+    return step  # type: ignore[no-any-return]
+
+
+def _shown(target: object) -> str:
+    return getattr(target, "__name__", type(target).__name__)

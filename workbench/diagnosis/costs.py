@@ -1,0 +1,302 @@
+"""Costs: the seconds of each part of a step, worked out from the evidence, and what the removal of each would save.
+
+Every arm is a ratio to its baseline, measured pair by pair; here the ratios are chained to seconds of the step as it is. All that follows
+(verdict, remedies, StepModel) starts from these numbers.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from workbench.diagnosis.evidence import Arm, Evidence, Inside, Interval, RankEvidence
+from workbench.timeline import PHASES
+
+NOTHING = Interval(low=0.0, mid=0.0, high=0.0)
+PYTHON_IN_OPTIMIZER = 0.5
+"""Share of an optimizer's step with no operator running: 0.3 to 0.6 for torch's own loops over tensors, about 0.1 for fused ones. The trace
+sees both together, so this much of the optimizer is not counted as the host's."""
+
+
+def scaled(one: Interval, by: float) -> Interval:
+    """The interval times a positive number."""
+    return Interval(low=one.low * by, mid=one.mid * by, high=one.high * by)
+
+
+def at_least_0(one: Interval) -> Interval:
+    """No part takes less than no time: noise below it is cut off."""
+    return Interval(low=max(0.0, one.low), mid=max(0.0, one.mid), high=max(0.0, one.high))
+
+
+def less(one: Interval, by: float) -> Interval:
+    """The interval moved down, but not below 0."""
+    return at_least_0(Interval(low=one.low - by, mid=one.mid - by, high=one.high - by))
+
+
+def capped(one: Interval, most: float) -> Interval:
+    """No end above `most`."""
+    return Interval(low=min(one.low, most), mid=min(one.mid, most), high=min(one.high, most))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slow:
+    """The slowest rank beside a typical one, in seconds per step without reductions."""
+
+    ranks: tuple[int, ...]
+    """Those that are slow."""
+    input: float
+    """What it waits longer for data."""
+    compute: float
+    """What it computes longer."""
+    alone: float
+    """Its step."""
+    typical: float
+    """The step of the others."""
+
+    @property
+    def excess(self) -> float:
+        return self.input + self.compute
+
+
+def slowest(ranks: tuple[RankEvidence, ...]) -> Slow | None:
+    """Who is slow; None with one rank, if all are equal, or if they were not timed apart.
+
+    The others are represented by their lower median, so that half of the ranks may be slow without setting the standard.
+    """
+    known = sorted((one for one in ranks if math.isfinite(one.alone)), key=lambda one: one.alone)
+    if len(known) < 2:
+        return None
+    worst, typical = known[-1], known[(len(known) - 1) // 2]
+    excess = worst.alone - typical.alone
+    if excess <= 0:
+        return None
+    waits = [0.0 if math.isnan(one.wait) else one.wait for one in (worst, typical)]
+    by_input = max(0.0, waits[0] - waits[1])
+    by_compute = max(0.0, (worst.alone - waits[0]) - (typical.alone - waits[1]))
+    both = by_input + by_compute or 1.0
+    limit = typical.alone + excess / 2
+    return Slow(
+        ranks=tuple(sorted(one.rank for one in known if one.alone > limit)),
+        input=excess * by_input / both,
+        compute=excess * by_compute / both,
+        alone=worst.alone,
+        typical=typical.alone,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds per step. Those with an interval come from paired experiments or a trace."""
+
+    step: float
+    """As it is, stalls included."""
+    clean: float
+    """Without stalls."""
+    cached: float
+    """On batches that are there already: no loader."""
+    loader: float
+    """What the loader takes for a step's batches, on its own."""
+    overlap: float
+    """How far loader and training run side by side: 0 = in turn, 1 = wholly."""
+    data: Interval
+    """What the loader adds, that of a slow rank alone left out."""
+    transfer: Interval
+    optimizer: Interval
+    communication: Interval
+    straggler: Interval
+    host: Interval
+    """No operator runs; without the optimizer's, collectives and stalls."""
+    sleeping: float
+    """Of it: the training thread sleeps, reads or writes."""
+    small: float
+    """In forward and backward: in operators so short that calling them is most of their cost."""
+    fixed: float
+    """Of forward and backward: does not grow with the batch; nan if no doubled batch was tried."""
+    stalls: Interval
+    slow: Slow | None = None
+
+    @classmethod
+    def of(cls, e: Evidence) -> "Costs":
+        """Work them out."""
+        if e.observed:
+            return _observed(e)
+        clean = e.step * (1 - e.stalls.share)
+        ratio = e.arms["cached"].saved if "cached" in e.arms else NOTHING
+        cached = clean * (1 - max(0.0, ratio.mid))
+        data = at_least_0(scaled(ratio, clean))
+        loader = _loader(e)
+        slow = slowest(e.ranks)
+        by_input = min(slow.input, data.mid) if slow else 0.0
+        noise = (e.noise.spread if e.noise else 0.05) / 2
+        straggler = NOTHING
+        if slow:
+            late = by_input + slow.compute
+            straggler = at_least_0(Interval(low=late - noise * slow.alone, mid=late, high=late + noise * slow.alone))
+        optimizer = _saved(e, "no_optimizer", clean)
+        if "no_optimizer" not in e.arms and e.inside and e.inside.optimizer is not None and e.inside.step:
+            traced = e.inside.optimizer / e.inside.step * cached
+            optimizer = Interval(low=traced * (1 - e.inside.slowdown), mid=traced, high=traced)
+        communication = _saved(e, "no_sync", clean)
+        transfer = _saved(e, "device_batch", clean)
+        host, sleeping, small = _host(e, cached, optimizer.mid, communication.mid)
+        rest = cached - transfer.mid - optimizer.mid - communication.mid - (slow.compute if slow else 0.0)
+        host = capped(host, max(0.0, rest))
+        return cls(
+            step=e.step,
+            clean=clean,
+            cached=cached,
+            loader=loader,
+            overlap=_overlap(clean, cached, loader),
+            data=less(data, by_input),
+            transfer=transfer,
+            optimizer=optimizer,
+            communication=communication,
+            straggler=straggler,
+            host=host,
+            sleeping=sleeping,
+            small=small,
+            fixed=_fixed(e, cached, optimizer.mid, communication.mid),
+            stalls=_stalls(e),
+            slow=slow,
+        )
+
+    def saves(self, seconds: Interval) -> Interval:
+        """What the step saves if training gets this much faster: nothing where it would only wait longer for its loader."""
+        room = max(0.0, self.clean - self.loader)
+        hidden = capped(seconds, room)
+        keep = 1 - self.overlap
+        ends = (keep * getattr(seconds, end) + self.overlap * getattr(hidden, end) for end in ("low", "mid", "high"))
+        low, mid, high = ends
+        return Interval(low=low, mid=mid, high=high)
+
+    def share(self, seconds: Interval) -> Interval:
+        """As a fraction of the step."""
+        return scaled(seconds, 1 / self.step) if self.step else NOTHING
+
+    @property
+    def compute(self) -> float:
+        """What is left of a cached step: operators of forward and backward."""
+        late = self.slow.compute if self.slow else 0.0
+        return max(0.0, self.cached - self.transfer.mid - self.optimizer.mid - self.communication.mid - self.host.mid - late)
+
+
+def _observed(e: Evidence) -> Costs:
+    """From clocks alone: means of the phases over the ranks. Host and communication cannot be seen; `other` stands for the host."""
+    clean = e.step * (1 - e.stalls.share)
+    slow = slowest(e.ranks)
+    waits = sorted(one.wait for one in e.ranks)
+    wait = min(waits[(len(waits) - 1) // 2], clean)
+    means = {phase: statistics.fmean(one.timeline.mean(phase) for one in e.ranks) for phase in PHASES}
+    working = sum(means.values()) - means["data_wait"]
+    fair = (clean - wait) / working if working > 0 else 0.0  # stalls, and what ranks wait for each other, lie in the phases
+    late = min(slow.excess, clean - wait) if slow else 0.0
+    beside = bool(e.loading and e.loading.num_workers) and wait > 0.05 * clean
+    return Costs(
+        step=e.step,
+        clean=clean,
+        cached=clean - wait - min(slow.input if slow else 0.0, late),
+        loader=clean if beside else math.nan,  # whatever training saved, it would wait for its loader
+        overlap=1.0 if beside else 0.0,
+        data=_roughly(wait),
+        transfer=_roughly(means["h2d"] * fair),
+        optimizer=_roughly(means["optimizer"] * fair),
+        communication=NOTHING,
+        straggler=_roughly(late),
+        host=_roughly(means["other"] * fair),
+        sleeping=0.0,
+        small=0.0,
+        fixed=math.nan,
+        stalls=_stalls(e),
+        slow=slow,
+    )
+
+
+def _roughly(seconds: float) -> Interval:
+    """What clocks saw: the true cost may be less, if something else hides behind it; seldom more."""
+    return Interval(low=0.8 * seconds, mid=seconds, high=1.1 * seconds)
+
+
+def level(e: Evidence, name: str, full: float) -> float:
+    """Seconds of an arm, chained through its baselines to the full step."""
+    if name not in e.arms:
+        return full
+    arm = e.arms[name]
+    return level(e, arm.baseline, full) * (1 - mean_saved(arm))
+
+
+def mean_saved(arm: Arm) -> float:
+    """`arm.saved.mid`, without the trouble of its interval."""
+    base = sum(base for base, _ in arm.pairs)
+    return 1 - sum(changed for _, changed in arm.pairs) / base if base else 0.0
+
+
+def saved_by(e: Evidence, arm: Arm, clean: float) -> Interval:
+    """Seconds that an arm saves of its baseline; negative where it costs time."""
+    return scaled(arm.saved, level(e, arm.baseline, clean))
+
+
+def _saved(e: Evidence, name: str, clean: float) -> Interval:
+    return at_least_0(saved_by(e, e.arms[name], clean)) if name in e.arms else NOTHING
+
+
+def _loader(e: Evidence) -> float:
+    alone = e.loading.alone * e.accumulation if e.loading else math.nan
+    arm = e.arms["loader"].seconds if "loader" in e.arms else math.nan
+    if e.world_size > 1 and not math.isnan(alone) and not math.isnan(arm):
+        return max(alone, arm)  # `loading` is one rank's; the arm is the slowest one's
+    return arm if math.isnan(alone) else alone
+
+
+def _overlap(clean: float, cached: float, loader: float) -> float:
+    """Serial: full = cached + loader. Side by side: full = the larger. Where between the two does the full step lie?"""
+    smaller = min(cached, loader)
+    if math.isnan(loader) or smaller <= 0:
+        return 0.0
+    return min(1.0, max(0.0, (cached + loader - clean) / smaller))
+
+
+def _stalls(e: Evidence) -> Interval:
+    """Regular stalls are certain; of irregular ones that were seen n times, the true number lies within about n ± √n."""
+    seconds = e.step * e.stalls.share
+    loose = 0.1 if e.stalls.every else 1 / math.sqrt(len(e.stalls.at) or 1)
+    return Interval(low=seconds * (1 - min(1.0, loose)), mid=seconds, high=seconds * (1 + loose))
+
+
+def _fixed(e: Evidence, cached: float, optimizer: float, communication: float) -> float:
+    """Forward and backward take a + m × samples; a from a batch of another size."""
+    arm = e.arms.get("doubled")
+    if arm is None or arm.samples <= 1:
+        return math.nan
+    other = optimizer + communication
+    one = max(0.0, cached - other)
+    more = max(0.0, cached * (1 - arm.saved.mid) - other)
+    return min(one, max(0.0, (arm.samples * one - more) / (arm.samples - 1)))
+
+
+def _host(e: Evidence, cached: float, optimizer: float, communication: float) -> tuple[Interval, float, float]:
+    """Time of a cached step without an operator: in all (less the optimizer's), asleep, and in small operators.
+
+    A trace makes the gaps between operators longer; how much longer the whole step got is the uncertainty.
+    """
+    inside = e.inside
+    if inside is None or not inside.step or math.isnan(inside.ops):  # nan: no trace could be taken
+        return NOTHING, 0.0, 0.0
+    idle = max(0.0, 1 - (inside.ops + (inside.collectives or 0.0)) / inside.step)
+    slower = max(0.0, inside.slowdown) / (1 + max(0.0, inside.slowdown))
+    if e.world_size > 1:  # what ranks wait for each other is not the host's
+        idle = max(0.0, idle - max(0.0, communication / cached - (inside.collectives or 0.0) / inside.step) if cached else idle)
+    gaps = Interval(low=max(0.0, idle - slower), mid=max(0.0, idle - slower / 2), high=idle)
+    seconds = scaled(gaps, cached)
+    host = at_least_0(
+        Interval(
+            low=seconds.low - optimizer,
+            mid=seconds.mid - PYTHON_IN_OPTIMIZER * min(optimizer, 2 * seconds.mid),
+            high=seconds.high,
+        )
+    )
+    asleep = inside.blocked / _untraced(inside) * cached - communication if inside.blocked else 0.0
+    return host, min(host.mid, max(0.0, asleep)), max(0.0, inside.small_ops / inside.step * cached)
+
+
+def _untraced(inside: Inside) -> float:
+    """`blocked`, `waiting`, `cpu` and `gc` belong to steps outside the trace."""
+    return inside.step / (1 + inside.slowdown)

@@ -1,0 +1,86 @@
+"""What the host may hold a step back by: its threads, its garbage collector, sleeping, waiting for the device, launches, Python."""
+
+from workbench import units
+from workbench.diagnosis.causes import GROWS, MOSTLY, Cause, growth
+from workbench.diagnosis.costs import NOTHING, Costs, less, saved_by
+from workbench.diagnosis.evidence import Evidence, Interval
+
+MANY_SYNCS = 2.0
+"""Per step, on a GPU: one (the loss that is logged) is usual, and at the end of a step it is nearly free."""
+GAP = 25e-6
+"""Seconds of Python from one operator to the next, where it only calls them: a module and a function or two."""
+SHORT = 60e-6
+"""Mean seconds of operators that are called for longer than they compute."""
+MANY_ITEMS = 20.0
+"""Per step, where operators run at once: each costs a few microseconds, so only many matter."""
+
+
+def oversubscription(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
+    """More threads than cores; proved by the arm with fewer threads."""
+    cores = e.noise.cores if e.noise else float("inf")
+    if e.device != "cpu" or e.world_size * e.threads <= cores:
+        return None
+    tried = [arm for name, arm in e.arms.items() if name.startswith("threads=") and int(name.partition("=")[2]) < e.threads]
+    if not tried:
+        return None
+    best = max(tried, key=lambda arm: arm.saved.mid)
+    ranks = f"{e.world_size} ranks × " if e.world_size > 1 else ""
+    return saved_by(e, best, c.clean), Cause(
+        cause="oversubscribed threads",
+        why=f"{ranks}{e.threads} threads share {cores:.0f} cores; with {best.name} the step without its loader takes "
+        f"{units.percent(best.saved.mid)} less.",
+    )
+
+
+def collection(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
+    """Python's cyclic garbage collector, where it is at work in most steps."""
+    arm, inside = e.arm("no_gc"), e.inside
+    if arm:
+        saved = saved_by(e, arm, c.clean)
+    elif inside and inside.step and inside.gc:
+        seconds = inside.gc * (1 + inside.slowdown) / inside.step * c.cached
+        saved = Interval(low=0.8 * seconds, mid=seconds, high=1.2 * seconds)
+    else:
+        return None
+    return saved, Cause(
+        cause="garbage collection",
+        why=f"Python's cyclic garbage collector takes {units.percent(saved.mid / c.step)} of the step.",
+    )
+
+
+def without_operators(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
+    """The time in which no operator runs, and that of operators so short that launching them is most of their cost."""
+    inside = e.inside
+    if inside is None or c.host == NOTHING:
+        return None
+    gaps = units.percent(c.host.mid / c.step)
+    where = "".join(f" {units.percent(share)} of the step is spent in {line}." for line, share in inside.lines[:1])
+    if c.sleeping >= MOSTLY * c.host.mid and c.sleeping:
+        return c.host, Cause(
+            cause="sleeping or I/O",
+            why=f"For {units.seconds(c.sleeping)} of each step the training thread neither computes nor waits for a core: it sleeps, "
+            f"or reads or writes.{where}",
+        )
+    if (e.device != "cpu" and inside.syncs >= MANY_SYNCS) or inside.syncs >= MANY_ITEMS:
+        return c.host, Cause(
+            cause="syncs",
+            why=f"{inside.syncs:.0f} times per step Python asks for a number (.item() and the like) and goes on only when it is there; "
+            f"for {gaps} of the step no operator runs.{where}",
+        )
+    if growth(e) <= GROWS and _short(e, c):
+        launched = min(c.small, max(0.0, c.fixed - c.host.mid))
+        both = less(Interval(low=c.host.low + launched / 2, mid=c.host.mid + launched, high=c.host.high + launched), 0.0)
+        return both, Cause(
+            cause="launches",
+            why=f"{inside.op_count:.0f} operators per step are so short that calling them is most of their cost: with twice the samples "
+            f"the step takes only {units.percent(growth(e))} longer.",
+        )
+    return c.host, Cause(cause="python", why=f"For {gaps} of the step no operator runs: Python is at work.{where}")
+
+
+def _short(e: Evidence, c: Costs) -> bool:
+    """Is the time without an operator that between operators, spread over many short ones, rather than one long piece of Python?"""
+    inside = e.inside
+    if inside is None or not inside.op_count:
+        return False
+    return c.host.mid <= GAP * inside.op_count and inside.ops <= SHORT * inside.op_count

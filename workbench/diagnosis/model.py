@@ -1,0 +1,300 @@
+"""StepModel: predicts the parts of a step under changed knobs, from what experiments found out about it as it is."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.diagnosis.costs import Costs, level, mean_saved
+from workbench.diagnosis.evidence import Evidence, Gradients
+from workbench.diagnosis.feeding import Feeding
+from workbench.diagnosis.parts import PARTS, Parts
+
+__all__ = ["KNOBS", "PARTS", "Parts", "StepModel"]
+
+KNOBS = (
+    "num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "micro_batch", "accumulation", "precision",
+    "nproc_per_node", "bucket_cap_mb", "threads", "optimizer", "channels_last", "gc",
+)  # fmt: skip
+"""What can be changed: fields of RunSpec; `optimizer` is "fused" or "foreach"; `channels_last` and `gc` are True or False."""
+
+BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0
+"""DDP's own sizes: Source: torch.nn.parallel.DistributedDataParallel, `bucket_cap_mb` and `dist._DEFAULT_FIRST_BUCKET_BYTES`."""
+MIB = 2**20
+LOOPBACK = Gradients(size=0, buckets=1, latency=3e-4, per_byte=1e-9)
+"""What a reduction between two processes of one machine costs (gloo, order of magnitude), where none was measured: a run of one rank."""
+FIT = (0.7, 1.6)
+"""How much slower or faster than in a probe a loader may be in the loop; what is beyond has another reason (uneven batches, start-up)."""
+FED = 0.03
+"""A loader that adds less of the step says nothing about how fast it is: noise is as large."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """A step taken apart, to be put together again under other knobs. Everything that an experiment tried is taken from it as measured;
+    what was not tried follows formulas. Known errors: `Feeding` for the loader; the rest of the step is taken to scale as
+
+        forward + backward = fixed + samples × the rest         (from the doubled batch)
+        reductions = measured × (latency × buckets (n − 1) + size × per_byte × 2 (n − 1) / n, now over then)
+    """
+
+    evidence: Evidence
+    costs: Costs
+    feeding: Feeding | None
+    """The loader as it is, its times scaled so that the formulas give the measured step; None if it could not be probed."""
+    unexplained: float
+    """Seconds of data wait that the formulas do not give for the loader as it is."""
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> "StepModel":
+        """Take a step apart."""
+        costs = Costs.of(evidence)
+        feeding = None if evidence.observed else Feeding.of(evidence)
+        target = costs.cached + costs.data.mid
+        if feeding is None:
+            return cls(evidence=evidence, costs=costs, feeding=None, unexplained=0.0)
+        feeding = _with_compute(feeding, costs.cached / evidence.accumulation, costs.cached)
+        knobs = _loader_knobs(evidence)
+        if costs.data.mid >= FED * costs.clean:
+            feeding = _fitted(feeding, target, knobs)
+        return cls(evidence=evidence, costs=costs, feeding=feeding, unexplained=target - feeding.step(**knobs))
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """Every knob as it is; None where it is not known."""
+        e = self.evidence
+        loading = e.loading
+        return {
+            "num_workers": loading.num_workers if loading else None,
+            "prefetch_factor": loading.prefetch_factor if loading else None,
+            "persistent_workers": loading.persistent_workers if loading else None,
+            "pin_memory": loading.pin_memory if loading else None,
+            "micro_batch": loading.batch_size if loading else None,
+            "accumulation": e.accumulation,
+            "precision": e.precision,
+            "nproc_per_node": e.world_size,
+            "bucket_cap_mb": None,
+            "threads": e.threads,
+            "optimizer": None,
+            "channels_last": False,
+            "gc": True,
+        }
+
+    def parts(self, **changes: Any) -> Parts:
+        """What the step would be made of.
+
+        Args:
+            changes: knobs of KNOBS; without any, the step as it is, measured.
+
+        Raises:
+            ValueError: no such knob, or it cannot be predicted from what was measured.
+        """
+        for name in changes:
+            if name not in KNOBS:
+                near = difflib.get_close_matches(name, KNOBS, n=1)
+                raise ValueError(f"no knob {name!r}: {f'did you mean {near[0]!r}? ' if near else ''}There are {', '.join(KNOBS)}")
+        now = self.knobs
+        new = {name: value for name, value in changes.items() if value != now[name] and not (value is None and name != "bucket_cap_mb")}
+        notes: list[str] = []
+        inner, samples = self._inner({**now, **new}, new, notes)
+        data = self._data_wait({**now, **new}, new, sum(inner.values()))
+        return Parts(
+            data_wait=data,
+            stalls=self.costs.stalls.mid,
+            samples=None if self.evidence.samples is None else self.evidence.samples * samples,
+            predicted=bool(new),
+            notes=tuple(notes),
+            **inner,
+        )
+
+    def speedup(self, **changes: Any) -> float:
+        """Throughput in samples under changed knobs over that of now."""
+        new = self.parts(**changes)
+        samples = self._samples(changes)
+        return samples * self.parts().step / new.step if new.step else math.nan
+
+    def without(self, seconds: float) -> float:
+        """Speedup if training took so many seconds less per step, the loader as it is."""
+        cached = max(1e-12, self.costs.cached - seconds)
+        step = cached + self._data_wait(self.knobs, {}, cached) + self.costs.stalls.mid + self._late_input
+        return self.costs.step / step if step > 0 else math.nan
+
+    # --- training on batches that are there
+
+    @property
+    def _late_input(self) -> float:
+        """What a slow rank's loader adds to every step."""
+        slow = self.costs.slow
+        return max(0.0, self.costs.straggler.mid - slow.compute) if slow else 0.0
+
+    def _samples(self, changes: Mapping[str, Any]) -> float:
+        now = self.knobs
+        return math.prod(float(changes[k] / now[k]) for k in ("micro_batch", "accumulation", "nproc_per_node") if changes.get(k) and now[k])
+
+    def _inner(self, knobs: Mapping[str, Any], new: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, float], float]:
+        """The parts of a step without its loader, and its samples relative to now."""
+        c, e = self.costs, self.evidence
+        if "micro_batch" in new and not self.knobs["micro_batch"]:
+            raise ValueError("micro_batch cannot be predicted: how many samples a batch has now could not be told")
+        size = float(knobs["micro_batch"] / self.knobs["micro_batch"]) if "micro_batch" in new else 1.0
+        batches = float(knobs["accumulation"] / e.accumulation)
+        compute, host = c.compute, c.host.mid
+        if size != 1.0 and math.isnan(c.fixed):
+            notes.append("how the step grows with its batch was not measured: all but Python is taken to grow with it")
+        fixed = host if math.isnan(c.fixed) else min(c.fixed, compute + host)
+        host_fixed = min(host, fixed)
+        compute_fixed = fixed - host_fixed
+        host = (host_fixed + (host - host_fixed) * size) * batches
+        compute = (compute_fixed + (compute - compute_fixed) * size) * batches
+        late = (c.slow.compute if c.slow else 0.0) * size * batches
+        transfer = 0.0 if new.get("pin_memory") else c.transfer.mid * size * batches
+        optimizer, communication = c.optimizer.mid, c.communication.mid
+        for name, value in new.items():
+            if name in ("precision", "channels_last") or (name == "gc" and not value):
+                ratio = 1 - self._tried(name, value, notes) / max(c.compute + c.host.mid, 1e-12)
+                compute, host = compute * max(0.05, ratio), host * max(0.05, ratio)
+            elif name == "optimizer":
+                optimizer = max(0.0, optimizer - self._tried(name, value, notes))
+            elif name == "threads":
+                ratio = max(0.05, 1 - self._tried(name, value, notes) / max(c.cached, 1e-12))
+                compute, host, optimizer, communication = (ratio * part for part in (compute, host, optimizer, communication))
+        if "bucket_cap_mb" in new and e.gradients:
+            more = buckets_of(e.gradients.size, knobs["bucket_cap_mb"]) - e.gradients.buckets
+            communication = max(0.0, communication + e.gradients.latency * more)
+        if "nproc_per_node" in new:
+            communication = self._reduced(knobs["nproc_per_node"], notes)
+            crowd = self._crowd(knobs["nproc_per_node"]) / self._crowd(e.world_size)
+            compute, host, optimizer = compute * crowd, host * crowd, optimizer * crowd
+            late = 0.0 if knobs["nproc_per_node"] == 1 else late
+        straggler = late + (self._late_input if knobs["nproc_per_node"] > 1 else 0.0)
+        inner = {
+            "transfer": transfer,
+            "compute": compute,
+            "host": host,
+            "optimizer": optimizer,
+            "communication": communication,
+            "straggler": straggler,
+        }
+        return inner, size * batches * knobs["nproc_per_node"] / e.world_size
+
+    def _tried(self, name: str, value: Any, notes: list[str]) -> float:
+        """Seconds that a change saves of a cached step, where an arm tried it."""
+        e = self.evidence
+        arm = {"channels_last": "channels_last", "gc": "no_gc"}.get(name, f"{name}={value}")
+        if arm not in e.arms:
+            notes.append(f"{name}={value} was not tried: its effect is not known and left out")
+            return 0.0
+        return level(e, e.arms[arm].baseline, self.costs.clean) * mean_saved(e.arms[arm])
+
+    def _reduced(self, ranks: int, notes: list[str]) -> float:
+        e = self.evidence
+        if ranks == 1:
+            return 0.0
+        size = e.gradients.size if e.gradients else 4 * (e.parameters or 0)
+        if e.world_size > 1 and e.gradients:
+            was = _bare(e.gradients, e.world_size)
+            return self.costs.communication.mid * (_bare(e.gradients, ranks) / was if was else 1.0)
+        if e.world_size > 1:
+            return self.costs.communication.mid * (ranks - 1) / ranks * e.world_size / (e.world_size - 1)
+        notes.append("no reduction was measured, with one rank: a loopback of 1 GB/s is assumed")
+        return _bare(dataclasses.replace(LOOPBACK, size=size, buckets=buckets_of(size, None)), ranks)
+
+    def _crowd(self, ranks: int) -> float:
+        """How much slower the ranks get by sharing the cores; on a GPU each has its own."""
+        e = self.evidence
+        if e.device != "cpu" or e.noise is None:
+            return 1.0
+        busy = float(e.threads)
+        if e.inside and e.inside.cpu and self.costs.cached:
+            busy = min(busy, e.inside.cpu / self.costs.cached)
+        return max(1.0, ranks * busy / max(e.noise.cores - e.noise.foreign, 0.5))
+
+    # --- the loader
+
+    def _data_wait(self, knobs: Mapping[str, Any], new: Mapping[str, Any], inner: float) -> float:
+        """What the loader adds to a step that takes `inner` seconds without it."""
+        c, e = self.costs, self.evidence
+        inner -= self._late_input
+        batches = float(knobs["accumulation"] / e.accumulation)
+        size = float(knobs["micro_batch"] / self.knobs["micro_batch"]) if "micro_batch" in new else 1.0
+        if self.feeding is None:
+            if math.isnan(c.loader):
+                return c.data.mid * batches * size
+            loader = c.loader * batches * size
+            left = c.data.mid - _wait(c.loader, c.cached, c.overlap)
+            return max(0.0, _wait(loader, inner, c.overlap) + left * batches * size)
+        feeding = _with_compute(_times(self.feeding, size), inner / knobs["accumulation"], inner, self.costs.cached)
+        feeding = dataclasses.replace(feeding, accumulation=knobs["accumulation"], ranks=knobs["nproc_per_node"])
+        step = feeding.step(
+            knobs["num_workers"] or 0,
+            prefetch_factor=knobs["prefetch_factor"] or 2,
+            persistent_workers=bool(knobs["persistent_workers"]),
+        )
+        same = not {"num_workers", "prefetch_factor", "persistent_workers"} & new.keys()
+        return max(0.0, step - inner + (self.unexplained * batches * size if same else 0.0))
+
+
+def _wait(loader: float, inner: float, overlap: float) -> float:
+    return (1 - overlap) * loader + overlap * max(0.0, loader - inner)
+
+
+def _times(feeding: Feeding, by: float) -> Feeding:
+    """The loader's times multiplied; start-up is not."""
+    if by == 1.0:
+        return feeding
+    return dataclasses.replace(
+        feeding,
+        cpu=feeding.cpu * by,
+        blocked=feeding.blocked * by,
+        worker_cpu=None if feeding.worker_cpu is None else feeding.worker_cpu * by,
+        handover=feeding.handover * by,
+    )
+
+
+def _with_compute(feeding: Feeding, compute: float, inner: float, was: float | None = None) -> Feeding:
+    """Training takes `compute` seconds per batch; its CPU changes in proportion."""
+    cpu = feeding.compute_cpu
+    if cpu is not None and was:
+        cpu = cpu * compute * feeding.accumulation / was
+    return dataclasses.replace(feeding, compute=compute, compute_cpu=cpu)
+
+
+def _fitted(feeding: Feeding, target: float, knobs: Mapping[str, Any]) -> Feeding:
+    """The loader's times scaled so that the formulas give the measured step: in the loop they are others than alone (caches, cores)."""
+    low, high = FIT
+    for _ in range(30):
+        middle = math.sqrt(low * high)
+        if _times(feeding, middle).step(**knobs) < target:
+            low = middle
+        else:
+            high = middle
+    return _times(feeding, math.sqrt(low * high))
+
+
+def _loader_knobs(e: Evidence) -> dict[str, Any]:
+    assert e.loading is not None  # or there would be no Feeding
+    return {
+        "num_workers": e.loading.num_workers,
+        "prefetch_factor": e.loading.prefetch_factor or 2,
+        "persistent_workers": e.loading.persistent_workers,
+    }
+
+
+def buckets_of(size: float, cap_mb: float | None) -> int:
+    """How many reductions DDP makes of gradients of `size` bytes: a small first bucket, then full ones.
+
+    >>> buckets_of(100 * 2**20, None), buckets_of(2**19, 25)
+    (5, 1)
+    """
+    cap = BUCKET_MB if cap_mb is None else cap_mb
+    return 1 + math.ceil(max(0.0, size - min(FIRST_BUCKET_MB, cap) * MIB) / (cap * MIB))
+
+
+def _bare(g: Gradients, ranks: int) -> float:
+    """Seconds of the reductions over so many ranks, nothing beside: rings of n − 1 hops; each rank sends 2 (n − 1) / n of the bytes.
+
+    `g` was measured over a number of ranks of its own, so only ratios of this mean something.
+    """
+    return g.latency * g.buckets * (ranks - 1) + g.size * g.per_byte * 2 * (ranks - 1) / ranks

@@ -1,0 +1,82 @@
+"""Remedy: one change of the step, with the gain it promises, how that was worked out, and what it costs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench import units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """A change and its predicted gain. Gains of several remedies are not multiplied: what one frees, the other may no longer find."""
+
+    name: str
+    """Short, and unique in a diagnosis: "num_workers=2"."""
+    change: Mapping[str, Any] = field(default_factory=dict)
+    """Knobs to turn: fields of RunSpec, and `optimizer` ("fused", "foreach"), `channels_last`, `gc`; empty where it is not ours to turn."""
+    what: str
+    """What to do, in a sentence."""
+    speedup: float
+    """Predicted throughput in samples over that of now."""
+    low: float
+    """The same, at least."""
+    high: float
+    """The same, at most."""
+    formula: str
+    """How the prediction was worked out, with the numbers that went in."""
+    costs: str = ""
+    """What it costs: memory, accuracy, convenience; empty = nothing that we know of."""
+    ceiling: bool = False
+    """True: no more than this, since what replaces the removed part is taken to cost nothing."""
+
+    @property
+    def provable(self) -> bool:
+        """Can it be tried by turning knobs?"""
+        return bool(self.change)
+
+    @property
+    def gain(self) -> str:
+        """The prediction as text: "1.62× (1.51× … 1.70×)"; of a ceiling "up to 1.62×"."""
+        if self.ceiling:
+            return f"up to {units.times(self.speedup)}"
+        return f"{units.times(self.speedup)} ({units.times(self.low)} … {units.times(self.high)})"
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: {self.gain}",
+            self.what,
+            f"Predicted from: {self.formula}.",
+            f"It costs: {self.costs or 'nothing we know of'}.",
+        ]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "name": self.name,
+            "change": dict(self.change),
+            "what": self.what,
+            "speedup": _finite(self.speedup),
+            "low": _finite(self.low),
+            "high": _finite(self.high),
+            "formula": self.formula,
+            "costs": self.costs,
+            "ceiling": self.ceiling,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Remedy":
+        """Inverse of `to_json`."""
+        numbers = {name: math.inf if value[name] is None else value[name] for name in ("speedup", "low", "high")}
+        return cls(**{**value, **numbers})
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def rank(remedy: Remedy) -> float:
+    """By which remedies are sorted: the larger the gain, the earlier. Of a ceiling half is counted: what replaces the part is not free."""
+    return -(1 + (remedy.speedup - 1) / 2 if remedy.ceiling else remedy.speedup)

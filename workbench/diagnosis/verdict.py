@@ -1,0 +1,230 @@
+"""The verdict: by what removing a part would save of the step, never by its share of observed time.
+
+Waiting that is hidden saves nothing when it is removed, and a part of training saves nothing while the step waits for its loader. So each
+part is taken away, in an experiment or in arithmetic over experiments, and the largest saving names the verdict. A step from which nothing
+can be taken computes, and is left in peace.
+"""
+
+from dataclasses import dataclass
+
+from workbench import units
+from workbench.diagnosis import causes, hosts
+from workbench.diagnosis.causes import Cause
+from workbench.diagnosis.costs import NOTHING, Costs
+from workbench.diagnosis.evidence import Evidence, Interval
+from workbench.diagnosis.judgement import Judgement
+from workbench.diagnosis.sources import sources_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """From which saving on a part is blamed."""
+
+    least: float
+    """Fraction of the step that its removal saves."""
+    floor: float
+    """The same at the lower end of its interval."""
+    reason: str
+
+
+USUAL = Limit(
+    least=0.15,
+    floor=0.10,
+    reason="removal makes the step 1.18 times as fast: worth a change. Loaders, reductions and logging of healthy training take 1 to 10 %",
+)
+LIMITS = {
+    "optimizer": Limit(
+        least=0.30,
+        floor=0.20,
+        reason="an optimizer can be made cheaper, not left out, and a healthy AdamW takes up to a quarter of a step with small batches",
+    ),
+    "host": Limit(
+        least=0.25,
+        floor=0.12,
+        reason="between operators there is always some Python: 10 to 20 % in healthy models on a CPU, and a trace makes the gaps longer",
+    ),
+}
+"""Limits of parts that differ from USUAL."""
+
+FOREIGN = 0.3
+"""Cores taken by others from which on noise may spoil a close decision; the prediction errors of loaders explode there."""
+SPREAD = 0.25
+"""Middle half over median of equal blocks, likewise."""
+WIDE = 0.2
+"""An interval of a saving as wide as this decides nothing near a limit."""
+EXPLAINS = 0.5
+"""More threads than cores slow down everything else; they are blamed if they explain half of the largest saving."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A verdict that the evidence may support."""
+
+    verdict: str
+    part: str
+    saved: Interval
+    """Fraction of the step."""
+    cause: Cause
+    limit: Limit = USUAL
+
+    @property
+    def stands(self) -> bool:
+        return self.saved.mid >= self.limit.least and self.saved.low >= self.limit.floor
+
+    @property
+    def open(self) -> bool:
+        """Could it be one, as far as its interval goes?"""
+        return not self.stands and self.saved.high >= self.limit.least and (self.saved.mid >= self.limit.floor or self.saved.width >= WIDE)
+
+
+def judge(evidence: Evidence) -> Judgement:
+    """What holds the step back, and why.
+
+    Args:
+        evidence: from experiments, or from observation alone, whose savings are ceilings.
+    """
+    costs = Costs.of(evidence)
+    candidates = _candidates(evidence, costs)
+    shares: dict[str, Interval] = {}
+    for one in candidates:
+        if one.part not in shares or one.saved.mid > shares[one.part].mid:
+            shares[one.part] = one.saved
+    standing = sorted((one for one in candidates if one.stands), key=lambda one: -one.saved.mid)
+    doubtful = sorted((one for one in candidates if one.open), key=lambda one: -one.saved.mid)
+    notes = [*_noise(evidence)]
+    if not evidence.observed and "cached" not in evidence.arms:
+        verdict, cause, why = "inconclusive", "not enough was tried", _untried(evidence)
+    elif standing:
+        best = next((one for one in standing if one.cause.cause == "oversubscribed threads"), standing[0])
+        if best.saved.mid < EXPLAINS * standing[0].saved.mid:
+            best = standing[0]
+        verdict, cause, why = best.verdict, best.cause.cause, f"{_saving(evidence, costs, best)} {best.cause.why}"
+        notes += [_also(one) for one in standing if one.verdict != verdict]
+    elif doubtful and (notes or doubtful[0].saved.width >= WIDE):
+        best = doubtful[0]
+        verdict, cause = "inconclusive", "noise" if notes else "too few measurements"
+        why = f"{_saving(evidence, costs, best)} That is {best.verdict} or not, and the measurements vary too much to tell." + (
+            f" {notes[0]}" if notes else ""
+        )
+    elif evidence.observed and (hidden := _hidden_reduction(evidence)) >= USUAL.least:
+        verdict, cause = "inconclusive", "communication hides inside backward"
+        why = (
+            f"Backward is longer than twice forward by {units.percent(hidden)} of the step, which may be the reduction of gradients or "
+            "computing: clocks cannot tell. wb.diagnose(spec) tries it."
+        )
+    else:
+        computes = causes.compute_cause(evidence, costs)
+        verdict, cause, why = "compute-bound", computes.cause, _computes(costs, candidates, computes)
+        notes += [f"{one.verdict} is close: {_percents(one.saved)} could be saved" for one in doubtful]
+    return Judgement(verdict=verdict, cause=cause, why=why.strip(), shares=shares, sources=sources_of(evidence, costs), notes=tuple(notes))
+
+
+def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
+    """Every part that could be taken away, with what that saves."""
+    found = [Candidate(verdict="input-bound", part="data_wait", saved=c.share(c.data), cause=causes.input_cause(e, c))]
+    pausing = causes.pausing_rank(e)
+    if c.slow:
+        late = c.straggler if c.slow.input >= c.slow.compute else c.saves(c.straggler)
+        found.append(Candidate(verdict="straggler", part="straggler", saved=c.share(late), cause=causes.straggler_cause(e, c)))
+    for verdict, part, seconds, cause_of in (
+        ("communication-bound", "communication", c.communication, causes.communication_cause),
+        ("transfer-bound", "transfer", c.transfer, causes.transfer_cause),
+    ):
+        if seconds != NOTHING:
+            found.append(Candidate(verdict=verdict, part=part, saved=c.share(c.saves(seconds)), cause=cause_of(e, c)))
+    if e.stalls.at:
+        stalled = c.share(c.stalls)
+        if pausing is None:
+            found.append(Candidate(verdict="stalled", part="stalls", saved=stalled, cause=causes.stalled_cause(e, c)))
+        else:
+            found.append(Candidate(verdict="straggler", part="stalls", saved=stalled, cause=causes.pauses_cause(e, pausing)))
+    if c.optimizer != NOTHING:
+        found.append(_optimizer(e, c))
+    if e.observed and c.host.mid:
+        said = Cause(cause="python", why=f"{units.seconds(c.host.mid)} of each step lie outside all phases.")
+        found.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(c.host)), cause=said))
+    for host in (hosts.oversubscription(e, c), hosts.collection(e, c)):
+        if host:
+            saved, why = host
+            found.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=why))
+    if gaps := hosts.without_operators(e, c):
+        saved, why = gaps
+        limit = USUAL if why.cause == "sleeping or I/O" else LIMITS["host"]
+        found.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=why, limit=limit))
+    return found
+
+
+def _optimizer(e: Evidence, c: Costs) -> Candidate:
+    """It cannot be left out, so the usual limit holds for what another implementation saves; or it is most of the step."""
+    cheaper = [e.arms[name].saved for name in ("optimizer=fused", "optimizer=foreach") if name in e.arms]
+    real = any(one.mid * c.cached / c.step >= USUAL.least and one.low * c.cached / c.step >= USUAL.floor for one in cheaper)
+    return Candidate(
+        verdict="optimizer-bound",
+        part="optimizer",
+        saved=c.share(c.saves(c.optimizer)),
+        cause=causes.optimizer_cause(e, c),
+        limit=USUAL if real else LIMITS["optimizer"],
+    )
+
+
+def _hidden_reduction(e: Evidence) -> float:
+    """Fraction of an observed step by which backward exceeds its usual length, twice forward; several ranks reduce gradients in it."""
+    if e.world_size < 2:
+        return 0.0
+    return max(one.timeline.share("backward") - 2 * one.timeline.share("forward") for one in e.ranks)
+
+
+# --- words
+
+_WITHOUT = {
+    "data_wait": "the loader",
+    "straggler": "the slowest rank's delay",
+    "communication": "the reduction of gradients",
+    "transfer": "copies to the device",
+    "stalls": "the stalls",
+    "optimizer": "the optimizer's step",
+    "host": "it",
+}
+
+
+def _percents(one: Interval) -> str:
+    return f"{units.percent(one.mid)} ({units.percent(max(0.0, one.low))} … {units.percent(one.high)})"
+
+
+def _saving(e: Evidence, c: Costs, one: Candidate) -> str:
+    left = units.seconds(c.step * (1 - one.saved.mid))
+    if e.observed:
+        return f"Without {_WITHOUT[one.part]} the step would take {left} instead of {units.seconds(c.step)}, at best."
+    if one.part == "host":
+        return f"The host holds up {_percents(one.saved)} of the step."
+    return f"Without {_WITHOUT[one.part]} the step takes {left} instead of {units.seconds(c.step)}: {_percents(one.saved)} less."
+
+
+def _also(one: Candidate) -> str:
+    return f"also {one.verdict} ({one.cause.cause}): {_percents(one.saved)} could be saved"
+
+
+def _computes(c: Costs, candidates: list[Candidate], computes: Cause) -> str:
+    largest = max(candidates, key=lambda one: one.saved.mid)
+    said = f"Forward and backward take {units.percent(c.compute / c.step)} of the step."
+    if largest.saved.mid > 0.01:
+        name = "optimizer" if largest.part == "optimizer" else largest.verdict.removesuffix("-bound")
+        said += f" The most that could be taken away otherwise is {units.percent(largest.saved.mid)} ({name}: {largest.cause.cause})."
+    return f"{computes.why} {said}" if computes.why else said
+
+
+def _untried(e: Evidence) -> str:
+    return "The step could not be run without its loader, so nothing can be said about what holds it back." + "".join(
+        f" {note}" for note in e.notes[:1]
+    )
+
+
+def _noise(e: Evidence) -> list[str]:
+    if e.noise is None:
+        return []
+    said = []
+    if e.noise.foreign > FOREIGN:
+        said.append(f"Other processes took {e.noise.foreign:.1f} of {e.noise.cores:.0f} cores.")
+    if e.noise.spread > SPREAD:
+        said.append(f"Equal blocks vary by {units.percent(e.noise.spread)}.")
+    return said

@@ -1,0 +1,73 @@
+"""Experiments in a launch of their own, awaited: what a step of a spec is made of, or whether a changed spec is faster."""
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.failure import Failure, RunError
+from workbench.launcher.launching import check, label
+from workbench.launcher.start import NewRun
+from workbench.run import Run
+from workbench.spec import RunSpec
+
+PATIENCE = 600.0
+"""Seconds beyond three times the budget after which an experiment is stopped: the building of a model or a dataset takes as long as it
+takes, and one step of it can be longer than the whole budget."""
+_TICK = 0.05
+
+
+def explore(spec: RunSpec, *, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
+    """Find out what a step of a spec is made of; the run directory then holds `evidence.json`.
+
+    Args:
+        spec: to launch.
+        budget_s: seconds for all of it, the start included.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+
+    Raises:
+        RunError: the experiment failed; the run directory stays.
+        LaunchError, TaskError: it cannot run here. Nothing was written.
+    """
+    check(spec)
+    return _launched(spec, f"{label(spec)} diagnose", {"kind": "diagnose", "budget_s": budget_s}, runs_dir)
+
+
+def contend(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
+    """Let two specs take turns in one launch; the run directory then holds `contest.json`.
+
+    Where they want different numbers of ranks, there are as many as the larger one wants, and some rest while the smaller one runs.
+
+    Args:
+        spec: the baseline.
+        changed: the other one.
+        name: of the change, for people.
+        budget_s: seconds for all of it, the start included.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+
+    Raises:
+        RunError: the experiment failed; the run directory stays.
+        LaunchError, TaskError: one of them cannot run here. Nothing was written.
+    """
+    for one in (spec, changed):
+        check(one)
+    both = max(spec, changed, key=lambda one: one.nproc_per_node)
+    order = {"kind": "prove", "budget_s": budget_s, "baseline": spec.to_json(), "changed": changed.to_json()}
+    return _launched(both, f"{label(spec)} prove {name}", order, runs_dir)
+
+
+def _launched(spec: RunSpec, name: str, order: Mapping[str, Any], runs_dir: str | os.PathLike[str] | None) -> Run:
+    new = NewRun(runs_dir, name)
+    program = ["-m", "workbench.train.experiment", str(new.path)]
+    run = new.start(spec, program, timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
+    try:
+        while run.state == "running":
+            time.sleep(_TICK)
+    except BaseException:
+        run.stop()
+        raise
+    if not run.ok:
+        error = RunError(run.error or Failure(rank=None, kind="launcher", message=f"it was {run.state}", traceback=None, hint=None))
+        error.add_note(f"Its run directory: {run.path}")
+        raise error
+    return run

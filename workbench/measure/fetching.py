@@ -1,0 +1,213 @@
+"""What one batch takes to make, measured where it is made: in this process, or in a worker that sends it along with the batch."""
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from workbench.measure.sampler import StackSampler
+
+LINES = 0.1
+"""Seconds after which the lines are worth adding up again."""
+FEW = 40
+"""Samples: of fewer, a slowest twentieth says nothing."""
+
+
+class Made(NamedTuple):
+    """What one batch took. Seconds, bytes and counts; as plain as can be, as it travels with the batch."""
+
+    wall: float
+    cpu: float
+    """Computing, own threads that were waited for included."""
+    fetch_cpu: float
+    """Of `cpu`: the dataset's."""
+    fetch_blocked: float
+    """Neither computing nor waiting for a core, in the dataset."""
+    blocked: float
+    """The same, collate included."""
+    read_bytes: int
+    files: int
+    """Opened since the last batch."""
+    clock: float
+    """CPU of the whole process so far."""
+    samples: tuple[float, ...]
+    """Of each sample, wall: nothing if they are fetched all at once."""
+    lines: tuple[tuple[str, float], ...]
+    """Where the time went so far: the user's lines and their shares."""
+
+
+class Moment(NamedTuple):
+    """Clocks of a thread."""
+
+    wall: float
+    thread: float
+    process: float
+    delay: float
+    """Ready, and waiting for a core; 0 where the system does not tell."""
+
+
+class FetchMeter:
+    """Measures one of torch's fetchers, which makes the batches of a DataLoader: replaces its `fetch` by one that returns (batch, Made)."""
+
+    def __init__(self, fetcher: Any, sampler: StackSampler, *, alone: bool) -> None:
+        """Put itself into a fetcher.
+
+        Args:
+            fetcher: of a DataLoader's iterator, in this process.
+            sampler: looks at the thread that fetches.
+            alone: does the process do nothing else? In a worker a thread sends the last batch while the next one is made.
+        """
+        self._fetch, self._collate, self._sampler, self._alone = fetcher.fetch, fetcher.collate_fn, sampler, alone
+        self._lines: tuple[tuple[str, float], ...] = ()
+        self._looked = 0.0
+        sampler.call = None
+        self._samples: list[float] = []
+        self._fetched, self._read = now(), bytes_read()
+        self._own_read = bytes_read() - self._read  # the clock's own
+        fetcher.fetch, fetcher.collate_fn = self.fetch, self.collate
+        if hasattr(fetcher, "dataset_iter"):
+            fetcher.dataset_iter = _timed(fetcher.dataset_iter, self._samples)
+        elif fetcher.auto_collation and not getattr(fetcher.dataset, "__getitems__", None):
+            fetcher.dataset = _TimedItems(fetcher.dataset, self._samples)
+
+    def fetch(self, index: Any) -> tuple[Any, Made]:
+        """What the fetcher fetches, and what it took."""
+        self._samples.clear()
+        start, self._read = now(), bytes_read()
+        self._sampler.call = 0
+        try:
+            data = self._fetch(index)
+        finally:
+            self._sampler.call = None
+        end, fetched = now(), self._fetched
+        fetch_cpu, fetch_blocked = self._split(start, fetched)
+        collate_cpu, collate_blocked = self._split(fetched, end)
+        return data, Made(
+            wall=end.wall - start.wall,
+            cpu=fetch_cpu + collate_cpu,
+            fetch_cpu=fetch_cpu,
+            fetch_blocked=fetch_blocked,
+            blocked=fetch_blocked + collate_blocked,
+            read_bytes=max(0, self._read - self._own_read),
+            files=_opened.take(),
+            clock=end.process,
+            samples=tuple(self._samples),
+            lines=self._where(end.wall),
+        )
+
+    def collate(self, data: Any) -> Any:
+        """What the fetcher's collate function makes of it."""
+        self._read = bytes_read() - self._read
+        self._fetched = now()
+        return self._collate(data)
+
+    def _where(self, time: float) -> tuple[tuple[str, float], ...]:
+        if time - self._looked > LINES:
+            self._lines, self._looked = self._sampler.lines(most=5, least=0.05), time
+        return self._lines
+
+    def _split(self, start: Moment, end: Moment) -> tuple[float, float]:
+        """CPU and blocked seconds of a stretch. Waiting for threads of its own that compute is computing."""
+        cpu = end.thread - start.thread
+        rest = max(0.0, end.wall - start.wall - cpu - (end.delay - start.delay))
+        others = end.process - start.process - cpu
+        if self._alone or others > 0.5 * rest:
+            helped = min(rest, max(0.0, others))
+            return cpu + helped, rest - helped
+        return cpu, rest
+
+
+class _TimedItems:
+    """A dataset whose samples are timed."""
+
+    def __init__(self, dataset: Any, samples: list[float]) -> None:
+        self._dataset, self._samples = dataset, samples
+
+    def __getitem__(self, index: Any) -> Any:
+        start = time.perf_counter()
+        item = self._dataset[index]
+        self._samples.append(time.perf_counter() - start)
+        return item
+
+
+def _timed(items: Iterator[Any], samples: list[float]) -> Iterator[Any]:
+    while True:
+        start = time.perf_counter()
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        samples.append(time.perf_counter() - start)
+        yield item
+
+
+class InWorker:
+    """A `worker_init_fn` that measures in its worker: every batch then comes as (batch, Made)."""
+
+    def __init__(self, init: Callable[[int], object] | None) -> None:
+        self.init = init
+
+    def __call__(self, worker_id: int) -> None:
+        """Runs in the worker; nothing of it is seen by the training process."""
+        from torch.utils.data import _DatasetKind  # torch's own workers import it from there
+
+        if self.init is not None:
+            self.init(worker_id)
+        sampler = StackSampler()
+        sampler.__enter__()  # until the worker ends
+        create: Any = _DatasetKind.create_fetcher
+
+        def measured(*args: Any) -> Any:
+            fetcher = create(*args)
+            FetchMeter(fetcher, sampler, alone=False)
+            return fetcher
+
+        _DatasetKind.create_fetcher = staticmethod(measured)  # type: ignore[method-assign]
+        sys.addaudithook(_opened.hear)
+
+
+class _Opened:
+    """Counts the files that Python opens: an audit hook, which cannot be removed, so it is for workers only."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and not isinstance(args[0], int) and not str(args[0]).startswith("/proc/"):  # there our own clocks are
+            self.count += 1
+
+    def take(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+_opened = _Opened()
+
+
+def now() -> Moment:
+    """The clocks of this thread."""
+    return Moment(time.perf_counter(), time.thread_time(), time.process_time(), _delay())
+
+
+def _delay() -> float:
+    """Seconds for which this thread was ready and waited for a core: exact, Linux only."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
+        return int(file.read(64).split()[1]) / 1e9
+    return 0.0
+
+
+def bytes_read() -> int:
+    """By this process so far, the page cache's included (Linux; elsewhere 0)."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/io", "rb", buffering=0) as file:
+        return int(file.read(256).split()[1])  # "rchar: …"
+    return 0
+
+
+def slow_share(samples: Sequence[float]) -> float | None:
+    """Share of the time of all samples beyond the median that the slowest twentieth takes; None of too few."""
+    if len(samples) < FEW or not (total := sum(samples)):
+        return None
+    ordered, median = sorted(samples), statistics.median(samples)
+    return sum(value - median for value in ordered[-max(1, len(ordered) // 20) :]) / total

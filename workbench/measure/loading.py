@@ -1,0 +1,318 @@
+"""Loading: what the batches of a loader take, found out by two short probes; and the same loader with other knobs."""
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from workbench.diagnosis.evidence import Loading
+from workbench.measure.batches import bytes_of, tensors_of
+from workbench.measure.feed import Exhausted, Feed
+from workbench.measure.fetching import FetchMeter, InWorker, Made, now, slow_share
+from workbench.measure.loaders import quiet, shut_down, unshared, why_no_worker
+from workbench.measure.loop import samples_in
+from workbench.measure.noise import cpu_of
+from workbench.measure.sampler import StackSampler
+
+MOST = 200
+"""Batches that a probe takes at most."""
+LEAST = 3
+"""And at least, one for warming up not counted."""
+ONCE = 8
+"""Batches that a probe takes from an iterator which cannot be read again."""
+TURNS = 4
+"""In which batches are made here and in a worker."""
+PAGE = 4096
+"""Bytes: to read one of each page is to map them all."""
+
+
+def probe(loader: Any, feed: Feed, budget_s: float = 10.0) -> tuple[Loading, list[str]]:
+    """What a loader's batches take.
+
+    Three looks: the loader as it is, from `feed`; for a DataLoader its batches made by one worker that measures itself; and if it has no
+    workers, made here. The dataset of a loader with workers is not used in this process, where it might open files that workers would
+    then share.
+
+    Args:
+        loader: what `feed` was made of.
+        feed: left within a pass. Its batches are used up.
+        budget_s: seconds for all of it. A loader that starts or works slowly takes more: a few batches are needed.
+
+    Returns:
+        What was found, and what could not be found, in words.
+
+    Raises:
+        ValueError: the loader is empty.
+    """
+    notes: list[str] = []
+    looks = 1 + (feed.kind == "DataLoader") * (1 if feed.num_workers else 2)
+    plain = _as_it_is(feed, budget_s / looks)
+    batch = plain.last
+    found = Loading(
+        kind=feed.kind,
+        num_workers=feed.num_workers,
+        prefetch_factor=loader.prefetch_factor if feed.num_workers else None,
+        persistent_workers=bool(feed.num_workers and loader.persistent_workers),
+        pin_memory=bool(getattr(loader, "pin_memory", False)) if feed.kind == "DataLoader" else False,
+        batch_size=samples_in(batch) or (loader.batch_size if feed.kind == "DataLoader" else None),
+        batch_bytes=bytes_of(batch),
+        epoch=feed.epoch,
+        alone=plain.wall,
+    )
+    if feed.kind == "DataLoader":
+        return _probed(loader, feed, found, budget_s * (1 - 1 / looks), notes), notes
+    if plain.worker_cpu is None:
+        found = dataclasses.replace(found, cpu=plain.cpu, blocked=plain.blocked)
+    else:
+        found = dataclasses.replace(found, worker_cpu=plain.worker_cpu, handover=plain.cpu)
+    return dataclasses.replace(found, start_up=start_up(feed, plain.wall)), notes
+
+
+def _probed(loader: "DataLoader[Any]", feed: Feed, found: Loading, budget: float, notes: list[str]) -> Loading:
+    """What is found where batches are made, here and in a worker, in turns: a machine that gets slower for a while does so for both."""
+    here, there = None if feed.num_workers else _Here(loader), None
+    try:
+        there = _There(loader)
+        for _ in range(TURNS):
+            for look in (there, here):
+                if look:
+                    look.turn(budget / TURNS / (2 if here else 1))
+    except Exception as error:
+        notes.append(f"no batch could be made in a worker process, so nothing is known about more workers: {why_no_worker(loader, error)}")
+        if here:
+            here.turn(budget)
+    finally:
+        for look in (there, here):
+            if look:
+                look.close()
+    if there and there.made:
+        found = dataclasses.replace(
+            found,
+            worker_cpu=statistics.median(there.worker_cpu),
+            handover=statistics.median(there.handover),
+            files=_mean(there.made, lambda m: m.files),
+            start_up=max(0.0, there.start - _mean(there.made, lambda m: m.wall)),
+        )
+    made = here.made if here and here.made else there.made if there else []
+    if made:
+        found = dataclasses.replace(
+            found,
+            cpu=_mean(made, lambda m: m.cpu),
+            blocked=_mean(made, lambda m: m.blocked),
+            fetch_cpu=_mean(made, lambda m: m.fetch_cpu),
+            fetch_blocked=_mean(made, lambda m: m.fetch_blocked),
+            collate=_mean(made, lambda m: m.cpu - m.fetch_cpu),
+            slow_share=slow_share([sample for turn in made for m in turn for sample in m.samples]),
+            read_bytes=_mean(made, lambda m: m.read_bytes),
+            slow_lines=made[-1][-1].lines,
+        )
+    elif not notes:
+        notes.append("the loader gives too few batches to see what one takes")
+    if feed.num_workers:
+        found = dataclasses.replace(found, start_up=start_up(feed, _mean(made, lambda m: m.wall) if made else found.alone))
+    return found
+
+
+def start_up(feed: Feed, making: float) -> float | None:
+    """Seconds that a pass costs beyond its batches: to start the workers, to make the first batch where that is slower, and to end.
+
+    Args:
+        feed: which counted them.
+        making: seconds to make one batch, which the first one takes in any case.
+    """
+    starts = feed.start_ups[1:] or feed.start_ups  # the very first imports, and fills caches
+    if not starts:
+        return None
+    return max(0.0, statistics.median(starts) - making) + (statistics.median(feed.ends) if feed.ends else 0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Plain:
+    """Batches taken from a feed, nothing else running. Seconds per batch."""
+
+    last: Any
+    wall: float
+    cpu: float
+    blocked: float
+    worker_cpu: float | None
+
+
+def _as_it_is(feed: Feed, budget: float) -> _Plain:
+    """Take batches: first those that lay ready, then those that are counted."""
+    deadline = time.perf_counter() + budget
+    last = feed.batch()
+    if feed.kind == "once":
+        return _taken(feed, last, ONCE, deadline)
+    for _ in range(feed.queue + feed.num_workers):  # what was made before anybody measured
+        last = feed.batch()
+        if time.perf_counter() > deadline:
+            break
+    return _taken(feed, last, MOST, deadline)
+
+
+def _taken(feed: Feed, last: Any, most: int, deadline: float) -> _Plain:
+    count, pids, passes, paid = 0, feed.worker_pids, feed.passes, sum(feed.start_ups) + sum(feed.ends)
+    start, before = now(), [cpu_of(pid) for pid in pids]
+    while count < most and (count < LEAST or time.perf_counter() < deadline):
+        try:
+            last = feed.batch()
+        except Exhausted:
+            break
+        count += 1
+    end, after = now(), [cpu_of(pid) for pid in pids]
+    wall = end.wall - start.wall
+    if (new := feed.passes - passes) and count > new:  # short passes: their first batches come with the start-up, which is apart
+        wall = (wall - (sum(feed.start_ups) + sum(feed.ends) - paid)) * count / (count - new)
+    own = end.process - start.process
+    blocked = max(0.0, end.wall - start.wall - own - (end.delay - start.delay))
+    known = bool(pids) and pids == feed.worker_pids and all(after)
+    workers = sum(after) - sum(before) if known else None
+    each = 1 / max(1, count)
+    return _Plain(
+        last=last, wall=wall * each, cpu=own * each, blocked=blocked * each, worker_cpu=None if workers is None else workers * each
+    )
+
+
+class _Here:
+    """Makes batches in this process, as a loader without workers does."""
+
+    def __init__(self, loader: "DataLoader[Any]") -> None:
+        self.made: list[list[Made]] = []
+        """In turns."""
+        self._source: Iterator[Any] | None = iter(rebuilt(loader, num_workers=0))
+        self._fetcher = getattr(self._source, "_dataset_fetcher", None)  # None: torch's names have changed
+        self._sampler = StackSampler()
+        if self._fetcher is not None:
+            FetchMeter(self._fetcher, self._sampler, alone=True)
+
+    def turn(self, seconds: float) -> None:
+        """Make some."""
+        if self._fetcher is None or self._source is None:
+            return
+        end = time.perf_counter() + seconds
+        with self._sampler:
+            got = [one for _, one in itertools.islice(_until(self._source, end), MOST)]
+        if got:
+            self.made.append(got if self.made or len(got) == 1 else got[1:])  # the first of all opens files, and fills caches
+
+    def close(self) -> None:
+        """Drop it."""
+        self._source = None
+
+
+class _There:
+    """Has batches made by one worker that measures itself. The pass is its own: nothing the loader shares with it is in the middle."""
+
+    def __init__(self, loader: "DataLoader[Any]") -> None:
+        self.made: list[list[Made]] = []
+        self.worker_cpu: list[float] = []
+        """Of a batch, mean of each turn."""
+        self.handover: list[float] = []
+        self.start = 0.0
+        """Seconds to the first batch."""
+        self._worker = rebuilt(
+            loader, num_workers=1, prefetch_factor=2, persistent_workers=False, timeout=0, worker_init_fn=InWorker(loader.worker_init_fn)
+        )
+        self._source: Any = None
+        self._clock: float | None = None
+
+    def turn(self, seconds: float) -> None:
+        """Take some.
+
+        Raises:
+            Exception: whatever workers, or the dataset in them, raise.
+        """
+        if self._source is None:
+            begun = time.perf_counter()
+            with quiet():
+                self._source = iter(self._worker)
+            for _, first in itertools.islice(self._source, 1):
+                self._clock, self.start = first.clock, time.perf_counter() - begun
+        if self._clock is None:
+            return
+        got, before = [], self._clock
+        own = time.process_time()
+        for batch, one in _until(self._source, time.perf_counter() + seconds):
+            touch(batch)
+            got.append(one)
+            del batch
+        if got:
+            self.made.append(got)
+            self.handover.append((time.process_time() - own) / len(got))
+            self.worker_cpu.append((got[-1].clock - before) / len(got))
+            self._clock = got[-1].clock
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._source is not None:
+            shut_down(self._source)
+
+
+def _until(source: Iterator[Any], deadline: float) -> Iterator[Any]:
+    """Batches until the time is up, but two of them, and not without end."""
+    for count, batch in enumerate(source, 1):
+        yield batch
+        if count >= MOST or (count > 1 and time.perf_counter() > deadline):
+            return
+
+
+def _mean(turns: list[list[Made]], value: Callable[[Made], float]) -> float:
+    """Median of the turns' means: slow samples count in full, a turn that somebody disturbed does not."""
+    return statistics.median(statistics.fmean(map(value, turn)) for turn in turns)
+
+
+def touch(batch: Any) -> None:
+    """Read a byte of every page of a batch: memory that another process wrote is mapped when it is first used, and that takes time."""
+    for tensor in tensors_of(batch):
+        if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.nbytes > PAGE and tensor.is_contiguous():
+            tensor.detach().reshape(-1).view(torch.uint8).numpy()[::PAGE].max()  # by numpy: without torch's threads
+
+
+def rebuilt(loader: Any, **knobs: Any) -> "DataLoader[Any]":
+    """The same DataLoader with other knobs: dataset, sampler, collate function and random generator are shared, workers are not.
+
+    Args:
+        loader: a DataLoader.
+        knobs: those of `DataLoader`: num_workers, prefetch_factor, persistent_workers, pin_memory, batch_size, in_order, timeout,
+            worker_init_fn.
+
+    Raises:
+        ValueError: no DataLoader; a knob that cannot be turned, or not so.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ValueError(
+            f"the loader is a {type(loader).__name__}: only the knobs of a torch.utils.data.DataLoader can be turned, "
+            f"here {', '.join(knobs)}"
+        )
+    if unknown := set(knobs) - KNOBS:
+        raise ValueError(f"{', '.join(sorted(unknown))} is no knob of a loader: it has {', '.join(sorted(KNOBS))}")
+    twin: DataLoader[Any] = unshared(loader)
+    if twin is loader:
+        raise ValueError(f"{type(loader).__name__} cannot be copied, so its knobs cannot be turned")
+    if (size := knobs.pop("batch_size", None)) is not None:
+        if type(loader.batch_sampler) is not BatchSampler or size < 1:
+            raise ValueError(
+                f"batch_size={size}: it can be changed to 1 or more, in a loader that has a batch_size of its own; this one has "
+                f"{'a batch_sampler' if loader.batch_sampler is not None else 'no batches: batch_size=None'}"
+            )
+        knobs |= {"batch_size": size, "batch_sampler": BatchSampler(loader.sampler, size, loader.drop_last)}
+    workers = knobs.get("num_workers", loader.num_workers)
+    if workers < 0:
+        raise ValueError(f"num_workers={workers}: it has to be 0 or more")
+    if workers == 0:
+        if knobs.get("prefetch_factor") or knobs.get("persistent_workers"):
+            raise ValueError("prefetch_factor and persistent_workers need workers: try num_workers=1 or more")
+        knobs |= {"prefetch_factor": None, "persistent_workers": False, "timeout": 0}
+        twin.multiprocessing_context = None
+    elif (knobs.get("prefetch_factor") or loader.prefetch_factor) is None:
+        knobs["prefetch_factor"] = 2  # torch's default
+    vars(twin).update(knobs)  # past DataLoader.__setattr__, which guards some of them
+    return twin
+
+
+KNOBS = {"num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "batch_size", "in_order", "timeout", "worker_init_fn"}

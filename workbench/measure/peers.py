@@ -1,0 +1,66 @@
+"""Peers: the processes of one experiment. They decide by the same figures, so that none waits for another in vain."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Peers:
+    """This process among those that compute together.
+
+    They talk over a gloo group of their own: it disturbs no reduction of the training, and works on the host whatever the training uses.
+    """
+
+    rank: int = 0
+    """Its number, from 0."""
+    world_size: int = 1
+    """How many there are."""
+    group: Any = None
+    """Their own process group; None = alone."""
+    owned: bool = False
+    """Was the group made here?"""
+
+    @classmethod
+    def join(cls) -> Self:
+        """All processes of the default process group; alone where there is none. Collective: all of them call it."""
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return cls()
+        return cls(rank=dist.get_rank(), world_size=dist.get_world_size(), group=dist.new_group(backend="gloo"), owned=True)
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        if self.group is not None:
+            self.group.barrier().wait()  # not dist.barrier: an arm may have switched that off
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all, in the order of their ranks; every process gets the same list."""
+        if self.group is None:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, self.group)
+        return values
+
+    def agree(self, value: T, how: Callable[[list[T]], T] = max) -> T:  # type: ignore[assignment]
+        """One value for all: the largest, or what `how` makes of them."""
+        return how(self.gather(value))
+
+    def close(self) -> None:
+        """Give the group back."""
+        if self.group is not None and self.owned:
+            import torch.distributed as dist
+
+            dist.destroy_process_group(self.group)
+        self.group = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

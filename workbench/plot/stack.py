@@ -1,0 +1,163 @@
+"""Stacked horizontal bars with a legend above and a text at the end of each: how every picture of a step is drawn."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workbench import units
+from workbench.diagnosis.evidence import Interval
+from workbench.plot.colors import INK, text_on
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.container import Container, ErrorbarContainer
+
+WIDTH = 7.6
+"""Inches of a picture: the width of a notebook's column."""
+_WIDE_ENOUGH = 0.06  # of the axis: a share is written into a piece from here on
+_LABEL = 26  # letters in a line of a label
+_LINE, _HANDLE = 84, 5  # letters in a line of a legend; what a patch of colour takes, in letters
+_LETTER = 0.0125  # of the axis: the width of a letter
+PALE = 0.6
+"""Opacity of what is predicted, or was there before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One bar, from left to right."""
+
+    label: str
+    """What stands at its left."""
+    pieces: Sequence[float]
+    """Seconds, one per colour."""
+    end: str
+    """What stands at its right."""
+    reach: float = 0.0
+    """Seconds that something else in its row reaches to; the text stands behind it."""
+    pale: bool = False
+    """Drawn paler: a prediction beside a measurement."""
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return sum(self.pieces)
+
+
+def scale_of(longest: float) -> tuple[float, str]:
+    """What seconds are multiplied with on an axis that reaches to `longest`, and the unit that makes."""
+    return (1e6, "µs") if longest < 1e-3 else (1e3, "ms") if longest < 1 else (1.0, "s")
+
+
+def stacked(ax: Axes, bars: Sequence[Bar], what: str, colors: Mapping[str, str]) -> float:
+    """Draw bars from top to bottom: one container per colour, in their order.
+
+    Args:
+        ax: Axes in our style.
+        bars: with as many pieces as there are colours.
+        what: the axis label, without the unit.
+        colors: name → colour of the pieces.
+
+    Returns:
+        What seconds are multiplied with to get places on the axis.
+    """
+    scale, unit = scale_of(max(bar.seconds for bar in bars))
+    reaches, texts = [max(bar.seconds, bar.reach) * scale for bar in bars], [bar.end for bar in bars]
+    wide = _WIDE_ENOUGH * _room(reaches, texts)
+    places = range(len(bars))
+    starts = [0.0] * len(bars)
+    for column, (name, color) in enumerate(colors.items()):
+        widths = [bar.pieces[column] * scale for bar in bars]
+        drawn = ax.barh(places, widths, left=starts, height=0.62, color=color, label=name)
+        for place, start, width, bar in zip(places, starts, widths, bars, strict=True):
+            if bar.pale:
+                drawn.patches[place].set_alpha(PALE)
+            elif width >= wide:
+                share = units.percent(bar.pieces[column] / bar.seconds)
+                ax.text(start + width / 2, place, share, ha="center", va="center", fontsize=8.5, color=text_on(color))
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    ends(ax, reaches, texts)
+    rows(ax, [bar.label for bar in bars])
+    ax.set_xlabel(f"{what} ({unit})")
+    return scale
+
+
+def ends(ax: Axes, reaches: Sequence[float], texts: Sequence[str]) -> None:
+    """A text at the right of what each row shows, and an axis with room for all of them."""
+    for place, (reach, text) in enumerate(zip(reaches, texts, strict=True)):
+        ax.annotate(text, (reach, place), (7, 0), textcoords="offset points", va="center", color=INK)
+    ax.margins(x=0)
+    ax.set_xlim(0, _room(reaches, texts))
+
+
+def _room(reaches: Sequence[float], texts: Sequence[str]) -> float:
+    """Length of an axis that has room for a text behind each reach."""
+    return max(reach / (1 - min(0.6, 0.03 + _LETTER * len(text))) for reach, text in zip(reaches, texts, strict=True))
+
+
+def rows(ax: Axes, labels: Sequence[str]) -> None:
+    """One row per label from top to bottom, with nothing but the label at its left."""
+    ax.set_yticks(range(len(labels)), labels)
+    ax.set_ylim(len(labels) - 0.45, -0.55)
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+
+
+def legend(ax: Axes, handles: Sequence[Container | Artist]) -> None:
+    """What the colours mean, above the bars: in lines that are read from left to right."""
+    columns = -(-len(handles) // lines_of([str(handle.get_label()) for handle in handles]))
+    ax.legend(
+        handles=[handle for column in range(columns) for handle in handles[column::columns]],  # matplotlib fills column by column
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        frameon=False,
+        labelcolor=INK,
+        fontsize=9,
+        handlelength=0.9,
+        handleheight=0.9,
+        handletextpad=0.5,
+        columnspacing=1.4,
+        borderaxespad=0.2,
+        borderpad=0.2,
+    )
+
+
+def lines_of(names: Sequence[str]) -> int:
+    """Lines that a legend of these names takes."""
+    return -(-(sum(map(len, names)) + _HANDLE * len(names)) // _LINE)
+
+
+def wrapped(label: str) -> str:
+    """A label in lines that leave room for the bars."""
+    return textwrap.fill(label, _LABEL, break_long_words=False, break_on_hyphens=False)
+
+
+def height(labels: Sequence[str]) -> float:
+    """Inches for rows with these labels, legend and axis included."""
+    lines = max(label.count("\n") for label in labels) + 1
+    return 1.05 + max(0.46, 0.1 + 0.19 * lines) * len(labels)
+
+
+def mark(
+    ax: Axes, place: float, interval: Interval, scale: float = 1.0, *, measured: bool = False, label: str | None = None
+) -> ErrorbarContainer:
+    """A diamond with its interval, in a row: hollow for a prediction, full for a measurement. An endless side is left out."""
+    reach = [[abs(interval.mid - end) * scale if math.isfinite(end) else 0.0] for end in (interval.low, interval.high)]
+    return ax.errorbar(
+        [interval.mid * scale],
+        [place],
+        xerr=reach,
+        fmt="D",
+        color=INK,
+        markersize=5,
+        markerfacecolor=INK if measured else "none",
+        markeredgewidth=1.3,
+        elinewidth=1.3,
+        capsize=0 if measured else 2.5,
+        label=label,
+    )

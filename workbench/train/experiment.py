@@ -1,0 +1,169 @@
+"""`python -m workbench.train.experiment RUN_DIR`: finds out what a step of a spec is made of, or lets two specs take turns.
+
+torchrun starts one per rank. What to do stands in run.json under "experiment"; rank 0 leaves what came of it beside.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from workbench import failure, rundir
+from workbench.measure.blocks import StepFailed
+from workbench.measure.contest import contest
+from workbench.measure.experiment import experiment
+from workbench.measure.feed import Feed
+from workbench.measure.noise import cpu_of
+from workbench.measure.peers import Peers
+from workbench.spec import RunSpec
+from workbench.task import Task, resolve
+from workbench.train.ranks import Ranks, choose_backend, choose_device
+from workbench.train.trainer import Trainer
+
+PATIENCE, QUIET = 2.0, 0.02
+"""Seconds that one contestant waits for the other's workers at most, and between two looks at them."""
+LEAST = 0.5
+"""Of the budget is for measuring at least, however long the start has taken."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Do what run.json says; whatever goes wrong is recorded before anything is torn down."""
+    parser = argparse.ArgumentParser(prog="python -m workbench.train.experiment", description=__doc__)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help='directory with a run.json that has an "experiment"')
+    run_dir = parser.parse_args(arguments).run_dir
+    try:
+        info = rundir.read_json(run_dir / rundir.RUN_JSON)
+        spec, order = RunSpec.from_json(info["spec"]), info["experiment"]
+        task = resolve(spec.task)  # before the group: a wrong name needs no peers to be found
+        ranks = Ranks.join(spec)
+        try_out, name = (diagnose, rundir.EVIDENCE) if order["kind"] == "diagnose" else (prove, rundir.CONTEST)
+        found = try_out(info, task, ranks)
+        if ranks.rank == 0:
+            rundir.write_json(run_dir / name, found)
+        ranks.agree(True)  # nobody leaves while rank 0 writes
+    except BaseException as error:
+        failure.record(error.error if isinstance(error, StepFailed) else error, run_dir=run_dir)
+        raise
+    dist.destroy_process_group()
+
+
+def diagnose(info: Mapping[str, Any], task: Task, ranks: Ranks) -> dict[str, Any]:
+    """Evidence about a step of the spec."""
+    spec = RunSpec.from_json(info["spec"])
+    trainer = Trainer(spec, task, ranks)
+
+    def step(batches: Any) -> None:
+        trainer.step(batches if spec.accumulation > 1 else (batches,))
+
+    evidence = experiment(
+        step,
+        trainer.loader,
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        budget_s=_budget(info, ranks),
+        accumulation=spec.accumulation,
+    )
+    return dataclasses.replace(evidence, precision=spec.precision).to_json()
+
+
+def prove(info: Mapping[str, Any], task: Task, ranks: Ranks) -> dict[str, Any]:
+    """Steps per second of two specs that take turns: an `Arm` whose baseline is the first."""
+    specs = [RunSpec.from_json(info["experiment"][name]) for name in ("baseline", "changed")]
+    with contextlib.ExitStack() as stack, Peers.join() as peers:
+        one, other = [stack.enter_context(entered(spec, task, ranks, place)) for place, spec in enumerate(specs)]
+        arm = contest(one, other, budget_s=_budget(info, ranks), peers=peers)
+    return dataclasses.asdict(dataclasses.replace(arm, samples=specs[1].global_batch / specs[0].global_batch))
+
+
+def _budget(info: Mapping[str, Any], ranks: Ranks) -> float:
+    """Seconds that are left of those that the user gives for all of it: the same on all ranks, which decide by it when to stop."""
+    given = float(info["experiment"]["budget_s"])
+    left = max(given - (time.time() - info["created"]), LEAST * given)
+    return min(map(float, ranks.share("budget", str(left).encode())))
+
+
+class Resting:
+    """On a rank that a contestant does not use."""
+
+    def step(self) -> None:
+        """Nothing to do."""
+
+    def drain(self) -> None:
+        """Nothing to do."""
+
+
+class Training:
+    """A spec that trains, in a contest with another one in the same process."""
+
+    _turn: "Training | None" = None
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._feed = Feed(trainer.loader, trainer.spec.accumulation)
+
+    def step(self) -> None:
+        """One optimizer step, loading included."""
+        batches = self._feed.next()
+        self._trainer.step(batches if self._trainer.spec.accumulation > 1 else (batches,))
+
+    def drain(self) -> None:
+        """Begin a turn as a step in the middle of training begins: the other one's workers rest, one's own queue is not full."""
+        if Training._turn not in (self, None):
+            Training._turn.settle()
+        Training._turn = self
+        self._trainer.take_over()
+        for _ in range(self._feed.queue):
+            if self._feed.depth() == 0:
+                break
+            self._feed.batch()
+
+    def settle(self) -> None:
+        """Wait until its workers have filled their queue: they would take cores from the other one."""
+        end = time.monotonic() + PATIENCE
+        cpu = sum(map(cpu_of, self._feed.worker_pids))
+        while self._feed.depth() != self._feed.queue and time.monotonic() < end:
+            time.sleep(QUIET)
+            before, cpu = cpu, sum(map(cpu_of, self._feed.worker_pids))
+            if cpu - before < 0.05 * QUIET:  # an epoch's last batches leave the queue half empty; who waits for a disk takes no core
+                return
+
+    def close(self) -> None:
+        """End its workers."""
+        self._feed.close()
+        Training._turn = None
+
+
+@contextlib.contextmanager
+def entered(spec: RunSpec, task: Task, everyone: Ranks, place: int) -> Iterator[Training | Resting]:
+    """A contestant on this rank. It may want fewer ranks than there are; all have to come here, to make its process group.
+
+    Args:
+        spec: of the contestant.
+        task: what is trained.
+        everyone: all ranks of the launch.
+        place: its number among the contestants.
+    """
+    members = list(range(spec.nproc_per_node))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = choose_device(spec, local_rank, spec.nproc_per_node)
+    group = dist.new_group(members, backend=choose_backend(spec, device))
+    if everyone.rank not in members:
+        yield Resting()
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ranks = Ranks(rank=everyone.rank, world_size=len(members), device=device, store=PrefixStore(f"contestant {place}", everyone.store))
+    with contextlib.closing(Training(Trainer(spec, task, ranks, group))) as training:
+        yield training
+
+
+if __name__ == "__main__":
+    main()

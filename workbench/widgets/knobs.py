@@ -1,0 +1,115 @@
+"""Knobs: the five that decide most about a step's throughput, as widgets that know where they stood when it was measured."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ipywidgets
+
+from workbench.spec import PRECISIONS, RunSpec
+
+PREFETCH = 2
+"""torch's own prefetch_factor, which a spec calls None."""
+_MOST = {"num_workers": 8, "prefetch_factor": 8, "nproc_per_node": 8}
+_LARGEST_BATCH = 1024
+
+
+class Knobs:
+    """Five widgets in a box. `changes` is what was turned.
+
+    Attributes:
+        widgets: name → widget; `.value` turns it.
+        box: all of them.
+    """
+
+    def __init__(self, on_turn: Callable[[], None]) -> None:
+        """
+        Args:
+            on_turn: called after a knob was turned, by hand or by setting its value.
+        """
+        self._on_turn, self._quiet = on_turn, True
+        self.widgets: dict[str, Any] = {
+            "num_workers": ipywidgets.IntSlider(min=0, max=_MOST["num_workers"]),
+            "prefetch_factor": ipywidgets.IntSlider(min=1, max=_MOST["prefetch_factor"], value=PREFETCH),
+            "micro_batch": ipywidgets.SelectionSlider(options=_sizes(1)),
+            "precision": ipywidgets.Dropdown(options=PRECISIONS),
+            "nproc_per_node": ipywidgets.IntSlider(min=1, max=_MOST["nproc_per_node"]),
+        }
+        for name, knob in self.widgets.items():
+            knob.description = name
+            knob.observe(self._turned, names="value")
+        self.box = ipywidgets.Box(list(self.widgets.values())).add_class("wb-knobs")
+        self._known, self._held = dict.fromkeys(self.widgets, False), False
+        self.starts: dict[str, Any] = {}
+
+    def set(self, values: Mapping[str, Any]) -> None:
+        """Put the knobs where the measured step has them; one whose value is not known cannot be turned.
+
+        Args:
+            values: by name; None = not known.
+        """
+        self._quiet = True
+        for name, knob in self.widgets.items():
+            value = values.get(name)
+            self._known[name] = value is not None
+            if value is None:
+                continue
+            if name == "micro_batch":
+                knob.options = _sizes(value)
+            elif hasattr(knob, "max"):
+                knob.max = max(knob.max, value)
+            knob.value = value
+        self.starts = {name: knob.value for name, knob in self.widgets.items()}
+        self._allow()
+        self._quiet = False
+
+    def hold(self, held: bool) -> None:
+        """Let nobody turn them, or let them be turned again."""
+        self._held = held
+        self._allow()
+
+    def _allow(self) -> None:
+        for name, knob in self.widgets.items():
+            knob.disabled = self._held or not self._known[name]
+        if not self.widgets["num_workers"].value:  # nothing is prefetched without workers
+            self.widgets["prefetch_factor"].disabled = True
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Name → value of each that stands elsewhere than it did."""
+        workers = self.widgets["num_workers"].value
+        return {
+            name: knob.value
+            for name, knob in self.widgets.items()
+            if self._known[name] and knob.value != self.starts[name] and (workers or name != "prefetch_factor")
+        }
+
+    @property
+    def samples(self) -> float:
+        """In a step, relative to where the knobs stood."""
+        changes = self.changes
+        return float(math.prod(changes[name] / self.starts[name] for name in ("micro_batch", "nproc_per_node") if name in changes))
+
+    def turned(self, spec: RunSpec) -> RunSpec:
+        """A spec with the knobs as they stand now."""
+        changes = self.changes
+        if changes.get("num_workers") == 0:
+            changes |= {"prefetch_factor": None, "persistent_workers": False}
+        return spec.replace(**changes)
+
+    def _turned(self, _change: object) -> None:
+        if not self._quiet:
+            self._allow()
+            self._on_turn()
+
+
+def standing(spec: RunSpec) -> dict[str, Any]:
+    """Where a spec has the knobs."""
+    values = {name: getattr(spec, name) for name in ("num_workers", "prefetch_factor", "micro_batch", "precision", "nproc_per_node")}
+    return {**values, "prefetch_factor": spec.prefetch_factor or PREFETCH}
+
+
+def _sizes(now: int) -> list[int]:
+    """Batches to choose from: powers of two, and the one there is."""
+    top = max(_LARGEST_BATCH, 8 * now)
+    return sorted({2**power for power in range(top.bit_length()) if 2**power <= top} | {now})
