@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +25,14 @@ OPTIMIZER = torch.optim.AdamW(NET.parameters())
 X = torch.randn(16, 64)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def step() -> Tensor:
     """A small healthy step."""
     loss = NET(X).square().mean()
@@ -39,6 +47,7 @@ def sampled(work: Callable[[], object], seconds: float = 0.5) -> StackSampler:
     sampler = StackSampler(fine=True)
 
     def run() -> None:
+        torch.set_num_threads(1)  # OpenMP has a figure for each thread
         work()
         with sampler:
             until = time.perf_counter() + seconds
@@ -61,7 +70,7 @@ def places(sampler: StackSampler) -> dict[str | None, float]:
 
 class Sleepy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.01)
+        time.sleep(0.02)
         return x
 
 
@@ -72,34 +81,37 @@ def sleeps() -> None:
 def loops() -> None:
     step()
     total = 0
-    for i in range(50_000):
+    for i in range(300_000):
         total += i * i
 
 
 def metrics() -> None:
     loss = step()
-    for _ in range(500):
+    for _ in range(5000):
         loss.item()
 
 
-def prints(sink: Any = open(os.devnull, "w")) -> None:  # noqa: SIM115
+SINK = open(os.devnull, "w")  # noqa: SIM115
+
+
+def prints() -> None:
     step()
-    for i in range(2000):
-        print("loss", i, 0.5, file=sink)
+    for i in range(10_000):
+        print("loss", i, 0.5, file=SINK)
 
 
 LOGGER = logging.getLogger("sampled")
 LOGGER.propagate = False
-LOGGER.addHandler(logging.StreamHandler(open(os.devnull, "w")))  # noqa: SIM115
+LOGGER.addHandler(logging.StreamHandler(SINK))
 
 
 def logs() -> None:
     step()
-    for i in range(200):
+    for i in range(500):
         LOGGER.error("loss %s", i)
 
 
-TREE = {str(i): [*range(20)] for i in range(2000)}
+TREE = {str(i): [*range(20)] for i in range(10_000)}
 
 
 def dumps() -> None:
@@ -109,15 +121,15 @@ def dumps() -> None:
 
 def keeps(path: str = f"/tmp/sampled-{os.getpid()}.pt") -> None:
     step()
-    torch.save({str(i): torch.zeros(100) for i in range(300)}, path)
+    torch.save({str(i): torch.zeros(100) for i in range(1000)}, path)
 
 
-@torch.no_grad()
 def scores() -> None:
     step()
     NET.eval()
-    for _ in range(20):
-        NET(X)
+    with torch.no_grad():
+        for _ in range(200):
+            NET(X)
     NET.train()
 
 

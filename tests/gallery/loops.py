@@ -154,7 +154,7 @@ class Asking(nn.Module):
 
 def sleeping_forward(planted: bool = True) -> Loop:
     model = Asking(0.008 if planted else 0)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.001)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
@@ -190,7 +190,7 @@ def pauses_of_rank_1(planted: bool = True) -> Loop:
 def checkpoint_stall(planted: bool = True) -> Loop:
     model = mlp(width=768)
     model.register_buffer("table", torch.randn(30_000_000))
-    optimizer = torch.optim.AdamW(model.parameters(), 0.001)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
     memory = Path("/dev/shm")  # a disk would be fast on one machine and slow on the next
     folder = tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
     count = 0

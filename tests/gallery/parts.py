@@ -141,13 +141,16 @@ class Vectors:
 class Pictures:
     """Small pictures as tensors, in memory."""
 
-    def __init__(self, side: int = 32, length: int = 100_000, bank: int = 64) -> None:
+    def __init__(self, side: int = 32, length: int = 100_000, bank: int = 64, cost: Callable[[int], Any] | None = None) -> None:
         self.bank, self.length = torch.randn(bank, 3, side, side, generator=torch.Generator().manual_seed(0)), length
+        self.cost = cost
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if self.cost:
+            self.cost(index)
         return self.bank[index % len(self.bank)], index % 10
 
 

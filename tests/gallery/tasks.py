@@ -118,7 +118,7 @@ def respawned_workers() -> wb.Task:
 
 
 def too_many_workers() -> wb.Task:
-    model = partial(nn.Sequential, nn.AvgPool2d(4), *convnet())
+    model = partial(nn.Sequential, nn.AvgPool2d(4), *convnet(channels=12))
     return wb.Task(model=model, dataset=partial(Pictures, side=128), loss=classify)
 
 
@@ -151,7 +151,8 @@ def small_buckets() -> wb.Task:
 
 
 def slow_input_on_rank_1(planted: bool = True) -> wb.Task:
-    return stored(Waiting(0.00025) if planted and rank() == 1 else None)
+    cost = Waiting(0.0004) if planted and rank() == 1 else None
+    return wb.Task(model=partial(convnet, channels=24), dataset=partial(Pictures, cost=cost), loss=classify, optimizer=SGD)
 
 
 def slow_compute_on_rank_1(planted: bool = True) -> wb.Task:

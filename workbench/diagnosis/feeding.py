@@ -41,7 +41,9 @@ class Feeding:
     of them is put aside, half of the time beside each busy worker: b busy ones, which work at half speed, too, cost it 2 (1 − 2^−b) / b of
     the time that they compute.
 
-    Known error: 5 % in the median, 20 % at worst, over sleeping, computing and mixed loaders with 1 to 4 workers, on two cores.
+    Known error of the step, 36 settings with 1 to 4 workers on two cores (sleeping, computing and mixed loaders): 6.5 % in the median, 33 %
+    at worst. The worst ones had probes that other processes disturbed. Where batches are cheap and training binds, it is 10 to 20 % too
+    short: a batch that comes fresh from a worker costs training more than one that is replayed.
     If some samples are far slower than others, batches are uneven, and max(loader, …) is played through batch by batch: `uneven.paced`.
     Left out: hyperthreads, memory bandwidth.
     """

@@ -124,7 +124,8 @@ class Bench:
         """Calls of step() so far."""
         self.elapsed = 0.0
         """Seconds since the start, as all ranks last agreed."""
-        self._clock = clock
+        self.clock = clock
+        """Seconds."""
         self._start = clock()
         self.sampler = StackSampler()
         """Looks where step() is."""
@@ -153,7 +154,7 @@ class Bench:
 
     def tick(self) -> float:
         """Look at the clock, together."""
-        self.elapsed = self.peers.agree(self._clock() - self._start)
+        self.elapsed = self.peers.agree(self.clock() - self._start)
         return self.elapsed
 
     def warm(self, batches: Iterable[Any], step: Callable[[Any], Any] | None = None) -> None:
@@ -183,14 +184,14 @@ class Bench:
         first = self.called + 1
         self.peers.barrier()
         laps = self._time(source, count, step or self.step, passes)
-        measured = self.peers.gather((laps, self._clock() - self._start))
+        measured = self.peers.gather((laps, self.clock() - self._start))
         self.elapsed = max(elapsed for _, elapsed in measured)
         block = Block(arm=arm, first=first, laps=tuple(laps for laps, _ in measured))
         self.timings.add(block)
         return block
 
     def _time(self, source: Iterable[Any], count: int, step: Callable[[Any], Any], passes: Callable[[], int]) -> Laps:
-        now, delay, collections = self._clock, self._delay.read, self._collections
+        now, delay, collections = self.clock, self._delay.read, self._collections
         waits, calls, delays, gcs, fresh = array("d"), array("d"), array("d"), array("d"), []
         begun = passes()
         batches = iter(source)

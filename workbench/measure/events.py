@@ -12,7 +12,7 @@ from workbench.diagnosis.evidence import SMALL_OP, Inside
 
 COLLECTIVES = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|c10d::")
 """On the host; gloo's run in threads of their own."""
-OPERATORS = re.compile(r"(?!autograd::engine::).*::|.*Backward\d+$|Torch-Compiled Region|CompiledFunctionBackward")
+OPERATORS = re.compile(r"(?!autograd::engine::)(.*::|.*Backward\d+$|Torch-Compiled Region|CompiledFunctionBackward)")
 """The operators among what torch records as such: not the Python of an `autograd.Function`, which has no `::` and no number."""
 ENGINE = "autograd::engine::"
 """Around each node of the backward graph, and around hooks, which may be Python."""

@@ -23,12 +23,16 @@ def check(step: Any, budget_s: float, accumulation: int = 1) -> None:
     """
     if not callable(step):
         raise DiagnoseError(f"step is a {type(step).__name__}: wanted is a function, step(batch), that does one optimizer step")
-    with contextlib.suppress(ValueError):  # functions written in C have no signature
+    try:
+        signature = inspect.signature(step)
+    except ValueError:  # functions written in C have none
+        signature = None
+    if signature is not None:
         try:
-            inspect.signature(step).bind(None)
+            signature.bind(None)
         except TypeError as error:
             raise DiagnoseError(
-                f"step cannot be called with one argument, the batch: {name_of(step)}{inspect.signature(step)}, {error}. "
+                f"step cannot be called with one argument, the batch: {name_of(step)}{signature}, {error}. "
                 "Try lambda batch: …, or functools.partial for the other arguments"
             ) from None
     if isinstance(budget_s, bool) or not isinstance(budget_s, int | float) or not budget_s > 0:

@@ -1,7 +1,6 @@
 """Trials: the arms that need no loader, each between two blocks of the unchanged step, for as long as they can still tell something."""
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -198,27 +197,24 @@ class Trials:
 
     def _try(self, treatment: Treatment) -> bool:
         """A block of the arm; False if the step cannot be put to it."""
-        step = treatment.wrap(self.bench.step)
-        batches = self.replay.give(self.count, None if treatment.batch is arms.unchanged else treatment.batch)
-        new = treatment.name not in self._treatments
-        failed = ""
+        bench, step = self.bench, treatment.wrap(self.bench.step)
+        change = None if treatment.batch is arms.unchanged else treatment.batch
+        warm = max(self.warm, 1) + 1 if treatment.name not in self._treatments else self.warm
         with treatment.on():
-            start = time.perf_counter()
+            failed, start = "", bench.clock()
             try:
-                self.bench.warm(batches[: self.warm + new], step)
-                self.bench.synchronize()
+                bench.warm(self.replay.give(warm, change), step)
+                bench.synchronize()
             except StepFailed as error:
                 failed = f"{type(error.error).__name__}: {error.error}"
-            seconds = (time.perf_counter() - start) / (self.warm + new)
-            warmed = self.bench.peers.gather((failed, seconds))
+            warmed = bench.peers.gather((failed, (bench.clock() - start) / warm if warm else 0.0))
             if failures := [failed for failed, _ in warmed if failed]:
                 self.notes.append(f"{treatment.name} could not be tried: {failures[0].splitlines()[0]:.200}")
                 return False
-            slower = max(seconds for _, seconds in warmed) / self.bench.timings.typical("cached")
-            count = self.count if slower < LONGER else max(1, round(self.count * LONGER / slower))
             self._treatments[treatment.name] = treatment
-            batches = self.replay.give(count, None if treatment.batch is arms.unchanged else treatment.batch)
-            self.bench.run(treatment.name, batches, count, step=step)
+            slower = max(seconds for _, seconds in warmed) / bench.timings.typical("cached")
+            count = self.count if slower < LONGER else max(1, round(self.count * LONGER / slower))
+            bench.run(treatment.name, self.replay.give(count, change), count, step=step)
         return True
 
     def _seconds_of_a_pair(self) -> float:

@@ -21,15 +21,13 @@ from workbench.measure.blocks import StepFailed
 from workbench.measure.contest import contest
 from workbench.measure.experiment import experiment
 from workbench.measure.feed import Feed
-from workbench.measure.noise import cpu_of
 from workbench.measure.peers import Peers
+from workbench.measure.queueing import PATIENCE, drain, settle
 from workbench.spec import RunSpec
 from workbench.task import Task, resolve
 from workbench.train.ranks import Ranks, choose_backend, choose_device
 from workbench.train.trainer import Trainer
 
-PATIENCE, QUIET = 2.0, 0.02
-"""Seconds that one contestant waits for the other's workers at most, and between two looks at them."""
 LEAST = 0.5
 """Of the budget is for measuring at least, however long the start has taken."""
 
@@ -107,37 +105,24 @@ class Training:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._feed = Feed(trainer.loader, trainer.spec.accumulation)
+        self.feed = Feed(trainer.loader, trainer.spec.accumulation)
 
     def step(self) -> None:
         """One optimizer step, loading included."""
-        batches = self._feed.next()
+        batches = self.feed.next()
         self._trainer.step(batches if self._trainer.spec.accumulation > 1 else (batches,))
 
     def drain(self) -> None:
-        """Begin a turn as a step in the middle of training begins: the other one's workers rest, one's own queue is not full."""
+        """Take the turn: wait until the other one's workers rest, so that they take no core; take what lies ready in one's own queue."""
         if Training._turn not in (self, None):
-            Training._turn.settle()
+            settle(Training._turn.feed, PATIENCE)
         Training._turn = self
         self._trainer.take_over()
-        for _ in range(self._feed.queue):
-            if self._feed.depth() == 0:
-                break
-            self._feed.batch()
-
-    def settle(self) -> None:
-        """Wait until its workers have filled their queue: they would take cores from the other one."""
-        end = time.monotonic() + PATIENCE
-        cpu = sum(map(cpu_of, self._feed.worker_pids))
-        while self._feed.depth() != self._feed.queue and time.monotonic() < end:
-            time.sleep(QUIET)
-            before, cpu = cpu, sum(map(cpu_of, self._feed.worker_pids))
-            if cpu - before < 0.05 * QUIET:  # an epoch's last batches leave the queue half empty; who waits for a disk takes no core
-                return
+        drain(self.feed)
 
     def close(self) -> None:
         """End its workers."""
-        self._feed.close()
+        self.feed.close()
         Training._turn = None
 
 

@@ -1,0 +1,161 @@
+"""Blocks and trials by a fake clock: what counts, what is left out, who is compared with whom, and when it is enough."""
+
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from workbench.measure.arms import Treatment
+from workbench.measure.blocks import Bench, Block, Laps, StepFailed, Timings, nothing
+from workbench.measure.peers import Peers
+from workbench.measure.replay import Replay
+from workbench.measure.trials import MOST_PAIRS, PAIRS, Trials
+
+
+class Clock:
+    """Time that only work moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def laps(*calls: float, wait: float = 0.0, fresh: tuple[int, ...] = ()) -> Laps:
+    zeros = array("d", [0.0] * len(calls))
+    return Laps(waits=array("d", [wait] * len(calls)), calls=array("d", calls), delays=zeros, gcs=zeros, fresh=fresh)
+
+
+def timings(*blocks: tuple[Laps, ...]) -> Timings:
+    found = Timings()
+    for i, ranks in enumerate(blocks):
+        found.add(Block(arm="full", first=1 + 4 * i, laps=ranks))
+    return found
+
+
+def test_a_stalled_step_is_left_out_of_its_block_only() -> None:
+    some = timings(*[(laps(0.01, 0.01, 0.01, 0.01, wait=0.002),)] * 4, (laps(0.01, 0.5, 0.01, 0.01, wait=0.002),))
+    assert some.slowest("full") == pytest.approx([0.012] * 5)
+
+
+def test_a_step_of_two_speeds_has_no_stalls() -> None:
+    some = timings(*[(laps(0.01, 0.01, 0.01, 0.05),)] * 5)
+    assert some.slowest("full") == pytest.approx([0.02] * 5)
+
+
+def test_the_slowest_rank_counts_and_a_new_pass_does_not() -> None:
+    some = timings(*[(laps(0.01, 0.01, fresh=(0,)), laps(0.03, 0.03))] * 3)
+    assert some.slowest("full") == pytest.approx([0.03] * 3)
+    assert timings((laps(9.0, 0.01, fresh=(0,)),)).slowest("full") == [0.01]
+
+
+def test_calls_that_are_known_to_have_stalled_are_left_out() -> None:
+    some = timings((laps(0.01, 0.018, 0.01, 0.01),))
+    some.stalled = [frozenset({2})]
+    assert some.slowest("full") == pytest.approx([0.01])
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def bench(clock: Clock) -> Iterator[Bench]:
+    with Bench(lambda batch: None, Peers(), torch.device("cpu"), clock=clock) as one:
+        yield one
+
+
+def test_waits_and_calls_are_told_apart_and_a_source_may_end(bench: Bench, clock: Clock) -> None:
+    def source() -> Iterator[int]:
+        for i in range(3):
+            clock.now += 0.2
+            yield i
+
+    def step(batch: int) -> None:
+        clock.now += 0.3
+
+    (found,) = bench.run("full", source(), 10, step=step).laps
+    assert list(found.waits) == pytest.approx([0.2] * 3)
+    assert list(found.calls) == pytest.approx([0.3] * 3)
+    assert bench.called == 3
+    bench.run("loader", source(), 3, step=nothing)
+    assert bench.called == 3
+
+
+def test_which_call_failed(bench: Bench) -> None:
+    def step(batch: int) -> None:
+        if batch == 2:
+            raise KeyError("label")
+
+    with pytest.raises(StepFailed, match=r"KeyError at its call number 3: 'label'") as caught:
+        bench.run("full", [0, 1, 2], 3, step=step)
+    assert isinstance(caught.value.error, KeyError)
+
+
+def tried(clock: Clock, seconds: float, arms: dict[str, Callable[[], float]], *, budget: float) -> tuple[Trials, Bench]:
+    """Trials of arms whose steps take what they are said to."""
+
+    def spend(get: Callable[[], float]) -> Callable[[Any], None]:
+        def step(batch: Any) -> None:
+            clock.now += get()
+
+        return step
+
+    with Bench(spend(lambda: seconds), Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = Replay()
+        replay.hold([torch.zeros(2)] * 3)
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=seconds)
+        trials.run([Treatment(name=name, wrap=lambda _, get=get: spend(get)) for name, get in arms.items()], budget)  # type: ignore[misc]
+    return trials, bench
+
+
+def test_an_arm_without_noise_needs_few_pairs(clock: Clock) -> None:
+    trials, _ = tried(clock, 0.01, {"no_optimizer": lambda: 0.008}, budget=1000)
+    arm = trials.results()["no_optimizer"]
+    assert len(arm.pairs) == PAIRS
+    assert arm.saved.mid == pytest.approx(0.2)
+
+
+def test_a_slow_drift_does_no_harm(clock: Clock) -> None:
+    def drifting(seconds: float) -> Callable[[], float]:
+        return lambda: seconds * (1 + clock.now / 20)
+
+    def step(batch: Any) -> None:
+        clock.now += drifting(0.01)()
+
+    with Bench(step, Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = Replay()
+        replay.hold([torch.zeros(2)])
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=0.01)
+        half = Treatment(name="no_optimizer", wrap=lambda _: lambda batch: setattr(clock, "now", clock.now + drifting(0.005)()))
+        trials.run([half], 1000)
+    assert trials.results()["no_optimizer"].saved.mid == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_hopeless_arm_is_not_asked_a_third_time(clock: Clock) -> None:
+    trials, bench = tried(clock, 0.01, {"threads=2": lambda: 0.9}, budget=1000)
+    assert len(trials.results()["threads=2"].pairs) == 2
+    assert all(len(block.laps[0].calls) == 1 for block in bench.timings.blocks["threads=2"])  # nor for long
+
+
+def test_noise_makes_more_pairs(clock: Clock) -> None:
+    numbers = iter([0.004, 0.02] * 10_000)
+    trials, _ = tried(clock, 0.06, {"doubled": lambda: 3 * next(numbers) if clock.now % 1 > 0.3 else 0.01}, budget=1e6)
+    assert PAIRS < len(trials.results()["doubled"].pairs) <= MOST_PAIRS
+
+
+@pytest.mark.parametrize("seconds", [1.2, 2.0, 8.0])
+def test_steps_of_seconds_still_get_an_answer_within_the_budget(clock: Clock, seconds: float) -> None:
+    names = ["no_optimizer", "doubled", "threads=2", "optimizer=fused", "precision=amp_bf16"]
+    trials, _ = tried(clock, seconds, {name: lambda: 0.8 * seconds for name in names}, budget=60)
+    results = trials.results()
+    assert results["no_optimizer"].saved.mid == pytest.approx(0.2)
+    assert all(len(arm.pairs) >= 2 for arm in results.values())
+    assert clock.now < 90
+    assert len(results) == len(names) or any("no time was left to try" in note for note in trials.notes)
