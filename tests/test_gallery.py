@@ -1,4 +1,4 @@
-"""The gallery of planted bottlenecks: every case says what it claims to, and the verdicts of a few of them (all: benchmarks/verdicts.py)."""
+"""The gallery of planted bottlenecks: every case is well formed, and the verdicts of a few of them (all: benchmarks/verdicts.py)."""
 
 import json
 import os

@@ -29,8 +29,8 @@ ROUNDS, BLOCK, STEPS = 6, 0.4, 240
 def build(case: Case, planted: bool = True) -> Any:
     """The loop of a case, in this process."""
     from parts import from_spec
+
     from workbench.task import _import
-    from workbench.train.ranks import Ranks
 
     builder = getattr(_import(case.name, str(case.source)), case.name)
     if case.spec is None:
@@ -44,9 +44,12 @@ def build(case: Case, planted: bool = True) -> Any:
 def ranks() -> Any:
     """This process among the others, as the loader wants to know it."""
     import torch
+
     from workbench.train.ranks import Ranks
 
-    return Ranks(rank=int(os.environ.get("RANK", "0")), world_size=int(os.environ.get("WORLD_SIZE", "1")), device=torch.device("cpu"), store=None)
+    return Ranks(
+        rank=int(os.environ.get("RANK", "0")), world_size=int(os.environ.get("WORLD_SIZE", "1")), device=torch.device("cpu"), store=None
+    )
 
 
 class Runner:

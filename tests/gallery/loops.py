@@ -40,7 +40,9 @@ class Augmented:
             x, y = chance.integers(0, 8, 2)
             crop = self.pictures[chance.integers(256)][x : x + 64, y : y + 64].astype(np.float32) / 255
             crop = crop[:, :: -1 if chance.random() < 0.5 else 1]
-            crop = np.clip((crop - crop.mean((0, 1))) * chance.uniform(0.8, 1.2) + crop.mean((0, 1)) + chance.normal(0, 0.02, crop.shape), 0, 1)
+            crop = np.clip(
+                (crop - crop.mean((0, 1))) * chance.uniform(0.8, 1.2) + crop.mean((0, 1)) + chance.normal(0, 0.02, crop.shape), 0, 1
+            )
             pictures.append(crop[::2, ::2].transpose(2, 0, 1).astype(np.float32))
         return torch.from_numpy(np.stack(pictures)), torch.arange(32) % 10
 
@@ -383,5 +385,3 @@ def healthy_now_and_then(planted: bool = True) -> Loop:
         optimizer.step()
 
     return Loop(step=step, loader=vectors(64), model=model, optimizer=optimizer)
-
-

@@ -1,6 +1,7 @@
 """What the gallery is built of: models, data, and the ordinary loop that a spec describes."""
 
 import io
+import itertools
 import os
 import random
 import time
@@ -87,7 +88,7 @@ def mlp(width: int = 512, layers: int = 4, inputs: int = 256, outputs: int = 10)
     """Linear layers with ReLU."""
     torch.manual_seed(0)
     sizes = [inputs] + [width] * (layers - 1)
-    hidden = [module for a, b in zip(sizes, sizes[1:], strict=False) for module in (nn.Linear(a, b), nn.ReLU())]
+    hidden = [module for a, b in itertools.pairwise(sizes) for module in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(width, outputs))
 
 

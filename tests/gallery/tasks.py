@@ -101,7 +101,7 @@ def collate_in_python(samples: list[tuple[list[int], int]]) -> tuple[Tensor, Ten
         row = [SPELLING[token] / 255 for token in tokens]
         while len(row) < longest:
             row.append(0.0)
-        smooth = [(a + b + c) / 3 for a, b, c in zip(row, row[1:] + [0.0], [0.0] + row[:-1], strict=True)]
+        smooth = [(a + b + c) / 3 for a, b, c in zip(row, [*row[1:], 0.0], [0.0, *row[:-1]], strict=True)]
         rows.append([min(1.0, max(0.0, value)) for value in smooth])
     return torch.tensor(rows), torch.tensor([label for _, label in samples])
 

@@ -1,6 +1,7 @@
 """Blocks: some steps in a row, timed one by one and synchronised at both ends only; and what their neighbours in time say together."""
 
 import contextlib
+import math
 import statistics
 import time
 from array import array
@@ -268,6 +269,8 @@ def length(seconds: float, target: float, *, least: int = 1, most: int = 2000, m
     >>> length(0.05, 0.2), length(1.0, 0.2), length(0.05, 0.2, multiple=3)
     (4, 1, 6)
     """
+    if not math.isfinite(seconds):  # nothing was measured: a loader that ended
+        return least
     count = max(least, min(most, round(target / max(seconds, 1e-6))))
     return -(-count // multiple) * multiple
 

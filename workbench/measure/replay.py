@@ -51,10 +51,14 @@ class Replay:
             if self._held and taken + size > MOST_BYTES:
                 break
             taken += size
-            self._held.append(map_tensors(lambda tensor: tensor.clone() if self.written or tensor.is_shared() else tensor, batch))  # type: ignore[no-untyped-call]
+            self._held.append(map_tensors(lambda tensor: tensor.clone() if tensor.is_shared() else tensor, batch))  # type: ignore[no-untyped-call]
         self._held.reverse()
         if not self.varied:
             del self._held[:-MOST_BATCHES]
+
+    def kept(self, batch: Any) -> Any:
+        """A batch in containers of its own, and with tensors of its own if the step writes into them."""
+        return map_tensors(torch.clone if self.written else _same, batch)
 
     def give(self, count: int, change: Callable[[Any], Any] | None = None) -> list[Any]:
         """So many batches, the first of them always the same.

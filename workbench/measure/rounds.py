@@ -161,7 +161,7 @@ class Rounds:
     def _taken(self, count: int) -> Iterator[Any]:
         for _ in range(count):
             batch = self.feed.next()
-            self.recent.append(batch)
+            self.recent.append(self.replay.kept(batch))  # now: the step may take things out of it, or write into it
             yield batch
 
     def source(self, arm: str) -> Iterator[Any]:
