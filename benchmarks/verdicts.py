@@ -176,12 +176,7 @@ def show(cases: list[Case], tools: list[str], answers: dict[tuple[str, str], lis
     names = {"ours": "workbench", "traceml": "TraceML 0.5.0", "plugin": "torch-tb-profiler 0.4.3"}
     columns = ("case", "truth, and what its removal saves", *(names[tool] for tool in judges))
     print(Table(columns=columns, rows=[*rows, total], title="Verdicts", note=note))
-    proofs = [
-        (case.name, proof)
-        for case in cases
-        for one in answers.get((case.name, "ours"), [])
-        for proof in one.get("proofs", [])
-    ]
+    proofs = [(case.name, proof) for case in cases for one in answers.get((case.name, "ours"), []) for proof in one.get("proofs", [])]
     if proofs:
         errors = [proof["remedy"]["speedup"] / proof["measured"][1] - 1 for _, proof in proofs]
         lines = [

@@ -137,7 +137,7 @@ PLANTED = (
     ),
     Case(
         name="printing",
-        plants="weights and gradients are printed in every step",
+        plants="gradients are printed in every step",
         answers={HOST: ("python", "syncs", "launches")},
     ),
     Case(

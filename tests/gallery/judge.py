@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,7 @@ def plugin(case: Case, out: Path) -> dict[str, Any]:
     return {"advice": list(advice)}
 
 
-class _stepping(nullcontext[None]):
+class _stepping(AbstractContextManager[None]):
     """Tells a profiler where a step ends."""
 
     def __init__(self, profiler: Any) -> None:

@@ -111,8 +111,9 @@ def printing(planted: bool = True) -> Loop:
         loss.backward()
         optimizer.step()
         if planted:
+            print("loss", loss, file=screen, flush=True)
             for name, weight in model.named_parameters():
-                print("loss", loss, name, weight, "gradient", weight.grad, file=screen, flush=True)
+                print(name, weight.grad, file=screen, flush=True)
 
     return Loop(step=step, loader=vectors(), model=model, optimizer=optimizer)
 
