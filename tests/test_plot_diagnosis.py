@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
+from matplotlib.contour import QuadContourSet
 from matplotlib.figure import Figure
 from slow_loader import SPEC, diagnosis, evidence
 
 from workbench import plot, units
 from workbench.diagnosis.diagnosis import Diagnosis
 from workbench.diagnosis.evidence import Evidence, Interval
+from workbench.diagnosis.feeding import Feeding
 from workbench.diagnosis.loader_curve import CurvePoint, LoaderCurve
 from workbench.diagnosis.parts import PARTS
 from workbench.diagnosis.proof import Ladder, Proof, Rung
@@ -261,3 +263,20 @@ def test_the_pictures_need_no_spec_and_change_nothing_of_the_result(ax: Axes) ->
     plot.diagnosis(result, ax=ax)
     assert result.to_json() == before
     assert diagnosis(SPEC).to_json()["spec"] is not None
+
+
+def test_the_contour_of_unprepared_data_has_the_claim_in_bold_and_the_measured_step() -> None:
+    raw = Feeding(cpu=0.012, worker_cpu=0.014, handover=0.0005, compute=0.020, cores=2)
+    ready = Feeding(cpu=0.0005, worker_cpu=0.004, handover=0.0005, compute=0.020, cores=2)
+    ax = plot.unprepared(raw, ready)
+    (contours,) = (one for one in ax.collections if isinstance(one, QuadContourSet))
+    widths = dict(zip(contours.levels, contours.get_linewidths(), strict=True))
+    assert widths[7] > 2 * widths[2]
+    (point,) = (line for line in ax.get_lines() if line.get_label() == "measured here")
+    assert (point.get_xdata()[0], point.get_ydata()[0]) == pytest.approx((20, 12))
+    assert ax.get_xlabel() == "training on a batch (ms)"
+
+
+def test_nothing_to_prepare_is_said() -> None:
+    with pytest.raises(ValueError, match="both have to be measured"):
+        plot.unprepared(Feeding(cpu=0.0, compute=0.02), Feeding(cpu=0.0, compute=0.02))

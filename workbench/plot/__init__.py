@@ -12,6 +12,7 @@ What is predicted is paler than what was measured, or hollow.
 * `proof`: one remedy, predicted beside measured.
 * `ladder`: the throughput after one proved remedy on top of another.
 * `loader_curve`: loader and step over the number of workers.
+* `unprepared`: what preparing the data beforehand would gain, over the costs of training and of loading.
 """
 
 from workbench.plot.bars import compare, step_time
@@ -19,5 +20,6 @@ from workbench.plot.curves import metrics
 from workbench.plot.diagnosis import diagnosis
 from workbench.plot.ladder import ladder, proof
 from workbench.plot.loader_curve import loader_curve
+from workbench.plot.unprepared import unprepared
 
-__all__ = ["step_time", "compare", "metrics", "diagnosis", "proof", "ladder", "loader_curve"]
+__all__ = ["step_time", "compare", "metrics", "diagnosis", "proof", "ladder", "loader_curve", "unprepared"]
