@@ -218,3 +218,12 @@ def test_a_ladder_without_rungs() -> None:
     assert one.speedup == 1
     assert math.isnan(one.samples_per_sec)
     assert Ladder.from_json(json.loads(json.dumps(one.to_json()))).rungs == ()
+
+
+def test_a_proof_that_could_not_be_run_says_so_and_is_plain_json() -> None:
+    remedy = Remedy(name="threads=2", change={"threads": 2}, what="Use 2 threads.", speedup=1.5, low=1.4, high=1.6, formula="measured")
+    nothing = Proof(remedy=remedy, measured=Interval(low=math.nan, mid=math.nan, high=math.nan), notes=("out of memory",))
+    assert "could not be run" in nothing.word
+    again = Proof.from_json(json.loads(json.dumps(nothing.to_json(), allow_nan=False)))
+    assert math.isnan(again.measured.mid) and not again.gained and not again.held
+    assert repr(nothing) == "Proof('threads=2', predicted=1.50×, measured=–)"

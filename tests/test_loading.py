@@ -40,7 +40,7 @@ class Work(Dataset[torch.Tensor]):
             time.sleep(self.sleep + (self.slow if index % 20 == 7 else 0.0))
         spin(self.cpu)
         if self.file:
-            self.file.read_bytes()
+            (self.file / str(index % 64) if self.file.is_dir() else self.file).read_bytes()
         return torch.zeros(self.size)
 
 
@@ -135,10 +135,11 @@ def test_transport_is_what_a_worker_computes_beyond_the_batch() -> None:
 
 
 def test_small_files_are_counted(tmp_path: Path) -> None:
-    file = tmp_path / "sample"
-    file.write_bytes(b"x" * 1000)
-    found = probed(loader_of(Work(file=file)))
+    for index in range(64):
+        (tmp_path / str(index)).write_bytes(b"x" * 1000)
+    found = probed(loader_of(Work(file=tmp_path)))
     assert found.files == BATCH
+    assert probed(loader_of(Work(file=tmp_path / "0"))).files == 1  # opened for each sample, but one file: a shard
     assert found.read_bytes is not None
     assert 1000 * BATCH <= found.read_bytes < 2000 * BATCH
     assert probed(loader_of(Work(cpu=0.001))).files == 0

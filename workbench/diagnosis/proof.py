@@ -60,6 +60,8 @@ class Proof:
     @property
     def word(self) -> str:
         """How the proof went, in words."""
+        if math.isnan(self.measured.mid):
+            return "it could not be run"
         if not self.gained:
             return "it did not help"
         error = f"the prediction was {units.percent(abs(self.error))} too {'high' if self.error > 0 else 'low'}"
@@ -93,7 +95,7 @@ class Proof:
         """As plain JSON values."""
         return {
             "remedy": self.remedy.to_json(),
-            "measured": [self.measured.low, self.measured.mid, self.measured.high],
+            "measured": [None if math.isnan(one) else one for one in (self.measured.low, self.measured.mid, self.measured.high)],
             "baseline": None if math.isnan(self.baseline) else self.baseline,
             "notes": list(self.notes),
         }
@@ -101,13 +103,16 @@ class Proof:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Proof":
         """Inverse of `to_json`."""
-        low, mid, high = value["measured"]
+        low, mid, high = (math.nan if one is None else one for one in value["measured"])
         return cls(
             remedy=Remedy.from_json(value["remedy"]),
             measured=Interval(low=low, mid=mid, high=high),
             baseline=math.nan if value["baseline"] is None else value["baseline"],
             notes=tuple(value["notes"]),
         )
+
+    def __repr__(self) -> str:
+        return f"Proof({self.remedy.name!r}, predicted={units.times(self.remedy.speedup)}, measured={units.times(self.measured.mid)})"
 
     def __str__(self) -> str:
         return str(self.table)

@@ -169,18 +169,18 @@ class InWorker:
 
 
 class _Opened:
-    """Counts the files that Python opens: an audit hook, which cannot be removed, so it is for workers only."""
+    """Counts the different files that Python opens: an audit hook, which cannot be removed, so it is for workers only."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.paths = set[str]()
 
     def hear(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and not isinstance(args[0], int) and not str(args[0]).startswith("/proc/"):  # there our own clocks are
-            self.count += 1
+            self.paths.add(str(args[0]))
 
     def take(self) -> int:
-        count, self.count = self.count, 0
-        return count
+        paths, self.paths = self.paths, set()
+        return len(paths)
 
 
 _opened = _Opened()
