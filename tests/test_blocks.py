@@ -11,7 +11,7 @@ from workbench.measure.arms import Treatment
 from workbench.measure.blocks import Bench, Block, Laps, StepFailed, Timings, nothing
 from workbench.measure.peers import Peers
 from workbench.measure.replay import Replay
-from workbench.measure.trials import MOST_PAIRS, PAIRS, Trials
+from workbench.measure.trials import FEW_PAIRS, MOST_OF_REMEDIES, MOST_PAIRS, PAIRS, Trials, thread_counts, treatments
 
 
 class Clock:
@@ -117,7 +117,7 @@ def tried(clock: Clock, seconds: float, arms: dict[str, Callable[[], float]], *,
 def test_an_arm_without_noise_needs_few_pairs(clock: Clock) -> None:
     trials, _ = tried(clock, 0.01, {"no_optimizer": lambda: 0.008}, budget=1000)
     arm = trials.results()["no_optimizer"]
-    assert len(arm.pairs) == PAIRS
+    assert len(arm.pairs) == FEW_PAIRS
     assert arm.saved.mid == pytest.approx(0.2)
 
 
@@ -159,3 +159,51 @@ def test_steps_of_seconds_still_get_an_answer_within_the_budget(clock: Clock, se
     assert all(len(arm.pairs) >= 2 for arm in results.values())
     assert clock.now < 90
     assert len(results) == len(names) or any("no time was left to try" in note for note in trials.notes)
+
+
+def test_remedies_are_not_measured_as_closely_as_parts_of_the_step(clock: Clock) -> None:
+    numbers = {name: iter([0.006, 0.010, 0.008, 0.012] * 10_000) for name in ("no_optimizer", "optimizer=fused")}
+    trials, _ = tried(clock, 0.06, {name: lambda name=name: 5 * next(numbers[name]) for name in numbers}, budget=1e6)  # type: ignore[misc]
+    found = {name: len(arm.pairs) for name, arm in trials.results().items()}
+    assert FEW_PAIRS <= found["optimizer=fused"] <= min(found["no_optimizer"], MOST_OF_REMEDIES)
+
+
+def test_after_threads_that_look_for_work_some_steps_do_not_count(clock: Clock) -> None:
+    calls: list[str] = []
+
+    def step(batch: Any) -> None:
+        calls.append("cached")
+        clock.now += 0.02 if calls[-3:-1] and "threads" in calls[-4:-1] else 0.01  # the first three beside them are slow
+
+    def threads(batch: Any) -> None:
+        calls.append("threads")
+        clock.now += 0.012
+
+    with Bench(step, Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = Replay()
+        replay.hold([torch.zeros(2)])
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=0.01)
+        trials.run([Treatment(name="threads=2", wrap=lambda _: threads)], 1000)
+    assert trials.results()["threads=2"].saved.mid == pytest.approx(-0.2, abs=0.01)
+
+
+def test_more_threads_are_not_tried_where_others_take_the_cores() -> None:
+    replay = Replay()
+    replay.hold([torch.zeros(2)])
+
+    def names(foreign: float) -> set[str]:
+        some = treatments(
+            [], [], replay, device=torch.device("cpu"), precision="fp32", accumulation=1, world_size=1, gc_share=0.0, foreign=foreign
+        )
+        return {one.name for one in some}
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert {f"threads={count}" for count in thread_counts()} <= names(0.1)
+        assert not any(name.startswith("threads=") for name in names(0.6))
+        torch.set_num_threads(2)
+        assert "threads=1" in names(0.6)  # fewer may help then
+    finally:
+        torch.set_num_threads(before)

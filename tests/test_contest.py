@@ -116,7 +116,7 @@ def test_what_a_pass_costs_is_spread_over_its_steps(epoch: int) -> None:
 
 class Slow(Dataset[Tensor]):
     def __len__(self) -> int:
-        return 64
+        return 4000  # an epoch is long enough for the start of workers not to count
 
     def __getitem__(self, index: int) -> Tensor:
         time.sleep(0.004)

@@ -225,5 +225,7 @@ def test_a_proof_that_could_not_be_run_says_so_and_is_plain_json() -> None:
     nothing = Proof(remedy=remedy, measured=Interval(low=math.nan, mid=math.nan, high=math.nan), notes=("out of memory",))
     assert "could not be run" in nothing.word
     again = Proof.from_json(json.loads(json.dumps(nothing.to_json(), allow_nan=False)))
-    assert math.isnan(again.measured.mid) and not again.gained and not again.held
+    assert math.isnan(again.measured.mid)
+    assert not again.gained
+    assert not again.held
     assert repr(nothing) == "Proof('threads=2', predicted=1.50×, measured=–)"

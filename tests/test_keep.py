@@ -236,3 +236,44 @@ def test_shared_and_computed_weights() -> None:
     keep.restore()
     assert_same(dict(model.state_dict()), dict(before))
     assert model[1].weight is model[0].weight
+
+
+def test_one_thing_that_cannot_be_put_back_does_not_keep_the_rest_from_being_so() -> None:
+    model = nn.Linear(2, 2)
+    wide = torch.zeros(3, 1).expand(3, 4)  # one number of each row lies in memory
+
+    before = model.weight.detach().clone()
+
+    def step() -> None:
+        model(wide[:2, :2])
+
+    keep = Keep(find(step))
+    keep._undo.insert(len(keep._undo), lambda: 1 / 0)  # type: ignore[arg-type,return-value]
+    with torch.no_grad():
+        model.weight.add_(1)
+        wide[:, 0] += 1
+    with pytest.warns(UserWarning, match="could not be put back, the first: division by zero"):
+        keep.restore()
+    assert torch.equal(model.weight, before)
+    assert not wide.any()
+
+
+def test_generators_arrays_and_what_variables_stand_for_are_put_back() -> None:
+    numbers, python = np.random.default_rng(3), random.Random(3)
+    counts, tensor = np.zeros(3), torch.zeros(2)
+    first = tensor
+
+    def step() -> None:
+        nonlocal tensor
+        numbers.random(), python.random()
+        counts[1] += 1
+        tensor = tensor + 1
+
+    expected = np.random.default_rng(3).random(), random.Random(3).random()
+    keep = Keep(find(step))
+    for _ in range(3):
+        step()
+    keep.restore()
+    assert (numbers.random(), python.random()) == expected
+    assert not counts.any()
+    assert tensor is first

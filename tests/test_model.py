@@ -1,5 +1,6 @@
 """StepModel: parts that add up, and predictions that a world with known costs confirms."""
 
+import dataclasses
 import json
 import time
 
@@ -162,3 +163,32 @@ def test_parts_show_themselves() -> None:
     assert parts.rate == parts.samples_per_sec == pytest.approx(32 / parts.step)
     with pytest.raises(ValueError, match="no part 'forward': a step is made of data_wait"):
         parts.seconds("forward")
+
+
+def test_what_a_fresh_batch_costs_training_is_no_worker_s_to_make() -> None:
+    world = quiet(cpu=0.002, blocked=0.004)
+    evidence = world.evidence()
+    fresh = 0.002  # batches cost training a tenth more when they have just been made
+    slower = [(base + fresh, cached) for base, cached in evidence.arms["cached"].pairs]
+    arms = {**evidence.arms, "cached": dataclasses.replace(evidence.arms["cached"], pairs=tuple(slower))}
+    model = StepModel.of(dataclasses.replace(evidence, arms=arms, step=world.step + fresh))
+    assert model.parts().step == pytest.approx(world.step + fresh)
+    with_workers = model.parts(num_workers=2, persistent_workers=True).step
+    assert with_workers == pytest.approx(world.without(num_workers=2).step + fresh, rel=0.01)
+    assert model.feeding is not None
+    assert model.feeding.cpu == pytest.approx(world.cpu, rel=0.01)  # the loader's own time is what its arm took
+
+
+def test_a_loader_s_times_are_corrected_once() -> None:
+    world = quiet(cpu=0.03, num_workers=1)
+    evidence = world.evidence()
+    slow = [(base, 1.2 * loader) for base, loader in evidence.arms["loader"].pairs]
+    full = [(1.2 * world.loader, cached) for _, cached in evidence.arms["cached"].pairs]
+    arms = {
+        **evidence.arms,
+        "loader": dataclasses.replace(evidence.arms["loader"], pairs=tuple(slow)),
+        "cached": dataclasses.replace(evidence.arms["cached"], pairs=tuple(full)),
+    }
+    model = StepModel.of(dataclasses.replace(evidence, arms=arms, step=1.2 * world.loader))
+    assert model.unexplained == pytest.approx(0, abs=1e-4)
+    assert model.parts(num_workers=2).step == pytest.approx(max(0.6 * world.loader, world.cached + world.handover), rel=0.02)

@@ -240,3 +240,111 @@ def test_costs_add_up_to_the_step(parts: dict[str, float]) -> None:
     c = Costs.of(world.evidence())
     whole = c.data.mid + c.transfer.mid + c.optimizer.mid + c.communication.mid + c.host.mid + c.compute + c.straggler.mid + c.stalls.mid
     assert whole == pytest.approx(c.step, rel=0.02)
+
+
+BUSY = Noise(cores=2.0, foreign=0.8, spread=0.1)
+
+
+def inside_of(evidence: Evidence, **more: object) -> Evidence:
+    """The same with other figures from the trace."""
+    assert evidence.inside is not None
+    return dataclasses.replace(evidence, inside=dataclasses.replace(evidence.inside, **more))  # type: ignore[arg-type]
+
+
+def test_many_small_operators_on_a_loop_are_the_hosts_though_they_grow_with_the_batch() -> None:
+    world = World(work=0.014, host=0.003)
+    evidence = inside_of(world.evidence(noise=BUSY), op_count=2500.0, small_ops=0.006, syncs=500.0)
+    found = judge(evidence)
+    assert (found.verdict, found.cause) == ("host-bound", "syncs"), found.why
+    calls = inside_of(evidence, syncs=0.0, small_ops=0.009)
+    assert (judge(calls).verdict, judge(calls).cause) == ("host-bound", "launches")
+    computing = inside_of(evidence, syncs=0.0, op_count=900.0)  # as long in all, but each does something
+    assert judge(computing).verdict == "compute-bound"
+
+
+def test_what_a_trace_adds_to_small_operators_is_taken_off() -> None:
+    evidence = inside_of(World(work=0.014, host=0.003, optimizer=0.0).evidence(), small_ops=0.006)
+    quiet = Costs.of(evidence).called
+    slowed = Costs.of(inside_of(evidence, slowdown=0.3)).called
+    assert quiet.low == pytest.approx(quiet.high)
+    assert slowed.low < slowed.mid < quiet.mid == pytest.approx(slowed.high)
+
+
+def test_a_growth_that_noise_hides_is_decided_by_the_trace() -> None:
+    world = World(work=0.014, fixed=0.004, host=0.005, pairs=3)
+    evidence = inside_of(world.evidence(noise=Noise(cores=2.0, foreign=0.5, spread=0.3)), op_count=900.0, small_ops=0.010)
+    assert (judge(evidence).verdict, judge(evidence).cause) == ("host-bound", "launches")
+    quiet = inside_of(world.evidence(), op_count=900.0, small_ops=0.010)
+    assert judge(quiet).cause != "launches"
+
+
+def test_the_surer_of_two_overlapping_parts_is_named() -> None:
+    world = World(stall=(0.2, 20, "checkpoint"), work=0.012, optimizer=0.010)
+    evidence = world.evidence()
+    wide = tuple((world.cached * a, (world.cached - world.optimizer) * b) for a, b in ((0.75, 1.15), (1.0, 1.0), (1.6, 0.95)))
+    arm = dataclasses.replace(evidence.arms["no_optimizer"], pairs=wide)
+    evidence = dataclasses.replace(evidence, arms={**evidence.arms, "no_optimizer": arm}, noise=BUSY)
+    evidence = inside_of(evidence, optimizer=0.015)
+    shares = judge(evidence).shares
+    assert shares["optimizer"].high > shares["stalls"].low > shares["optimizer"].low
+    assert judge(evidence).verdict == "stalled"
+
+
+def test_the_wait_of_one_rank_is_its_own_as_a_whole() -> None:
+    world = World(late_input=(0.0, 0.014), cpu=0.0005)
+    evidence = world.evidence()
+    first, slow = evidence.ranks
+    quicker = dataclasses.replace(slow, alone=slow.alone - 0.006)  # it computes for less long than the other
+    shares = judge(dataclasses.replace(evidence, ranks=(first, quicker))).shares
+    assert shares["straggler"].mid == pytest.approx(0.014 / world.step, rel=0.1)
+    assert shares["data_wait"].mid < 0.03
+
+
+def test_noise_does_not_make_an_optimizer_dear_that_a_trace_found_cheap() -> None:
+    world = World(optimizer=0.0006)
+    evidence = world.evidence()
+    noisy = tuple((world.cached, world.cached * share) for share in (0.5, 0.7, 0.8))
+    arm = dataclasses.replace(evidence.arms["no_optimizer"], pairs=noisy)
+    arms = {**evidence.arms, "no_optimizer": arm}
+    assert judge(dataclasses.replace(evidence, arms=arms)).verdict == "optimizer-bound"  # a quiet arm is believed
+    found = judge(dataclasses.replace(evidence, arms=arms, noise=BUSY))
+    assert found.verdict == "compute-bound"
+    assert found.shares["optimizer"].high < 0.1
+
+
+def test_noise_does_not_make_a_loader_dear_that_is_cheap_alone() -> None:
+    world = World(cpu=0.0003)
+    evidence = world.evidence()
+    noisy = tuple((world.step * share, world.cached) for share in (0.92, 1.5, 1.3, 1.05, 1.6, 0.95))
+    arms = {**evidence.arms, "cached": dataclasses.replace(evidence.arms["cached"], pairs=noisy)}
+    assert judge(dataclasses.replace(evidence, arms=arms)).verdict == "inconclusive"
+    assert judge(dataclasses.replace(evidence, arms=arms, noise=BUSY)).verdict == "compute-bound"
+
+
+def test_python_in_the_optimizer_is_the_optimizers() -> None:
+    world = World(work=0.010, optimizer=0.010, noise=0.0)
+    evidence = world.evidence()
+    assert evidence.inside is not None
+    python = 0.008
+    told = inside_of(evidence, ops=evidence.inside.ops - python, optimizer_ops=world.optimizer - python)
+    assert Costs.of(told).host.mid == pytest.approx(world.host, abs=1e-5)
+    beside = inside_of(evidence, ops=evidence.inside.ops - python, optimizer_ops=world.optimizer)
+    assert Costs.of(beside).host.mid == pytest.approx(world.host + python, abs=1e-5)
+
+
+def test_three_pairs_that_agree_are_not_surer_than_equal_blocks() -> None:
+    evidence = World(optimizer=0.004, noise=0.0, pairs=3).evidence()
+    sure = Costs.of(evidence).optimizer
+    unsure = Costs.of(dataclasses.replace(evidence, noise=Noise(cores=2.0, spread=0.1))).optimizer
+    assert sure.width == pytest.approx(0, abs=1e-6)
+    assert unsure.mid == pytest.approx(sure.mid)
+    assert 0.04 < unsure.width / Costs.of(evidence).cached < 0.2
+
+
+def test_a_loader_that_costs_much_is_believed_in_noise_too() -> None:
+    world = World(blocked=0.012)
+    evidence = world.evidence()
+    slower = tuple((1.2 * base, cached) for base, cached in evidence.arms["cached"].pairs)  # both want the cores at once
+    arms = {**evidence.arms, "cached": dataclasses.replace(evidence.arms["cached"], pairs=slower)}
+    noisy = dataclasses.replace(evidence, arms=arms, step=1.2 * world.step, noise=BUSY)
+    assert judge(noisy).shares["data_wait"].mid == pytest.approx(1 - world.cached / (1.2 * world.step), abs=0.02)

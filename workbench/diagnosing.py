@@ -195,7 +195,11 @@ def climb(
         if end - time.monotonic() < LEAST:
             stopped = f"the budget of {units.seconds(budget_s)} was spent with {remedy.name}; the verdict is that before it"
             break
-        diagnosis = diagnose(now, budget_s=budget(), runs_dir=runs_dir)
+        try:
+            diagnosis = diagnose(now, budget_s=budget(), runs_dir=runs_dir)
+        except RunError as error:  # what was proved so far is not lost
+            stopped = f"with {remedy.name} it could not be diagnosed again: {error}"
+            break
     changes = {name: new for name, (_, new) in spec.changes(now).items()}
     return Ladder(
         start=start, rungs=tuple(rungs), verdict=diagnosis.verdict, cause=diagnosis.cause, changes=changes or None, stopped=stopped

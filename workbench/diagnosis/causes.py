@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from workbench import units
-from workbench.diagnosis.costs import Costs
-from workbench.diagnosis.evidence import Evidence, Loading
+from workbench.diagnosis.costs import Costs, level, saved_by
+from workbench.diagnosis.evidence import Evidence, Interval, Loading
 from workbench.diagnosis.feeding import Feeding
 
 MOSTLY = 0.5
@@ -258,5 +258,15 @@ def compute_cause(e: Evidence, c: Costs) -> Cause:
 
 def growth(e: Evidence) -> float:
     """How much longer the cached step gets with twice the samples: 0 = not at all, 1 = twice as long (or not tried)."""
+    return growths(e).mid
+
+
+def growths(e: Evidence) -> Interval:
+    """`growth`, and between what it lies."""
     doubled = e.arm("doubled")
-    return 1.0 if doubled is None or doubled.samples <= 1 else max(0.0, -doubled.saved.mid) / (doubled.samples - 1)
+    if doubled is None or doubled.samples <= 1:
+        return Interval(low=1.0, mid=1.0, high=1.0)
+    saved, more = saved_by(e, doubled, 1.0), doubled.samples - 1
+    whole = level(e, doubled.baseline, 1.0)
+    low, mid, high = (max(0.0, -end / whole / more) for end in (saved.high, saved.mid, saved.low))
+    return Interval(low=low, mid=mid, high=high)

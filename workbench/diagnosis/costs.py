@@ -8,79 +8,17 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from workbench.diagnosis.evidence import Arm, Evidence, Inside, Interval, RankEvidence
+from workbench.diagnosis.doubt import at_least_0, between, capped, in_turn, less, noises, scaled, widened
+from workbench.diagnosis.evidence import Arm, Evidence, Inside, Interval
+from workbench.diagnosis.slow import Slow, slowest
 from workbench.timeline import PHASES
 
 NOTHING = Interval(low=0.0, mid=0.0, high=0.0)
+DOUBTFUL = 0.15
+"""Fraction of the step: a loader that costs more at the lower end of its interval is sure to cost much, noise or not."""
 PYTHON_IN_OPTIMIZER = 0.5
-"""Share of an optimizer's step with no operator running: 0.3 to 0.6 for torch's own loops over tensors, about 0.1 for fused ones. The trace
-sees both together, so this much of the optimizer is not counted as the host's."""
-
-
-def scaled(one: Interval, by: float) -> Interval:
-    """The interval times a positive number."""
-    return Interval(low=one.low * by, mid=one.mid * by, high=one.high * by)
-
-
-def at_least_0(one: Interval) -> Interval:
-    """No part takes less than no time: noise below it is cut off."""
-    return Interval(low=max(0.0, one.low), mid=max(0.0, one.mid), high=max(0.0, one.high))
-
-
-def less(one: Interval, by: float) -> Interval:
-    """The interval moved down, but not below 0."""
-    return at_least_0(Interval(low=one.low - by, mid=one.mid - by, high=one.high - by))
-
-
-def capped(one: Interval, most: float) -> Interval:
-    """No end above `most`."""
-    return Interval(low=min(one.low, most), mid=min(one.mid, most), high=min(one.high, most))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slow:
-    """The slowest rank beside a typical one, in seconds per step without reductions."""
-
-    ranks: tuple[int, ...]
-    """Those that are slow."""
-    input: float
-    """What it waits longer for data."""
-    compute: float
-    """What it computes longer."""
-    alone: float
-    """Its step."""
-    typical: float
-    """The step of the others."""
-
-    @property
-    def excess(self) -> float:
-        return self.input + self.compute
-
-
-def slowest(ranks: tuple[RankEvidence, ...]) -> Slow | None:
-    """Who is slow; None with one rank, if all are equal, or if they were not timed apart.
-
-    The others are represented by their lower median, so that half of the ranks may be slow without setting the standard.
-    """
-    known = sorted((one for one in ranks if math.isfinite(one.alone)), key=lambda one: one.alone)
-    if len(known) < 2:
-        return None
-    worst, typical = known[-1], known[(len(known) - 1) // 2]
-    excess = worst.alone - typical.alone
-    if excess <= 0:
-        return None
-    waits = [0.0 if math.isnan(one.wait) else one.wait for one in (worst, typical)]
-    by_input = max(0.0, waits[0] - waits[1])
-    by_compute = max(0.0, (worst.alone - waits[0]) - (typical.alone - waits[1]))
-    both = by_input + by_compute or 1.0
-    limit = typical.alone + excess / 2
-    return Slow(
-        ranks=tuple(sorted(one.rank for one in known if one.alone > limit)),
-        input=excess * by_input / both,
-        compute=excess * by_compute / both,
-        alone=worst.alone,
-        typical=typical.alone,
-    )
+"""Share of an optimizer's step with no operator running, where the trace could not tell: 0.3 to 0.6 for torch's own loops over tensors,
+about 0.1 for fused ones. It belongs to the optimizer, not to the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +45,8 @@ class Costs:
     """No operator runs; without the optimizer's, collectives and stalls."""
     sleeping: float
     """Of it: the training thread sleeps, reads or writes."""
-    small: float
-    """In forward and backward: in operators so short that calling them is most of their cost."""
+    called: Interval
+    """`host` and the operators of forward and backward that are so short that calling them is most of their cost."""
     fixed: float
     """Of forward and backward: does not grow with the batch; nan if no doubled batch was tried."""
     stalls: Interval
@@ -121,25 +59,30 @@ class Costs:
             return _observed(e)
         clean = e.step * (1 - e.stalls.share)
         ratio = e.arms["cached"].saved if "cached" in e.arms else NOTHING
-        cached = clean * (1 - max(0.0, ratio.mid))
         data = at_least_0(scaled(ratio, clean))
         loader = _loader(e)
+        if noises(e) and e.loading and not e.loading.num_workers and loader < data.mid and data.low < DOUBTFUL * clean:
+            data = in_turn(data, loader, clean)
+        cached = clean - data.mid
         slow = slowest(e.ranks)
-        by_input = min(slow.input, data.mid) if slow else 0.0
+        by_input = min(max(slow.input, slow.odd * data.mid), data.mid) if slow else 0.0
         noise = (e.noise.spread if e.noise else 0.05) / 2
         straggler = NOTHING
         if slow:
             late = by_input + slow.compute
             straggler = at_least_0(Interval(low=late - noise * slow.alone, mid=late, high=late + noise * slow.alone))
         optimizer = _saved(e, "no_optimizer", clean)
-        if "no_optimizer" not in e.arms and e.inside and e.inside.optimizer is not None and e.inside.step:
+        if e.inside and e.inside.optimizer is not None and e.inside.step:
             traced = e.inside.optimizer / e.inside.step * cached
-            optimizer = Interval(low=traced * (1 - e.inside.slowdown), mid=traced, high=traced)
+            if "no_optimizer" not in e.arms:
+                optimizer = Interval(low=max(0.0, traced * (1 - e.inside.slowdown)), mid=traced, high=traced)
+            elif e.device == "cpu" and noises(e):
+                optimizer = between(optimizer, traced)
         communication = _saved(e, "no_sync", clean)
         transfer = _saved(e, "device_batch", clean)
-        host, sleeping, small = _host(e, cached, optimizer.mid, communication.mid)
+        host, sleeping, called = _host(e, cached, optimizer.mid, communication.mid)
         rest = cached - transfer.mid - optimizer.mid - communication.mid - (slow.compute if slow else 0.0)
-        host = capped(host, max(0.0, rest))
+        host, called = capped(host, max(0.0, rest)), capped(called, max(0.0, rest))
         return cls(
             step=e.step,
             clean=clean,
@@ -153,7 +96,7 @@ class Costs:
             straggler=straggler,
             host=host,
             sleeping=sleeping,
-            small=small,
+            called=called,
             fixed=_fixed(e, cached, optimizer.mid, communication.mid),
             stalls=_stalls(e),
             slow=slow,
@@ -203,7 +146,7 @@ def _observed(e: Evidence) -> Costs:
         straggler=_roughly(late),
         host=_roughly(means["other"] * fair),
         sleeping=0.0,
-        small=0.0,
+        called=NOTHING,
         fixed=math.nan,
         stalls=_stalls(e),
         slow=slow,
@@ -231,7 +174,7 @@ def mean_saved(arm: Arm) -> float:
 
 def saved_by(e: Evidence, arm: Arm, clean: float) -> Interval:
     """Seconds that an arm saves of its baseline; negative where it costs time."""
-    return scaled(arm.saved, level(e, arm.baseline, clean))
+    return scaled(widened(e, arm), level(e, arm.baseline, clean))
 
 
 def _saved(e: Evidence, name: str, clean: float) -> Interval:
@@ -272,29 +215,39 @@ def _fixed(e: Evidence, cached: float, optimizer: float, communication: float) -
     return min(one, max(0.0, (arm.samples * one - more) / (arm.samples - 1)))
 
 
-def _host(e: Evidence, cached: float, optimizer: float, communication: float) -> tuple[Interval, float, float]:
-    """Time of a cached step without an operator: in all (less the optimizer's), asleep, and in small operators.
+def _host(e: Evidence, cached: float, optimizer: float, communication: float) -> tuple[Interval, float, Interval]:
+    """Time of a cached step without an operator: in all (less the optimizer's) and asleep; and with small operators.
 
-    A trace makes the gaps between operators longer; how much longer the whole step got is the uncertainty.
+    A trace makes the gaps between operators, and short operators, longer; how much longer the whole step got is the uncertainty.
     """
     inside = e.inside
     if inside is None or not inside.step or math.isnan(inside.ops):  # nan: no trace could be taken
-        return NOTHING, 0.0, 0.0
+        return NOTHING, 0.0, NOTHING
     idle = max(0.0, 1 - (inside.ops + (inside.collectives or 0.0)) / inside.step)
     slower = max(0.0, inside.slowdown) / (1 + max(0.0, inside.slowdown))
     if e.world_size > 1:  # what ranks wait for each other is not the host's
         idle = max(0.0, idle - max(0.0, communication / cached - (inside.collectives or 0.0) / inside.step) if cached else idle)
-    gaps = Interval(low=max(0.0, idle - slower), mid=max(0.0, idle - slower / 2), high=idle)
+    loose = max(slower, -inside.slowdown)  # a trace makes nothing faster: that was noise
+    gaps = Interval(low=max(0.0, idle - loose), mid=max(0.0, idle - slower / 2), high=idle)
     seconds = scaled(gaps, cached)
-    host = at_least_0(
-        Interval(
-            low=seconds.low - optimizer,
-            mid=seconds.mid - PYTHON_IN_OPTIMIZER * min(optimizer, 2 * seconds.mid),
-            high=seconds.high,
+    if inside.optimizer and inside.optimizer_ops is not None:
+        python = max(0.0, inside.optimizer - inside.optimizer_ops) / inside.step * cached
+        host = less(seconds, python)
+    else:
+        host = at_least_0(
+            Interval(
+                low=seconds.low - optimizer,
+                mid=seconds.mid - PYTHON_IN_OPTIMIZER * min(optimizer, 2 * seconds.mid),
+                high=seconds.high,
+            )
         )
-    )
+    # all that the trace adds falls on what it writes down, so that the share of both shrinks without it
+    small = max(0.0, inside.small_ops) / inside.step
+    alone = (host.high / cached if cached else 0.0) + small
+    bare = max(0.0, (alone - slower) / (1 - slower))
+    called = scaled(Interval(low=min(bare, alone), mid=(min(bare, alone) + alone) / 2, high=alone), cached)
     asleep = inside.blocked / _untraced(inside) * cached - communication if inside.blocked else 0.0
-    return host, min(host.mid, max(0.0, asleep)), max(0.0, inside.small_ops / inside.step * cached)
+    return host, min(host.mid, max(0.0, asleep)), called
 
 
 def _untraced(inside: Inside) -> float:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from workbench import display, units
+from workbench.diagnosis.doubt import FOREIGN
 from workbench.diagnosis.evidence import Evidence
 from workbench.diagnosis.judgement import Judgement
 from workbench.diagnosis.loader_curve import LoaderCurve
@@ -16,7 +17,7 @@ from workbench.diagnosis.parts import PARTS, WORDS, Parts
 from workbench.diagnosis.proof import Proof
 from workbench.diagnosis.remedies import remedies_for
 from workbench.diagnosis.remedy import Remedy, rank
-from workbench.diagnosis.verdict import FOREIGN, judge
+from workbench.diagnosis.verdict import judge
 from workbench.spec import Spec, spec_from_json
 
 QUIET = 0.1
@@ -82,6 +83,8 @@ class Diagnosis:
     def next(self) -> str:
         """What to try first, and what it is predicted to gain."""
         if not self.remedies:
+            if untried := next((note for note in self.evidence.notes if note.startswith("no time was left to try")), ""):
+                return f"Diagnose again with a larger budget: {untried}."
             return {
                 "inconclusive": "Measure again when the machine is quieter, or with a larger budget_s.",
                 "compute-bound": "Nothing we know of would make this step faster here: it computes. More or faster devices would.",

@@ -132,7 +132,7 @@ class Loading:
     read_bytes: float | None = None
     """Bytes read from files per batch, page cache included (Linux: rchar)."""
     files: float | None = None
-    """Files opened per batch, where it could be counted."""
+    """Different files opened per batch, where it could be counted: a shard that is opened for each sample counts once."""
     worker_cpu: float | None = None
     """CPU of a worker per batch, transport included; from a probe with one worker, or from the running ones."""
     handover: float | None = None
@@ -176,9 +176,11 @@ class Inside:
     op_count: float = 0.0
     """Top-level operators (on a GPU: kernels)."""
     small_ops: float = 0.0
-    """In operators shorter than SMALL_OP: what is left of them is mostly the cost of calling them."""
+    """In operators shorter than SMALL_OP, the optimizer's left out: what is left of them is mostly the cost of calling them."""
     optimizer: float | None = None
     """Inside Optimizer.step, as the trace sees it."""
+    optimizer_ops: float | None = None
+    """Of `optimizer`: with an operator running; the rest is Python."""
     collectives: float | None = None
     """With a collective running and no other operator: exposed communication; None without several ranks."""
     syncs: float = 0.0

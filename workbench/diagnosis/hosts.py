@@ -1,8 +1,9 @@
 """What the host may hold a step back by: its threads, its garbage collector, sleeping, waiting for the device, launches, Python."""
 
 from workbench import units
-from workbench.diagnosis.causes import GROWS, MOSTLY, Cause, growth
-from workbench.diagnosis.costs import NOTHING, Costs, less, saved_by
+from workbench.diagnosis.causes import GROWS, MOSTLY, Cause, growth, growths
+from workbench.diagnosis.costs import NOTHING, Costs, saved_by
+from workbench.diagnosis.doubt import capped
 from workbench.diagnosis.evidence import Evidence, Interval
 
 MANY_SYNCS = 2.0
@@ -13,6 +14,8 @@ SHORT = 60e-6
 """Mean seconds of operators that are called for longer than they compute."""
 MANY_ITEMS = 20.0
 """Per step, where operators run at once: each costs a few microseconds, so only many matter."""
+TINY = 5e-6
+"""Mean seconds of short operators that do next to nothing: a call costs as much, whatever the size of the batch."""
 
 
 def oversubscription(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
@@ -62,20 +65,41 @@ def without_operators(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
             f"or reads or writes.{where}",
         )
     if (e.device != "cpu" and inside.syncs >= MANY_SYNCS) or inside.syncs >= MANY_ITEMS:
-        return c.host, Cause(
+        return c.called if e.device == "cpu" else c.host, Cause(
             cause="syncs",
             why=f"{inside.syncs:.0f} times per step Python asks for a number (.item() and the like) and goes on only when it is there; "
             f"for {gaps} of the step no operator runs.{where}",
         )
-    if growth(e) <= GROWS and _short(e, c):
-        launched = min(c.small, max(0.0, c.fixed - c.host.mid))
-        both = less(Interval(low=c.host.low + launched / 2, mid=c.host.mid + launched, high=c.host.high + launched), 0.0)
-        return both, Cause(
+    if _flat(e, c) and _short(e, c):
+        return capped(c.called, max(c.fixed, c.host.mid)), Cause(
             cause="launches",
             why=f"{inside.op_count:.0f} operators per step are so short that calling them is most of their cost: with twice the samples "
             f"the step takes only {units.percent(growth(e))} longer.",
         )
+    if _tiny(e):
+        return c.called, Cause(
+            cause="launches",
+            why=f"{inside.op_count:.0f} operators per step, most of them so short that calling them is all of their cost, hang on loops of "
+            f"Python; for {gaps} of the step no operator runs.{where}",
+        )
     return c.host, Cause(cause="python", why=f"For {gaps} of the step no operator runs: Python is at work.{where}")
+
+
+def _flat(e: Evidence, c: Costs) -> bool:
+    """Does the step hardly grow with its batch? Where that is lost in noise, the trace tells how much of it is the calling of operators."""
+    grown = growths(e)
+    if grown.low <= GROWS < grown.high:
+        return c.called.low >= MOSTLY * c.cached
+    return growth(e) <= GROWS
+
+
+def _tiny(e: Evidence) -> bool:
+    """Do most operators do next to nothing? Then there are as many of them as a loop of Python makes, of samples or of tensors."""
+    inside = e.inside
+    if inside is None or not inside.op_count or e.device != "cpu":
+        return False
+    work = inside.ops - (inside.optimizer_ops or 0.0)
+    return inside.small_ops >= MOSTLY * work and inside.small_ops <= TINY * inside.op_count
 
 
 def _short(e: Evidence, c: Costs) -> bool:

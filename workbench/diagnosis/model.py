@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.diagnosis.costs import Costs, level, mean_saved
+from workbench.diagnosis.doubt import FRESH
 from workbench.diagnosis.evidence import Evidence, Gradients
 from workbench.diagnosis.feeding import Feeding
 from workbench.diagnosis.parts import PARTS, Parts
@@ -25,10 +26,6 @@ BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0
 MIB = 2**20
 LOOPBACK = Gradients(size=0, buckets=1, latency=3e-4, per_byte=1e-9)
 """What a reduction between two processes of one machine costs (gloo, order of magnitude), where none was measured: a run of one rank."""
-FIT = (0.7, 1.6)
-"""How much slower or faster than in a probe a loader may be in the loop; what is beyond has another reason (uneven batches, start-up)."""
-FED = 0.03
-"""A loader that adds less of the step says nothing about how fast it is: noise is as large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +40,21 @@ class StepModel:
     evidence: Evidence
     costs: Costs
     feeding: Feeding | None
-    """The loader as it is, its times scaled so that the formulas give the measured step; None if it could not be probed."""
+    """The loader as it is, its times those of its own arm; None if it could not be probed."""
     unexplained: float
-    """Seconds of data wait that the formulas do not give for the loader as it is."""
+    """Seconds of data wait that the formulas do not give for the loader as it is. Without workers, nothing runs beside anything, so it is
+    what a fresh batch costs training more than a replayed one: no worker takes that off."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> "StepModel":
         """Take a step apart."""
         costs = Costs.of(evidence)
         feeding = None if evidence.observed else Feeding.of(evidence)
-        target = costs.cached + costs.data.mid
         if feeding is None:
             return cls(evidence=evidence, costs=costs, feeding=None, unexplained=0.0)
-        feeding = _with_compute(feeding, costs.cached / evidence.accumulation, costs.cached)
-        knobs = _loader_knobs(evidence)
-        if costs.data.mid >= FED * costs.clean:
-            feeding = _fitted(feeding, target, knobs)
-        return cls(evidence=evidence, costs=costs, feeding=feeding, unexplained=target - feeding.step(**knobs))
+        feeding = _with_compute(feeding, costs.cached / evidence.accumulation)
+        left = costs.cached + costs.data.mid - feeding.step(**_loader_knobs(evidence))
+        return cls(evidence=evidence, costs=costs, feeding=feeding, unexplained=left)
 
     @property
     def knobs(self) -> dict[str, Any]:
@@ -225,7 +220,10 @@ class StepModel:
             loader = c.loader * batches * size
             left = c.data.mid - _wait(c.loader, c.cached, c.overlap)
             return max(0.0, _wait(loader, inner, c.overlap) + left * batches * size)
-        feeding = _with_compute(_times(self.feeding, size), inner / knobs["accumulation"], inner, self.costs.cached)
+        fresh = self._fresh(knobs) * batches * size
+        feeding = _with_compute(
+            _times(self.feeding, size, knobs["nproc_per_node"] / e.world_size), (inner + fresh) / knobs["accumulation"], self.costs.cached
+        )
         feeding = dataclasses.replace(feeding, accumulation=knobs["accumulation"], ranks=knobs["nproc_per_node"])
         step = feeding.step(
             knobs["num_workers"] or 0,
@@ -235,17 +233,26 @@ class StepModel:
         same = not {"num_workers", "prefetch_factor", "persistent_workers"} & new.keys()
         return max(0.0, step - inner + (self.unexplained * batches * size if same else 0.0))
 
+    def _fresh(self, knobs: Mapping[str, Any]) -> float:
+        """What a fresh batch costs training more than a replayed one, where it is not a part of `unexplained` already."""
+        assert self.feeding is not None
+        if self.feeding.num_workers or not knobs["num_workers"]:
+            return 0.0
+        return min(max(0.0, self.unexplained), FRESH * self.costs.cached)
+
 
 def _wait(loader: float, inner: float, overlap: float) -> float:
     return (1 - overlap) * loader + overlap * max(0.0, loader - inner)
 
 
-def _times(feeding: Feeding, by: float) -> Feeding:
-    """The loader's times multiplied; start-up is not."""
-    if by == 1.0:
+def _times(feeding: Feeding, by: float, ranks: float = 1.0) -> Feeding:
+    """The loader with batches so many times as large, on so many times as many ranks: fewer batches make an epoch; start-up stays."""
+    if by == 1.0 and ranks == 1.0:
         return feeding
     return dataclasses.replace(
         feeding,
+        epoch=None if feeding.epoch is None else max(1, round(feeding.epoch / by / ranks)),
+        batch_bytes=round(feeding.batch_bytes * by),
         cpu=feeding.cpu * by,
         blocked=feeding.blocked * by,
         worker_cpu=None if feeding.worker_cpu is None else feeding.worker_cpu * by,
@@ -253,24 +260,12 @@ def _times(feeding: Feeding, by: float) -> Feeding:
     )
 
 
-def _with_compute(feeding: Feeding, compute: float, inner: float, was: float | None = None) -> Feeding:
-    """Training takes `compute` seconds per batch; its CPU changes in proportion."""
+def _with_compute(feeding: Feeding, compute: float, was: float | None = None) -> Feeding:
+    """Training takes `compute` seconds per batch; its CPU changes in proportion, if a step took `was` seconds when it was measured."""
     cpu = feeding.compute_cpu
     if cpu is not None and was:
         cpu = cpu * compute * feeding.accumulation / was
     return dataclasses.replace(feeding, compute=compute, compute_cpu=cpu)
-
-
-def _fitted(feeding: Feeding, target: float, knobs: Mapping[str, Any]) -> Feeding:
-    """The loader's times scaled so that the formulas give the measured step: in the loop they are others than alone (caches, cores)."""
-    low, high = FIT
-    for _ in range(30):
-        middle = math.sqrt(low * high)
-        if _times(feeding, middle).step(**knobs) < target:
-            low = middle
-        else:
-            high = middle
-    return _times(feeding, math.sqrt(low * high))
 
 
 def _loader_knobs(e: Evidence) -> dict[str, Any]:

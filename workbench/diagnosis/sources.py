@@ -33,8 +33,8 @@ def _arm(e: Evidence, c: Costs, name: str, seconds: float) -> float | None:
 
 def _data(e: Evidence, c: Costs) -> Source | None:
     clock = _clock(e, "data_wait")
-    slow = c.slow.input if c.slow else 0.0
-    arm = _arm(e, c, "cached", c.data.mid + min(slow, c.clean - c.cached))
+    late = max(0.0, c.straggler.mid - c.slow.compute) if c.slow else 0.0
+    arm = _arm(e, c, "cached", c.data.mid + min(late, c.clean - c.cached))
     if clock is None and arm is None:
         return None
     note = ""

@@ -11,6 +11,7 @@ from workbench import units
 from workbench.diagnosis import causes, hosts
 from workbench.diagnosis.causes import Cause
 from workbench.diagnosis.costs import NOTHING, Costs
+from workbench.diagnosis.doubt import noises
 from workbench.diagnosis.evidence import Evidence, Interval
 from workbench.diagnosis.judgement import Judgement
 from workbench.diagnosis.sources import sources_of
@@ -46,10 +47,6 @@ LIMITS = {
 }
 """Limits of parts that differ from USUAL."""
 
-FOREIGN = 0.3
-"""Cores taken by others from which on noise may spoil a close decision; the prediction errors of loaders explode there."""
-SPREAD = 0.25
-"""Middle half over median of equal blocks, likewise."""
 WIDE = 0.2
 """An interval of a saving as wide as this decides nothing near a limit."""
 EXPLAINS = 0.5
@@ -91,13 +88,14 @@ def judge(evidence: Evidence) -> Judgement:
             shares[one.part] = one.saved
     standing = sorted((one for one in candidates if one.stands), key=lambda one: -one.saved.mid)
     doubtful = sorted((one for one in candidates if one.open), key=lambda one: -one.saved.mid)
-    notes = [*_noise(evidence)]
+    notes = noises(evidence)
     if not evidence.observed and "cached" not in evidence.arms:
         verdict, cause, why = "inconclusive", "not enough was tried", _untried(evidence)
     elif standing:
-        best = next((one for one in standing if one.cause.cause == "oversubscribed threads"), standing[0])
-        if best.saved.mid < EXPLAINS * standing[0].saved.mid:
-            best = standing[0]
+        best = _surest(standing, bool(notes))
+        crowd = next((one for one in standing if one.cause.cause == "oversubscribed threads"), best)
+        if crowd.saved.mid >= EXPLAINS * standing[0].saved.mid:
+            best = crowd
         verdict, cause, why = best.verdict, best.cause.cause, f"{_saving(evidence, costs, best)} {best.cause.why}"
         notes += [_also(one) for one in standing if one.verdict != verdict]
     elif doubtful and (notes or doubtful[0].saved.width >= WIDE):
@@ -117,6 +115,14 @@ def judge(evidence: Evidence) -> Judgement:
         verdict, cause, why = "compute-bound", computes.cause, _computes(costs, candidates, computes)
         notes += [f"{one.verdict} is close: {_percents(one.saved)} could be saved" for one in doubtful]
     return Judgement(verdict=verdict, cause=cause, why=why.strip(), shares=shares, sources=sources_of(evidence, costs), notes=tuple(notes))
+
+
+def _surest(standing: list[Candidate], noisy: bool) -> Candidate:
+    """The one that saves most; of those that might, where intervals overlap because of noise, the one that saves most at least."""
+    first = standing[0]
+    if not noisy and first.saved.width < WIDE:
+        return first
+    return max((one for one in standing if one.saved.high >= first.saved.low), key=lambda one: one.saved.low)
 
 
 def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
@@ -217,14 +223,3 @@ def _untried(e: Evidence) -> str:
     return "The step could not be run without its loader, so nothing can be said about what holds it back." + "".join(
         f" {note}" for note in e.notes[:1]
     )
-
-
-def _noise(e: Evidence) -> list[str]:
-    if e.noise is None:
-        return []
-    said = []
-    if e.noise.foreign > FOREIGN:
-        said.append(f"Other processes took {e.noise.foreign:.1f} of {e.noise.cores:.0f} cores.")
-    if e.noise.spread > SPREAD:
-        said.append(f"Equal blocks vary by {units.percent(e.noise.spread)}.")
-    return said

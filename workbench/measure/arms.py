@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 
 from workbench.measure.batches import map_tensors
 
@@ -182,6 +183,19 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def schedules_at_rest(objects: Sequence[Any]) -> Iterator[None]:
+    """Inside, learning-rate schedules with a last step stand still: experiments call the step more often than a training does."""
+    with ExitStack() as undo:
+        for one in objects:
+            if isinstance(one, OneCycleLR):
+                undo.enter_context(attribute(one, "step", _rest))
+        yield
+
+
+def _rest(*_: Any, **__: Any) -> None: ...
 
 
 @contextlib.contextmanager

@@ -184,6 +184,7 @@ def prove_here(
     with Peers.join() as peers, ExitStack() as undo:
         keep = Keep(found)
         undo.callback(keep.restore)
+        undo.enter_context(arms.schedules_at_rest(found.objects))
         stage = undo.enter_context(_Stage(keep))
         feeds = [undo.enter_context(Feed(loader)), undo.enter_context(Feed(rebuilt(loader, **knobs) if knobs else loader))]
         changed = partial(arms.changed, change, found.models, found.optimizers)

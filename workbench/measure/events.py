@@ -121,7 +121,9 @@ def read(events: Events, steps: int, *, ranks: bool = False) -> Inside:
         busy = union(np.concatenate([ops, *around]))
         items = events.spans[events.where(lambda name, kind: name == "aten::_local_scalar_dense"), 0]
         syncs = len(items) - (_covered(items, optimizer)).sum()
-    lengths = ops[:, 1] - ops[:, 0]
+    own = optimizer if not on_device.any() else _NONE  # on a GPU its kernels run later than its Python
+    lengths = (ops[:, 1] - ops[:, 0])[~_covered(ops[:, 0], own)]
+    both = _length(busy) + _length(own) - _length(union(np.concatenate([busy, own])))
     exposed = _length(union(np.concatenate([busy, events.spans[collective]]))) - _length(busy)
     nano = 1e-9 / steps
     return Inside(
@@ -130,6 +132,7 @@ def read(events: Events, steps: int, *, ranks: bool = False) -> Inside:
         op_count=len(ops) / steps,
         small_ops=int(lengths[lengths < SMALL_OP * 1e9].sum()) * nano,
         optimizer=_length(optimizer) * nano if len(optimizer) else None,
+        optimizer_ops=both * nano if len(own) else None,
         collectives=exposed * nano if ranks else None,
         syncs=int(syncs) / steps,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from workbench.diagnosis.evidence import Arm, Evidence, Inside, Loading, RankEvidence, Stalls
+from workbench.diagnosis.evidence import Arm, Evidence, Inside, Interval, Loading, RankEvidence, Stalls
 from workbench.diagnosis.stalls import Call, find_stalls
 from workbench.measure import arms, inside, loading
 from workbench.measure.batches import padding_of, uses
@@ -30,8 +30,12 @@ from workbench.measure.trials import NARROW, PAIRS, Trials, has_convolutions, tr
 
 SHARES = {"warm-up": 0.1, "rounds": 0.4, "inside": 0.5, "loading": 0.6, "trials": 0.9}
 """Until which fraction of the budget each part may go on, at most."""
-LOADING_SECONDS, INSIDE_SECONDS = 6.0, 3.0
+LOADING_SECONDS, INSIDE_SECONDS = 5.0, 2.0
 """Most that these parts take of a large budget."""
+CHEAP, CHEAP_SECONDS = 0.08, 2.0
+"""Fraction of the step below which nobody would change the loader, and how long is looked at it then."""
+CLEAR, ROUGHLY = 0.25, 0.12
+"""A loader that costs more than CLEAR of the step is to blame: then, it does not matter whether it costs ROUGHLY more or less."""
 SLOW = 0.7
 """Seconds: such steps are traced once."""
 CALLS = 120
@@ -82,7 +86,24 @@ def experiment(
         undo.callback(keep.restore)
         feed = undo.enter_context(Feed(loader, accumulation))
         bench = undo.enter_context(Bench(step, peers, device_of(found.models)))
-        return _Experiment(bench, feed, keep, found, budget_s, notes).run()
+        undo.enter_context(arms.schedules_at_rest(found.objects))
+        if peers.world_size > 1 and max(peers.gather(feed.kind == "once")):
+            raise DiagnoseError(
+                "the loader can be read only once, and there are several ranks: if it ended on one of them, the others would wait for it "
+                "for ever. Give a list, a DataLoader or another iterable that can be read again"
+            )
+        try:
+            return _Experiment(bench, feed, keep, found, budget_s, notes).run()
+        except Exhausted:
+            raise DiagnoseError(too_few(feed)) from None
+
+
+def too_few(feed: Feed) -> str:
+    """The complaint about a loader that ended before anything was known."""
+    return (
+        f"the loader could be read only once, and gave {feed.batches} batches: too few to compare anything. Give a list, a "
+        "DataLoader or another iterable that can be read again, or a generator of at least 30 batches"
+    )
 
 
 class _Experiment:
@@ -101,7 +122,7 @@ class _Experiment:
 
     def run(self) -> Evidence:
         """All of it."""
-        meter = Meter()
+        meter = self.meter = Meter()
         try:
             self._warm_up()
             self._rounds()
@@ -163,7 +184,7 @@ class _Experiment:
             if max(self.peers.gather(self.feed.exhausted)) or bench.elapsed + rounds.cost > self._until("rounds"):
                 break
             pairs = self._pairs("full", "cached")
-            if len(pairs) >= PAIRS and Arm(name="cached", baseline="full", pairs=pairs).saved.width <= NARROW:
+            if len(pairs) >= PAIRS and _clear(Arm(name="cached", baseline="full", pairs=pairs).saved):
                 break
         if not rounds.watched:
             rounds.clocked(50)
@@ -172,10 +193,7 @@ class _Experiment:
     def _note_the_loader(self) -> None:
         feed = self.feed
         if not self._pairs("full", "cached"):
-            raise DiagnoseError(
-                f"the loader could be read only once, and gave {feed.batches} batches: too few to compare anything. Give a list, a "
-                "DataLoader or another iterable that can be read again, or a generator of at least 30 batches"
-            )
+            raise DiagnoseError(too_few(feed))
         if feed.kind == "once":
             self.notes.append(
                 f"the loader can be read only once: {feed.batches} batches of it were used up and are gone, so what depends on the loader "
@@ -204,7 +222,9 @@ class _Experiment:
 
     def _probe_loader(self) -> None:
         """What making a batch takes: on rank 0, while the others rest."""
-        seconds = min(LOADING_SECONDS, max(1.0, self._until("loading") - self.bench.elapsed))
+        costs = Arm(name="cached", baseline="full", pairs=self._pairs("full", "cached")).saved
+        most = CHEAP_SECONDS if costs.high < CHEAP else LOADING_SECONDS
+        seconds = min(most, max(1.0, self._until("loading") - self.bench.elapsed))
         if self.peers.rank == 0 and self.feed.exhausted:
             self.loading = Loading(kind="once", alone=self.bench.timings.typical("loader") / self.feed.accumulation)
         elif self.peers.rank == 0:
@@ -214,7 +234,7 @@ class _Experiment:
 
     def _trials(self, full: float) -> None:
         self.rounds.settle()
-        self.trials = Trials(self.bench, self.rounds.replay, self.keep.rewind, full=full)
+        self.trials = Trials(self.bench, self.rounds.replay, self.keep.rewind, full=full, alone=lambda: arms.without_reduction(self.models))
         gc_share = self.inside.gc / self.inside.step if self.inside and self.inside.step > 0 else 0.0
         some = treatments(
             self.models,
@@ -225,8 +245,10 @@ class _Experiment:
             accumulation=self.feed.accumulation,
             world_size=self.peers.world_size,
             gc_share=self.peers.agree(gc_share),
+            foreign=self.peers.agree(self.meter.noise().foreign),
         )
-        self.trials.run(some, self._until("trials"))
+        everywhere = set[str].intersection(*(set(names) for names in self.peers.gather([one.name for one in some])))
+        self.trials.run([one for one in some if one.name in everywhere], self._until("trials"))
         self.notes += self.trials.notes
 
     def _wait_for_stalls(self, cached: float) -> None:
@@ -348,6 +370,11 @@ class _Experiment:
             compute=_mean([row[rank] for row in timings.means(bare)]) if bare in timings.blocks else float("nan"),
             stalls=stalls,
         )
+
+
+def _clear(saved: Interval) -> bool:
+    """Is it known well enough what the loader costs?"""
+    return saved.width <= NARROW or saved.high < CHEAP or (saved.low > CLEAR and saved.width <= ROUGHLY)
 
 
 def _mean(values: Sequence[float | None]) -> float:

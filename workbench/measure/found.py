@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from workbench.measure.loaders import GENERATORS
 
 MOST_OBJECTS = 20_000
 """So many objects are looked at; what lies beyond is not found."""
@@ -41,7 +44,9 @@ class Found:
     """Variables of functions around the step."""
     names: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """Global variables that the step's functions assign to."""
-    generators: list[torch.Generator] = field(default_factory=list)
+    generators: list[Any] = field(default_factory=list)
+    """Random generators of torch, numpy and Python."""
+    arrays: list[np.ndarray[Any, Any]] = field(default_factory=list)
 
 
 def find(*roots: Any, but: Iterable[Any] = ()) -> Found:
@@ -95,8 +100,10 @@ def _visit(here: Any, found: Found, modules: list[nn.Module]) -> Iterator[Any]:
         found.optimizers.append(here)
     elif isinstance(here, torch.Tensor):
         found.tensors.append(here)
-    elif isinstance(here, torch.Generator):
+    elif isinstance(here, GENERATORS):
         found.generators.append(here)
+    elif isinstance(here, np.ndarray):
+        found.arrays.append(here)
     elif isinstance(here, functools.partial):
         yield from (here.func, *here.args, *here.keywords.values())
     elif isinstance(here, types.MethodType):

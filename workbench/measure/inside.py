@@ -56,7 +56,7 @@ def look(
     before = _timed(call, early, wait)
     events, seconds, steps, why = _trace(call, traced, wait)
     after = _timed(call, late, wait)
-    with StackSampler(fine=True) as sampler:
+    with StackSampler(fine=True, operators=False) as sampler:
         for _ in range(plain):
             call()
         wait()

@@ -3,18 +3,25 @@
 import random
 import sys
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from workbench.measure.found import Found
+from workbench.measure.loaders import set_state_of, state_of
 
 MOST_ITEMS = 10_000
 """Longer containers of the user's own are not put back: they hold data."""
+MOST_BYTES = 2**26
+"""Larger arrays are not put back either."""
+MOST_DATA = 2**30
+"""Nor larger tensors that are no weights: they hold data."""
 MOST_DEPTH = 6
 """How deep containers are followed."""
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
@@ -53,9 +60,8 @@ class Keep:
                     self._undo.append(self._saved(container))
             for one in found.objects:
                 self._keep_object(one)
-        for cell in found.cells:
-            if isinstance(value := cell.cell_contents, _PLAIN):
-                self._undo.append(_setter(cell, "cell_contents", value))
+        self._undo += [_array(one) for one in found.arrays if one.nbytes <= MOST_BYTES and one.dtype != object]
+        self._undo += [_setter(cell, "cell_contents", cell.cell_contents) for cell in found.cells]
         for names, name in found.names:
             self._undo.append(_item_setter(names, name, names[name]))
         self._undo += [_generator(one) for one in found.generators]
@@ -68,10 +74,16 @@ class Keep:
                 tensor.copy_(value)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Put everything back. What cannot be does not keep the rest from being so; a warning names it."""
+        failed: list[Exception] = []
         with torch.no_grad():
             for undo in reversed(self._undo):
-                undo()
+                try:
+                    undo()
+                except Exception as error:
+                    failed.append(error)
+        if failed:
+            warnings.warn(f"after the experiments {len(failed)} things could not be put back, the first: {failed[0]}", stacklevel=2)
 
     # Saving
 
@@ -107,15 +119,22 @@ class Keep:
         self._seen.add(id(tensor))
         if tensor.layout != torch.strided or tensor.is_meta:
             return _nothing
+        if not weight and tensor.nbytes > MOST_DATA:
+            return _nothing
         memory = tensor.detach()  # the same memory: an experiment may give the tensor another one for a while
+        for axis in range(memory.ndim):
+            if memory.stride(axis) == 0 and memory.shape[axis] > 1:  # expanded: what lies there once can be written once only
+                memory = memory.narrow(axis, 0, 1)
+        strides, shape = tensor.stride(), tensor.shape
         value = memory.to("cpu", copy=True)
         if weight:
-            self._weights.append((tensor, value))
+            self._weights.append((tensor if memory.shape == tensor.shape else memory, value))
 
         def undo() -> None:
-            if tensor.data_ptr() != memory.data_ptr() or tensor.stride() != memory.stride() or tensor.shape != memory.shape:
-                tensor.data = memory
-            memory.copy_(value)
+            if tensor.data_ptr() != memory.data_ptr() or tensor.stride() != strides or tensor.shape != shape:
+                tensor.data = memory.expand(shape)
+            if not torch.equal(memory.to("cpu"), value):  # else leave it alone: it may lie in a file that can only be read
+                memory.copy_(value)
 
         return undo
 
@@ -142,6 +161,7 @@ class Keep:
             self._undo.append(_item_setter(vars(module), "training", module.training))
             if not type(module).__module__.startswith("torch."):  # DDP's reducer goes on, and its flags with it
                 self._keep_attributes(vars(module), but=("training",))
+                self._undo.append(_vanish(vars(module), set(vars(module))))
             for owner in (module._parameters, module._buffers):
                 for name, tensor in owner.items():
                     self._undo.append(_item_setter(owner, name, tensor))
@@ -234,11 +254,21 @@ def _vanish(attributes: dict[str, Any], names: set[str]) -> Undo:
     return undo
 
 
-def _generator(generator: torch.Generator) -> Undo:
-    state = generator.get_state()
+def _generator(generator: Any) -> Undo:
+    state = state_of(generator)
 
     def undo() -> None:
-        generator.set_state(state)
+        set_state_of(generator, state)
+
+    return undo
+
+
+def _array(array: "np.ndarray[Any, Any]") -> Undo:
+    before = array.copy()
+
+    def undo() -> None:
+        if array.flags.writeable:
+            array[...] = before
 
     return undo
 

@@ -86,7 +86,7 @@ class Kept:
     def __init__(self, part: Any) -> None:
         self._part = part
         self._attributes = dict(getattr(part, "__dict__", {}))
-        self._generators = [(value, _state(value)) for value in self._attributes.values() if isinstance(value, _GENERATORS)]
+        self._generators = [(value, state_of(value)) for value in self._attributes.values() if isinstance(value, GENERATORS)]
 
     def put_back(self) -> None:
         now = getattr(self._part, "__dict__", None)
@@ -94,19 +94,21 @@ class Kept:
             now.clear()
             now.update(self._attributes)
         for generator, state in self._generators:
-            _set_state(generator, state)
+            set_state_of(generator, state)
 
 
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-def _state(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """The state of a random generator: one of GENERATORS."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return (generator.getstate if isinstance(generator, random.Random) else generator.get_state)()
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_state_of(generator: Any, state: Any) -> None:
+    """Put it back."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:

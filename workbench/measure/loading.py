@@ -26,6 +26,8 @@ LEAST = 3
 ONCE = 8
 """Batches that a probe takes from an iterator which cannot be read again."""
 TURNS = 4
+PATIENCE = 30
+"""Seconds to wait for a batch of a worker."""
 """In which batches are made here and in a worker."""
 PAGE = 4096
 """Bytes: to read one of each page is to map them all."""
@@ -216,7 +218,12 @@ class _There:
         self.start = 0.0
         """Seconds to the first batch."""
         self._worker = rebuilt(
-            loader, num_workers=1, prefetch_factor=2, persistent_workers=False, timeout=0, worker_init_fn=InWorker(loader.worker_init_fn)
+            loader,
+            num_workers=1,
+            prefetch_factor=2,
+            persistent_workers=False,
+            timeout=PATIENCE,  # a worker that was forked while another thread held a lock never answers
+            worker_init_fn=InWorker(loader.worker_init_fn),
         )
         self._source: Any = None
         self._clock: float | None = None

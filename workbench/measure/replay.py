@@ -56,10 +56,6 @@ class Replay:
         if not self.varied:
             del self._held[:-MOST_BATCHES]
 
-    def kept(self, batch: Any) -> Any:
-        """A batch in containers of its own, and with tensors of its own if the step writes into them."""
-        return map_tensors(torch.clone if self.written else _same, batch)
-
     def give(self, count: int, change: Callable[[Any], Any] | None = None) -> list[Any]:
         """So many batches, the first of them always the same.
 

@@ -15,7 +15,7 @@ from workbench.measure.blocks import Bench, Block, length, nothing
 from workbench.measure.feed import Exhausted, Feed
 from workbench.measure.keep import Keep
 from workbench.measure.queueing import drain, settle
-from workbench.measure.replay import MOST_VARIED, Replay
+from workbench.measure.replay import MOST_BATCHES, MOST_VARIED, Replay
 from workbench.measure.watched import Watch
 from workbench.timeline import Timeline
 
@@ -52,7 +52,7 @@ class Rounds:
         self.pairs = 0
         """Rounds so far."""
         self.steps = self.loads = self.warm = 1
-        self.recent: deque[Any] = deque(maxlen=MOST_VARIED)
+        self.recent: deque[Any] = deque(maxlen=MOST_BATCHES)  # more of them may hold too many of the workers' file descriptors
         self._models, self._optimizers = models, optimizers
         self._watches = {arm: _watch(_Source(self, arm), models, optimizers) for arm in ("full", "cached")}
         self._replayed: list[Any] = []
@@ -96,7 +96,8 @@ class Rounds:
     def turn(self) -> None:
         """One round. The order of loader and replay is swapped each time, unless batches differ: then the very same are replayed."""
         self.keep.rewind()
-        swapped = self.pairs % 2 == 1 and not self.replay.varied and self.feed.kind != "once"
+        varied = self.bench.peers.agree(self.replay.varied)  # ranks have batches of their own, and have to keep one order
+        swapped = self.pairs % 2 == 1 and not varied and self.feed.kind != "once"
         for part in (self._without_loader, self._with_loader) if swapped else (self._with_loader, self._without_loader):
             part(swapped)
         self.pairs += 1
@@ -126,12 +127,21 @@ class Rounds:
                     self.bench.warm(self._taken(1))
                     self.full(self.steps, arm="alone")
         if not swapped or not len(self.replay):
-            self.replay.hold(list(self.recent))
+            self._hold()
+
+    def _hold(self) -> None:
+        """Hold batches to be replayed: the ones just trained on, or fresh ones if the step spoils its batch. No clock runs meanwhile."""
+        if self.replay.written:
+            with contextlib.suppress(Exhausted):
+                for _ in range(min(self.steps, MOST_BATCHES)):
+                    self.recent.append(self.feed.next())
+        self.replay.hold(list(self.recent))
+        if self.replay.varied and self.recent.maxlen != MOST_VARIED:
+            self.recent = deque(self.recent, maxlen=MOST_VARIED)
 
     def _without_loader(self, swapped: bool) -> None:
         self.settle()
-        count = self.replay.fitting(self.steps)
-        self.cached(count)
+        self.cached(self.bench.peers.agree(self.replay.fitting(self.steps), min))
 
     # Blocks
 
@@ -161,7 +171,8 @@ class Rounds:
     def _taken(self, count: int) -> Iterator[Any]:
         for _ in range(count):
             batch = self.feed.next()
-            self.recent.append(self.replay.kept(batch))  # now: the step may take things out of it, or write into it
+            if not self.replay.written:
+                self.recent.append(batch)
             yield batch
 
     def source(self, arm: str) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Self
 
 from workbench.diagnosis.stalls import Place
+from workbench.measure.innermost import in_torch
 
 EVERY = 5e-3
 """Seconds between two looks."""
@@ -53,15 +54,18 @@ class StackSampler:
     A look weighs as much as the time since the one before it: code that keeps the interpreter to itself is seen less often, not less.
     """
 
-    def __init__(self, *, every: float = EVERY, fine: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, *, every: float = EVERY, fine: bool = False, operators: bool = True, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """Nothing is looked at yet.
 
         Args:
             every: seconds between two looks.
             fine: see what is short, too. All threads then wait less for the interpreter, which may change what is measured.
+            operators: do lines count while torch computes for them? If not, Python alone does, and whatever else keeps a line busy.
             clock: for tests: in place of the real one.
         """
-        self._every, self._fine, self._clock = every, fine, clock
+        self._every, self._fine, self._operators, self._clock = every, fine, operators, clock
         self._switch = 0.0
         self.call: int | None = 0
         """What is seen belongs to this call of step(); None = to none. To be set by whoever makes the calls."""
@@ -115,7 +119,7 @@ class StackSampler:
         since, self._last = now - self._last, now
         self.looks += 1
         if frame is not None and call is not None:
-            place = place_of(frame)
+            place = place_of(frame) if self._operators or not in_torch(frame) else None
             with self._lock:
                 self._seen.setdefault(call, Counter())[place] += since  # type: ignore[assignment]
 

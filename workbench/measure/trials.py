@@ -1,5 +1,6 @@
 """Trials: the arms that need no loader, each between two blocks of the unchanged step, for as long as they can still tell something."""
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,14 +20,26 @@ from workbench.measure.replay import Replay
 BLOCK = 0.15
 """Seconds of a block, where steps are not longer than that."""
 PAIRS, FEW_PAIRS = 5, 3
-"""Pairs that an arm takes at least, and where there is no time for so many."""
+"""Pairs that an arm takes at least, and one that is clear, or for which there is no time."""
 NARROW = 0.06
-"""An interval of the fraction saved that is no wider than this tells enough."""
+"""An interval of the fraction of the full step that is saved tells enough if it is no wider than this."""
 MATTERS = 0.05
 """An arm that saves no more than this fraction of the full step does not matter."""
+BLAMED = 0.1
+"""Nor does a part of it that takes no more: no verdict names one."""
+PARTS = ("no_sync", "no_optimizer", "device_batch", "doubled")
+"""Arms that the verdict goes by. The others are remedies: whether they gain 10 or 15 % does not have to be known."""
+ROUGHLY = 0.1
+"""An interval of a remedy's saving tells enough if it is no wider."""
+TAKEN = 0.3
+"""Cores that others take from which on more threads are not tried: they wait for each other, and for the others."""
 HOPELESS = -0.5
 """An arm that costs so much is not asked a third time."""
-MOST_PAIRS = 16
+MOST_PAIRS, MOST_OF_REMEDIES = 16, 8
+CLEAR = 0.5
+"""Fewer pairs than PAIRS are enough where their interval is so many times narrower: three agree by chance now and then."""
+SETTLING = 2
+"""Steps after which threads that are no longer wanted have stopped to look for work."""
 LONGER = 4.0
 """Steps that warm up so many times slower make shorter blocks, or two threads on a busy core could take a minute."""
 LARGEST = 2**29
@@ -45,6 +58,7 @@ def treatments(
     accumulation: int,
     world_size: int,
     gc_share: float,
+    foreign: float = 0.0,
 ) -> list[Treatment]:
     """The arms that this step can be put to, the more telling first."""
     first = replay.first
@@ -59,11 +73,13 @@ def treatments(
     if bytes_of(first) < LARGEST and each(doubled)(first) is not None:
         found.append(Treatment(name="doubled", batch=each(doubled), samples=2.0))
     if device.type == "cpu":
-        found += [Treatment(name=f"threads={count}", on=partial(arms.threads, count)) for count in thread_counts()]
+        found += [_with_threads(count) for count in thread_counts() if count < torch.get_num_threads()]  # are there too many?
     if gc_share > GC_SHARE:
         found.append(Treatment(name="no_gc", on=arms.without_gc))
     if each(padding_of)(first) is not None and each(trimmed)(first) is not None:
         found.append(Treatment(name="trimmed", batch=each(trimmed)))
+    if device.type == "cpu" and foreign <= TAKEN:
+        found += [_with_threads(count) for count in thread_counts() if count > torch.get_num_threads()]
     found += [
         Treatment(name=f"optimizer={name}", on=partial(arms.implementation, optimizers, name))
         for name in ("fused", "foreach")
@@ -75,6 +91,10 @@ def treatments(
     if has_convolutions(models) and world_size == 1 and any(tensor.ndim == 4 for tensor in tensors_of(first)):
         found.append(Treatment(name="channels_last", on=partial(arms.channels_last, models, optimizers), batch=arms.images_last))
     return found
+
+
+def _with_threads(count: int) -> Treatment:
+    return Treatment(name=f"threads={count}", on=partial(arms.threads, count))
 
 
 def has_convolutions(models: Sequence[nn.Module]) -> bool:
@@ -113,7 +133,9 @@ def _moved(batch: Any, device: torch.device) -> Any:
 class Trials:
     """Puts the cached step to each treatment in turn, between blocks without any, and keeps the pairs."""
 
-    def __init__(self, bench: Bench, replay: Replay, rewind: Callable[[], None], *, full: float) -> None:
+    def __init__(
+        self, bench: Bench, replay: Replay, rewind: Callable[[], None], *, full: float, alone: arms.Switch = contextlib.nullcontext
+    ) -> None:
         """Nothing is tried yet.
 
         Args:
@@ -121,7 +143,9 @@ class Trials:
             replay: the batches.
             rewind: puts the weights back.
             full: seconds of a full step.
+            alone: inside, no rank waits for another.
         """
+        self.alone = alone
         self.bench, self.replay, self.rewind, self.full = bench, replay, rewind, full
         self.notes: list[str] = []
         self._pairs: dict[str, list[tuple[tuple[int, int], int]]] = {}  # cached blocks before and after, the arm's block
@@ -131,9 +155,9 @@ class Trials:
         """Fraction of the full step that an arm has to do with."""
         least = 4 if step < 0.15 else 2 if step < 0.6 else 1
         count = length(step, BLOCK, least=least)
-        if replay.varied:
-            count = max(count, len(replay))
-        self.count = replay.fitting(count)
+        if bench.peers.agree(replay.varied):
+            count = max(count, bench.peers.agree(len(replay)))
+        self.count = bench.peers.agree(replay.fitting(count), min)
         self.warm = 2 if least > 2 else 1 if step < 1 else 0
 
     def run(self, treatments: Sequence[Treatment], until: float) -> None:
@@ -145,9 +169,7 @@ class Trials:
         """
         cost = self._seconds_of_a_pair()
         left = max(0.0, until - self.bench.elapsed)
-        least = PAIRS if self.worth > 4 * MATTERS and len(treatments) * cost * PAIRS < left else FEW_PAIRS
-        if least * cost > left / 2:
-            least = 2
+        least = FEW_PAIRS if FEW_PAIRS * cost <= left / 2 else 2
         fit = max(1, int(left / max(cost * least, 1e-9)))
         if len(treatments) > fit:
             self.notes.append(f"no time was left to try {', '.join(one.name for one in treatments[fit:])}: a larger budget_s= would do")
@@ -159,7 +181,7 @@ class Trials:
                 if not self._try(treatment):
                     active.remove(treatment)
                     continue
-                after = self._baseline()
+                after = self._baseline(more=SETTLING if treatment.name.startswith("threads=") else 0)
                 self._pairs.setdefault(treatment.name, []).append(((before, after), len(self.bench.timings.blocks[treatment.name]) - 1))
                 before = after
             active = [one for one in active if not self._told_enough(one.name, least)]
@@ -184,14 +206,17 @@ class Trials:
         pairs = self._seconds(name)
         if len(pairs) < 2:
             return False
-        samples = self._treatments[name].samples
+        samples, part = self._treatments[name].samples, name in PARTS
         saved = interval_of(pairs, lambda base, arm: 1 - arm / base / samples)
         if len(pairs) < least:
             return saved.high < HOPELESS
-        return saved.width <= NARROW or saved.high * self.worth < MATTERS
+        if saved.high * self.worth < (BLAMED if part else MATTERS) or (not part and len(pairs) >= MOST_OF_REMEDIES):
+            return True
+        width = saved.width * self.worth
+        return width <= (NARROW if part else ROUGHLY) * (1 if len(pairs) >= PAIRS else CLEAR)
 
-    def _baseline(self) -> int:
-        self.bench.warm(self.replay.give(self.warm))
+    def _baseline(self, more: int = 0) -> int:
+        self.bench.warm(self.replay.give(self.warm + more))
         self.bench.run("cached", self.replay.give(self.count), self.count)
         return len(self.bench.timings.blocks["cached"]) - 1
 
@@ -200,6 +225,11 @@ class Trials:
         bench, step = self.bench, treatment.wrap(self.bench.step)
         change = None if treatment.batch is arms.unchanged else treatment.batch
         warm = max(self.warm, 1) + 1 if treatment.name not in self._treatments else self.warm
+        if treatment.name not in self._treatments and bench.peers.world_size > 1:
+            # once without a reduction: a rank that fails (out of memory) would leave the others waiting in it
+            with treatment.on(), self.alone():
+                if failure := self._failure(step, change):
+                    return self._cannot(treatment, failure)
         with treatment.on():
             failed, start = "", bench.clock()
             try:
@@ -209,13 +239,26 @@ class Trials:
                 failed = f"{type(error.error).__name__}: {error.error}"
             warmed = bench.peers.gather((failed, (bench.clock() - start) / warm if warm else 0.0))
             if failures := [failed for failed, _ in warmed if failed]:
-                self.notes.append(f"{treatment.name} could not be tried: {failures[0].splitlines()[0]:.200}")
-                return False
+                return self._cannot(treatment, failures[0])
             self._treatments[treatment.name] = treatment
             slower = max(seconds for _, seconds in warmed) / bench.timings.typical("cached")
             count = self.count if slower < LONGER else max(1, round(self.count * LONGER / slower))
             bench.run(treatment.name, self.replay.give(count, change), count, step=step)
         return True
+
+    def _failure(self, step: Callable[[Any], Any], change: Callable[[Any], Any] | None) -> str:
+        """Why a single step fails on some rank; empty if it does not."""
+        failed = ""
+        try:
+            self.bench.warm(self.replay.give(1, change), step)
+            self.bench.synchronize()
+        except StepFailed as error:
+            failed = f"{type(error.error).__name__}: {error.error}"
+        return next((one for one in self.bench.peers.gather(failed) if one), "")
+
+    def _cannot(self, treatment: Treatment, failure: str) -> bool:
+        self.notes.append(f"{treatment.name} could not be tried: {failure.splitlines()[0]:.200}")
+        return False
 
     def _seconds_of_a_pair(self) -> float:
         return 2.2 * (self.count + self.warm) * self.bench.timings.typical("cached")
