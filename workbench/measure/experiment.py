@@ -42,6 +42,8 @@ CALLS = 120
 """So many calls of step() should be seen, for stalls to show, unless they take more than a third of the budget."""
 STALLS = 3
 """Stalls that are waited for once one was seen, for half of the budget at most."""
+ALONE = ("alone", "no_sync")
+"""Arms in which no rank waits for another."""
 NOT_FOR_STALLS = ("warm-up", "loader", "first", "threads=")
 """Arms whose calls vary for reasons of their own: more threads than cores wait for each other."""
 MOST_CALLS = 20_000
@@ -260,6 +262,8 @@ class _Experiment:
         with arm:
             while True:
                 seen = max(self.peers.gather(self._outliers()))
+                if seen and self.peers.world_size > 1:  # whose are they? A rank shows that only while it does not wait for the others
+                    seen = max(self.peers.gather(len(self._stalls(self.peers.rank, only=ALONE).at))) or 1
                 few = bench.called < CALLS and bench.elapsed < self.budget / 3
                 if not few and (not 0 < seen < STALLS or bench.elapsed > self.budget / 2):
                     return
@@ -320,7 +324,7 @@ class _Experiment:
     def _evidence(self) -> Evidence:
         timings, peers = self.bench.timings, self.peers
         stalls = self._stalls(peers.rank)
-        alone = self._stalls(peers.rank, only=("alone", "no_sync")) if peers.world_size > 1 else stalls
+        alone = self._stalls(peers.rank, only=ALONE) if peers.world_size > 1 else stalls
         mine = (self.rounds.timeline, stalls, alone, self.inside, self.loading, self.notes, self.samples)
         everyone = peers.gather(mine)
         timings.stalled = [frozenset(stalls.at) for _, stalls, *_ in everyone]
