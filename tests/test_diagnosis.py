@@ -229,3 +229,15 @@ def test_a_proof_that_could_not_be_run_says_so_and_is_plain_json() -> None:
     assert not again.gained
     assert not again.held
     assert repr(nothing) == "Proof('threads=2', predicted=1.50×, measured=–)"
+
+
+def test_next_names_what_answers_the_verdict_before_what_shortens_any_step() -> None:
+    found = slow_loader()
+    assert found.verdict == "input-bound"
+    faster = remedy(name="precision=amp_bf16", change={"precision": "amp_bf16"}, speedup=9.0, low=8.5, high=9.5)
+    both = dataclasses.replace(found, remedies=(faster, *found.remedies))
+    named = next(one for one in found.remedies if one.answers("input-bound"))
+    assert both.next.startswith(named.what)
+    assert "Whatever the cause: precision=amp_bf16" in both.next
+    assert faster.answers("compute-bound")
+    assert not faster.answers("host-bound")

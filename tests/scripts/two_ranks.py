@@ -13,44 +13,45 @@ from torch.utils.data import DataLoader, Dataset
 
 from workbench.measure.experiment import experiment
 
-mode, path = sys.argv[1:]
+
+def main(mode: str, path: str) -> None:
+
+    class Samples(Dataset[Tensor]):
+        """Slow on one rank, if that is the trouble."""
+
+        def __len__(self) -> int:
+            return 400
+
+        def __getitem__(self, index: int) -> Tensor:
+            if mode == "input" and dist.get_rank() == 1:
+                time.sleep(0.002)
+            return torch.full((32,), float(index % 5))
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    width = 1500 if mode == "gradients" else 32
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+
+    def step(batch: Tensor) -> None:
+        """One optimizer step."""
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        if mode == "compute" and dist.get_rank() == 1:
+            time.sleep(0.01)
+        optimizer.step()
+
+    before = [weight.detach().clone() for weight in model.parameters()]
+    evidence = experiment(step, DataLoader(Samples(), batch_size=8), budget_s=6)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(evidence.to_json()))
+    step(torch.ones(8, 32))  # training goes on, and the ranks still agree
+    sums = [torch.zeros(1) for _ in range(2)]
+    dist.all_gather(sums, sum((weight.detach().sum() for weight in model.parameters()), torch.zeros(())).reshape(1))
+    assert torch.equal(*sums)
+    dist.destroy_process_group()
 
 
-class Samples(Dataset[Tensor]):
-    """Slow on one rank, if that is the trouble."""
-
-    def __len__(self) -> int:
-        return 400
-
-    def __getitem__(self, index: int) -> Tensor:
-        if mode == "input" and dist.get_rank() == 1:
-            time.sleep(0.002)
-        return torch.full((32,), float(index % 5))
-
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-width = 1500 if mode == "gradients" else 32
-model = DistributedDataParallel(nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1)))
-optimizer = torch.optim.SGD(model.parameters(), 0.001)
-
-
-def step(batch: Tensor) -> None:
-    """One optimizer step."""
-    optimizer.zero_grad()
-    model(batch).square().mean().backward()
-    if mode == "compute" and dist.get_rank() == 1:
-        time.sleep(0.01)
-    optimizer.step()
-
-
-before = [weight.detach().clone() for weight in model.parameters()]
-evidence = experiment(step, DataLoader(Samples(), batch_size=8), budget_s=6)
-assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-if dist.get_rank() == 0:
-    Path(path).write_text(json.dumps(evidence.to_json()))
-step(torch.ones(8, 32))  # training goes on, and the ranks still agree
-sums = [torch.zeros(1) for _ in range(2)]
-dist.all_gather(sums, sum((weight.detach().sum() for weight in model.parameters()), torch.zeros(())).reshape(1))
-assert torch.equal(*sums)
-dist.destroy_process_group()
+if __name__ == "__main__":
+    main(*sys.argv[1:])

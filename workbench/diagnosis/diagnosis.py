@@ -89,9 +89,11 @@ class Diagnosis:
                 "inconclusive": "Measure again when the machine is quieter, or with a larger budget_s.",
                 "compute-bound": "Nothing we know of would make this step faster here: it computes. More or faster devices would.",
             }.get(self.verdict, "There is no remedy here whose gain could be predicted.")
-        best = self.remedies[0]
+        best = next((one for one in self.remedies if one.answers(self.verdict)), self.remedies[0])
         costs = f" It costs: {best.costs}." if best.costs else ""
-        return f"{best.what} Predicted: {best.gain}.{costs}"
+        more = self.remedies[0]
+        also = "" if more is best else f" Whatever the cause: {more.name}, {more.gain}."
+        return f"{best.what} Predicted: {best.gain}.{costs}{also}"
 
     @cached_property
     def model(self) -> StepModel:

@@ -7,6 +7,16 @@ from typing import Any
 
 from workbench import units
 
+SHORTENS = frozenset({"precision", "channels_last", "threads", "micro_batch", "optimizer", "accumulation"})
+"""Changes that make many a step shorter, whatever holds it back."""
+ANSWERS = {
+    "compute-bound": SHORTENS,
+    "optimizer-bound": frozenset({"optimizer", "micro_batch", "accumulation"}),
+    "communication-bound": frozenset({"accumulation", "micro_batch"}),
+    "host-bound": frozenset({"threads", "micro_batch"}),
+}
+"""Verdict → those of them that change what it blames."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
@@ -35,6 +45,10 @@ class Remedy:
     def provable(self) -> bool:
         """Can it be tried by turning knobs?"""
         return bool(self.change)
+
+    def answers(self, verdict: str) -> bool:
+        """Does it change what the verdict blames, and not only make the rest of the step shorter?"""
+        return not self.change.keys() & SHORTENS or self.change.keys() <= ANSWERS.get(verdict, frozenset())
 
     @property
     def gain(self) -> str:

@@ -338,6 +338,7 @@ class _Experiment:
         _, _, _, look, load, _, _ = everyone[0]
         optimizers = [f"{describe(one)}({kind})" if (kind := arms.implementation_of(one)) else describe(one) for one in self.optimizers]
         weights = [weight for weight in weights_of(self.models) if weight.requires_grad]
+        updated = {id(weight) for one in self.optimizers for group in one.param_groups for weight in group["params"]}
         samples = [one for *_, one in everyone if one is not None]
         return Evidence(
             step=steady / (1 - together.share) if together.share < 1 else steady,
@@ -347,7 +348,7 @@ class _Experiment:
             threads=torch.get_num_threads(),
             samples=float(sum(samples)) if len(samples) == len(everyone) else None,
             parameters=sum(weight.numel() for weight in weights) if self.models else None,
-            tensors=len(weights) if self.models else None,
+            tensors=max(len(weights), len(updated)) if self.models or self.optimizers else None,
             convolutions=has_convolutions(self.models),
             optimizer=", ".join(optimizers) or None,
             precision=self.precision,
