@@ -26,9 +26,9 @@ LEAST = 3
 ONCE = 8
 """Batches that a probe takes from an iterator which cannot be read again."""
 TURNS = 4
+"""In which batches are made here and in a worker."""
 PATIENCE = 30
 """Seconds to wait for a batch of a worker."""
-"""In which batches are made here and in a worker."""
 PAGE = 4096
 """Bytes: to read one of each page is to map them all."""
 
