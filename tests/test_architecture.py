@@ -13,26 +13,29 @@ ROOT = Path(workbench.__file__).parent
 FLOORS = (
     ("units", "display"),
     ("device", "task", "timeline"),
+    ("memory",),
     ("rundir", "spec", "symptoms"),
     ("failure",),
     ("run",),
     ("comparison",),
     ("diagnosis",),
     ("launcher", "measure", "data"),
-    ("train",),
-    ("diagnosing",),
+    ("train", "estimate"),
+    ("diagnosing", "estimating"),
+    ("fitting",),
     ("plot",),
     ("widgets",),
     ("__main__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-LIGHT = {name for rooms in FLOORS[:7] for name in rooms} | {"launcher", "diagnosing"}
+LIGHT = {name for rooms in FLOORS[:8] for name in rooms} | {"launcher", "diagnosing", "estimating", "fitting"}
 HOMES = {
+    "numpy": {"memory", "measure", "data", "train", "estimate", "plot"},
     "pandas": {"display"},
     "matplotlib": {"plot"},
     "ipywidgets": {"widgets"},
     "anywidget": {"widgets"},
-    "torch": {"measure", "data", "train"},
+    "torch": {"measure", "data", "train", "estimate"},
 }
 MODULES = sorted(ROOT.rglob("*.py"))
 
