@@ -12,7 +12,7 @@ import workbench
 ROOT = Path(workbench.__file__).parent
 FLOORS = (
     ("units", "display"),
-    ("device", "task", "timeline"),
+    ("device", "task", "timeline", "progress"),
     ("memory",),
     ("rundir", "spec", "symptoms"),
     ("failure",),
@@ -21,14 +21,14 @@ FLOORS = (
     ("diagnosis",),
     ("launcher", "measure", "data"),
     ("train", "estimate"),
-    ("diagnosing", "estimating"),
-    ("fitting",),
+    ("diagnosing", "estimating", "measuring"),
+    ("fitting", "estimators"),
     ("plot",),
     ("widgets",),
     ("__main__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-LIGHT = {name for rooms in FLOORS[:8] for name in rooms} | {"launcher", "diagnosing", "estimating", "fitting"}
+LIGHT = {name for rooms in FLOORS[:8] for name in rooms} | {"launcher", "diagnosing", "estimating", "measuring", "fitting", "estimators"}
 HOMES = {
     "numpy": {"memory", "measure", "data", "train", "estimate", "plot"},
     "pandas": {"display"},

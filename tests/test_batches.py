@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_map
 
-from workbench.measure.batches import bytes_of, doubled, padding_of, tensors_of, trimmed, uses
+from workbench.measure.batches import bytes_of, doubled, padding_of, tensors_of, trimmed
+from workbench.measure.spy import uses
 
 Pair = namedtuple("Pair", "x y")
 

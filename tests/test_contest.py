@@ -123,20 +123,11 @@ class Slow(Dataset[Tensor]):
         return torch.full((4,), float(index))
 
 
-class Seen:
-    """What steps saw; no state of theirs that would be put back."""
-
-    __slots__ = ("states",)
-
-    def __init__(self) -> None:
-        self.states: set[tuple[Any, ...]] = set()
-
-
-def training() -> tuple[Any, nn.Module, torch.optim.Optimizer, Seen]:
+def training() -> tuple[Any, nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    seen = Seen()
+    seen: Any = type("Seen", (), {"states": set()})  # a class is no state that would be put back
 
     def step(batch: Tensor) -> None:
         optimizer.zero_grad()
@@ -201,3 +192,17 @@ def one_thread() -> Any:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_an_optimizer_that_is_found_only_as_it_steps_is_put_back() -> None:
+    model = nn.Linear(4, 2)
+    hidden: Any = type("Hidden", (), {"optimizer": torch.optim.AdamW(model.parameters())})
+
+    def step(batch: Tensor) -> None:
+        model(batch).square().mean().backward()
+        hidden.optimizer.step()
+
+    before = model.weight.detach().clone()
+    prove_here(step, [torch.ones(3, 4)] * 10, {"threads": 1}, budget_s=0.5)
+    assert not hidden.optimizer.state
+    assert torch.equal(model.weight, before)

@@ -13,12 +13,13 @@ from conftest import processes_with
 
 import workbench as wb
 from workbench import diagnosing, rundir
-from workbench.diagnosing import Elsewhere, turned
+from workbench.diagnosing import Elsewhere
 from workbench.diagnosis.calibration import Calibration
 from workbench.diagnosis.evidence import Evidence, Interval
 from workbench.diagnosis.judgement import Judgement
 from workbench.diagnosis.proof import Ladder, Proof
 from workbench.diagnosis.remedy import Remedy
+from workbench.diagnosis.turning import turned
 from workbench.failure import Failure
 from workbench.spec import SpecError
 

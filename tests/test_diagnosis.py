@@ -80,6 +80,21 @@ def test_the_loader_curve_has_what_was_measured() -> None:
     assert Diagnosis.of(World().evidence(loading=None)).loader_curve is None
 
 
+def test_a_trace_that_ran_faster_than_the_step_is_no_contradiction() -> None:
+    found = World(optimizer=0.02).evidence()
+    assert found.inside is not None
+    arms = {name: arm for name, arm in found.arms.items() if name != "no_optimizer"}
+    d = Diagnosis.of(dataclasses.replace(found, arms=arms, inside=dataclasses.replace(found.inside, slowdown=-0.1)))
+    assert d.verdict == "optimizer-bound"
+
+
+def test_the_loader_curve_compares_workers_that_start_anew_with_such() -> None:
+    curve = Diagnosis.of(World(num_workers=2, persistent=False, start_up=1.0, epoch=20).evidence()).loader_curve
+    assert curve is not None
+    assert not curve.persistent_workers
+    assert curve.points[2].step > 1.5 * curve.points[3].step
+
+
 def test_a_healthy_step_has_nothing_next() -> None:
     d = Diagnosis.of(World().evidence())
     assert d.remedies == ()

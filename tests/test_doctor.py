@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import processes_with
 from slow_loader import SPEC, diagnosis, evidence
 
-from workbench import diagnosing, units
+from workbench import diagnosing, rundir, units
 from workbench.diagnosis.diagnosis import Diagnosis
 from workbench.diagnosis.evidence import Interval
 from workbench.diagnosis.model import StepModel
@@ -21,11 +23,13 @@ from workbench.diagnosis.proof import Ladder, Proof, Rung
 from workbench.display import escape
 from workbench.failure import Failure, RunError
 from workbench.plot.colors import PARTS as COLORS
+from workbench.run import Run, telling
 from workbench.spec import RunSpec
 from workbench.widgets import ThroughputDoctor, doctor_faces
 from workbench.widgets.whatif import what_if
 
 Doctor = ThroughputDoctor
+TASKS = Path(__file__).parent / "scripts" / "slow_task.py"
 PIECE = r"width:([\d.]+)%;background"
 
 
@@ -320,6 +324,131 @@ def test_something_else_is_refused() -> None:
         Doctor("clipart-resnet")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="budget_s=0: seconds above 0"):
         Doctor(SPEC, budget_s=0)
+
+
+# --- stop
+
+
+def shown(doctor: Doctor) -> bool:
+    return doctor.stop.layout.display != "none"
+
+
+def only_run(runs_dir: Path) -> Run:
+    (folder,) = runs_dir.iterdir()
+    return Run.load(folder)
+
+
+def test_stop_ends_the_processes_of_a_measurement(tmp_path: Path) -> None:
+    spec = RunSpec(task=f"{TASKS}:slow_loader", micro_batch=4, num_workers=1, device="cpu")
+    doctor = Doctor(spec, budget_s=60, runs_dir=tmp_path)
+    assert not shown(doctor)
+    doctor.measure.click()
+    assert shown(doctor)
+    assert not doctor.stop.disabled
+    until(lambda: list(tmp_path.glob("*/logs/*/attempt_0/0/stdout.log")))
+    run = only_run(tmp_path)
+    assert processes_with(rundir.ENV_RUN_ID, run.id)
+    doctor.stop.click()
+    assert (doctor.stop.disabled, doctor.stop.description) == (True, "Stopping")
+    until(lambda: idle(doctor), 40)
+    assert run.state == "stopped"
+    until(lambda: not processes_with(rundir.ENV_RUN_ID, run.id))
+    assert "stopped while measuring" in doctor.status.value
+    assert doctor.problem.value == ""
+    assert doctor.result is None
+    assert not shown(doctor)
+    assert not doctor.num_workers.disabled
+
+
+def test_stop_before_anything_is_launched_ends_what_is_launched_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    diagnose, asked, opened = diagnosing.diagnose, threading.Event(), threading.Event()
+
+    def later(spec: RunSpec, **options: Any) -> Diagnosis:
+        asked.set()
+        assert opened.wait(20)
+        return diagnose(spec, **options)
+
+    monkeypatch.setattr(diagnosing, "diagnose", later)
+    doctor = Doctor(RunSpec(task=f"{TASKS}:slow_loader", device="cpu"), runs_dir=tmp_path)
+    doctor.climb.click()
+    assert asked.wait(20)
+    doctor.stop.click()
+    opened.set()
+    until(lambda: idle(doctor), 40)
+    run = only_run(tmp_path)
+    assert run.state == "stopped"
+    until(lambda: not processes_with(rundir.ENV_RUN_ID, run.id))  # the guard itself ends a moment after it has said so
+    assert "stopped while climbing" in doctor.status.value
+    assert doctor.ladder is None
+
+
+def test_a_climb_whose_last_rung_was_stopped_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, opened = threading.Event(), threading.Event()
+
+    def climb(spec: RunSpec, **options: Any) -> Ladder:
+        asked.set()
+        assert opened.wait(20)
+        return Ladder(start=640.0, stopped="nothing is left")
+
+    monkeypatch.setattr(diagnosing, "climb", climb)
+    doctor = Doctor(SPEC)
+    doctor.climb.click()
+    assert asked.wait(20)
+    doctor.stop.click()
+    opened.set()
+    until(lambda: idle(doctor))
+    assert "stopped while climbing" in doctor.status.value
+    assert doctor.ladder is None
+    assert doctor.ladder_view.value == ""
+
+
+def test_a_step_of_this_process_cannot_be_stopped_and_the_button_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = threading.Event()
+    monkeypatch.setattr(diagnosing, "diagnose", lambda *given, **options: opened.wait(20) and diagnosis(None))
+    doctor = Doctor(Diagnosis.of(evidence(), subject=diagnosing.Here(step=print, loader=[1, 2])), budget_s=30)
+    doctor.measure.click()
+    assert shown(doctor)
+    assert doctor.stop.disabled
+    assert doctor.stop.tooltip == "A step of this process cannot be stopped: it ends by itself, after about 30.0 s"
+    opened.set()
+    until(lambda: doctor.stop.layout.display == "none")
+
+
+def test_a_remedy_that_is_new_cannot_be_proved_before_the_measurement_has_ended(gate: threading.Event) -> None:
+    doctor = Doctor(SPEC)
+    doctor.measure.click()
+    doctor._take(diagnosis())  # as the thread of the measurement does
+    assert all(button.disabled for button in doctor.proves.values())
+    gate.set()
+    until(lambda: idle(doctor))
+    assert not any(button.disabled for button in doctor.proves.values())
+
+
+def test_what_cannot_be_stopped_is_said(gate: threading.Event, monkeypatch: pytest.MonkeyPatch, by_hand: Callable[..., Any]) -> None:
+    def stop(run: Run) -> None:
+        raise TimeoutError("it has not ended")
+
+    monkeypatch.setattr(Run, "stop", stop)
+    doctor = Doctor(SPEC)
+    doctor.measure.click()
+    doctor._background._launched(Run.load(by_hand().alive().path))
+    doctor.stop.click()
+    until(lambda: "it has not ended" in doctor.problem.value)
+    until(lambda: doctor.stop.description == "Stop")
+    assert not doctor.stop.disabled
+    gate.set()
+    until(lambda: idle(doctor))
+
+
+def test_a_thread_hears_of_the_runs_that_it_opens_and_of_no_others(by_hand: Callable[..., Any]) -> None:
+    path, heard = by_hand().ended("finished").path, list[Run]()
+    with telling(heard.append):
+        run = Run.load(path)
+        other = threading.Thread(target=Run.load, args=(path,))
+        other.start()
+        other.join()
+    Run.load(path)
+    assert heard == [run]
 
 
 # --- faces

@@ -1,5 +1,6 @@
 """The experiment: what is planted shows in the arms, everything is as it was afterwards, and errors say what to do."""
 
+import itertools
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from workbench.diagnosis.diagnosis import Diagnosis
 from workbench.diagnosis.evidence import Evidence
 from workbench.measure.blocks import DiagnoseError, StepFailed
 from workbench.measure.experiment import experiment
@@ -301,6 +303,7 @@ CHECKS: dict[str, Callable[[Evidence], bool]] = {
 def test_two_ranks(mode: str, tmp_path: Path) -> None:
     found = launched(mode, tmp_path)
     assert CHECKS[mode](found), found
+    assert not any("true cost was not measured" in note for note in found.notes)
     assert (found.world_size, len(found.ranks), found.samples) == (2, 2, 16.0)
     assert found.gradients is not None
     assert (found.gradients.size, found.gradients.buckets > 0) == (4 * (found.parameters or 0), True)
@@ -325,3 +328,67 @@ def test_a_generator_of_a_few_batches(count: int) -> None:
     some = ((torch.randn(4, 8), torch.zeros(4, dtype=torch.long)) for _ in range(count))
     with pytest.raises(DiagnoseError, match="could be read only once"):
         experiment(Training().step, some, budget_s=2)
+
+
+class Hidden:
+    """Nobody looks for state in a class."""
+
+    optimizer: Any = None
+    momentum = 0.0
+
+
+def test_an_optimizer_that_is_found_only_as_it_steps_is_put_back() -> None:
+    training = Training()
+    model, Hidden.optimizer = training.model, training.optimizer
+
+    def step(batch: Any) -> None:
+        Hidden.optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        Hidden.optimizer.step()
+
+    before, loader = training.weights, DataLoader(Samples(), batch_size=4)
+    evidence = experiment(step, loader, budget_s=2)
+    assert any("AdamW was found only as it stepped: it was put back, but gradients may differ" in note for note in evidence.notes)
+    assert "found only as it stepped" in str(Diagnosis.of(evidence))
+    assert not training.optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(before, training.weights, strict=True))
+    step(next(iter(loader)))
+    state = json.dumps(training.optimizer.state_dict(), default=lambda value: value.tolist())
+    experiment(step, loader, budget_s=2)
+    assert json.dumps(training.optimizer.state_dict(), default=lambda value: value.tolist()) == state
+
+
+def test_what_stays_changed_is_said() -> None:
+    model, more = nn.Linear(8, 3), (torch.ones(1) for _ in itertools.count())
+
+    def step(batch: Any) -> None:
+        nn.functional.cross_entropy(model(batch[0]) + next(more), batch[1]).backward()
+        Hidden.momentum += 1
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.sub_(weight.grad, alpha=0.01)
+
+    class Own:
+        def __init__(self) -> None:
+            self.rows, self.lines = DataLoader(Samples(), batch_size=4), itertools.count()
+
+        def __iter__(self) -> Iterator[Any]:
+            return (batch for batch, _ in zip(self.rows, self.lines, strict=False))
+
+    said = str(Diagnosis.of(experiment(step, Own(), budget_s=2)))
+    assert "if it remembers anything, that was not put back. Try optimizer=…" in said
+    assert "step() reaches what could not be put back to what it was before: a generator (test_what_stays" in said
+    assert "the loader holds what could not be put back to what it was before: a count" in said
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls"), [("gathered", "all_gather"), ("sharded", "all_gather and reduce_scatter"), ("zero", "broadcast")]
+)
+def test_communication_that_no_sync_does_not_take_away_is_said(mode: str, calls: str, tmp_path: Path) -> None:
+    found = launched(mode, tmp_path)
+    assert any(
+        f"true cost was not measured: no_sync is DDP's, and all that could be taken away besides is the step's own all_reduce; this "
+        f"step also calls {calls}, so" in note
+        for note in found.notes
+    ), found.notes
+    assert ("no_sync" in found.arms) is (mode == "zero")  # else there is nothing that it takes away

@@ -291,3 +291,60 @@ def test_the_attribute_that_cannot_be_pickled() -> None:
     assert unpicklable(Holds(None)) is None
     with open(__file__, "rb") as file:
         assert unpicklable(Subset(Holds(file), [1])) == ".dataset.transform (a BufferedReader) cannot be pickled"
+
+
+class Own:
+    """A loader that is none of torch's, and knows where it is."""
+
+    def __init__(self) -> None:
+        self.epoch, self.order, self.at, self.random = 0, list(range(12)), (0, 0), random.Random(1)
+        self.rows, self.sizes, self.cursor = np.arange(12), torch.arange(12), Cursor()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.epoch += 1
+        self.random.shuffle(self.order)
+        self.rows[:] = self.rows[::-1].copy()
+        self.sizes.copy_(self.sizes.flip(0))
+        self.begun = [self.epoch]
+        for place, index in enumerate(self.order):
+            self.at = (self.epoch, place)
+            self.cursor.place += 1
+            yield torch.tensor([index, int(self.rows[place]), int(self.sizes[place])])
+
+
+class Cursor:
+    __slots__ = ("place",)
+
+    def __init__(self) -> None:
+        self.place = 0
+
+
+def test_a_loader_that_is_none_of_torchs_is_as_it_was() -> None:
+    loader, twin = Own(), Own()
+    with Feed(loader) as feed:
+        for _ in range(30):
+            feed.next()
+        assert (loader.epoch, loader.cursor.place) == (3, 30)
+    assert (loader.epoch, loader.at, loader.order, loader.cursor.place, hasattr(loader, "begun")) == (0, (0, 0), list(range(12)), 0, False)
+    assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in twin]
+
+
+def test_what_of_a_loader_cannot_be_put_back_is_named() -> None:
+    assert Feed(Once(3)).unread == ["a list_iterator"]
+    assert Feed(DataLoader(Numbers(), batch_size=2)).unread == []
+
+
+def test_a_loader_leaves_alone_who_trains_and_what_is_drawn_elsewhere() -> None:
+    class Linked(Own):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = torch.nn.Linear(2, 1)
+
+    loader = Linked()
+    with Feed(loader) as feed:
+        feed.next()
+        with torch.no_grad():
+            loader.model.weight.fill_(3)
+        drawn = torch.rand(1)
+    assert bool((loader.model.weight == 3).all())
+    assert not torch.equal(torch.rand(1), drawn)

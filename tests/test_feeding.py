@@ -220,6 +220,17 @@ def test_measured_stands_beside_predicted() -> None:
         curve.with_measured(step={7: 0.01})
 
 
+def test_workers_of_now_are_predicted_as_they_are() -> None:
+    short = dataclasses.replace(SLEEPS, num_workers=2, epoch=10, start_up=0.5)
+    anew, kept = short.curve(4, persistent_workers=False), short.curve(4)
+    differ = [a.num_workers for a, b in zip(anew.points, kept.points, strict=True) if a.step != b.step]
+    assert (differ, anew.persistent_workers, kept.persistent_workers) == ([2], False, True)
+    assert anew.points[2].step == short.step(2)
+    assert "workers of now start anew with each pass over the loader, all others persist" in str(anew)
+    assert "persist" not in str(kept) + str(SLEEPS.curve(4, persistent_workers=False))
+    assert LoaderCurve.from_json(anew.to_json()) == anew
+
+
 def test_the_curve_travels_as_json() -> None:
     curve = SLEEPS.curve(3).with_measured(step={1: 0.041})
     assert LoaderCurve.from_json(json.loads(json.dumps(curve.to_json()))) == curve

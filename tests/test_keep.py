@@ -2,8 +2,10 @@
 
 import copy
 import random
+import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -277,3 +279,166 @@ def test_generators_arrays_and_what_variables_stand_for_are_put_back() -> None:
     assert (numbers.random(), python.random()) == expected
     assert not counts.any()
     assert tensor is first
+
+
+class Slotted:
+    """State in slots, one of them with a mangled name and one not assigned yet."""
+
+    __slots__ = ("__hidden", "late", "seen", "weights")
+
+    def __init__(self) -> None:
+        self.seen, self.__hidden, self.weights = 0, [1], torch.ones(2)
+
+    def step(self) -> None:
+        self.seen += 1
+        self.__hidden.append(2)
+        self.weights.mul_(3)
+        self.late = 1
+
+    @property
+    def hidden(self) -> list[int]:
+        return self.__hidden
+
+
+class SlottedToo(Slotted):
+    """And in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = 0
+
+    def step(self) -> None:
+        super().step()
+        self.more += 1
+
+
+@pytest.mark.parametrize("kind", [Slotted, SlottedToo])
+def test_slots_come_back(kind: type[Slotted]) -> None:
+    loop = kind()
+    keep = Keep(find(loop.step))
+    loop.step()
+    loop.step()
+    keep.restore()
+    assert (loop.seen, loop.hidden, hasattr(loop, "late"), getattr(loop, "more", 0)) == (0, [1], False, 0)
+    assert torch.equal(loop.weights, torch.ones(2))
+    loop.late = 5
+    keep = Keep(find(loop.step))
+    loop.step()
+    keep.restore()
+    assert loop.late == 5
+
+
+def test_attributes_that_stand_for_something_new_come_back() -> None:
+    class Moments:
+        def __init__(self, mean: float) -> None:
+            self.mean = mean
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.hidden, self.moments = nn.LSTMCell(2, 3), (torch.zeros(1, 3), torch.zeros(1, 3)), Moments(0.0)
+
+    class Loop:
+        def __init__(self) -> None:
+            self.model, self.window, self.best, self.moments = Recurrent(), (1, 2), frozenset({1}), Moments(1.0)
+
+        def step(self) -> None:
+            self.model.hidden[0].add_(1)
+            self.model.hidden = tuple(part.detach() for part in self.model.cell(torch.ones(1, 2), self.model.hidden))  # type: ignore[assignment]
+            self.window, self.best = (*self.window[1:], self.window[-1] + 1), self.best | {2}  # type: ignore[assignment]
+            self.moments, self.model.moments = Moments(self.moments.mean + 1), Moments(3.0)
+            self.made = Moments(2.0)
+
+    loop = Loop()
+    before = loop.model.hidden, loop.window, loop.best, loop.moments, loop.model.moments
+    keep = Keep(find(loop.step))
+    for _ in range(3):
+        loop.step()
+        loop.moments.mean = -1.0
+    keep.restore()
+    now = loop.model.hidden, loop.window, loop.best, loop.moments, loop.model.moments
+    assert all(a is b for a, b in zip(now, before, strict=True))
+    assert (loop.moments.mean, loop.model.moments.mean, hasattr(loop, "made")) == (1.0, 0.0, False)
+    assert not any(part.any() for part in loop.model.hidden)
+
+
+def test_attributes_of_functions_and_items_of_a_class_that_is_a_container_come_back() -> None:
+    class History(list[int]):
+        best = 0
+
+    history = History()
+
+    def step() -> None:
+        step.calls += 1  # type: ignore[attr-defined]
+        history.append(1)
+        history.best += 1
+
+    step.calls = 0  # type: ignore[attr-defined]
+    keep = Keep(find(step))
+    step()
+    keep.restore()
+    assert (step.calls, history, history.best) == (0, [], 0)  # type: ignore[attr-defined]
+
+
+def test_a_file_that_was_closed_is_not_taken_back(tmp_path: Path) -> None:
+    class Loop:
+        def __init__(self) -> None:
+            self.log = (tmp_path / "0.log").open("w")
+
+        def step(self) -> None:
+            self.log.close()
+            self.log = (tmp_path / "1.log").open("w")
+
+    loop = Loop()
+    keep = Keep(find(loop.step))
+    loop.step()
+    keep.restore()
+    assert not loop.log.closed
+    loop.log.close()
+
+
+def test_what_cannot_be_read_is_named() -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(9)
+
+    class Broken:
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise RuntimeError("out of order")
+
+    given, pairs, broken, wide, log = numbers(), zip("ab", "cd", strict=True), Broken(), torch.eye(2).to_sparse(), sys.stdout
+    keep = Keep(find(lambda: (given, pairs, broken, wide, log)), most_bytes=1000)
+    said = "; ".join(keep.left_out)
+    assert len(keep.left_out) == 4
+    for part in (
+        "a generator (",
+        "numbers)",
+        "a zip",
+        "a Broken (RuntimeError: out of order)",
+        "a Tensor (its layout is torch.sparse_coo)",
+    ):
+        assert part in said
+    large = torch.zeros(2**18)
+    assert Keep(find(lambda: large), most_bytes=1000).left_out == ["a Tensor (of 1 MiB: too large)"]
+
+
+def test_the_numbers_of_an_optimizer_within_an_optimizer_come_back() -> None:
+    class Averaged(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.inner.step()
+
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = Averaged(torch.optim.Adam([weight]))
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.inner.state_dict())
+    found = find(optimizer)
+    assert found.optimizers == [optimizer]
+    keep = Keep(found, most_bytes=0)  # they are always kept, however large
+    optimizer.step()
+    keep.restore()
+    assert_same(optimizer.inner.state_dict(), before)

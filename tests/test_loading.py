@@ -14,7 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from workbench.diagnosis.evidence import Loading
 from workbench.measure.feed import Feed
 from workbench.measure.fetching import InWorker, slow_share
-from workbench.measure.loading import probe, rebuilt
+from workbench.measure.loaders import rebuilt
+from workbench.measure.loading import probe
 
 BATCH = 4
 

@@ -172,7 +172,7 @@ def lab(color: str, eyes: tuple[tuple[float, ...], ...]) -> tuple[float, float, 
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
-@pytest.mark.parametrize("palette", [colors.PHASES, colors.PARTS], ids=["phases", "parts"])
+@pytest.mark.parametrize("palette", [colors.PHASES, colors.PARTS, colors.GROUPS], ids=["phases", "parts", "groups"])
 @pytest.mark.parametrize("eyes", SEEN_BY)
 def test_colours_can_be_told_apart_by(eyes: str, palette: dict[str, str]) -> None:
     seen = {name: lab(color, SEEN_BY[eyes]) for name, color in palette.items()}

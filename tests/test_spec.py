@@ -48,6 +48,25 @@ def test_a_script_spec_survives_json() -> None:
         ({"optimizer": ""}, "optimizer=''"),
         ({"device": "cpu", "backend": "nccl"}, "nccl reduces on GPUs only"),
         ({"task": ""}, "task=''"),
+        ({"parallel": "ddpp"}, 'allowed are .*; did you mean "ddp"'),
+        ({"parallel": "zero3"}, "parallel='zero3': allowed are 'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp'; did you mean \"fsdp\""),
+        ({"checkpointing": "some"}, "checkpointing='some': allowed are 'none', 'full', 'selective'"),
+        ({"checkpointing": True}, "checkpointing=True: allowed are 'none', 'full', 'selective'"),
+        ({"offload": "weights"}, "offload='weights': allowed are 'none', 'activations', 'optimizer'"),
+        ({"gradient_as_bucket_view": 1}, "gradient_as_bucket_view=1: True or False"),
+        ({"tensor_parallel": 0}, "tensor_parallel=0: a whole number of at least 1"),
+        (
+            {"nproc_per_node": 6, "tensor_parallel": 4},
+            r"tensor_parallel=4 does not divide the 6 ranks \(nproc_per_node\): try tensor_parallel=3",
+        ),
+        ({"nproc_per_node": 2, "tensor_parallel": 2, "precision": "amp_fp16"}, 'try precision="amp_bf16", or parallel="fsdp"'),
+        ({"shard_ranks": 0, "parallel": "hsdp"}, "shard_ranks=0: a whole number of at least 1"),
+        ({"shard_ranks": 2}, 'shard_ranks=2 with parallel="ddp": only "hsdp" has groups that shard'),
+        ({"nproc_per_node": 6, "parallel": "hsdp", "shard_ranks": 4}, "shard_ranks=4 does not divide the 6 ranks .*: try shard_ranks=3"),
+        ({"nproc_per_node": 12, "parallel": "hsdp"}, r"shard_ranks=8 \(its default\) does not divide the 12 ranks .*: try shard_ranks=6"),
+        ({"parallel": "fsdp", "find_unused_parameters": True}, 'find_unused_parameters=True with parallel="fsdp": it is a knob of DDP'),
+        ({"parallel": "zero2", "gradient_as_bucket_view": True}, 'leave gradient_as_bucket_view out, or try parallel="ddp"'),
+        ({"parallel": "hsdp", "bucket_cap_mb": 5}, 'bucket_cap_mb=5 with parallel="hsdp"'),
     ],
 )
 def test_a_value_that_is_not_allowed(knobs: dict, said: str) -> None:  # type: ignore[type-arg]
@@ -73,3 +92,15 @@ def test_a_what_if_is_a_changed_spec() -> None:
     assert spec.changes(changed) == {"num_workers": (0, 2), "prefetch_factor": (None, 4)}
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.steps = 1  # type: ignore[misc]
+
+
+def test_ranks_that_split_layers_read_the_same_samples() -> None:
+    spec = RunSpec(task="text-gpt", micro_batch=4, accumulation=2, nproc_per_node=8, tensor_parallel=2)
+    assert (spec.data_ranks, spec.global_batch) == (4, 32)
+
+
+def test_a_spec_from_before_a_knob_was_made() -> None:
+    old = {
+        name: value for name, value in RunSpec(task="text-gpt").to_json().items() if name not in ("parallel", "offload", "checkpointing")
+    }
+    assert spec_from_json(old) == RunSpec(task="text-gpt")

@@ -108,3 +108,9 @@ def test_functions_that_are_none() -> None:
 def test_an_optimizer_of_the_wrong_kind() -> None:
     with pytest.raises(TaskError, match="a name or a function of the parameters"):
         Task(model=int, dataset=list, loss=max, optimizer=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("plan", ["colwise", {"head": 1}, ["head"]])
+def test_a_plan_of_the_wrong_kind(plan: object) -> None:
+    with pytest.raises(TaskError, match=r"Task\(tensor_parallel=.*names of layers with how they are split are wanted, such as"):
+        Task(model=int, dataset=list, loss=max, tensor_parallel=plan)  # type: ignore[arg-type]

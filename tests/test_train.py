@@ -26,7 +26,7 @@ from workbench.run import Run
 from workbench.spec import RunSpec, SpecError
 from workbench.task import Task, TaskError
 from workbench.train import __main__ as program
-from workbench.train import loop, sweep, trainer
+from workbench.train import loop, parallel, sweep
 from workbench.train.loader import to_device
 from workbench.train.optimizers import build_optimizer, parse_optimizer
 from workbench.train.precision import Precision
@@ -143,7 +143,7 @@ def test_gradients_are_reduced_once_per_step(alone: Ranks, tmp_path: Path, monke
             future.set_result(bucket.buffer())
             return future
 
-    monkeypatch.setattr(trainer, "DistributedDataParallel", Counting)
+    monkeypatch.setattr(parallel, "DistributedDataParallel", Counting)
     train_alone(spec_of(accumulation=4, micro_batch=4, steps=3), alone, tmp_path / "run")
     assert reduced == [0, 0, 0]
 

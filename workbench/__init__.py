@@ -10,6 +10,7 @@ The nouns, and how one becomes the next:
 * `sweep` runs many specs; `compare` sets runs side by side.
 * `diagnose` finds out by experiment what holds a step back: a `Diagnosis`, with remedies and what each is predicted to gain.
 * `diagnosis.prove()` runs a remedy and sets prediction and measurement side by side: a `Proof`. `climb` goes on until nothing is left.
+* A `MemoryBreakdown` says what fills a step's memory at the fullest moment, measured or predicted, and whether it fits a device.
 
     import workbench as wb
     run = wb.launch("train.py", nproc_per_node=2, watch=True).wait()
@@ -30,9 +31,13 @@ if TYPE_CHECKING:
     from workbench.device import Device
     from workbench.diagnosing import climb, diagnose
     from workbench.diagnosis import Diagnosis, Evidence, Proof
+    from workbench.estimating import estimate_memory
     from workbench.failure import Failure, RunError
+    from workbench.fitting import compare_memory, max_micro_batch, memory_ladder
     from workbench.launcher import launch, sweep
     from workbench.measure import StepTimer, watch
+    from workbench.measuring import find_leaks, measure_memory
+    from workbench.memory import MemoryBreakdown
     from workbench.run import Run
     from workbench.spec import RunSpec
     from workbench.task import Task
@@ -46,6 +51,7 @@ _HOMES = {
     "Diagnosis": "diagnosis",
     "Evidence": "diagnosis",
     "Failure": "failure",
+    "MemoryBreakdown": "memory",
     "Proof": "diagnosis",
     "Run": "run",
     "RunError": "failure",
@@ -55,8 +61,14 @@ _HOMES = {
     "Timeline": "timeline",
     "climb": "diagnosing",
     "compare": "comparison",
+    "compare_memory": "fitting",
     "diagnose": "diagnosing",
+    "estimate_memory": "estimating",
+    "find_leaks": "measuring",
     "launch": "launcher",
+    "max_micro_batch": "fitting",
+    "measure_memory": "measuring",
+    "memory_ladder": "fitting",
     "plot": "",
     "sweep": "launcher",
     "watch": "measure",
@@ -70,6 +82,7 @@ __all__ = [
     "Diagnosis",
     "Evidence",
     "Failure",
+    "MemoryBreakdown",
     "Proof",
     "Run",
     "RunError",
@@ -79,8 +92,14 @@ __all__ = [
     "Timeline",
     "climb",
     "compare",
+    "compare_memory",
     "diagnose",
+    "estimate_memory",
+    "find_leaks",
     "launch",
+    "max_micro_batch",
+    "measure_memory",
+    "memory_ladder",
     "plot",
     "sweep",
     "watch",

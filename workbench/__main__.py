@@ -1,4 +1,4 @@
-"""`workbench lab | doctor | launch | diagnose | report`: the terminal's way in; each is a call of the public API."""
+"""`workbench lab | doctor | launch | diagnose | estimate | report`: the terminal's way in; each is a call of the public API."""
 
 import argparse
 import ast
@@ -94,6 +94,26 @@ def diagnose(given: argparse.Namespace) -> int:
     return 0
 
 
+def estimate(given: argparse.Namespace) -> int:
+    """Say what a task needs on a device, and what would make it fit if asked to; returns the exit status: 0 if it fits.
+
+    Raises:
+        ValueError: no such task, device, knob or value; or it cannot be estimated.
+    """
+    target = workbench.RunSpec(task=given.target).replace(**knobs_of(given.set or []))
+    shapes = {name: value for name in ("sequence", "image") if (value := getattr(given, name)) is not None}
+    found = workbench.estimate_memory(target, device=given.device, **shapes)
+    print(found)
+    if given.device in ("cpu", "cuda"):
+        return 0
+    print(f"\n{found.fits(given.device)}")
+    if given.ladder:
+        print(f"\n{workbench.memory_ladder(target, given.device, **shapes)}")
+    if given.max_batch:
+        print(f"\n{workbench.max_micro_batch(target, given.device, **shapes)}")
+    return 0 if found.fits(given.device) else 1
+
+
 def knobs_of(words: list[str]) -> dict[str, Any]:
     """Knobs as they are typed.
 
@@ -132,6 +152,14 @@ def main(argv: list[str] | None = None) -> int:
     why.add_argument("--budget", type=float, default=BUDGET, metavar="S", help=f"seconds to spend at most ({BUDGET:g})")
     why.add_argument("--set", nargs="+", action="extend", metavar="KNOB=VALUE", help="knobs to turn: micro_batch=16 num_workers=2")
     why.add_argument("--prove", action="store_true", help="run the best remedy as well, predicted against measured")
+    fit = commands.add_parser("estimate", help="say what a task needs in memory, on a device that need not be here")
+    fit.add_argument("target", help='a task ("my_task.py:build") or a sample ("clipart-resnet")')
+    fit.add_argument("--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
+    fit.add_argument("--set", nargs="+", action="extend", metavar="KNOB=VALUE", help="knobs to turn: micro_batch=16 precision=amp_bf16")
+    fit.add_argument("--sequence", type=int, help="length of the sequences, instead of the task's own")
+    fit.add_argument("--image", type=int, help="side of the images in pixels, instead of the task's own")
+    fit.add_argument("--ladder", action="store_true", help="find the cheapest changes that make it fit")
+    fit.add_argument("--max-batch", action="store_true", help="find the largest micro-batch that fits")
     show = commands.add_parser("report", help="show a run directory")
     show.add_argument("path")
     words = sys.argv[1:] if argv is None else argv
@@ -152,6 +180,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if given.command == "diagnose":
             return diagnose(given)
+        if given.command == "estimate":
+            return estimate(given)
         found = workbench.launch(**_launch(given, script_args))
     except BrokenPipeError:
         raise

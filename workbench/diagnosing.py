@@ -4,7 +4,6 @@ What is judged and predicted lives in `diagnosis` and never touches a process; h
 its loader, in a launch of their own for a spec.
 """
 
-import ast
 import math
 import os
 import statistics
@@ -22,10 +21,11 @@ from workbench.diagnosis.evidence import Arm, Evidence, Interval
 from workbench.diagnosis.observed import observe
 from workbench.diagnosis.proof import Ladder, Proof, Rung
 from workbench.diagnosis.remedy import Remedy
+from workbench.diagnosis.turning import turned
 from workbench.failure import RunError
 from workbench.launcher import experimenting
 from workbench.run import Run
-from workbench.spec import IMPLEMENTATIONS, RunSpec, ScriptSpec, check_names
+from workbench.spec import RunSpec, ScriptSpec, check_names
 from workbench.task import Task
 
 BUDGET = 60.0
@@ -65,8 +65,8 @@ def diagnose(
 ) -> Diagnosis:
     """Find out what holds a training step back, by experiment: parts of it are taken away in turn, and what changes is the truth.
 
-    * `diagnose(step, loader)` tries in this process; `step(batch)` does one whole optimizer step. Model, optimizer, random generators and
-      loader are left as they were.
+    * `diagnose(step, loader)` tries in this process; `step(batch)` does one whole optimizer step. Model, optimizer, random generators,
+      loader and whatever else the step reaches are left as they were; what could not be, such as a generator that is used up, is said.
     * `diagnose(spec)` tries in a launch of its own, with as many ranks as the spec has.
     * `diagnose(run)` goes by what was observed, tries nothing, and says what only an experiment could settle.
 
@@ -208,33 +208,6 @@ def climb(
 
 def _can_try(remedy: Remedy, spec: RunSpec, leave: Collection[str]) -> bool:
     return remedy.provable and not remedy.ceiling and remedy.change.keys().isdisjoint(leave) and turned(spec, remedy) != spec
-
-
-def turned(spec: RunSpec, remedy: Remedy) -> RunSpec:
-    """The spec with a remedy's knobs turned, and with those that hang on them: without workers nothing is prefetched.
-
-    Raises:
-        SpecError: a knob that a spec does not have, or a value it does not take.
-    """
-    change = dict(remedy.change)
-    check_names(RunSpec, change)
-    if change.get("num_workers") == 0:
-        change = {"prefetch_factor": None, "persistent_workers": False} | change
-    if spec.optimizer and spec.optimizer not in IMPLEMENTATIONS and change.get("optimizer") in IMPLEMENTATIONS:
-        change["optimizer"] = _implemented(spec.optimizer, change["optimizer"])
-    return spec.replace(**change)
-
-
-def _implemented(optimizer: str, how: str) -> str:
-    """An optimizer's name and options, with its implementation among them.
-
-    >>> _implemented("adamw(betas=(0.9, 0.95), foreach=True)", "fused")
-    'adamw(betas=(0.9, 0.95), fused=True)'
-    """
-    node = ast.parse(optimizer.strip(), mode="eval").body
-    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
-    options = [option for option in call.keywords if option.arg not in IMPLEMENTATIONS]
-    return ast.unparse(ast.Call(func=call.func, args=call.args, keywords=[*options, ast.keyword(how, ast.Constant(True))]))
 
 
 def read_contest(run: Run) -> Arm:

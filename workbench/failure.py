@@ -12,13 +12,17 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench import rundir
 from workbench.symptoms import LESS_MEMORY, is_consequence, symptom_of
+
+if TYPE_CHECKING:
+    from workbench.memory.held import Held
+    from workbench.memory.oom import OutOfMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +44,23 @@ class Failure:
     """Its traceback; the last lines on its stderr, where it left no traceback."""
     hint: str | None
     """What to do, where that is known."""
+    memory: "OutOfMemory | None" = None
+    """Why memory ran out, where it did."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.memory, Mapping):  # as it stands in JSON
+            from workbench.memory.oom import OutOfMemory
+
+            object.__setattr__(self, "memory", OutOfMemory.from_json(self.memory))
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}: "
-        return f"{where}{self.message}" + (f"\n{self.hint}" if self.hint else "")
+        parts = [
+            f"{where}{self.message}",
+            *([str(self.memory), *self.memory.hints] if self.memory else []),
+            *([self.hint] if self.hint else []),
+        ]
+        return "\n".join(parts)
 
 
 class RunError(RuntimeError):
@@ -62,13 +79,20 @@ class RunError(RuntimeError):
         return [*before, *[""] * bool(before), *f"{type(self).__name__}: {self}".splitlines()]
 
 
-def record(error: BaseException, *, run_dir: Path | None = None, rank: int | None = None) -> None:
+def record(
+    error: BaseException,
+    *,
+    run_dir: Path | None = None,
+    rank: int | None = None,
+    held: "Callable[[BaseException], Held] | None" = None,
+) -> None:
     """Leave this rank's error in the run directory, where there is one. A rank's first record stays; a clean `sys.exit()` is no error.
 
     Args:
         error: what was raised. Call this before anything is torn down: peers fail as soon as a process group goes.
         run_dir: None = the one in the environment.
         rank: None = RANK of the environment, else 0.
+        held: tells what this rank holds; asked if memory has run out.
     """
     now = time.monotonic_ns()
     path = _record_file(run_dir, rank)
@@ -84,6 +108,8 @@ def record(error: BaseException, *, run_dir: Path | None = None, rank: int | Non
         "traceback": "".join(traceback.format_exception(error)),
         "consequence": is_consequence(message),
     }
+    if symptom and symptom.kind == "out-of-memory":
+        value["memory"] = _explain(error, message, held)
     try:
         path.parent.mkdir(exist_ok=True)
         rundir.write_json(path, value)
@@ -93,10 +119,28 @@ def record(error: BaseException, *, run_dir: Path | None = None, rank: int | Non
             rundir.write_json(path, value)
 
 
-def conclude(error: BaseException | None) -> None:
-    """Say how a whole program ended: record its error, or take an earlier record back, because the program handled that error."""
+def _explain(error: BaseException, message: str, held: "Callable[[BaseException], Held] | None") -> dict[str, Any] | None:
+    """Why memory ran out; nothing may cover the error itself, least of all where there is no memory left to explain it in."""
+    with contextlib.suppress(Exception):
+        from workbench.memory.oom import OutOfMemory
+
+        found = OutOfMemory.parse(message)
+        if found is not None and held is not None:
+            with contextlib.suppress(Exception):
+                found = OutOfMemory.parse(message, held(error))
+        return found.to_json() if found else None
+    return None
+
+
+def conclude(error: BaseException | None, *, held: "Callable[[BaseException], Held] | None" = None) -> None:
+    """Say how a whole program ended: record its error, or take an earlier record back, because the program handled that error.
+
+    Args:
+        error: what ended it; None = nothing did.
+        held: as in `record`.
+    """
     if error is not None and not _is_clean(error):
-        record(error)
+        record(error, held=held)
     elif path := _record_file(None, None):
         path.unlink(missing_ok=True)
 
@@ -169,7 +213,7 @@ def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
 def _from_record(record: Mapping[str, Any]) -> _Suspect:
     symptom = symptom_of(record["message"])
     hint = symptom.hint if symptom else None
-    failure = Failure(hint=hint, **{name: record[name] for name in ("rank", "kind", "message", "traceback")})
+    failure = Failure(hint=hint, memory=record.get("memory"), **{name: record[name] for name in ("rank", "kind", "message", "traceback")})
     return _Suspect(tier=2 if record["consequence"] else 0, time_ns=record["time_ns"], failure=failure)
 
 
@@ -211,10 +255,11 @@ def _exit_codes(run_dir: Path) -> dict[int, int]:
 
 def _death(run_dir: Path, rank: int, code: int, outcome: Mapping[str, Any]) -> Failure:
     """How a rank died that left no record."""
-    hint = None
+    hint = memory = None
     match -code:
-        case signal.SIGKILL if outcome.get("oom_kills"):
+        case signal.SIGKILL if outcome.get("oom_kills") or outcome.get("kernel"):
             kind, message, hint = "killed", "was killed by the kernel because memory ran out (SIGKILL)", LESS_MEMORY
+            memory = _last_seen(run_dir, rank, outcome)
         case signal.SIGKILL:
             kind, message = "killed", "was killed (SIGKILL)"
             hint = f"Most often memory ran out, of the machine or of its container. {LESS_MEMORY}"
@@ -227,7 +272,21 @@ def _death(run_dir: Path, rank: int, code: int, outcome: Mapping[str, Any]) -> F
             kind, message = "exit", f"ended with exit code {code}, without an exception"
     files = sorted((run_dir / rundir.LOGS).glob(f"*/attempt_*/{rank}/stderr.log"))
     said = rundir.TextTail(files[-1]).read(last=True) if files else []
-    return Failure(rank=rank, kind=kind, message=message, traceback="\n".join(said[-20:]) or None, hint=hint)
+    return Failure(rank=rank, kind=kind, message=message, traceback="\n".join(said[-20:]) or None, hint=hint, memory=memory)
+
+
+def _last_seen(run_dir: Path, rank: int, outcome: Mapping[str, Any]) -> "OutOfMemory":
+    """What is known of a rank that the kernel has killed for want of memory: by the kernel's own words, or by the rank's last report."""
+    from workbench.memory.oom import HOST, OutOfMemory, kernel_kills
+
+    rows: list[dict[str, Any]] = []
+    with contextlib.suppress(ValueError, OSError):
+        rows = rundir.LineTail(run_dir / rundir.rank_file(rank)).read()
+    pid = next((int(row["pid"]) for row in rows if row.get("pid")), -1)
+    killed = kernel_kills(outcome.get("kernel") or ())
+    resident = killed.get(pid) or (sum(killed.values()) if len(killed) == 1 else None)
+    reported = max((row["memory"] for row in rows if row.get("memory")), default=None)
+    return OutOfMemory(device=HOST, capacity=outcome.get("memory_limit"), this_process=resident or reported)
 
 
 def _of_the_launch(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:

@@ -8,21 +8,27 @@ import os
 import platform
 import re
 import signal
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from workbench import display, rundir, units
+from workbench import display, progress, rundir, units
 from workbench.failure import Failure, RunError, first_failure
 from workbench.spec import Spec, SpecError, spec_from_json
 from workbench.timeline import Timeline
+
+if TYPE_CHECKING:
+    from workbench.memory import MemoryBreakdown
 
 State = Literal["running", "finished", "failed", "stopped", "timeout", "abandoned", "lost"]
 """How a run stands. `abandoned`: the process that launched it went away. `lost`: its guard was killed, so nobody saw the end."""
 
 _TICK = 0.05
+
+
+_tell: ContextVar[Callable[["Run"], None] | None] = ContextVar("tell", default=None)
 
 
 class RunFormatError(ValueError):
@@ -73,9 +79,12 @@ class Run:
         if outcome is not None and not (isinstance(outcome, dict) and "state" in outcome):
             raise rundir.DamagedRunError(f"{where / rundir.RUN_JSON} is damaged: its outcome has no state: {outcome!r:.80}")
         try:
-            return cls(where, info)
+            run = cls(where, info)
         except (KeyError, TypeError, AttributeError, SpecError) as error:
             raise rundir.DamagedRunError(f"{where / rundir.RUN_JSON} is damaged: {type(error).__name__}: {error}") from error
+        if tell := _tell.get():
+            tell(run)
+        return run
 
     # --- how it stands
 
@@ -137,7 +146,7 @@ class Run:
             RunError: `check` is set and the run failed; it shows the failing rank's traceback.
         """
         limit = math.inf if timeout is None else time.monotonic() + timeout
-        line = _ProgressLine(self)
+        line = progress.ProgressLine(self._progress_words)
         try:
             while self.state == "running":
                 if time.monotonic() > limit:
@@ -148,7 +157,7 @@ class Run:
             self.stop()
             raise
         finally:
-            line.close()
+            line.close(self)
         if check and not self.ok:
             raise RunError(
                 self.error or Failure(rank=None, kind="launcher", message=f"{self!r} was {self.state}", traceback=None, hint=None)
@@ -218,6 +227,24 @@ class Run:
         """Peak bytes of each rank: allocated on its GPU, or resident in main memory where there is none."""
         return [timeline.memory for timeline in self.timelines]
 
+    def memory_breakdown(self, rank: int | None = None) -> "MemoryBreakdown":
+        """What filled the memory of a rank (None: of the fullest one) at its fullest moment; of a run that `measure_memory(spec)` has made.
+
+        Raises:
+            ValueError: the run was not made by it, or has no such rank.
+        """
+        from workbench.memory import MemoryBreakdown
+
+        found = [MemoryBreakdown.from_json(rundir.read_json(path)) for path in sorted(self.path.glob(f"{rundir.MEMORY}/rank*.json"))]
+        if not found:
+            raise ValueError(
+                f"{self!r} has no breakdown of its memory: measure_memory(spec) makes one, in a launch of its own. Its peaks are run.memory"
+            )
+        chosen = [one for one in found if rank in (None, one.rank)]
+        if not chosen:
+            raise ValueError(f"{self!r} has no rank {rank!r}: it has {', '.join(str(one.rank) for one in found)}")
+        return max(chosen, key=lambda one: one.total)
+
     def log_files(self) -> dict[int, list[Path]]:
         """Files with what each rank printed, by rank."""
         found: dict[int, list[Path]] = {}
@@ -253,6 +280,10 @@ class Run:
             parts.append(units.rate(self.samples_per_sec))
         return " · ".join([*parts, units.seconds(self.seconds)]) + (f"\n{self.error}" if self.error else "")
 
+    def _progress_words(self) -> str:
+        done, steps = self.progress
+        return progress.words(self.name, done, steps, self.seconds, self._read(rundir.METRICS))
+
     def to_frame(self) -> Any:
         """A DataFrame with one row per rank and step."""
         rows = [{"rank": t.rank, **row} for t in self.timelines for row in t.to_frame().to_dict("records")]
@@ -275,27 +306,13 @@ class Run:
             return {"text/plain": str(self)}
 
 
-class _ProgressLine:
-    """One line in a terminal that follows a run; nothing where the output is not a terminal."""
-
-    def __init__(self, run: Run) -> None:
-        self._run, self._next, self._shown = run, 0.0, False
-        self._live = sys.stderr is not None and sys.stderr.isatty()
-
-    def show(self) -> None:
-        if not self._live or time.monotonic() < self._next:
-            return
-        self._next, self._shown = time.monotonic() + 0.25, True
-        done, steps = self._run.progress
-        bar = f"{'█' * (20 * done // steps):░<20} {done}/{steps}" if steps else f"{done} steps"
-        rows = [row for row in self._run.metric_rows if "loss" in row]
-        loss = f" · loss {rows[-1]['loss']:.3f}" if rows else ""
-        pace = f" · {units.rate(rows[-1]['samples'] / rows[-1]['seconds'])}" if rows and rows[-1]["seconds"] else ""
-        text = f"{self._run.name} {bar}{pace}{loss} · {units.seconds(self._run.seconds)}"
-        sys.stderr.write(f"\r\x1b[2K{text}")
-        sys.stderr.flush()
-
-    def close(self) -> None:
-        if self._shown:
-            sys.stderr.write(f"\r\x1b[2K{self._run}\n")
-            sys.stderr.flush()
+@contextlib.contextmanager
+def telling(tell: Callable[[Run], None]) -> Iterator[None]:
+    """Hear of each run that this thread opens meanwhile, at once: whoever launches one and waits for it, as `diagnose` does, names it only
+    when it has ended, too late for somebody who wants to stop it. What `tell` raises comes out of the launch.
+    """
+    before = _tell.set(tell)
+    try:
+        yield
+    finally:
+        _tell.reset(before)

@@ -18,7 +18,7 @@ FORMAT = 1
 
 RUN_JSON, METRICS, LOCK, RESERVE = "run.json", "metrics.jsonl", "guard.lock", "reserve"
 LAUNCHER_LOG, ERRORS, LOGS = "launcher.log", "errors", "logs"
-EVIDENCE, CONTEST = "evidence.json", "contest.json"
+EVIDENCE, CONTEST, MEMORY = "evidence.json", "contest.json", "memory"
 ENV_RUN_DIR, ENV_RUN_ID = "WORKBENCH_RUN_DIR", "WORKBENCH_RUN_ID"
 METRIC_KEYS = frozenset({"step", "steps", "loss", "lr", "samples", "seconds"})
 """What every row of METRICS may hold; anything else is a figure of an evaluation."""

@@ -8,12 +8,28 @@ from typing import Any, Self
 
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16")
 SCHEDULES = ("constant", "cosine")
-_MEANT = {"gpu": "cuda", "bf16": "amp_bf16", "bfloat16": "amp_bf16", "fp16": "amp_fp16", "float16": "amp_fp16", "float32": "fp32"}
+_MEANT = {
+    "gpu": "cuda",
+    "bf16": "amp_bf16",
+    "bfloat16": "amp_bf16",
+    "fp16": "amp_fp16",
+    "float16": "amp_fp16",
+    "float32": "fp32",
+    "zero3": "fsdp",
+    "fsdp2": "fsdp",
+}
 """What is often typed → what it is called here."""
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 IMPLEMENTATIONS = ("foreach", "fused")
 """Ways in which torch runs an optimizer; the update is the same."""
+CHECKPOINTINGS = ("none", "full", "selective")
+PARALLELS = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+OFFLOADS = ("none", "activations", "optimizer")
+SHARDED = ("zero2", "fsdp", "hsdp")
+"""Those of PARALLELS in which no rank holds all of the parameters, gradients and optimizer states (torch's FSDP2)."""
+SHARD_RANKS = 8
+"""Ranks that share one copy of the model under "hsdp", where the spec does not say: the GPUs of a common node."""
 
 
 class SpecError(ValueError):
@@ -100,8 +116,24 @@ class RunSpec(_Spec):
     """Size of DDP's gradient buckets in MiB; None = torch's own 25."""
     find_unused_parameters: bool = False
     """Let DDP look for parameters without a gradient in every step; needed where some layers are skipped, and slower."""
+    gradient_as_bucket_view: bool = False
+    """Let gradients lie in DDP's buckets, which saves one copy of them in the optimizer's step."""
+    parallel: str = "ddp"
+    """What the ranks share: "ddp" nothing, "zero1" optimizer states, "zero2" all but the weights while a step lasts, "fsdp" all; "hsdp": as
+    "fsdp" among `shard_ranks`, as "ddp" among such groups. Under the last three, amp_bf16 keeps the weights in fp32, gathers them in bf16,
+    computes in bf16 (batch norms and the output in fp32) and reduces in fp32, without autocast; see `train.parallel`."""
+    shard_ranks: int | None = None
+    """Ranks that share one copy of the model under "hsdp"; None = 8, or all where there are fewer."""
+    tensor_parallel: int = 1
+    """Ranks that split each layer of the Task's `tensor_parallel` plan; they work on the same samples."""
+    checkpointing: str = "none"
+    """What the backward computes anew instead of keeping it: "none", "full" each of the model's repeated blocks, or "selective" all of them
+    but matrix products, convolutions and attention."""
+    offload: str = "none"
+    """What waits in the host's memory, on GPUs: "none", "activations" from forward to backward, or "optimizer": its states, and
+    its steps are taken there."""
     channels_last: bool = False
-    """Weights and images in memory as (batch, height, width, channel), which many convolutions prefer."""
+    """Weights and images in memory as (batch, height, width, channel), which many convolutions prefer; sharded weights stay as they are."""
     gc: bool = True
     """Python's cyclic garbage collector runs when it likes; False = in every thousandth step only."""
     seed: int = 0
@@ -112,37 +144,42 @@ class RunSpec(_Spec):
     def __post_init__(self) -> None:
         if not isinstance(self.task, str) or not self.task:
             raise SpecError(f'task={self.task!r}: a name is wanted, such as "clipart-resnet" or "my_task.py:build"')
-        for name in ("micro_batch", "accumulation", "nproc_per_node", "steps", "threads"):
+        for name in ("micro_batch", "accumulation", "nproc_per_node", "steps", "threads", "tensor_parallel"):
             _whole(self, name, 1)
         for name in ("num_workers", "warmup_steps", "seed"):
             _whole(self, name, 0)
-        if self.prefetch_factor is not None:
-            _whole(self, "prefetch_factor", 1)
+        for name in ("prefetch_factor", "shard_ranks"):
+            if getattr(self, name) is not None:
+                _whole(self, name, 1)
         for name in ("lr", "clip_grad_norm", "bucket_cap_mb"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf")):
                 raise SpecError(f"{name}={value!r}: a number above 0 is allowed, or None")
-        for name in ("persistent_workers", "pin_memory", "find_unused_parameters", "channels_last", "gc", "evaluate"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"{name}={getattr(self, name)!r}: True or False is allowed")
         if self.optimizer is not None and (not isinstance(self.optimizer, str) or not self.optimizer):
             raise SpecError(f'optimizer={self.optimizer!r}: a name with options is allowed, such as "sgd(momentum=0.9)", or None')
         if self.seed >= 2**32:
             raise SpecError(f"seed={self.seed}: a whole number from 0 to 4294967295 is allowed")
-        _one_of(self, "precision", PRECISIONS)
-        _one_of(self, "schedule", SCHEDULES)
-        _one_of(self, "device", DEVICES)
-        _one_of(self, "backend", BACKENDS)
+        for name, allowed in _CHOICES.items():
+            _one_of(self, name, allowed)
         if not self.num_workers and (self.prefetch_factor is not None or self.persistent_workers):
             knob = "persistent_workers" if self.persistent_workers else "prefetch_factor"
             raise SpecError(f"{knob} needs workers, and num_workers is 0: set num_workers to 1 or more, or leave {knob} out")
         if self.device == "cpu" and self.backend == "nccl":
             raise SpecError('backend="nccl" with device="cpu": nccl reduces on GPUs only; use backend="gloo" or "auto"')
+        _check_parallel(self)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that work on different samples: all, divided by `tensor_parallel`."""
+        return self.nproc_per_node // self.tensor_parallel
 
     @property
     def global_batch(self) -> int:
-        """Samples per optimizer step over all ranks: micro_batch × accumulation × world size."""
-        return self.micro_batch * self.accumulation * self.nproc_per_node
+        """Samples per optimizer step over all ranks: micro_batch × accumulation × data_ranks."""
+        return self.micro_batch * self.accumulation * self.data_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +237,69 @@ def check_names(cls: type, names: Mapping[str, Any]) -> None:
             raise SpecError(f"{cls.__name__} has no knob {name!r}: {hint}It has {', '.join(known)}")
 
 
+_CHOICES = {
+    "precision": PRECISIONS,
+    "schedule": SCHEDULES,
+    "device": DEVICES,
+    "backend": BACKENDS,
+    "parallel": PARALLELS,
+    "checkpointing": CHECKPOINTINGS,
+    "offload": OFFLOADS,
+}
+_SWITCHES = ("persistent_workers", "pin_memory", "find_unused_parameters", "gradient_as_bucket_view", "channels_last", "gc", "evaluate")
+
+
+def _check_parallel(spec: RunSpec) -> None:
+    if spec.parallel in SHARDED:
+        for name in ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb"):
+            if getattr(spec, name):
+                raise SpecError(
+                    f'{name}={getattr(spec, name)} with parallel="{spec.parallel}": it is a knob of DDP, which "ddp" and "zero1" use; '
+                    f'leave {name} out, or try parallel="ddp"'
+                )
+    if spec.shard_ranks is not None and spec.parallel != "hsdp":
+        raise SpecError(
+            f'shard_ranks={spec.shard_ranks} with parallel="{spec.parallel}": only "hsdp" has groups that shard; try parallel="hsdp"'
+        )
+    if spec.nproc_per_node % spec.tensor_parallel:
+        raise SpecError(
+            f"tensor_parallel={spec.tensor_parallel} does not divide the {spec.nproc_per_node} ranks (nproc_per_node): "
+            f"try tensor_parallel={_nearest_divisor(spec.nproc_per_node, spec.tensor_parallel)}"
+        )
+    if spec.parallel == "hsdp":
+        ranks_per_shard(spec, spec.data_ranks)
+    if spec.tensor_parallel > 1 and spec.precision == "amp_fp16" and spec.parallel not in SHARDED:
+        raise SpecError(
+            f'precision="amp_fp16" with tensor_parallel={spec.tensor_parallel} and parallel="{spec.parallel}": each rank would '
+            'scale its part of a layer by itself; try precision="amp_bf16", or parallel="fsdp"'
+        )
+
+
+def ranks_per_shard(spec: RunSpec, data_ranks: int) -> int:
+    """Ranks that share one copy of the model under "hsdp".
+
+    Args:
+        spec: whose `shard_ranks` to use.
+        data_ranks: ranks that work on different samples.
+
+    Raises:
+        SpecError: it does not divide them.
+    """
+    wanted = spec.shard_ranks or min(SHARD_RANKS, data_ranks)
+    if data_ranks % wanted:
+        default = "" if spec.shard_ranks else " (its default)"
+        raise SpecError(
+            f"shard_ranks={wanted}{default} does not divide the {data_ranks} ranks that work on different samples: "
+            f"try shard_ranks={_nearest_divisor(data_ranks, wanted)}"
+        )
+    return wanted
+
+
+def _nearest_divisor(whole: int, wanted: int) -> int:
+    """The largest divisor of `whole` that is not above `wanted`."""
+    return next(n for n in range(min(whole, wanted), 0, -1) if whole % n == 0)
+
+
 def _whole(spec: Spec, name: str, least: int) -> None:
     value = getattr(spec, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -209,6 +309,10 @@ def _whole(spec: Spec, name: str, least: int) -> None:
 def _one_of(spec: Spec, name: str, allowed: tuple[str, ...]) -> None:
     value = getattr(spec, name)
     if value not in allowed:
-        near = [_MEANT[value]] if value in _MEANT and _MEANT[value] in allowed else difflib.get_close_matches(str(value), allowed, n=1)
+        near = (
+            [_MEANT[value]]
+            if isinstance(value, str) and _MEANT.get(value) in allowed
+            else difflib.get_close_matches(str(value), allowed, n=1)
+        )
         hint = f'; did you mean "{near[0]}"?' if near else ""
         raise SpecError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}{hint}")

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +41,10 @@ class Task:
     """The loader's `collate_fn`; None = torch's own."""
     evaluate: Callable[[Any], dict[str, float]] | None = None
     """`evaluate(model)` → figures by name, such as accuracy; called on rank 0, without gradients and in evaluation mode."""
+    tensor_parallel: Mapping[str, str] | None = None
+    """Which layers are split over ranks with `RunSpec(tensor_parallel=…)`: pattern of module names → "colwise" (by outputs) or "rowwise"
+    (by inputs), such as {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}; None = a Hugging Face model's own plan, if it has
+    one."""
     name: str = ""
     """For people; the function's name is used where this is empty."""
 
@@ -59,6 +63,12 @@ class Task:
                 raise TaskError(f"Task({field}=…) got a {type(value).__name__}, a function is wanted, or None")
         if not (callable(self.optimizer) or isinstance(self.optimizer, str)):
             raise TaskError(f"Task(optimizer=…) got a {type(self.optimizer).__name__}: a name or a function of the parameters is wanted")
+        plan = self.tensor_parallel
+        if plan is not None and not (isinstance(plan, Mapping) and all(isinstance(one, str) for pair in plan.items() for one in pair)):
+            raise TaskError(
+                f"Task(tensor_parallel={plan!r:.100}): names of layers with how they are split are wanted, such as "
+                '{"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}'
+            )
 
 
 def check(name: str) -> None:

@@ -132,18 +132,20 @@ class Notebook:
         return self.page.locator(".jp-Notebook .jp-Cell").nth(cell).locator(".jp-Cell-outputArea")
 
     def see(self, name: str) -> None:
-        """Take a picture in the light and in the dark theme."""
+        """Take a picture in the light and in the dark theme; what has the focus keeps it."""
         folder = Path(os.environ.get("WORKBENCH_SHOTS") or Path(__file__).parents[2] / "shots")
         folder.mkdir(exist_ok=True)
+        focused = self.page.evaluate_handle("() => document.activeElement")
         for theme, word in (("JupyterLab Dark", "dark"), ("JupyterLab Light", "light")):
             self.theme(theme)
             self.page.screenshot(path=folder / f"{name}-{word}.png")
+        focused.evaluate("element => element.focus({ preventScroll: true })")
 
     def theme(self, name: str) -> None:
+        """Change the theme. Lab hides itself for a frame then, and where that frame is long, the browser takes the focus away."""
         self.command("apputils:change-theme", theme=name)
         self.page.wait_for_selector(f'body[data-jp-theme-name="{name}"]', state="attached")
-        self.page.wait_for_timeout(300)  # the splash comes a moment after the name, and goes when the style sheet is there
-        self.page.wait_for_selector("#jupyterlab-splash", state="detached")
+        self.page.wait_for_selector("#jupyterlab-splash", state="detached")  # it came before the name, and goes after Lab is shown again
 
     def close(self) -> None:
         """Close, and see that the page had no error and asked nobody outside this machine."""

@@ -12,6 +12,7 @@ from slow_loader import diagnosis
 
 from browser.lab import Lab, Notebook
 from browser.test_panel import tab_until
+from workbench.run import Run
 
 pytestmark = pytest.mark.browser
 Open = Callable[..., Notebook]
@@ -31,8 +32,9 @@ def bar(nb: Notebook, kind: str) -> Locator:
 
 
 def slider(nb: Notebook, name: str) -> Locator:
+    """The handle of a knob that can be turned: while it is held, it takes the focus and no key."""
     row = nb.page.locator(".wb-knobs > .widget-inline-hbox").filter(has=nb.page.get_by_text(name, exact=True))
-    return row.get_by_role("slider")
+    return row.locator(".slider:not([disabled])").get_by_role("slider")
 
 
 def width(bar: Locator) -> float:
@@ -53,6 +55,7 @@ def test_keys_alone_turn_a_knob_and_the_bar_follows(open_notebook: Open, stored:
     expect(nb.page.locator(".wb-steps .wb-what").first).to_have_text("(predicted with num_workers=2)")
     assert width(bar(nb, "predicted")) < 0.6 * width(bar(nb, "measured"))
     nb.see("doctor-knobs")
+    expect(slider(nb, "num_workers")).to_be_focused()
     nb.page.keyboard.press("Home")
     expect(bar(nb, "predicted")).to_have_count(0)
     tab_until(nb, ".wb-prove")
@@ -79,6 +82,11 @@ def test_measure_prove_and_what_they_say(open_notebook: Open, lab: Lab) -> None:
     expect(nb.page.locator(".wb-doctor")).to_contain_text("Nothing is measured yet")
     nb.page.get_by_role("button", name="Measure").click()
     expect(nb.page.locator(".wb-doctor [role=progressbar]")).to_be_visible()
+    nb.page.get_by_role("button", name="Stop").click()
+    expect(nb.page.locator(".wb-doctor")).to_contain_text("stopped while measuring")
+    expect(nb.page.locator(".wb-doctor .wb-stop")).to_be_hidden()
+    assert [Run.load(path).state for path in lab.root.glob("runs/*-slow_loader-diagnose")] == ["stopped"]
+    nb.page.get_by_role("button", name="Measure").click()
     nb.run(2)  # the kernel is free meanwhile
     expect(nb.output(2)).to_have_text("2")
     expect(nb.page.locator(".wb-doctor .wb-badge")).to_have_text("input-bound", timeout=2 * MINUTES)

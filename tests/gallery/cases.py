@@ -256,7 +256,7 @@ HEALTHY = (
     Case(name="healthy_convnet", plants="", answers={COMPUTE: ()}, spec={"micro_batch": 32}),
     Case(name="healthy_gpt", plants="", answers={COMPUTE: ()}),
     Case(name="healthy_adamw", plants="", answers={COMPUTE: ()}),
-    Case(name="healthy_workers", plants="", answers={COMPUTE: ()}, spec={"micro_batch": 16, "num_workers": 1}),
+    Case(name="healthy_workers", plants="", answers={COMPUTE: ()}, spec={"micro_batch": 64, "num_workers": 1}),
     Case(name="healthy_ddp", plants="", answers={COMPUTE: ()}, spec={"micro_batch": 64}, ranks=2),
     Case(name="healthy_lengths", plants="", answers={COMPUTE: ()}),
     Case(name="healthy_now_and_then", plants="", answers={COMPUTE: ()}),

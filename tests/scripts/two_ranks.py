@@ -8,6 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -30,8 +34,14 @@ def main(mode: str, path: str) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     width = 1500 if mode == "gradients" else 32
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    model: nn.Module = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1))
+    if mode == "sharded":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    elif mode != "gathered":
+        model = DistributedDataParallel(model)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    if mode == "zero":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.001, momentum=0.9)
 
     def step(batch: Tensor) -> None:
         """One optimizer step."""
@@ -39,6 +49,12 @@ def main(mode: str, path: str) -> None:
         model(batch).square().mean().backward()
         if mode == "compute" and dist.get_rank() == 1:
             time.sleep(0.01)
+        if mode == "gathered":
+            for weight in model.parameters():
+                assert weight.grad is not None
+                theirs = [torch.zeros_like(weight.grad) for _ in range(2)]
+                dist.all_gather(theirs, weight.grad)
+                weight.grad.copy_(sum(theirs) / 2)
         optimizer.step()
 
     before = [weight.detach().clone() for weight in model.parameters()]
@@ -48,7 +64,8 @@ def main(mode: str, path: str) -> None:
         Path(path).write_text(json.dumps(evidence.to_json()))
     step(torch.ones(8, 32))  # training goes on, and the ranks still agree
     sums = [torch.zeros(1) for _ in range(2)]
-    dist.all_gather(sums, sum((weight.detach().sum() for weight in model.parameters()), torch.zeros(())).reshape(1))
+    whole = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in model.parameters()]
+    dist.all_gather(sums, sum((weight.detach().sum() for weight in whole), torch.zeros(())).reshape(1))
     assert torch.equal(*sums)
     dist.destroy_process_group()
 

@@ -75,7 +75,7 @@ class Costs:
         if e.inside and e.inside.optimizer is not None and e.inside.step:
             traced = e.inside.optimizer / e.inside.step * cached
             if "no_optimizer" not in e.arms:
-                optimizer = Interval(low=max(0.0, traced * (1 - e.inside.slowdown)), mid=traced, high=traced)
+                optimizer = Interval(low=max(0.0, traced * (1 - max(0.0, e.inside.slowdown))), mid=traced, high=traced)
             elif e.device == "cpu" and noises(e):
                 optimizer = between(optimizer, traced)
         communication = _saved(e, "no_sync", clean)

@@ -112,7 +112,8 @@ class Diagnosis:
         if feeding is None or loading is None:
             return None
         now = loading.num_workers
-        return feeding.curve().with_measured(loader={now: loading.alone}, step={now: self.model.costs.clean})
+        curve = feeding.curve(persistent_workers=loading.persistent_workers)
+        return curve.with_measured(loader={now: loading.alone}, step={now: self.model.costs.clean})
 
     def remedy(self, which: Remedy | int | str | None = None) -> Remedy:
         """One of the remedies: the best that can be proved (None), by its number in the table (from 1), by its name, or itself.

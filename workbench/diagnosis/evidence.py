@@ -6,13 +6,18 @@ those of the slowest one: the job's.
 
 import dataclasses
 import math
-import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, get_args, get_origin, get_type_hints
+from typing import Any, Self
 
+from workbench.diagnosis.interval import Interval, interval_of
+from workbench.diagnosis.plain import plain, read
 from workbench.timeline import Timeline
+
+__all__ = [
+    "ARMS", "SMALL_OP", "Arm", "Evidence", "Gradients", "Inside", "Interval", "Loading", "Noise", "RankEvidence", "Stalls", "interval_of"
+]  # fmt: skip
 
 ARMS = {
     "cached": "the batches that were just trained on, again: no loader",
@@ -31,43 +36,6 @@ ARMS = {
     "trimmed": "batches cut to the mean length of their samples: no padding",
 }
 """What an arm changes in the step, by name; a name that ends in "=" is followed by a value."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """A quantity that was measured several times: where it lies, and between what."""
-
-    low: float
-    mid: float
-    high: float
-
-    @property
-    def width(self) -> float:
-        return self.high - self.low
-
-
-def interval_of(pairs: Sequence[tuple[float, float]], what: Any, *, draws: int = 400, level: float = 0.9) -> Interval:
-    """`what(base, arm)` of the pairs' sums, with its bootstrap interval over the pairs (the same draws each time: no chance in a result).
-
-    Args:
-        pairs: neighbours in time: (baseline, arm).
-        what: a function of both sums.
-        draws: how many resamples.
-        level: the probability that the interval holds.
-
-    Raises:
-        ValueError: no pair.
-    """
-    if not pairs:
-        raise ValueError("an interval of no pairs: measure at least one")
-    mid = what(sum(base for base, _ in pairs), sum(arm for _, arm in pairs))
-    if len(pairs) == 1:
-        return Interval(low=mid, mid=mid, high=mid)
-    chance = random.Random(0)
-    drawn = [chance.choices(pairs, k=len(pairs)) for _ in range(draws)]
-    values = sorted(what(sum(base for base, _ in some), sum(arm for _, arm in some)) for some in drawn)
-    edge = round((1 - level) / 2 * (draws - 1))
-    return Interval(low=min(values[edge], mid), mid=mid, high=max(values[-1 - edge], mid))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,41 +261,9 @@ class Evidence:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values (nan as None)."""
-        return _plain(self)  # type: ignore[no-any-return]
+        return plain(self)  # type: ignore[no-any-return]
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Inverse of `to_json`."""
-        return _read(cls, value)  # type: ignore[no-any-return]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Timeline):
-        return value.to_json()
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _read(kind: Any, value: Any) -> Any:
-    """A value of a kind, from plain JSON: the kinds are those of this module's fields."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind is Timeline:
-        return Timeline.from_json(value)
-    if kind is float:
-        return math.nan if value is None else float(value)
-    if dataclasses.is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: _read(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
-    if origin is tuple:
-        parts = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(_read(part, item) for part, item in zip(parts, value, strict=True))
-    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        return {name: _read(inner[1], item) for name, item in value.items()}
-    if type(None) in inner:
-        return None if value is None else _read(next(part for part in inner if part is not type(None)), value)
-    return value
+        return read(cls, value)  # type: ignore[no-any-return]

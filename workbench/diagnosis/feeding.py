@@ -176,8 +176,12 @@ class Feeding:
         steps = [self.step(count, prefetch_factor=prefetch_factor, persistent_workers=True) for count in range(max(0, most) + 1)]
         return next(count for count, step in enumerate(steps) if step <= (1 + PLATEAU) * min(steps))
 
-    def curve(self, most: int | None = None) -> LoaderCurve:
+    def curve(self, most: int | None = None, *, persistent_workers: bool = True) -> LoaderCurve:
         """The prediction for 0 to `most` workers (None: a little beyond the recommended number and that of now).
+
+        Args:
+            most: workers.
+            persistent_workers: those that there are now, which are predicted as they are. All others are recommended ones: they persist.
 
         Raises:
             ValueError: fewer than 0.
@@ -188,12 +192,18 @@ class Feeding:
         last = min(MOST_WORKERS, max(4, recommended + 2, self.num_workers)) if most is None else most
         return LoaderCurve(
             points=tuple(
-                CurvePoint(num_workers=n, loader=self.loader(n), step=self.step(n, persistent_workers=True), binds=self.binds(n))
+                CurvePoint(
+                    num_workers=n,
+                    loader=self.loader(n),
+                    step=self.step(n, persistent_workers=persistent_workers or n != self.num_workers),
+                    binds=self.binds(n),
+                )
                 for n in range(last + 1)
             ),
             recommended=recommended,
             compute=self.compute * self.accumulation,
             current=self.num_workers,
+            persistent_workers=persistent_workers or not self.num_workers,
         )
 
     @property

@@ -45,6 +45,8 @@ class LoaderCurve:
     """Seconds per step of training on batches that are there already: no step is shorter."""
     current: int | None = None
     """What the loader has now."""
+    persistent_workers: bool = True
+    """Do those that it has now persist? Their point is predicted, and measured, as they are; those of all other points do persist."""
 
     def with_measured(self, *, loader: Mapping[int, float] | None = None, step: Mapping[int, float] | None = None) -> Self:
         """The same curve with measurements beside the prediction.
@@ -91,7 +93,8 @@ class LoaderCurve:
             rows=rows,
             title="The loader over its workers",
             note=f"loader alone is per batch; predicted{'' if not seen else ', with measurements beside'}; "
-            f"training alone takes {units.seconds(self.compute)}",
+            f"training alone takes {units.seconds(self.compute)}"
+            + ("" if self.persistent_workers else "; workers of now start anew with each pass over the loader, all others persist"),
         )
 
     def to_frame(self) -> Any:

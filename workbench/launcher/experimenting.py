@@ -1,4 +1,4 @@
-"""Experiments in a launch of their own, awaited: what a step of a spec is made of, or whether a changed spec is faster."""
+"""Experiments in a launch of their own, awaited: what a step of a spec is made of or holds, or whether a changed spec is faster."""
 
 import os
 import time
@@ -14,6 +14,8 @@ from workbench.spec import RunSpec
 PATIENCE = 600.0
 """Seconds beyond three times the budget after which an experiment is stopped: the building of a model or a dataset takes as long as it
 takes, and one step of it can be longer than the whole budget."""
+STEP = 60.0
+"""Seconds that a step whose memory is recorded may take, about."""
 _TICK = 0.05
 
 
@@ -56,10 +58,33 @@ def contend(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, runs
     return _launched(both, f"{label(spec)} prove {name}", order, runs_dir)
 
 
-def _launched(spec: RunSpec, name: str, order: Mapping[str, Any], runs_dir: str | os.PathLike[str] | None) -> Run:
+def weigh(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None = None) -> Run:
+    """Find out what a step of a spec holds in memory; the run directory then has a folder `memory` with a file of each rank.
+
+    Args:
+        spec: to launch.
+        steps: how many are taken.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+
+    Raises:
+        RunError: it failed; the run directory stays.
+        LaunchError, TaskError: it cannot run here. Nothing was written.
+    """
+    check(spec)
+    order = {"kind": "memory", "budget_s": STEP * steps, "steps": steps}
+    return _launched(spec, f"{label(spec)} memory", order, runs_dir, program="workbench.train.memory")
+
+
+def _launched(
+    spec: RunSpec,
+    name: str,
+    order: Mapping[str, Any],
+    runs_dir: str | os.PathLike[str] | None,
+    *,
+    program: str = "workbench.train.experiment",
+) -> Run:
     new = NewRun(runs_dir, name)
-    program = ["-m", "workbench.train.experiment", str(new.path)]
-    run = new.start(spec, program, timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
+    run = new.start(spec, ["-m", program, str(new.path)], timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
     try:
         while run.state == "running":
             time.sleep(_TICK)

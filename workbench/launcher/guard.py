@@ -155,22 +155,47 @@ class Deaths:
             os.close(fd)
 
 
+def memory_files(in_version_2: str, in_version_1: str) -> list[str]:
+    """What a file of our control group for memory says, from the group's own to that of all; of version 2, version 1, or both."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                base, file = ("/sys/fs/cgroup/memory", in_version_1) if controllers else ("/sys/fs/cgroup", in_version_2)
+                for place in (f"{base}{path}", base):  # inside a container the path may be that of the host
+                    with contextlib.suppress(OSError):
+                        found.append(Path(place, file).read_text())
+    return found
+
+
 def oom_kills() -> int | None:
     """Processes that the kernel's out-of-memory killer has ended in our control group so far; None where nobody says."""
-    try:
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return None
-    for _, controllers, path in groups:
-        if controllers in ("", "memory"):  # cgroup 2, cgroup 1
-            base, file = ("/sys/fs/cgroup", "memory.events") if not controllers else ("/sys/fs/cgroup/memory", "memory.oom_control")
-            for place in (f"{base}{path}", base):  # inside a container the path may be that of the host
-                try:
-                    counts = dict(line.split() for line in Path(place, file).read_text().splitlines())
-                    return int(counts["oom_kill"])
-                except (OSError, KeyError, ValueError):
-                    continue
+    for text in memory_files("memory.events", "memory.oom_control"):
+        with contextlib.suppress(KeyError, ValueError):
+            return int(dict(line.split() for line in text.splitlines())["oom_kill"])
     return None
+
+
+def memory_limit() -> int | None:
+    """Bytes of main memory that this run may take: of its control group, or of the machine where that is less."""
+    limits = [int(text) for text in memory_files("memory.max", "memory.limit_in_bytes") if text.strip().isdigit()]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        limits.append(1024 * int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]))
+    return min(limits, default=None)
+
+
+def kernel_said(since: float) -> list[str]:
+    """What the kernel has said about processes that it ended for want of memory, since a time on the monotonic clock; if it may be read."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with contextlib.closing(os.fdopen(fd, "rb", buffering=0)) as messages:
+            while entry := messages.read(8192):  # one message at a time: "level,number,microseconds,flags;text"
+                head, _, text = entry.decode(errors="replace").partition(";")
+                if "Killed process" in text and int(head.split(",")[2]) >= 1e6 * since:
+                    found.append(text.splitlines()[0])
+    return found
 
 
 def write_outcome(run_dir: Path, outcome: dict[str, Any]) -> None:
@@ -267,6 +292,8 @@ def guard(config: dict[str, Any], keeper: int) -> None:
         "returncode": code,
         "seconds": seconds,
         "oom_kills": None if kills is None or kills_before is None else kills - kills_before,
+        "memory_limit": memory_limit(),
+        "kernel": kernel_said(started) if kills is None or kills != kills_before else [],
         "exits": deaths.times,
         "stopped_ns": stopped_ns,
     }

@@ -95,6 +95,14 @@ def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     return [part for model in models for part in model.modules() if isinstance(part, DistributedDataParallel)]
 
 
+def can_rest(models: Sequence[nn.Module]) -> bool:
+    """Can each rank run at its own pace (see `without_reduction`)? Not where it needs the others' part of the weights (FSDP)."""
+    return not any(_DEALT & {kind.__name__ for kind in type(part).__mro__} for model in models for part in model.modules())
+
+
+_DEALT = {"FSDPModule", "FullyShardedDataParallel"}
+
+
 @contextlib.contextmanager
 def implementation(optimizers: Sequence[Optimizer], name: str) -> Iterator[None]:
     """Inside, the optimizers use their "fused" or "foreach" implementation."""

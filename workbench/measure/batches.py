@@ -2,14 +2,11 @@
 
 import copy
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from workbench.measure.loop import samples_in
@@ -248,38 +245,3 @@ def _ends_at(tensor: Tensor, lengths: Tensor) -> bool:
     beyond = torch.arange(tensor.shape[1], device=lengths.device) >= lengths[:, None]
     rest = tensor[beyond.to(tensor.device)]
     return bool(beyond.any()) and bool((rest == rest.flatten()[0]).all())
-
-
-LOOKS = {"__get__", "size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "storage_offset", "element_size", "data_ptr"}
-LOOKS |= {"untyped_storage", "is_floating_point", "is_complex", "is_contiguous", "is_pinned", "get_device", "__hash__", "__repr__"}
-"""Functions of a tensor that do not ask for its numbers."""
-
-
-def uses(step: Callable[[Any], object], batch: Any) -> bool | None:
-    """Does `step(batch)` use what is in the batch? It is called once, for that. None: there is no tensor in it that could be followed.
-
-    A compiled model is run as it was written, for this one call: it would be compiled again, or hide what it does.
-    """
-    tensors = tensors_of(batch)
-    spy = _Spy({id(tensor) for tensor in tensors})
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(spy)
-        step(batch)
-    return spy.seen if tensors else None
-
-
-class _Spy(TorchFunctionMode):
-    """Sees whether a function of torch gets one of some tensors."""
-
-    def __init__(self, watched: set[int]) -> None:
-        super().__init__()
-        self._watched = watched
-        self.seen = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self.seen and getattr(func, "__name__", "") not in LOOKS:
-            self.seen = any(id(leaf) in self._watched for leaf in tree_leaves((args, kwargs)))
-        return func(*args, **kwargs)

@@ -16,10 +16,12 @@ from workbench.diagnosis.evidence import Arm
 from workbench.measure import arms
 from workbench.measure.blocks import DiagnoseError, StepFailed, length
 from workbench.measure.feed import Feed
+from workbench.measure.found import find
 from workbench.measure.keep import Keep
-from workbench.measure.loading import rebuilt
+from workbench.measure.loaders import rebuilt
 from workbench.measure.peers import Peers
 from workbench.measure.queueing import drain, settle
+from workbench.measure.spy import meeting
 from workbench.measure.subject import check, device_of, look_around, samples_of
 
 WARM = 3
@@ -189,6 +191,9 @@ def prove_here(
         feeds = [undo.enter_context(Feed(loader)), undo.enter_context(Feed(rebuilt(loader, **knobs) if knobs else loader))]
         changed = partial(arms.changed, change, found.models, found.optimizers)
         one = _Here(stage, step, feeds[0], contextlib.nullcontext)
+        with meeting(found.optimizers, lambda optimizer: keep.add(find(optimizer))):
+            one.drain()
+            one.step()
         other = _Here(stage, arms.wrapped(step, change, device), feeds[1], changed)
         arm = contest(one, other, budget_s=budget_s, peers=peers)
         sizes = [samples_of(feed.next(), 1) for feed in feeds] if "micro_batch" in change else [1, 1]

@@ -8,7 +8,12 @@ from typing import Any, Self
 
 from torch.utils.data import DataLoader
 
-from workbench.measure.loaders import Kept, inner_loaders, length_of, parts, quiet, shut_down, unshared, why_no_worker
+from workbench.measure.found import find
+from workbench.measure.keep import Keep
+from workbench.measure.loaders import inner_loaders, length_of, quiet, shut_down, unshared, why_no_worker
+
+ORDERS = 2**26
+"""Bytes: the tensors and arrays of a loader that say where it is and in which order it goes are not larger; its data may be."""
 
 
 class Exhausted(Exception):
@@ -19,8 +24,8 @@ class Feed:
     """What a training step takes from a loader, without end: a new pass begins where one ends, and its time counts.
 
     A DataLoader is not touched itself: a shallow copy is iterated over, so persistent workers of its own stay as they are. What the copy
-    shares with it (samplers, random generators, the datasets' attributes) is put back by `close`. The rest of a pass that does not fill a
-    whole step is left out.
+    shares with it (samplers, random generators, what datasets remember) is put back by `close`, as is the state of any other loader. The
+    rest of a pass that does not fill a whole step is left out.
     """
 
     def __init__(self, loader: Iterable[Any], accumulation: int = 1, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -56,7 +61,10 @@ class Feed:
         self._clock = clock
         self._source: Any = unshared(loader)
         self._inner = [(one, one._iterator) for one in inner_loaders(loader)]
-        self._kept = [Kept(part) for part in parts(loader)]
+        reached = find(loader, data=True)
+        self.unread = reached.unread
+        """What of the loader cannot be put back, in words."""
+        self._keep = Keep(reached, most_bytes=ORDERS)
         self._iterator: Iterator[Any] | None = None
         self._children: set[Any] = set()
         self._taken = 0  # batches of this pass
@@ -192,8 +200,7 @@ class Feed:
             shut_down(running)
             self._source._iterator = None
         self._iterator = None
-        for kept in self._kept:
-            kept.put_back()
+        self._keep.restore()
 
     def __enter__(self) -> Self:
         return self

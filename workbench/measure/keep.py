@@ -1,71 +1,68 @@
-"""Keep: the state of a training step, saved and put back bit for bit, in place, so that whoever holds a tensor holds the same one."""
+"""Keep: the state of a step or of a loader, saved and put back bit for bit, in place, so that whoever holds a tensor holds the same one."""
 
+import io
 import random
-import sys
-import types
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from workbench.measure.found import Found
-from workbench.measure.loaders import set_state_of, state_of
+from workbench.measure.found import Found, in_slots
 
-MOST_ITEMS = 10_000
-"""Longer containers of the user's own are not put back: they hold data."""
-MOST_BYTES = 2**26
-"""Larger arrays are not put back either."""
-MOST_DATA = 2**30
-"""Nor larger tensors that are no weights: they hold data."""
-MOST_DEPTH = 6
-"""How deep containers are followed."""
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
-_CONTAINERS = (dict, list, set, deque)
+MOST_ITEMS = 1_000_000
+"""Longer containers are not put back: they hold data."""
+MOST_BYTES = 2**30
+"""Nor are tensors and arrays beyond so many bytes in all; weights, and what optimizers hold, are always."""
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 
 
 class Keep:
     """Saves when it is made; `restore` puts everything back.
 
-    Kept are of modules the parameters, buffers, gradients (also that there was none) and the training mode; of optimizers the state (what
-    did not exist vanishes) and the options of the groups; plain values, tensors and containers in the attributes of schedulers, scalers
-    and the step's own objects, in variables around the step and in globals that it assigns to; random generators of torch, CUDA, numpy
-    and Python.
+    Kept are of modules the parameters, buffers, gradients (also that there was none) and the training mode; of optimizers the state and the
+    options of the groups; what the attributes and slots of objects, the variables around the step and the globals that it assigns to stand
+    for (what did not exist vanishes); the contents of containers, tensors and arrays; random generators.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: Found, *, most_bytes: int = MOST_BYTES) -> None:
         """Save.
 
         Args:
             found: what to keep.
+            most_bytes: of tensors and arrays that are neither weights nor held by an optimizer.
         """
+        self.left_out: list[str] = []
+        """What cannot be put back, in words."""
         self._weights: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._undo: list[Undo] = []
-        self._seen: set[int] = set()
-        with torch.no_grad():
-            for module in found.modules:
-                self._keep_module(module)
-            for optimizer in found.optimizers:
-                self._keep_optimizer(optimizer)
-            for tensor in found.tensors:
-                self._keep_tensor(tensor)
-            for container in found.containers:
-                if len(container) <= MOST_ITEMS:
-                    self._undo.append(self._saved(container))
-            for one in found.objects:
-                self._keep_object(one)
-        self._undo += [_array(one) for one in found.arrays if one.nbytes <= MOST_BYTES and one.dtype != object]
-        self._undo += [_setter(cell, "cell_contents", cell.cell_contents) for cell in found.cells]
-        for names, name in found.names:
-            self._undo.append(_item_setter(names, name, names[name]))
-        self._undo += [_generator(one) for one in found.generators]
-        self._undo.append(_random_state())
+        self._seen: dict[tuple[Any, int], Any] = {}  # the objects, too: an id is that of one of them only while it lives
+        self._room = most_bytes
+        self.add(found)
+
+    def add(self, found: Found) -> None:
+        """Save more. What was saved before stays as it was then."""
+        self.left_out += found.unread
+        modules = [part for root in found.modules for part in root.modules()]
+        weights = [one for part in modules for one in (*part._parameters.values(), *part._buffers.values()) if one is not None]
+        weights += [one for optimizer in found.optimizers for group in optimizer.param_groups for one in group["params"]]
+        optimizers = [one for one in found.objects if isinstance(one, Optimizer)]  # also those within others
+        states = {id(leaf) for one in optimizers for leaf in tree_leaves(list(one.state.values()))}
+        self._save(self._weight, weights)
+        self._save(self._tensor, [one for one in found.tensors if id(one) in states])
+        self._save(self._data, [*found.tensors, *found.arrays])
+        self._save(_mode, modules)
+        self._save(_contents, found.containers)
+        self._save(_attributes, found.objects)
+        self._save(_variable, found.cells)
+        self._save(_generator, found.generators)
+        self._undo += [partial(names.__setitem__, name, names[name]) for names, name in found.names]
 
     def rewind(self) -> None:
         """Put back the values of parameters and buffers only: the experiments must not train a model to where numbers are denormal."""
@@ -85,42 +82,51 @@ class Keep:
         if failed:
             warnings.warn(f"after the experiments {len(failed)} things could not be put back, the first: {failed[0]}", stacklevel=2)
 
-    # Saving
+    # Saving: each of these gives the way back
 
-    def _saved(self, value: Any, depth: int = 0) -> Undo:
-        """How to give a value (a tensor, a container) the contents that it has now."""
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if id(value) in self._seen or depth > MOST_DEPTH:
+    def _save(self, how: Callable[[Any], Undo], things: Iterable[Any]) -> None:
+        for one in things:
+            if (how.__name__, id(one)) in self._seen:
+                continue
+            self._seen[how.__name__, id(one)] = one
+            try:
+                with torch.no_grad():
+                    self._undo.append(how(one))
+            except Exception as error:
+                self.left_out.append(f"a {type(one).__name__} ({error})")
+
+    def _weight(self, tensor: torch.Tensor) -> Undo:
+        return self._tensor(tensor, weight=True)
+
+    def _data(self, one: "torch.Tensor | np.ndarray[Any, Any]") -> Undo:
+        """A tensor or an array, as long as there is room for it."""
+        if ("_memory", id(one)) in self._seen:
             return _nothing
-        self._seen.add(id(value))
-        if isinstance(value, tuple):
-            inner = [self._saved(part, depth + 1) for part in value if isinstance(part, (torch.Tensor, tuple, *_CONTAINERS))]
-            return _all(inner)
-        assert isinstance(value, _CONTAINERS)
-        parts = list(value.values()) if isinstance(value, dict) else list(value)
-        if len(parts) > MOST_ITEMS:
-            return _nothing
-        inner = [self._saved(part, depth + 1) for part in parts if isinstance(part, (torch.Tensor, tuple, *_CONTAINERS))]
-        before = value.copy()
-
-        def undo() -> None:
-            if not _same(value, before):
-                value.clear()
-                value.extend(before) if isinstance(value, list | deque) else value.update(before)
-            for one in inner:
-                one()
-
-        return undo
+        size = one.nbytes if getattr(one, "layout", torch.strided) == torch.strided else 0
+        if size > self._room:
+            raise ValueError(f"of {size / 2**20:.0f} MiB: too large")
+        self._room -= size
+        return self._tensor(one) if isinstance(one, torch.Tensor) else _array(one)
 
     def _tensor(self, tensor: torch.Tensor, *, weight: bool = False) -> Undo:
-        if id(tensor) in self._seen:
+        """Its numbers, and its gradient."""
+        undo = [self._memory(tensor, weight=weight)]
+        if tensor.is_leaf:
+            gradient, wanted = tensor.grad, tensor.requires_grad
+            if gradient is not None and gradient.layout != torch.strided:
+                gradient = gradient.clone()
+            elif gradient is not None:
+                undo.append(self._memory(gradient))
+            undo += [partial(setattr, tensor, "grad", gradient), partial(tensor.requires_grad_, wanted)]
+        return partial(_all, undo)
+
+    def _memory(self, tensor: torch.Tensor, *, weight: bool = False) -> Undo:
+        if ("_memory", id(tensor)) in self._seen or tensor.is_meta:
             return _nothing
-        self._seen.add(id(tensor))
-        if tensor.layout != torch.strided or tensor.is_meta:
-            return _nothing
-        if not weight and tensor.nbytes > MOST_DATA:
-            return _nothing
+        self._seen["_memory", id(tensor)] = tensor
+        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor: what lies here
+        if tensor.layout != torch.strided:
+            raise ValueError(f"its layout is {tensor.layout}")
         memory = tensor.detach()  # the same memory: an experiment may give the tensor another one for a while
         for axis in range(memory.ndim):
             if memory.stride(axis) == 0 and memory.shape[axis] > 1:  # expanded: what lies there once can be written once only
@@ -138,154 +144,84 @@ class Keep:
 
         return undo
 
-    def _keep_tensor(self, tensor: torch.Tensor) -> None:
-        self._undo.append(self._tensor(tensor))
-        self._keep_gradient(tensor)
-
-    def _keep_gradient(self, tensor: torch.Tensor) -> None:
-        if not tensor.is_leaf:
-            return
-        gradient = tensor.grad
-        if gradient is None:
-            self._undo.append(_setter(tensor, "grad", None))
-        elif gradient.layout != torch.strided:
-            self._undo.append(_setter(tensor, "grad", gradient.clone()))
-        else:
-            self._undo += [_setter(tensor, "grad", gradient), self._tensor(gradient)]
-
-    def _keep_module(self, root: nn.Module) -> None:
-        for module in root.modules():
-            if id(module) in self._seen:
-                continue
-            self._seen.add(id(module))
-            self._undo.append(_item_setter(vars(module), "training", module.training))
-            if not type(module).__module__.startswith("torch."):  # DDP's reducer goes on, and its flags with it
-                self._keep_attributes(vars(module), but=("training",))
-                self._undo.append(_vanish(vars(module), set(vars(module))))
-            for owner in (module._parameters, module._buffers):
-                for name, tensor in owner.items():
-                    self._undo.append(_item_setter(owner, name, tensor))
-                    if tensor is not None:
-                        self._undo.append(self._tensor(tensor, weight=True))
-                        self._undo.append(_setter(tensor, "requires_grad", tensor.requires_grad) if tensor.is_leaf else _nothing)
-                        self._keep_gradient(tensor)
-
-    def _keep_optimizer(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in self._seen:
-                    self._undo.append(self._tensor(parameter, weight=True))
-                    self._keep_gradient(parameter)
-        self._undo.append(self._saved(optimizer.param_groups))
-        self._undo.append(self._saved(optimizer.state))
-        self._keep_attributes(vars(optimizer), but=("state", "param_groups", "defaults"))
-
-    def _keep_object(self, one: Any) -> None:
-        if id(one) not in self._seen:
-            self._seen.add(id(one))
-            attributes = vars(one)
-            self._keep_attributes(attributes)
-            self._undo.append(_vanish(attributes, set(attributes)))
-
-    def _keep_attributes(self, attributes: dict[str, Any], but: Iterable[str] = ()) -> None:
-        for name, value in attributes.items():
-            if name in but or name in _NEVER:
-                continue
-            if isinstance(value, _PLAIN):
-                self._undo.append(_item_setter(attributes, name, value))
-            elif isinstance(value, torch.Tensor):
-                self._undo += [_item_setter(attributes, name, value), self._tensor(value)]
-            elif isinstance(value, _CONTAINERS) and len(value) <= MOST_ITEMS:
-                self._undo += [_item_setter(attributes, name, value), self._saved(value)]
-
-
-_NEVER = ("_parameters", "_buffers", "_modules", "_compiled_call_impl")
-"""Attributes of a module that are kept otherwise."""
-
-
-def _same(value: Any, before: Any) -> bool:
-    """Has a container the very same items?"""
-    if len(value) != len(before):
-        return False
-    if isinstance(value, dict):
-        pairs = zip(value.items(), before.items(), strict=True)
-        return all(a is b and x is y for (a, x), (b, y) in pairs)
-    if isinstance(value, set):
-        return bool(value == before)
-    return all(a is b for a, b in zip(value, before, strict=True))
-
 
 def _nothing() -> None:
     pass
 
 
-def _all(undos: list[Undo]) -> Undo:
-    def undo() -> None:
-        for one in undos:
-            one()
-
-    return undo
+def _all(undos: list[Undo]) -> None:
+    for one in undos:
+        one()
 
 
-def _setter(owner: Any, name: str, value: Any) -> Undo:
-    def undo() -> None:
-        if getattr(owner, name) is not value:
-            setattr(owner, name, value)
-
-    return undo
+def _mode(module: torch.nn.Module) -> Undo:
+    """Whether it trains or is evaluated: of each part by itself."""
+    return partial(vars(module).__setitem__, "training", module.training)
 
 
-def _item_setter(owner: dict[str, Any], name: str, value: Any) -> Undo:
-    def undo() -> None:
-        if owner.get(name, types) is not value:
-            owner[name] = value
-
-    return undo
-
-
-def _vanish(attributes: dict[str, Any], names: set[str]) -> Undo:
-    """Values that were made on the way; anything else (a lazily opened file) stays."""
-
-    def undo() -> None:
-        for name in [name for name in attributes if name not in names]:
-            if isinstance(attributes[name], (torch.Tensor, *_PLAIN, *_CONTAINERS)):
-                del attributes[name]
-
-    return undo
-
-
-def _generator(generator: Any) -> Undo:
-    state = state_of(generator)
-
-    def undo() -> None:
-        set_state_of(generator, state)
-
-    return undo
+def _variable(cell: Any) -> Undo:
+    return partial(setattr, cell, "cell_contents", cell.cell_contents)
 
 
 def _array(array: "np.ndarray[Any, Any]") -> Undo:
     before = array.copy()
 
     def undo() -> None:
-        if array.flags.writeable:
+        if not np.array_equal(array, before):
             array[...] = before
 
     return undo
 
 
-def _random_state() -> Undo:
-    """Of torch, of CUDA if it is in use (asking would start it), of numpy if it is loaded, and of Python."""
-    host, python = torch.get_rng_state(), random.getstate()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    numpy = sys.modules.get("numpy")
-    arrays = numpy.random.get_state() if numpy else None
+def _contents(container: Any) -> Undo:
+    """Which items a list, dictionary, set or queue has."""
+    if len(container) > MOST_ITEMS:
+        return _nothing
+    kind: Any = next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(container, kind))  # past what a subclass does
+    fill, items = (kind.extend, iter) if kind in (list, deque) else (kind.update, kind.items if issubclass(kind, dict) else iter)
+    before = list(items(container))
 
     def undo() -> None:
-        torch.set_rng_state(host)
-        random.setstate(python)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
-        if numpy:
-            numpy.random.set_state(arrays)
+        now = list(items(container))
+        if len(now) != len(before) or not all(map(_is, now, before)):
+            kind.clear(container)
+            fill(container, before)
 
     return undo
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, tuple) and len(one) == 2 == len(other) and one[0] is other[0] and one[1] is other[1])
+
+
+def _attributes(one: Any) -> Undo:
+    """What its attributes and slots stand for; those that it did not have vanish."""
+    before, held = dict(getattr(one, "__dict__", {})), in_slots(one)
+
+    def undo() -> None:
+        now = getattr(one, "__dict__", {})
+        for name in now.keys() - before.keys():
+            del now[name]
+        for name, value in before.items():
+            if now.get(name, _nothing) is not value and not _closed(value):
+                now[name] = value
+        for slot in in_slots(one).keys() - held.keys():
+            slot.__delete__(one)
+        for slot, value in held.items():
+            slot.__set__(one, value)
+
+    return undo
+
+
+def _closed(value: Any) -> bool:
+    """Is it a file that was closed since? The one that took its place is of more use."""
+    return isinstance(value, io.IOBase) and value.closed
+
+
+def _generator(generator: Any) -> Undo:
+    """The state of a random generator of torch, numpy or Python."""
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    return partial(generator.set_state, generator.get_state())

@@ -1,16 +1,13 @@
-"""Loaders, torch's DataLoader above all: copies that share no workers, an end without stray processes, state put back, why workers fail."""
+"""Loaders, torch's DataLoader above all: copies that share no workers, other knobs, an end without stray processes, why workers fail."""
 
 import contextlib
 import copy
 import pickle
-import random
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader
 
 KNOWN_WARNINGS = (
     "This DataLoader will create",  # more workers than cores
@@ -19,6 +16,8 @@ KNOWN_WARNINGS = (
     "Got pickle error when attempting to start a worker",  # the error itself follows
 )
 """What torch and Python say whenever a loader starts: the user knows it from training, and repeats of it would be ours."""
+KNOBS = {"num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "batch_size", "in_order", "timeout", "worker_init_fn"}
+"""Of a DataLoader: those that a copy may have otherwise."""
 
 
 def shut_down(iterator: Any) -> None:
@@ -39,6 +38,48 @@ def unshared(loader: Any) -> Any:
     except Exception:  # a subclass that cannot be copied
         return loader
     twin._iterator = None
+    return twin
+
+
+def rebuilt(loader: Any, **knobs: Any) -> "DataLoader[Any]":
+    """The same DataLoader with other knobs: dataset, sampler, collate function and random generator are shared, workers are not.
+
+    Args:
+        loader: a DataLoader.
+        knobs: those of `DataLoader`: num_workers, prefetch_factor, persistent_workers, pin_memory, batch_size, in_order, timeout,
+            worker_init_fn.
+
+    Raises:
+        ValueError: no DataLoader; a knob that cannot be turned, or not so.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ValueError(
+            f"the loader is a {type(loader).__name__}: only the knobs of a torch.utils.data.DataLoader can be turned, "
+            f"here {', '.join(knobs)}"
+        )
+    if unknown := set(knobs) - KNOBS:
+        raise ValueError(f"{', '.join(sorted(unknown))} is no knob of a loader: it has {', '.join(sorted(KNOBS))}")
+    twin: DataLoader[Any] = unshared(loader)
+    if twin is loader:
+        raise ValueError(f"{type(loader).__name__} cannot be copied, so its knobs cannot be turned")
+    if (size := knobs.pop("batch_size", None)) is not None:
+        if type(loader.batch_sampler) is not BatchSampler or size < 1:
+            raise ValueError(
+                f"batch_size={size}: it can be changed to 1 or more, in a loader that has a batch_size of its own; this one has "
+                f"{'a batch_sampler' if loader.batch_sampler is not None else 'no batches: batch_size=None'}"
+            )
+        knobs |= {"batch_size": size, "batch_sampler": BatchSampler(loader.sampler, size, loader.drop_last)}
+    workers = knobs.get("num_workers", loader.num_workers)
+    if workers < 0:
+        raise ValueError(f"num_workers={workers}: it has to be 0 or more")
+    if workers == 0:
+        if knobs.get("prefetch_factor") or knobs.get("persistent_workers"):
+            raise ValueError("prefetch_factor and persistent_workers need workers: try num_workers=1 or more")
+        knobs |= {"prefetch_factor": None, "persistent_workers": False, "timeout": 0}
+        twin.multiprocessing_context = None
+    elif (knobs.get("prefetch_factor") or loader.prefetch_factor) is None:
+        knobs["prefetch_factor"] = 2  # torch's default
+    vars(twin).update(knobs)  # past DataLoader.__setattr__, which guards some of them
     return twin
 
 
@@ -64,55 +105,6 @@ def inner_loaders(loader: Any) -> list[Any]:
     if isinstance(loader, DataLoader):
         return []
     return [part for part in getattr(loader, "__dict__", {}).values() if isinstance(part, DataLoader)]
-
-
-def parts(loader: Any) -> list[Any]:
-    """The objects of a loader that remember where they are, or open files when they are first used: itself, samplers, datasets."""
-    waiting: list[Any] = [one for one in (loader, *inner_loaders(loader)) if isinstance(one, DataLoader)]
-    found: dict[int, Any] = {}
-    while waiting:
-        part = waiting.pop()
-        if id(part) in found:
-            continue
-        found[id(part)] = part
-        for value in getattr(part, "__dict__", {}).values():
-            waiting += [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, Dataset | Sampler)]
-    return list(found.values())
-
-
-class Kept:
-    """The attributes of an object and the state of its random generators, to be put back."""
-
-    def __init__(self, part: Any) -> None:
-        self._part = part
-        self._attributes = dict(getattr(part, "__dict__", {}))
-        self._generators = [(value, state_of(value)) for value in self._attributes.values() if isinstance(value, GENERATORS)]
-
-    def put_back(self) -> None:
-        now = getattr(self._part, "__dict__", None)
-        if now is not None:
-            now.clear()
-            now.update(self._attributes)
-        for generator, state in self._generators:
-            set_state_of(generator, state)
-
-
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-
-
-def state_of(generator: Any) -> Any:
-    """The state of a random generator: one of GENERATORS."""
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return (generator.getstate if isinstance(generator, random.Random) else generator.get_state)()
-
-
-def set_state_of(generator: Any, state: Any) -> None:
-    """Put it back."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
 
 
 class _Nowhere:

@@ -1,4 +1,4 @@
-"""Loading: what the batches of a loader take, found out by two short probes; and the same loader with other knobs."""
+"""Loading: what the batches of a loader take, found out by two short probes."""
 
 import dataclasses
 import itertools
@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from workbench.diagnosis.evidence import Loading
 from workbench.measure.batches import bytes_of, tensors_of
 from workbench.measure.feed import Exhausted, Feed
 from workbench.measure.fetching import FetchMeter, InWorker, Made, now, slow_share
-from workbench.measure.loaders import quiet, shut_down, unshared, why_no_worker
+from workbench.measure.loaders import quiet, rebuilt, shut_down, why_no_worker
 from workbench.measure.loop import samples_in
 from workbench.measure.noise import cpu_of
 from workbench.measure.sampler import StackSampler
@@ -278,48 +278,3 @@ def touch(batch: Any) -> None:
     for tensor in tensors_of(batch):
         if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.nbytes > PAGE and tensor.is_contiguous():
             tensor.detach().reshape(-1).view(torch.uint8).numpy()[::PAGE].max()  # by numpy: without torch's threads
-
-
-def rebuilt(loader: Any, **knobs: Any) -> "DataLoader[Any]":
-    """The same DataLoader with other knobs: dataset, sampler, collate function and random generator are shared, workers are not.
-
-    Args:
-        loader: a DataLoader.
-        knobs: those of `DataLoader`: num_workers, prefetch_factor, persistent_workers, pin_memory, batch_size, in_order, timeout,
-            worker_init_fn.
-
-    Raises:
-        ValueError: no DataLoader; a knob that cannot be turned, or not so.
-    """
-    if not isinstance(loader, DataLoader):
-        raise ValueError(
-            f"the loader is a {type(loader).__name__}: only the knobs of a torch.utils.data.DataLoader can be turned, "
-            f"here {', '.join(knobs)}"
-        )
-    if unknown := set(knobs) - KNOBS:
-        raise ValueError(f"{', '.join(sorted(unknown))} is no knob of a loader: it has {', '.join(sorted(KNOBS))}")
-    twin: DataLoader[Any] = unshared(loader)
-    if twin is loader:
-        raise ValueError(f"{type(loader).__name__} cannot be copied, so its knobs cannot be turned")
-    if (size := knobs.pop("batch_size", None)) is not None:
-        if type(loader.batch_sampler) is not BatchSampler or size < 1:
-            raise ValueError(
-                f"batch_size={size}: it can be changed to 1 or more, in a loader that has a batch_size of its own; this one has "
-                f"{'a batch_sampler' if loader.batch_sampler is not None else 'no batches: batch_size=None'}"
-            )
-        knobs |= {"batch_size": size, "batch_sampler": BatchSampler(loader.sampler, size, loader.drop_last)}
-    workers = knobs.get("num_workers", loader.num_workers)
-    if workers < 0:
-        raise ValueError(f"num_workers={workers}: it has to be 0 or more")
-    if workers == 0:
-        if knobs.get("prefetch_factor") or knobs.get("persistent_workers"):
-            raise ValueError("prefetch_factor and persistent_workers need workers: try num_workers=1 or more")
-        knobs |= {"prefetch_factor": None, "persistent_workers": False, "timeout": 0}
-        twin.multiprocessing_context = None
-    elif (knobs.get("prefetch_factor") or loader.prefetch_factor) is None:
-        knobs["prefetch_factor"] = 2  # torch's default
-    vars(twin).update(knobs)  # past DataLoader.__setattr__, which guards some of them
-    return twin
-
-
-KNOBS = {"num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "batch_size", "in_order", "timeout", "worker_init_fn"}

@@ -72,7 +72,16 @@ def peak_bytes(device: int | None = None) -> int:
     if torch is not None and torch.cuda.is_initialized():
         devices = range(torch.cuda.device_count()) if device is None else [device]
         return max(int(torch.cuda.max_memory_allocated(one)) for one in devices)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
+    return _peak_resident()
+
+
+def _peak_resident() -> int:
+    """Most bytes of main memory that this process had; not `ru_maxrss`, which a process inherits from the one that started it."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
 
 
 class RankLog:

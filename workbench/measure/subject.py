@@ -60,8 +60,6 @@ def look_around(step: Any, model: Any, optimizer: Any, loader: Any, notes: list[
         found.optimizers[:] = [*optimizers, *(one for one in found.optimizers if one not in optimizers)]
     elif found.optimizers:
         notes.append(f"found behind step: the optimizer {', '.join(map(describe, found.optimizers))}")
-    elif found.models:
-        notes.append("no optimizer was found behind step: what it takes is in the rest of the step. Try optimizer=…")
     return found
 
 

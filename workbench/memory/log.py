@@ -60,7 +60,7 @@ class Event(NamedTuple):
 
     kind: int
     """MARK, ALLOC, FREE or RESIZE."""
-    index: int
+    index: int  # type: ignore[assignment]  # tuple.index is not missed
     """Of the record; of the mark in `MemoryLog.marks` if it is one."""
     size: int
     """Bytes from now on (ALLOC, RESIZE); 0 otherwise."""

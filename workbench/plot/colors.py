@@ -1,8 +1,8 @@
 """One colour per phase and per part of a step, the same in every picture, table and panel; chosen to stay apart for colour-blind readers.
 
 Warm: the step waits for data or moves it. Blue: it computes. Purple: it updates the weights. Green: ranks exchange gradients. Brown: others
-hold it up. Grey: the rest. What clocks call a phase and experiments call a part has one colour. Any two phases, and any two parts, are at
-least 25 apart in CIE L*a*b* for normal, protanopic, deuteranopic and tritanopic eyes (a test measures it; Okabe and Ito's well-known
+hold it up. Grey: the rest. What clocks call a phase and experiments call a part has one colour. Any two phases, parts or groups of memory
+are at least 25 apart in CIE L*a*b* for normal, protanopic, deuteranopic and tritanopic eyes (a test measures it; Okabe and Ito's well-known
 palette, from which these were moved, comes down to 16 here, its green beside our grey). And a colour never stands alone: a legend, a label
 or a tooltip says the same in words.
 """
@@ -28,6 +28,18 @@ PARTS = {
     "stalls": "#4f4437",
 }
 """Part of a diagnosed step → colour, in the order of `diagnosis.parts.PARTS`."""
+
+GROUPS = {
+    "parameters": PARTS["stalls"],
+    "gradients": PHASES["backward"],
+    "optimizer_states": PHASES["optimizer"],
+    "activations": PHASES["forward"],
+    "temporaries": PHASES["data_wait"],
+    "inputs": PHASES["h2d"],
+    "buffers": PARTS["straggler"],
+    "other": PHASES["other"],
+}
+"""Group of memory → colour, in the order of `memory.log.GROUPS`; activations have the colour of forward, which makes them, and so on."""
 
 LINE = "#2b8cd6"
 """The one curve of a picture that has one; a blue that reads on white and on near-black."""

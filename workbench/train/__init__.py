@@ -2,5 +2,7 @@
 
 `ranks` joins the processes, `loader` makes the batches, `loop` turns them into optimizer steps with the `precision`, the optimizer
 (`optimizers`) and the learning rate (`schedule`) that the spec asks for, `metrics` reports them; `sweep` trains several specs in one
-launch. `tasks` and `models` are samples to train. It shares no code with the launcher: the two meet in the run directory.
+launch. Where ranks share a model or save memory: `layout` says which rank does what, `parallel` deals the model out, `splitting` splits
+its layers (`dealt` has the arithmetic of both), `checkpointing` computes `blocks` anew, `offload` lets things wait on the host. `tasks`
+and `models` are samples to train. It shares no code with the launcher: the two meet in the run directory.
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from workbench import failure, rundir
+from workbench.measure.holding import held
 from workbench.spec import RunSpec, SpecError, spec_from_json
 from workbench.task import resolve
 from workbench.train.loop import train
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             train_all(specs, run_dirs, Ranks.join(specs[0]))
     except BaseException as error:
-        failure.record(error, run_dir=Path(os.environ.get(rundir.ENV_RUN_DIR) or run_dirs[0]))
+        failure.record(error, run_dir=Path(os.environ.get(rundir.ENV_RUN_DIR) or run_dirs[0]), held=held)
         raise
     dist.destroy_process_group()
 

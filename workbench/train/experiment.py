@@ -21,10 +21,12 @@ from workbench.measure.blocks import StepFailed
 from workbench.measure.contest import contest
 from workbench.measure.experiment import experiment
 from workbench.measure.feed import Feed
+from workbench.measure.holding import held
 from workbench.measure.peers import Peers
 from workbench.measure.queueing import PATIENCE, drain, settle
 from workbench.spec import RunSpec
 from workbench.task import Task, resolve
+from workbench.train.layout import stand_by
 from workbench.train.ranks import Ranks, choose_backend, choose_device
 from workbench.train.trainer import Trainer
 
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rundir.write_json(run_dir / name, found)
         ranks.agree(True)  # nobody leaves while rank 0 writes
     except BaseException as error:
-        failure.record(error.error if isinstance(error, StepFailed) else error, run_dir=run_dir)
+        failure.record(error.error if isinstance(error, StepFailed) else error, run_dir=run_dir, held=held)
         raise
     dist.destroy_process_group()
 
@@ -141,6 +143,7 @@ def entered(spec: RunSpec, task: Task, everyone: Ranks, place: int) -> Iterator[
     device = choose_device(spec, local_rank, spec.nproc_per_node)
     group = dist.new_group(members, backend=choose_backend(spec, device))
     if everyone.rank not in members:
+        stand_by(spec, members)
         yield Resting()
         return
     if device.type == "cuda":

@@ -10,6 +10,7 @@ from torch import nn
 
 from workbench import failure, rundir, units
 from workbench.measure import StepTimer
+from workbench.measure.holding import held
 from workbench.spec import RunSpec
 from workbench.task import Task, TaskError
 from workbench.train.metrics import Metrics
@@ -28,7 +29,7 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
         group: the process group that reduces the gradients; None = that of all.
 
     Returns:
-        The trained module, without its DDP wrapper.
+        The trained module, without its DDP wrapper; this rank's part of it where the spec shares or splits it.
 
     Raises:
         TaskError: the task's functions do not return what they should.
@@ -40,7 +41,7 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
     trainer = Trainer(spec, task, ranks, group)
     weights = sum(weight.numel() for weight in trainer.module.parameters())
     print(f"rank {ranks.rank} of {ranks.world_size} on {ranks.device}: {units.count(weights)} parameters, batches of {spec.micro_batch}")
-    samples_per_step = spec.micro_batch * spec.accumulation * ranks.world_size
+    samples_per_step = spec.micro_batch * spec.accumulation * trainer.layout.readers.world_size
     trainer.phase = timer = StepTimer(run_dir / rundir.rank_file(ranks.rank), device=ranks.device.type)
     metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None
     step, waiting, loss_of_step = 0, spec.accumulation, torch.zeros((), device=ranks.device)
@@ -64,8 +65,9 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
             raise timer.failed
         if metrics:
             metrics.flush()
-            if spec.evaluate:
-                metrics.figures(evaluate(task, trainer.module))
+        figures = trainer.figures() if spec.evaluate else {}
+        if metrics and figures:
+            metrics.figures(figures)
     skipped = trainer.precision.skipped
     if skipped and ranks.rank == 0:
         print(f"{skipped} of {step} optimizer steps were left out: fp16 gradients overflowed (a few at the start are normal)")
@@ -78,21 +80,5 @@ def recorded(run_dir: Path, rank: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        failure.record(error, run_dir=run_dir, rank=rank)
+        failure.record(error, run_dir=run_dir, rank=rank, held=held)
         raise
-
-
-def evaluate(task: Task, module: nn.Module) -> dict[str, float]:
-    """The task's evaluation, on rank 0 alone: in evaluation mode, without gradients, in fp32.
-
-    Raises:
-        TaskError: it did not return numbers by name.
-    """
-    assert task.evaluate is not None
-    module.eval()
-    with torch.no_grad():
-        figures = task.evaluate(module)
-    try:
-        return {str(name): float(value) for name, value in figures.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise TaskError(f"the task's evaluate(model) returned {figures!r:.100}; numbers by name are wanted: {{'accuracy': 0.9}}") from None

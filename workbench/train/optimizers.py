@@ -3,15 +3,20 @@
 import ast
 import difflib
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from workbench.spec import IMPLEMENTATIONS, SpecError
 from workbench.task import TaskError
+from workbench.train.offload import HostOptimizer
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
@@ -102,3 +107,64 @@ def build_optimizer(
                 raise SpecError(f"optimizer={implementation!r}: the task's {type(optimizer).__name__} has no such implementation")
             group.update({name: name == implementation for name in IMPLEMENTATIONS if name in group})
     return optimizer
+
+
+def place_optimizer(optimizer: Optimizer, *, share: bool, group: dist.ProcessGroup | None = None, on_host: bool = False) -> Optimizer:
+    """An optimizer that has not stepped yet, made anew so that ranks share its states (ZeRO-1), or in the host's memory, or both.
+
+    ZeRO-1 deals out whole parameters: each rank steps for its own and sends them to the others. Schedules and clipping see all of the
+    parameters, as before, and the fused and foreach implementations work. Without either,
+    groups are parted where foreach and fused need it.
+
+    Args:
+        optimizer: of all parameters; its class has to take groups of parameters, and its options by name.
+        share: each rank of `group` keeps the states of its part of the parameters.
+        group: the ranks that share; None = all.
+        on_host: states and weights lie in the host's memory, where it steps.
+
+    Raises:
+        TaskError: the optimizer's class cannot be made anew so.
+        SpecError: parameters are dealt out, and torch cannot step for them with this fused implementation.
+    """
+    if not share and not on_host:
+        _check_fused(optimizer)
+        optimizer.param_groups[:] = [part for group in optimizer.param_groups for part in _by_mesh(group)]
+        return optimizer
+    kind, known = type(optimizer), inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+    make: Any = partial(HostOptimizer, kind=kind) if on_host else kind
+    try:
+        if share:
+            return _zero()(optimizer.param_groups, make, process_group=group, **options)  # type: ignore[no-any-return]
+        return make(optimizer.param_groups, **options)  # type: ignore[no-any-return]
+    except (TypeError, ValueError, RuntimeError) as error:
+        how = 'parallel="zero1"' if share else 'offload="optimizer"'
+        raise TaskError(
+            f"{how}: the {kind.__name__} cannot be made anew on a part of the parameters: {error}; try another optimizer"
+        ) from error
+
+
+def _check_fused(optimizer: Optimizer) -> None:
+    dealt = any(isinstance(weight, DTensor) for group in optimizer.param_groups for weight in group["params"])
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if dealt and fused and not isinstance(optimizer, torch.optim.Adam):
+        raise SpecError(
+            f"a fused {type(optimizer).__name__} on parameters that ranks share (FSDP2): torch has that for Adam and AdamW only; "
+            'try "foreach" instead'
+        )
+
+
+def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """A group of parameters, parted where they are dealt out over different ranks: foreach and fused take no mixture."""
+    parts: dict[Any, list[nn.Parameter]] = {}
+    for weight in group["params"]:
+        parts.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
+    return [{**group, "params": weights} for weights in parts.values()] if len(parts) > 1 else [group]
+
+
+def _zero() -> Any:
+    """ZeroRedundancyOptimizer; its package warns, when it is imported, of what torch itself does there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer

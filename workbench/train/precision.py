@@ -9,8 +9,10 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from workbench.spec import SpecError
+from workbench.train.dealt import clip_gradients
 
-_TYPES = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
+TYPES = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
+"""What a precision computes in; None = in what the weights have."""
 
 
 class Precision:
@@ -20,18 +22,20 @@ class Precision:
     which is left out. bf16 has the range of fp32 and needs no scale.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, *, by_weights: bool = False) -> None:
         """Check that the device can do it.
 
         Args:
             name: "fp32", "amp_bf16" or "amp_fp16".
             device: where the run computes.
+            by_weights: the model computes in it by itself, since its weights are gathered so (FSDP2); no autocast then.
 
         Raises:
             SpecError: the GPU has no bf16 units (it would emulate them, slower than fp32).
         """
-        self._type = _TYPES[name]
+        self._type = TYPES[name]
         self._device = device
+        self._by_weights = by_weights
         if self._type is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             gpu = torch.cuda.get_device_name(device)
             raise SpecError(f'precision="amp_bf16": {gpu} has no bf16 units and would emulate them; try precision="amp_fp16" or "fp32"')
@@ -41,7 +45,9 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context of the forward pass, loss included. In fp32 none of its own: it may stand inside another's, which tries one out."""
-        return torch.autocast(self._device.type, dtype=self._type) if self._type else contextlib.nullcontext()
+        if self._type is None or self._by_weights:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self._type)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, scaled if need be."""
@@ -56,7 +62,7 @@ class Precision:
         scale = self._scaler.get_scale()
         if clip_grad_norm is not None:
             self._scaler.unscale_(optimizer)  # a norm of scaled gradients would be clipped to nothing
-            nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
+            clip_gradients(model.parameters(), clip_grad_norm, self._device)
         self._scaler.step(optimizer)
         self._scaler.update()
         optimizer.zero_grad()

@@ -17,8 +17,12 @@ import os
 import sys
 import types
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from workbench import failure
+
+if TYPE_CHECKING:
+    from workbench.memory.held import Held
 
 _TEARDOWN_HOME = "torch.distributed.distributed_c10d"
 
@@ -76,7 +80,14 @@ def run(script: str, args: Sequence[str]) -> None:
         raise
     finally:
         if os.getpid() == process:  # a child that the script forked does not speak for its rank
-            failure.conclude(ended)
+            failure.conclude(ended, held=_held)
+
+
+def _held(error: BaseException) -> "Held":
+    """What this process held; torch is loaded already where its memory ran out."""
+    from workbench.measure.holding import held
+
+    return held(error)
 
 
 def _as_from(script: str, error: BaseException) -> BaseException:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from workbench import failure, rundir
+from workbench.measure.holding import held
 from workbench.spec import RunSpec, SpecError
 from workbench.task import resolve
 from workbench.train.loop import train
@@ -56,7 +57,7 @@ def attempt(spec: RunSpec, run_dir: Path, ranks: Ranks) -> bool:
         raise
     except Exception as raised:
         error = raised
-        failure.record(error, run_dir=run_dir, rank=ranks.rank)
+        failure.record(error, run_dir=run_dir, rank=ranks.rank, held=held)
     try:
         ok = ranks.agree(error is None)
     except RuntimeError:

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,16 +11,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from workbench.measure.batches import map_tensors
-from workbench.spec import RunSpec
+from workbench.spec import SHARDED, RunSpec
 from workbench.task import Task, TaskError
+from workbench.train.checkpointing import apply_checkpointing
+from workbench.train.dealt import local
+from workbench.train.layout import Layout
 from workbench.train.loader import build_loader, micro_batches, to_device
-from workbench.train.optimizers import build_optimizer
+from workbench.train.offload import activations_on_host, check_offload, on_host, told
+from workbench.train.optimizers import build_optimizer, place_optimizer
+from workbench.train.parallel import accumulating, distribute, gathered
 from workbench.train.precision import Precision
 from workbench.train.ranks import Ranks
 from workbench.train.schedule import build_scheduler
+from workbench.train.splitting import split_layers
 
 COLLECT_EVERY = 1000
 """Steps between two garbage collections with gc=False: what a model leaves in cycles must go at some time."""
@@ -32,14 +38,26 @@ class Trainer:
     """The model, its loader and its optimizer on one rank, and the steps they take.
 
     Attributes:
-        module: the model itself.
-        model: the module in its DistributedDataParallel.
+        module: the model itself; its parameters are this rank's part of them where the spec shares or splits them.
+        model: the module to call: in its DistributedDataParallel, or `module` itself where FSDP2 shards it.
+        layout: which ranks do what.
         optimizer: as the spec or the task wants it.
         loader: of this rank.
         phase: entered around each phase of a step; a `StepTimer`, or nothing.
     """
 
-    def __init__(self, spec: RunSpec, task: Task, ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        task: Task,
+        ranks: Ranks,
+        group: dist.ProcessGroup | None = None,
+        *,
+        module: nn.Module | None = None,
+        loader: "DataLoader[Any] | None" = None,
+        layout: Layout | None = None,
+        alone: bool = False,
+    ) -> None:
         """Build everything, in an order that gives each rank the same model and other data.
 
         Args:
@@ -47,33 +65,43 @@ class Trainer:
             task: what is trained.
             ranks: this process among the others.
             group: the process group that reduces the gradients; None = that of all.
+            module: the task's model, if it is built already.
+            loader: the batches, if they do not come from the task's dataset.
+            layout: of the ranks, if it is made already.
+            alone: there are no other ranks, and the module is called as it is, as a loop of one's own does.
 
         Raises:
             TaskError: the task's functions do not return what they should.
             SpecError: a knob does not fit this machine or this task.
         """
+        check_offload(spec, ranks.device)
         self.spec, self.task, self.ranks = spec, task, ranks
         self._updates = 0
         self.phase: Phase = _unmarked
         self.take_over()
-        self.precision = Precision(spec.precision, ranks.device)
+        self.layout = Layout.of(spec, ranks, group) if layout is None else layout
+        sharded = spec.parallel in SHARDED
+        self.precision = Precision(spec.precision, ranks.device, by_weights=sharded)
         seed_all(spec.seed)  # the same model on every rank
-        self.module = build_model(task).to(ranks.device)
-        if spec.channels_last:
+        self.module = build_model(task) if module is None else module
+        if not sharded:  # else block by block, when each is dealt out: the whole need not fit
+            self.module = self.module.to(ranks.device)
+        if spec.channels_last and not sharded:
             self.module = self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.optimizer = build_optimizer(self.module, task.optimizer, override=spec.optimizer, lr=spec.lr)
-        self._scheduler = build_scheduler(self.optimizer, spec)
-        own_seed = spec.seed * ranks.world_size + ranks.rank
-        seed_all(own_seed)  # other augmentation and dropout on each
-        self.loader = build_loader(task, spec, ranks, own_seed)
-        on_gpu = ranks.device.type == "cuda"
-        self.model = DistributedDataParallel(
-            self.module,
-            device_ids=[ranks.device.index] if on_gpu else None,
-            bucket_cap_mb=spec.bucket_cap_mb,
-            process_group=group,
-            find_unused_parameters=spec.find_unused_parameters,
+        apply_checkpointing(self.module, spec.checkpointing)
+        split_layers(self.module, task, self.layout, ranks.device)
+        self.model = self.module if alone else distribute(self.module, spec, self.layout, ranks.device)
+        self.optimizer = place_optimizer(
+            build_optimizer(self.module, task.optimizer, override=spec.optimizer, lr=spec.lr),
+            share=spec.parallel == "zero1",
+            group=self.layout.data,
+            on_host=spec.offload == "optimizer" and not sharded,
         )
+        self._scheduler = build_scheduler(self.optimizer, spec)
+        readers = self.layout.readers
+        own_seed = spec.seed * readers.world_size + readers.rank
+        seed_all(own_seed)  # other augmentation and dropout on each
+        self.loader = build_loader(task, spec, readers, own_seed) if loader is None else loader
 
     def take_over(self) -> None:
         """Set what this spec wants of the whole process; another Trainer in it may want something else."""
@@ -90,7 +118,7 @@ class Trainer:
 
     def batches(self) -> Generator[Any, None, None]:
         """Micro-batches without end; see `micro_batches`."""
-        return micro_batches(self.loader, self.spec.accumulation, self.ranks)
+        return micro_batches(self.loader, self.spec.accumulation, self.layout.readers)
 
     def step(self, batches: Sequence[Any]) -> Tensor:
         """One whole optimizer step of `spec.accumulation` micro-batches; its loss."""
@@ -106,8 +134,8 @@ class Trainer:
             batch = to_device(batch, self.ranks.device, non_blocking=self.loader.pin_memory)
             if self.spec.channels_last:
                 batch = map_tensors(_channels_last, batch)
-        with contextlib.nullcontext() if last else self.model.no_sync():
-            with self.phase("forward"), self.precision.autocast():
+        with accumulating(self.model, last=last):
+            with self.phase("forward"), self.precision.autocast(), self._saving():
                 loss = loss_of(self.task, self.model, batch) / self.spec.accumulation
             with self.phase("backward"):
                 self.precision.backward(loss)
@@ -115,12 +143,46 @@ class Trainer:
 
     def update(self) -> None:
         """Let the optimizer use the gradients, and clear them."""
-        with self.phase("optimizer"):
+        with self.phase("optimizer"), self._stepping():
             if self.precision.step(self.optimizer, self.model, clip_grad_norm=self.spec.clip_grad_norm):
                 self._scheduler.step()
         self._updates += 1
         if not self.spec.gc and self._updates % COLLECT_EVERY == 0:
             gc.collect()
+
+    def _saving(self) -> AbstractContextManager[Any]:
+        return activations_on_host() if self.spec.offload == "activations" else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Around an optimizer's step that FSDP2 has put on the host, for dry runs."""
+        if self.spec.offload != "optimizer" or self.spec.parallel not in SHARDED:
+            yield
+            return
+        for weight in self.module.parameters():
+            if weight.grad is not None:
+                told(local(weight.grad))
+        with on_host():
+            yield
+
+    def figures(self) -> dict[str, float]:
+        """The task's evaluation, on rank 0; the others get none. All ranks have to come here where the model is shared or split.
+
+        A shared or split model is gathered on rank 0: it evaluates a whole one, as it is without.
+
+        Raises:
+            TaskError: it did not return numbers by name.
+        """
+        dealt = self.spec.parallel in SHARDED or self.layout.tensor is not None
+        first = self.ranks.rank == 0
+        if not dealt:
+            return evaluate(self.task, self.module) if first else {}
+        weights = gathered(self.module, keep=first)
+        if not first:
+            return {}
+        whole = build_model(self.task)
+        whole.load_state_dict(weights)
+        return evaluate(self.task, whole.to(self.ranks.device))
 
 
 def _channels_last(tensor: Tensor) -> Tensor:
@@ -167,3 +229,19 @@ def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
             "over the batch: try loss.mean()"
         )
     return loss.reshape(())
+
+
+def evaluate(task: Task, module: nn.Module) -> dict[str, float]:
+    """The task's evaluation of a whole model: in evaluation mode, without gradients, in fp32.
+
+    Raises:
+        TaskError: it did not return numbers by name.
+    """
+    assert task.evaluate is not None
+    module.eval()
+    with torch.no_grad():
+        figures = task.evaluate(module)
+    try:
+        return {str(name): float(value) for name, value in figures.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise TaskError(f"the task's evaluate(model) returned {figures!r:.100}; numbers by name are wanted: {{'accuracy': 0.9}}") from None

@@ -3,28 +3,24 @@
 import functools
 import math
 import os
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import ipywidgets
 
-from workbench import diagnosing
+from workbench import diagnosing, units
 from workbench.diagnosis.diagnosis import Diagnosis
 from workbench.diagnosis.model import StepModel
 from workbench.diagnosis.parts import Parts
 from workbench.diagnosis.proof import Ladder
 from workbench.diagnosis.remedy import Remedy
-from workbench.failure import RunError
 from workbench.spec import RunSpec
 from workbench.widgets import doctor_faces, faces
+from workbench.widgets.background import Background
 from workbench.widgets.knobs import Knobs, standing
 from workbench.widgets.style import Style
 from workbench.widgets.whatif import WhatIf, what_if
 
-TICK = 0.5
-"""Seconds between two words about a measurement that runs."""
 CLIMB = 10
 """A climb may take as many times the budget of a measurement: each of its rungs is a diagnosis and a proof."""
 
@@ -33,6 +29,7 @@ class ThroughputDoctor:
     """Knobs with the step they are predicted to make, beside the measured one; a verdict, its reason, and remedies that can be proved.
 
     Turning a knob asks a model and starts nothing. Measure, Prove and Climb run experiments, one at a time, in a thread of their own.
+    Stop ends what was launched for them.
 
     Attributes:
         spec: what is measured now; None if the diagnosis is of a step in this process.
@@ -41,7 +38,7 @@ class ThroughputDoctor:
         ladder: what a climb found.
         num_workers, prefetch_factor, micro_batch, precision, nproc_per_node: the knobs; `.value` turns one.
         knobs: all of them.
-        measure, climb: buttons.
+        measure, climb, stop: buttons.
         proves: the remedies' buttons, by name.
         bars, verdict, remedies, ladder_view, problem, status: what is shown.
         widget: everything in one box.
@@ -72,7 +69,6 @@ class ThroughputDoctor:
         self._promised: WhatIf | None = None
         self._model: StepModel | None = None
         self._now: Parts | None = None
-        self._busy = threading.Lock()
         given = target.spec if isinstance(target, Diagnosis) else target
         self.spec = given if isinstance(given, RunSpec) else None
         self._make_widgets()
@@ -85,11 +81,13 @@ class ThroughputDoctor:
         self._allow()
 
     def _make_widgets(self) -> None:
+        self._background, self._holds = Background(self._allow), False
+        self.status, self.problem, self.stop = self._background.status, self._background.problem, self._background.stop
         self.knobs = Knobs(self._turned)
         found = self.knobs.widgets
         self.num_workers, self.prefetch_factor, self.micro_batch = found["num_workers"], found["prefetch_factor"], found["micro_batch"]
         self.precision, self.nproc_per_node = found["precision"], found["nproc_per_node"]
-        self.head, self.status, self.problem, self.bars, self.verdict, self.ladder_view = (ipywidgets.HTML() for _ in range(6))
+        self.head, self.bars, self.verdict, self.ladder_view = (ipywidgets.HTML() for _ in range(4))
         self.remedies = ipywidgets.VBox().add_class("wb-remedies")
         self.proves: dict[str, ipywidgets.Button] = {}
         self.measure = ipywidgets.Button(
@@ -101,7 +99,7 @@ class ThroughputDoctor:
         for button, pressed in ((self.measure, self._measure), (self.climb, self._climb)):
             button.add_class("wb-go")
             button.on_click(pressed)
-        buttons = ipywidgets.HBox([self.measure, self.climb]).add_class("wb-buttons")
+        buttons = ipywidgets.HBox([self.measure, self.climb, self.stop]).add_class("wb-buttons")
         top = ipywidgets.HBox([self.head.add_class("wb-status"), buttons]).add_class("wb-top")
         shown = [top, self.status, self.problem, self.knobs.box, self.bars, self.verdict, self.remedies, self.ladder_view, Style()]
         self.widget = ipywidgets.VBox(shown).add_class("wb-panel").add_class("wb-doctor")
@@ -144,6 +142,7 @@ class ThroughputDoctor:
         if not one.provable:
             return ipywidgets.HBox([words]).add_class("wb-choice")
         button = ipywidgets.Button(description="Prove", tooltip=f"Run {one.name} in turns with the step as it is, and see what it gains")
+        button.disabled = self._background.busy  # until what runs has ended
         button.add_class("wb-prove")
         button.on_click(functools.partial(self._prove, one))
         self.proves[one.name] = button
@@ -191,53 +190,30 @@ class ThroughputDoctor:
         assert chosen is not None
 
         def work() -> None:
-            self.ladder = diagnosing.climb(chosen, budget_s=CLIMB * self._budget, runs_dir=self._runs_dir)
+            ladder = diagnosing.climb(chosen, budget_s=CLIMB * self._budget, runs_dir=self._runs_dir)
+            self._background.heed()  # a rung that was stopped is none that failed
+            self.ladder = ladder
             self.ladder_view.value = doctor_faces.ladder(self.ladder)
 
         self._start("climbing: the best remedy is proved and kept, again and again", work, CLIMB * self._budget)
 
     def _start(self, what: str, work: Callable[[], None], budget_s: float, *, hold: bool = False) -> None:
-        """Run something in a thread, unless something runs: a callback returns at once, since cells may wait for its thread."""
-        if not self._busy.acquire(blocking=False):
+        """Run something, unless something runs; `hold`: the knobs stay where they are meanwhile."""
+        if self._background.busy:
             return
-        self.problem.value = ""
-        self._allow()
-        self.knobs.hold(hold)
-        self.status.value = doctor_faces.waiting(what, 0.0, budget_s)
-        over = threading.Event()
-
-        def tell() -> None:
-            begin = time.monotonic()
-            while not over.wait(TICK):
-                self.status.value = doctor_faces.waiting(what, time.monotonic() - begin, budget_s)
-
-        def job() -> None:
-            clock = threading.Thread(target=tell, name="doctor's clock", daemon=True)
-            clock.start()
-            try:
-                work()
-            except RunError as error:
-                self.problem.value = faces.failure(error.failure)
-            except Exception as error:  # whatever a user's step raises belongs into the panel: nobody reads what a thread leaves behind
-                self.problem.value = faces.alert(str(error), f"{type(error).__name__}: ")
-            finally:
-                over.set()
-                clock.join()
-                self.status.value = ""
-                self._busy.release()
-                self._allow()
-                self.knobs.hold(False)
-
-        threading.Thread(target=job, name="doctor", daemon=True).start()
+        self._holds = hold
+        endless = "" if self.spec else f"A step of this process cannot be stopped: it ends by itself, after about {units.seconds(budget_s)}"
+        self._background.start(what, work, budget_s, endless=endless)
 
     def _allow(self) -> None:
         """Buttons can be pressed where there is something to run, and while nothing runs."""
-        busy = self._busy.locked()
+        busy = self._background.busy
         here = isinstance(getattr(self.result, "subject", None), diagnosing.Here)
         self.measure.disabled = busy or not (self.spec or here)
         self.climb.disabled = busy or self.spec is None
         for button in self.proves.values():
             button.disabled = busy
+        self.knobs.hold(busy and self._holds)
 
     # --- how it shows itself
 

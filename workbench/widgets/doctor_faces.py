@@ -179,6 +179,11 @@ def waiting(what: str, seconds: float, budget_s: float) -> str:
     )
 
 
+def stopped(what: str) -> str:
+    """That somebody stopped what ran."""
+    return f'<div class="wb-what" role="status">stopped while {escape(what)}</div>'
+
+
 def static(title: str, result: Diagnosis | None, then: WhatIf | None, climbed: Ladder | None) -> str:
     """The face that needs no kernel."""
     head = f"<p><strong>Throughput doctor</strong> · {escape(title)}"

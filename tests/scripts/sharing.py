@@ -1,0 +1,153 @@
+"""Two ranks train small models under each set of knobs in a JSON file, name → [task, knobs], and rank 0 writes what came of it beside.
+
+After that they train the specs of run directories, as a launch does.
+"""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workbench import rundir
+from workbench.data.samples import ByteText
+from workbench.spec import RunSpec
+from workbench.task import Task
+from workbench.train.dealt import local
+from workbench.train.models import Gpt, ResNet
+from workbench.train.offload import Pretence, pretended
+from workbench.train.ranks import Ranks
+from workbench.train.sweep import train_all
+from workbench.train.trainer import Trainer
+
+PLAN = {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise", "head": "colwise_rep"}
+
+
+class Dropping(Gpt):
+    """With dropout: what is computed anew has to draw the same random numbers again. Unlike from rank to rank when it is built."""
+
+    def __init__(self) -> None:
+        super().__init__(length=16, width=32, layers=3, heads=4)
+        for layer in self.layers:
+            layer.mlp.append(nn.Dropout(0.1))  # type: ignore[operator,union-attr]
+
+
+def next_byte(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def squares(model: nn.Module) -> dict[str, float]:
+    """Of an evaluation that takes the weights to be whole."""
+    assert not model.training
+    loss = next_byte(model, torch.arange(34).view(2, 17))
+    return {"squares": sum(float(weight.double().square().sum()) for weight in model.parameters()), "loss": float(loss)}
+
+
+def gpt(**changes: Any) -> Task:
+    known: dict[str, Any] = {
+        "model": lambda: Gpt(length=16, width=32, layers=3, heads=4),
+        "dataset": lambda: ByteText(length=16),
+        "loss": next_byte,
+        "evaluate": squares,
+        "tensor_parallel": PLAN,
+    }
+    return Task(**known | changes)
+
+
+def dropping() -> Task:
+    return gpt(model=Dropping)
+
+
+def unplanned() -> Task:
+    return gpt(tensor_parallel=None)
+
+
+def grouped() -> Task:
+    """An optimizer of the user's own, with two groups."""
+
+    def build(weights: Any) -> torch.optim.Optimizer:
+        both: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for weight in weights:
+            both[weight.ndim > 1].append(weight)
+        return torch.optim.AdamW([{"params": both[True], "weight_decay": 0.3}, {"params": both[False], "weight_decay": 0.0}], lr=0.003)
+
+    return gpt(optimizer=build)
+
+
+def unseeded() -> Task:
+    """Each rank would build another model."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(dist.get_rank())
+        return Gpt(length=16, width=32, layers=3, heads=4)
+
+    return gpt(model=build)
+
+
+def tied() -> Task:
+    """One weight for two layers, and a layer that does not learn."""
+
+    def build() -> nn.Module:
+        model = Gpt(length=16, width=32, layers=3, heads=4)
+        model.head.weight = model.tokens.weight
+        model.layers[1].requires_grad_(False)
+        return model
+
+    return gpt(model=build)
+
+
+def pictures() -> Task:
+    images = [(torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(i)), i % 4) for i in range(128)]
+    return gpt(
+        model=lambda: ResNet(classes=4, width=8),
+        dataset=lambda: images,
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        evaluate=None,
+    )
+
+
+def trained(task: Task, knobs: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """The mean loss of each step over the ranks, the evaluation, this rank's number of parameters."""
+    spec = RunSpec(**{"task": "made-here", "device": "cpu", "micro_batch": 4, "steps": 5, "nproc_per_node": 2, **knobs})
+    on_host: list[int] = []
+    pretence = Pretence(born=lambda tensor: on_host.append(tensor.nbytes), working=contextlib.nullcontext)
+    with pretended(pretence) if spec.offload != "none" else contextlib.nullcontext():
+        trainer = Trainer(spec, task, ranks)
+        losses = []
+        with contextlib.closing(trainer.batches()) as batches:
+            for _ in range(spec.steps):
+                loss = trainer.step([next(batches) for _ in range(spec.accumulation)])
+                dist.all_reduce(loss)
+                losses.append(loss.item() / 2)
+        figures = trainer.figures() if task.evaluate else {}
+    here = sum(local(weight).numel() for weight in trainer.module.parameters())
+    states = getattr(trainer.optimizer, "optim", trainer.optimizer).state.values()
+    kept = sum(local(value).numel() for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim)
+    return {"losses": losses, "figures": figures, "weights": here, "states": kept, "host": sum(on_host)}
+
+
+def main(path: str, *run_dirs: str) -> None:
+    cases = json.loads(Path(path).read_text())
+    ranks = Ranks.join(RunSpec(task="made-here", device="cpu"))
+    results = {}
+    for name, (task, knobs) in cases.items():
+        try:
+            results[name] = trained(globals()[task](), knobs, ranks)
+        except ValueError as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
+    if ranks.rank == 0:
+        Path(path).with_suffix(".out").write_text(json.dumps(results))
+    folders = [Path(name) for name in run_dirs]
+    if folders:
+        train_all([RunSpec.from_json(rundir.read_json(folder / rundir.RUN_JSON)["spec"]) for folder in folders], folders, ranks)
+    ranks.agree(True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,102 @@
+"""Dry runs of one rank among many: what is shared is shared, what is not is whole."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import workbench as wb
+from workbench.train.models import Gpt
+
+WEIGHTS = 4 * sum(weight.numel() for weight in Gpt(vocabulary=512, length=32, width=64, layers=4, heads=2).parameters())
+BATCH = torch.zeros(2, 33, dtype=torch.int64)
+
+
+def gpt() -> nn.Module:
+    return Gpt(vocabulary=512, length=32, width=64, layers=4, heads=2)
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def estimate(world_size: int, device: str = "cpu", **knobs: Any) -> wb.MemoryBreakdown:
+    return wb.estimate_memory(gpt, BATCH, loss=loss, device=device, world_size=world_size, **knobs)
+
+
+def test_ddp_keeps_buckets_beside_the_gradients() -> None:
+    alone, two = estimate(1), estimate(2)
+    assert alone.largest["gradients"] == WEIGHTS
+    assert two.largest["gradients"] == 2 * WEIGHTS
+    assert estimate(64).total == two.total
+    views = estimate(2, gradient_as_bucket_view=True).largest["gradients"]
+    assert WEIGHTS <= views < 1.2 * WEIGHTS  # each gradient is beside its bucket until it has been copied
+
+
+def test_a_spec_has_ddp_on_one_rank_too() -> None:
+    spec = wb.RunSpec(task="text-gpt", micro_batch=2)
+    breakdown = wb.estimate_memory(spec, device="cpu")
+    assert breakdown.largest["gradients"] == 2 * breakdown.parameters
+
+
+def test_zero1_deals_out_whole_parameters() -> None:
+    states = {ranks: estimate(ranks, parallel="zero1").largest["optimizer_states"] for ranks in (2, 64, 1024)}
+    assert WEIGHTS < states[2] < 1.1 * WEIGHTS
+    largest = 2 * 4 * 512 * 64  # two moments of the largest parameter
+    assert largest <= states[64] < 1.1 * largest
+    assert states[1024] == states[64]
+
+
+def test_the_fullest_rank_is_reported() -> None:
+    breakdowns = [estimate(3, parallel="zero1", rank=rank) for rank in range(3)]
+    reported = estimate(3, parallel="zero1")
+    assert reported.largest["optimizer_states"] == max(breakdown.largest["optimizer_states"] for breakdown in breakdowns)
+    assert breakdowns[reported.rank].total == reported.total
+
+
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_fsdp_shares_everything(ranks: int) -> None:
+    breakdown = estimate(ranks, parallel="fsdp")
+    assert breakdown.largest["optimizer_states"] == pytest.approx(2 * WEIGHTS / ranks, rel=0.35)  # rows are dealt out whole, and counters
+    on_gpu = estimate(ranks, "cuda", parallel="fsdp")  # to which the host's whole model comes block by block
+    assert on_gpu.largest["parameters"] < 0.9 * WEIGHTS + WEIGHTS / ranks
+    assert estimate(ranks, "cuda", parallel="zero2").largest["parameters"] > on_gpu.largest["parameters"]
+
+
+def test_groups_share_under_hsdp() -> None:
+    assert (
+        estimate(16, parallel="hsdp", shard_ranks=4).largest["optimizer_states"] == estimate(4, parallel="fsdp").largest["optimizer_states"]
+    )
+
+
+def test_a_thousand_ranks() -> None:
+    batch = torch.zeros(2, 8), torch.zeros(2, 2048)
+    breakdown = wb.estimate_memory(lambda: nn.Linear(8, 2048), batch, device="cpu", world_size=1024, parallel="fsdp", precision="amp_bf16")
+    assert breakdown.world_size == 1024
+    assert breakdown.largest["optimizer_states"] == pytest.approx(2 * 4 * 9 * 2, abs=16)  # two moments of two rows and their biases
+
+
+def test_layers_can_be_split() -> None:
+    plan = {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}
+    task = wb.Task(model=gpt, dataset=lambda: [BATCH[0]] * 4, loss=loss, tensor_parallel=plan)
+    split = wb.estimate_memory(task, micro_batch=2, device="cpu", world_size=4, tensor_parallel=4)
+    assert (
+        split.largest["optimizer_states"] < wb.estimate_memory(task, micro_batch=2, device="cpu", world_size=4).largest["optimizer_states"]
+    )
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_offloaded_states_do_not_count(parallel: str) -> None:
+    def on_gpu(**knobs: Any) -> wb.MemoryBreakdown:
+        return wb.estimate_memory(gpt, BATCH, loss=loss, world_size=2, parallel=parallel, **knobs)
+
+    assert on_gpu(offload="optimizer").largest["optimizer_states"] == 0
+    assert on_gpu().largest["optimizer_states"] > 0
+
+
+def test_offloaded_activations_do_not_count() -> None:
+    kept = wb.estimate_memory(gpt, BATCH, loss=loss)
+    gone = wb.estimate_memory(gpt, BATCH, loss=loss, offload="activations")
+    assert gone.largest["activations"] < kept.largest["activations"] / 2

@@ -1,0 +1,169 @@
+"""Dry run: training steps on fake tensors, written down by a Recorder; nothing is computed, and the process is left as it was."""
+
+import contextlib
+import random
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from workbench.estimate import building, compat
+from workbench.estimate.answers import Answers, name_of
+from workbench.estimate.semantics import cuda_semantics
+from workbench.estimate.sums import Sums
+from workbench.measure.batches import map_tensors
+from workbench.measure.storages import Recorder
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "_grouped_mm", "_scaled_mm")
+"""Operators that go to cuBLAS."""
+
+_RECURRENT = "recurrent layers on the CPU: what oneDNN keeps for their backward is not known, and taken as 0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """What a dry run has to know of the GPU that it pretends to be on."""
+
+    precision: torch.dtype | None = None
+    """Of autocast; None = no autocast."""
+    capability: tuple[int, int] | None = None
+    """Compute capability; None = not known."""
+    workspace: int = 0
+    """Bytes that cuBLAS takes from the allocator at its first matrix product in a thread."""
+
+
+class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
+    """A Recorder of fake tensors, which answers where a value is asked for.
+
+    Attributes:
+        answers: what was said.
+        sums: tells the sums of gradients.
+    """
+
+    def __init__(self, gpu: Gpu | None) -> None:
+        super().__init__(host_counters=gpu is not None)
+        self.answers = Answers()
+        self.sums = Sums()
+        self._workspace = gpu.workspace if gpu else 0
+        self._handles: set[bool] = set()
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator on fake tensors, or answer it."""
+        name = name_of(func)
+        if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
+            return self.answers.of(args[0], count=self.now != "optimizer")
+        if name == "equal":
+            return self.answers.same(args[0], args[1])
+        if name == "mkldnn_rnn_layer" and _RECURRENT not in self.log.notes:
+            self.log.notes.append(_RECURRENT)
+        if self._workspace and name in _PRODUCTS:
+            self._take_workspace()
+        in_place = name == "add" and self.now in ("init", "backward") and self.sums.in_place(func, args, kwargs)
+        out = _product(func, args, kwargs) if name == "_grouped_mm" else func(*args, **kwargs)
+        if in_place:
+            self.hand_over(args[0], out)
+        self.answers.learn(name, args, out)
+        return out
+
+    def hand_over(self, tensor: Tensor, heir: Tensor) -> None:
+        """The storage of a tensor is its heir's from now on, which has none of its own."""
+        index = self._live.pop(tensor.untyped_storage()._cdata, None)
+        if index is not None:
+            storage = heir.untyped_storage()
+            self._live[storage._cdata] = index
+            weakref.finalize(storage, self._died, storage._cdata, index).atexit = False
+
+    def _take_workspace(self) -> None:
+        """Once in a thread: CUDA's backward runs in one of its own, and cuBLAS has a handle for each."""
+        if (backward := self.now == "backward") not in self._handles:
+            self._handles.add(backward)
+            self.log.records[self.charge(self._workspace, "workspace", "cublas")].module = ""  # it is nobody's in particular
+
+
+def _product(func: Any, args: Any, kwargs: Any) -> Any:
+    """A grouped product, of which torch's shape rule wants bf16, where the product itself takes other types, too."""
+    dtype = args[0].dtype
+    if dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    as_wanted = [arg.to(torch.bfloat16) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
+    like = func(*as_wanted, **kwargs | ({"out_dtype": None} if "out_dtype" in kwargs else {}))
+    return torch.empty_strided(like.shape, like.stride(), dtype=dtype)
+
+
+@dataclass(slots=True, kw_only=True)
+class DryRun:
+    """A place where everything is fake."""
+
+    recorder: FakeRecorder
+    """Active inside; enter its `hooks()` once the model stands."""
+
+    def model(self, model: nn.Module) -> None:
+        """Put fakes in the place of a model's tensors, in place; nothing of it is recorded yet."""
+        with self.recorder.pause():
+            building.materialise(model, building.fake_like)
+
+    @contextlib.contextmanager
+    def host(self, model: nn.Module) -> Iterator[None]:
+        """On entering, a model's parameters lie in the host's memory; on leaving, those that are still there come to the device.
+
+        In between they may have been replaced by parts of them, which are on the device.
+        """
+        whole = list(model.parameters())
+        for parameter in whole:
+            self.recorder.leave_out(parameter)
+        yield
+        kept = {id(parameter) for parameter in model.parameters()}
+        for parameter in whole:
+            if id(parameter) in kept:
+                self.recorder.bring(parameter)
+
+    def batch(self, example: Any) -> Any:
+        """A fresh fake batch with the shapes of an example, recorded as an input."""
+
+        def make(tensor: Tensor) -> Tensor:
+            with self.recorder.pause():
+                fake = building.fake_like(tensor)
+            self.recorder.track(fake, "input")
+            return fake
+
+        return map_tensors(make, example)
+
+
+@contextlib.contextmanager
+def dry_run(gpu: Gpu | None) -> Iterator[DryRun]:
+    """Inside, tensors are fake and recorded; on leaving, an error or not, nothing is changed in this process.
+
+    Garbage collection should be off around it (`measure.storages.collected_before`), and the state kept (`kept_state`).
+
+    Args:
+        gpu: whose memory behaviour to have; None = that of a CPU.
+    """
+    with compat.fake_tensors(), compat.movable_modules(), compat.foreach_on_fakes():
+        semantics = cuda_semantics(gpu.precision, gpu.capability) if gpu else contextlib.nullcontext()
+        with semantics as met:
+            recorder = FakeRecorder(gpu)
+            with recorder:
+                with recorder.pause():
+                    recorder.sums.learn()
+                yield DryRun(recorder=recorder)
+            recorder.log.notes += [*(met.notes if met else ()), *recorder.answers.notes]
+
+
+@contextlib.contextmanager
+def kept_state() -> Iterator[None]:
+    """On leaving, the random generators and the number of threads are as they were; inside, tensors are made on the CPU by default."""
+    threads, generators = torch.get_num_threads(), (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    elsewhere = torch.get_default_device().type != "cpu"
+    try:
+        with torch.device("cpu") if elsewhere else contextlib.nullcontext():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(generators[0])
+        np.random.set_state(generators[1])
+        random.setstate(generators[2])

@@ -1,0 +1,151 @@
+"""Examples: a batch whose shapes are those of a run, and the loss of a model for which none is given."""
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, default_collate
+
+from workbench.estimate.refusals import EstimateError, described
+from workbench.measure.batches import map_tensors, tensors_of
+from workbench.measure.loop import samples_in
+from workbench.task import Task
+
+SAMPLES = 16
+"""Different samples that are made for a batch; they repeat in it, since only shapes matter."""
+
+
+def sample_batch(task: Task, count: int) -> Any:
+    """A batch of a task's dataset, collated as its loader would.
+
+    Args:
+        task: whose dataset and collate function to use.
+        count: samples in it.
+
+    Raises:
+        EstimateError: the dataset has no sample, or its samples cannot be collated.
+    """
+    dataset = task.dataset()
+    if isinstance(dataset, IterableDataset):
+        samples = list(itertools.islice(dataset, min(count, SAMPLES)))
+    else:
+        samples = [dataset[i] for i in range(min(count, SAMPLES, len(dataset)))]
+    if not samples:
+        raise EstimateError(f"the task's dataset, a {type(dataset).__name__}, has no sample: an estimate needs one for its shape")
+    try:
+        return (task.collate or default_collate)([samples[i % len(samples)] for i in range(count)])
+    except Exception as error:
+        raise EstimateError(f"the samples of the task's dataset cannot be collated: {type(error).__name__}: {error}") from error
+
+
+def resized(batch: Any, *, samples: int | None = None, sequence: int | None = None, image: int | None = None) -> Any:
+    """A batch of the same kind with other shapes; tensors in it have shapes only (torch's meta device) where they change.
+
+    Args:
+        batch: of tensors in any containers.
+        samples: size of the first dimension.
+        sequence: size of each dimension that is as long as the batch's sequences: the second one of its first integer tensor, or of the
+            first tensor with three dimensions.
+        image: side in pixels: the last two dimensions of tensors with four.
+
+    Raises:
+        EstimateError: the batch has no such dimension.
+    """
+    tensors = tensors_of(batch)
+    count, length = samples_in(batch), _length(tensors)
+    if samples is not None and count is None:
+        raise EstimateError(f"micro_batch={samples}: it cannot be told where the samples lie in the batch ({described(batch)})")
+    if sequence is not None and length is None:
+        raise EstimateError(f"sequence={sequence}: the batch ({described(batch)}) has no tensor of shape (samples, sequence)")
+    if image is not None and not any(tensor.dim() == 4 for tensor in tensors):
+        raise EstimateError(f"image={image}: the batch ({described(batch)}) has no tensor of shape (samples, channels, height, width)")
+
+    def other(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        if samples is not None and shape and shape[0] == count:
+            shape[0] = samples
+        if sequence is not None:
+            shape[1:] = [sequence if size == length else size for size in shape[1:]]
+        if image is not None and len(shape) == 4:
+            shape[2:] = [image, image]
+        return tensor if shape == list(tensor.shape) else torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    return map_tensors(other, batch)
+
+
+def _length(tensors: list[Tensor]) -> int | None:
+    whole = [tensor for tensor in tensors if tensor.dim() == 2 and not tensor.dtype.is_floating_point]
+    deep = [tensor for tensor in tensors if tensor.dim() == 3]
+    found = next(iter(whole + deep), None)
+    return None if found is None else found.shape[1]
+
+
+class DefaultLoss:
+    """A loss for a model that came without one.
+
+    The model gets the batch as its arguments (a mapping by name) or, where it takes fewer, the first parts of it. The loss is `output.loss`
+    or `output["loss"]` if there is one, the output itself if it is one number; the cross-entropy with whole numbers that are left over of
+    the batch and fit, the squared error with others that fit; else the mean of the output.
+
+    Attributes:
+        how: what it was when it was last computed, in words.
+    """
+
+    def __init__(self) -> None:
+        self.how = ""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        rest: list[Any] = []
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        elif isinstance(batch, list | tuple):
+            taken = _taken(getattr(model, "module", model), batch)
+            output, rest = model(*batch[:taken]), list(batch[taken:])
+        else:
+            output = model(batch)
+        loss, self.how = _one_number(output, rest)
+        return loss
+
+
+def _taken(model: nn.Module, batch: list[Any] | tuple[Any, ...]) -> int:
+    """Leading parts of a batch that the model's forward takes."""
+    try:
+        kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    except (TypeError, ValueError):
+        return len(batch)
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return len(batch) if len(kinds) > 1 or len(batch) < 2 else 1
+    return min(len(batch), sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds))
+
+
+def _one_number(output: Any, rest: list[Any]) -> tuple[Tensor, str]:
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own.mean(), "the output's own"
+    floats = [tensor for tensor in _outputs(output) if tensor.dtype.is_floating_point]
+    if not floats:
+        raise EstimateError(
+            f"the model's output, a {type(output).__name__}, has no tensor to make a loss of: give loss=lambda model, batch: …"
+        )
+    first = floats[0]
+    if first.numel() == 1:
+        return first.reshape(()), "the output itself"
+    for target in rest:
+        if not isinstance(target, Tensor):
+            continue
+        if not target.dtype.is_floating_point and first.shape[:-1] == target.shape and first.dim() > 1:
+            return F.cross_entropy(first.flatten(0, -2), target.flatten()), "the cross-entropy of the output and the batch's last part"
+        if target.dtype.is_floating_point and first.shape == target.shape:
+            return F.mse_loss(first, target), "the squared error of the output and the batch's last part"
+    return first.mean(), "the mean of the output"
+
+
+def _outputs(output: Any) -> list[Tensor]:
+    if dataclasses.is_dataclass(output) and not isinstance(output, Mapping | type):
+        return tensors_of([getattr(output, field.name) for field in dataclasses.fields(output)])
+    return tensors_of(list(output.values()) if isinstance(output, Mapping) else output)

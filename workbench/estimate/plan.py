@@ -1,0 +1,164 @@
+"""Plan: what is estimated, with nothing left to choose; made of whatever a user gives."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench import task as tasks
+from workbench.device import Device
+from workbench.estimate.building import copied
+from workbench.estimate.dry import Gpu
+from workbench.estimate.examples import DefaultLoss, resized, sample_batch
+from workbench.measure.loop import samples_in
+from workbench.memory.outside import cublas_workspace
+from workbench.spec import SHARDED, RunSpec, check_names
+from workbench.task import Task
+
+CAPABILITIES = {
+    "B200": (10, 0),
+    "H200": (9, 0),
+    "H100-SXM": (9, 0),
+    "H100-PCIe": (9, 0),
+    "A100-80GB": (8, 0),
+    "A100-40GB": (8, 0),
+    "L40S": (8, 9),
+    "L4": (8, 9),
+    "A10": (8, 6),
+    "V100-32GB": (7, 0),
+    "T4": (7, 5),
+    "RTX-4090": (8, 9),
+    "RTX-3090": (8, 6),
+}
+"""Device → compute capability, by which kernels are chosen. Source: developer.nvidia.com/cuda-gpus."""
+PRECISIONS = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
+"""Precision → the type of autocast, unless FSDP2 stands in its place."""
+STEPS = 2
+"""Optimizer steps that tell everything: the optimizer's states are born in the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is estimated, with nothing left to choose."""
+
+    spec: RunSpec
+    """Every knob; its nproc_per_node is the world size."""
+    task: Task
+    """Whose model, loss and optimizer."""
+    example: Any
+    """A batch; only its shapes count."""
+    device: str
+    """"cpu", "cuda" (any GPU) or a device's name: whose memory behaviour."""
+    rank: int | None = None
+    """Rank that is reported; None = the one with the most."""
+    steps: int = STEPS
+    """Optimizer steps."""
+    own_loop: bool = False
+    """The loop is the user's own, without DDP on one rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.spec.nproc_per_node
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """Whose memory behaviour to have; None = a CPU's."""
+        if self.device == "cpu":
+            return None
+        capability = CAPABILITIES.get(self.device)
+        precision = None if self.spec.parallel in SHARDED else PRECISIONS[self.spec.precision]
+        return Gpu(precision=precision, capability=capability, workspace=cublas_workspace(capability))
+
+    @property
+    def title(self) -> str:
+        """What is estimated, in one line."""
+        spec, optimizer = self.spec, self.spec.optimizer or self.task.optimizer
+        words = [self.task.name or spec.task, f"{spec.micro_batch} samples"]
+        words += [f"{spec.accumulation} micro-batches"] if spec.accumulation > 1 else []
+        words += [spec.precision, optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "own optimizer")]
+        words += [f"checkpointing {spec.checkpointing}"] if spec.checkpointing != "none" else []
+        words += [f"{spec.parallel} on {self.world_size} ranks"] if self.world_size > 1 else []
+        return ", ".join(words)
+
+
+def plan_of(
+    target: Any,
+    batch: Any = None,
+    *,
+    loss: Callable[[Any, Any], Any] | None = None,
+    optimizer: str | Callable[[Any], Any] | None = None,
+    device: str | Device = "cuda",
+    steps: int = STEPS,
+    world_size: int | None = None,
+    rank: int | None = None,
+    sequence: int | None = None,
+    image: int | None = None,
+    **knobs: Any,
+) -> Plan:
+    """What `workbench.estimating.estimate_memory` estimates, and with its arguments; see there."""
+    check_names(RunSpec, knobs)
+    for what, value, least in (("steps", steps, 1), ("rank", rank, 0), ("sequence", sequence, 1), ("image", image, 1)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ValueError(f"{what}={value!r}: a whole number of at least {least} is allowed")
+    name = device_name(device)
+    if world_size is not None:
+        knobs["nproc_per_node"] = world_size
+    spec, task = _spec_and_task(target, batch, loss, optimizer, knobs)
+    if batch is None:
+        batch = sample_batch(task, spec.micro_batch)
+    asked = knobs.get("micro_batch")
+    batch = resized(batch, samples=asked, sequence=sequence, image=image)
+    count = samples_in(batch)
+    if count and count != spec.micro_batch:
+        spec = spec.replace(micro_batch=count)
+    own_loop = not isinstance(target, RunSpec | Task) and spec.nproc_per_node == 1
+    return Plan(spec=spec, task=task, example=batch, device=name, rank=rank, steps=steps, own_loop=own_loop)
+
+
+def device_name(device: str | Device) -> str:
+    """ "cpu", "cuda" or the name of a device in the table.
+
+    Raises:
+        ValueError: an unknown one.
+    """
+    if isinstance(device, Device):
+        return device.name
+    if not isinstance(device, str):
+        raise ValueError(f'device={device!r}: "cuda" (any GPU), "cpu", a name such as "H200", or a wb.Device is allowed')
+    return device if device in ("cpu", "cuda") else Device.named(device).name
+
+
+def _spec_and_task(target: Any, batch: Any, loss: Any, optimizer: Any, knobs: dict[str, Any]) -> tuple[RunSpec, Task]:
+    chosen: dict[str, Any] = {"optimizer": optimizer} if isinstance(optimizer, str) else {}
+    if isinstance(target, RunSpec):
+        spec, task = target.replace(**knobs, **chosen), tasks.resolve(target.task)
+    elif isinstance(target, Task):
+        spec, task = RunSpec(task=target.name or "task", **knobs, **chosen), target
+    else:
+        spec, task = RunSpec(task="model", **knobs, **chosen), _task_of(target, batch)
+    changes: dict[str, Any] = {} if loss is None else {"loss": loss}
+    if optimizer is not None and not chosen:
+        changes["optimizer"] = optimizer
+        spec = spec.replace(optimizer=None)
+    return spec, dataclasses.replace(task, **changes)
+
+
+def _task_of(target: Any, batch: Any) -> Task:
+    if isinstance(target, nn.Module):
+        name, make = type(target).__name__, lambda: copied(target) if target.training else copied(target).train()
+    elif callable(target):
+        name, make = getattr(target, "__name__", type(target).__name__), target
+    else:
+        raise ValueError(
+            f"estimate_memory({target!r:.80}): a RunSpec, a Task, a function that builds a model, or a torch.nn.Module is wanted, not a "
+            f"{type(target).__name__}"
+        )
+    if batch is None:
+        raise ValueError(
+            f"estimate_memory({name}): a model needs a batch: estimate_memory(model, batch), of tensors on any device, even meta"
+        )
+    return Task(model=make, dataset=list, loss=DefaultLoss(), name="" if name == "<lambda>" else name)

@@ -1,0 +1,133 @@
+"""Refusals: why a program cannot be run on fake tensors, in words, with the module where it happened and what to try."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from workbench.measure.batches import tensors_of
+from workbench.measure.storages import Recorder
+from workbench.spec import SpecError
+from workbench.task import TaskError
+
+DOING = {
+    "init": "preparation of the model",
+    "data": "batch",
+    "forward": "forward",
+    "backward": "backward",
+    "between": "backward",
+    "optimizer": "optimizer step",
+    "end": "optimizer step",
+}
+"""Phase of the log → what was being done."""
+
+
+class EstimateError(ValueError):
+    """A program whose memory cannot be estimated; the message says where it went wrong and what to try."""
+
+
+@contextlib.contextmanager
+def refused(recorder: Recorder, model: nn.Module, batch: Any) -> Iterator[None]:
+    """Inside, an error that is not in plain words yet becomes an EstimateError.
+
+    Args:
+        recorder: active inside.
+        model: that is run.
+        batch: what it is given.
+    """
+    try:
+        yield
+    except (TaskError, SpecError, EstimateError):
+        raise
+    except Exception as error:
+        module = recorder.whose.failed(error)
+        kind = recorder.log.modules.get(module or "", type(model).__name__)
+        raise refusal(error, module=module, kind=kind, batch=batch, doing=DOING[recorder.now]) from error
+
+
+def refusal(error: BaseException, *, module: str | None, kind: str, batch: Any, doing: str) -> EstimateError:
+    """The error that a user should see.
+
+    Args:
+        error: what was raised on fake tensors.
+        module: the innermost module whose forward it left; "" = the model itself, None = none.
+        kind: class of that module, or of the model.
+        batch: what was given to the model.
+        doing: what was being done, such as "forward".
+    """
+    where = _where(module, kind, doing)
+    text = f"{type(error).__name__}: {_first_line(error)}"
+    chain = list(_chain(error))
+    if operator := next(filter(None, map(_sized_by_values, chain)), None):
+        return EstimateError(
+            f"{where} uses {operator}: the size of its result depends on values, which a dry run has not. Try an equivalent of fixed shape "
+            "there, such as torch.where or multiplying by a mask; or measure it: wb.measure_memory(…)"
+        )
+    if operator := next(filter(None, map(_without_fake, chain)), None):
+        return EstimateError(
+            f"{where} uses the operator {operator}, which does not say what comes out for tensors without values. Register that once: "
+            f'@torch.library.register_fake("{operator}") def _(…): return torch.empty_like(…); or measure it: wb.measure_memory(…)'
+        )
+    if any(map(_wants_values, chain)):
+        return EstimateError(
+            f"{where} needs real values ({text}): it reads a tensor's memory, in numpy or in code of its own, and a dry run has none. "
+            "Try torch's operators there; or measure it: wb.measure_memory(…)"
+        )
+    if doing == "forward":
+        return EstimateError(f"{where} does not accept the batch ({described(batch)}): {text}")
+    return EstimateError(f"{where}: {text}")
+
+
+def described(batch: Any) -> str:
+    """The tensors of a batch in words: `int64 8 × 128, int64 8 × 128`."""
+    return ", ".join(_shape(tensor) for tensor in tensors_of(batch)) or f"a {type(batch).__name__} without tensors"
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {' × '.join(map(str, tensor.shape)) or 'scalar'}"
+
+
+def _where(module: str | None, kind: str, doing: str) -> str:
+    if module is None:
+        return "the loss function" if doing == "forward" else f"the {doing}"
+    return f"the model ({kind})" if module == "" else f"the module {module!r} ({kind})"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else "no message"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _operator(error: BaseException) -> str | None:
+    """What an error of torch's fake tensors is about: `aten.nonzero.default` → "aten::nonzero"."""
+    func: Any = getattr(error, "func", None)
+    if hasattr(func, "overloadpacket"):
+        return str(func.name()).partition(".")[0]
+    found = re.search(r"\b(\w+(?:::|\.)\w+)\b", str(error))
+    return found[1].replace(".", "::") if found else None
+
+
+def _sized_by_values(error: BaseException) -> str | None:
+    name = type(error).__name__
+    return _operator(error) or "an operator" if name in ("DynamicOutputShapeException", "DataDependentOutputException") else None
+
+
+def _without_fake(error: BaseException) -> str | None:
+    text = str(error)
+    if type(error).__name__ == "UnsupportedOperatorException":
+        return _operator(error) or "an operator"
+    found = re.search(r"(\w+::\w+)[^\n]*(?:fake impl|fake kernel|Meta|no fake)", text) or re.search(r"Could not run '(\w+::\w+)", text)
+    return found[1] if found and ("Meta" in text or "fake" in text.lower()) else None
+
+
+def _wants_values(error: BaseException) -> bool:
+    text = str(error)
+    return any(sign in text for sign in ("data pointer", "data_ptr", ".numpy()", "numpy() is not supported", "storage has been released"))

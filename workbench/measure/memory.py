@@ -1,0 +1,211 @@
+"""Memory of real steps: every storage recorded from birth to death, and held against what the allocator itself says."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from workbench import units
+from workbench.measure.allocations import Allocations, allocations
+from workbench.measure.feed import Exhausted, Feed
+from workbench.measure.found import Found, name_of
+from workbench.measure.keep import Keep
+from workbench.measure.stepping import Stepping
+from workbench.measure.storages import Recorder, collected_before
+from workbench.measure.subject import check, device_of, look_around
+from workbench.memory.breakdown import CUDA_GRANULARITY, MemoryBreakdown
+from workbench.memory.log import MemoryLog
+from workbench.memory.replay import Replay
+
+STEPS = 3
+"""Steps that are measured where nobody says: the optimizer's states are born in the first; the second and the third should agree."""
+APART = 0.01
+"""Fraction of the peak by which the record may lie above the allocator's word before a note says so."""
+
+
+class Borders:
+    """Where a log and the allocator's record have been laid side by side: from each border on, both count from the same bytes."""
+
+    def __init__(self, log: MemoryLog, truth: Allocations) -> None:
+        self._log, self._truth = log, truth
+        self._at: list[tuple[int, int]] = []  # position of the next event, step
+
+    def begin(self, step: int) -> None:
+        """Here, in a step, when its batch is there."""
+        self._at.append((len(self._log.events), step))
+        self._truth.begin()
+
+    def excess(self, replay: Replay, *, drifts: bool) -> dict[int, int]:
+        """Step → bytes by which the allocator's peak lies above the record's; of the steps in which it can be told."""
+        ends = [position for position, _ in self._at[1:]] + [len(replay.total)]
+        truth: dict[int, int] = {}
+        record: dict[int, int] = {}
+        for (position, step), end, peak in zip(self._at, ends, self._truth.peaks, strict=False):
+            before = int(replay.total[position - 1])
+            truth[step] = max(truth.get(step, 0), before + peak)
+            record[step] = max(record.get(step, 0), before, int(replay.total[position:end].max(initial=0)))
+        return {step: truth[step] - record[step] for step in truth if not (drifts and step == min(truth) and len(truth) > 1)}
+
+
+def breakdown(
+    recorder: Recorder,
+    borders: Borders,
+    truth: Allocations,
+    *,
+    title: str,
+    device: torch.device,
+    rank: int = 0,
+    world_size: int = 1,
+    drifts: bool = False,
+    notes: Sequence[str] = (),
+) -> MemoryBreakdown:
+    """What a recorder and the allocator have seen, as one.
+
+    Args:
+        recorder: has recorded.
+        borders: between its steps.
+        truth: the allocator's word.
+        title: what was run.
+        device: where.
+        rank: of this process.
+        world_size: how many there are.
+        drifts: other threads give memory back, which a CPU's profiler does not see: it counts too much, and least in the step that is
+            nearest to the truth.
+        notes: what a reader should know.
+    """
+    log, said = recorder.log, list(notes)
+    for record in log.records:
+        if record.phase == "data" and record.category is None:
+            record.category = "input"  # what becomes of a batch before the model is called
+    replay = Replay(log, CUDA_GRANULARITY if device.type == "cuda" else 1)
+    excess = borders.excess(replay, drifts=drifts)
+    if not excess:
+        scratch = 0
+    elif drifts:
+        scratch = min(excess.values())
+    else:
+        scratch = excess.get(replay.phase_of(replay.peak).step, max(excess.values()))
+    if truth.trouble:
+        said.append(truth.trouble)
+    if scratch < -APART * int(replay.total[replay.peak]):
+        said.append(
+            f"{units.bytes_(-scratch)} of it were not taken from torch's allocator (shared with workers or with numpy, mapped files)"
+        )
+    return MemoryBreakdown.from_log(
+        log,
+        kind="measured",
+        title=title,
+        device=device.type,
+        scratch=max(0, scratch),
+        reserved=truth.reserved,
+        outside=truth.outside,
+        retries=truth.retries,
+        rank=rank,
+        world_size=world_size,
+        notes=tuple(said),
+    )
+
+
+def measure(
+    step: Callable[[Any], Any],
+    loader: Iterable[Any],
+    *,
+    model: nn.Module | Sequence[nn.Module] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    steps: int = STEPS,
+) -> MemoryBreakdown:
+    """Take some real steps in this process and say what they held. Everything is left as it was.
+
+    Args:
+        step: `step(batch)` does one optimizer step.
+        loader: gives the batches; a DataLoader or any iterable.
+        model: the module that is trained, or several; None = those that the step's closure, `self` or globals hold.
+        optimizer: likewise.
+        steps: how many steps are taken.
+
+    Raises:
+        DiagnoseError: step cannot be called so, or the loader ended too early.
+        ValueError: the loader is empty, or is none; not a number of steps.
+    """
+    with recorded(step, loader, model=model, optimizer=optimizer, steps=steps) as (recorder, borders, truth, found, notes):
+        pass
+    parallel = dist.is_available() and dist.is_initialized()
+    return breakdown(
+        recorder,
+        borders,
+        truth,
+        title=f"{name_of(step)}, {steps} steps",
+        device=device_of(found.models),
+        rank=dist.get_rank() if parallel else 0,
+        world_size=dist.get_world_size() if parallel else 1,
+        drifts=parallel,
+        notes=notes,
+    )
+
+
+@contextlib.contextmanager
+def recorded(
+    step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any, optimizer: Any, steps: int
+) -> Iterator[tuple[Recorder, Borders, Allocations, Found, list[str]]]:
+    """Take the steps; gives what was recorded while everything is still as the steps have left it, and puts it back on the way out.
+
+    Raises:
+        DiagnoseError: step cannot be called so.
+        ValueError: the loader is empty, is none or ended; not a number of steps.
+    """
+    check(step, 1.0)
+    check_steps(steps)
+    notes: list[str] = []
+    found = look_around(step, model, optimizer, loader, notes)
+    device = device_of(found.models)
+    with contextlib.ExitStack() as undo:
+        undo.callback(Keep(found).restore)
+        feed = undo.enter_context(Feed(loader))
+        for weight in {weight for one in found.models for weight in one.parameters()}:
+            weight.grad = None  # what is kept of it for later must not count as held by the step
+        undo.enter_context(collected_before())
+        recorder = Recorder(device=device.type)
+        _take_stock(recorder, found)
+        with allocations(device) as truth:
+            borders = Borders(recorder.log, truth)
+            stepping = Stepping(recorder)
+            with recorder.hooks(), stepping.hooks():
+                for number in range(steps):
+                    try:
+                        stepping.step(number, feed.next, lambda: borders.begin(recorder.step), step)
+                    except Exhausted:
+                        if not number:
+                            raise ValueError(
+                                "the loader could be read only once, and it has ended: give one that still has batches"
+                            ) from None
+                        notes.append(f"the loader ended after {number} of {steps} steps")
+                        break
+        yield recorder, borders, truth, found, notes
+
+
+def _take_stock(recorder: Recorder, found: Found) -> None:
+    """What lives already, as far as the step reaches it."""
+    for model in found.models:
+        recorder.attach(model)
+    for optimizer in found.optimizers:
+        for state in optimizer.state.values():
+            for value in tree_leaves(state):
+                if isinstance(value, Tensor):
+                    recorder.track(value, "optimizer_state")
+    for tensor in found.tensors:
+        recorder.track(tensor)
+
+
+def check_steps(steps: object) -> None:
+    """Refuse what is no number of steps.
+
+    Raises:
+        ValueError: not a whole number of at least 1.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r}: a whole number of at least 1 is allowed; with 2 or more the optimizer's states are seen")

@@ -1,0 +1,282 @@
+"""Recorder: the births, resizings and deaths of all storages of a training step, on real or fake tensors, as a MemoryLog."""
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from workbench.measure import private
+from workbench.measure.whose import Whose
+from workbench.memory.log import ALLOC, FREE, MARK, RESIZE, Event, Mark, MemoryLog, Record
+
+TRAINER_PHASES = {
+    "h2d": ("data", "data"),
+    "forward": ("forward", "forward"),
+    "backward": ("backward", "between"),
+    "optimizer": ("optimizer", "end"),
+}
+"""Phase of a Trainer → the phase of the log that begins with it, and the one that begins after it."""
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down what happens to every storage while it is active; enter it, and `hooks()` inside of it.
+
+    Say where the steps are with `mark`, or let a Trainer say it (`trainer.phase = recorder.phase`). Between steps count `step` up. Garbage
+    collection should be off (`collected_before`): storages that die in cycles would do so at moments that differ from run to run.
+
+    Attributes:
+        log: what has been written so far.
+        step: optimizer step, from 0.
+        micro: forward and backward, counted over all steps; `phase` counts it up.
+        whose: the module at work; where an error came from.
+    """
+
+    def __init__(self, model: nn.Module | None = None, *, device: str | None = None, host_counters: bool = False) -> None:
+        """Begin a log.
+
+        Args:
+            model: whose modules are named and whose parameters and buffers are recognised; may be given later, by `attach`.
+            device: only storages on devices of this type ("cuda") are recorded; None = all.
+            host_counters: leave out the optimizers' step counters: those of an ordinary optimizer stay in the host's memory, and where
+                fake tensors on the CPU stand for a GPU's they cannot be told by their device.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log = MemoryLog()
+        self.step = self.micro = 0
+        self.whose = Whose()
+        self._device, self._host_counters = device, host_counters
+        self._phase = "init"
+        self._live: dict[int, int] = {}  # address of a storage → index of its record
+        self._sizes: list[int] = []  # bytes of each record now
+        self._parameters: list[nn.Parameter] = []
+        self._elsewhere: set[int] = set()
+        self._paused = 0
+        self._mode = private.fake_mode()
+        if model is not None:
+            self.attach(model)
+
+    def attach(self, model: nn.Module) -> None:
+        """Name the modules of a model, and recognise its parameters and buffers; again after they have been replaced."""
+        self.log.modules.update(self.whose.name(model))
+        self._parameters = list(model.parameters())
+        for parameter in self._parameters:
+            self.track(parameter, "parameter")
+        for buffer in model.buffers():
+            self.track(buffer, "buffer")
+
+    def track(self, tensor: Tensor, category: str | None = None, op: str = "") -> None:
+        """Record the storages of a tensor, unless they are known; say what they are, if `category` is given.
+
+        Args:
+            tensor: of any kind; of a DTensor, its local part.
+            category: a key of `memory.log.CATEGORIES`; None = as before, or to be decided when the log is read.
+            op: the operator that made it.
+        """
+        for storage in storages(tensor):
+            address, size = storage._cdata, storage.nbytes()
+            index = self._live.get(address)
+            if index is None:
+                if not self._paused and self._device in (None, storage.device.type):
+                    index = self._live[address] = self.charge(size, category, op)
+                    weakref.finalize(storage, self._died, address, index).atexit = False
+                continue
+            if category:
+                self.log.records[index].category = category
+            self._resized(index, size)
+
+    def charge(self, size: int, category: str | None = None, op: str = "") -> int:
+        """Record bytes that are taken now and belong to no tensor that is seen, such as a library's workspace; the record's index."""
+        log, module = self.log, self.whose.forward
+        if category is None and self._phase == "backward":
+            module, recomputed = self.whose.backward()
+            category = "recompute" if recomputed else "temp_backward"
+        index = len(log.records)
+        log.records.append(Record(size, category, self._phase, self.step, self.micro, module, op, len(log.events)))
+        log.events.append(Event(ALLOC, index, size))
+        self._sizes.append(size)
+        return index
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Take the storages of a tensor out of the count, from their birth on and until `bring`: they are elsewhere."""
+        for storage in storages(tensor):
+            index = self._live.get(storage._cdata)
+            if index is None:
+                index = self._live[storage._cdata] = self.charge(0, "other")
+                weakref.finalize(storage, self._died, storage._cdata, index).atexit = False
+            self._elsewhere.add(index)
+            record = self.log.records[index]
+            record.size = self._sizes[index] = 0
+            self.log.events[record.born] = Event(ALLOC, index, 0)
+
+    def bring(self, tensor: Tensor) -> None:
+        """Count the storages of a tensor, which have been left out, from now on."""
+        for storage in storages(tensor):
+            if (index := self._live.get(storage._cdata)) in self._elsewhere:
+                self._elsewhere.remove(index)
+                self._resized(index, storage.nbytes())
+
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        """Has it been left out?"""
+        return any(self._live.get(storage._cdata) in self._elsewhere for storage in storages(tensor))
+
+    @property
+    def now(self) -> str:
+        """The phase."""
+        return self._phase
+
+    def mark(self, phase: str) -> None:
+        """Begin a phase (of `memory.log.PHASES`) of the present step and micro-step, unless it has begun."""
+        mark = Mark(phase, self.step, self.micro)
+        if self.log.marks and mark == self.log.marks[-1]:
+            return
+        if phase in ("between", "optimizer", "end"):
+            for parameter in self._parameters:
+                self._has_gradient(parameter)
+        if phase == "forward":
+            self.whose.begin_forward()
+        self._phase = phase
+        self.log.events.append(Event(MARK, len(self.log.marks), 0))
+        self.log.marks.append(mark)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase of a Trainer ("h2d", "forward", "backward", "optimizer"), marked at both ends; a backward's end ends a micro-step."""
+        begins, then = TRAINER_PHASES[name]
+        self.mark(begins)
+        yield
+        self.mark(then)
+        self.micro += name == "backward"
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, nothing is born; deaths are still seen."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of tensors unwraps itself: those come back here
+        out = self.call(func, args, kwargs or {})
+        if not self._paused and private.fake_mode() is self._mode:
+            for value in tree_leaves(out):
+                if isinstance(value, Tensor):
+                    self.track(value, op=str(func))
+        return out
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; those who know better than it what comes out may do so here."""
+        return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Inside, modules, gradients, optimizer steps and resizings are seen."""
+        outer: list[str] = []  # a stack: ZeroRedundancyOptimizer steps the optimizer inside of it
+
+        def begin(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            outer.append(self._phase)
+            self.mark("optimizer")
+            self._paused += self._on_host(optimizer)
+
+        def end(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            self._recognise_states(optimizer)
+            self._paused -= self._on_host(optimizer)
+            self.mark(outer.pop())
+
+        handles: list[Any] = [
+            *self.whose.hooks(),
+            register_optimizer_step_pre_hook(begin),
+            register_optimizer_step_post_hook(end),
+        ]
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._has_gradient))  # type: ignore[no-untyped-call]
+        try:
+            with private.resizes(self._resize), private.propagations(self.pause):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def recognise_unsharded(self, model: nn.Module) -> None:
+        """Say which storages hold FSDP2's gathered parameters: call it while they are known, such as after the last step."""
+        for tensor in private.unsharded(model):
+            for storage in storages(tensor):
+                if (index := self._live.get(storage._cdata)) is not None:
+                    self.log.records[index].category = "unsharded_parameter"
+
+    def _has_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        if self._elsewhere and self.is_elsewhere(parameter):
+            self.leave_out(parameter.grad)
+        else:
+            self.track(parameter.grad, "gradient")
+
+    def _on_host(self, optimizer: Optimizer) -> bool:
+        """Is what it updates elsewhere, and so all that it makes?"""
+        return any(self.is_elsewhere(parameter) for group in optimizer.param_groups for parameter in group["params"][:1])
+
+    def _recognise_states(self, optimizer: Optimizer) -> None:
+        on_device = {name for group in optimizer.param_groups for name in ("fused", "capturable") if group.get(name)}
+        for state in list(optimizer.state.values()):
+            for value in tree_leaves(state):
+                if not isinstance(value, Tensor):
+                    continue
+                if self._host_counters and not on_device and value is state.get("step"):
+                    self.leave_out(value)
+                else:
+                    self.track(value, "optimizer_state")
+
+    def _resize(self, storage: torch.UntypedStorage) -> None:
+        if (index := self._live.get(storage._cdata)) is not None:
+            self._resized(index, storage.nbytes())
+
+    def _resized(self, index: int, size: int) -> None:
+        if size != self._sizes[index] and index not in self._elsewhere:
+            self._sizes[index] = size
+            record = self.log.records[index]
+            record.size = max(record.size, size)
+            self.log.events.append(Event(RESIZE, index, size))
+
+    def _died(self, address: int, index: int) -> None:
+        if self._live.get(address) == index:
+            del self._live[address]
+            self.log.records[index].died = len(self.log.events)
+            self.log.events.append(Event(FREE, index, 0))
+
+
+def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The plain storages behind a tensor: one, or those of the tensors that it is made of (a DTensor has its local part)."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):
+                yield from storages(inner)
+    elif tensor.layout == torch.strided:
+        yield tensor.untyped_storage()
+    elif tensor.layout == torch.sparse_coo:
+        yield from (part.untyped_storage() for part in (tensor._indices(), tensor._values()))
+
+
+@contextlib.contextmanager
+def collected_before(collect: Callable[[], object] = gc.collect) -> Iterator[None]:
+    """Inside, the cyclic garbage collector is off, so that storages die in the order of the program; it has run before."""
+    collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,138 @@
+"""Checkpointing: activations of repeated blocks that the backward computes anew, instead of keeping them from the forward on."""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from workbench.spec import SpecError
+from workbench.train.blocks import find_blocks
+from workbench.train.selecting import selecting
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_KEPT_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "convolution",
+    "_convolution",
+    "cudnn_convolution",
+    "mkldnn_convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_grouped_mm",
+    "_grouped_mm",
+    "_scaled_mm",
+)
+KEPT = frozenset(getattr(torch.ops.aten, name).default for name in _KEPT_NAMES if hasattr(torch.ops.aten, name))
+"""Operators whose results are kept under "selective": products, convolutions and attention, which take most of the time."""
+
+
+def apply_checkpointing(model: nn.Module, kind: str) -> dict[str, nn.Module]:
+    """Let the backward of a model compute anew what its repeated blocks (see `find_blocks`) would otherwise keep.
+
+    Gradients are the same bit for bit: random numbers are drawn again from the same state. Only the inputs of a block are kept. A Hugging
+    Face model does it by its own `gradient_checkpointing_enable`, which also lets it do without its cache of keys and values.
+
+    Args:
+        model: changed in place; names of modules and parameters stay.
+        kind: "none", "full" or "selective".
+
+    Returns:
+        The blocks by name; empty where the model does it by itself.
+
+    Raises:
+        SpecError: the model has no repeated blocks.
+    """
+    if kind == "none":
+        return {}
+    own = _with_a_way_of_their_own(model)
+    if own:
+        options = {"use_reentrant": False} | ({"context_fn": partial(selecting, KEPT)} if kind == "selective" else {})
+        for part in own:
+            part.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+        return {}
+    blocks = find_blocks(model)
+    if not blocks:
+        raise SpecError(
+            f'checkpointing="{kind}": {_described(model)}, and no blocks that repeat: modules of one class, with parts of their own, in an '
+            "nn.ModuleList or nn.Sequential. Put its layers into one; or do it by hand, in the model's forward: "
+            'torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False), with checkpointing="none"'
+        )
+    for block in blocks.values():
+        block.forward = Recomputed(block, block.forward, kind)
+    return blocks
+
+
+class Recomputed:
+    """The forward of a block that is computed a second time in the backward.
+
+    An object, not a closure, so that a copy of the model has one of its own.
+    """
+
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], kind: str) -> None:
+        self._block, self._forward, self._kind = block, forward, kind
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **options)
+        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=partial(_contexts, self._block, self._kind), **options)
+
+
+@contextlib.contextmanager
+def recomputing(block: nn.Module) -> Any:
+    """Entered around a block's second computation, in the backward, where none of the block's own hooks is called.
+
+    A recorder that wants to know whose operators run there puts a context manager of its own in the place of this function.
+
+    Args:
+        block: whose forward runs again.
+    """
+    yield
+
+
+def _contexts(block: nn.Module, kind: str) -> Contexts:
+    keeping, using = selecting(KEPT) if kind == "selective" else (contextlib.nullcontext(), contextlib.nullcontext())
+    return keeping, _Again(block, using)
+
+
+class _Again:
+    """Around a block's second computation; entered once more in a second backward."""
+
+    def __init__(self, block: nn.Module, using: AbstractContextManager[Any]) -> None:
+        self._block, self._using = block, using
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(recomputing(self._block))
+        self._entered.enter_context(self._using)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+def _with_a_way_of_their_own(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules that can do it themselves, as Hugging Face's do."""
+    found: dict[str, nn.Module] = {}
+    for name, part in model.named_modules():
+        able = callable(getattr(part, "gradient_checkpointing_enable", None)) and getattr(part, "supports_gradient_checkpointing", True)
+        if able and not any(not outer or name.startswith(outer + ".") for outer in found):
+            found[name] = part
+    return list(found.values())
+
+
+def _described(model: nn.Module) -> str:
+    kinds = [type(part).__name__ for part in model.children()]
+    parts = f"has {', '.join(dict.fromkeys(kinds))}" if kinds else "has no parts"
+    return f"the model, a {type(model).__name__}, {parts}"

@@ -1,0 +1,122 @@
+"""`python -m workbench.train.memory RUN_DIR`: takes a few steps of a spec and leaves what they held, each rank in `memory/rank<r>.json`.
+
+torchrun starts one per rank. How many steps stands in run.json under "experiment".
+"""
+
+import argparse
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from workbench import failure, rundir
+from workbench.measure.allocations import allocations
+from workbench.measure.holding import held
+from workbench.measure.memory import Borders, breakdown
+from workbench.measure.stepping import take_in
+from workbench.measure.storages import Recorder, collected_before
+from workbench.memory.breakdown import MemoryBreakdown
+from workbench.memory.log import ALLOC, Event
+from workbench.spec import RunSpec
+from workbench.task import Task, label, resolve
+from workbench.train.ranks import Ranks
+from workbench.train.trainer import Trainer
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Do what run.json says; whatever goes wrong is recorded before anything is torn down."""
+    parser = argparse.ArgumentParser(prog="python -m workbench.train.memory", description=__doc__)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help='directory with a run.json that has an "experiment"')
+    run_dir = parser.parse_args(arguments).run_dir
+    try:
+        info = rundir.read_json(run_dir / rundir.RUN_JSON)
+        spec, steps = RunSpec.from_json(info["spec"]), int(info["experiment"]["steps"])
+        task = resolve(spec.task)  # before the group: a wrong name needs no peers to be found
+        ranks = Ranks.join(spec)
+        found = measure(spec, task, ranks, steps)
+        folder = run_dir / rundir.MEMORY
+        folder.mkdir(exist_ok=True)
+        rundir.write_json(folder / f"rank{ranks.rank}.json", found.to_json())
+        ranks.agree(True)  # nobody leaves while another writes
+    except BaseException as error:
+        failure.record(error, run_dir=run_dir, held=held)
+        raise
+    dist.destroy_process_group()
+
+
+def measure(spec: RunSpec, task: Task, ranks: Ranks, steps: int) -> MemoryBreakdown:
+    """Take steps with the very Trainer of a run, and say what they held on this rank.
+
+    Args:
+        spec: every knob.
+        task: what is trained.
+        ranks: this process among the others.
+        steps: optimizer steps.
+    """
+    recorder = Recorder(device=ranks.device.type)
+    with allocations(ranks.device) as truth, contextlib.ExitStack() as stack:
+        trainer = Trainer(spec, task, ranks)
+        stack.enter_context(collected_before())  # the trainer has decided about the collector
+        recorder.attach(trainer.module)
+        _charge_buckets(recorder, trainer)
+        trainer.phase = recorder.phase
+        borders = Borders(recorder.log, truth)
+        batches = stack.enter_context(contextlib.closing(trainer.batches()))
+        stack.enter_context(recorder.hooks())
+        for recorder.step in range(steps):
+            for left in reversed(range(spec.accumulation)):
+                recorder.mark("data")
+                batch = next(batches)
+                take_in(recorder, batch)
+                borders.begin(recorder.step)
+                with recorder:
+                    trainer.micro_step(batch, last=not left)
+            with recorder:
+                trainer.update()
+            recorder.mark("end")
+        recorder.recognise_unsharded(trainer.model)
+        _leave_out_rebuilt(recorder, trainer.model)
+    return breakdown(
+        recorder,
+        borders,
+        truth,
+        title=f"{label(spec.task)}, {steps} steps",
+        device=ranks.device,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        drifts=ranks.device.type == "cpu",
+    )
+
+
+def _charge_buckets(recorder: Recorder, trainer: Trainer) -> None:
+    """DDP's buckets, together as large as all gradients, live from its making on and are seen by no operator.
+
+    Those that are the gradients themselves, with `gradient_as_bucket_view`, are seen as gradients.
+    """
+    if not isinstance(trainer.model, DistributedDataParallel) or trainer.spec.gradient_as_bucket_view:
+        return
+    size = sum(weight.nbytes for weight in trainer.module.parameters() if weight.requires_grad)
+    recorder.charge(size, "bucket", "DistributedDataParallel")
+
+
+def _leave_out_rebuilt(recorder: Recorder, model: nn.Module) -> None:
+    """After the first backward DDP makes its buckets anew, in the order in which gradients come: the charged ones stand for those too."""
+    if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
+        return
+    figures: Any = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    sizes = Counter(int(size) for size in str(figures.get("rebuilt_bucket_sizes", "")).replace(",", " ").split())
+    log = recorder.log
+    for index, record in enumerate(log.records):
+        if record.phase == "forward" and record.died is None and record.category is None and sizes[record.size] > 0:
+            sizes[record.size] -= 1
+            record.size, record.category = 0, "bucket"
+            log.events[record.born] = Event(ALLOC, index, 0)
+
+
+if __name__ == "__main__":
+    main()
