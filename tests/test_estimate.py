@@ -121,6 +121,7 @@ def real(plan: Plan) -> MemoryLog:
                 trainer.phase = recorder.phase
                 with recorder.hooks(), replaced(checkpointing, "recomputing", recorder.whose.inside):
                     estimating._drive(trainer, RealBatches(recorder), plan)
+                recorder.close()
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(threads)

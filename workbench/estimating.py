@@ -157,6 +157,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
                 ):
                     _drive(trainer, run, plan)
             recorder.recognise_unsharded(trainer.module)
+            recorder.close()
             fullest = _fullest(trainer.optimizer)
     recorder.log.notes += _notes(plan)
     return recorder.log, fullest

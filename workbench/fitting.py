@@ -4,7 +4,7 @@ Every answer is a fake run of the changed program, or exact between fake runs (`
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from workbench.device import Device
@@ -16,14 +16,14 @@ from workbench.spec import RunSpec
 
 MARGIN = 0.05
 """Share of a device that stays free unless said otherwise: fragmentation grows over a run, and a driver's share of the memory varies."""
-SMALL, LARGER = 3, 7
-"""Micro-batches of the two fake runs that tell all others; 1 is avoided, since programs treat it specially."""
+NODES = (7, 11)
+"""Micro-batches of the two fake runs that tell all others; small ones are avoided, since programs and kernels treat them specially."""
+ATTEMPTS = 3
+"""Pairs of runs, each near the answer of the one before, until one is right; after them the answer is looked for by single runs."""
 HALVINGS = 3
 """The ladder splits a micro-batch up to 2 to the power of it."""
 NEGLIGIBLE = 1.03
 """Times of two programs that differ by less count as the same: a roofline knows no better."""
-_AWAY = 64
-"""Micro-batches by which an answer is corrected at most where the allocator's steps make it differ from the family's."""
 
 
 def compare_memory(
@@ -76,35 +76,74 @@ def max_micro_batch(target: Any, device: str | Device, *, margin: float = MARGIN
         ValueError: an unknown device, or a target that cannot be estimated.
     """
     where = _device(device)
-    limit, runs = _room(where, margin), 0
-    seen: dict[int, MemoryBreakdown] = {}
-
-    def run(batch: int) -> MemoryBreakdown:
-        nonlocal runs
-        if batch not in seen:
-            runs += 1
-            seen[batch] = estimate_memory(target, device=device, **{**options, "micro_batch": batch})
-        return seen[batch]
-
-    def fits(batch: int) -> bool:
-        return needed(run(batch)) <= limit
-
-    family = batch_family(target, device=device, **options)
-    runs += 2
-    if family is None:
-        largest = _bisect(fits)
-    else:
-        beside = _beside(run(SMALL))
-        largest = family.largest(limit, lambda batch: family.reserved(batch) + beside)
-        largest = _corrected(largest, fits)
+    limit = _room(where, margin)
+    runs = _Runs(target, device, options)
+    largest = _largest(runs, limit)
     return MaxMicroBatch(
         micro_batch=largest,
-        breakdown=run(max(1, largest)),
-        next=run(largest + 1),
+        breakdown=runs.at(max(1, largest)),
+        next=runs.at(largest + 1),
         device=where.name,
         capacity=limit,
-        runs=runs,
+        runs=runs.count,
     )
+
+
+class _Runs:
+    """Fake runs at several micro-batches, each made once.
+
+    Attributes:
+        count: how many were made.
+    """
+
+    def __init__(self, target: Any, device: str | Device, options: Mapping[str, Any]) -> None:
+        self._target, self._device, self._options = target, device, options
+        self._seen: dict[int, MemoryBreakdown] = {}
+        self.count = 0
+
+    def at(self, batch: int) -> MemoryBreakdown:
+        """The memory with so many samples."""
+        if batch not in self._seen:
+            self.count += 1
+            self._seen[batch] = estimate_memory(self._target, device=self._device, **{**self._options, "micro_batch": batch})
+        return self._seen[batch]
+
+    def family(self, batches: Sequence[int]) -> Family | None:
+        """That of every batch, from runs at two; None where they did not do the same."""
+        self.count += len(batches)
+        return batch_family(self._target, batches, device=self._device, **self._options)
+
+    def bracket(self, limit: int) -> tuple[int, int | None]:
+        """The largest number seen to fit (0: none) and the smallest above it seen not to (None: none)."""
+        fitting = max((batch for batch, found in self._seen.items() if needed(found) <= limit), default=0)
+        return fitting, min((batch for batch in self._seen if batch > fitting), default=None)
+
+
+def _largest(runs: _Runs, limit: int) -> int:
+    """The largest micro-batch within so many bytes; 0 if not even 1 is."""
+
+    def fits(batch: int) -> bool:
+        return needed(runs.at(batch)) <= limit
+
+    nodes = NODES
+    for _ in range(ATTEMPTS):
+        family = runs.family(nodes)
+        if family is None:
+            break
+        beside = _beside(runs.at(nodes[0]))
+        guess = family.largest(limit, lambda batch, family=family, beside=beside: family.reserved(batch) + beside)  # type: ignore[misc]
+        if (not guess or fits(guess)) and not fits(guess + 1):
+            return guess
+        nodes = (max(2, guess), max(2, guess) + NODES[1] - NODES[0])  # the program is another there: ask it there
+    low, high = runs.bracket(limit)
+    if high is None:
+        high = max(1, 2 * low)
+        while fits(high):
+            low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def memory_ladder(target: Any, device: str | Device, *, margin: float = MARGIN, **options: Any) -> MemoryLadder:
@@ -273,11 +312,12 @@ def timed_estimate(target: Any, *, device: Device, **options: Any) -> tuple[Memo
     return breakdown_of(plan, log, rank), rooflines[-1].seconds / samples
 
 
-def batch_family(target: Any, *, device: str | Device = "cuda", **options: Any) -> Family | None:
+def batch_family(target: Any, batches: Sequence[int] = NODES, *, device: str | Device = "cuda", **options: Any) -> Family | None:
     """The memory of every micro-batch, from two fake runs; None where the program depends on the batch.
 
     Args:
         target: as `estimate_memory` takes it.
+        batches: micro-batches of the runs.
         device: as there.
         options: as there.
 
@@ -287,7 +327,7 @@ def batch_family(target: Any, *, device: str | Device = "cuda", **options: Any) 
     from workbench.estimate.plan import plan_of
     from workbench.estimating import record
 
-    logs = {batch: record(plan_of(target, device=device, **{**options, "micro_batch": batch}))[0] for batch in (SMALL, LARGER)}
+    logs = {batch: record(plan_of(target, device=device, **{**options, "micro_batch": batch}))[0] for batch in batches}
     try:
         return Family(logs)
     except ValueError:
@@ -334,26 +374,3 @@ def _room(device: Device, margin: float) -> int:
 def _beside(breakdown: MemoryBreakdown) -> int:
     """Bytes that a process takes on the device beside what the allocator reserves."""
     return breakdown.outside.mid if breakdown.outside else 0
-
-
-def _bisect(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, by doubling and bisection; 0 if not even 1 does."""
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _corrected(largest: int, fits: Callable[[int], bool]) -> int:
-    """The answer of a family put right by fake runs, a few at most."""
-    for _ in range(_AWAY):
-        if largest and not fits(largest):
-            largest -= 1
-        elif fits(largest + 1):
-            largest += 1
-        else:
-            break
-    return largest

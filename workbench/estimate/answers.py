@@ -1,5 +1,8 @@
 """Answers: what a dry run says where a program asks a tensor for its value, which it has not."""
 
+import operator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +10,16 @@ from torch import Tensor
 
 TRUE = ("all", "isfinite", "eq", "ge", "le", "lt", "isclose", "logical_and", "bitwise_and")
 """Questions by the operator that asks them: "are all …", "is it finite", "is it equal". What is asserted is true, masks mask nothing."""
+FALSE = ("any", "isnan", "isinf", "isposinf", "isneginf")
+"""What is asked for because it is unusual."""
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "ne": operator.ne,
+    "ge": operator.ge,
+    "gt": operator.gt,
+    "le": operator.le,
+    "lt": operator.lt,
+}
+"""Questions about a number that is given: answered with 1 for what is asked about, so that 1 is below a number of classes."""
 
 
 def name_of(func: Any) -> str:
@@ -27,7 +40,7 @@ class Answers:
     def __init__(self) -> None:
         self.asked = 0
         self._truth: dict[int, bool] = {}  # address of a storage of truth values → what they say
-        self._zeros: set[int] = set()  # addresses of storages of flags that are zero unless something is wrong
+        self._zeros: dict[int, weakref.ref[Any]] = {}  # address → a storage of flags that are zero unless something is wrong
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -50,7 +63,7 @@ class Answers:
         address = tensor.untyped_storage()._cdata
         if tensor.dtype == torch.bool:
             return self._truth.get(address, False)
-        one = 0 if address in self._zeros else 1
+        one = self._number(tensor)
         return float(one) if tensor.dtype.is_floating_point else one
 
     def same(self, one: Tensor, other: Tensor) -> bool:
@@ -61,11 +74,36 @@ class Answers:
     def learn(self, name: str, args: Any, out: Any) -> None:
         """See an operator that was run, and remember what it says of its result."""
         if name == "_amp_foreach_non_finite_check_and_unscale_":
-            self._zeros.add(args[1].untyped_storage()._cdata)  # found_inf of a GradScaler
-        elif isinstance(out, Tensor) and out.dtype == torch.bool:
-            self._truth[out.untyped_storage()._cdata] = self._says(name, args)
+            self._is_zero(args[1])  # found_inf of a GradScaler
+        elif isinstance(out, Tensor) and out.dtype == torch.bool and out.layout == torch.strided:
+            address, says = out.untyped_storage()._cdata, self._says(name, args)
+            if says is None:
+                self._truth.pop(address, None)
+            else:
+                self._truth[address] = says
+        elif name in ("sum", "count_nonzero") and self._known(args[0]) is False:
+            self._is_zero(out)  # of those that are unusual there are none
 
-    def _says(self, name: str, args: Any) -> bool:
+    def _says(self, name: str, args: Any) -> bool | None:
+        known = self._known(args[0]) if args else None
         if name in ("logical_not", "bitwise_not"):
-            return not self._truth.get(args[0].untyped_storage()._cdata, False)
-        return name in TRUE
+            return not known
+        if name in COMPARISONS and isinstance(args[1], int | float):
+            return COMPARISONS[name](self._number(args[0]), args[1])
+        if name in TRUE:
+            return True if known is None or name != "all" else known
+        return False if name in COMPARISONS or name in FALSE else known
+
+    def _is_zero(self, tensor: Any) -> None:
+        storage = tensor.untyped_storage()
+        self._zeros[storage._cdata] = weakref.ref(storage)
+
+    def _number(self, tensor: Any) -> int:
+        """What numbers are."""
+        found = self._zeros.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+        return 0 if found is not None and found() is not None else 1
+
+    def _known(self, tensor: Any) -> bool | None:
+        """What truth values say, where that has been seen."""
+        strided = isinstance(tensor, Tensor) and tensor.dtype == torch.bool and tensor.layout == torch.strided
+        return self._truth.get(tensor.untyped_storage()._cdata) if strided else None

@@ -13,13 +13,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.parallel import DistributedDataParallel
 
+from workbench.estimate.discreet import unrecognised
 from workbench.measure import private
 from workbench.measure.storages import Recorder
 
 
-def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside, tensors have a shape and a type but no values; real ones, such as a mask that a module keeps, may take part."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside, tensors have a shape and a type but no values; real ones, such as a mask that a module keeps, may take part.
+
+    Who asks whether a tensor is a fake one is told that it is not (see `discreet`).
+    """
+    with unrecognised(), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
 
 
 def real_tensors() -> AbstractContextManager[Any]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from workbench.estimate import building, compat
 from workbench.estimate.answers import Answers, name_of
 from workbench.estimate.semantics import cuda_semantics
-from workbench.estimate.sums import Sums
 from workbench.measure.batches import map_tensors
 from workbench.measure.storages import Recorder
 
@@ -42,13 +40,11 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         answers: what was said.
-        sums: tells the sums of gradients.
     """
 
     def __init__(self, gpu: Gpu | None) -> None:
         super().__init__(host_counters=gpu is not None)
         self.answers = Answers()
-        self.sums = Sums()
         self._workspace = gpu.workspace if gpu else 0
         self._handles: set[bool] = set()
 
@@ -63,20 +59,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.log.notes.append(_RECURRENT)
         if self._workspace and name in _PRODUCTS:
             self._take_workspace()
-        in_place = name == "add" and self.now in ("init", "backward") and self.sums.in_place(func, args, kwargs)
         out = _product(func, args, kwargs) if name == "_grouped_mm" else func(*args, **kwargs)
-        if in_place:
-            self.hand_over(args[0], out)
         self.answers.learn(name, args, out)
         return out
-
-    def hand_over(self, tensor: Tensor, heir: Tensor) -> None:
-        """The storage of a tensor is its heir's from now on, which has none of its own."""
-        index = self._live.pop(tensor.untyped_storage()._cdata, None)
-        if index is not None:
-            storage = heir.untyped_storage()
-            self._live[storage._cdata] = index
-            weakref.finalize(storage, self._died, storage._cdata, index).atexit = False
 
     def _take_workspace(self) -> None:
         """Once in a thread: CUDA's backward runs in one of its own, and cuBLAS has a handle for each."""
@@ -148,8 +133,6 @@ def dry_run(gpu: Gpu | None) -> Iterator[DryRun]:
         with semantics as met:
             recorder = FakeRecorder(gpu)
             with recorder:
-                with recorder.pause():
-                    recorder.sums.learn()
                 yield DryRun(recorder=recorder)
             recorder.log.notes += [*(met.notes if met else ()), *recorder.answers.notes]
 

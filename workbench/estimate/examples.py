@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import itertools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from workbench.measure.batches import map_tensors, tensors_of
 from workbench.measure.loop import samples_in
 from workbench.task import Task
 
+_TARGET = re.compile("target|label|class|^y$")
+"""In the name of an argument that means the right answers."""
 SAMPLES = 16
 """Different samples that are made for a batch; they repeat in it, since only shapes matter."""
 
@@ -113,14 +116,23 @@ class DefaultLoss:
 
 
 def _taken(model: nn.Module, batch: list[Any] | tuple[Any, ...]) -> int:
-    """Leading parts of a batch that the model's forward takes."""
+    """Leading parts of a batch that the model's forward takes; one class per sample at the end it takes only by such a name."""
     try:
-        kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+        parameters = list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
         return len(batch)
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return len(batch) if len(kinds) > 1 or len(batch) < 2 else 1
-    return min(len(batch), sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds))
+    if any(parameter.kind == inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        return len(batch) if len(parameters) > 1 or len(batch) < 2 else 1
+    places = [one for one in parameters if one.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    taken = min(len(batch), len(places))
+    if 1 < taken == len(batch) and _is_classes(batch[-1]):
+        last = places[taken - 1]
+        taken -= last.default is not inspect.Parameter.empty and not _TARGET.search(last.name)
+    return taken
+
+
+def _is_classes(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dim() == 1 and not part.dtype.is_floating_point
 
 
 def _one_number(output: Any, rest: list[Any]) -> tuple[Tensor, str]:

@@ -72,6 +72,7 @@ class Workspaces:
         overrides.around("convolution_backward", self._backward)
         overrides.around("embedding_dense_backward", embedding_backward)
         overrides.around("_embedding_bag", embedding_bag)
+        overrides.around("native_group_norm_backward", group_norm_backward)
 
     def _forward(self, original: Callable[..., Any], input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:
         self.convolutions += 1
@@ -128,4 +129,28 @@ def embedding_bag(original: Callable[..., Any], weight: Tensor, indices: Tensor,
     result = original(weight, indices, *args, **kwargs)
     if result[1].numel() == 0:
         kept_by_graph(result[0], temporary(indices.numel(), like=indices))
+    return result
+
+
+def group_norm_backward(
+    original: Callable[..., Any],
+    gradient: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    samples: int,
+    channels: int,
+    elements: int,
+    groups: int,
+    *args: Any,
+) -> Any:
+    """The gradient of a group norm: two sums and a factor per sample and channel, two terms per sample and group, in fp32.
+
+    Source: aten/src/ATen/native/cuda/group_norm_kernel.cu, `GroupNormBackwardKernelImplInternal` (ds, db; c1; c2, c3).
+    """
+    held = [temporary(samples, channels, like=input, dtype=torch.float32) for _ in range(3)]
+    held += [temporary(samples, groups, like=input, dtype=torch.float32) for _ in range(2)]
+    result = original(gradient, input, mean, rstd, weight, samples, channels, elements, groups, *args)
+    del held
     return result

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from workbench.measure import private
+from workbench.measure.accumulating import Sums
 from workbench.measure.whose import Whose
 from workbench.memory.log import ALLOC, FREE, MARK, RESIZE, Event, Mark, MemoryLog, Record
 
@@ -57,9 +58,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, int] = {}  # address of a storage → index of its record
         self._sizes: list[int] = []  # bytes of each record now
         self._parameters: list[nn.Parameter] = []
+        self._owners: dict[int, str] = {}  # id of a parameter → name of the first module that has it
         self._elsewhere: set[int] = set()
         self._paused = 0
+        self._closed = False
         self._mode = private.fake_mode()
+        self._sums = Sums()
         if model is not None:
             self.attach(model)
 
@@ -67,29 +71,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Name the modules of a model, and recognise its parameters and buffers; again after they have been replaced."""
         self.log.modules.update(self.whose.name(model))
         self._parameters = list(model.parameters())
-        for parameter in self._parameters:
-            self.track(parameter, "parameter")
-        for buffer in model.buffers():
-            self.track(buffer, "buffer")
+        for name, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                self._owners.setdefault(id(parameter), name)
+                self.track(parameter, "parameter", module=self._owners[id(parameter)])
+            for buffer in module.buffers(recurse=False):
+                self.track(buffer, "buffer", module=name)
 
-    def track(self, tensor: Tensor, category: str | None = None, op: str = "") -> None:
+    def track(self, tensor: Tensor, category: str | None = None, op: str = "", module: str | None = None) -> None:
         """Record the storages of a tensor, unless they are known; say what they are, if `category` is given.
 
         Args:
             tensor: of any kind; of a DTensor, its local part.
             category: a key of `memory.log.CATEGORIES`; None = as before, or to be decided when the log is read.
             op: the operator that made it.
+            module: whose it is, by name; None = as before, or the one at work.
         """
         for storage in storages(tensor):
             address, size = storage._cdata, storage.nbytes()
             index = self._live.get(address)
             if index is None:
-                if not self._paused and self._device in (None, storage.device.type):
-                    index = self._live[address] = self.charge(size, category, op)
-                    weakref.finalize(storage, self._died, address, index).atexit = False
-                continue
-            if category:
-                self.log.records[index].category = category
+                if self._paused or self._device not in (None, storage.device.type):
+                    continue
+                index = self._live[address] = self.charge(size, category, op)
+                weakref.finalize(storage, self._died, address, index).atexit = False
+            record = self.log.records[index]
+            record.category = category or record.category
+            record.module = record.module if module is None else module
             self._resized(index, size)
 
     def charge(self, size: int, category: str | None = None, op: str = "") -> int:
@@ -167,12 +175,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of tensors unwraps itself: those come back here
+        in_place = self._phase in ("init", "backward") and self._sums.in_place(func, args, kwargs)
         out = self.call(func, args, kwargs or {})
+        if in_place:
+            self._hand_over(args[0], out)
         if not self._paused and private.fake_mode() is self._mode:
             for value in tree_leaves(out):
                 if isinstance(value, Tensor):
                     self.track(value, op=str(func))
         return out
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()  # type: ignore[no-untyped-call]
+        with self.pause():
+            self._sums.learn()
+        return entered
+
+    def _hand_over(self, tensor: Tensor, heir: Tensor) -> None:
+        """What was a tensor's storage is its heir's, as if that had none of its own."""
+        if (index := self._live.pop(tensor.untyped_storage()._cdata, None)) is not None:
+            storage = heir.untyped_storage()
+            self._live[storage._cdata] = index
+            weakref.finalize(storage, self._died, storage._cdata, index).atexit = False
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator; those who know better than it what comes out may do so here."""
@@ -215,13 +239,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if (index := self._live.get(storage._cdata)) is not None:
                     self.log.records[index].category = "unsharded_parameter"
 
+    def close(self) -> None:
+        """The steps are over: what dies from now on does not belong to them."""
+        self._closed = True
+
     def _has_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is None:
             return
         if self._elsewhere and self.is_elsewhere(parameter):
             self.leave_out(parameter.grad)
         else:
-            self.track(parameter.grad, "gradient")
+            self.track(parameter.grad, "gradient", module=self._owners.get(id(parameter)))
 
     def _on_host(self, optimizer: Optimizer) -> bool:
         """Is what it updates elsewhere, and so all that it makes?"""
@@ -229,14 +257,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _recognise_states(self, optimizer: Optimizer) -> None:
         on_device = {name for group in optimizer.param_groups for name in ("fused", "capturable") if group.get(name)}
-        for state in list(optimizer.state.values()):
+        for parameter, state in list(optimizer.state.items()):
             for value in tree_leaves(state):
                 if not isinstance(value, Tensor):
                     continue
                 if self._host_counters and not on_device and value is state.get("step"):
                     self.leave_out(value)
                 else:
-                    self.track(value, "optimizer_state")
+                    self.track(value, "optimizer_state", module=self._owners.get(id(parameter)))
 
     def _resize(self, storage: torch.UntypedStorage) -> None:
         if (index := self._live.get(storage._cdata)) is not None:
@@ -250,7 +278,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.log.events.append(Event(RESIZE, index, size))
 
     def _died(self, address: int, index: int) -> None:
-        if self._live.get(address) == index:
+        if self._live.get(address) == index and not self._closed:
             del self._live[address]
             self.log.records[index].died = len(self.log.events)
             self.log.events.append(Event(FREE, index, 0))

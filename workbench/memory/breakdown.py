@@ -173,14 +173,14 @@ class MemoryBreakdown:
             for phase, peak in self.phases.items()
         ]
         columns = ("phase", "peak", "of the peak", *(group.replace("_", " ") for group in groups))
-        return display.Table(columns=columns, rows=rows, title=f"Peak of each phase: {self.title}", note=self.caption)
+        return display.Table(columns=columns, rows=rows, title=f"Peak of each phase: {self.title}", note=self.headline)
 
     def _shares(self, name: Any, key: str, group: str | None) -> Shares:
         if group is not None and group not in GROUPS:
             raise ValueError(f"no group {group!r}: memory is held as {', '.join(GROUPS)}")
         chosen = [h for h in self.holders if group is None or h.group == group]
         what = (group or "memory").replace("_", " ").capitalize()
-        return shares(chosen, name, key, f"{what} by {key}: {self.title}", self.caption)
+        return shares(chosen, name, key, f"{what} by {key}: {self.title}", self.headline)
 
     def fits(self, device: str | Device | int, margin: float = 0.0) -> Fit:
         """Whether it fits a device.
@@ -209,13 +209,17 @@ class MemoryBreakdown:
         return MemoryDifference(self, other)
 
     @property
-    def caption(self) -> str:
-        """One line that says what the numbers are."""
+    def headline(self) -> str:
+        """What the numbers are, in a few words."""
         where = f" of rank {self.rank} of {self.world_size}" if self.world_size > 1 else ""
-        text = f"{self.kind} for {self.device}{where}, at the peak ({self.peak_moment}); "
-        text += f"first step {units.bytes_(self.first_step)}, later steps {units.bytes_(self.steady)}"
+        return f"{self.kind} for {self.device}{where}, at the peak ({self.peak_moment})"
+
+    @property
+    def caption(self) -> str:
+        """All there is to say about the numbers; where those of `outside` come from, its `source` says."""
+        text = f"{self.headline}; first step {units.bytes_(self.first_step)}, later steps {units.bytes_(self.steady)}"
         if self.outside:
-            text += f"; outside: {self.outside.source}"
+            text += f"; outside of the allocator {units.bytes_(self.outside.low)} … {units.bytes_(self.outside.high)}"
         if self.retries:
             text += f"; the allocator ran into the limit and gave its cache back {self.retries} times"
         return "; ".join([text, *self.notes])

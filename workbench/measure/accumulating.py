@@ -1,7 +1,7 @@
-"""Sums of gradients: in place on a GPU, where a dry run makes a new tensor for each.
+"""Sums of gradients: in place in an ordinary run, where one that is recorded makes a new tensor for each.
 
-The gradients of a tensor that is used more than once are added up by autograd's engine. It does so in place if nobody else holds the first of
-them and no dispatch mode is on; a dry run is one, so its engine makes a new tensor for each sum, and holds one gradient too many meanwhile.
+The gradients of a tensor that is used more than once are added up by autograd's engine. It does so in place if nobody else holds the first
+of them and no dispatch mode is on; a recorder is one, so the engine makes a new tensor for each sum, and holds one gradient too many.
 
 Source: `InputBuffer::accumulate`, `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp; `isTensorSubclassLike` in
 aten/src/ATen/TensorSubclassLikeUtils.h.
@@ -53,7 +53,7 @@ class Sums:
         self._learning = True
         with torch.enable_grad():
             used_twice = torch.zeros(2, 2, requires_grad=True) * 1.0
-            ((used_twice * 2) + (used_twice * 3)).sum().backward()
+            ((used_twice * 2) + (used_twice * 3)).sum().backward()  # type: ignore[no-untyped-call]
         self._learning = False
         self._alone = self._alone or NOBODY
 

@@ -1,0 +1,93 @@
+"""The memory explorer, as a reader of a notebook meets it: keys move a slider and the bar follows, a device moves its line."""
+
+from collections.abc import Callable
+
+import pytest
+from playwright.sync_api import Locator, expect
+
+from browser.lab import Notebook
+from browser.test_doctor import slider
+from browser.test_panel import tab_until
+
+pytestmark = pytest.mark.browser
+Open = Callable[..., Notebook]
+LOAD = 'import workbench as wb\nspec = wb.RunSpec(task="text-gpt", micro_batch=4096)'
+MINUTE = 60_000  # milliseconds
+
+
+def bar(nb: Notebook) -> Locator:
+    return nb.page.locator('.wb-explorer .wb-bar[aria-label^="predicted:"]').first
+
+
+def held(nb: Notebook) -> float:
+    """Length of everything before the capacity's line that is not free, in pixels."""
+    return float(
+        bar(nb).evaluate(
+            "bar => [...bar.children].filter(piece => !piece.matches('.wb-free, .wb-capacity'))"
+            ".reduce((sum, piece) => sum + piece.getBoundingClientRect().width, 0)"
+        )
+    )
+
+
+def line(nb: Notebook) -> float:
+    """Where the capacity's line is, as a share of the bar."""
+    return float(
+        bar(nb).evaluate(
+            "bar => { const all = bar.getBoundingClientRect(), line = bar.querySelector('.wb-capacity').getBoundingClientRect();"
+            " return (line.left + line.width / 2 - all.left) / all.width }"
+        )
+    )
+
+
+def test_keys_move_the_batch_and_a_device_its_line(open_notebook: Open) -> None:
+    nb = open_notebook(
+        LOAD, 'explorer = wb.widgets.MemoryExplorer(spec, device="L4")\nexplorer', "explorer.wait()\nprint(explorer.result.total)"
+    )
+    nb.run(0)
+    nb.run(1)
+    panel = nb.page.locator(".wb-explorer")
+    expect(panel.locator(".wb-badge")).to_have_text("fits", timeout=MINUTE)
+    expect(panel).to_contain_text("Peak")
+    full = held(nb)
+    slider(nb, "micro_batch").focus()
+    for key in ("ArrowLeft",) * 4:  # an octave
+        nb.page.keyboard.press(key)
+    expect(panel.locator('[role="status"]')).to_have_count(0, timeout=MINUTE)
+    expect(panel.locator(".widget-readout").first).to_have_text("2048")
+    expect(panel.locator(".wb-icicle")).to_be_visible()
+    expect(slider(nb, "micro_batch")).to_be_focused()
+    nb.run(2)
+    assert held(nb) < 0.8 * full
+    before = line(nb)
+    text = panel.locator(".wb-memory").inner_text()
+    assert "L4: 22.4 GiB" in text
+    nb.see("explorer-batch")
+    panel.locator("select").last.select_option("T4")
+    expect(panel.locator(".wb-memory")).to_contain_text("T4: 14.9 GiB")
+    expect(panel.locator('[role="status"]')).to_have_count(0, timeout=MINUTE)
+    assert before > 0.99
+    assert line(nb) > 0.99
+    tab_until(nb, ".wb-explorer select")
+
+
+def test_it_does_not_fit_and_says_so(open_notebook: Open) -> None:
+    nb = open_notebook(LOAD, 'wb.widgets.MemoryExplorer(spec.replace(micro_batch=32768), device="T4")')
+    nb.run(0)
+    nb.run(1)
+    expect(nb.page.locator(".wb-explorer .wb-badge")).to_have_text("does not fit", timeout=MINUTE)
+    assert 0.1 < line(nb) < 0.95
+    nb.see("explorer-full")
+    nb.page.locator(".wb-explorer select").last.select_option("H200")
+    expect(nb.page.locator(".wb-explorer .wb-badge")).to_have_text("fits", timeout=MINUTE)
+    assert line(nb) > 0.99
+
+
+def test_the_static_face_shows_before_anything_is_run(open_notebook: Open) -> None:
+    nb = open_notebook(LOAD, 'wb.widgets.MemoryExplorer(spec, device="L4")', execute=True)
+    face = nb.output(1)
+    expect(face).to_contain_text("Memory explorer")
+    expect(face).to_contain_text("to spare")
+    expect(face.locator("table")).to_contain_text("optimizer states")
+    expect(nb.page.locator(".wb-panel")).to_have_count(0)
+    expect(face).not_to_contain_text("at most")  # nothing of a picture that is left out
+    nb.see("explorer-static")

@@ -1,0 +1,205 @@
+"""HTML of a step's memory: pure functions, used by the live explorer and by its static face alike. Rules as in `faces`."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from workbench import units
+from workbench.display import escape
+from workbench.memory.breakdown import MemoryBreakdown
+from workbench.memory.fit import Fit
+from workbench.memory.log import GROUPS
+from workbench.plot.colors import GROUPS as COLORS
+from workbench.plot.colors import text_on
+from workbench.widgets.explorer_pictures import icicle, timeline
+
+SLACK, OUTSIDE = "reserved, not allocated", "outside the allocator"
+"""What a device holds beside tensors."""
+BESIDE = {SLACK: "#a3a3a3", OUTSIDE: "#6f6f6f"}
+"""Their colours: greys, since they belong to no group; a style sheet hatches them."""
+_LABEL, _ROOM = 92, 92  # pixels at the left and at the right of a bar
+_WIDE_ENOUGH = 0.07  # of the whole width: a share is written into a piece from here on
+_SMALL = 0.3  # of the whole width: bars that are shorter are drawn once more, larger
+_SEEN = 0.002  # of a bar: smaller groups are not in the legend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A bar of memory."""
+
+    label: str
+    """What stands at its left: "predicted", "measured"."""
+    breakdown: MemoryBreakdown
+    """What it is made of."""
+
+    @property
+    def pieces(self) -> dict[str, int]:
+        """Name → bytes: the groups, what is reserved beyond them, what is outside."""
+        held = {group.replace("_", " "): int(getattr(self.breakdown, group)) for group in GROUPS}
+        if self.breakdown.reserved is not None:
+            held[SLACK] = max(0, self.breakdown.reserved - self.breakdown.total)
+            held[OUTSIDE] = self.breakdown.outside.mid if self.breakdown.outside else 0
+        return {name: size for name, size in held.items() if size}
+
+    @property
+    def bytes(self) -> int:
+        """Its length."""
+        return sum(self.pieces.values())
+
+
+def color_of(piece: str) -> str:
+    """Colour of a piece of a bar."""
+    return BESIDE.get(piece) or COLORS[piece.replace(" ", "_")]
+
+
+def head(title: str) -> str:
+    """What is explored."""
+    return f'<div class="wb-head"><strong class="wb-name">Memory explorer</strong><span class="wb-spec">{escape(title)}</span></div>'
+
+
+def estimating() -> str:
+    """That a fake run is made."""
+    return '<span class="wb-what" role="status">estimating…</span>'
+
+
+def verdict(breakdown: MemoryBreakdown, fit: Fit | None) -> str:
+    """Whether it fits, with what is to spare; and when the peak is."""
+    if fit is None:
+        badge, said = "", f"{units.bytes_(breakdown.total)} in tensors at the peak; what this machine's CPU has is not looked at"
+    else:
+        tint, word = ("finished", "fits") if fit else ("stopped", "does not fit")
+        badge, said = f'<span class="wb-badge wb-is-{tint}">{word}</span>', fit.words.partition(": ")[2]
+    peak = f'<div class="wb-said"><strong>Peak</strong> {escape(breakdown.peak_moment)}</div>'
+    return f'<div class="wb-head">{badge}<span class="wb-fit">{escape(said)}</span></div>{peak}'
+
+
+def bars(rows: Iterable[Row], capacity: int | None, device: str, *, stale: bool = False) -> str:
+    """Stacked bars against the capacity of a device; once more and larger where they are small beside it.
+
+    Args:
+        rows: from top to bottom, on one scale; predictions are hatched where there is a measurement beside them.
+        capacity: bytes of the device; None = not known.
+        device: its name.
+        stale: they are of another configuration than the knobs say: one that is still being estimated.
+    """
+    shown = list(rows)
+    if not shown:
+        return ""
+    most = max(row.bytes for row in shown)
+    whole = max(most, capacity or 0)
+    mixed = len({row.breakdown.kind for row in shown}) > 1
+    drawn = "".join(_bar(row, whole, capacity, pale=mixed and row.breakdown.kind == "predicted") for row in shown)
+    if capacity is not None:
+        drawn += _scale(capacity, whole, device)
+    if most < _SMALL * whole:
+        times = units.times(whole / most).removesuffix(" ×").removesuffix("×").strip()
+        drawn += f'<div class="wb-label" style="margin-top:8px">the same, {escape(times)} times as large</div>'
+        drawn += "".join(_bar(row, most, None, pale=mixed and row.breakdown.kind == "predicted") for row in shown)
+    seen = {name: color_of(name) for row in shown for name, size in row.pieces.items() if size >= _SEEN * row.bytes}
+    order = [name for name in (*(group.replace("_", " ") for group in GROUPS), *BESIDE) if name in seen]
+    dim = ' style="opacity:0.45"' if stale else ""
+    return f'<div class="wb-memory"{dim}>{drawn}{_legend({name: seen[name] for name in order})}{difference(shown)}</div>'
+
+
+def _bar(row: Row, whole: int, capacity: int | None, *, pale: bool) -> str:
+    made, at = [], 0
+    for name, size in row.pieces.items():
+        for part in _cut(at, size, capacity):
+            made.append(part if isinstance(part, str) else _piece(name, size, part, row.bytes, whole))
+        at += size
+    if capacity is not None and at <= capacity:
+        made.append(
+            f'<div class="wb-free" title="free: {units.bytes_(capacity - at)}" style="width:{100 * (capacity - at) / whole:.3f}%"></div>'
+        )
+        made.append(_LINE)
+    words = ", ".join(f"{name} {units.bytes_(size)}" for name, size in row.pieces.items())
+    return (
+        '<div class="wb-row" style="display:flex;align-items:center;margin-top:5px">'
+        f'<span class="wb-rank" style="width:{_LABEL}px;flex-shrink:0">{escape(row.label)}</span>'
+        f'<div class="wb-bar{" wb-pale" * pale}" role="img" aria-label="{escape(f"{row.label}: {words}")}" style="display:flex;width:100%;'
+        f'height:22px;line-height:22px;font-size:11px">{"".join(made)}</div>'
+        f'<span class="wb-end" style="width:{_ROOM}px;flex-shrink:0;text-align:right">{escape(units.bytes_(row.bytes))}</span></div>'
+    )
+
+
+_LINE = '<div class="wb-capacity" style="width:3px;margin:-4px -1px;background-color:#d0342c;flex-shrink:0"></div>'
+
+
+def _cut(at: int, size: int, capacity: int | None) -> list[int | str]:
+    """A piece, or where the capacity lies in its midst, what is before it, the line, and what is behind."""
+    if capacity is None or not at <= capacity < at + size:
+        return [size]
+    return [capacity - at, _LINE, at + size - capacity]
+
+
+def _piece(name: str, size: int, part: int, total: int, whole: int) -> str:
+    color, share = color_of(name), units.percent(size / total)
+    text = share if part / whole >= _WIDE_ENOUGH and 2 * part >= size and name not in BESIDE else ""
+    kind = {SLACK: ' class="wb-slack"', OUTSIDE: ' class="wb-outside"'}.get(name, "")
+    return (
+        f'<div{kind} title="{escape(name)}: {units.bytes_(size)} ({share})" style="width:{100 * part / whole:.3f}%;'
+        f'background-color:{color};color:{text_on(color)};text-align:center;overflow:hidden;white-space:nowrap">{text}</div>'
+    )
+
+
+def _scale(capacity: int, whole: int, device: str) -> str:
+    """The name of the line, below it."""
+    words = f'<span style="white-space:nowrap">{escape(device)}: {units.bytes_(capacity)}</span>'
+    place = f'<div style="width:{100 * capacity / whole:.3f}%;text-align:right">{words}</div>'
+    margins = f"margin-top:3px;margin-left:{_LABEL}px;margin-right:{_ROOM}px"
+    return f'<div class="wb-what" style="display:flex;{margins};font-size:12px">{place}</div>'
+
+
+def _legend(colors: Mapping[str, str]) -> str:
+    kinds = {SLACK: ' class="wb-slack"', OUTSIDE: ' class="wb-outside"'}
+    keys = "".join(
+        f'<span class="wb-key" style="margin-right:14px"><span{kinds.get(name, "")} style="display:inline-block;width:10px;height:10px;'
+        f'background-color:{color};margin-right:5px"></span>{escape(name)}</span>'
+        for name, color in colors.items()
+    )
+    return f'<div class="wb-legend" style="margin-top:6px;margin-left:{_LABEL}px">{keys}</div>'
+
+
+def difference(rows: Iterable[Row]) -> str:
+    """How far a prediction is from the measurement beside it, in words."""
+    found = {row.breakdown.kind: row.breakdown for row in rows}
+    if len(found) < 2:
+        return ""
+    predicted, measured = found["predicted"], found["measured"]
+    if predicted.device != measured.device:
+        return (
+            f'<div class="wb-what">measured on {escape(measured.device)}, predicted for {escape(predicted.device)}: '
+            "tensors are made, rounded and kept otherwise there</div>"
+        )
+    off = predicted.total / measured.total - 1
+    said = "as measured" if not round(off, 4) else f"{units.percent(abs(off))} {'above' if off > 0 else 'below'} what was measured"
+    return (
+        f'<div class="wb-what">what tensors hold is predicted {said}: {units.bytes_(predicted.total)}, {units.bytes_(measured.total)}</div>'
+    )
+
+
+def details(breakdown: MemoryBreakdown, *, stale: bool = False) -> str:
+    """Who holds the peak, and memory over the steps."""
+    dim = ' style="opacity:0.45"' if stale else ""
+    modules = (
+        f'<div class="wb-steps"><div class="wb-label">who holds it at the peak, by module</div>{icicle(breakdown)}</div>'
+        if breakdown.holders
+        else ""
+    )
+    over_time = (
+        f'<div class="wb-steps"><div class="wb-label">over the steps, in the order of the program; the line is the peak</div>'
+        f"{timeline(breakdown.timeline)}</div>"
+        if breakdown.timeline.position
+        else ""
+    )
+    return f"<div{dim}>{modules}{over_time}</div>"
+
+
+def static(title: str, rows: Iterable[Row], fit: Fit | None, capacity: int | None, device: str, problem: str) -> str:
+    """The face that needs no kernel."""
+    shown = list(rows)
+    begin = f"<p><strong>Memory explorer</strong> · {escape(title)}"
+    predicted = [row.breakdown for row in shown if row.breakdown.kind == "predicted"]
+    if not predicted:
+        return f"<div>{begin}<br><em>{escape(problem or 'nothing is estimated yet: run this cell')}</em></p></div>"
+    found = predicted[0]
+    return f"<div>{begin}</p>{verdict(found, fit)}{bars(shown, capacity, device)}{details(found)}{found._repr_html_()}</div>"
