@@ -1,6 +1,7 @@
 """Answers to the exercises: `check.biggest(run, answer)` says right or wrong, and why."""
 
 import math
+from collections.abc import Mapping
 
 from workbench import Run, units
 from workbench.timeline import PHASES
@@ -54,3 +55,10 @@ def shortest_step(loading: float, training: float, cores: int, answer: float | N
 def culprit(guess: str | None, found: str) -> None:
     """Notebook 03: is the guess what the experiments found?"""
     _say(guess, guess == found, f"{found}.", f"the experiments say {found}.")
+
+
+def saves_most(guess: str | None, totals: Mapping[str, int]) -> None:
+    """Notebook 04: which of some changes leaves the least memory?"""
+    least = min(totals, key=totals.__getitem__)
+    because = f"{units.bytes_(totals[least])} are left with it."
+    _say(guess, guess == least, because, "look at what is largest at the fullest moment, and at which change touches it.")

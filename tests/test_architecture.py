@@ -22,13 +22,21 @@ FLOORS = (
     ("launcher", "measure", "data"),
     ("train", "estimate"),
     ("diagnosing", "estimating", "measuring"),
-    ("fitting", "estimators"),
+    ("fitting", "estimators", "calibrating"),
     ("plot",),
     ("widgets",),
     ("__main__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-LIGHT = {name for rooms in FLOORS[:8] for name in rooms} | {"launcher", "diagnosing", "estimating", "measuring", "fitting", "estimators"}
+LIGHT = {name for rooms in FLOORS[:8] for name in rooms} | {
+    "launcher",
+    "diagnosing",
+    "estimating",
+    "measuring",
+    "fitting",
+    "estimators",
+    "calibrating",
+}
 HOMES = {
     "numpy": {"memory", "measure", "data", "train", "estimate", "plot"},
     "pandas": {"display"},

@@ -2,6 +2,7 @@
 
 import json
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,18 @@ def test_a_change_that_cannot_be_is_a_row_that_says_why() -> None:
     assert "yes" in str(rows)
     again = MemoryComparison.from_json(json.loads(json.dumps(rows.to_json())))
     assert str(again) == str(rows)
+
+
+def test_a_comparison_is_drawn() -> None:
+    rows = fitting.compare_memory(Net, {"optimizer": ["adamw"]}, device=device(1000), **GIVEN)
+    ax = rows.plot()
+    assert [label.get_text() for label in ax.get_yticklabels()] == [SAME, "optimizer=adamw"]
+    plt.close(ax.figure)
+
+
+def test_a_knob_that_does_not_exist_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ValueError, match="did you mean 'precision'"):
+        fitting.compare_memory(Net, [{"precison": "amp_bf16"}], **GIVEN)
 
 
 @pytest.mark.parametrize("changes", [[], {}, ["precision"]])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from workbench.measure.leaks import Leak, Leaks, find, held_after, leaks_of, left_behind
 from workbench.measure.referrers import Holding
-from workbench.measuring import find_leaks
+from workbench.measuring import find_leaks, measure_memory
 from workbench.memory.log import ALLOC, FREE, MARK, Event, Mark, MemoryLog, Record
 
 DATA = [torch.randn(32, 64) for _ in range(4)]
@@ -136,7 +136,8 @@ def test_an_attribute_of_the_step_itself() -> None:
 
 
 def test_a_healthy_step_is_not_blamed() -> None:
-    model, figures, queue, last, total = network(), [], deque(maxlen=3), {}, [0.0]
+    model, figures, last, total = network(), [], {}, [0.0]
+    queue: deque[Tensor] = deque(maxlen=3)
     average = copy.deepcopy(model)
 
     def after(loss: Tensor) -> None:
@@ -152,6 +153,44 @@ def test_a_healthy_step_is_not_blamed() -> None:
     assert not leaks, str(leaks)
     assert leaks.per_step == 0
     assert "nothing grows" in str(leaks)
+
+
+def test_a_reference_cycle_is_no_leak() -> None:
+    class Node:
+        pass
+
+    def after(_loss: Tensor) -> None:
+        node: Any = Node()
+        node.itself, node.tensor = node, torch.zeros(10_000)
+
+    leaks = find(trained(network(), after), DATA)
+    assert not leaks, str(leaks)
+    assert leaks.cyclic == 40_000
+    assert "39.1 KiB of each step lie in reference cycles: no leak, but freed by gc only" in str(leaks)
+    (note,) = (note for note in measure_memory(trained(network(), after), DATA).notes if "gc only" in note)
+    assert note.startswith("78.1 KiB of it lie in reference cycles: freed by gc only")
+
+
+def test_a_list_that_only_a_hook_reaches_is_put_back() -> None:
+    model = network()
+    stored = kept_by_a_hook(model)
+    leak = only(find(trained(model), DATA))
+    assert leak.per_step == HIDDEN
+    assert stored() == 0
+
+
+def kept_by_a_hook(model: nn.Module) -> Callable[[], int]:
+    stored: list[Tensor] = []
+    model.get_submodule("1").register_forward_hook(lambda module, args, output: stored.append(output.detach()))
+    return lambda: len(stored)
+
+
+def test_a_holder_that_python_does_not_show() -> None:
+    arrays: list[Any] = []
+    leaks = find(trained(network(), lambda _loss: arrays.append(torch.ones(1000).numpy())), DATA)
+    assert only(leaks).holder is None
+    assert "a numpy array" in str(leaks).lower()
+    assert "clear it" not in str(leaks)
 
 
 def test_batches_that_lived_before_are_no_leak() -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import workbench as wb
 from workbench.measure.allocations import OnHost, peaks_of
 from workbench.measure.memory import measure
-from workbench.measuring import breakdowns, fullest, measure_memory
+from workbench.measuring import measure_memory
 from workbench.memory import MemoryBreakdown
 
 TASKS = Path(__file__).parent / "scripts" / "hungry_task.py"
@@ -301,14 +301,16 @@ def test_two_ranks(tmp_path: Path) -> None:
     spec = wb.RunSpec(task=f"{TASKS}:modest", device="cpu", micro_batch=16, nproc_per_node=2, optimizer="adamw(foreach=False)")
     found = measure_memory(spec, runs_dir=tmp_path, steps=3)
     run = wb.Run.load(next(tmp_path.iterdir()))
-    each = breakdowns(run)
+    each = [run.memory_breakdown(rank) for rank in range(2)]
     assert [one.rank for one in each] == [0, 1]
     assert all(one.world_size == 2 for one in each)
-    assert fullest(run).total == found.total == measure_memory(run).total == measure_memory(run.path).total
+    assert run.memory_breakdown().total == found.total == measure_memory(run).total == measure_memory(run.path).total
     weights = 4 * (64 * 64 + 64 + 64 + 1)
     assert (found.parameters, found.largest["gradients"]) == (weights, 2 * weights)  # and DDP's buckets
     assert found.inputs == 16 * 64 * 4
     assert each[0].total == each[1].total
+    with pytest.raises(ValueError, match="it has 0, 1"):
+        run.memory_breakdown(2)
     with pytest.raises(ValueError, match="a run has taken its steps"):
         measure_memory(run, steps=2)
 

@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workbench import plot as plot
     from workbench import widgets as widgets
+    from workbench.calibrating import calibrate
     from workbench.comparison import Comparison, compare
     from workbench.device import Device
     from workbench.diagnosing import climb, diagnose
     from workbench.diagnosis import Diagnosis, Evidence, Proof
     from workbench.estimating import estimate_memory
     from workbench.failure import Failure, RunError
-    from workbench.fitting import compare_memory, max_micro_batch, memory_ladder
+    from workbench.fitting import compare_memory, max_micro_batch, memory_ladder, would_fit
     from workbench.launcher import launch, sweep
     from workbench.measure import StepTimer, watch
     from workbench.measuring import find_leaks, measure_memory
@@ -59,6 +60,7 @@ _HOMES = {
     "StepTimer": "measure",
     "Task": "task",
     "Timeline": "timeline",
+    "calibrate": "calibrating",
     "climb": "diagnosing",
     "compare": "comparison",
     "compare_memory": "fitting",
@@ -73,6 +75,7 @@ _HOMES = {
     "sweep": "launcher",
     "watch": "measure",
     "widgets": "",
+    "would_fit": "fitting",
 }
 """Public name → the room it lives in; an empty one is a room itself."""
 
@@ -90,6 +93,7 @@ __all__ = [
     "StepTimer",
     "Task",
     "Timeline",
+    "calibrate",
     "climb",
     "compare",
     "compare_memory",
@@ -104,6 +108,7 @@ __all__ = [
     "sweep",
     "watch",
     "widgets",
+    "would_fit",
 ]
 
 

@@ -1,4 +1,4 @@
-"""`workbench lab | doctor | launch | diagnose | estimate | report`: the terminal's way in; each is a call of the public API."""
+"""`workbench lab | doctor | launch | diagnose | estimate | calibrate | report`: the terminal's way in; each is a call of the public API."""
 
 import argparse
 import ast
@@ -101,6 +101,8 @@ def estimate(given: argparse.Namespace) -> int:
         ValueError: no such task, device, knob or value; or it cannot be estimated.
     """
     target = workbench.RunSpec(task=given.target).replace(**knobs_of(given.set or []))
+    if given.device in ("cpu", "cuda") and (given.ladder or given.max_batch):
+        raise ValueError(f"--device {given.device} has no capacity of its own: name one, such as --device H200")
     shapes = {name: value for name in ("sequence", "image") if (value := getattr(given, name)) is not None}
     found = workbench.estimate_memory(target, device=given.device, **shapes)
     print(found)
@@ -112,6 +114,29 @@ def estimate(given: argparse.Namespace) -> int:
     if given.max_batch:
         print(f"\n{workbench.max_micro_batch(target, given.device, **shapes)}")
     return 0 if found.fits(given.device) else 1
+
+
+def calibrate(given: argparse.Namespace) -> int:
+    """Learn what lies outside of the allocator on this machine's GPU; returns the exit status: 0 if it could be kept.
+
+    Raises:
+        ValueError: there is no GPU, or not such a number of models.
+    """
+
+    def tell(what: str) -> None:
+        if sys.stderr.isatty():
+            print(f"workbench: {what}", file=sys.stderr)
+
+    try:
+        found = workbench.calibrate(given.models, tell=tell)
+    except RunError as error:
+        print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}"])), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # what was launched is stopped
+        print("workbench: interrupted", file=sys.stderr)
+        return 130
+    print(found)
+    return 0 if found.path else 1
 
 
 def knobs_of(words: list[str]) -> dict[str, Any]:
@@ -160,8 +185,11 @@ def main(argv: list[str] | None = None) -> int:
     fit.add_argument("--image", type=int, help="side of the images in pixels, instead of the task's own")
     fit.add_argument("--ladder", action="store_true", help="find the cheapest changes that make it fit")
     fit.add_argument("--max-batch", action="store_true", help="find the largest micro-batch that fits")
+    learn = commands.add_parser("calibrate", help="learn what lies outside of the allocator on this machine's GPU, for later estimates")
+    learn.add_argument("--models", type=int, default=4, metavar="N", help="how many models to run, half a minute each (4)")
     show = commands.add_parser("report", help="show a run directory")
     show.add_argument("path")
+    show.add_argument("--would-fit", action="store_true", help="if memory ran out: predict which changes would have fitted")
     words = sys.argv[1:] if argv is None else argv
     words, script_args = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     given, rest = parser.parse_known_args(words)
@@ -176,12 +204,17 @@ def main(argv: list[str] | None = None) -> int:
             print(doctor())
             return 0
         if given.command == "report":
-            print(report(Run.load(given.path)))
+            shown = Run.load(given.path)
+            print(report(shown), flush=True)
+            if given.would_fit:
+                print(f"\n{workbench.would_fit(shown)}")
             return 0
         if given.command == "diagnose":
             return diagnose(given)
         if given.command == "estimate":
             return estimate(given)
+        if given.command == "calibrate":
+            return calibrate(given)
         found = workbench.launch(**_launch(given, script_args))
     except BrokenPipeError:
         raise

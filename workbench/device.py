@@ -64,7 +64,7 @@ class Device:
 
 def _key(name: str) -> str:
     words = name.lower().replace("-", " ").replace("_", " ").split()
-    return " ".join(word for word in words if word not in ("nvidia", "tesla", "geforce", "amd", "instinct"))
+    return "".join(word for word in words if word not in ("nvidia", "tesla", "geforce", "amd", "instinct"))
 
 
 def _device(name: str, gigabytes: float, gigabytes_per_sec: float, source: str, *aliases: str, **teraflops: float) -> Device:

@@ -3,6 +3,7 @@ from another process, or a year later; `stop` reaches the guard by the pid that 
 """
 
 import contextlib
+import dataclasses
 import math
 import os
 import platform
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from workbench import display, progress, rundir, units
 from workbench.failure import Failure, RunError, first_failure
-from workbench.spec import Spec, SpecError, spec_from_json
+from workbench.spec import AUTO, RunSpec, Spec, SpecError, spec_from_json
 from workbench.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -111,8 +112,16 @@ class Run:
         if self.state in ("running", "finished", "stopped"):
             return None
         if self._outcome is not None and self._outcome.get("error"):  # one of a sweep that failed while the launch went on
-            return Failure(**self._outcome["error"])
-        return first_failure(self._launch_dir, self._outcome or {"state": self.state})
+            return self._with_advice(Failure(**self._outcome["error"]))
+        found = first_failure(self._launch_dir, self._outcome or {"state": self.state})
+        return found and self._with_advice(found)
+
+    def _with_advice(self, failure: Failure) -> Failure:
+        """Names what predicts the way out, where memory ran out in steps that can be predicted."""
+        if failure.memory is None or not isinstance(self.spec, RunSpec) or self.spec.micro_batch == AUTO:
+            return failure
+        hint = " ".join(filter(None, [failure.hint, "Which changes would have fitted: wb.would_fit(run)."]))
+        return dataclasses.replace(failure, hint=hint)
 
     @property
     def seconds(self) -> float:

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16")
 SCHEDULES = ("constant", "cosine")
@@ -28,12 +28,29 @@ PARALLELS = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 OFFLOADS = ("none", "activations", "optimizer")
 SHARDED = ("zero2", "fsdp", "hsdp")
 """Those of PARALLELS in which no rank holds all of the parameters, gradients and optimizer states (torch's FSDP2)."""
+AUTO = "auto"
+"""The micro_batch of a run that is to choose it when it starts."""
 SHARD_RANKS = 8
 """Ranks that share one copy of the model under "hsdp", where the spec does not say: the GPUs of a common node."""
 
 
 class SpecError(ValueError):
     """A knob that does not exist or a value that it does not take; the message says what is allowed and what to try."""
+
+
+class Unchosen(str):
+    """AUTO in the place of a number: whoever compares or computes with it is told to give one."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise SpecError(
+            'micro_batch="auto" is chosen when a run starts (wb.launch, wb.sweep), and here a number is needed: '
+            "give one, such as wb.max_micro_batch(spec, device).micro_batch"
+        )
+
+    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __mul__ = __rmul__ = __mod__ = __index__ = _refuse
+    __radd__ = __sub__ = __rsub__ = __rmod__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __int__ = __float__ = _refuse
 
 
 class _Spec:
@@ -78,8 +95,9 @@ class RunSpec(_Spec):
 
     task: str
     """Name of a sample task, `"path/file.py:function"` or `"package.module:function"`; the function returns a Task."""
-    micro_batch: int = 32
-    """Samples per rank in one forward and backward."""
+    micro_batch: int | Any = 32
+    """Samples per rank in one forward and backward; or "auto": the largest that fits, chosen when the run starts, and split where memory
+    runs out nevertheless (see `train.choosing` and `train.halving`)."""
     accumulation: int = 1
     """Micro-batches per optimizer step; gradients are reduced across ranks in the last one only."""
     precision: str = "fp32"
@@ -144,7 +162,11 @@ class RunSpec(_Spec):
     def __post_init__(self) -> None:
         if not isinstance(self.task, str) or not self.task:
             raise SpecError(f'task={self.task!r}: a name is wanted, such as "clipart-resnet" or "my_task.py:build"')
-        for name in ("micro_batch", "accumulation", "nproc_per_node", "steps", "threads", "tensor_parallel"):
+        if self.micro_batch == AUTO:
+            object.__setattr__(self, "micro_batch", Unchosen(AUTO))
+        else:
+            _whole(self, "micro_batch", 1, ', or "auto"')
+        for name in ("accumulation", "nproc_per_node", "steps", "threads", "tensor_parallel"):
             _whole(self, name, 1)
         for name in ("num_workers", "warmup_steps", "seed"):
             _whole(self, name, 0)
@@ -178,7 +200,11 @@ class RunSpec(_Spec):
 
     @property
     def global_batch(self) -> int:
-        """Samples per optimizer step over all ranks: micro_batch × accumulation × data_ranks."""
+        """Samples per optimizer step over all ranks: micro_batch × accumulation × data_ranks.
+
+        Raises:
+            SpecError: micro_batch is "auto".
+        """
         return self.micro_batch * self.accumulation * self.data_ranks
 
 
@@ -300,10 +326,10 @@ def _nearest_divisor(whole: int, wanted: int) -> int:
     return next(n for n in range(min(whole, wanted), 0, -1) if whole % n == 0)
 
 
-def _whole(spec: Spec, name: str, least: int) -> None:
+def _whole(spec: Spec, name: str, least: int, other: str = "") -> None:
     value = getattr(spec, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SpecError(f"{name}={value!r}: a whole number of at least {least} is allowed")
+        raise SpecError(f"{name}={value!r}: a whole number of at least {least} is allowed{other}")
 
 
 def _one_of(spec: Spec, name: str, allowed: tuple[str, ...]) -> None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -41,6 +40,8 @@ def main(mode: str, path: str) -> None:
         model = DistributedDataParallel(model)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.001)
     if mode == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # here: its package warns when it is imported
+
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.001, momentum=0.9)
 
     def step(batch: Tensor) -> None:

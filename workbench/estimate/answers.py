@@ -1,13 +1,21 @@
 """Answers: what a dry run says where a program asks a tensor for its value, which it has not."""
 
 import operator
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from workbench.estimate.refusals import EstimateError
+
+ENDLESS = 10_000
+"""Answers at one place in one forward or backward, from which on it is taken for a loop that a value has to end."""
+_OURS = ("torch", "workbench.estimate", "workbench.measure", "workbench.train")
+"""Packages that are not the program."""
 TRUE = ("all", "isfinite", "eq", "ge", "le", "lt", "isclose", "logical_and", "bitwise_and")
 """Questions by the operator that asks them: "are all …", "is it finite", "is it equal". What is asserted is true, masks mask nothing."""
 FALSE = ("any", "isnan", "isinf", "isposinf", "isneginf")
@@ -27,6 +35,10 @@ def name_of(func: Any) -> str:
     return str(func.overloadpacket.__name__) if hasattr(func, "overloadpacket") else str(func)
 
 
+def _is_ours(module: str) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in _OURS)
+
+
 class Answers:
     """Answers to `.item()`, `bool(tensor)` and the like.
 
@@ -35,10 +47,14 @@ class Answers:
 
     Attributes:
         asked: how often a value was asked for.
+        moment: tells the step and what is being done.
     """
 
     def __init__(self) -> None:
         self.asked = 0
+        self.moment: Callable[[], object] = lambda: None
+        self._places: Counter[tuple[str, int]] = Counter()  # file and line → questions there at this moment
+        self._last: object = None
         self._truth: dict[int, bool] = {}  # address of a storage of truth values → what they say
         self._zeros: dict[int, weakref.ref[Any]] = {}  # address → a storage of flags that are zero unless something is wrong
 
@@ -56,10 +72,14 @@ class Answers:
         Args:
             tensor: asked for its value.
             count: it is worth a note: the answer may decide what memory is needed.
+
+        Raises:
+            EstimateError: the program asks again and again.
         """
         if tensor.constant is not None:  # such as torch.tensor(3)
             return tensor.constant.item()
-        self.asked += count
+        if count:
+            self._count()
         address = tensor.untyped_storage()._cdata
         if tensor.dtype == torch.bool:
             return self._truth.get(address, False)
@@ -68,8 +88,27 @@ class Answers:
 
     def same(self, one: Tensor, other: Tensor) -> bool:
         """Are two tensors equal? If they can be."""
-        self.asked += 1
+        self._count()
         return one.shape == other.shape
+
+    def _count(self) -> None:
+        self.asked += 1
+        if (now := self.moment()) != self._last:
+            self._last = now
+            self._places.clear()
+        frame: Any = sys._getframe(2)
+        while frame is not None and _is_ours(str(frame.f_globals.get("__name__", ""))):
+            frame = frame.f_back
+        if frame is None:
+            return
+        place = frame.f_code.co_filename, frame.f_lineno
+        self._places[place] += 1
+        if self._places[place] >= ENDLESS:
+            raise EstimateError(
+                f"{place[0]}:{place[1]} asked for the value of a tensor {ENDLESS} times in one step: values decide how often this runs, "
+                "and a dry run has none. Give the loop an end that is counted, such as for _ in range(…), or measure it: "
+                "wb.measure_memory(…)"
+            )
 
     def learn(self, name: str, args: Any, out: Any) -> None:
         """See an operator that was run, and remember what it says of its result."""

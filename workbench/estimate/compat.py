@@ -1,6 +1,7 @@
 """What a dry run needs of torch that torch does not promise: context managers that put everything back, and a test of them all."""
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.estimate.discreet import unrecognised
+from workbench.estimate.semantics_overrides import replaced
 from workbench.measure import private
 from workbench.measure.storages import Recorder
 
@@ -24,7 +26,52 @@ def fake_tensors() -> Iterator[None]:
 
     Who asks whether a tensor is a fake one is told that it is not (see `discreet`).
     """
-    with unrecognised(), FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        no_autocast(),
+        quiet(),
+        formatted(),
+        unrecognised(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def no_autocast() -> Iterator[None]:
+    """Inside, an autocast that the caller is in does not count."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, torch does not write a traceback to stderr where the shapes of an operator do not fit: the error itself says it."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "failed while attempting to run" not in str(record.msg)
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)
+
+
+@contextlib.contextmanager
+def formatted() -> Iterator[None]:
+    """Inside, `f"{loss:.3f}"` works on fake tensors: it asks for the value, as it does of real ones."""
+    usual = Tensor.__format__
+
+    def answer(self: Tensor, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else str(usual(self, spec))  # type: ignore[no-untyped-call]
+
+    with replaced(FakeTensor, "__format__", answer):
         yield
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.estimate import building, compat
 from workbench.estimate.answers import Answers, name_of
+from workbench.estimate.reals import Reals
 from workbench.estimate.semantics import cuda_semantics
+from workbench.measure import private
 from workbench.measure.batches import map_tensors
 from workbench.measure.storages import Recorder
 
@@ -40,17 +43,20 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         answers: what was said.
+        reals: tensors with values that the program reached.
     """
 
     def __init__(self, gpu: Gpu | None) -> None:
         super().__init__(host_counters=gpu is not None)
         self.answers = Answers()
+        self.reals = Reals(_bytes_like, lambda tensor, category: self.track(tensor, category, module=""), self._is_dry)
         self._workspace = gpu.workspace if gpu else 0
         self._handles: set[bool] = set()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on fake tensors, or answer it."""
         name = name_of(func)
+        args, kwargs = self.reals.instead(name, func, args, kwargs)
         if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
             return self.answers.of(args[0], count=self.now != "optimizer")
         if name == "equal":
@@ -59,15 +65,35 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.log.notes.append(_RECURRENT)
         if self._workspace and name in _PRODUCTS:
             self._take_workspace()
-        out = _product(func, args, kwargs) if name == "_grouped_mm" else func(*args, **kwargs)
+        out = _AS_THEY_ARE.get(name, _plainly)(func, args, kwargs)
         self.answers.learn(name, args, out)
+        self.reals.made(out, args)
         return out
+
+    def mark(self, phase: str) -> None:
+        """Begin a phase, as a Recorder does."""
+        if phase in ("between", "optimizer", "end"):
+            for leaf in self.reals.leaves:
+                if isinstance(leaf.grad, FakeTensor):
+                    self.track(leaf.grad, "gradient", module="")
+        super().mark(phase)
+
+    def _is_dry(self) -> bool:
+        return private.fake_mode() is self._mode
 
     def _take_workspace(self) -> None:
         """Once in a thread: CUDA's backward runs in one of its own, and cuBLAS has a handle for each."""
         if (backward := self.now == "backward") not in self._handles:
             self._handles.add(backward)
             self.log.records[self.charge(self._workspace, "workspace", "cublas")].module = ""  # it is nobody's in particular
+
+
+def _bytes_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu")
+
+
+def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 def _product(func: Any, args: Any, kwargs: Any) -> Any:
@@ -80,6 +106,19 @@ def _product(func: Any, args: Any, kwargs: Any) -> Any:
     return torch.empty_strided(like.shape, like.stride(), dtype=dtype)
 
 
+def _norms_gradient(func: Any, args: Any, kwargs: Any) -> Any:
+    """The gradient of a layer norm, which is contiguous; torch's shape rule gives it the strides of what came in."""
+    first, *others = func(*args, **kwargs)
+    return (first if first is None else torch.empty(first.shape, dtype=first.dtype), *others)
+
+
+_AS_THEY_ARE: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "_grouped_mm": _product,
+    "native_layer_norm_backward": _norms_gradient,
+}
+"""Operators of which fake tensors tell something else than what the real ones do."""
+
+
 @dataclass(slots=True, kw_only=True)
 class DryRun:
     """A place where everything is fake."""
@@ -89,6 +128,7 @@ class DryRun:
 
     def model(self, model: nn.Module) -> None:
         """Put fakes in the place of a model's tensors, in place; nothing of it is recorded yet."""
+        self.recorder.reals.owned(model)
         with self.recorder.pause():
             building.materialise(model, building.fake_like)
 
@@ -128,13 +168,18 @@ def dry_run(gpu: Gpu | None) -> Iterator[DryRun]:
     Args:
         gpu: whose memory behaviour to have; None = that of a CPU.
     """
-    with compat.fake_tensors(), compat.movable_modules(), compat.foreach_on_fakes():
+    with contextlib.ExitStack() as stack:
+        reals = stack.enter_context(contextlib.ExitStack())  # left last, where tensors are real again
+        for change in (compat.fake_tensors(), compat.movable_modules(), compat.foreach_on_fakes()):
+            stack.enter_context(change)
         semantics = cuda_semantics(gpu.precision, gpu.capability) if gpu else contextlib.nullcontext()
         with semantics as met:
             recorder = FakeRecorder(gpu)
+            reals.callback(recorder.reals.put_back)
+            stack.callback(register_optimizer_step_pre_hook(recorder.reals.stepping).remove)
             with recorder:
                 yield DryRun(recorder=recorder)
-            recorder.log.notes += [*(met.notes if met else ()), *recorder.answers.notes]
+            recorder.log.notes += [*(met.notes if met else ()), *recorder.answers.notes, *recorder.reals.notes]
 
 
 @contextlib.contextmanager

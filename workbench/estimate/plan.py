@@ -1,18 +1,21 @@
 """Plan: what is estimated, with nothing left to choose; made of whatever a user gives."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.loss import _Loss
 
 from workbench import task as tasks
 from workbench.device import Device
 from workbench.estimate.building import copied
 from workbench.estimate.dry import Gpu
 from workbench.estimate.examples import DefaultLoss, resized, sample_batch
+from workbench.estimate.refusals import EstimateError
 from workbench.measure.loop import samples_in
 from workbench.memory.outside import cublas_workspace
 from workbench.spec import SHARDED, RunSpec, check_names
@@ -140,7 +143,7 @@ def _spec_and_task(target: Any, batch: Any, loss: Any, optimizer: Any, knobs: di
         spec, task = RunSpec(task=target.name or "task", **knobs, **chosen), target
     else:
         spec, task = RunSpec(task="model", **knobs, **chosen), _task_of(target, batch)
-    changes: dict[str, Any] = {} if loss is None else {"loss": loss}
+    changes: dict[str, Any] = {} if loss is None else {"loss": checked(loss)}
     if optimizer is not None and not chosen:
         changes["optimizer"] = optimizer
         spec = spec.replace(optimizer=None)
@@ -162,3 +165,22 @@ def _task_of(target: Any, batch: Any) -> Task:
             f"estimate_memory({name}): a model needs a batch: estimate_memory(model, batch), of tensors on any device, even meta"
         )
     return Task(model=make, dataset=list, loss=DefaultLoss(), name="" if name == "<lambda>" else name)
+
+
+def checked(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A loss, which is not a criterion.
+
+    Raises:
+        EstimateError: it takes an output and a target.
+    """
+    try:
+        names = tuple(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters)
+    except (TypeError, ValueError):
+        names = ()
+    if isinstance(loss, _Loss) or names[:2] in (("input", "target"), ("inputs", "targets"), ("output", "target"), ("outputs", "targets")):
+        name = getattr(loss, "__name__", "") or f"{type(loss).__name__}()"
+        raise EstimateError(
+            f"loss={name} takes an output and a target; wanted is a function of the model and a batch: write "
+            "loss=lambda model, batch: criterion(model(batch[0]), batch[1])"
+        )
+    return loss

@@ -1,12 +1,15 @@
 """Refusals: why a program cannot be run on fake tensors, in words, with the module where it happened and what to try."""
 
 import contextlib
+import linecache
 import re
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from workbench.estimate.building import BuildError, kept_by_hooks, notes_of
 from workbench.measure.batches import tensors_of
 from workbench.measure.storages import Recorder
 from workbench.spec import SpecError
@@ -24,6 +27,16 @@ DOING = {
 """Phase of the log → what was being done."""
 
 
+_ARGUMENTS = re.compile(
+    r"positional argument|keyword argument|required .*argument|multiple values for|argument .* must be|invalid combination"
+)
+"""In a TypeError about what was given to a function."""
+_TORCHS = re.compile(r"[\\/](torch|workbench[\\/](estimate|measure|train))[\\/]")
+"""In the path of a file that shapes are refused in."""
+_NOT_THEIRS = re.compile(r"[\\/](torch|workbench[\\/](estimate|measure|train)|workbench[\\/]estimating\.py)([\\/]|$)")
+"""In the path of a file that is not the user's."""
+
+
 class EstimateError(ValueError):
     """A program whose memory cannot be estimated; the message says where it went wrong and what to try."""
 
@@ -37,14 +50,22 @@ def refused(recorder: Recorder, model: nn.Module, batch: Any) -> Iterator[None]:
         model: that is run.
         batch: what it is given.
     """
+    recorder.log.notes += notes_of(model)
+    answers: Any = getattr(recorder, "answers", None)
+    if answers is not None:
+        answers.moment = lambda: (recorder.step, recorder.now)
     try:
-        yield
-    except (TaskError, SpecError, EstimateError):
+        with kept_by_hooks(model):
+            yield
+    except (TaskError, SpecError, EstimateError, BuildError):
         raise
     except Exception as error:
         module = recorder.whose.failed(error)
         kind = recorder.log.modules.get(module or "", type(model).__name__)
         raise refusal(error, module=module, kind=kind, batch=batch, doing=DOING[recorder.now]) from error
+    finally:
+        if answers is not None:
+            answers.moment = _nothing
 
 
 def refusal(error: BaseException, *, module: str | None, kind: str, batch: Any, doing: str) -> EstimateError:
@@ -75,8 +96,11 @@ def refusal(error: BaseException, *, module: str | None, kind: str, batch: Any, 
             f"{where} needs real values ({text}): it reads a tensor's memory, in numpy or in code of its own, and a dry run has none. "
             "Try torch's operators there; or measure it: wb.measure_memory(…)"
         )
-    if doing == "forward":
+    if doing == "forward" and _about_arguments(error):
         return EstimateError(f"{where} does not accept the batch ({described(batch)}): {text}")
+    if place := _place(error):
+        given = f", given the batch ({described(batch)})" if doing == "forward" else ""
+        return EstimateError(f"{where} raised {text} ({place[0]}:{place[1]}{given})")
     return EstimateError(f"{where}: {text}")
 
 
@@ -93,6 +117,28 @@ def _where(module: str | None, kind: str, doing: str) -> str:
     if module is None:
         return "the loss function" if doing == "forward" else f"the {doing}"
     return f"the model ({kind})" if module == "" else f"the module {module!r} ({kind})"
+
+
+def _about_arguments(error: BaseException) -> bool:
+    """Whether what was given does not fit: its number or kind of arguments, or its shapes; not an exception of the user's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    text = str(error)
+    if isinstance(error, TypeError):
+        return _ARGUMENTS.search(text) is not None
+    if "values to unpack" in text or (frames and _TORCHS.search(frames[-1].filename)):
+        return True
+    line = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip() if frames else ""
+    return isinstance(error, RuntimeError | IndexError) and not line.startswith(("raise", "assert"))
+
+
+def _place(error: BaseException) -> tuple[str, int] | None:
+    """File and line of the user's code that an error came from."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _NOT_THEIRS.search(frame.filename)]
+    return (frames[-1].filename, frames[-1].lineno or 0) if frames else None
+
+
+def _nothing() -> None:
+    return None
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import Parameter
 from torch.optim import optimizer, swa_utils
+from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,17 +19,21 @@ from workbench.estimate.semantics_overrides import Overrides, composed, replaced
 CPU = torch.device("cpu")
 
 
-def _here(device: Any) -> Any:
+def _here(device: Any, home: torch.device = CPU) -> Any:
     """The device that stands for the one named."""
-    return CPU if isinstance(device, torch.device) and device.type == "cuda" else device
+    return home if isinstance(device, torch.device) and device.type == "cuda" else device
 
 
-class CudaMeansCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Factories (`torch.zeros(…, device="cuda")`, `torch.arange`, `x.new_empty`, `with torch.device("cuda")`) make tensors on the CPU."""
+class CudaMeans(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Factories (`torch.zeros(…, device="cuda")`, `torch.arange`, `x.new_empty`, `with torch.device("cuda")`) make tensors at home."""
+
+    def __init__(self, home: torch.device = CPU) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._home = home
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and "device" in kwargs:
-            kwargs = {**kwargs, "device": _here(kwargs["device"])}
+            kwargs = {**kwargs, "device": _here(kwargs["device"], self._home)}
         return func(*args, **(kwargs or {}))
 
 
@@ -48,26 +54,36 @@ def install(overrides: Overrides) -> None:
     overrides.composite("pin_memory", lambda tensor, device=None: tensor.view_as(tensor))
 
 
-def _module_to(to: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def _module_to(to: Callable[..., nn.Module], home: torch.device) -> Callable[..., nn.Module]:
     """`Module.to`, which leaves a module alone that is to go to "cuda" only: torch cannot swap the parameters of a fake one."""
 
     def moved(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is None and memory_format is None and device is not None and device.type == "cuda":
             return self
-        return to(self, *map(_named, args), **{key: _named(value) for key, value in kwargs.items()})
+        return to(self, *(_named(value, home) for value in args), **{key: _named(value, home) for key, value in kwargs.items()})
 
     return moved
 
 
-def _named(device: Any) -> Any:
+def _named(device: Any, home: torch.device) -> Any:
     """The device that stands for the one given, which may be a string."""
-    return _here(torch.device(device)) if isinstance(device, str) else _here(device)
+    return _here(torch.device(device), home) if isinstance(device, str) else _here(device, home)
+
+
+def cuda_means_cpu(capability: tuple[int, int]) -> AbstractContextManager[None]:
+    """`cuda_means` for fake tensors, which are on the CPU."""
+    return cuda_means(CPU, capability)
 
 
 @contextlib.contextmanager
-def cuda_means_cpu(capability: tuple[int, int]) -> Iterator[None]:
-    """Let the most usual calls of `torch.cuda` answer or do nothing. `torch.cuda.is_available()` stays False, as `tensor.is_cuda` does."""
+def cuda_means(home: torch.device, capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
+    """Let the most usual calls of `torch.cuda` answer or do nothing. `torch.cuda.is_available()` stays False, as `tensor.is_cuda` does.
+
+    Args:
+        home: where tensors are made that should be on "cuda".
+        capability: compute capability of the GPU that there seems to be.
+    """
     import torch._dynamo  # modes import it at first use, and it writes down torch's functions: it must find torch's own
 
     def nothing(*args: Any, **kwargs: Any) -> None:
@@ -86,10 +102,31 @@ def cuda_means_cpu(capability: tuple[int, int]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in answers.items():
             stack.enter_context(replaced(torch.cuda, name, value))
-        stack.enter_context(replaced(nn.Module, "to", _module_to(nn.Module.to)))
+        stack.enter_context(replaced(nn.Module, "to", _module_to(nn.Module.to, home)))
         stack.enter_context(replaced(nn.Module, "cuda", lambda self, device=None: self))
-        stack.enter_context(CudaMeansCpu())  # type: ignore[no-untyped-call]
+        stack.enter_context(CudaMeans(home))
         yield
+
+
+class CallsMeanHome(TorchFunctionMode):
+    """`torch.tensor(…, device="cuda")`, `tensor.to("cuda")` and `tensor.cuda()` make tensors at home, where there are no `Overrides`."""
+
+    def __init__(self, home: torch.device) -> None:
+        super().__init__()
+        self._home = home
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cuda:
+            return args[0].to(self._home)
+        if func is Tensor.to:
+            args = [args[0], *(self._named(value) for value in args[1:])]
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self._named(kwargs["device"])}
+        return func(*args, **kwargs)
+
+    def _named(self, device: Any) -> Any:
+        return self._home if isinstance(device, int) and not isinstance(device, bool) else _named(device, self._home)
 
 
 @contextlib.contextmanager

@@ -151,6 +151,7 @@ def _behind_training(here: Any, found: Found, modules: list[nn.Module]) -> Itera
         modules.append(here)
         found.containers.extend(one for one in (here._parameters, here._buffers, here._modules) if isinstance(one, dict))
         yield from here.children()
+        yield from (hook for name in _HOOKS for hook in getattr(here, name, {}).values())
         if not type(here).__module__.startswith("torch."):  # DDP's reducer goes on, and its flags with it
             found.objects.append(here)
             yield from (value for name, value in attributes(here).items() if name not in _OF_MODULES)
@@ -167,6 +168,10 @@ def _behind_training(here: Any, found: Found, modules: list[nn.Module]) -> Itera
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
+
+
+_HOOKS = tuple(name for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks") if name in _OF_MODULES)
+"""Attributes that have the hooks that are called in a step: functions that may reach what nothing else does."""
 
 
 def _behind_function(function: types.FunctionType, found: Found) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from workbench import display, units
 from workbench.measure.found import name_of as name_of_step
 from workbench.measure.graph import saved
-from workbench.measure.memory import recorded
+from workbench.measure.memory import freed_by_collector, recorded
 from workbench.measure.referrers import Holding, Referrers, living
 from workbench.measure.storages import storages
 from workbench.memory.log import FREE, MARK, MemoryLog, Record
@@ -61,6 +61,8 @@ class Leaks:
     """The largest first."""
     after: Sequence[int] = field(default=())
     """Bytes held at the end of each step."""
+    cyclic: float = 0
+    """Bytes that each step leaves behind in reference cycles, which Python's collector frees; it is off while this is measured."""
 
     def __bool__(self) -> bool:
         return bool(self.found)
@@ -75,7 +77,9 @@ class Leaks:
         """What to do."""
         if any(leak.graph for leak in self.found):
             return "Keep numbers, not tensors with a graph: loss.item() or tensor.detach(); evaluate under torch.no_grad()."
-        return "Let go of it: clear it after each step, or give it a limit, such as collections.deque(maxlen=…)." if self.found else None
+        if any(leak.holder for leak in self.found):
+            return "Let go of it: clear it after each step, or give it a limit, such as collections.deque(maxlen=…)."
+        return _UNKNOWN if self.found else None
 
     @property
     def table(self) -> display.Table:
@@ -85,7 +89,9 @@ class Leaks:
             for leak in self.found
         ]
         grown = f"held after the steps: {', '.join(units.bytes_(size) for size in self.after)}"
-        note = f"{self.hint} {grown}" if self.found else f"nothing grows; {grown}"
+        if self.cyclic:
+            grown += f"; {units.bytes_(self.cyclic)} of each step lie in reference cycles: no leak, but freed by gc only"
+        note = f"{grown}. {self.hint}" if self.found else f"nothing grows; {grown}"
         columns = ("held by", "per step", "tensors", "operator", "module")
         return display.Table(columns=columns, rows=rows, title=f"Leaks of {self.title}", note=f"measured: {note}")
 
@@ -99,6 +105,12 @@ class Leaks:
 
     def _repr_html_(self) -> str:
         return self.table._repr_html_()
+
+
+_UNKNOWN = (
+    "Who holds it was not found: no Python variable leads to it. A numpy array over a tensor's memory or an extension may; leave out parts "
+    "of the step until it stops growing, beginning with the operator and the module that are named here."
+)
 
 
 def find(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None, optimizer: Any = None, steps: int = 8) -> Leaks:
@@ -119,13 +131,17 @@ def find(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None
         raise ValueError(f"steps={steps!r}: a whole number of at least {LEAST_STEPS} is allowed: what lives on for two steps is looked for")
     before = {storage._cdata for tensor in living() for storage in storages(tensor)}  # such as the batches of a list
     with recorded(step, loader, model=model, optimizer=optimizer, steps=steps) as (recorder, _, _, models, _):
+        old = {index for address, index in recorder._live.items() if address in before}
+        cyclic = freed_by_collector(recorder)
         alive = dict(recorder._live)
-        left = left_behind(recorder.log, but={index for address, index in alive.items() if address in before})
+        left = left_behind(recorder.log, but=old | cyclic)
+        waiting = left_behind(recorder.log, but=old | set(alive.values()))
         suspects = {index for indices in left.values() for index in indices}
         names = {module: name for one in models.models for name, module in one.named_modules()}
         holders = _holders({address: index for address, index in alive.items() if index in suspects}, Referrers(names))
         found = leaks_of(recorder.log, left, holders)
-    return Leaks(title=name_of_step(step), found=found, after=tuple(held_after(recorder.log).values()))
+    in_cycles = sum(leak.per_step for leak in leaks_of(recorder.log, waiting, {}))
+    return Leaks(title=name_of_step(step), found=found, after=tuple(held_after(recorder.log).values()), cyclic=in_cycles)
 
 
 _TO_STAY = ("parameter", "buffer", "gradient", "optimizer_state")

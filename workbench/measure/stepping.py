@@ -61,9 +61,9 @@ class Stepping:
         take_in(recorder, batch)
         self._began = len(recorder.log.records), len(recorder.log.marks) - 1
         begin()
-        self._running = True
         try:
             with recorder:
+                self._running = True  # now: entering may try out a backward of its own
                 step(batch)
         finally:
             self._running = False

@@ -23,6 +23,8 @@ ENV_CACHE = "WORKBENCH_CACHE"
 FEWEST = 3
 """Runs that a fit needs; two make a line without residuals."""
 _GIB = 2**30
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
+"""What reading something else than fits raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +192,7 @@ def fit_outside(points: Sequence[tuple[int, int]], device: str, *, driver: str =
     base, slope = np.linalg.lstsq(design, np.ones(len(used)), rcond=None)[0].tolist()
     off = used - (base + slope * reserved)
     return OutsideFit(
-        device=device,
+        device=_known(device),
         base=base,
         slope=slope,
         residuals=tuple((off / used).tolist()),
@@ -211,13 +213,38 @@ def fits_file() -> Path:
 def load_fits(path: Path | None = None) -> list[OutsideFit]:
     """The fits on file, oldest first; none where the file is not there or cannot be read."""
     try:
-        return [OutsideFit.from_json(row) for row in json.loads((path or fits_file()).read_text(encoding="utf-8"))]
-    except (OSError, ValueError, KeyError, TypeError):
+        return _read(path or fits_file())
+    except (OSError, *_DAMAGED):
         return []
 
 
+def _read(path: Path) -> list[OutsideFit]:
+    return [OutsideFit.from_json(row) for row in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def set_damaged_aside(path: Path | None = None) -> Path | None:
+    """Rename a file that holds something else than fits, so that nothing is written over it.
+
+    Returns:
+        Its new name; None where there is no such file or it can be read.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    where = path or fits_file()
+    try:
+        _read(where)
+    except FileNotFoundError:
+        return None
+    except _DAMAGED:
+        aside = where.with_suffix(".damaged.json")
+        os.replace(where, aside)
+        return aside
+    return None
+
+
 def save_fit(fit: OutsideFit, path: Path | None = None) -> Path:
-    """Add a fit to the file; it takes the place of one for the same GPU, driver and torch.
+    """Add a fit to the file; it takes the place of one for the same GPU, driver and torch. What is no file of fits is set aside first.
 
     Returns:
         Where it is.
@@ -226,6 +253,7 @@ def save_fit(fit: OutsideFit, path: Path | None = None) -> Path:
         OSError: it cannot be written.
     """
     where = path or fits_file()
+    set_damaged_aside(where)
     own = (_known(fit.device), fit.driver, fit.torch)
     kept = [old for old in load_fits(where) if (_known(old.device), old.driver, old.torch) != own]
     where.parent.mkdir(parents=True, exist_ok=True)
@@ -237,8 +265,8 @@ def save_fit(fit: OutsideFit, path: Path | None = None) -> Path:
 
 
 def _known(device: str) -> str:
-    """The name of a device in the table, whatever it is called; another name stays."""
+    """The name of a device in the table, whatever it is called; another name stays, less its maker's."""
     try:
         return Device.named(device).name
     except ValueError:
-        return device
+        return device.removeprefix("NVIDIA ")

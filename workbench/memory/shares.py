@@ -103,11 +103,11 @@ def shares(holders: Iterable[Holder], name: Callable[[Holder], str], key: str, t
         held[h.group] = held.get(h.group, 0) + h.bytes
         count[0] += h.count
     made = [Share(name=what, held=held, count=count[0]) for what, (held, count) in found.items()]
-    return Shares(key=key, rows=tuple(sorted(made, key=lambda row: (-row.bytes, _natural(row.name)))), title=title, note=note)
+    return Shares(key=key, rows=tuple(sorted(made, key=lambda row: (-row.bytes, natural(row.name)))), title=title, note=note)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """layers.2 comes before layers.10."""
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key to sort names of modules by: layers.2 comes before layers.10."""
     return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]
 
 

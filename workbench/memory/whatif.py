@@ -78,7 +78,7 @@ class MemoryComparison:
     def plot(self, ax: Any = None) -> Any:
         """Stacked bars, one per change; returns the Axes."""
         found = [row for row in self.rows if row.breakdown is not None]
-        return display.picture("memory")([r.breakdown for r in found], labels=[r.label for r in found], capacity=self.capacity, ax=ax)
+        return display.picture("memory")([r.breakdown for r in found], labels=[r.label for r in found], device=self.capacity, ax=ax)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""

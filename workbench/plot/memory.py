@@ -29,7 +29,11 @@ VISIBLE = 0.002
 
 
 def memory(
-    result: MemoryBreakdown | Sequence[MemoryBreakdown], ax: Axes | None = None, *, device: str | Device | int | None = None
+    result: MemoryBreakdown | Sequence[MemoryBreakdown],
+    ax: Axes | None = None,
+    *,
+    device: str | Device | int | None = None,
+    labels: Sequence[str] | None = None,
 ) -> Axes:
     """What the fullest moment is made of: one stacked bar per breakdown, groups in their colours, predictions beside measurements paler.
 
@@ -41,6 +45,7 @@ def memory(
         ax: the Axes to draw into; None makes a figure.
         device: whose capacity is drawn as a line: a name, a Device or bytes; None: the device of the breakdowns, if they name one and the
             same.
+        labels: of the bars; None: what sets the breakdowns apart.
 
     Raises:
         ValueError: nothing to draw, or an unknown device.
@@ -51,8 +56,8 @@ def memory(
     name, capacity = _capacity(shown, device)
     reaches = [_reach(one) for one in shown]
     scale, unit = scale_of(max(*reaches, capacity or 0))
-    labels = [wrapped(label) for label in labels_of(shown)]
-    ax = prepared(ax, WIDTH, height(labels) + 0.25)
+    names = [wrapped(label) for label in labels or labels_of(shown)]
+    ax = prepared(ax, WIDTH, height(names) + 0.25)
     mixed = len({one.kind for one in shown}) == 2
     drawn = _groups(ax, shown, scale, max(*reaches, capacity or 0), mixed) + _beside(ax, shown, scale)
     if capacity:
@@ -60,7 +65,7 @@ def memory(
     texts = [_end(one) for one in shown]
     ends(ax, [reach / scale for reach in reaches], texts)
     ax.set_xlim(0, max(*(reach / scale / _share(text) for reach, text in zip(reaches, texts, strict=True)), 1.03 * (capacity or 0) / scale))
-    rows(ax, labels)
+    rows(ax, names)
     ax.set_xlabel(f"memory at the peak, {' and '.join(sorted({one.kind for one in shown}))} ({unit})")
     legend(ax, drawn)
     return ax

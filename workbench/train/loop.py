@@ -11,8 +11,9 @@ from torch import nn
 from workbench import failure, rundir, units
 from workbench.measure import StepTimer
 from workbench.measure.holding import held
-from workbench.spec import RunSpec
+from workbench.spec import AUTO, RunSpec
 from workbench.task import Task, TaskError
+from workbench.train.choosing import choose
 from workbench.train.metrics import Metrics
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
@@ -22,7 +23,7 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
     """Train, and write the steps and the report into a run directory.
 
     Args:
-        spec: every knob.
+        spec: every knob. A micro_batch that is "auto" is chosen first, and the figures of the last step have it as `micro_batch`.
         task: what is trained.
         ranks: this process among the others.
         run_dir: for `rank<r>.jsonl` and, from rank 0, `metrics.jsonl`.
@@ -33,12 +34,16 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
 
     Raises:
         TaskError: the task's functions do not return what they should.
-        SpecError: a knob does not fit this machine or this task.
+        SpecError: a knob does not fit this machine or this task, or a micro_batch could not be chosen.
         DiskFullError: the steps or the report could not be written.
     """
     if spec.evaluate and task.evaluate is None:
         raise TaskError(f"evaluate=True, and the task {spec.task!r} has no evaluation: try wb.Task(…, evaluate=…), or evaluate=False")
-    trainer = Trainer(spec, task, ranks, group)
+    chosen: dict[str, float] = {}
+    if spec.micro_batch == AUTO:
+        spec = spec.replace(micro_batch=choose(spec, ranks))
+        chosen = {"micro_batch": spec.micro_batch}
+    trainer = Trainer(spec, task, ranks, group, halving=bool(chosen))
     weights = sum(weight.numel() for weight in trainer.module.parameters())
     print(f"rank {ranks.rank} of {ranks.world_size} on {ranks.device}: {units.count(weights)} parameters, batches of {spec.micro_batch}")
     samples_per_step = spec.micro_batch * spec.accumulation * trainer.layout.readers.world_size
@@ -65,7 +70,7 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
             raise timer.failed
         if metrics:
             metrics.flush()
-        figures = trainer.figures() if spec.evaluate else {}
+        figures = chosen | (trainer.figures() if spec.evaluate else {})
         if metrics and figures:
             metrics.figures(figures)
     skipped = trainer.precision.skipped

@@ -80,7 +80,7 @@ def measure(spec: RunSpec, task: Task, ranks: Ranks, steps: int) -> MemoryBreakd
                 trainer.update()
             recorder.mark("end")
         recorder.recognise_unsharded(trainer.model)
-        _leave_out_rebuilt(recorder, trainer.model)
+        _leave_out_seen(recorder, trainer.model)
     return breakdown(
         recorder,
         borders,
@@ -104,18 +104,35 @@ def _charge_buckets(recorder: Recorder, trainer: Trainer) -> None:
     recorder.charge(size, "bucket", "DistributedDataParallel")
 
 
-def _leave_out_rebuilt(recorder: Recorder, model: nn.Module) -> None:
-    """After the first backward DDP makes its buckets anew, in the order in which gradients come: the charged ones stand for those too."""
+def _leave_out_seen(recorder: Recorder, model: nn.Module) -> None:
+    """The charged bytes stand for all buckets, so leave out those that operators have shown.
+
+    The first ones are seen when the first backward writes gradients into them. Before the second forward DDP lets go of them, and only then
+    makes new ones in the order in which gradients come: never are both alive.
+    """
     if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
         return
     figures: Any = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    sizes = Counter(int(size) for size in str(figures.get("rebuilt_bucket_sizes", "")).replace(",", " ").split())
+    first, rebuilt = (
+        Counter(int(size) for size in str(figures.get(name, "")).replace(",", " ").split())
+        for name in ("bucket_sizes", "rebuilt_bucket_sizes")
+    )
     log = recorder.log
     for index, record in enumerate(log.records):
-        if record.phase == "forward" and record.died is None and record.category is None and sizes[record.size] > 0:
+        if record.phase == "backward" and record.op in _WRITING:
+            sizes = first
+        elif record.phase == "forward" and record.died is None and record.category is None:
+            sizes = rebuilt
+        else:
+            continue
+        if sizes[record.size] > 0:
             sizes[record.size] -= 1
             record.size, record.category = 0, "bucket"
             log.events[record.born] = Event(ALLOC, index, 0)
+
+
+_WRITING = ("aten.mul.out", "aten.copy_.default", "aten.zero_.default")
+"""Operators that write a gradient into a bucket, which was there before them."""
 
 
 if __name__ == "__main__":

@@ -14,13 +14,15 @@ import torch.distributed as dist
 
 from workbench import failure, rundir
 from workbench.measure.holding import held
-from workbench.spec import RunSpec, SpecError
+from workbench.spec import AUTO, RunSpec, SpecError
 from workbench.task import resolve
 from workbench.train.loop import train
 from workbench.train.ranks import Ranks
 
 WARMUP_STEPS = 3
 """Steps of the throw-away run before the first: kernels are chosen, caches filled, clocks raised."""
+WARMUP_BATCH = 2
+"""Its micro-batch where that of the first run is yet to be chosen."""
 
 
 def train_all(specs: Sequence[RunSpec], run_dirs: Sequence[Path], ranks: Ranks) -> None:
@@ -36,7 +38,8 @@ def train_all(specs: Sequence[RunSpec], run_dirs: Sequence[Path], ranks: Ranks) 
         if len(values) > 1:
             raise SpecError(f"{name}={', '.join(map(repr, sorted(values)))} in one launch: specs of one launch must agree on it")
     with tempfile.TemporaryDirectory() as nowhere:
-        attempt(specs[0].replace(steps=min(WARMUP_STEPS, specs[0].steps), evaluate=False), Path(nowhere), ranks)
+        warm = specs[0].replace(steps=min(WARMUP_STEPS, specs[0].steps), evaluate=False)
+        attempt(warm.replace(micro_batch=WARMUP_BATCH) if warm.micro_batch == AUTO else warm, Path(nowhere), ranks)
     for spec, run_dir in zip(specs, run_dirs, strict=True):
         began = time.monotonic()
         ok = attempt(spec, run_dir, ranks)

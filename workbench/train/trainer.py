@@ -18,6 +18,7 @@ from workbench.spec import SHARDED, RunSpec
 from workbench.task import Task, TaskError
 from workbench.train.checkpointing import apply_checkpointing
 from workbench.train.dealt import local
+from workbench.train.halving import Halving
 from workbench.train.layout import Layout
 from workbench.train.loader import build_loader, micro_batches, to_device
 from workbench.train.offload import activations_on_host, check_offload, on_host, told
@@ -43,6 +44,7 @@ class Trainer:
         layout: which ranks do what.
         optimizer: as the spec or the task wants it.
         loader: of this rank.
+        halving: takes micro-batches in parts where memory runs out; None = such an error is raised.
         phase: entered around each phase of a step; a `StepTimer`, or nothing.
     """
 
@@ -57,6 +59,7 @@ class Trainer:
         loader: "DataLoader[Any] | None" = None,
         layout: Layout | None = None,
         alone: bool = False,
+        halving: bool = False,
     ) -> None:
         """Build everything, in an order that gives each rank the same model and other data.
 
@@ -69,11 +72,14 @@ class Trainer:
             loader: the batches, if they do not come from the task's dataset.
             layout: of the ranks, if it is made already.
             alone: there are no other ranks, and the module is called as it is, as a loop of one's own does.
+            halving: take a micro-batch for which memory runs out in parts; see `halving`. Not where layers communicate in the forward
+                ("zero2", "fsdp", "hsdp" and `tensor_parallel`): a rank cannot call them again alone.
 
         Raises:
             TaskError: the task's functions do not return what they should.
-            SpecError: a knob does not fit this machine or this task.
+            SpecError: a knob does not fit this machine or this task, or micro_batch is still "auto".
         """
+        _ = spec.global_batch  # refuses "auto"
         check_offload(spec, ranks.device)
         self.spec, self.task, self.ranks = spec, task, ranks
         self._updates = 0
@@ -97,6 +103,8 @@ class Trainer:
             group=self.layout.data,
             on_host=spec.offload == "optimizer" and not sharded,
         )
+        can_halve = halving and not sharded and spec.tensor_parallel == 1
+        self.halving = Halving(self, self.layout.readers.world_size) if can_halve else None
         self._scheduler = build_scheduler(self.optimizer, spec)
         readers = self.layout.readers
         own_seed = spec.seed * readers.world_size + readers.rank
@@ -130,16 +138,29 @@ class Trainer:
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Add the gradients of a micro-batch; they are reduced across the ranks after the `last` of a step. Its part of the loss."""
+        if self.halving is not None:
+            return self.halving.micro_step(batch, last=last)
+        batch = self.placed(batch)
+        with accumulating(self.model, last=last):
+            loss = self.forward(batch)
+            self.backward(loss)
+        return loss.detach()
+
+    def placed(self, batch: Any) -> Any:
+        """A batch on the device, as the spec wants it there."""
         with self.phase("h2d"):
             batch = to_device(batch, self.ranks.device, non_blocking=self.loader.pin_memory)
-            if self.spec.channels_last:
-                batch = map_tensors(_channels_last, batch)
-        with accumulating(self.model, last=last):
-            with self.phase("forward"), self.precision.autocast(), self._saving():
-                loss = loss_of(self.task, self.model, batch) / self.spec.accumulation
-            with self.phase("backward"):
-                self.precision.backward(loss)
-        return loss.detach()
+            return map_tensors(_channels_last, batch) if self.spec.channels_last else batch
+
+    def forward(self, batch: Any) -> Tensor:
+        """A micro-batch's part of the loss of a step."""
+        with self.phase("forward"), self.precision.autocast(), self._saving():
+            return loss_of(self.task, self.model, batch) / self.spec.accumulation
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of it."""
+        with self.phase("backward"):
+            self.precision.backward(loss)
 
     def update(self) -> None:
         """Let the optimizer use the gradients, and clear them."""

@@ -67,7 +67,7 @@ def verdict(breakdown: MemoryBreakdown, fit: Fit | None) -> str:
         badge, said = "", f"{units.bytes_(breakdown.total)} in tensors at the peak; what this machine's CPU has is not looked at"
     else:
         tint, word = ("finished", "fits") if fit else ("stopped", "does not fit")
-        badge, said = f'<span class="wb-badge wb-is-{tint}">{word}</span>', fit.words.partition(": ")[2]
+        badge, said = f'<span class="wb-badge wb-is-{tint}">{word}</span> ', fit.words.partition(": ")[2]
     peak = f'<div class="wb-said"><strong>Peak</strong> {escape(breakdown.peak_moment)}</div>'
     return f'<div class="wb-head">{badge}<span class="wb-fit">{escape(said)}</span></div>{peak}'
 

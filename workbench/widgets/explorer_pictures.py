@@ -11,6 +11,7 @@ from workbench.memory.breakdown import MemoryBreakdown
 from workbench.memory.holders import Holder
 from workbench.memory.log import GROUPS
 from workbench.memory.over_time import MemoryTimeline
+from workbench.memory.shares import natural
 from workbench.plot.colors import GROUPS as COLORS
 
 DEPTH = 4
@@ -61,7 +62,7 @@ def _cell(cell: _Cell, above: int, whole: int) -> str:
     title = f"{name}: {units.bytes_(cell.bytes)} ({units.percent(share)}): {words}"
     text = _fitting(f"{name} {units.bytes_(cell.bytes)}", name, name.rpartition(".")[2], room=share * _LETTERS)
     shown = [below for below in cell.below.values() if below.bytes >= _LEAST * whole]
-    children = "".join(_cell(below, cell.bytes, whole) for below in sorted(shown, key=lambda below: (-below.bytes, below.name)))
+    children = "".join(_cell(below, cell.bytes, whole) for below in sorted(shown, key=lambda below: (-below.bytes, natural(below.name))))
     row = f'<div style="display:flex">{children}</div>' if children else ""
     return (
         f'<div style="width:{100 * cell.bytes / above:.3f}%;overflow:hidden"><div class="wb-cell" title="{escape(title)}" '

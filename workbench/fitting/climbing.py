@@ -1,0 +1,199 @@
+"""Climbing: the cheapest changes, in time, that make a step fit, one on top of another."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.device import Device
+from workbench.estimating import estimate_memory
+from workbench.fitting.places import MARGIN, any_of, device_of, place_of
+from workbench.memory.breakdown import MemoryBreakdown
+from workbench.memory.whatif import MemoryLadder, MemoryRung, combinations, needed
+from workbench.spec import RunSpec
+
+HALVINGS = 3
+"""The ladder splits a micro-batch up to 2 to the power of it."""
+
+
+NEGLIGIBLE = 1.03
+"""Times of two programs that differ by less count as the same: a roofline knows no better."""
+
+
+def memory_ladder(
+    target: Any, device: str | Device, *, capacity: int | None = None, margin: float = MARGIN, **options: Any
+) -> MemoryLadder:
+    """The cheapest changes, in time, that make a step fit a device.
+
+    All sets of changes that make sense are tried in the order of their cost, until one fits; the cost of a set is the product of its
+    changes' own, each the roofline of its fake run over that of the step as it is. Where the device has no known roofline, the fewest
+    changes are the cheapest.
+
+    Args:
+        target: as `estimate_memory` takes it.
+        device: a name, such as "RTX-4090", or a Device; with a capacity also "cuda" (any GPU) or "cpu".
+        capacity: bytes that one rank can have; None = the device's.
+        margin: share of the device that stays free.
+        options: as `estimate_memory` takes them.
+
+    Raises:
+        ValueError: an unknown device, or a target that cannot be estimated.
+    """
+    name, limit = place_of(device, capacity, margin)
+    if not any_of(device):
+        device = device_of(device)
+    return _Climb(target, device, options, limit=limit).ladder(name, margin)
+
+
+class _Climb:
+    """The search for the cheapest set of changes."""
+
+    def __init__(self, target: Any, device: str | Device, options: Mapping[str, Any], *, limit: int) -> None:
+        self._target, self._device, self._options, self._limit = target, device, options, limit
+        self._timed = isinstance(device, Device)
+        self._seen: dict[tuple[int, ...], tuple[MemoryBreakdown, float] | None] = {}
+        self._moves: list[tuple[Mapping[str, Any], str]] = []
+
+    def ladder(self, name: str, margin: float) -> MemoryLadder:
+        start = self._run(())
+        assert start is not None
+        rungs: list[MemoryRung] = []
+        if needed(start[0]) > self._limit:
+            self._moves = _moves(self._spec(), self._device if isinstance(self._device, Device) else None)
+            rungs = self._rungs(self._needed(self._cheapest()))
+        return MemoryLadder(
+            start=start[0],
+            rungs=tuple(rungs),
+            device=name,
+            capacity=self._limit,
+            margin=margin,
+            tried=sum(found is not None for found in self._seen.values()),
+        )
+
+    def _cheapest(self) -> tuple[int, ...]:
+        """Places of the moves that fit at the least cost; where nothing fits, of those that need least."""
+        price = {chosen: math.prod(map(self._price, chosen)) for chosen in combinations(move for move, _ in self._moves)}
+        smallest: tuple[int, tuple[int, ...]] = (needed(self._found(())[0]), ())
+        for chosen in sorted(price, key=lambda chosen: (price[chosen], len(chosen))):
+            found = self._run(chosen)
+            if found is None or math.isnan(price[chosen]):
+                continue
+            if needed(found[0]) <= self._limit:
+                return chosen
+            smallest = min(smallest, (needed(found[0]), chosen))
+        return smallest[1]
+
+    def _price(self, place: int) -> float:
+        """Times that a step takes with a move alone; 1 where no roofline is known, so that only the number of moves counts."""
+        return self._slowdown((), (place,)) if self._timed else 1.0
+
+    def _needed(self, chosen: tuple[int, ...]) -> tuple[int, ...]:
+        """The moves without those that it fits without, and in no more time."""
+        for place in chosen:
+            rest = tuple(other for other in chosen if other != place)
+            found = self._run(rest)
+            if found and needed(found[0]) <= self._limit and found[1] <= NEGLIGIBLE * self._found(chosen)[1]:
+                return self._needed(rest)
+        return chosen
+
+    def _rungs(self, chosen: tuple[int, ...]) -> list[MemoryRung]:
+        """The moves in the order of their cost, each on top of those before it."""
+        done: tuple[int, ...] = ()
+        rungs = []
+        for place in sorted(chosen, key=self._price):
+            now = tuple(sorted((*done, place)))
+            change, price = self._moves[place]
+            if self._run(now) is None:  # only together with a later one
+                rungs.append(MemoryRung(change=change, breakdown=self._found(done)[0], slowdown=1.0, price=price))
+                continue
+            slowdown = self._slowdown(done, now)
+            rungs.append(MemoryRung(change=change, breakdown=self._found(now)[0], slowdown=slowdown, price=price))
+            done = now
+        return rungs
+
+    def _slowdown(self, before: tuple[int, ...], after: tuple[int, ...]) -> float:
+        one, other = self._run(before), self._run(after)
+        return math.nan if one is None or other is None else other[1] / one[1]
+
+    def _found(self, chosen: tuple[int, ...]) -> tuple[MemoryBreakdown, float]:
+        found = self._run(chosen)
+        assert found is not None
+        return found
+
+    def _run(self, chosen: tuple[int, ...]) -> tuple[MemoryBreakdown, float] | None:
+        """Breakdown and seconds per sample with some moves; None where they cannot be had together."""
+        if chosen not in self._seen:
+            changes = {name: value for place in chosen for name, value in self._moves[place][0].items()}
+            try:
+                self._seen[chosen] = self._estimate({**self._options, **changes})
+            except ValueError:
+                if not chosen:
+                    raise
+                self._seen[chosen] = None
+        return self._seen[chosen]
+
+    def _estimate(self, options: Mapping[str, Any]) -> tuple[MemoryBreakdown, float]:
+        if isinstance(self._device, Device):
+            return timed_estimate(self._target, device=self._device, **options)
+        return estimate_memory(self._target, device=self._device, **options), math.nan
+
+    def _spec(self) -> RunSpec:
+        from workbench.estimate.plan import plan_of
+
+        return plan_of(self._target, device=self._device, **self._options).spec
+
+
+def _moves(spec: RunSpec, device: Device | None) -> list[tuple[Mapping[str, Any], str]]:
+    """Changes that may save memory, each with its price in words."""
+    moves: list[tuple[Mapping[str, Any], str]] = []
+    if spec.optimizer not in ("fused", "foreach") and "fused" not in (spec.optimizer or ""):
+        moves.append(({"optimizer": _fused(spec.optimizer)}, "the same update in one kernel"))
+    if spec.precision == "fp32":
+        name = "amp_bf16" if device is None or "bf16" in device.flops_per_sec else "amp_fp16"
+        moves.append(({"precision": name}, "products in 16 bits; check the loss"))
+    if spec.parallel == "ddp" and spec.nproc_per_node > 1:
+        moves.append(({"gradient_as_bucket_view": True}, "gradients must not be replaced by the step"))
+        moves.append(({"parallel": "zero1"}, "each rank updates its part, and sends it to all"))
+        moves.append(({"parallel": "fsdp"}, "half as much communication again: weights are gathered twice"))
+    for power in range(1, HALVINGS + 1):
+        if spec.micro_batch % 2**power == 0:
+            change = {"micro_batch": spec.micro_batch >> power, "accumulation": spec.accumulation << power}
+            moves.append((change, "more and smaller kernels; statistics of BatchNorm over fewer samples"))
+    if spec.checkpointing == "none":
+        moves.append(({"checkpointing": "selective"}, "cheap operators run again in backward"))
+        moves.append(({"checkpointing": "full"}, "every block runs again in backward"))
+    return moves
+
+
+def _fused(optimizer: str | None) -> str:
+    """The same optimizer in its fused implementation."""
+    if not optimizer:
+        return "fused"
+    name, _, rest = optimizer.partition("(")
+    return f"{name}({rest[:-1]}, fused=True)" if rest else f"{name}(fused=True)"
+
+
+def timed_estimate(target: Any, *, device: Device, **options: Any) -> tuple[MemoryBreakdown, float]:
+    """The memory of a step, and the seconds per sample that the device needs for it at its roofline; both of one fake run.
+
+    Args:
+        target: as `estimate_memory` takes it.
+        device: whose datasheet counts.
+        options: as `estimate_memory` takes them.
+
+    Raises:
+        ValueError: as `estimate_memory`.
+    """
+    from workbench.estimate.plan import plan_of
+    from workbench.estimate.roofline import Roofline
+    from workbench.estimating import breakdown_of, record
+
+    plan = plan_of(target, device=device, **options)
+    rooflines: list[Roofline] = []  # one per attempt; the last one counts
+
+    def watch() -> Roofline:
+        rooflines.append(Roofline(device))
+        return rooflines[-1]
+
+    log, rank = record(plan, watch=watch)
+    samples = plan.spec.micro_batch * plan.spec.accumulation * plan.steps
+    return breakdown_of(plan, log, rank), rooflines[-1].seconds / samples

@@ -1,0 +1,135 @@
+"""Largest: the largest micro-batch that fits, by fake runs and what is exact between them; nothing is a line through peaks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from workbench.device import Device
+from workbench.estimating import estimate_memory
+from workbench.fitting.places import MARGIN, place_of
+from workbench.memory.breakdown import MemoryBreakdown
+from workbench.memory.family import Family
+from workbench.memory.whatif import MaxMicroBatch, needed
+
+NODES = (7, 11)
+"""Micro-batches of the two fake runs that tell all others; small ones are avoided, since programs and kernels treat them specially."""
+
+
+ATTEMPTS = 3
+"""Pairs of runs, each near the answer of the one before, until one is right; after them the answer is looked for by single runs."""
+
+
+def max_micro_batch(
+    target: Any, device: str | Device, *, capacity: int | None = None, margin: float = MARGIN, **options: Any
+) -> MaxMicroBatch:
+    """The largest micro-batch that fits a device, without the device.
+
+    Two fake runs tell the memory of every batch; the answer and the next larger one are run once more to be sure. Where the program
+    depends on the batch, every step of the bisection is a fake run.
+
+    Args:
+        target: as `estimate_memory` takes it.
+        device: a name, such as "A100-80GB", or a Device; with a capacity also "cuda" (any GPU) or "cpu".
+        capacity: bytes that one rank can have; None = the device's.
+        margin: share of the device that stays free.
+        options: as `estimate_memory` takes them.
+
+    Raises:
+        ValueError: an unknown device, or a target that cannot be estimated.
+    """
+    name, limit = place_of(device, capacity, margin)
+    runs = _Runs(target, device, options)
+    largest = _largest(runs, limit)
+    return MaxMicroBatch(
+        micro_batch=largest,
+        breakdown=runs.at(max(1, largest)),
+        next=runs.at(largest + 1),
+        device=name,
+        capacity=limit,
+        runs=runs.count,
+    )
+
+
+class _Runs:
+    """Fake runs at several micro-batches, each made once.
+
+    Attributes:
+        count: how many were made.
+    """
+
+    def __init__(self, target: Any, device: str | Device, options: Mapping[str, Any]) -> None:
+        self._target, self._device, self._options = target, device, options
+        self._seen: dict[int, MemoryBreakdown] = {}
+        self.count = 0
+
+    def at(self, batch: int) -> MemoryBreakdown:
+        """The memory with so many samples."""
+        if batch not in self._seen:
+            self.count += 1
+            self._seen[batch] = estimate_memory(self._target, device=self._device, **{**self._options, "micro_batch": batch})
+        return self._seen[batch]
+
+    def family(self, batches: Sequence[int]) -> Family | None:
+        """That of every batch, from runs at two; None where they did not do the same."""
+        self.count += len(batches)
+        return batch_family(self._target, batches, device=self._device, **self._options)
+
+    def bracket(self, limit: int) -> tuple[int, int | None]:
+        """The largest number seen to fit (0: none) and the smallest above it seen not to (None: none)."""
+        fitting = max((batch for batch, found in self._seen.items() if needed(found) <= limit), default=0)
+        return fitting, min((batch for batch in self._seen if batch > fitting), default=None)
+
+
+def _largest(runs: _Runs, limit: int) -> int:
+    """The largest micro-batch within so many bytes; 0 if not even 1 is."""
+
+    def fits(batch: int) -> bool:
+        return needed(runs.at(batch)) <= limit
+
+    nodes = NODES
+    for _ in range(ATTEMPTS):
+        family = runs.family(nodes)
+        if family is None:
+            break
+        guess = family.largest(limit, needs(family, runs.at(nodes[0])))
+        if (not guess or fits(guess)) and not fits(guess + 1):
+            return guess
+        nodes = (max(2, guess), max(2, guess) + NODES[1] - NODES[0])  # the program is another there: ask it there
+    low, high = runs.bracket(limit)
+    if high is None:
+        high = max(1, 2 * low)
+        while fits(high):
+            low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def batch_family(target: Any, batches: Sequence[int] = NODES, *, device: str | Device = "cuda", **options: Any) -> Family | None:
+    """The memory of every micro-batch, from two fake runs; None where the program depends on the batch.
+
+    Args:
+        target: as `estimate_memory` takes it.
+        batches: micro-batches of the runs.
+        device: as there.
+        options: as there.
+
+    Raises:
+        ValueError: as `estimate_memory`.
+    """
+    from workbench.estimate.plan import plan_of
+    from workbench.estimating import record
+
+    logs = {batch: record(plan_of(target, device=device, **{**options, "micro_batch": batch}))[0] for batch in batches}
+    try:
+        return Family(logs)
+    except ValueError:
+        return None
+
+
+def needs(family: Family, like: MemoryBreakdown) -> Callable[[int], int]:
+    """Micro-batch → bytes that a device must have for it, with as much outside of the allocator as one of the family."""
+    if like.reserved is None:
+        return family.peak
+    beside = like.outside.mid if like.outside else 0
+    return lambda batch: family.reserved(batch) + beside
