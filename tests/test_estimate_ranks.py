@@ -1,5 +1,6 @@
 """Dry runs of one rank among many: what is shared is shared, what is not is whole."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -33,6 +34,12 @@ def test_ddp_keeps_buckets_beside_the_gradients() -> None:
     assert estimate(64).total == two.total
     views = estimate(2, gradient_as_bucket_view=True).largest["gradients"]
     assert WEIGHTS <= views < 1.2 * WEIGHTS  # each gradient is beside its bucket until it has been copied
+
+
+def test_the_process_ends_as_it_would_have() -> None:
+    hook = sys.excepthook
+    estimate(2)
+    assert sys.excepthook is hook
 
 
 def test_a_spec_has_ddp_on_one_rank_too() -> None:

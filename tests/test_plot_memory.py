@@ -25,8 +25,9 @@ MIB = 2**20
 
 @pytest.fixture
 def ax() -> Iterator[Axes]:
+    before = pyplot.get_fignums()  # of other tests
     yield Figure().subplots()
-    assert not pyplot.get_fignums()
+    assert pyplot.get_fignums() == before
 
 
 def breakdown(batch: int = BATCH, micros: int = 1, **fields: Any) -> MemoryBreakdown:

@@ -85,11 +85,13 @@ def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     """Inside, this process is one rank of many, whose collectives return at once; values are not exchanged."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    hook = sys.excepthook  # torch puts one in its place that writes the rank before each line, and leaves it there
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 class _NeverRebuilds:
