@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.device import Device
 from workbench.memory.breakdown import MemoryBreakdown
 from workbench.memory.log import MemoryLog
-from workbench.memory.outside import OUTSIDE, load_fits
+from workbench.memory.outside import is_known
 from workbench.spec import SHARDED, RunSpec
 from workbench.task import Task
 
@@ -192,7 +192,7 @@ def _notes(plan: "Plan") -> list[str]:
         notes.append(f"no loss was given: taken is {how}")
     if plan.device == "cuda":
         notes.append('device="cuda" is any GPU: what lies outside of the allocator is a range; a name, such as "H200", narrows it')
-    elif plan.device not in ("cpu", *OUTSIDE) and not any(fit.device == plan.device for fit in load_fits()):
+    elif plan.device != "cpu" and not is_known(plan.device):
         notes.append(
             f"no {plan.device} has been calibrated: what lies outside of the allocator is the range of any GPU (workbench calibrate)"
         )
