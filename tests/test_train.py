@@ -441,6 +441,27 @@ def test_without_torchrun(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not dist.is_initialized()
 
 
+THREADS = """
+import sys
+from pathlib import Path
+from workbench.train import __main__, experiment, memory
+{"train": __main__, "experiment": experiment, "memory": memory}[sys.argv[1]].main(sys.argv[2:])
+names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+print("left:", *(name for name in names if "gloo" in name))
+"""
+
+
+@pytest.mark.parametrize("what", ["train", "sweep", "experiment", "memory"])
+def test_no_thread_of_gloo_outlives_its_group(what: str, by_hand: Make) -> None:
+    """One that frees the last tensor of a reduction while Python shuts down aborts a process that had gone well."""
+    orders: dict[str, Any] = {"experiment": {"kind": "diagnose", "budget_s": 4}, "memory": {"kind": "memory", "budget_s": 60, "steps": 2}}
+    made = [by_hand(spec=spec_of().to_json(), experiment=orders.get(what)).path for _ in range(2 if what == "sweep" else 1)]
+    command = [sys.executable, "-c", THREADS, "train" if what == "sweep" else what, *map(str, made)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "left:" in done.stdout.splitlines()
+
+
 def test_errors_are_recorded_and_raised(by_hand: Make) -> None:
     directory = by_hand(spec=spec_of("numbrs").to_json()).path
     with pytest.raises(TaskError, match="did you mean 'numbers'"):

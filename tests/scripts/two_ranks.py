@@ -1,5 +1,6 @@
 """Two ranks diagnose a step whose trouble is named by the first argument; rank 0 writes the evidence to the second."""
 
+import gc
 import json
 import sys
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before the group is there: its default arguments would keep it alive
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -68,6 +70,8 @@ def main(mode: str, path: str) -> None:
     whole = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in model.parameters()]
     dist.all_gather(sums, sum((weight.detach().sum() for weight in whole), torch.zeros(())).reshape(1))
     assert torch.equal(*sums)
+    del model, optimizer, before, step, whole
+    gc.collect()  # so that destroying the group ends its threads, before Python ends
     dist.destroy_process_group()
 
 

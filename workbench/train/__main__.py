@@ -5,7 +5,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed as dist
 
 from workbench import failure, rundir
 from workbench.measure.holding import held
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BaseException as error:
         failure.record(error, run_dir=Path(os.environ.get(rundir.ENV_RUN_DIR) or run_dirs[0]), held=held)
         raise
-    dist.destroy_process_group()
+    Ranks.leave()
 
 
 def read_spec(run_dir: Path) -> RunSpec:

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BaseException as error:
         failure.record(error.error if isinstance(error, StepFailed) else error, run_dir=run_dir, held=held)
         raise
-    dist.destroy_process_group()
+    Ranks.leave()
 
 
 def diagnose(info: Mapping[str, Any], task: Task, ranks: Ranks) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BaseException as error:
         failure.record(error, run_dir=run_dir, held=held)
         raise
-    dist.destroy_process_group()
+    Ranks.leave()
 
 
 def measure(spec: RunSpec, task: Task, ranks: Ranks, steps: int) -> MemoryBreakdown:

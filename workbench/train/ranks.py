@@ -1,12 +1,14 @@
 """The processes of a run: who this one is, which device it has, and how all of them agree."""
 
 import datetime
+import gc
 import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before the group is there: imported later, its default arguments keep the group for ever
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
@@ -51,6 +53,16 @@ class Ranks:
             store, rank, world_size = HashStore(), 0, 1
         dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=world_size)
         return cls(rank=rank, world_size=world_size, device=device, store=PrefixStore("ranks", store))
+
+    @staticmethod
+    def leave() -> None:
+        """Leave the process group, and let its threads end while Python is there; whatever has used it has to be given up before.
+
+        A thread of gloo may still hold the last tensor of a reduction that is over. If it frees it while Python shuts down, the process
+        ends with "terminate called without an active exception".
+        """
+        gc.collect()  # what lies in cycles holds the group, and then its threads live on
+        dist.destroy_process_group()
 
     def share(self, topic: str, value: bytes, timeout: datetime.timedelta = LONG) -> list[bytes]:
         """The values that all ranks give to a topic, in their order; a topic comes once between two agreements.

@@ -15,6 +15,7 @@ import importlib.util
 import io
 import os
 import sys
+import time
 import types
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from workbench.memory.held import Held
 
 _TEARDOWN_HOME = "torch.distributed.distributed_c10d"
+REST = 0.1
+"""Seconds between the end of a script and that of Python: a thread of gloo that frees the last tensor of a reduction while Python shuts
+down aborts the process ("terminate called without an active exception"), and a script that went well would count as failed."""
 
 
 class _TeardownWatch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -74,6 +78,8 @@ def run(script: str, args: Sequence[str]) -> None:
         with io.open_code(script) as file:
             code = compile(file.read(), script, "exec", dont_inherit=True)
         exec(code, main.__dict__)
+        if _TEARDOWN_HOME in sys.modules:
+            time.sleep(REST)
         ended: BaseException | None = None
     except BaseException as error:
         ended = _as_from(script, error)
