@@ -13,7 +13,7 @@ ROOT = Path(workbench.__file__).parent
 FLOORS = (
     ("units", "display"),
     ("device", "task", "timeline", "progress"),
-    ("memory",),
+    ("memory", "batch", "laws"),
     ("rundir", "spec", "symptoms"),
     ("failure",),
     ("run",),
@@ -23,6 +23,7 @@ FLOORS = (
     ("train", "estimate"),
     ("diagnosing", "estimating", "measuring"),
     ("fitting", "estimators", "calibrating"),
+    ("batching",),
     ("plot",),
     ("widgets",),
     ("__main__",),
@@ -36,9 +37,11 @@ LIGHT = {name for rooms in FLOORS[:8] for name in rooms} | {
     "fitting",
     "estimators",
     "calibrating",
+    "batching",
 }
 HOMES = {
-    "numpy": {"memory", "measure", "data", "train", "estimate", "plot"},
+    "numpy": {"memory", "batch", "laws", "measure", "data", "train", "estimate", "plot"},
+    "scipy": {"batch", "laws"},
     "pandas": {"display"},
     "matplotlib": {"plot"},
     "ipywidgets": {"widgets"},
