@@ -70,10 +70,9 @@ def main(mode: str, path: str) -> None:
     whole = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in model.parameters()]
     dist.all_gather(sums, sum((weight.detach().sum() for weight in whole), torch.zeros(())).reshape(1))
     assert torch.equal(*sums)
-    del model, optimizer, before, step, whole
-    gc.collect()  # so that destroying the group ends its threads, before Python ends
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    gc.collect()  # the model goes: then destroying the group ends its threads, before Python ends
+    dist.destroy_process_group()

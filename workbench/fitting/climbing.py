@@ -71,7 +71,11 @@ class _Climb:
 
     def _cheapest(self) -> tuple[int, ...]:
         """Places of the moves that fit at the least cost; where nothing fits, of those that need least."""
-        price = {chosen: math.prod(map(self._price, chosen)) for chosen in combinations(move for move, _ in self._moves)}
+        sets = combinations(move for move, _ in self._moves)
+        if self._hopeless(sets):
+            sizes = {chosen: needed(run[0]) for chosen, run in self._seen.items() if run is not None}
+            return min(sizes, key=lambda chosen: (sizes[chosen], chosen))
+        price = {chosen: math.prod(map(self._price, chosen)) for chosen in sets}
         smallest: tuple[int, tuple[int, ...]] = (needed(self._found(())[0]), ())
         for chosen in sorted(price, key=lambda chosen: (price[chosen], len(chosen))):
             found = self._run(chosen)
@@ -81,6 +85,15 @@ class _Climb:
                 return chosen
             smallest = min(smallest, (needed(found[0]), chosen))
         return smallest[1]
+
+    def _hopeless(self, sets: list[tuple[int, ...]]) -> bool:
+        """Does nothing fit? Where each move alone saves memory, only the sets that no further move can join need be asked."""
+        singles = [self._run((place,)) for place in range(len(self._moves))]
+        least = needed(self._found(())[0])
+        if any(found is None or needed(found[0]) > least for found in singles):
+            return False
+        widest = [chosen for chosen in sets if not any(set(chosen) < set(other) for other in sets)]
+        return not any((found := self._run(chosen)) and needed(found[0]) <= self._limit for chosen in widest)
 
     def _price(self, place: int) -> float:
         """Times that a step takes with a move alone; 1 where no roofline is known, so that only the number of moves counts."""

@@ -5,7 +5,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-
 from workbench import failure, rundir
 from workbench.measure.holding import held
 from workbench.spec import RunSpec, SpecError, spec_from_json
