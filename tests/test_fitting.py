@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from workbench import Device, fitting
 from workbench.estimating import estimate_memory
-from workbench.memory.whatif import SAME, MemoryComparison, combinations, needed
+from workbench.memory.ladder import combinations
+from workbench.memory.whatif import SAME, MemoryComparison, needed
 
 WIDTH = 256
 SLOW = {"bf16": 100e12, "fp16": 100e12, "fp32": 10e12}

@@ -12,7 +12,8 @@ from matplotlib.text import Annotation
 from tests.memory_logs import training
 from workbench import plot, units
 from workbench.memory.breakdown import MemoryBreakdown
-from workbench.memory.whatif import MemoryLadder, MemoryRung, needed
+from workbench.memory.ladder import MemoryLadder, MemoryRung
+from workbench.memory.whatif import needed
 from workbench.plot.memory_ladder import pieces
 
 GIB = 2**30

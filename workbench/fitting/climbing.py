@@ -8,7 +8,8 @@ from workbench.device import Device
 from workbench.estimating import estimate_memory
 from workbench.fitting.places import MARGIN, any_of, device_of, place_of
 from workbench.memory.breakdown import MemoryBreakdown
-from workbench.memory.whatif import MemoryLadder, MemoryRung, combinations, needed
+from workbench.memory.ladder import MemoryLadder, MemoryRung, combinations
+from workbench.memory.whatif import needed
 from workbench.spec import RunSpec
 
 HALVINGS = 3

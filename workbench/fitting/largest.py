@@ -8,7 +8,8 @@ from workbench.estimating import estimate_memory
 from workbench.fitting.places import MARGIN, place_of
 from workbench.memory.breakdown import MemoryBreakdown
 from workbench.memory.family import Family
-from workbench.memory.whatif import MaxMicroBatch, needed
+from workbench.memory.largest import MaxMicroBatch
+from workbench.memory.whatif import needed
 
 NODES = (7, 11)
 """Micro-batches of the two fake runs that tell all others; small ones are avoided, since programs and kernels treat them specially."""

@@ -5,8 +5,10 @@ from typing import Any
 
 from workbench import display, units
 from workbench.memory.breakdown import MemoryBreakdown
+from workbench.memory.ladder import MemoryLadder
+from workbench.memory.largest import MaxMicroBatch
 from workbench.memory.oom import HOST, OutOfMemory
-from workbench.memory.whatif import MaxMicroBatch, MemoryLadder, changes_in_words, needed
+from workbench.memory.whatif import changes_in_words, needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

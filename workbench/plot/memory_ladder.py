@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from workbench import units
 from workbench.memory.breakdown import MemoryBreakdown
+from workbench.memory.ladder import MemoryLadder
 from workbench.memory.log import GROUPS
-from workbench.memory.whatif import SAME, MemoryLadder, needed
+from workbench.memory.whatif import SAME, needed
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import GROUPS as COLORS
 from workbench.plot.colors import INK
