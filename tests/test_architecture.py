@@ -12,13 +12,13 @@ import workbench
 ROOT = Path(workbench.__file__).parent
 FLOORS = (
     ("units", "display"),
-    ("device", "task", "timeline", "progress"),
-    ("memory", "batch", "laws"),
+    ("device", "cluster", "task", "timeline", "progress"),
+    ("memory", "batch", "laws", "cost", "trace"),
     ("rundir", "spec", "symptoms"),
     ("failure",),
     ("run",),
     ("comparison",),
-    ("diagnosis",),
+    ("diagnosis", "scaling"),
     ("launcher", "measure", "data"),
     ("train", "estimate"),
     ("diagnosing", "estimating", "measuring"),
@@ -40,8 +40,9 @@ LIGHT = {name for rooms in FLOORS[:8] for name in rooms} | {
     "batching",
 }
 HOMES = {
-    "numpy": {"memory", "batch", "laws", "measure", "data", "train", "estimate", "plot"},
-    "scipy": {"batch", "laws"},
+    "numpy": {"memory", "batch", "laws", "trace", "scaling", "measure", "data", "train", "estimate", "plot"},
+    "scipy": {"batch", "laws", "scaling"},
+    "msgspec": {"trace"},
     "pandas": {"display"},
     "matplotlib": {"plot"},
     "ipywidgets": {"widgets"},
