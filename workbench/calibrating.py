@@ -1,15 +1,13 @@
 """Calibrating: learn from a few runs on this machine's GPU what a process takes there beside what its allocator reserves."""
 
 import csv
-import dataclasses
 import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench import display, units
 from workbench.failure import RunError
@@ -20,16 +18,13 @@ from workbench.memory.outside import FEWEST, MIB, OutsideFit, fit_outside, fits_
 from workbench.spec import RunSpec
 from workbench.task import label
 
-if TYPE_CHECKING:
-    from workbench.task import Task
-
 MODELS = (
-    "workbench.calibrating:wide_gpt",
+    "workbench.train.calibration:wide_gpt",
     "clipart-resnet",
     "text-gpt",
-    "workbench.calibrating:wide_resnet",
-    "workbench.calibrating:middle_gpt",
-    "workbench.calibrating:deep_resnet",
+    "workbench.train.calibration:wide_resnet",
+    "workbench.train.calibration:middle_gpt",
+    "workbench.train.calibration:deep_resnet",
 )
 """Tasks to run, in this order: what they reserve lies far apart."""
 BATCHES = (8, 32, 128)
@@ -263,39 +258,3 @@ def _gpus(said: str) -> Iterator[Gpu]:
     """
     for name, driver, used in csv.reader(said.splitlines(), skipinitialspace=True):
         yield Gpu(name=name.strip(), driver=driver.strip(), used=int(used) * MIB)
-
-
-def wide_gpt() -> "Task":
-    """A GPT with 101 M parameters."""
-    return _gpt("wide-gpt", width=1024, layers=8)
-
-
-def middle_gpt() -> "Task":
-    """A GPT with 19 M parameters."""
-    return _gpt("middle-gpt", width=512, layers=6)
-
-
-def wide_resnet() -> "Task":
-    """A ResNet-10 with 4.9 M parameters."""
-    return _resnet("wide-resnet", width=64, blocks=(1, 1, 1, 1))
-
-
-def deep_resnet() -> "Task":
-    """A ResNet-34 with 5.3 M parameters."""
-    return _resnet("deep-resnet", width=32, blocks=(3, 4, 6, 3))
-
-
-def _gpt(name: str, *, width: int, layers: int) -> "Task":
-
-    from workbench.train.models import Gpt
-    from workbench.train.tasks import WINDOW, text_gpt
-
-    return dataclasses.replace(text_gpt(), model=partial(Gpt, length=WINDOW, width=width, layers=layers, heads=width // 64), name=name)
-
-
-def _resnet(name: str, **sizes: Any) -> "Task":
-
-    from workbench.train.models import ResNet
-    from workbench.train.tasks import clipart_resnet
-
-    return dataclasses.replace(clipart_resnet(), model=partial(ResNet, classes=10, **sizes), name=name)
