@@ -1,11 +1,8 @@
 """Building: a model with fakes for tensors, from a function that makes it or from a model that is there, which stays as it is."""
 
-import collections
 import contextlib
 import copy
 import dataclasses
-import functools
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from workbench.estimate.hooks import called, hook_tables, rebound
 from workbench.estimate.semantics_devices import CallsMeanHome, cuda_means
 from workbench.estimate.semantics_overrides import replaced
 from workbench.measure.batches import map_tensors
@@ -97,7 +95,7 @@ def copied(model: nn.Module) -> nn.Module:
         BuildError: it cannot be copied.
     """
     eager, notes = _eager(model)
-    tables = [(module, name, table) for module in eager.modules() for name, table in _hook_tables(module)]
+    tables = [(module, name, table) for module in eager.modules() for name, table in hook_tables(module)]
     memo: dict[int, Any] = {id(tensor): tensor for tensor in _tensors_in(eager)}
     memo |= {id(table): type(table)() for _, _, table in tables}  # filled one by one below: a hook may be all that cannot be copied
     try:
@@ -111,10 +109,10 @@ def copied(model: nn.Module) -> nn.Module:
         kept: dict[Any, Any] = vars(memo.get(id(module), twin)).setdefault(name, type(table)())
         for key, hook in table.items():
             try:
-                kept[key] = _rebound(hook, memo)
+                kept[key] = rebound(hook, memo)
             except Exception as error:
                 notes.append(
-                    f"a hook of a {type(module).__name__}, {_called(hook)}, was left out: it cannot be copied ({type(error).__name__}: "
+                    f"a hook of a {type(module).__name__}, {called(hook)}, was left out: it cannot be copied ({type(error).__name__}: "
                     f"{str(error)[:80]}); give a function that builds the model"
                 )
     if notes:
@@ -144,45 +142,6 @@ def _compiling_nothing() -> Iterator[list[str]]:
         yield left_out
 
 
-@contextlib.contextmanager
-def kept_by_hooks(model: nn.Module) -> Iterator[None]:
-    """On leaving, the lists, dicts and sets that a model's hooks write to are as they were: those in closures, arguments and globals."""
-    found: dict[int, tuple[Any, Any]] = {}
-    for module in model.modules():
-        for _, table in _hook_tables(module):
-            for hook in table.values():
-                for value in _reached(hook):
-                    _remember(value, found)
-    try:
-        yield
-    finally:
-        for container, before in found.values():
-            container.clear()
-            (container.extend if isinstance(container, list | collections.deque) else container.update)(before)
-
-
-def _reached(hook: Any) -> Iterator[Any]:
-    if str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "workbench"):
-        return
-    if isinstance(hook, types.FunctionType):
-        yield from map(_content, hook.__closure__ or ())
-        yield from hook.__defaults__ or ()
-        yield from (hook.__globals__.get(name) for name in hook.__code__.co_names)
-    elif type(hook) is functools.partial:
-        yield from (*hook.args, *hook.keywords.values(), *_reached(hook.func))
-    else:
-        yield getattr(hook, "__self__", None)  # such as seen.append
-
-
-def _remember(value: Any, found: dict[int, tuple[Any, Any]], deep: int = 2) -> None:
-    if id(value) in found or not isinstance(value, list | dict | set | collections.deque):
-        return
-    found[id(value)] = value, dict(value) if isinstance(value, dict) else list(value)
-    if deep and len(value) <= LARGE:
-        for item in value.values() if isinstance(value, dict) else value:
-            _remember(item, found, deep - 1)
-
-
 def _eager(model: nn.Module) -> tuple[nn.Module, list[str]]:
     """A model without torch.compile's wrapper, and what to say of that.
 
@@ -206,47 +165,6 @@ def _eager(model: nn.Module) -> tuple[nn.Module, list[str]]:
                 "batch through it, model(batch[0]), and estimate that model"
             )
     return model, notes
-
-
-def _hook_tables(module: nn.Module) -> Iterator[tuple[str, dict[Any, Any]]]:
-    for name, value in vars(module).items():
-        if name.endswith("_hooks") and isinstance(value, dict):
-            yield name, value
-
-
-def _rebound(hook: Any, memo: dict[int, Any]) -> Any:
-    """A hook as it is for the copy: what `memo` has a copy of is replaced by it; objects are copied, plain functions are not."""
-    if isinstance(hook, types.FunctionType):
-        cells = hook.__closure__ or ()
-        contents = [_content(cell) for cell in cells]
-        if all(_twin(content, memo) is content for content in contents):
-            return hook
-        closure = tuple(
-            cell if _twin(content, memo) is content else types.CellType(_twin(content, memo))
-            for cell, content in zip(cells, contents, strict=True)
-        )
-        made = types.FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, closure)
-        made.__kwdefaults__ = hook.__kwdefaults__
-        made.__dict__.update(vars(hook))
-        return made
-    if type(hook) is functools.partial:
-        named = {key: _twin(value, memo) for key, value in hook.keywords.items()}
-        return functools.partial(_rebound(hook.func, memo), *(_twin(value, memo) for value in hook.args), **named)
-    return copy.deepcopy(hook, memo)
-
-
-def _twin(value: Any, memo: dict[int, Any]) -> Any:
-    return memo.get(id(value), value)
-
-
-def _content(cell: types.CellType) -> Any:
-    with contextlib.suppress(ValueError):  # an empty one
-        return cell.cell_contents
-    return None
-
-
-def _called(hook: Any) -> str:
-    return str(getattr(hook, "__qualname__", type(hook).__name__))
 
 
 def materialise(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -297,7 +215,7 @@ def _holds_tensors(value: Any) -> bool:
 def _tensors_in(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         yield from _tensors_of(vars(module))
-        for _, table in _hook_tables(module):
+        for _, table in hook_tables(module):
             for hook in table.values():
                 owner = getattr(hook, "__self__", hook)
                 if not isinstance(owner, nn.Module | type) and hasattr(owner, "__dict__"):

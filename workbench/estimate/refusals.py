@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from workbench.estimate.building import BuildError, kept_by_hooks, notes_of
+from workbench.estimate.building import BuildError, notes_of
+from workbench.estimate.hooks import kept_by_hooks
 from workbench.measure.batches import tensors_of
 from workbench.measure.storages import Recorder
 from workbench.spec import SpecError
