@@ -42,7 +42,7 @@ unit: setup ## library, process and documentation tests
 	$(BIN)/python -m pytest -m "not gpu and not browser" --durations=10 $(ARGS)
 
 notebooks: setup ## execute every notebook and compare what it shows (strict nbval)
-	$(BIN)/python -m pytest --nbval --nbval-cell-timeout 120 --nbval-sanitize-with tests/nbval.cfg notebooks $(ARGS)
+	$(BIN)/python -m pytest --nbval --nbval-cell-timeout 300 --nbval-sanitize-with tests/nbval.cfg notebooks $(ARGS)
 
 browser: setup ## drive JupyterLab in Chromium; screenshots in shots/
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
