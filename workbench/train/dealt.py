@@ -17,7 +17,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole_of(tensor: Tensor) -> Tensor:
     """All of a tensor that is dealt out, on each of its ranks; all of them have to come here. Any other tensor itself."""
-    if (spec := _spec_of(tensor)) is None:
+    if (spec := spec_of(tensor)) is None:
         return tensor
     part = local(tensor.detach())
     if part.device.type != spec.mesh.device_type:  # it waits in the host's memory, and is gathered on the device
@@ -35,7 +35,7 @@ def from_part(part: Tensor, spec: Any) -> DTensor:
     return DTensor.from_local(part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
-def _spec_of(tensor: Tensor) -> Any:
+def spec_of(tensor: Tensor) -> Any:
     """How a tensor is dealt out; None = not at all."""
     return tensor._spec if isinstance(tensor, DTensor) else getattr(tensor, "_dealt", None)
 
@@ -108,7 +108,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, device: tor
     parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in with_gradients:
         assert parameter.grad is not None
-        parts[_holders(parameter)].append(local(parameter.grad))
+        parts[holders(parameter)].append(local(parameter.grad))
     if not any(parts):
         nn.utils.clip_grad_norm_(with_gradients, limit)
         return
@@ -124,9 +124,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, device: tor
             gradient.mul_(factor.to(gradient.device))
 
 
-def _holders(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
+def holders(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
     """The process groups over which a parameter is dealt out."""
-    if (spec := _spec_of(parameter)) is None:
+    if (spec := spec_of(parameter)) is None:
         return ()
     assert not any(isinstance(placement, Partial) for placement in spec.placements)
     return tuple(spec.mesh.get_group(axis) for axis, placement in enumerate(spec.placements) if not isinstance(placement, Replicate))

@@ -170,7 +170,10 @@ class HostOptimizer(Optimizer):
 
 
 def _master(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(to_host(weight), requires_grad=weight.requires_grad)
+    made = nn.Parameter(to_host(weight), requires_grad=weight.requires_grad)
+    if hasattr(weight, "_dealt"):  # how it was dealt out: norms of a whole layer need it
+        made._dealt = weight._dealt  # type: ignore[attr-defined]
+    return made
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,12 +16,15 @@ from torch.optim import Optimizer
 
 from workbench.spec import IMPLEMENTATIONS, SpecError
 from workbench.task import TaskError
+from workbench.train.large_batch import LAMB, LARS
 from workbench.train.offload import HostOptimizer
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
+    "lamb": LAMB,
+    "lars": LARS,
     "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,
     "rmsprop": torch.optim.RMSprop,
@@ -66,6 +69,37 @@ def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
     if call.args:
         raise SpecError(f"optimizer={text!r}: give each option its name; {form}")
     return name, options
+
+
+def described(optimizer: Optimizer) -> dict[str, Any]:
+    """What a built optimizer is, in plain values: its first group's.
+
+    >>> weights = [nn.Parameter(torch.zeros(2))]
+    >>> described(torch.optim.SGD(weights, lr=0.1, momentum=0.9))
+    {'name': 'sgd', 'lr': 0.1, 'betas': None, 'eps': None, 'momentum': 0.9, 'weight_decay': 0}
+
+    Args:
+        optimizer: from `build_optimizer`, or any other.
+
+    Returns:
+        "name" (the one in OPTIMIZERS; a class that has none there is called as it is called), "lr", "betas", "eps", "momentum" and
+        "weight_decay", None where it has no such option. RMSProp's one beta, alpha, stands in "betas" alone.
+    """
+    inner = optimizer.inner if isinstance(optimizer, HostOptimizer) else getattr(optimizer, "optim", optimizer)  # the latter: ZeRO-1's
+    kind = type(inner)
+    name = next((name for name, known in OPTIMIZERS.items() if known is kind), kind.__name__)
+    group = optimizer.param_groups[0]
+    found = {"name": name} | {option: _plain(group.get(option)) for option in ("lr", "betas", "eps", "momentum", "weight_decay")}
+    if name == "rmsprop":
+        found["betas"] = (_plain(group["alpha"]),)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A number, also where it is kept in a tensor (a learning rate, or betas, of a compiled step)."""
+    if isinstance(value, tuple | list):
+        return tuple(_plain(one) for one in value)
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def build_optimizer(

@@ -13,7 +13,7 @@ LENGTHS = ("sequence", "image")
 """Sizes of a sample; a batch that has none of a kind has no such knob."""
 PARALLELS = (("ddp", "ddp"), ("zero1 (ZeRO-1)", "zero1"), ("zero2 (ZeRO-2)", "zero2"), ("fsdp (ZeRO-3)", "fsdp"), ("hsdp", "hsdp"))
 """What the ranks share, by the names that people have for it."""
-OPTIMIZERS = ("sgd", "sgd(momentum=0.9)", "adam", "adamw", "adagrad", "rmsprop")
+OPTIMIZERS = ("sgd", "sgd(momentum=0.9)", "adam", "adamw", "adagrad", "rmsprop", "lars", "lamb")
 IMPLEMENTED = (("the task's own", ""), ("the task's own, fused", "fused"), ("the task's own, foreach", "foreach"))
 ACCUMULATIONS = (1, 2, 4, 8, 16)
 RANKS = tuple(2**power for power in range(11))

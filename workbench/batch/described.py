@@ -1,0 +1,146 @@
+"""Described: an optimizer in plain values, read from text such as "adamw(betas=(0.9, 0.95))" or from what a built one has."""
+
+import ast
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kin = Literal["sgd", "adam", "other"]
+"""What the rules treat alike: "sgd" steps in proportion to the gradient, "adam" divides it by its own size, "other" are adaptive too, but
+no rule was derived for them."""
+
+_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+KNOWN: Mapping[str, tuple[Kin, Mapping[str, Any]]] = {
+    "adagrad": ("other", {"eps": 1e-10, "weight_decay": 0.0, "lr": 0.01}),
+    "adam": ("adam", _ADAM),
+    "adamw": ("adam", {**_ADAM, "weight_decay": 0.01}),
+    "lamb": ("other", {**_ADAM, "eps": 1e-6, "weight_decay": 0.01}),
+    "lars": ("sgd", {"momentum": 0.9, "weight_decay": 0.0, "lr": 1.0}),
+    "nadam": ("adam", {**_ADAM, "lr": 0.002}),
+    "radam": ("adam", _ADAM),
+    "rmsprop": ("adam", {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "weight_decay": 0.0, "lr": 0.01}),
+    "sgd": ("sgd", {"momentum": 0.0, "weight_decay": 0.0}),
+}
+"""Name → what it is akin to, and torch's own options (learning rate 0.001 where none is said); those of lars and lamb are ours."""
+DECOUPLED = ("adamw",)
+"""Those whose weight decay is no part of the gradient: weights shrink by lr × weight_decay a step."""
+_SCALED = ("betas", "alpha", "eps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """An optimizer, as far as the rules care.
+
+    >>> Described.of("adamw(betas=(0.9, 0.95))").betas
+    (0.9, 0.95)
+    >>> Described.of({"name": "sgd", "lr": 0.1, "momentum": 0.9}).text
+    'sgd(momentum=0.9)'
+    """
+
+    name: str
+    """One of KNOWN."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Those that were given, `lr` not among them."""
+    lr: float | None = None
+    """That was given with it; None = none was."""
+
+    @classmethod
+    def of(cls, given: "str | Mapping[str, Any] | Described") -> "Described":
+        """From its name with options, or from a mapping of what a built one has ("name", "lr", "betas", "eps", "momentum", …).
+
+        Raises:
+            ValueError: not of this form, an optimizer that is not known here, or options that make no sense.
+        """
+        if isinstance(given, Described):
+            return given
+        name, options = _parsed(given) if isinstance(given, str) else _mapped(given)
+        lr = options.pop("lr", None)
+        found = cls(name=name, options=options, lr=lr)
+        _check(found, given)
+        return found
+
+    @property
+    def kin(self) -> Kin:
+        """What the rules treat it like."""
+        return KNOWN[self.name][0]
+
+    @property
+    def default_lr(self) -> float:
+        """Its own learning rate: what was given, or torch's default."""
+        return float(self.lr if self.lr is not None else KNOWN[self.name][1].get("lr", 1e-3))
+
+    def get(self, option: str) -> Any:
+        """What an option is, given or by default; None where it has no such option."""
+        return self.options.get(option, KNOWN[self.name][1].get(option))
+
+    @property
+    def betas(self) -> tuple[float, ...] | None:
+        """How much of each moving average stays in a step; RMSProp has one, torch's `alpha`. None = none."""
+        found = (self.get("alpha"),) if self.name == "rmsprop" else self.get("betas")
+        return None if found is None else tuple(float(beta) for beta in found)
+
+    @property
+    def text(self) -> str:
+        """As a spec writes it, without its learning rate: `adamw(betas=(0.9, 0.95))`."""
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{self.name}({options})" if options else self.name
+
+    def having(self, *, betas: tuple[float, ...] | None, eps: float | None) -> "Described":
+        """The same with other betas and another eps, where it has them; its other options stay."""
+        changed: dict[str, Any] = {}
+        if betas is not None and betas != self.betas:
+            changed |= {"alpha": betas[0]} if self.name == "rmsprop" else {"betas": betas}
+        if eps is not None and eps != self.get("eps"):
+            changed["eps"] = eps
+        return Described(name=self.name, options={**self.options, **changed}, lr=self.lr)
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    form = 'a name with options is wanted, such as "adamw(betas=(0.9, 0.95))"'
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+        if not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError
+        options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
+    except (SyntaxError, ValueError):
+        raise ValueError(f"optimizer={text!r}: {form}") from None
+    return _known(call.func.id.lower(), text), options
+
+
+def _mapped(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    if "name" not in given:
+        raise ValueError(f'optimizer={dict(given)!r}: a mapping needs a "name", such as {{"name": "sgd", "momentum": 0.9}}')
+    name = _known(str(given["name"]), given)
+    options = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key != "name" and value is not None
+    }
+    if name == "rmsprop" and "betas" in options:
+        options["alpha"] = options.pop("betas")[0]
+    usual = {"lr": None, **KNOWN[name][1]}
+    return name, {key: value for key, value in options.items() if key == "lr" or (key in usual and value != usual[key])}
+
+
+def _known(name: str, given: object) -> str:
+    if name in KNOWN:
+        return name
+    near = difflib.get_close_matches(name.lower(), KNOWN, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"optimizer={given!r}: no rule is known for {name!r}; {hint}known are {', '.join(KNOWN)}; "
+        "of another one, give the name of that which it resembles"
+    )
+
+
+def _check(one: Described, given: object) -> None:
+    try:
+        betas = one.betas or ()
+        momentum = float(one.get("momentum") or 0.0)
+        sound = all(0 <= beta < 1 for beta in (*betas, momentum)) and (one.name == "rmsprop" or len(betas) in (0, 2))
+        rates = [float(one.get(name) or 0.0) for name in ("eps", "weight_decay")] + [one.default_lr]
+    except (TypeError, ValueError):
+        sound, rates = False, []
+    if not sound or not all(0 <= rate < math.inf for rate in rates):
+        raise ValueError(f"optimizer={given!r}: betas and momentum from 0 to below 1 are allowed, and eps, weight_decay and lr from 0 on")
