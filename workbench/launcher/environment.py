@@ -112,6 +112,11 @@ class GitQuery:
         return {"commit": commits[0], "dirty": any(not line.startswith("#") for line in lines)}
 
 
+def core_count() -> int | None:
+    """CPU cores that a process started here may use; None = not known."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def gpu_count(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> int | None:
     """NVIDIA GPUs that a rank would see, counted by their device files; None where those do not tell (ROCm, WSL, not Linux).
 

@@ -110,6 +110,8 @@ class NewRun:
             "name": self.name,
             "created": self.created,
             "host": platform.node(),
+            "cores": environment.core_count(),
+            "gpus": environment.gpu_count(),
             "spec": spec.to_json(),
             "launch_dir": ".",
             "command": environment.torchrun(spec.nproc_per_node, self.path / rundir.LOGS, program),

@@ -1,0 +1,173 @@
+"""Forms: the laws by which the time per sample may grow with the number of processes, and how each is fitted.
+
+All speak of t(n) = n / throughput(n), the seconds that one process spends on a sample. Perfect scaling is a constant t. In weak scaling
+it is the step's time over the samples of one process; in strong scaling, where the step gets shorter, n times its time over the batch.
+
+Most forms are sums of terms with a factor of at least 0 each, so that exact non-negative least squares fits them, without a starting value.
+No form lets a process get faster because there are more of them: where a measured curve does (caches, luck), that is not carried on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Kind = Literal["weak", "strong"]
+Floats = NDArray[np.float64]
+_ROUNDS = 8
+"""Reweightings of the robust fit; on ten points the weights move by less than 1 % after five."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """What a form is fitted to, by ascending number of processes."""
+
+    sizes: Floats
+    """Processes."""
+    times: Floats
+    """Seconds per sample and process."""
+    exposed: Floats
+    """Share of the step that is nothing but communication; nan = not measured."""
+    noise: float
+    """Standard deviation of a time, as a fraction of it."""
+
+    def without_last(self) -> "Data":
+        """All points but the largest."""
+        return Data(sizes=self.sizes[:-1], times=self.times[:-1], exposed=self.exposed[:-1], noise=self.noise)
+
+    def shaken(self, chance: np.random.Generator, noise: Floats) -> "Data":
+        """The same points, measured once more."""
+        times = self.times * np.exp(noise * chance.standard_normal(len(self.times)))
+        return Data(sizes=self.sizes, times=times, exposed=self.exposed, noise=self.noise)
+
+
+Law = Callable[[Floats], Floats]
+"""A fitted form: processes → seconds per sample and process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """One law before it is fitted."""
+
+    name: str
+    """In a word."""
+    words: str
+    """Its formula and where it comes from."""
+    fewest: int
+    """Points below which it is not fitted."""
+    fit: Callable[[Data], Law]
+
+    def fits(self, data: Data) -> bool:
+        """Can it be fitted to these points?"""
+        if self.name == COMMUNICATION:
+            return int(np.isfinite(data.exposed[data.sizes > 1]).sum()) >= self.fewest
+        return len(data.sizes) >= self.fewest
+
+
+NAIVE, LINEAR, COMMUNICATION = "naive", "a + b(n−1)", "measured communication"
+Terms = Callable[[Floats], Sequence[Floats]]
+
+
+def _naive(data: Data) -> Law:
+    last = float(data.times[-1])
+    return lambda sizes: np.full_like(sizes, last)
+
+
+def _power(data: Data) -> Law:
+    """Least squares in logarithms; an exponent below 0 becomes 0."""
+    x, y = np.log(data.sizes), np.log(data.times)
+    off = x - x.mean()
+    slope = max(0.0, float(off @ y / (off @ off)))
+    start = float(np.mean(y - slope * x))
+    return lambda sizes: np.exp(start + slope * np.log(sizes))
+
+
+def _sum(terms: Terms) -> Callable[[Data], Law]:
+    """The fit of a sum of terms with factors of at least 0: relative errors, and points further off than noise explains count less."""
+
+    def fit(data: Data) -> Law:
+        factors = _non_negative(np.stack(list(terms(data.sizes)), 1), data.times, data.noise)
+        return lambda sizes: np.stack(list(terms(sizes)), -1) @ factors
+
+    return fit
+
+
+def _non_negative(columns: Floats, times: Floats, noise: float) -> Floats:
+    """Huber's robust fit by iteratively reweighted non-negative least squares of columns @ x ≈ times, errors as fractions of the times."""
+    from scipy.optimize import nnls
+
+    relative = columns / times[:, None]
+    scale = np.abs(relative).max(0)  # n (n−1) beside 1: columns of like size keep the arithmetic exact
+    weights = np.ones(len(times))
+    found: Floats = np.zeros(columns.shape[1])
+    for _ in range(_ROUNDS):
+        found = nnls(weights[:, None] * relative / scale, weights)[0] / scale
+        off = np.abs(relative @ found - 1)
+        new = np.sqrt(np.minimum(1, 2 * noise / np.maximum(off, 1e-12)))
+        if float(np.abs(new - weights).max()) < 1e-3:
+            break
+        weights = new
+    return found
+
+
+def _communication(kind: Kind) -> Callable[[Data], Law]:
+    """Compute and exposed communication apart: compute stays what it was, and only communication is extrapolated.
+
+    A ring sends 2(n−1)/n of the gradient and pays 2(n−1) latencies (see `cost`): exposed seconds of a step = b(1−1/n) + c(n−1).
+    """
+
+    def terms(sizes: Floats) -> list[Floats]:
+        per_step = sizes if kind == "strong" else np.ones_like(sizes)  # of one process' samples there are fewer in a step
+        return [per_step * (1 - 1 / sizes), per_step * (sizes - 1)]
+
+    def fit(data: Data) -> Law:
+        from scipy.optimize import nnls
+
+        known = np.isfinite(data.exposed)
+        compute = float(np.exp(np.mean(np.log(data.times[known] * (1 - data.exposed[known])))))
+        several = known & (data.sizes > 1)
+        waiting = data.times * np.where(known, data.exposed, 0)
+        factors = nnls(np.stack(terms(data.sizes[several]), 1) / data.times[several, None], (waiting / data.times)[several])[0]
+        return lambda sizes: compute + np.stack(terms(sizes), -1) @ factors
+
+    return fit
+
+
+def forms(kind: Kind) -> tuple[Form, ...]:
+    """All laws for a kind of scaling; the first is the naive line.
+
+    Amdahl 1967 gives the serial share; Gunther 1993 (universal scalability law) adds n(n−1) for what every process agrees with every other.
+    log n is the depth of a tree of messages, and about how the slowest of n processes falls behind.
+    """
+    strong = kind == "strong"  # what does not get shorter with the step counts n times per sample
+
+    def linear(n: Floats) -> Sequence[Floats]:
+        return np.ones_like(n), n if strong else n - 1
+
+    def logarithm(n: Floats) -> Sequence[Floats]:
+        return np.ones_like(n), np.log2(n) * (n if strong else 1)
+
+    def usl(n: Floats) -> Sequence[Floats]:
+        return np.ones_like(n), n - 1, n * (n - 1)
+
+    first = "a/n + c per step (Amdahl)" if kind == "strong" else "a + b(n−1): Amdahl, as time in weak scaling"
+    return (
+        Form(name=NAIVE, words="each process goes on as in the largest measured point", fewest=1, fit=_naive),
+        Form(name=LINEAR, words=first, fewest=2, fit=_sum(linear)),
+        Form(name="logarithm", words="a + b log₂ n: trees, stragglers", fewest=2, fit=_sum(logarithm)),
+        Form(name="power law", words="a nᵇ", fewest=2, fit=_power),
+        Form(name="USL", words="a + b(n−1) + c n(n−1): universal scalability law", fewest=4, fit=_sum(usl)),
+        Form(name=COMMUNICATION, words="compute + b(1−1/n) + c(n−1), from the exposed share measured", fewest=2, fit=_communication(kind)),
+    )
+
+
+def at(law: Law, size: float) -> float:
+    """Samples per second of all processes that a law gives for a number of them."""
+    return float(rates(law, np.array([float(size)]))[0])
+
+
+def rates(law: Law, sizes: Floats) -> Floats:
+    """The same for several numbers of them."""
+    return sizes / np.maximum(law(sizes), 1e-300)
