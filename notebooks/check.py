@@ -62,3 +62,36 @@ def saves_most(guess: str | None, totals: Mapping[str, int]) -> None:
     least = min(totals, key=totals.__getitem__)
     because = f"{units.bytes_(totals[least])} are left with it."
     _say(guess, guess == least, because, "look at what is largest at the fullest moment, and at which change touches it.")
+
+
+def scaled(given: float | None, best: float) -> None:
+    """Notebook 05, exercise 1: a learning rate by the damped rule, to 2 %."""
+    right = given is not None and abs(given / best - 1) < 0.02
+    _say(
+        given, right, "(1 + noise / batch) over (1 + noise / new batch), times the old one.", "what are 1 + noise / batch before and after?"
+    )
+
+
+def price(given: float | None, batch: int, critical: float) -> None:
+    """Notebook 05, exercise 2: how many times the fewest samples a batch costs."""
+    factor = 1 + batch / critical
+    right = given is not None and abs(given / factor - 1) < 0.1
+    _say(
+        given,
+        right,
+        f"1 + {batch} / {critical:.0f}: at the critical batch it is 2.",
+        "samples are batch × steps: multiply the law by the batch.",
+    )
+
+
+def fails_at(guess: int | None, failed: list[int]) -> None:
+    """Notebook 05: from which batch on does linear scaling fail?"""
+    first = min(failed, default=0)
+    _say(guess, guess == first, f"{first:,} is the first.", f"it first fails at {first:,}.")
+
+
+def spend(exponent: float, answer: str | None) -> None:
+    """Notebook 06: where more compute belongs, if the best size grows with this power of it: "model", "data" or "both" alike?"""
+    best = "model" if exponent > 0.6 else "data" if exponent < 0.4 else "both"
+    because = f"ten times the compute: {10**exponent:.1f} times the model, {10 ** (1 - exponent):.1f} times the data."
+    _say(answer, answer == best, because, "N_opt grows as C^a, and D_opt as C^(1-a); what is a?")

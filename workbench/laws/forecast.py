@@ -1,0 +1,167 @@
+"""What a law says: a number with its band, the loss of one run, the best use of a compute budget."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from workbench import display, units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """A number with its interval."""
+
+    low: float
+    """Lower end."""
+    mid: float
+    """The number itself."""
+    high: float
+    """Upper end."""
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Band":
+        """Of a mapping with its three fields."""
+        return cls(**value)
+
+
+def flops(value: float) -> str:
+    """A count of FLOPs as text, as papers write it: `5.76e+23 FLOPs`.
+
+    >>> flops(5.76e23)
+    '5.76e+23 FLOPs'
+    """
+    return f"{value:.3g} FLOPs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The final loss that a law predicts for one run."""
+
+    parameters: float
+    """Of the model (N)."""
+    tokens: float
+    """It is trained on (D)."""
+    flops: float
+    """To train it."""
+    loss: Band
+    """Predicted: where a single run of this kind ends, its own luck included."""
+    naive: float
+    """The naive line: the best loss that was measured so far."""
+    extrapolation: float
+    """Its FLOPs over those of the largest run that the law was fitted to; above 1 it is outside of what was seen."""
+    level: float
+    """How often the band should hold what comes, 0 … 1."""
+    notes: tuple[str, ...] = ()
+    """What to keep in mind."""
+
+    @property
+    def table(self) -> display.Table:
+        """Two rows: the law, and the naive line."""
+        rows = [
+            ["predicted by the law", *(f"{one:.3f}" for one in (self.loss.mid, self.loss.low, self.loss.high))],
+            ["best so far (naive)", f"{self.naive:.3f}", units.MISSING, units.MISSING],
+        ]
+        what = f"{units.count(self.parameters)} parameters, {units.count(self.tokens)} tokens, {flops(self.flops)}"
+        note = f"{units.percent(self.level)} interval; {units.times(self.extrapolation)} the compute of the largest run measured"
+        return display.Table(
+            columns=("", "loss", "low", "high"), rows=rows, title=f"Predicted loss: {what}", note="; ".join([note, *self.notes])
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row."""
+        loss = {"loss": self.loss.mid, "low": self.loss.low, "high": self.loss.high}
+        own = {name: getattr(self, name) for name in ("parameters", "tokens", "flops", "naive", "extrapolation", "level")}
+        return display.frame([{**own, **loss}])
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**asdict(self), "notes": list(self.notes)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Forecast":
+        """Inverse of `to_json`."""
+        return cls(**{**value, "loss": Band.from_json(value["loss"]), "notes": tuple(value["notes"])})
+
+    def __repr__(self) -> str:
+        return f"Forecast({self.loss.mid:.3f}, {self.loss.low:.3f} … {self.loss.high:.3f})"
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """The best use of a compute budget: how big a model, how much data."""
+
+    flops: float
+    """The budget."""
+    parameters: Band
+    """Of the model that a law thinks best."""
+    tokens: Band
+    """To train it on."""
+    loss: Band
+    """That the law then predicts, the luck of a single run left out."""
+    naive: float
+    """The best loss that was measured so far."""
+    extrapolation: float
+    """The budget over the FLOPs of the largest run that the law was fitted to."""
+    level: float
+    """Of the intervals, 0 … 1."""
+    notes: tuple[str, ...] = ()
+    """What to keep in mind; a "cannot tell" stands first."""
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        """D over N; about 20 in Hoffmann et al. 2022."""
+        return self.tokens.mid / self.parameters.mid
+
+    @property
+    def table(self) -> display.Table:
+        """Three rows: parameters, tokens, loss."""
+        rows = [
+            [name, *(show(one) for one in (band.mid, band.low, band.high))]
+            for name, band, show in (
+                ("parameters", self.parameters, units.count),
+                ("tokens", self.tokens, units.count),
+                ("loss", self.loss, "{:.3f}".format),
+            )
+        ]
+        note = (
+            f"{self.tokens_per_parameter:.3g} tokens per parameter; {units.percent(self.level)} intervals; "
+            f"{units.times(self.extrapolation)} the compute of the largest run measured; best loss so far {self.naive:.3f}"
+        )
+        return display.Table(
+            columns=("", "best", "low", "high"),
+            rows=rows,
+            title=f"Compute-optimal for {flops(self.flops)}",
+            note="; ".join([*self.notes, note]),
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with a row for parameters, tokens and loss."""
+        return display.frame([{"what": name, **asdict(getattr(self, name))} for name in ("parameters", "tokens", "loss")])
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**asdict(self), "notes": list(self.notes)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Allocation":
+        """Inverse of `to_json`."""
+        bands = {name: Band.from_json(value[name]) for name in ("parameters", "tokens", "loss")}
+        return cls(**{**value, **bands, "notes": tuple(value["notes"])})
+
+    def __repr__(self) -> str:
+        return f"Allocation({units.count(self.parameters.mid)} parameters, {units.count(self.tokens.mid)} tokens)"
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()

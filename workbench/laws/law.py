@@ -1,0 +1,252 @@
+"""ScalingLaw: L(N, D) = E + A/N^α + B/D^β through measured runs, with intervals; what it says about runs that were not made."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from workbench import display
+from workbench.laws import answers, bootstrap, doubt, showing
+from workbench.laws.bootstrap import Five
+from workbench.laws.forecast import Allocation, Band, Forecast
+from workbench.laws.formula import exponent, losses
+from workbench.laws.held_out import HeldOut
+from workbench.laws.objective import DELTA, Columns, best
+from workbench.laws.points import Points, positive
+from workbench.laws.reading import read
+from workbench.laws.runs import points_of
+
+FLOPS_PER = 6.0
+"""Training FLOPs per parameter and token: 2 in the forward, 4 in the backward (Kaplan et al. 2020). Attention over the context and
+recomputation are left out, and the embedding's parameters, which multiply nothing, are counted."""
+NAMES = ("E", "A", "B", "alpha", "beta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingLaw:
+    """The final loss of a model with N parameters trained on D tokens: E + A/N^α + B/D^β (Hoffmann et al. 2022).
+
+    E is what no model of this kind gets below, A/N^α what the model lacks in size, B/D^β what it lacks in data.
+    """
+
+    E: float
+    """Irreducible loss, in the unit of the points' loss."""
+    A: float
+    """With alpha: the part that size takes away."""
+    B: float
+    """With beta: the part that data take away."""
+    alpha: float
+    """Exponent of the parameters."""
+    beta: float
+    """Exponent of the tokens."""
+    points: Points
+    """What it was fitted to."""
+    draws: tuple[Five, ...] = field(repr=False)
+    """(E, A, B, alpha, beta) of each bootstrap drawing: every interval comes from them."""
+    wanted: int = 200
+    """Drawings that were asked for."""
+    level: float = 0.9
+    """Of all intervals, 0 … 1."""
+    by: str = "pairs"
+    """What was drawn: "pairs" = each point by itself, "run" = all points of a run together."""
+    delta: float = DELTA
+    """Of the Huber loss, in log loss."""
+    flops_per: float = FLOPS_PER
+    """Training FLOPs per parameter and token."""
+    notes: tuple[str, ...] = ()
+    """What the points have to say about themselves."""
+
+    # --- how one is made
+
+    @classmethod
+    def fit(
+        cls,
+        points: Any,
+        *,
+        draws: int = 200,
+        level: float = 0.9,
+        by: str | None = None,
+        flops_per: float = FLOPS_PER,
+        delta: float = DELTA,
+        seed: int = 0,
+        notes: Sequence[str] = (),
+    ) -> "ScalingLaw":
+        """Fit the law to measured runs. Deterministic: the same points and seed give the same law.
+
+        Args:
+            points: rows of (parameters, tokens, loss), a DataFrame or a mapping with these columns, or the path of a CSV file. All
+                losses of one kind, from runs that were trained to the end of their learning-rate schedule.
+            draws: bootstrap drawings for the intervals.
+            level: of the intervals, between 0 and 1.
+            by: "pairs" draws each point by itself, "run" all points of a run together; None = "run" where a run has several points.
+            flops_per: training FLOPs per parameter and token.
+            delta: of the Huber loss.
+            seed: of the drawings.
+            notes: what to keep in mind about the points.
+
+        Raises:
+            PointsError: fewer than 5 points, one size or one amount of data only, a missing column, a value that is no number above 0.
+        """
+        found = read(points).check()
+        if by is None:
+            by = "run" if len(set(found.run)) < len(found) else "pairs"
+        bootstrap.check(draws, level, by)
+        for name, value in (("flops_per", flops_per), ("delta", delta)):
+            positive(value, name)
+        columns = Columns.of(found.parameters, found.tokens, found.loss)
+        law = columns.outward(best(columns, delta=delta))
+        drawn = bootstrap.draws(found, law, count=draws, by=by, seed=seed, delta=delta)
+        options = {"wanted": draws, "level": level, "by": by, "delta": delta, "flops_per": flops_per}
+        return cls(**dict(zip(NAMES, law, strict=True)), **options, points=found, draws=drawn, notes=tuple(notes))  # type: ignore[arg-type]
+
+    @classmethod
+    def from_runs(
+        cls,
+        runs: Iterable[Any],
+        *,
+        parameters: Mapping[str, float] | Sequence[float] | None = None,
+        tokens_per_sample: float = 1.0,
+        loss: str | None = None,
+        **options: Any,
+    ) -> "ScalingLaw":
+        """Fit the law to finished runs of specs.
+
+        Args:
+            runs: of different models and numbers of steps.
+            parameters: of each run's model, in the order of the runs, or by the name of its task; None = the figure "parameters" of the
+                runs' evaluation.
+            tokens_per_sample: what one sample counts; 1 = the law is one of samples.
+            loss: name of the evaluation's figure that is the loss; None = the one that ends in "loss", else the mean training loss of the
+                last tenth of the steps.
+            **options: of `fit`.
+
+        Raises:
+            PointsError: a run has no loss, or its parameters are not known; as `fit` does.
+        """
+        points, notes = points_of(list(runs), parameters=parameters, tokens_per_sample=tokens_per_sample, loss=loss)
+        return cls.fit(points, notes=(*notes, *options.pop("notes", ())), **options)
+
+    # --- what it is
+
+    @property
+    def five(self) -> Five:
+        """E, A, B, alpha, beta."""
+        return self.E, self.A, self.B, self.alpha, self.beta
+
+    @property
+    def intervals(self) -> dict[str, Band]:
+        """Name → number with its interval."""
+        columns = zip(*self.draws, strict=True) if self.draws else [()] * len(NAMES)
+        return {name: self.band(mid, drawn) for name, mid, drawn in zip(NAMES, self.five, columns, strict=True)}
+
+    @property
+    def exponent(self) -> Band:
+        """a = β/(α+β): the best N grows as C^a, the best D as C^(1-a)."""
+        return self.band(exponent(self.five), [exponent(one) for one in self.draws])
+
+    @property
+    def compute(self) -> tuple[float, ...]:
+        """FLOPs of each point."""
+        return self.points.compute(self.flops_per)
+
+    @property
+    def residuals(self) -> tuple[float, ...]:
+        """log measured − log fitted loss of each point: 0.01 = the run ended 1 % above the law."""
+        fitted = losses(self.five, self.points.parameters, self.points.tokens)
+        return tuple(float(one) for one in np.log(self.points.loss) - np.log(fitted))
+
+    @property
+    def cannot_tell(self) -> tuple[str, ...]:
+        """What these points do not say, and what would; empty where the law may be used."""
+        return doubt.doubts(self.points, self.intervals, self.exponent, len(self.draws), self.wanted)
+
+    @property
+    def enough(self) -> bool:
+        """Do the points determine the law?"""
+        return not self.cannot_tell
+
+    def band(self, mid: float, drawn: Iterable[float]) -> Band:
+        """A number with the interval that holds `level` of what the drawings say of it."""
+        return answers.band(mid, drawn, self.level)
+
+    # --- what it says
+
+    def predict(self, parameters: float, tokens: float) -> Forecast:
+        """The final loss of a run, with the interval in which a single one should end.
+
+        Args:
+            parameters: of the model.
+            tokens: it is trained on.
+
+        Raises:
+            PointsError: not numbers above 0.
+        """
+        return answers.forecast(self, positive(parameters, "parameters"), positive(tokens, "tokens"))
+
+    def allocation(self, flops: float) -> Allocation:
+        """The best use of a compute budget: N = G·(C/6)^a, D = (C/6)/N with a = β/(α+β), G = (αA/βB)^(1/(α+β)).
+
+        Args:
+            flops: training FLOPs that may be spent.
+
+        Raises:
+            PointsError: not a number above 0.
+        """
+        return answers.allocation(self, positive(flops, "flops"))
+
+    def held_out(self, fraction: float = 0.3, *, flops: float | None = None) -> HeldOut:
+        """Fit to the smaller runs, predict the larger ones, and set them beside what was measured.
+
+        Args:
+            fraction: runs of at most this share of the largest run's compute are fitted to.
+            flops: or of at most this many FLOPs.
+
+        Raises:
+            PointsError: too few are left on either side.
+        """
+        return answers.held_out(self, flops if flops is not None else fraction * max(self.compute))
+
+    def refitted(self, points: Any) -> "ScalingLaw":
+        """The same procedure with other points.
+
+        Raises:
+            PointsError: as `fit` does.
+        """
+        options = {"draws": self.wanted, "level": self.level, "flops_per": self.flops_per, "delta": self.delta}
+        return ScalingLaw.fit(points, by=self.by, notes=self.notes, **options)  # type: ignore[arg-type]
+
+    # --- how it shows itself
+
+    @property
+    def table(self) -> display.Table:
+        """A row for each of the five numbers, and for the exponents of the best size and amount of data."""
+        return showing.table(self)
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per point: measured and fitted loss."""
+        return showing.frame(self)
+
+    def plot(self, ax: Any = None, **options: Any) -> Any:
+        """`plot.scaling_law`; returns the Axes."""
+        return display.picture("scaling_law")(self, ax=ax, **options)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        plain = {name: getattr(self, name) for name in (*NAMES, "wanted", "level", "by", "delta", "flops_per")}
+        return {**plain, "points": self.points.to_json(), "draws": [list(one) for one in self.draws], "notes": list(self.notes)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "ScalingLaw":
+        """Inverse of `to_json`."""
+        draws = tuple((e, a, b, alpha, beta) for e, a, b, alpha, beta in value["draws"])
+        return cls(**{**value, "points": Points.from_json(value["points"]), "draws": draws, "notes": tuple(value["notes"])})
+
+    def __repr__(self) -> str:
+        return f"ScalingLaw(E={self.E:.3g}, alpha={self.alpha:.2f}, beta={self.beta:.2f}, {len(self.points)} runs)"
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
