@@ -19,6 +19,7 @@ FORMAT = 1
 RUN_JSON, METRICS, LOCK, RESERVE = "run.json", "metrics.jsonl", "guard.lock", "reserve"
 LAUNCHER_LOG, ERRORS, LOGS = "launcher.log", "errors", "logs"
 EVIDENCE, CONTEST, MEMORY = "evidence.json", "contest.json", "memory"
+LR_RANGE = "lr_range.json"
 ENV_RUN_DIR, ENV_RUN_ID = "WORKBENCH_RUN_DIR", "WORKBENCH_RUN_ID"
 METRIC_KEYS = frozenset({"step", "steps", "loss", "lr", "samples", "seconds"})
 """What every row of METRICS may hold; anything else is a figure of an evaluation."""
@@ -37,6 +38,11 @@ class DiskFullError(OSError):
 def rank_file(rank: int) -> str:
     """Name of a rank's file of steps: `rank0.jsonl`."""
     return f"rank{rank}.jsonl"
+
+
+def noise_file(rank: int) -> str:
+    """Name of a rank's file of gradient norms: `noise0.jsonl`."""
+    return f"noise{rank}.jsonl"
 
 
 def write_json(path: Path, value: object) -> None:

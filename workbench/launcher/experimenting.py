@@ -2,12 +2,14 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from workbench import units
 from workbench.failure import Failure, RunError
 from workbench.launcher.launching import check, label
 from workbench.launcher.start import NewRun
+from workbench.progress import ProgressLine
 from workbench.run import Run
 from workbench.spec import RunSpec
 
@@ -75,6 +77,39 @@ def weigh(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None 
     return _launched(spec, f"{label(spec)} memory", order, runs_dir, program="workbench.train.memory")
 
 
+def range_test(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | os.PathLike[str] | None = None) -> Run:
+    """Look for the learning rate of a spec; the run directory then holds `lr_range.json`.
+
+    In a terminal a line says how far it is and how long it will take.
+
+    Args:
+        spec: to launch.
+        options: low, high, sweeps, iterations and race_steps, as `measure.lr_range.find` takes them.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+
+    Raises:
+        RunError: it failed; the run directory stays.
+        LaunchError, TaskError: it cannot run here. Nothing was written.
+    """
+    check(spec)
+    steps = (options["sweeps"] + 1) * options["iterations"] + _RACES * options["race_steps"]
+    order = {"kind": "lr_range", "budget_s": STEP * steps, **options}
+    return _launched(spec, f"{label(spec)} find_lr", order, runs_dir, program="workbench.train.lr_range", show=_left)
+
+
+_RACES = 20
+"""Rounds that candidates run in a race, about."""
+
+
+def _left(run: Run) -> str:
+    """How far a search is, and how long it will go on."""
+    rows = run.metric_rows
+    if not rows:
+        return f"{run.path.name}: starting"
+    done, steps, seconds = (rows[-1][name] for name in ("step", "steps", "seconds"))
+    return f"{run.path.name}: {done} of about {steps} steps · {units.seconds(seconds * max(0, steps - done) / done)} left"
+
+
 def _launched(
     spec: RunSpec,
     name: str,
@@ -82,15 +117,21 @@ def _launched(
     runs_dir: str | os.PathLike[str] | None,
     *,
     program: str = "workbench.train.experiment",
+    show: Callable[[Run], str] | None = None,
 ) -> Run:
     new = NewRun(runs_dir, name)
     run = new.start(spec, ["-m", program, str(new.path)], timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
+    line = ProgressLine(lambda: show(run) if show else run.path.name)
     try:
         while run.state == "running":
+            if show:
+                line.show()
             time.sleep(_TICK)
     except BaseException:
         run.stop()
         raise
+    finally:
+        line.close(run.path.name)
     if not run.ok:
         error = RunError(run.error or Failure(rank=None, kind="launcher", message=f"it was {run.state}", traceback=None, hint=None))
         error.add_note(f"Its run directory: {run.path}")

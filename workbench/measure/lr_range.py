@@ -1,0 +1,250 @@
+"""Learning-rate range test in this process: sweeps of several seeds, then a race; and everything is left as it was."""
+
+import contextlib
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from workbench.batch.lr_range import BETA, DIVERGED, DIVERGES, END, ITERATIONS, NOT_FINITE, LrRangeError, LrSweep, check_options, ladder
+from workbench.batch.lr_range_found import Candidate, LrFound, figure, says
+from workbench.batch.lr_range_race import STEPS, SURVIVORS, NoMore, cannot_tell, field, judged, race
+from workbench.measure.feed import Exhausted, Feed
+from workbench.measure.keep import Keep
+from workbench.measure.lr_driving import Driver, Told, no_number, standing_still
+from workbench.measure.peers import Peers
+from workbench.measure.subject import check, look_around, samples_of
+
+SWEEPS = 5
+"""Seeds. One is no measurement: the steepest slope moves by a factor of 19 between seeds, at a batch of 8."""
+LOWEST, HIGHEST = 1e-7, 1e3
+"""Where the first sweep looks, to find out where the loss explodes: from there on, no optimizer needs another range."""
+DECADES = 5
+"""Below the learning rate at which it explodes the sweeps begin so far."""
+BEYOND = 3.0
+"""And they would end so many times above it."""
+MOST_BYTES, LEAST_BATCHES = 2**30, 8
+"""The race keeps the batches of its rounds so that all candidates see the same: up to so many bytes, but so many a round at least."""
+RACE_SEED = 1000
+"""Random numbers of the race differ from those of the sweeps."""
+
+Progress = Callable[[int, int, float, float], object]
+"""(steps taken, steps in all as far as known, learning rate, loss) → anything."""
+
+
+def find(
+    step: Callable[[Any], Any],
+    loader: Any,
+    *,
+    model: nn.Module | Sequence[nn.Module] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    sweeps: int = SWEEPS,
+    iterations: int = ITERATIONS,
+    race_steps: int = STEPS,
+    accumulation: int = 1,
+    progress: Progress | None = None,
+) -> LrFound:
+    """Find a learning rate for a step, and put everything back: weights, optimizer, random generators, loader.
+
+    A first sweep finds where the loss explodes; `sweeps` more, each from the same weights with other batches, give the suggestions of six
+    published rules; then learning rates around them run a race over equal batches. Where a process group is initialised, all of its ranks
+    have to call it: their losses are averaged, and they take one decision.
+
+    Args:
+        step: `step(batch)` does one optimizer step and returns the loss. With `accumulation` it gets a tuple of so many batches.
+        loader: gives the batches; a DataLoader or any iterable.
+        model: the module that is trained, or several; None = those that the step's closure, `self` or globals hold.
+        optimizer: likewise. Groups keep the ratios of their learning rates; what is found is that of the first group.
+        low: learning rate at which sweeps begin; None = found out.
+        high: where they end; None = found out.
+        sweeps: seeds.
+        iterations: steps of a sweep.
+        race_steps: of each candidate in each round of the race; 0 = no race.
+        accumulation: batches per step.
+        progress: is told after every step.
+
+    Raises:
+        LrRangeError: the step returns no loss, takes no optimizer step, or the loss is no number from the first step on.
+        DiagnoseError: step() cannot be called so, or raised an error.
+        ValueError: the loader is empty, or is none; an option that cannot be.
+    """
+    check(step, 1.0, accumulation)
+    check_options(low=low, high=high, sweeps=sweeps, iterations=iterations, race_steps=race_steps)
+    notes: list[str] = []
+    found = look_around(step, model, optimizer, loader, notes)
+    if not found.optimizers:
+        raise LrRangeError("no optimizer was found behind step, so there is no learning rate to turn: give it as optimizer=…")
+    with Peers.join() as peers, contextlib.ExitStack() as undo:
+        told = Told(found.optimizers)
+        undo.enter_context(standing_still(found, notes))
+        undo.enter_context(told.hooked())  # before all is kept, so that rewinding keeps the hooks
+        keep = Keep(found)
+        undo.callback(keep.restore)
+        feed = undo.enter_context(Feed(loader, accumulation))
+        if peers.world_size > 1 and max(peers.gather(feed.kind == "once")):
+            raise LrRangeError(
+                "the loader can be read only once, and there are several ranks: if it ended on one of them, the others would wait for it "
+                "for ever. Give a list, a DataLoader or another iterable that can be read again"
+            )
+        driver = Driver(step, feed, told, peers, progress)
+        options = _Options(low=low, high=high, sweeps=sweeps, iterations=iterations, race_steps=race_steps)
+        search = _Search(driver, keep, notes, options)
+        result = peers.gather(search.run())[0]
+    left_out = [f"could not be put back: {'; '.join(keep.left_out[:3])}"] if keep.left_out else []
+    return replace(result, notes=(*result.notes, *left_out))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """What the user wants; see `find`."""
+
+    low: float | None
+    high: float | None
+    sweeps: int
+    iterations: int
+    race_steps: int
+
+
+class _Search:
+    """Scout, sweeps and race, on one rank; all ranks see the same losses, so they take the same way."""
+
+    def __init__(self, driver: Driver, keep: Keep, notes: list[str], options: _Options) -> None:
+        self.driver, self.keep, self.notes = driver, keep, notes
+        self.low, self.high, self.sweeps = options.low, options.high, options.sweeps
+        self.iterations, self.race_steps = options.iterations, options.race_steps
+        self._batches: dict[int, list[Any]] = {}
+
+    def run(self) -> LrFound:
+        """All of it; a loader that ends shortens it."""
+        ahead = (2 if self.low is None or self.high is None else 1) * self.iterations + (self.sweeps - 1) * self.iterations
+        self.driver.planned = ahead + 16 * self.race_steps
+        low, high = self._range()
+        done: list[LrSweep] = []
+        for seed in range(self.sweeps):
+            try:
+                done.append(self._sweep(ladder(low, high, self.iterations), seed))
+            except Exhausted:
+                self._short(f"{len(done)} of {self.sweeps} sweeps")
+                break
+        if not done:
+            raise LrRangeError(
+                f"the loader could be read only once, and gave {self.driver.feed.batches} batches: too few for one sweep of "
+                f"{self.iterations} steps. Give a list, a DataLoader or another iterable that can be read again"
+            )
+        ran: Sequence[Candidate] = ()
+        if not cannot_tell(done) and self.race_steps:
+            fields = field(says(done))
+            self.driver.planned = self.driver.taken + (len(fields) + SURVIVORS + 4) * self.race_steps
+            ran = race(fields, self._round)
+        return judged(
+            done, ran, race_steps=self.race_steps, batch=self._samples(), steps=self.driver.taken, notes=tuple(dict.fromkeys(self.notes))
+        )
+
+    def _range(self) -> tuple[float, float]:
+        """Where to sweep, from one sweep over everything."""
+        if self.low is not None and self.high is not None:
+            return self.low, self.high
+        try:
+            scout = self._sweep(ladder(self.low or LOWEST, self.high or HIGHEST, self.iterations), self.sweeps)
+        except Exhausted:
+            raise LrRangeError(
+                f"the loader could be read only once, and gave {self.driver.feed.batches} batches: too few to look where the loss "
+                "explodes. Give a list, a DataLoader or another iterable that can be read again, or low= and high="
+            ) from None
+        stop = scout.lrs[-1]
+        if scout.stopped == END and self.high is None:
+            finite = [loss if math.isfinite(loss) else math.inf for loss in scout.smoothed]
+            lowest = scout.lrs[min(range(len(finite)), key=finite.__getitem__)]
+            stop = min(stop, 100 * lowest)  # a loss that cannot explode
+        high = self.high or BEYOND * stop
+        low = self.low or high / BEYOND / 10**DECADES
+        if low >= high:
+            raise LrRangeError(f"low={figure(self.low)}: the loss explodes at {figure(stop)} already; try low={figure(stop / 10**DECADES)}")
+        return low, high
+
+    def _sweep(self, lrs: Sequence[float], seed: int) -> LrSweep:
+        """From the weights that were there, with the loader's next batches."""
+        self._rewind(seed)
+        losses: list[float] = []
+        mean, best, stopped = 0.0, math.inf, END
+        for k, lr in enumerate(lrs):
+            loss = self.driver.take(lr)
+            if not k and not math.isfinite(loss):
+                raise LrRangeError(no_number(loss, lr))
+            losses.append(loss)
+            if not math.isfinite(loss):
+                stopped = NOT_FINITE
+                break
+            mean = BETA * mean + (1 - BETA) * loss
+            smoothed = mean / (1 - BETA ** (k + 1))
+            best = min(best, smoothed)
+            if smoothed > (DIVERGED * best if best > 0 else losses[0] + DIVERGED * abs(losses[0] - best) + 1e-12):
+                stopped = DIVERGES
+                break
+        return LrSweep(lrs=tuple(lrs[: len(losses)]), losses=tuple(losses), planned=len(lrs), seed=seed, stopped=stopped)
+
+    def _round(self, lr: float, number: int) -> float:
+        """Mean loss of the second half of the steps of one candidate, over the batches of its round."""
+        batches = self._round_batches(number)
+        self._rewind(RACE_SEED + number)
+        losses: list[float] = []
+        for batch in batches:
+            losses.append(self.driver.take(lr, batch))
+            if not math.isfinite(losses[-1]):
+                return math.inf
+        return statistics.fmean(losses[len(losses) // 2 :])
+
+    def _round_batches(self, number: int) -> list[Any]:
+        """The same for all candidates of a round: what is left between them is the learning rate's doing."""
+        if number not in self._batches:
+            try:
+                self._rewind(RACE_SEED + number)  # also a new pass
+                self._batches[number] = self._collected()
+            except Exhausted:
+                self._short("a race" if not number else f"{number} rounds of the race")
+                raise NoMore from None
+        return self._batches[number]
+
+    def _collected(self) -> list[Any]:
+        """Batches for a round; where they are too large to be kept all, some of them again and again."""
+        kept: list[Any] = []
+        room = MOST_BYTES // 3  # the race has three rounds
+        while len(kept) < self.race_steps and (room > 0 or len(kept) < LEAST_BATCHES):
+            kept.append(self.driver.feed.next())
+            room -= sum(leaf.nbytes for leaf in tree_leaves(kept[-1]) if isinstance(leaf, torch.Tensor))
+            room = min(self.driver.peers.gather(room))
+        if len(kept) < self.race_steps:
+            self.notes.append(f"batches are large: a round of the race goes through {len(kept)} of them again and again")
+        return [kept[i % len(kept)] for i in range(self.race_steps)]
+
+    def _rewind(self, seed: int) -> None:
+        self.keep.restore()
+        sampler: Any = getattr(self.driver.feed.loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):  # else each pass has the same order
+            sampler.set_epoch(seed)
+            self.driver.feed.restart()
+        seed = seed * self.driver.peers.world_size + self.driver.peers.rank
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+
+    def _short(self, what: str) -> None:
+        self.notes.append(
+            f"the loader could be read only once and ended after {self.driver.feed.batches} batches, during {what}; a DataLoader, or a "
+            "list, tells more"
+        )
+
+    def _samples(self) -> int | None:
+        """Samples of a step over all ranks."""
+        counts = self.driver.peers.gather(samples_of(self.driver.last, self.driver.feed.accumulation))
+        return None if any(count is None for count in counts) else sum(count or 0 for count in counts)
