@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader, Subset
 
-from workbench.data.samples import ByteText, ClipArt, FashionMnist, SamplesMissingError, random_crop
+from workbench.data.samples import ByteText, ClipArt, Fashion, FashionMnist, SamplesMissingError, random_crop
 from workbench.data.shards import CorruptSampleError, Entry, read_entry, read_index
 
 ROOT = Path(__file__).parents[1] / "data_samples"
@@ -168,6 +168,22 @@ def test_fashion_mnist() -> None:
     assert images.shape == (10_000, 1, 28, 28)
     assert abs(float(images.mean())) < 0.01
     assert abs(float(images.std()) - 1) < 0.01
+
+
+def test_small_fashion_comes_in_whole_batches() -> None:
+    train, validation, whole = Fashion(), Fashion("validation"), FashionMnist()
+    assert (len(train), len(validation)) == (8_000, 2_000)
+    pooled, label = train[5]
+    assert torch.allclose(pooled, torch.nn.functional.avg_pool2d(whole[5][0], 2).flatten(), atol=1e-6)
+    assert label == whole[5][1]
+    assert validation[0][1] == whole[8_000][1]
+    loader = torch.utils.data.DataLoader(train, batch_size=4, collate_fn=Fashion.collate)
+    inputs, labels = next(iter(loader))
+    one_by_one, their_labels = Fashion.collate([train[i] for i in range(4)])
+    assert torch.equal(inputs, one_by_one)
+    assert torch.equal(labels, their_labels)
+    with pytest.raises(ValueError, match=r"split='test': allowed are 'train', 'validation'"):
+        Fashion("test")  # type: ignore[arg-type]
 
 
 def test_text_in_windows() -> None:

@@ -42,7 +42,26 @@ def test_samples_are_whole(name: str) -> None:
     batch = torch.utils.data.default_collate([data[i] for i in range(4)])
     assert task.loss(model, batch).shape == ()
     assert task.evaluate is not None
-    assert 1e5 < sum(p.numel() for p in model.parameters()) < 5e5
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parameters == 13_258 if name == "fashion-mlp" else 1e5 < parameters < 5e5
+
+
+def test_the_cheap_sample_learns_and_judges_itself() -> None:
+    task = resolve("fashion-mlp")
+    torch.manual_seed(0)
+    model, data = task.model(), task.dataset()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert task.evaluate is not None
+    with torch.no_grad():
+        before = task.evaluate(model)
+    for start in range(0, len(data), 32):
+        optimizer.zero_grad()
+        task.loss(model, data.__getitems__(list(range(start, start + 32)))).backward()
+        optimizer.step()
+    with torch.no_grad():
+        after = task.evaluate(model)
+    assert before["accuracy"] < 0.3 < 0.7 < after["accuracy"]
+    assert after["loss"] < 1 < 2 < before["loss"]
 
 
 def test_resnet_halves_the_sides_at_each_stage() -> None:

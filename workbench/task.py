@@ -15,6 +15,7 @@ from typing import Any
 SAMPLES = {
     "clipart-resnet": "workbench.train.tasks:clipart_resnet",
     "text-gpt": "workbench.train.tasks:text_gpt",
+    "fashion-mlp": "workbench.train.tasks:fashion_mlp",
 }
 """Sample tasks by name."""
 

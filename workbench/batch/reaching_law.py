@@ -1,0 +1,248 @@
+"""CriticalBatch: the law of steps against batch, S(B) = S_min (1 + B_crit / B), fitted to measured points, with what it does not know.
+
+Source: McCandlish et al. 2018, arXiv 1812.06162, eq. 2.11: (S/S_min - 1)(E/E_min - 1) = 1 with E = B S samples, E_min = B_crit S_min. It
+describes the best learning rate at each batch; with a fixed one the curve is another. Left out: batches so large that a step sees most of
+the data, and regularising effects of noise on validation figures. Known error: 7 % at most over six batches of a small perceptron.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from workbench import display, units
+from workbench.batch.reaching_fit import GRID, LEVEL, PRIOR_WEIGHT, Fits, Point, centre_of, fits, grid_of, quantiles, refined
+
+_EDGE = 0.03
+"""Of its probability at the end of that range: there is no limit on that side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """Steps to a target at a batch, as the law has it."""
+
+    batch: float
+    """Samples per optimizer step."""
+    low: float
+    """A measurement lies above this in 19 of 20 cases."""
+    mid: float
+    """Steps on the curve."""
+    high: float
+    """A measurement lies below this in 19 of 20 cases."""
+
+    @property
+    def samples(self) -> tuple[float, float, float]:
+        """The same in samples: low, mid, high."""
+        return self.batch * self.low, self.batch * self.mid, self.batch * self.high
+
+    def __str__(self) -> str:
+        return f"{units.count(round(self.mid))} steps at batch {units.count(self.batch)} ({between(self.low, self.high)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticalBatch:
+    """The fitted law. Below `b_crit` a larger batch saves steps nearly in proportion; beyond, it buys little.
+
+    At it, training takes twice the fewest steps and twice the fewest samples.
+    """
+
+    s_min: float
+    """Steps that no batch gets below."""
+    b_crit: float
+    """The critical batch, in samples."""
+    s_min_low: float
+    s_min_high: float
+    """Its 90 % interval."""
+    b_crit_low: float
+    b_crit_high: float
+    """The same of b_crit; 0 or infinite where the points set no limit on that side."""
+    scatter: float
+    """How far points lie from the curve, as a fraction: a standard deviation in logarithms."""
+    points: tuple[Point, ...]
+    """What it was fitted to."""
+
+    @classmethod
+    def fit(cls, points: Sequence[Point] | Mapping[int, float]) -> "CriticalBatch":
+        """Fit in logarithms. A point that was not reached says that more steps are needed than it took (a Tobit likelihood).
+
+        Intervals integrate over b_crit (flat in its logarithm), s_min (the same) and the scatter, of which PRIOR_SCATTER is known before:
+        Student's t for each b_crit, weighted by its likelihood. With points that were not reached that is an approximation.
+
+        Args:
+            points: at least two batches at which the target was reached; or batch → steps. Their order does not matter.
+
+        Raises:
+            ValueError: too few, or figures that are none.
+        """
+        if isinstance(points, Mapping):
+            points = [Point(batch=batch, steps=steps) for batch, steps in points.items()]
+        points = tuple(sorted(points, key=lambda one: (one.batch, one.steps)))
+        _check(points)
+        centre = centre_of(points)
+        best = refined(points, centre)
+        base = cls(
+            s_min=math.exp(best.log_s[0]),
+            b_crit=centre * math.exp(best.log_b[0]),
+            scatter=float(best.sigma[0]),
+            points=points,
+            **dict.fromkeys(("s_min_low", "s_min_high", "b_crit_low", "b_crit_high"), math.nan),
+        )
+        low_b, high_b = base._b_limits()
+        low_s, high_s = quantiles(base._cloud.log_s, base._spread(0.0), base._cloud, base.degrees)
+        return dataclasses.replace(
+            base,
+            b_crit_low=min(low_b, base.b_crit),
+            b_crit_high=max(high_b, base.b_crit),
+            s_min_low=min(math.exp(low_s), base.s_min),
+            s_min_high=max(math.exp(high_s), base.s_min),
+        )
+
+    def steps(self, batch: float) -> float:
+        """Steps to the target on the curve."""
+        return self.s_min * (1 + self.b_crit / batch)
+
+    def samples(self, batch: float) -> float:
+        """Samples to the target on the curve: batch × steps."""
+        return self.s_min * (batch + self.b_crit)
+
+    def predict(self, batch: float) -> Predicted:
+        """Steps that a measurement at a batch would need, with a 90 % interval.
+
+        Raises:
+            ValueError: a batch that is none.
+        """
+        if not (isinstance(batch, int | float) and 0 < batch < math.inf):
+            raise ValueError(f"predict({batch!r}): a batch in samples above 0 is wanted")
+        cloud = self._cloud
+        where = cloud.log_s + np.log1p(np.exp(cloud.log_b) * cloud.centre / batch)
+        low, high = quantiles(where, self._spread(1.0), cloud, self.degrees)
+        mid = self.steps(batch)
+        return Predicted(batch=batch, low=min(math.exp(low), mid), mid=mid, high=max(math.exp(high), mid))
+
+    @property
+    def degrees(self) -> float:
+        """Degrees of freedom of the intervals: points that were reached less one, and what was known before."""
+        return sum(one.reached for one in self.points) - 1 + PRIOR_WEIGHT
+
+    @property
+    def identified(self) -> bool:
+        """Do the points limit b_crit on both sides?"""
+        return self.b_crit_low > 0 and self.b_crit_high < math.inf
+
+    @property
+    def words(self) -> str:
+        """The critical batch with its interval: `28 (25–31)`."""
+        return f"{units.count(_rounded(self.b_crit))} ({between(self.b_crit_low, self.b_crit_high)})"
+
+    @property
+    def advice(self) -> str:
+        """What would narrow the interval, where the points do not limit b_crit; else nothing."""
+        if self.b_crit_high == math.inf:
+            return f"steps still fall in proportion at batch {units.count(self.points[-1].batch)}: measure larger ones to find b_crit"
+        if self.b_crit_low == 0:
+            return f"steps hardly fall from batch {units.count(self.points[0].batch)} on: measure smaller ones to find b_crit"
+        return ""
+
+    @property
+    def table(self) -> display.Table:
+        """Two rows: s_min, b_crit."""
+        rows = [
+            [
+                "s_min",
+                units.count(_rounded(self.s_min)),
+                units.count(_rounded(self.s_min_low)),
+                units.count(_rounded(self.s_min_high)),
+                "steps",
+            ],
+            ["b_crit", units.count(_rounded(self.b_crit)), _limit(self.b_crit_low), _limit(self.b_crit_high), "samples"],
+        ]
+        batches = ", ".join(units.count(one.batch) for one in self.points)
+        note = f"S(B) = s_min (1 + b_crit / B), fitted to batches {batches}; points lie {units.percent(self.scatter)} off"
+        return display.Table(
+            columns=("", "value", "low", "high", "unit"),
+            rows=rows,
+            title="Critical batch",
+            note="; ".join(filter(None, [note, self.advice])),
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row."""
+        return display.frame([{**self.to_json(), "points": len(self.points)}])
+
+    def plot(self, ax: Any = None) -> Any:
+        """`plot.critical_batch`; returns the Axes."""
+        return display.picture("critical_batch")(self, ax=ax)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; an infinite limit is None."""
+        found = dataclasses.asdict(self)
+        return {**found, "points": list(found["points"]), "b_crit_high": None if math.isinf(self.b_crit_high) else self.b_crit_high}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "CriticalBatch":
+        """Inverse of `to_json`."""
+        high = math.inf if value["b_crit_high"] is None else value["b_crit_high"]
+        return cls(**{**value, "points": tuple(Point(**one) for one in value["points"]), "b_crit_high": high})
+
+    def __repr__(self) -> str:
+        return f"CriticalBatch(s_min={_rounded(self.s_min):g}, b_crit={_rounded(self.b_crit):g})"
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+    @functools.cached_property
+    def _cloud(self) -> Fits:
+        """Every b_crit that may be, with its likelihood."""
+        centre = centre_of(self.points)
+        return fits(self.points, grid_of(self.points, centre), centre)
+
+    def _spread(self, new: float) -> Any:
+        """Scale of the t distribution of the curve (new = 0) or of a measurement (1), for each b_crit."""
+        count = self.degrees + 1 - PRIOR_WEIGHT
+        return self._cloud.sigma * math.sqrt((count + PRIOR_WEIGHT) / self.degrees * (new + 1 / count))
+
+    def _b_limits(self) -> tuple[float, float]:
+        cloud = self._cloud
+        total = np.cumsum(cloud.weight)
+        tail = (1 - LEVEL) / 2
+        low, high = (cloud.centre * math.exp(np.interp(share, total, cloud.log_b)) for share in (tail, 1 - tail))
+        end = GRID // 20
+        return (0.0 if total[end] > _EDGE else low), (math.inf if 1 - total[-end] > _EDGE else high)
+
+
+def _check(points: Sequence[Point]) -> None:
+    for one in points:
+        if not (0 < one.batch < math.inf and 0 < one.steps < math.inf):
+            raise ValueError(f"{one!r}: a batch and steps above 0 are wanted; a run that did not reach the target has reached=False")
+    batches = sorted({one.batch for one in points if one.reached})
+    if len(batches) < 2:
+        there = f"reached at batch {units.count(batches[0])} only" if batches else "reached at no batch"
+        raise ValueError(
+            f"the law of steps against batch needs two batches at which the target is reached, better four, and it was {there}: "
+            "try a target that is easier to reach, more steps, or other batches"
+        )
+
+
+def between(low: float, high: float) -> str:
+    """Two numbers as a range."""
+    return f"{_limit(low)}–{_limit(high)}"
+
+
+def _limit(value: float) -> str:
+    return "any" if math.isinf(value) else units.count(_rounded(value))
+
+
+def _rounded(value: float) -> float:
+    """Three significant digits, and no fraction from 10 on."""
+    return (
+        value
+        if not value or not math.isfinite(value)
+        else round(value, max(0, 2 - math.floor(math.log10(abs(value)))) if abs(value) < 10 else 0)
+    )

@@ -1,0 +1,65 @@
+"""Many trainings until a target in one launch, awaited: how they get on is read from the journal that the ranks share."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from workbench.failure import Failure, RunError
+from workbench.launcher.launching import check, label
+from workbench.launcher.start import NewRun
+from workbench.progress import ProgressLine
+from workbench.run import Run
+from workbench.spec import RunSpec
+
+_TICK = 0.05
+
+
+def reach(
+    spec: RunSpec,
+    order: Mapping[str, Any],
+    *,
+    words: Callable[[Run], str],
+    runs_dir: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Train until a target at several batches; the run directory then holds `trials.jsonl`, which grows trial by trial.
+
+    An interrupt or an error stops the processes, and what was learnt so far stays: the exception says where.
+
+    Args:
+        spec: what all trials have in common; each of its ranks does trials of its own.
+        order: what is wanted, as plain JSON values.
+        words: how the run gets on, in a line.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+        quiet: show no progress.
+
+    Raises:
+        RunError: it failed; the run directory stays.
+        LaunchError, TaskError: it cannot run here. Nothing was written.
+    """
+    check(spec)
+    new = NewRun(runs_dir, f"{label(spec)} steps to target")
+    program = ["-m", "workbench.train.reach", str(new.path)]
+    run = new.start(spec, program, experiment={"kind": "reach", "order": dict(order)})
+    line = ProgressLine(lambda: words(run))
+    try:
+        while run.state == "running":
+            time.sleep(_TICK)
+            if not quiet:
+                line.show()
+    except BaseException as error:
+        run.stop()
+        _say_where(error, run)
+        raise
+    finally:
+        line.close(words(run))
+    if not run.ok:
+        failed = RunError(run.error or Failure(rank=None, kind="launcher", message=f"it was {run.state}", traceback=None, hint=None))
+        _say_where(failed, run)
+        raise failed
+    return run
+
+
+def _say_where(error: BaseException, run: Run) -> None:
+    error.add_note(f'What was learnt so far is kept: wb.steps_to_target("{run.path}")')

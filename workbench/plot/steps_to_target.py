@@ -1,0 +1,173 @@
+"""Steps to a target against the batch, on logarithmic axes: what was measured, by rule, and the law that the best follow."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from workbench.batch.reaching import StepsToTarget
+from workbench.batch.reaching_law import CriticalBatch
+from workbench.batch.reaching_marks import Mark
+from workbench.batch.reaching_time import TimeToTarget
+from workbench.plot.canvas import prepared
+from workbench.plot.colors import INK, LINE, PARTS
+from workbench.plot.stack import PALE, WIDTH, legend, scale_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
+_COLORS = (LINE, PARTS["data_wait"], PARTS["communication"], PARTS["optimizer"], PARTS["transfer"], PARTS["straggler"], PARTS["stalls"])
+_MARKERS = "osD^vPX"
+_BAND = 0.16  # opacity
+_POINTS = 60  # of a curve
+
+
+def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: bool = False) -> Axes:
+    """Steps to the target over the batch, one colour and marker per rule; a line leads from the fastest seed to the slowest.
+
+    The curve is the law, fitted to the best of all rules, with the 90 % band of a measurement; batches that it was not fitted to are
+    hollow. The dotted line is perfect scaling: twice the batch, half the steps. An open arrow upwards: the target was not reached by then.
+
+    Args:
+        result: trials of several batches.
+        ax: where to draw; None = a new figure.
+        samples: draw samples to the target instead; perfect scaling is then level.
+
+    Raises:
+        ValueError: no trial has ended.
+    """
+    if not result.trials:
+        raise ValueError("; ".join(result.notes))
+    ax = _logarithmic(ax)
+    several = len(result.optimizers) > 1
+    found = list(dict.fromkeys((trial.optimizer, trial.rule) for trial in result.trials))
+    handles = []
+    for (optimizer, rule), color, marker in zip(found, itertools.cycle(_COLORS), itertools.cycle(_MARKERS), strict=False):
+        label = f"{optimizer} {rule}" if several else rule
+        handles.append(_marks(ax, result, result.marks(optimizer, rule), color, marker, label, samples))
+    for number, optimizer in enumerate(result.optimizers):
+        try:
+            law = result.fit(optimizer)
+        except ValueError:
+            continue
+        color = _COLORS[[one for one, _ in found].index(optimizer) % len(_COLORS)]
+        handles.append(_law(ax, law, result.batches, color, f"law of {optimizer}" if several else "law (90 %)", samples))
+        if not number:
+            handles.append(_perfect(ax, result, law, samples))
+    _axes(ax, result.batches)
+    ax.set_ylabel(f"{'samples' if samples else 'steps'} to {result.target}")
+    legend(ax, handles)
+    return ax
+
+
+def critical_batch(result: CriticalBatch, ax: Axes | None = None) -> Axes:
+    """Steps over the batch: the fitted points (an open arrow upwards: not reached by then), the law with the 90 % band of a measurement,
+    and the critical batch with its interval.
+    """
+    ax = _logarithmic(ax)
+    for point in result.points:
+        ax.plot(
+            point.batch, point.steps, marker="o" if point.reached else "^", color=LINE, markerfacecolor=LINE if point.reached else "none"
+        )
+    batches = tuple(sorted({point.batch for point in result.points}))
+    line = _law(ax, result, batches, LINE, "law (90 %)", samples=False)
+    ends = max(result.b_crit_low, batches[0] / 4), min(result.b_crit_high, batches[-1] * 4)
+    if ends[0] < ends[1]:
+        ax.axvspan(*ends, color=INK, alpha=0.12, linewidth=0, label="_interval")
+    critical = ax.axvline(
+        min(max(result.b_crit, ends[0]), ends[1]), color=INK, linestyle="--", linewidth=1.2, label=f"b_crit {result.words}"
+    )
+    _axes(ax, batches)
+    ax.set_ylabel("steps to the target")
+    legend(ax, [line, critical])
+    return ax
+
+
+def time_to_target(result: TimeToTarget, ax: Axes | None = None) -> Axes:
+    """Time to the target over the batch, a curve per number of processes, with the 90 % interval of its steps; a ring is the soonest."""
+    ax = _logarithmic(ax)
+    handles = []
+    scale, unit = scale_of(max(row.seconds for row in result.rows))
+    for size, color, marker in zip(result.world_sizes, itertools.cycle(_COLORS), itertools.cycle(_MARKERS), strict=False):
+        rows = [row for row in result.rows if row.world_size == size]
+        places = [row.batch for row in rows]
+        low, mid, high = ([scale * getattr(row, name) for row in rows] for name in ("low", "seconds", "high"))
+        ax.fill_between(places, low, high, color=color, alpha=_BAND, linewidth=0, label="_band")
+        (line,) = ax.plot(places, mid, color=color, marker=marker, label=f"{size} process{'es' * (size > 1)}")
+        best = result.best(size)
+        ax.plot(best.batch, scale * best.seconds, marker="o", markersize=14, markerfacecolor="none", markeredgecolor=color, label="_best")
+        handles.append(line)
+    _axes(ax, tuple(sorted({row.batch for row in result.rows})))
+    ax.set_ylabel(f"time to {result.target} ({unit})")
+    legend(ax, handles)
+    return ax
+
+
+def _logarithmic(ax: Axes | None) -> Axes:
+    ax = prepared(ax, WIDTH, 4.2)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    return ax
+
+
+def _axes(ax: Axes, batches: Sequence[float]) -> None:
+    """The batches that there are along the one, plain numbers along the other."""
+    from matplotlib.ticker import LogLocator
+
+    ax.set_xticks(batches, [f"{batch:,}" for batch in batches])
+    ax.minorticks_off()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter("{x:,g}")
+    ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
+    ax.set_xlabel("batch (samples per optimizer step)")
+
+
+def _marks(ax: Axes, result: StepsToTarget, marks: tuple[Mark, ...], color: str, marker: str, label: str, samples: bool) -> Line2D:
+    """The marks of one rule; returns what the legend shows."""
+    reached = [mark for mark in marks if mark.reached]
+    for mark in reached:
+        scale = mark.batch if samples else 1
+        if math.isfinite(mark.high) and mark.high > mark.low:
+            ax.plot([mark.batch] * 2, [scale * mark.low, scale * mark.high], color=color, linewidth=1.2, alpha=PALE, label="_seeds")
+        hollow = result.fitted is not None and mark.batch not in result.fitted
+        face = "none" if hollow else color
+        ax.plot(
+            mark.batch,
+            scale * mark.steps,
+            marker=marker,
+            markersize=7,
+            color=color,
+            markerfacecolor=face,
+            label="_held out" if hollow else "_mark",
+        )
+    for mark in marks:
+        if not mark.reached:
+            place = (mark.batch, mark.steps * (mark.batch if samples else 1))
+            ax.plot(*place, marker="^", markersize=8, markerfacecolor="none", markeredgecolor=color, linestyle="none", label="_not reached")
+            ax.annotate("∞" if mark.diverged else "", place, (0, 6), textcoords="offset points", ha="center", color=color)
+    (shown,) = ax.plot([], [], marker=marker, color=color, linestyle="none", label=label)
+    return shown
+
+
+def _law(ax: Axes, law: CriticalBatch, batches: Sequence[float], color: str, label: str, samples: bool) -> Line2D:
+    """The curve with its band, from the smallest batch to the largest."""
+    first, last = math.log(batches[0]), math.log(batches[-1])
+    places = [math.exp(first + (last - first) * i / (_POINTS - 1)) for i in range(_POINTS)]
+    found = [law.predict(place) for place in places]
+    scales = [place if samples else 1.0 for place in places]
+    low, mid, high = ([getattr(one, name) * scale for one, scale in zip(found, scales, strict=True)] for name in ("low", "mid", "high"))
+    ax.fill_between(places, low, high, color=color, alpha=_BAND, linewidth=0, label="_band")
+    (line,) = ax.plot(places, mid, color=color, linewidth=1.8, label=label)
+    return line
+
+
+def _perfect(ax: Axes, result: StepsToTarget, law: CriticalBatch, samples: bool) -> Line2D:
+    """Steps in proportion to 1 / batch, from the smallest one on."""
+    first, last = result.batches[0], result.batches[-1]
+    start = law.samples(first)
+    ends = [start, start] if samples else [start / first, start / last]
+    (line,) = ax.plot([first, last], ends, color=INK, linestyle=":", linewidth=1.4, label="perfect scaling")
+    return line
