@@ -21,6 +21,7 @@ from workbench.spec import AUTO, RunSpec, Spec, SpecError, spec_from_json
 from workbench.timeline import Timeline
 
 if TYPE_CHECKING:
+    from workbench.batch.noise_scale import NoiseScale
     from workbench.memory import MemoryBreakdown
 
 State = Literal["running", "finished", "failed", "stopped", "timeout", "abandoned", "lost"]
@@ -253,6 +254,23 @@ class Run:
         if not chosen:
             raise ValueError(f"{self!r} has no rank {rank!r}: it has {', '.join(str(one.rank) for one in found)}")
         return max(chosen, key=lambda one: one.total)
+
+    @property
+    def noise_scale(self) -> "NoiseScale":
+        """The gradient noise scale so far, of a run with `noise_scale=True`; while it runs, and of what it had seen when it failed.
+
+        Raises:
+            ValueError: the run does not measure it, or there are too few steps yet, or its gradients were NaN from the first.
+        """
+        from workbench.batch.noise_rows import combined
+
+        if not getattr(self.spec, "noise_scale", False):
+            raise ValueError(
+                f"{self!r} does not measure its noise scale: launch it with noise_scale=True, or ask wb.noise_scale(spec). In a loop of "
+                "your own: workbench.measure.gradient_noise.NoiseWatch"
+            )
+        ranks = [self._read(rundir.noise_file(rank)) for rank in range(self.spec.nproc_per_node)]
+        return combined([rows for rows in ranks if rows])
 
     def log_files(self) -> dict[int, list[Path]]:
         """Files with what each rank printed, by rank."""

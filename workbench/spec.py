@@ -158,6 +158,8 @@ class RunSpec(_Spec):
     """Seed of the model, the data order and the augmentation."""
     evaluate: bool = False
     """Run the task's evaluation after the last step."""
+    noise_scale: bool = False
+    """Write the norms of which `run.noise_scale` is made; needs two groups of samples in a step: ranks, or accumulation."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.task, str) or not self.task:
@@ -192,6 +194,8 @@ class RunSpec(_Spec):
         if self.device == "cpu" and self.backend == "nccl":
             raise SpecError('backend="nccl" with device="cpu": nccl reduces on GPUs only; use backend="gloo" or "auto"')
         _check_parallel(self)
+        if self.noise_scale:
+            _check_noise(self)
 
     @property
     def data_ranks(self) -> int:
@@ -272,7 +276,16 @@ _CHOICES = {
     "checkpointing": CHECKPOINTINGS,
     "offload": OFFLOADS,
 }
-_SWITCHES = ("persistent_workers", "pin_memory", "find_unused_parameters", "gradient_as_bucket_view", "channels_last", "gc", "evaluate")
+_SWITCHES = (
+    "persistent_workers",
+    "pin_memory",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "channels_last",
+    "gc",
+    "evaluate",
+    "noise_scale",
+)
 
 
 def _check_parallel(spec: RunSpec) -> None:
@@ -298,6 +311,20 @@ def _check_parallel(spec: RunSpec) -> None:
         raise SpecError(
             f'precision="amp_fp16" with tensor_parallel={spec.tensor_parallel} and parallel="{spec.parallel}": each rank would '
             'scale its part of a layer by itself; try precision="amp_bf16", or parallel="fsdp"'
+        )
+
+
+def _check_noise(spec: RunSpec) -> None:
+    if spec.tensor_parallel > 1:
+        raise SpecError(
+            f"noise_scale=True with tensor_parallel={spec.tensor_parallel}: a sample's gradient is spread over ranks there, and its norm "
+            "is not measured; the noise scale does not depend on it, so measure it with tensor_parallel=1 and a smaller micro_batch"
+        )
+    if spec.accumulation * spec.data_ranks < 2:
+        half = "" if spec.micro_batch == AUTO or spec.micro_batch < 2 else f" with micro_batch={spec.micro_batch // 2}"
+        raise SpecError(
+            "noise_scale=True with one rank and accumulation=1: noise shows in the difference between groups of samples, so a step needs "
+            f"two; try accumulation=2{half}, or wb.noise_scale(spec), which does so by itself"
         )
 
 

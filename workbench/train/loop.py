@@ -15,6 +15,7 @@ from workbench.spec import AUTO, RunSpec
 from workbench.task import Task, TaskError
 from workbench.train.choosing import choose
 from workbench.train.metrics import Metrics
+from workbench.train.noise import NoiseLog
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
 
@@ -26,7 +27,7 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
         spec: every knob. A micro_batch that is "auto" is chosen first, and the figures of the last step have it as `micro_batch`.
         task: what is trained.
         ranks: this process among the others.
-        run_dir: for `rank<r>.jsonl` and, from rank 0, `metrics.jsonl`.
+        run_dir: for `rank<r>.jsonl`, `noise<r>.jsonl` where it is asked for and, from rank 0, `metrics.jsonl`.
         group: the process group that reduces the gradients; None = that of all.
 
     Returns:
@@ -49,8 +50,12 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
     samples_per_step = spec.micro_batch * spec.accumulation * trainer.layout.readers.world_size
     trainer.phase = timer = StepTimer(run_dir / rundir.rank_file(ranks.rank), device=ranks.device.type)
     metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None
+    noise = NoiseLog(trainer, run_dir) if spec.noise_scale else None
     step, waiting, loss_of_step = 0, spec.accumulation, torch.zeros((), device=ranks.device)
-    with contextlib.closing(metrics) if metrics else contextlib.nullcontext():
+    with (
+        contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
+        contextlib.closing(noise) if noise else contextlib.nullcontext(),
+    ):
         with contextlib.closing(timer), recorded(run_dir, ranks.rank), contextlib.closing(trainer.batches()) as batches:
             for batch in timer.batches(batches):
                 waiting -= 1
@@ -58,6 +63,8 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
                 if waiting:
                     continue
                 step, lr = step + 1, trainer.lr
+                if noise:
+                    noise.step(step)
                 trainer.update()
                 if metrics:
                     metrics.step(step, loss=loss_of_step, lr=lr, samples=step * samples_per_step)

@@ -53,6 +53,13 @@ class Precision:
         """Add the gradients of `loss`, scaled if need be."""
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
+    def loss_scale(self) -> Tensor | None:
+        """By what `backward` multiplies at the moment, without waiting for the device; None = by nothing."""
+        if not self._scaler.is_enabled():
+            return None
+        one: Tensor = self._scaler.scale(torch.ones((), device=self._device))
+        return one
+
     def step(self, optimizer: Optimizer, model: nn.Module, *, clip_grad_norm: float | None = None) -> bool:
         """One optimizer step: unscale, clip, update; the gradients are cleared.
 

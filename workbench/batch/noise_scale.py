@@ -1,0 +1,269 @@
+"""NoiseScale: how large a batch must be before its gradient is more signal than noise, from two norms per step, with its interval.
+
+Data parallelism and accumulation have W groups of b samples in each step, and so two numbers for nothing: s, the mean square of a group's
+gradient before the reduction, and g, the square of the mean gradient after it. Of samples that are drawn independently,
+
+    |G|²  = (W g − s) / (W − 1)            the square of the true gradient
+    tr Σ  = b W / (W − 1) · (s − g)        the variance of one sample's gradient, summed over the parameters
+    B     = tr Σ / |G|²                    the simple noise scale, in samples
+
+are unbiased step by step, so B is the ratio of their means (the mean of the ratios is far off). Sources: McCandlish et al., An Empirical
+Model of Large-Batch Training, arXiv 1812.06162, appendix A.1; its pair B_small, B_big is b, W b here.
+
+Batches that are dealt out of a dataset of N samples without repetition are not independent: two samples of a step are never the same. Then
+the first is too small by tr Σ / N, which is put right where N is known (a small dataset's B would come out too large by about B / N).
+
+What it does not say: it weighs all parameters alike, which Adam does not, and it is an order of magnitude for the batch from which more
+samples stop paying; `wb.steps_to_target` measures that directly.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from workbench import display, units
+from workbench.batch.noise_steps import ENOUGH, NoiseBlock, NoiseScaleError, NoiseSteps, relative_width
+from workbench.batch.noise_words import advice, left_out, samples
+
+LEVEL = 0.9
+"""Share of intervals that hold the truth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseScale:
+    """The gradient noise scale with its interval, and whether the steps were enough to know it."""
+
+    b_simple: float
+    """tr Σ / |G|², in samples; inf where |G|² did not come out above 0."""
+    low: float
+    """Lower end of its interval."""
+    high: float
+    """Upper end; inf where it is not known that |G|² is above 0."""
+    squares: float
+    """|G|², the square of the true gradient."""
+    trace: float
+    """tr Σ, the variance of one sample's gradient, summed over the parameters."""
+    steps: int
+    """Those it was made of."""
+    steps_needed: int
+    """So many more, and it is known well enough; 0 = it is. At least so many, where `high` is inf."""
+    micro_batch: int
+    """Samples of a group (b)."""
+    groups: int
+    """Groups of a step (W): micro-batches of a step, over all ranks."""
+    level: float = LEVEL
+    """Share of such intervals that hold the truth."""
+    left_out: int = 0
+    """Steps at the beginning that were left out, as their gradients were of another size."""
+    dataset_size: int | None = None
+    """Samples that steps are dealt out of without repetition; None = drawn independently."""
+    optimizer: Mapping[str, Any] | None = None
+    """Settings of the optimizer that trained meanwhile."""
+    exact: bool = False
+    """From the gradients of single samples, at one moment."""
+    over_time: tuple[NoiseBlock, ...] = ()
+    """Over the training, stretch by stretch."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know."""
+    pairs: tuple[tuple[float, float], ...] = field(default=(), repr=False)
+    """Step by step, the mean square of a group's gradient, and the square of the mean gradient; inf where it was no number."""
+
+    @classmethod
+    def of(
+        cls,
+        pairs: Sequence[tuple[float, float]],
+        *,
+        micro_batch: int,
+        groups: int,
+        level: float = LEVEL,
+        dataset_size: int | None = None,
+        optimizer: Mapping[str, Any] | None = None,
+        notes: Sequence[str] = (),
+    ) -> "NoiseScale":
+        """The noise scale that two norms per step tell.
+
+        Args:
+            pairs: step by step, the mean square of a group's gradient, and the square of the mean gradient. Steps in which one of them is
+                not a number above 0 (fp16 that overflowed) are left out.
+            micro_batch: samples of a group.
+            groups: of a step, 2 or more.
+            level: share of intervals that hold the truth.
+            dataset_size: samples that a step is dealt out of without repetition; None = drawn independently.
+            optimizer: settings of the optimizer that trained meanwhile.
+            notes: what a reader should know besides.
+
+        Raises:
+            NoiseScaleError: fewer than two groups or two steps, or no step has gradients that are numbers.
+        """
+        found = NoiseSteps.of(pairs, micro_batch=micro_batch, groups=groups, level=level, dataset_size=dataset_size)
+        trace, squares, start = found.trace, found.squares, found.start
+        whole = found.over(start, len(trace))
+        result = cls(
+            b_simple=whole.b_simple,
+            low=whole.low,
+            high=whole.high,
+            squares=float(squares[start:].mean()),
+            trace=float(trace[start:].mean()),
+            steps=len(trace) - start,
+            steps_needed=found.needed(),
+            micro_batch=micro_batch,
+            groups=groups,
+            level=level,
+            left_out=start,
+            dataset_size=dataset_size,
+            optimizer=optimizer,
+            over_time=found.stretches(),
+            pairs=tuple((_number(small), _number(big)) for small, big in pairs),
+        )
+        return replace(result, notes=(*notes, *left_out(found.lost, start, len(pairs)), *advice(result)))
+
+    @property
+    def enough(self) -> bool:
+        """Is it known well enough, to about 10 %?"""
+        return self.exact or not self.steps_needed
+
+    @property
+    def relative_error(self) -> float:
+        """Half the width of the interval, as a fraction of the estimate; inf where it has no upper end."""
+        return relative_width(NoiseBlock(first=1, last=self.steps, b_simple=self.b_simple, low=self.low, high=self.high))
+
+    def steps_with(self, *, micro_batch: int | None = None, groups: int | None = None) -> int:
+        """About how many steps it would take in all, with other groups.
+
+        The variance goes with ((1 + B/b)² / (W − 1) + 1) / W, where the noise of single samples is near to normal.
+
+        Args:
+            micro_batch: samples of a group; None = as now.
+            groups: of a step; None = as now.
+        """
+        b, w = micro_batch or self.micro_batch, groups or self.groups
+        if b < 1 or w < 2:
+            raise NoiseScaleError(f"micro_batch={b}, groups={w}: at least 1 sample and 2 groups are wanted")
+        if not math.isfinite(self.b_simple):
+            return self.steps + self.steps_needed
+        ratio = _variance(self.b_simple / b, w) / _variance(self.b_simple / self.micro_batch, self.groups)
+        narrow = math.isfinite(self.high)
+        now = self.steps * (self.relative_error / ENOUGH) ** 2 if narrow else self.steps + self.steps_needed
+        return max(2, math.ceil(now * ratio))
+
+    def running(self, points: int = 40) -> tuple[NoiseBlock, ...]:
+        """The estimate and its interval as they were after more and more of the steps: how it narrows.
+
+        Args:
+            points: how often it is looked at.
+        """
+        if not self.pairs:
+            return ()
+        steps = NoiseSteps.of(
+            self.pairs, micro_batch=self.micro_batch, groups=self.groups, level=self.level, dataset_size=self.dataset_size
+        )
+        return steps.running(points)
+
+    @property
+    def summary(self) -> str:
+        """One line: the estimate, its interval, and whether it is enough."""
+        return f"noise scale {samples(self.b_simple)} ({self._between}): {self.word}"
+
+    @property
+    def word(self) -> str:
+        """Is it known well enough, in words?"""
+        if self.exact:
+            return "by the gradients of single samples"
+        if self.enough:
+            return "enough steps"
+        return f"not enough: {'at least ' if math.isinf(self.high) else 'about '}{self.steps_needed:,} more steps needed"
+
+    @property
+    def _between(self) -> str:
+        if self.low == self.high:
+            return "exact"
+        high = "?" if math.isinf(self.high) else samples(self.high)
+        return f"{units.percent(self.level)}: {samples(self.low)} … {high}"
+
+    @property
+    def table(self) -> display.Table:
+        """What was measured, line by line."""
+        over = f"{self.groups} gradients" if self.exact else f"{self.steps:,} steps of {self.groups} groups of {self.micro_batch} samples"
+        rows = [
+            ["noise scale B = tr Σ / |G|²", f"{samples(self.b_simple)} samples", self._between],
+            ["signal |G|²", f"{self.squares:.3g}", "square of the true gradient"],
+            ["noise tr Σ", f"{self.trace:.3g}", "variance of one sample's gradient"],
+            ["measured over", over, self.word],
+        ]
+        title = "Gradient noise scale" + (", exact" if self.exact else "")
+        return display.Table(columns=("", "value", ""), rows=rows, title=title, note="; ".join(self.notes) or None)
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per stretch of the training: its steps, the estimate and the interval."""
+        return display.frame([asdict(block) for block in self.over_time], columns=("first", "last", "b_simple", "low", "high"))
+
+    def plot(self, ax: Any = None) -> Any:
+        """`plot.noise_scale`; returns the Axes."""
+        return display.picture("noise_scale")(self, ax=ax)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; inf is None."""
+        return {
+            **{name: _plain(getattr(self, name)) for name in _PLAIN},
+            "optimizer": None if self.optimizer is None else dict(self.optimizer),
+            "over_time": [{name: _plain(value) for name, value in asdict(block).items()} for block in self.over_time],
+            "notes": list(self.notes),
+            "pairs": [[_plain(one) for one in pair] for pair in self.pairs],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "NoiseScale":
+        """Inverse of `to_json`."""
+        fields = {name: value[name] for name in _PLAIN} | {name: _full(value[name]) for name in ("b_simple", "high")}
+        return cls(
+            **fields,
+            optimizer=value["optimizer"],
+            over_time=tuple(
+                NoiseBlock(**block | {name: _full(block[name]) for name in ("b_simple", "high")}) for block in value["over_time"]
+            ),
+            notes=tuple(value["notes"]),
+            pairs=tuple((_full(small), _full(big)) for small, big in value["pairs"]),
+        )
+
+    def __repr__(self) -> str:
+        return f"NoiseScale({samples(self.b_simple)}, {self._between}, {self.word})"
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+
+_PLAIN = (
+    "b_simple",
+    "low",
+    "high",
+    "squares",
+    "trace",
+    "steps",
+    "steps_needed",
+    "micro_batch",
+    "groups",
+    "level",
+    "left_out",
+    "dataset_size",
+    "exact",
+)
+
+
+def _variance(ratio: float, groups: int) -> float:
+    return ((1 + ratio) ** 2 / (groups - 1) + 1) / groups
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _full(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _number(value: float) -> float:
+    return float(value) if math.isfinite(value) else math.inf

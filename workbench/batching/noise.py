@@ -1,0 +1,161 @@
+"""`noise_scale`: how large a batch must be before its gradient is more signal than noise, measured while it trains."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from workbench.failure import Failure, RunError
+from workbench.launcher import launch
+from workbench.run import Run
+from workbench.spec import AUTO, RunSpec, ScriptSpec, SpecError
+from workbench.task import Task
+
+if TYPE_CHECKING:
+    from workbench.batch.noise_scale import NoiseScale
+
+STEPS = 200
+"""Optimizer steps that are taken where nobody says."""
+
+
+def noise_scale(
+    target: RunSpec | Run | str | os.PathLike[str] | Callable[[Any], Any],
+    loader: Iterable[Any] | None = None,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    steps: int | None = None,
+    micro_batch: int | None = None,
+    exact: bool = False,
+    samples: int | None = None,
+    runs_dir: str | os.PathLike[str] | None = None,
+) -> "NoiseScale":
+    """Measure the gradient noise scale B = tr Σ / |G|²: about the batch, in samples, from which more samples per step stop paying.
+
+    * `noise_scale(spec)` trains in a launch of its own for `steps` steps, as the spec does (DDP, FSDP2, accumulation). A spec with one rank
+      and without accumulation takes its micro-batches in two halves.
+    * `noise_scale(run)` reads what a run with `noise_scale=True` has seen so far, also while it runs and after it failed; so does
+      `run.noise_scale`. It costs such a run hardly anything.
+    * `noise_scale(step, loader)` takes steps in this process and leaves everything as it was; `step(batch)` does one whole optimizer step
+      of two or more backwards (accumulation), or on one of several ranks, all of which come here.
+    * `noise_scale(spec, exact=True)` computes the gradient of each sample, in this process, with the weights that a run begins with: slow,
+      and for small models, but it leaves nothing to chance.
+    * A loop of your own, while it trains: `with workbench.measure.gradient_noise.NoiseWatch(model, optimizer, micro_batch=32) as watch`.
+
+    Args:
+        target: a RunSpec, a run, the path of a run directory, or a step function.
+        loader: with a step: its batches, from a DataLoader or any other iterable.
+        model: with a step: the module that is trained; None = found by looking at the step.
+        optimizer: with a step: the optimizer; None = found as well.
+        steps: how many are taken; None = 200. The result says whether they were enough, and how many more it takes.
+        micro_batch: with a step: samples in one backward; None = those of a batch, divided by its backwards.
+        exact: by the gradients of single samples.
+        samples: with `exact`: of how many samples; None = all of the dataset.
+        runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
+
+    Returns:
+        A NoiseScale: the estimate, its interval, whether it is enough, and how it moved over the training.
+
+    Raises:
+        ValueError: something else was given, or what was given cannot be measured; the message says why.
+        RunError: the launch failed before two steps were done; its run directory stays.
+    """
+    if isinstance(target, Task | ScriptSpec):
+        raise ValueError(f"noise_scale({_shown(target)}): {_WANTED}")
+    if isinstance(target, RunSpec | Run | str | os.PathLike):
+        given = {"a loader": loader, "model=": model, "optimizer=": optimizer, "micro_batch=": micro_batch}
+        if extra := ", ".join(name for name, value in given.items() if value is not None):
+            raise ValueError(f"noise_scale({_shown(target)}, …) was given {extra}, which only goes with a step: noise_scale(step, loader)")
+    if exact or samples is not None:
+        return _exact(target, exact=exact, samples=samples, steps=steps)
+    if isinstance(target, RunSpec):
+        return _launched(target, _checked(steps), runs_dir)
+    if isinstance(target, str | os.PathLike):
+        target = Run.load(target)
+    if isinstance(target, Run):
+        if steps is not None:
+            raise ValueError(
+                f"noise_scale({target!r}, steps={steps!r}): a run takes its own steps; noise_scale(spec, steps=…) takes new ones"
+            )
+        return target.noise_scale
+    if not callable(target) or hasattr(target, "state_dict"):
+        raise ValueError(
+            f"noise_scale({_shown(target)}, …): allowed are a RunSpec, a Run, the path of a run directory, or a step function with its "
+            "loader; a module goes into model="
+        )
+    if loader is None:
+        raise ValueError(f"noise_scale({_shown(target)}): a step needs the loader of its batches: noise_scale(step, loader)")
+    from workbench.measure.noise_here import measure
+
+    return measure(target, loader, model=model, optimizer=optimizer, steps=_checked(steps), micro_batch=micro_batch)
+
+
+def _launched(spec: RunSpec, steps: int, runs_dir: str | os.PathLike[str] | None) -> "NoiseScale":
+    changed, notes = _grouped(spec.replace(steps=steps, evaluate=False))
+    run = launch(changed, runs_dir=runs_dir, name="noise-scale")
+    try:
+        run.wait()
+    except BaseException:
+        run.stop()
+        raise
+    error = run.error or (None if run.ok else Failure(rank=None, kind="launcher", message=f"it was {run.state}", traceback=None, hint=None))
+    try:
+        found = run.noise_scale
+    except ValueError:
+        if error is None:
+            raise
+        failed = RunError(error)
+        failed.add_note(f"Its run directory: {run.path}")
+        raise failed from None
+    if error is not None:
+        notes.append(f"the run ended early ({error.message.splitlines()[0]:.100}): this is what it had seen")
+    return dataclasses.replace(found, notes=(*notes, *found.notes))
+
+
+def _grouped(spec: RunSpec) -> tuple[RunSpec, list[str]]:
+    """A spec that has two groups in a step, and what was changed for it."""
+    if spec.accumulation * spec.data_ranks >= 2:
+        return spec.replace(noise_scale=True), []
+    if spec.micro_batch == AUTO:
+        return spec.replace(accumulation=2, noise_scale=True), [
+            "measured with two micro-batches per step, so that there are groups to compare"
+        ]
+    if spec.micro_batch < 2:
+        raise SpecError(
+            "micro_batch=1, accumulation=1 and one rank: one sample per step has nothing to be compared with; try micro_batch=32"
+        )
+    half = spec.micro_batch // 2
+    changed = spec.replace(micro_batch=half, accumulation=2, noise_scale=True)
+    return changed, [f"measured with 2 × {half} samples per step in the place of {spec.micro_batch}, so that there are groups to compare"]
+
+
+def _exact(target: Any, *, exact: bool, samples: int | None, steps: int | None) -> "NoiseScale":
+    if not exact:
+        raise ValueError(f"noise_scale(…, samples={samples!r}): it goes with exact=True, which computes the gradients of so many samples")
+    if not isinstance(target, RunSpec):
+        raise ValueError(
+            f"noise_scale({_shown(target)}, exact=True): a RunSpec is wanted. Of a model of your own: "
+            "workbench.measure.per_sample.exact_noise_scale(model, loss, batches)"
+        )
+    if steps is not None:
+        raise ValueError(f"noise_scale(spec, exact=True, steps={steps!r}): no step is taken; samples=… says of how many samples")
+    from workbench.train.exact_noise import exact_noise_of
+
+    return exact_noise_of(target, samples=samples)
+
+
+_WANTED = (
+    'a task is measured by its spec, noise_scale(wb.RunSpec(task="my_task.py:build")); in a script: '
+    "with workbench.measure.gradient_noise.NoiseWatch(model, optimizer, micro_batch=32) as watch: …, then watch.result()"
+)
+
+
+def _checked(steps: Any) -> int:
+    steps = STEPS if steps is None else steps
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
+        raise ValueError(f"steps={steps!r}: a whole number of at least 2 is allowed; some 100 give an estimate worth having")
+    return steps
+
+
+def _shown(target: object) -> str:
+    return getattr(target, "__name__", type(target).__name__)

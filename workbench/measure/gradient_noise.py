@@ -1,0 +1,139 @@
+"""NoiseWatch: the gradient noise scale of a loop of one's own, from gradients that it computes anyway.
+
+    with NoiseWatch(model, optimizer, micro_batch=32) as watch:
+        ...                                  # train as ever: DDP, FSDP2 or one process that accumulates
+    print(watch.result())                    # with several ranks, on all of them
+
+Each group's gradient is seen by a hook of autograd on the tensors that the model computes with, before it is accumulated or reduced; the
+mean gradient is what lies in `.grad` when the backward is over, before it is clipped. No hook of the reduction is needed, so whatever hook
+of its own DDP has (fp16_compress, PowerSGD) goes on as before; under FSDP2 the tensors are those that it gathers. Nothing waits for the
+device: norms stay where they are until they are asked for.
+
+Each backward in which gradients come counts as a micro-batch. Losses should be divided by their number, so that `.grad` is a mean; else
+`squares` and `trace` are too large by its square, and `b_simple` is right nevertheless. A GradScaler goes into `scaler=`, for the same.
+"""
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from workbench.batch.noise_scale import NoiseScale
+from workbench.batch.noise_steps import NoiseScaleError
+from workbench.measure.group_norms import GroupNorms, Row, read
+
+
+class NoiseWatch:
+    """Measures the gradient noise scale of a loop, while it trains; see the module's first lines.
+
+    Attributes:
+        rows: steps so far, with their norms on the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        micro_batch: int,
+        accumulation: int | None = None,
+        scaler: Any = None,
+        dataset_size: int | None = None,
+    ) -> None:
+        """Prepare; the `with` block watches.
+
+        Args:
+            model: in its DDP, sharded by FSDP2, or plain.
+            optimizer: each of its steps ends a step; None = `step()` is called instead, when a step's gradients are all there.
+            micro_batch: samples in one backward, of one rank.
+            accumulation: backwards of a step; None = as many as most steps have.
+            scaler: the GradScaler, if there is one.
+            dataset_size: samples that are dealt out without repetition; None = they are drawn independently, or are many.
+        """
+        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._micro_batch, self._accumulation, self._dataset_size = micro_batch, accumulation, dataset_size
+        self._world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() and reduces(model) else 1
+        self._norms: GroupNorms | None = None
+        self._stack = contextlib.ExitStack()
+        self.rows: list[Row] = []
+
+    def __enter__(self) -> Self:
+        self._norms = GroupNorms(self._model, self._world_size)
+        self._stack.callback(self._norms.close)
+        if self._optimizer is not None:
+            self._stack.callback(self._optimizer.register_step_pre_hook(lambda *_: self.step()).remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop watching; what was seen stays."""
+        self._stack.close()
+
+    def step(self) -> None:
+        """The gradients of a step are all there."""
+        assert self._norms is not None, "before the with block"
+        scale = None
+        if self._scaler is not None and self._scaler.is_enabled():
+            scale = self._scaler.scale(torch.ones((), device=next(self._model.parameters()).device))
+        row = self._norms.step(scale)
+        if row is not None:
+            self.rows.append(row)
+
+    @property
+    def backwards(self) -> int:
+        """Of a step: as was said, or of most."""
+        counts = Counter(row.count for row in self.rows)
+        return self._accumulation or (counts.most_common(1)[0][0] if counts else 1)
+
+    def result(
+        self, *, micro_batch: int | None = None, optimizer: Mapping[str, Any] | None = None, notes: Sequence[str] = ()
+    ) -> NoiseScale:
+        """The noise scale so far. With several ranks all of them have to ask, and all get the same.
+
+        Args:
+            micro_batch: samples in one backward; None = as was said at the beginning.
+            optimizer: settings to be kept with it.
+            notes: what a reader should know.
+
+        Raises:
+            NoiseScaleError: one group per step only, fewer than two steps, or gradients that are no numbers.
+        """
+        usual, world_size = self.backwards, self._world_size
+        if usual * world_size < 2 and self.rows:
+            raise NoiseScaleError(
+                "each step has one group of samples only (one rank, one backward), and noise shows in the difference between groups: take "
+                "the batch in two halves, whose losses are divided by 2 and go backward one after the other before the optimizer's step; "
+                "or train on several ranks"
+            )
+        found = read(self.rows)
+        strange = sum(count != usual for *_, count in found)
+        if world_size > 1 and found:
+            values = [(small, big) if count == usual else (math.nan, math.nan) for small, big, count in found]
+            sums = torch.tensor(values, dtype=torch.float64, device=next(self._model.parameters()).device)
+            dist.all_reduce(sums)
+            pairs = [(small / world_size, big) for small, big in sums.tolist()]
+        else:
+            pairs = [(small, big) for small, big, count in found if count == usual]
+        return NoiseScale.of(
+            pairs,
+            micro_batch=micro_batch or self._micro_batch,
+            groups=usual * world_size,
+            dataset_size=self._dataset_size,
+            optimizer=optimizer,
+            notes=[*notes, *([f"{strange} steps had another number of backwards than {usual}, and do not count"] if strange else [])],
+        )
+
+
+def reduces(model: nn.Module) -> bool:
+    """Do ranks share the gradients of this model?"""
+    return isinstance(model, DistributedDataParallel) or any(isinstance(weight, DTensor) for weight in model.parameters())

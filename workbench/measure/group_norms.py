@@ -1,0 +1,219 @@
+"""Norms of the gradients of a step's groups and of their mean, seen by hooks of autograd; nothing waits for the device."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.parallel import DistributedDataParallel
+
+from workbench.batch.noise_steps import NoiseScaleError
+from workbench.measure.accumulating import is_dense
+
+LARGE = 2**14
+"""Elements above which on a CPU the squares of a tensor are added up row by row."""
+ROW = 1024
+"""Elements of a row."""
+
+_norm: Any = torch.linalg.vector_norm
+
+_watched: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+class Row:
+    """A step's norms, on the device."""
+
+    __slots__ = ("big", "count", "scale", "small")
+
+    def __init__(self, small: Tensor, big: Tensor, count: int, scale: Tensor | None) -> None:
+        self.small, self.big, self.count, self.scale = small, big, count, scale
+
+
+class GroupNorms:
+    """Sees the gradient of each micro-batch, and the mean gradient at the end of a backward.
+
+    `small` of a row is the sum of the squares of its micro-batches' gradients on this rank; `big` is this rank's share of the square of the
+    mean gradient, which is their sum over the ranks.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int) -> None:
+        """Attach to a model.
+
+        Args:
+            model: whose gradients; in its DDP, sharded by FSDP2, or plain.
+            world_size: ranks that reduce their gradients.
+
+        Raises:
+            NoiseScaleError: nothing in it is trained, another watch is attached, or its layers are split over ranks.
+        """
+        self._model, self._world_size = model, world_size
+        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self._check()
+        self._norms: list[Tensor] = []
+        self._fired: set[int] = set()
+        self._count = 0
+        self._queued = False
+        self._big: Tensor | None = None
+        self._hooked: set[int] = set()
+        self._handles: list[Any] = []
+        _watched.add(model)
+        for weight in self._weights:
+            if not isinstance(weight, DTensor):
+                self._hook(weight)
+        if any(isinstance(weight, DTensor) for weight in self._weights):
+            self._handles += [part.register_forward_pre_hook(self._gathered) for part in model.modules()]
+
+    def close(self) -> None:
+        """Detach."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        _watched.discard(self._model)
+
+    def step(self, scale: Tensor | None = None) -> Row | None:
+        """A step's gradients are all there: its norms; None if there were none.
+
+        Args:
+            scale: by which the loss was multiplied; None = it was not.
+        """
+        norms, big, count = self._norms, self._big, self._count
+        self._norms, self._big, self._count = [], None, 0
+        self._fired.clear()
+        return Row(_total(norms), big, count, scale) if norms and big is not None else None
+
+    def _check(self) -> None:
+        if not self._weights:
+            raise NoiseScaleError(
+                "the model has no parameter that requires a gradient: nothing is trained, so there is no noise to measure"
+            )
+        if self._model in _watched:
+            raise NoiseScaleError(
+                "this model is watched already: leave the other watch (its with block, or watch.close()) before a new one"
+            )
+        for weight in self._weights:
+            split = isinstance(weight, DTensor) and weight.device_mesh.size() != self._world_size
+            if split or hasattr(weight, "_dealt"):
+                raise NoiseScaleError(
+                    "a layer is split over ranks (tensor parallel), and its gradient is on no single one of them: the noise scale is "
+                    "measured under DDP, FSDP2 and accumulation; measure it without tensor_parallel (it does not depend on that)"
+                )
+
+    def _gathered(self, part: nn.Module, *_: Any) -> None:
+        """Before a module's forward: FSDP2 has put the whole tensors in the places of its own."""
+        for weight in part._parameters.values():
+            if weight is not None and weight.requires_grad and not isinstance(weight, DTensor):
+                self._hook(weight)
+
+    def _hook(self, weight: Tensor) -> None:
+        key = id(weight)
+        if key in self._hooked or not weight.is_leaf:
+            return
+        self._hooked.add(key)
+        me = weakref.ref(self)
+
+        def seen(gradient: Tensor) -> None:
+            if (watch := me()) is not None:
+                watch._seen(key, gradient)
+
+        self._handles.append(weight.register_hook(seen))  # type: ignore[no-untyped-call]
+
+    def _seen(self, key: int, gradient: Tensor) -> None:
+        fired = self._fired
+        if key in fired or not fired:  # of the next micro-batch
+            self._count += 1
+            fired.clear()
+            self._queued = False
+        fired.add(key)
+        self._norms.append(norm(gradient if type(gradient) is Tensor and not gradient.is_sparse else _values(gradient)))
+        if not self._queued:
+            self._queued = True
+            _engine.queue_callback(self._nearly)
+
+    def _nearly(self) -> None:
+        """All gradients of the backward are computed; by now DDP and FSDP2 have said that they want to finish the reduction after it."""
+        _engine.queue_callback(self._reduced)
+
+    @torch.no_grad()
+    def _reduced(self) -> None:
+        self._queued = False
+        if isinstance(self._model, DistributedDataParallel) and not self._model.require_backward_grad_sync:
+            return  # a micro-batch that is not the last
+        parts: dict[tuple[torch.device, float], list[Tensor]] = {}
+        for weight in self._weights:
+            if weight.grad is not None:
+                parts.setdefault((weight.grad.device, self._holders(weight)), []).append(_values(weight.grad))
+        if not parts:
+            return  # FSDP2, of which a micro-batch is not the last
+        self._big = sum(
+            (_total(_norms_of(values)) / holders for (_, holders), values in parts.items()),
+            torch.zeros((), dtype=torch.float64, device=next(iter(parts))[0]),
+        )
+
+    def _holders(self, weight: Tensor) -> float:
+        """Ranks that have the same part of a gradient."""
+        if not isinstance(weight, DTensor):
+            return float(self._world_size)
+        holders = 1
+        for size, placement in zip(weight.device_mesh.shape, weight.placements, strict=True):
+            assert not isinstance(placement, Partial)
+            holders *= size if isinstance(placement, Replicate) else 1
+        return float(holders)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Its numbers on this rank."""
+    mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return mine.coalesce().values() if mine.is_sparse else mine
+
+
+def norm(values: Tensor) -> Tensor:
+    """The Euclidean norm, right to some 6 digits and more: in fp64, on a CPU in fp32.
+
+    Sums in fp32 over many elements are wrong in the fourth digit, and those in fp64 take a CPU some times as long: there, many elements are
+    added up row by row.
+    """
+    if values.device.type != "cpu" or values.dtype is torch.float64:
+        exact: Tensor = _norm(values, dtype=torch.float64)
+        return exact
+    if values.numel() <= LARGE:
+        short: Tensor = _norm(values, dtype=torch.float32)
+        return short
+    flat = values.as_strided((values.numel(),), (1,), values.storage_offset()) if is_dense(values) else values.reshape(-1)
+    whole = flat.numel() // ROW * ROW
+    rows = _norm(flat[:whole].view(-1, ROW), dim=1, dtype=torch.float32)
+    if whole < flat.numel():
+        rows = torch.cat([rows, _norm(flat[whole:], dtype=torch.float32).reshape(1)])
+    return norm(rows)
+
+
+def _norms_of(values: list[Tensor]) -> list[Tensor]:
+    """The norms of tensors on one device, in one call as far as they are small."""
+    on_cpu = values[0].device.type == "cpu"
+    small = [one for one in values if one.dtype is torch.float32 and (one.numel() <= LARGE or not on_cpu)]
+    norms: list[Tensor] = list(torch._foreach_norm(small, 2, None if on_cpu else torch.float64)) if small else []
+    return [*norms, *(norm(one) for one in values if not (one.dtype is torch.float32 and (one.numel() <= LARGE or not on_cpu)))]
+
+
+def _total(norms: list[Tensor]) -> Tensor:
+    """The sum of squares of norms, in fp64."""
+    return torch.stack(norms).double().square().sum()
+
+
+def read(rows: Iterable[Row]) -> list[tuple[float, float, int]]:
+    """Of each step: the mean square of a micro-batch's gradient on this rank, its share of the mean gradient's square, the micro-batches.
+
+    Waits for the device, once. The loss of a micro-batch is taken to be divided by their number.
+    """
+    rows = list(rows)
+    if not rows:
+        return []
+    small = torch.stack([_unscaled(row.small, row.scale) for row in rows]).tolist()
+    big = torch.stack([_unscaled(row.big, row.scale) for row in rows]).tolist()
+    return [(row.count * one, other, row.count) for row, one, other in zip(rows, small, big, strict=True)]
+
+
+def _unscaled(square: Tensor, scale: Tensor | None) -> Tensor:
+    return square if scale is None else square / scale.to(square.device, torch.float64).square()
