@@ -87,7 +87,7 @@ def _trace(call: Callable[[], object], steps: int, wait: Callable[[], object]) -
     Returns:
         The events, the seconds and the number of the steps they are of, or why there are none.
     """
-    if why := _hindrance():
+    if why := hindrance():
         for _ in range(steps + 1):
             call()
         return None, 0.0, 0, why
@@ -99,7 +99,7 @@ def _trace(call: Callable[[], object], steps: int, wait: Callable[[], object]) -
     return events, seconds, some, None
 
 
-def _hindrance() -> str | None:
+def hindrance() -> str | None:
     """Why a step cannot be traced, if it cannot."""
     autograd: Any = torch.autograd
     if not autograd.kineto_available():
@@ -130,12 +130,12 @@ def _cycle(call: Callable[[], object], steps: int, wait: Callable[[], object]) -
 def _profiler() -> Iterator[Any]:
     profiler: Any = torch.autograd.profiler
     profile = profiler.profile(use_kineto=True, use_device="cuda" if torch.cuda.is_available() else None)
-    with _without_kineto_lines():
+    with without_kineto_lines():
         profile.__enter__()
     try:
         yield profile
     finally:
-        with _without_kineto_lines():
+        with without_kineto_lines():
             profile.__exit__(None, None, None)
 
 
@@ -144,7 +144,7 @@ KINETO_LINE = re.compile(rb"(USDT|VERBOSE|INFO|WARNING|ERROR|STAGE):\d{4}-\d\d-\
 
 
 @contextlib.contextmanager
-def _without_kineto_lines() -> Iterator[None]:
+def without_kineto_lines() -> Iterator[None]:
     """Keep Kineto's lines off stderr. It reads `KINETO_LOG_LEVEL` once, at its first trace in a process; after that only a filter helps.
 
     All else that is written to stderr meanwhile follows when the filter ends.

@@ -1,0 +1,126 @@
+"""Capturing traces in this process: past the queue, with marks, with what it cost, and leaving all as it was."""
+
+import gzip
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import workbench as wb
+from workbench.measure.tracing import FETCH
+
+
+class Slow(Dataset[torch.Tensor]):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return torch.ones(8)
+
+
+class Training:
+    """A small model and its step."""
+
+    def __init__(self, sleep: float = 0.0) -> None:
+        self.model = torch.nn.Linear(8, 8)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+        self.sleep = sleep
+
+    def step(self, batch: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch).sum().backward()
+        self.optimizer.step()
+        time.sleep(self.sleep)
+
+
+def test_a_trace_of_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    training = Training(sleep=0.002)
+    before = [one.clone() for one in training.model.parameters()]
+    trace = wb.trace(training.step, [torch.ones(4, 8)] * 3, steps=4, into=tmp_path)
+    assert trace.path.parent == tmp_path
+    assert trace.path.name.endswith(".pt.trace.json.gz")
+    assert len(trace.steps) == 4
+    assert trace.windows.marked
+    assert trace.slowdown is not None
+    assert -0.9 < trace.slowdown < 20
+    assert "slowed down" in str(trace)
+    assert "aten::linear" in {one.name for one in trace.ops(by_shape=True).rows}
+    assert all(torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True))
+    assert not training.optimizer.state
+    assert capfd.readouterr().err == ""
+
+
+def test_torch_names_the_waiting_for_any_loader(tmp_path: Path) -> None:
+    def batches() -> Iterator[torch.Tensor]:
+        while True:
+            time.sleep(0.02)
+            yield torch.ones(4, 8)
+
+    trace = wb.trace(Training().step, batches(), steps=3, into=tmp_path)
+    assert FETCH in {label.name for label in trace.columns.labels}
+    assert trace.explain().verdict == "data-bound"
+
+
+def test_a_full_queue_hides_nothing(tmp_path: Path) -> None:
+    """Two workers have 16 batches ready when a window after two steps of warm-up opens; the loader is twice as slow as the step."""
+    loader = DataLoader(Slow(0.01), batch_size=4, num_workers=2, prefetch_factor=8)  # 20 ms a batch
+    trace = wb.trace(Training(sleep=0.008).step, loader, steps=6, into=tmp_path)
+    assert trace.breakdown().mean("data_wait") > 0.2 * trace.breakdown().mean()
+    assert any("prefetch queue of 16 batches was emptied" in note for note in trace.notes)
+
+
+def test_options(tmp_path: Path) -> None:
+    trace = wb.trace(Training().step, [torch.ones(4, 8)], steps=2, into=tmp_path, shapes=False, stacks=True, memory=True)
+    events = json.loads(gzip.decompress(trace.path.read_bytes()))["traceEvents"]
+    assert any(one["name"] == "[memory]" for one in events)
+    assert any(one.get("cat") == "python_function" for one in events)
+    assert "not recorded" in " ".join(trace.ops(by_shape=True).notes)
+
+
+def test_a_profiler_that_runs_already(tmp_path: Path) -> None:
+    from workbench.measure.inside import without_kineto_lines
+
+    with without_kineto_lines(), torch.autograd.profiler.profile(), pytest.raises(ValueError, match="a profiler is running already"):
+        wb.trace(Training().step, [torch.ones(4, 8)], into=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("trace.json",), r"read by wb.Trace.load"),
+        ((torch.nn.Linear(1, 1), [1]), "goes into model="),
+        (([1], print), "the other way round"),
+        ((3, [1]), "no step function"),
+        ((print,), "needs the loader"),
+        ((wb.Task,), "needs the loader"),
+        ((lambda batch: None, []), "the loader is empty"),
+    ],
+)
+def test_what_cannot_be_traced(tmp_path: Path, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wb.trace(*arguments, into=tmp_path)
+
+
+@pytest.mark.parametrize("steps", [1, 0, True, 2.5, "3"])
+def test_numbers_of_steps(steps: Any) -> None:
+    with pytest.raises(ValueError, match="a whole number of at least 2"):
+        wb.trace(print, [1], steps=steps)
+
+
+def test_a_spec_is_no_step() -> None:
+    with pytest.raises(ValueError, match=r"allowed is a step function of this process"):
+        wb.trace(wb.RunSpec(task="fashion-mlp"))  # type: ignore[arg-type]
+
+
+def test_a_loader_that_ends(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="could be read only once, and it ended after 4 batches"):
+        wb.trace(Training().step, iter([torch.ones(4, 8)] * 4), into=tmp_path)

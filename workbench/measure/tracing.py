@@ -1,0 +1,193 @@
+"""Capturing a trace: some steps of this process under torch's profiler, past what a full prefetch queue hides, beside steps without it."""
+
+import contextlib
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.measure.feed import Exhausted, Feed
+from workbench.measure.inside import hindrance, without_kineto_lines
+from workbench.measure.keep import Keep
+from workbench.measure.queueing import drain
+from workbench.measure.subject import check, device_of, look_around
+
+SETTLING = 3
+"""Steps after the queue was emptied, before anything counts."""
+FETCH = "enumerate(DataLoader)#Feed.__next__"
+"""The mark around waiting for a batch, start-ups of a pass included; readers of traces know its first word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a profiler records beside operators."""
+
+    shapes: bool = True
+    """Of the inputs of operators."""
+    stacks: bool = False
+    """Python's frames: dear."""
+    memory: bool = False
+    """Every request for memory."""
+    flops: bool = False
+    """Of operators whose formula torch knows; they are in the profiler's own tables, not in the file."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Captured:
+    """Where a trace was written, and what it cost."""
+
+    path: Path
+    traced: float = float("nan")
+    """Seconds per step under the profiler."""
+    plain: float = float("nan")
+    """Seconds per step without it, half of them before and half after."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer a traced step takes: 0.1 = 10 %."""
+        return self.traced / self.plain - 1 if self.plain > 0 else float("nan")
+
+
+def capture(
+    step: Callable[[Any], Any],
+    loader: Iterable[Any],
+    *,
+    steps: int,
+    into: Path,
+    options: Options | None = None,
+    model: Any = None,
+    optimizer: Any = None,
+) -> Captured:
+    """Trace some steps; everything is left as it was.
+
+    The order is: warm up, empty the prefetch queue (a full one hides a slow loader), settle, half of the plain steps, the traced ones, the
+    other half. The profiler has a schedule with one warm-up step and one cycle, so that the file has marks of steps and nothing else.
+
+    Args:
+        step: `step(batch)` does one optimizer step.
+        loader: its batches.
+        steps: how many are traced, and how many are timed without the profiler.
+        into: the directory; the file has the name that TensorBoard's profiler plugin looks for.
+        options: what is recorded.
+        model: the module, or several; None = found by looking at the step.
+        optimizer: likewise.
+
+    Raises:
+        DiagnoseError: step cannot be called so.
+        ValueError: the loader is empty, or ends too early; a profiler is running already.
+    """
+    check(step, 1.0)
+    if why := hindrance():
+        raise ValueError(f"{why}. Try again when it has ended")
+    notes: list[str] = []
+    found = look_around(step, model, optimizer, loader, notes)
+    device = device_of(found.models)
+    into.mkdir(parents=True, exist_ok=True)
+    captured = Captured(path=into / file_name(), notes=notes)
+    with contextlib.ExitStack() as undo:
+        undo.callback(Keep(found).restore)
+        run = _Run(step, undo.enter_context(Feed(loader)), device)
+        try:
+            _take(run, captured, steps, options or Options())
+        except Exhausted:
+            raise ValueError(
+                f"the loader could be read only once, and it ended after {run.feed.batches} batches: give one that has at least "
+                f"{2 * steps + SETTLING + 4}, or that can be read again"
+            ) from None
+    return captured
+
+
+def file_name() -> str:
+    """Of a trace of this process: `host_pid.nanoseconds.pt.trace.json.gz`, as TensorBoard's profiler plugin wants it."""
+    host = re.sub(r"[^\w-]", "-", socket.gethostname())
+    return f"{host}_{os.getpid()}.{time.time_ns()}.pt.trace.json.gz"
+
+
+class _Run:
+    """Takes steps."""
+
+    def __init__(self, step: Callable[[Any], Any], feed: Feed, device: torch.device) -> None:
+        self._step, self.feed, self._device = step, feed, device
+
+    def once(self) -> None:
+        with torch.profiler.record_function(FETCH):
+            batch = self.feed.next()
+        self._step(batch)
+
+    def wait(self) -> None:
+        """For the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def timed(self, steps: int, between: Callable[[], object] | None = None) -> float:
+        """Seconds that some steps take."""
+        self.wait()
+        start = time.perf_counter()
+        for number in range(steps):
+            if number and between:
+                between()
+            self.once()
+        self.wait()
+        return time.perf_counter() - start
+
+
+def _take(run: _Run, captured: Captured, steps: int, options: Options) -> None:
+    for _ in range(2):  # states of the optimizer, caches of the allocator
+        run.once()
+    drain(run.feed)
+    for _ in range(SETTLING):
+        run.once()
+    early = (steps + 1) // 2
+    plain = run.timed(early)
+    captured.traced = _profiled(run, captured, steps, options) / steps
+    run.once()  # the profiler's end frees much memory
+    captured.plain = (plain + run.timed(steps - early)) / steps
+    if run.feed.queue:
+        captured.notes.append(f"the prefetch queue of {run.feed.queue} batches was emptied before: it would have hidden a slow loader")
+
+
+def _profiled(run: _Run, captured: Captured, steps: int, options: Options) -> float:
+    """Trace and write the file.
+
+    Returns:
+        Seconds of all traced steps.
+    """
+    with _profiler(steps, options, run.wait) as profiler:
+        run.once()
+        run.wait()
+        profiler.step()
+        seconds = run.timed(steps, profiler.step)
+        with without_kineto_lines():
+            profiler.step()
+    profiler.export_chrome_trace(str(captured.path))
+    return seconds
+
+
+@contextlib.contextmanager
+def _profiler(steps: int, options: Options, wait: Callable[[], object]) -> Iterator[Any]:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profiler = torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1),
+        record_shapes=options.shapes,
+        with_stack=options.stacks,
+        profile_memory=options.memory,
+        with_flops=options.flops,
+    )
+    wait()
+    with without_kineto_lines():
+        profiler.start()
+    try:
+        yield profiler
+    finally:
+        with without_kineto_lines():
+            profiler.stop()

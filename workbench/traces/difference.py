@@ -1,0 +1,92 @@
+"""Difference of two traces: what a change did to each part of the step and to each operator."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workbench import display, units
+from workbench.traces.breakdown import PARTS, Breakdown
+from workbench.traces.ops import SHOWN, Operators, short
+from workbench.traces.shown import Shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One part of the step, or one operator, in two traces: mean seconds per step."""
+
+    what: str
+    kind: str
+    """"part", "operator" or "kernel"."""
+    before: float
+    after: float
+
+    @property
+    def change(self) -> float:
+        """Seconds per step; negative = faster."""
+        return self.after - self.before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceDifference(Shown):
+    """A trace against another: `before.diff(after)`."""
+
+    changes: tuple[Change, ...]
+    """The parts in their order, then operators and kernels, the largest changes first."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def speedup(self) -> float:
+        """Of the traced step."""
+        total = self.changes[len(PARTS)]
+        return total.before / total.after if total.after else float("nan")
+
+    @property
+    def table(self) -> display.Table:
+        """The parts, the step and the operators that changed most."""
+        rows = [
+            [short(one.what), one.kind, units.seconds(one.before), units.seconds(one.after), units.seconds(one.change)]
+            for one in self.changes[: len(PARTS) + 1 + SHOWN]
+        ]
+        note = "; ".join([f"mean seconds per step; the traced step is {units.times(self.speedup)} as fast as before", *self.notes])
+        return display.Table(
+            columns=("what", "kind", "before", "after", "change"), rows=rows, title="What changed between two traces", note=note
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per part, operator and kernel; seconds per step."""
+        rows = [{**dataclasses.asdict(one), "change": one.change} for one in self.changes]
+        return display.frame(rows, columns=("what", "kind", "before", "after", "change"))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; seconds."""
+        return {"changes": [dataclasses.asdict(one) for one in self.changes], "notes": list(self.notes)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "TraceDifference":
+        """Inverse of `to_json`."""
+        return cls(changes=tuple(Change(**one) for one in value["changes"]), notes=tuple(value["notes"]))
+
+    def __repr__(self) -> str:
+        return f"TraceDifference({units.times(self.speedup)} as fast)"
+
+
+Side = tuple[Breakdown, Operators, Operators, int]
+"""Breakdown, operators, kernels and the number of steps that the file has."""
+
+
+def difference(before: Side, after: Side) -> TraceDifference:
+    """Compare, per step."""
+    parts = [Change(what=part, kind="part", before=before[0].mean(part), after=after[0].mean(part)) for part in (*PARTS, "total")]
+    rows: list[Change] = []
+    for which in (1, 2):
+        sides = [_per_step(side[which], side[3]) for side in (before, after)]  # type: ignore[arg-type]
+        kind = "operator" if which == 1 else "kernel"
+        names = dict.fromkeys([*sides[0], *sides[1]])
+        rows += [Change(what=name, kind=kind, before=sides[0].get(name, 0.0), after=sides[1].get(name, 0.0)) for name in names]
+    notes = [] if before[0].device == after[0].device else ["one was taken on a CPU, the other on a device"]
+    return TraceDifference(changes=(*parts, *sorted(rows, key=lambda one: -abs(one.change))), notes=tuple(notes))
+
+
+def _per_step(found: Operators, steps: int) -> dict[str, float]:
+    return {one.name: one.self_seconds / max(1, steps) for one in found.rows}

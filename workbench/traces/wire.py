@@ -1,0 +1,94 @@
+"""Events as they stand in a file: what of Kineto's JSON is decoded, with types, and what becomes of an event that has others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+Name = str | int | float | None
+
+NO_SHAPES = msgspec.Raw(b"")
+
+
+class Args(msgspec.Struct, gc=False, frozen=True):
+    """Of an event's `args`, what answers need. Older and newer files write the same name; a missing one is None."""
+
+    correlation: int | None = None
+    external: int | None = msgspec.field(default=None, name="External id")
+    stream: int | str | None = None
+    collective: str | None = msgspec.field(default=None, name="Collective name")
+    sent: int | None = msgspec.field(default=None, name="In msg nelems")
+    received: int | None = msgspec.field(default=None, name="Out msg nelems")
+    ranks: int | None = msgspec.field(default=None, name="Group size")
+    dtype: str | None = None
+    bytes: int | None = None
+    shapes: msgspec.Raw = msgspec.field(default=NO_SHAPES, name="Input Dims")
+    label: Name = msgspec.field(default=None, name="name")
+
+
+NO_ARGS = Args()
+
+
+class Event(msgspec.Struct, gc=False):
+    """One event; times in microseconds. `gc=False`: the cyclic collector need not know of them, as they hold no container."""
+
+    ph: str = ""
+    name: Name = ""
+    cat: str | None = ""
+    ts: float | None = 0.0
+    dur: float | None = 0.0
+    pid: Name = 0
+    tid: Name = 0
+    args: Args | None = None
+
+
+class Bare(msgspec.Struct, gc=False):
+    """The same of an event whose args cannot be read."""
+
+    ph: str = ""
+    name: Name = ""
+    cat: str | None = ""
+    ts: float | None = 0.0
+    dur: float | None = 0.0
+    pid: Name = 0
+    tid: Name = 0
+
+
+class Header(msgspec.Struct):
+    """What stands around the events."""
+
+    version: Any = msgspec.field(default=None, name="schemaVersion")
+    devices: Any = msgspec.field(default=None, name="deviceProperties")
+    distributed: Any = msgspec.field(default=None, name="distributedInfo")
+
+
+several: Callable[[bytes], list[Event]] = msgspec.json.Decoder(list[Event], strict=False).decode
+header: Callable[[bytes], Header] = msgspec.json.Decoder(Header, strict=False).decode
+_one: Callable[[bytes], Event] = msgspec.json.Decoder(Event, strict=False).decode
+_bare: Callable[[bytes], Bare] = msgspec.json.Decoder(Bare, strict=False).decode
+
+FAILURES = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding may raise: damage, other types; text that is not UTF-8; values nested too deep."""
+
+
+def single(text: bytes) -> tuple[Event, bool]:
+    """One event, and whether its args were left out because they cannot be read.
+
+    Raises:
+        FAILURES: it cannot be read at all.
+    """
+    try:
+        return _one(text), False
+    except UnicodeDecodeError:
+        return single(text.decode("utf-8", "replace").encode())
+    except msgspec.ValidationError:
+        bare = _bare(text)
+        return Event(bare.ph, bare.name, bare.cat, bare.ts, bare.dur, bare.pid, bare.tid), True
+
+
+def end_of(error: Exception) -> int | None:
+    """Where the value ended, if what was wrong is only that text follows it."""
+    message = str(error)
+    if "trailing characters" not in message:
+        return None
+    return int(message.rpartition("(byte ")[2].rstrip(")")) - 1  # counted from 1
