@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench import rundir
+from workbench.batch.noise_scale import NoiseScale
 from workbench.batch.noise_steps import NoiseScaleError
 from workbench.batching import noise
 from workbench.batching.noise import noise_scale
@@ -105,6 +106,28 @@ def test_every_way_to_spread_a_step_gives_the_same_norms(tmp_path: Path) -> None
 
 
 # --- one process
+
+
+def test_each_third_step_only() -> None:
+    def watched(every: int) -> NoiseScale:
+        torch.manual_seed(0)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        step = step_with(model, optimizer, 2)
+        with NoiseWatch(model, optimizer, micro_batch=4, every=every) as watch:
+            for batch in batches(90, 8):
+                step(batch)
+        return watch.result()
+
+    each, some = watched(1), watched(3)
+    assert some.pairs == each.pairs[::3]
+    assert (some.steps, some.every) == (30 - some.left_out, 3)
+    assert "steps (one of 3) of 2 groups of 4 samples" in str(some)
+    assert some.over_time[-1].last == 88
+    assert some.steps_needed % 3 == 0
+    assert NoiseScale.from_json(some.to_json()) == some
+    with pytest.raises(NoiseScaleError, match="every=0"):
+        watched(0)
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -466,8 +489,10 @@ def test_knobs_that_do_not_go_together() -> None:
         spec_of(noise_scale=True)
     with pytest.raises(SpecError, match="measure it with tensor_parallel=1"):
         spec_of(noise_scale=True, nproc_per_node=4, tensor_parallel=2)
-    with pytest.raises(SpecError, match="True or False"):
-        spec_of(noise_scale=1)
+    for wrong in (-1, "each", 2.5):
+        with pytest.raises(SpecError, match=r"noise_scale=.*: allowed are True \(each step\), n \(each n-th step\)"):
+            spec_of(noise_scale=wrong, accumulation=2)
+    assert spec_of(noise_scale=10, accumulation=2).noise_scale == 10
     assert spec_of(noise_scale=True, nproc_per_node=2).noise_scale
 
 

@@ -268,7 +268,16 @@ def test_fieller_at_its_edges() -> None:
 
 
 def rows(rank: int, pairs: list[tuple[float | None, float | None]], **more: Any) -> list[dict[str, Any]]:
-    head = {"rank": rank, "world_size": 2, "micro_batch": 8, "accumulation": 3, "dataset_size": None, "optimizer": {"name": "sgd"}, **more}
+    head = {
+        "rank": rank,
+        "world_size": 2,
+        "micro_batch": 8,
+        "accumulation": 3,
+        "every": 1,
+        "dataset_size": None,
+        "optimizer": {"name": "sgd"},
+        **more,
+    }
     return [head, *({"step": step + 1, "small": small, "big": big} for step, (small, big) in enumerate(pairs))]
 
 

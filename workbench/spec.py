@@ -158,8 +158,9 @@ class RunSpec(_Spec):
     """Seed of the model, the data order and the augmentation."""
     evaluate: bool = False
     """Run the task's evaluation after the last step."""
-    noise_scale: bool = False
-    """Write the norms of which `run.noise_scale` is made; needs two groups of samples in a step: ranks, or accumulation."""
+    noise_scale: bool | int = False
+    """Write the norms of which `run.noise_scale` is made; True = of each step, n = of each n-th, at 1/n of the cost (in a long run 10 is
+    plenty). Needs two groups of samples in a step: ranks, or accumulation."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.task, str) or not self.task:
@@ -284,7 +285,6 @@ _SWITCHES = (
     "channels_last",
     "gc",
     "evaluate",
-    "noise_scale",
 )
 
 
@@ -315,16 +315,19 @@ def _check_parallel(spec: RunSpec) -> None:
 
 
 def _check_noise(spec: RunSpec) -> None:
+    if not isinstance(spec.noise_scale, int) or spec.noise_scale < 0:
+        raise SpecError(f"noise_scale={spec.noise_scale!r}: allowed are True (each step), n (each n-th step), and False")
     if spec.tensor_parallel > 1:
         raise SpecError(
-            f"noise_scale=True with tensor_parallel={spec.tensor_parallel}: a sample's gradient is spread over ranks there, and its norm "
-            "is not measured; the noise scale does not depend on it, so measure it with tensor_parallel=1 and a smaller micro_batch"
+            f"noise_scale={spec.noise_scale} with tensor_parallel={spec.tensor_parallel}: a sample's gradient is spread over ranks there, "
+            "and its norm is not measured; the noise scale does not depend on it, so measure it with tensor_parallel=1 and a smaller "
+            "micro_batch"
         )
     if spec.accumulation * spec.data_ranks < 2:
         half = "" if spec.micro_batch == AUTO or spec.micro_batch < 2 else f" with micro_batch={spec.micro_batch // 2}"
         raise SpecError(
-            "noise_scale=True with one rank and accumulation=1: noise shows in the difference between groups of samples, so a step needs "
-            f"two; try accumulation=2{half}, or wb.noise_scale(spec), which does so by itself"
+            f"noise_scale={spec.noise_scale} with one rank and accumulation=1: noise shows in the difference between groups of samples, "
+            f"so a step needs two; try accumulation=2{half}, or wb.noise_scale(spec), which does so by itself"
         )
 
 

@@ -39,6 +39,7 @@ def combined(ranks: Sequence[Sequence[Mapping[str, Any]]], *, notes: Sequence[st
         micro_batch=head["micro_batch"],
         groups=head["accumulation"] * head["world_size"],
         dataset_size=head["dataset_size"],
+        every=head["every"],
         optimizer=head["optimizer"],
         notes=told,
     )

@@ -52,6 +52,8 @@ class NoiseScale:
     """Samples of a group (b)."""
     groups: int
     """Groups of a step (W): micro-batches of a step, over all ranks."""
+    every: int = 1
+    """Only each so many-th step of the training was looked at."""
     level: float = LEVEL
     """Share of such intervals that hold the truth."""
     left_out: int = 0
@@ -78,6 +80,7 @@ class NoiseScale:
         groups: int,
         level: float = LEVEL,
         dataset_size: int | None = None,
+        every: int = 1,
         optimizer: Mapping[str, Any] | None = None,
         notes: Sequence[str] = (),
     ) -> "NoiseScale":
@@ -90,13 +93,14 @@ class NoiseScale:
             groups: of a step, 2 or more.
             level: share of intervals that hold the truth.
             dataset_size: samples that a step is dealt out of without repetition; None = drawn independently.
+            every: only each so many-th step was looked at, and is in `pairs`.
             optimizer: settings of the optimizer that trained meanwhile.
             notes: what a reader should know besides.
 
         Raises:
             NoiseScaleError: fewer than two groups or two steps, or no step has gradients that are numbers.
         """
-        found = NoiseSteps.of(pairs, micro_batch=micro_batch, groups=groups, level=level, dataset_size=dataset_size)
+        found = NoiseSteps.of(pairs, micro_batch=micro_batch, groups=groups, level=level, dataset_size=dataset_size, every=every)
         trace, squares, start = found.trace, found.squares, found.start
         whole = found.over(start, len(trace))
         result = cls(
@@ -109,6 +113,7 @@ class NoiseScale:
             steps_needed=found.needed(),
             micro_batch=micro_batch,
             groups=groups,
+            every=every,
             level=level,
             left_out=start,
             dataset_size=dataset_size,
@@ -129,7 +134,7 @@ class NoiseScale:
         return relative_width(NoiseBlock(first=1, last=self.steps, b_simple=self.b_simple, low=self.low, high=self.high))
 
     def steps_with(self, *, micro_batch: int | None = None, groups: int | None = None) -> int:
-        """About how many steps it would take in all, with other groups.
+        """About how many steps of the training it would take in all, with other groups.
 
         The variance goes with ((1 + B/b)² / (W − 1) + 1) / W, where the noise of single samples is near to normal.
 
@@ -141,10 +146,11 @@ class NoiseScale:
         if b < 1 or w < 2:
             raise NoiseScaleError(f"micro_batch={b}, groups={w}: at least 1 sample and 2 groups are wanted")
         if not math.isfinite(self.b_simple):
-            return self.steps + self.steps_needed
+            return self.every * self.steps + self.steps_needed
         ratio = _variance(self.b_simple / b, w) / _variance(self.b_simple / self.micro_batch, self.groups)
         narrow = math.isfinite(self.high)
-        now = self.steps * (self.relative_error / ENOUGH) ** 2 if narrow else self.steps + self.steps_needed
+        taken = self.every * self.steps
+        now = taken * (self.relative_error / ENOUGH) ** 2 if narrow else taken + self.steps_needed
         return max(2, math.ceil(now * ratio))
 
     def running(self, points: int = 40) -> tuple[NoiseBlock, ...]:
@@ -156,7 +162,12 @@ class NoiseScale:
         if not self.pairs:
             return ()
         steps = NoiseSteps.of(
-            self.pairs, micro_batch=self.micro_batch, groups=self.groups, level=self.level, dataset_size=self.dataset_size
+            self.pairs,
+            micro_batch=self.micro_batch,
+            groups=self.groups,
+            level=self.level,
+            dataset_size=self.dataset_size,
+            every=self.every,
         )
         return steps.running(points)
 
@@ -184,7 +195,8 @@ class NoiseScale:
     @property
     def table(self) -> display.Table:
         """What was measured, line by line."""
-        over = f"{self.groups} gradients" if self.exact else f"{self.steps:,} steps of {self.groups} groups of {self.micro_batch} samples"
+        steps = f"{self.steps:,} steps" + (f" (one of {self.every})" if self.every > 1 else "")
+        over = f"{self.groups} gradients" if self.exact else f"{steps} of {self.groups} groups of {self.micro_batch} samples"
         rows = [
             ["noise scale B = tr Σ / |G|²", f"{samples(self.b_simple)} samples", self._between],
             ["signal |G|²", f"{self.squares:.3g}", "square of the true gradient"],
@@ -246,6 +258,7 @@ _PLAIN = (
     "steps_needed",
     "micro_batch",
     "groups",
+    "every",
     "level",
     "left_out",
     "dataset_size",

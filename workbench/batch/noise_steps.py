@@ -57,9 +57,20 @@ class NoiseSteps:
     """How many at the beginning had gradients of another size."""
     level: float
     """Share of intervals that hold the truth."""
+    every: int = 1
+    """Only each so many-th step of the training was looked at."""
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[float, float]], *, micro_batch: int, groups: int, level: float, dataset_size: int | None) -> Self:
+    def of(
+        cls,
+        pairs: Sequence[tuple[float, float]],
+        *,
+        micro_batch: int,
+        groups: int,
+        level: float,
+        dataset_size: int | None,
+        every: int = 1,
+    ) -> Self:
         """From the two norms; arguments as those of `NoiseScale.of`.
 
         Raises:
@@ -74,8 +85,15 @@ class NoiseSteps:
         trace = micro_batch * groups / (groups - 1) * (small - big)
         if dataset_size:
             squares, trace = squares + trace / dataset_size, trace * (1 - 1 / dataset_size)
-        numbers = tuple(int(number) + 1 for number in np.flatnonzero(good))
-        return cls(trace=trace, squares=squares, numbers=numbers, lost=len(whole) - len(small), start=beginning(small), level=level)
+        return cls(
+            trace=trace,
+            squares=squares,
+            numbers=tuple(every * int(place) + 1 for place in np.flatnonzero(good)),
+            lost=len(whole) - len(small),
+            start=beginning(small),
+            level=level,
+            every=every,
+        )
 
     def over(self, first: int, end: int) -> NoiseBlock:
         """The estimate over steps, counted from 0, `end` left out; two or more."""
@@ -87,10 +105,13 @@ class NoiseSteps:
         return NoiseBlock(first=self.numbers[first], last=self.numbers[end - 1], b_simple=value, low=min(low, value), high=max(high, value))
 
     def needed(self) -> int:
-        """Steps that are missing until the interval is narrow enough: its width goes with 1 / √steps. 0 = none.
+        """Steps of the training that are missing until the interval is narrow enough: its width goes with 1 / √steps. 0 = none.
 
         Where the signal is lost in the noise it is taken to be as large as it can be, so that at least so many are missing.
         """
+        return self.every * self._looks_needed()
+
+    def _looks_needed(self) -> int:
         now = self.over(self.start, len(self.trace))
         if relative_width(now) <= ENOUGH:
             return max(0, FEWEST - (len(self.trace) - self.start))

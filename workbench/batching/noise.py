@@ -35,7 +35,7 @@ def noise_scale(
     * `noise_scale(spec)` trains in a launch of its own for `steps` steps, as the spec does (DDP, FSDP2, accumulation). A spec with one rank
       and without accumulation takes its micro-batches in two halves.
     * `noise_scale(run)` reads what a run with `noise_scale=True` has seen so far, also while it runs and after it failed; so does
-      `run.noise_scale`. It costs such a run hardly anything.
+      `run.noise_scale`. With `noise_scale=10` each tenth step is looked at, which costs a tenth.
     * `noise_scale(step, loader)` takes steps in this process and leaves everything as it was; `step(batch)` does one whole optimizer step
       of two or more backwards (accumulation), or on one of several ranks, all of which come here.
     * `noise_scale(spec, exact=True)` computes the gradient of each sample, in this process, with the weights that a run begins with: slow,

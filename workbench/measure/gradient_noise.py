@@ -45,6 +45,7 @@ class NoiseWatch:
         *,
         micro_batch: int,
         accumulation: int | None = None,
+        every: int = 1,
         scaler: Any = None,
         dataset_size: int | None = None,
     ) -> None:
@@ -55,11 +56,15 @@ class NoiseWatch:
             optimizer: each of its steps ends a step; None = `step()` is called instead, when a step's gradients are all there.
             micro_batch: samples in one backward, of one rank.
             accumulation: backwards of a step; None = as many as most steps have.
+            every: look at each so many-th step only, which costs as much less; the same on all ranks.
             scaler: the GradScaler, if there is one.
             dataset_size: samples that are dealt out without repetition; None = they are drawn independently, or are many.
         """
+        if every < 1:
+            raise NoiseScaleError(f"every={every!r}: a whole number of steps of at least 1 is allowed")
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._micro_batch, self._accumulation, self._dataset_size = micro_batch, accumulation, dataset_size
+        self._every, self._taken = every, 0
         self._world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() and reduces(model) else 1
         self._norms: GroupNorms | None = None
         self._stack = contextlib.ExitStack()
@@ -88,6 +93,8 @@ class NoiseWatch:
         row = self._norms.step(scale)
         if row is not None:
             self.rows.append(row)
+        self._taken += 1
+        self._norms.looking = self._taken % self._every == 0
 
     @property
     def backwards(self) -> int:
@@ -129,6 +136,7 @@ class NoiseWatch:
             micro_batch=micro_batch or self._micro_batch,
             groups=usual * world_size,
             dataset_size=self._dataset_size,
+            every=self._every,
             optimizer=optimizer,
             notes=[*notes, *([f"{strange} steps had another number of backwards than {usual}, and do not count"] if strange else [])],
         )

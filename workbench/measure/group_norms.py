@@ -37,6 +37,9 @@ class GroupNorms:
 
     `small` of a row is the sum of the squares of its micro-batches' gradients on this rank; `big` is this rank's share of the square of the
     mean gradient, which is their sum over the ranks.
+
+    Attributes:
+        looking: are the gradients of this step wanted? To be set between two steps.
     """
 
     def __init__(self, model: nn.Module, world_size: int) -> None:
@@ -49,6 +52,7 @@ class GroupNorms:
         Raises:
             NoiseScaleError: nothing in it is trained, another watch is attached, or its layers are split over ranks.
         """
+        self.looking = True
         self._model, self._world_size = model, world_size
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         self._check()
@@ -115,7 +119,7 @@ class GroupNorms:
         me = weakref.ref(self)
 
         def seen(gradient: Tensor) -> None:
-            if (watch := me()) is not None:
+            if (watch := me()) is not None and watch.looking:
                 watch._seen(key, gradient)
 
         self._handles.append(weight.register_hook(seen))  # type: ignore[no-untyped-call]

@@ -29,6 +29,7 @@ class NoiseLog:
         """
         readers = trainer.layout.readers
         self._trainer, self._accumulation = trainer, trainer.spec.accumulation
+        self._every = int(trainer.spec.noise_scale)
         self._norms = GroupNorms(trainer.model, readers.world_size)
         self._writer = rundir.LineWriter(run_dir / rundir.noise_file(readers.rank))
         self._rows: list[tuple[int, Row]] = []
@@ -38,6 +39,7 @@ class NoiseLog:
             "world_size": readers.world_size,
             "micro_batch": trainer.spec.micro_batch,
             "accumulation": self._accumulation,
+            "every": self._every,
             "dataset_size": _size(trainer.loader.dataset),
             "optimizer": described(trainer.optimizer),
         }
@@ -55,6 +57,7 @@ class NoiseLog:
         row = self._norms.step(self._trainer.precision.loss_scale())
         if row is not None:
             self._rows.append((step, row))
+        self._norms.looking = step % self._every == 0
         if time.perf_counter() - self._flushed > INTERVAL:
             self.flush()
 
