@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from workbench import rundir
 from workbench.spec import RunSpec
+
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # no absolute times: others compute here
+settings.load_profile("shared")
 
 MARK = "WORKBENCH_TEST_SESSION"
 SESSION = uuid.uuid4().hex

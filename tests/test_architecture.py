@@ -12,8 +12,8 @@ import workbench
 ROOT = Path(workbench.__file__).parent
 FLOORS = (
     ("units", "display"),
-    ("device", "cluster", "task", "timeline", "progress"),
-    ("memory", "batch", "laws", "cost", "trace"),
+    ("device", "task", "timeline", "progress"),
+    ("memory", "batch", "laws", "cost", "traces"),
     ("rundir", "spec", "symptoms"),
     ("failure",),
     ("run",),
@@ -21,7 +21,7 @@ FLOORS = (
     ("diagnosis", "scaling"),
     ("launcher", "measure", "data"),
     ("train", "estimate"),
-    ("diagnosing", "estimating", "measuring"),
+    ("diagnosing", "estimating", "measuring", "tracing"),
     ("fitting", "estimators", "calibrating"),
     ("batching",),
     ("plot",),
@@ -34,15 +34,16 @@ LIGHT = {name for rooms in FLOORS[:8] for name in rooms} | {
     "diagnosing",
     "estimating",
     "measuring",
+    "tracing",
     "fitting",
     "estimators",
     "calibrating",
     "batching",
 }
 HOMES = {
-    "numpy": {"memory", "batch", "laws", "trace", "scaling", "measure", "data", "train", "estimate", "plot"},
+    "numpy": {"memory", "batch", "laws", "traces", "scaling", "measure", "data", "train", "estimate", "plot"},
     "scipy": {"batch", "laws", "scaling"},
-    "msgspec": {"trace"},
+    "msgspec": {"traces"},
     "pandas": {"display"},
     "matplotlib": {"plot"},
     "ipywidgets": {"widgets"},

@@ -384,11 +384,11 @@ def test_counts_fit_the_time() -> None:
 
 SCRIPT = """
 import os, sys, torch
-from workbench.measure.inside import look, _without_kineto_lines
+from workbench.measure.inside import look, without_kineto_lines
 {first}
 step = lambda: torch.ones(3).sum()
 look(step, traced=2, plain=2); look(step, traced=2, plain=2)
-with _without_kineto_lines():
+with without_kineto_lines():
     os.write(2, b"kept\\n"); print("and this", file=sys.stderr, flush=True)
 print("last", file=sys.stderr)
 assert "KINETO_LOG_LEVEL" not in os.environ

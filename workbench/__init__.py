@@ -10,7 +10,14 @@ The nouns, and how one becomes the next:
 * `sweep` runs many specs; `compare` sets runs side by side.
 * `diagnose` finds out by experiment what holds a step back: a `Diagnosis`, with remedies and what each is predicted to gain.
 * `diagnosis.prove()` runs a remedy and sets prediction and measurement side by side: a `Proof`. `climb` goes on until nothing is left.
+* `trace` captures some steps with torch's profiler, `Trace.load` reads such a file: a `Trace`, which answers in seconds where its steps go.
 * A `MemoryBreakdown` says what fills a step's memory at the fullest moment, measured or predicted, and whether it fits a device.
+* A `BatchPlan` is micro_batch × accumulation × world_size with its learning rate. `scale_lr` takes a rate to another batch and says how far
+  that holds; `find_lr` finds one by sweeps and a race; `noise_scale` says from which batch on samples pay less; `steps_to_target` tries;
+  `batch_plan` recommends a plan by memory, throughput and noise, and proves it against the present one.
+* A `ScalingLaw` says how the loss falls with parameters and data, from many small runs that `scaling_law` makes.
+* A `ScalingCurve` is throughput against the number of processes; fitted, it says what more would bring, always beside the naive line. A
+  `Cluster` has the GPUs and links that predictions beyond this machine are made for.
 
     import workbench as wb
     run = wb.launch("train.py", nproc_per_node=2, watch=True).wait()
@@ -27,8 +34,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workbench import plot as plot
     from workbench import widgets as widgets
+    from workbench.batch import BatchPlan, scale_lr
+    from workbench.batching import batch_plan, find_lr, noise_scale, scaling_law, steps_to_target
     from workbench.calibrating import calibrate
     from workbench.comparison import Comparison, compare
+    from workbench.cost import Cluster
     from workbench.device import Device
     from workbench.diagnosing import climb, diagnose
     from workbench.diagnosis import Diagnosis, Evidence, Proof
@@ -36,17 +46,23 @@ if TYPE_CHECKING:
     from workbench.failure import Failure, RunError
     from workbench.fitting import compare_memory, max_micro_batch, memory_ladder, would_fit
     from workbench.launcher import launch, sweep
+    from workbench.laws import ScalingLaw
     from workbench.measure import StepTimer, watch
     from workbench.measuring import find_leaks, measure_memory
     from workbench.memory import MemoryBreakdown
     from workbench.run import Run
+    from workbench.scaling import ScalingCurve
     from workbench.spec import RunSpec
     from workbench.task import Task
     from workbench.timeline import Timeline
+    from workbench.traces import Trace
+    from workbench.tracing import trace
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BatchPlan": "batch",
+    "Cluster": "cost",
     "Comparison": "comparison",
     "Device": "device",
     "Diagnosis": "diagnosis",
@@ -57,9 +73,13 @@ _HOMES = {
     "Run": "run",
     "RunError": "failure",
     "RunSpec": "spec",
+    "ScalingCurve": "scaling",
+    "ScalingLaw": "laws",
     "StepTimer": "measure",
     "Task": "task",
     "Timeline": "timeline",
+    "Trace": "traces",
+    "batch_plan": "batching",
     "calibrate": "calibrating",
     "climb": "diagnosing",
     "compare": "comparison",
@@ -67,12 +87,18 @@ _HOMES = {
     "diagnose": "diagnosing",
     "estimate_memory": "estimating",
     "find_leaks": "measuring",
+    "find_lr": "batching",
     "launch": "launcher",
     "max_micro_batch": "fitting",
     "measure_memory": "measuring",
     "memory_ladder": "fitting",
+    "noise_scale": "batching",
     "plot": "",
+    "scale_lr": "batch",
+    "scaling_law": "batching",
+    "steps_to_target": "batching",
     "sweep": "launcher",
+    "trace": "tracing",
     "watch": "measure",
     "widgets": "",
     "would_fit": "fitting",
@@ -80,6 +106,8 @@ _HOMES = {
 """Public name → the room it lives in; an empty one is a room itself."""
 
 __all__ = [
+    "BatchPlan",
+    "Cluster",
     "Comparison",
     "Device",
     "Diagnosis",
@@ -90,9 +118,13 @@ __all__ = [
     "Run",
     "RunError",
     "RunSpec",
+    "ScalingCurve",
+    "ScalingLaw",
     "StepTimer",
     "Task",
     "Timeline",
+    "Trace",
+    "batch_plan",
     "calibrate",
     "climb",
     "compare",
@@ -100,12 +132,18 @@ __all__ = [
     "diagnose",
     "estimate_memory",
     "find_leaks",
+    "find_lr",
     "launch",
     "max_micro_batch",
     "measure_memory",
     "memory_ladder",
+    "noise_scale",
     "plot",
+    "scale_lr",
+    "scaling_law",
+    "steps_to_target",
     "sweep",
+    "trace",
     "watch",
     "widgets",
     "would_fit",

@@ -61,7 +61,7 @@ class Table:
             return f"<tr>{''.join(made)}</tr>"
 
         title = f"<p><strong>{escape(self.title)}</strong></p>" if self.title else ""
-        note = f"<p><em>{escape(self.note)}</em></p>" if self.note else ""
+        note = f"<p><em>{escape(self.note).replace(chr(10), '<br>')}</em></p>" if self.note else ""
         body = "".join(row(cells, "td") for cells in self.rows)
         return f"{title}<table><thead>{row(self.columns, 'th')}</thead><tbody>{body}</tbody></table>{note}"
 

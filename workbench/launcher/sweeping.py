@@ -66,9 +66,30 @@ def sweep(
     """
     if not isinstance(spec, RunSpec):
         raise SpecError(f"sweep({spec!r}, …): a RunSpec is wanted, whose knobs can be turned; a script is launched with launch()")
+    return run_all(combinations(spec, lists), runs_dir=runs_dir, repeat=repeat, quiet=quiet)
+
+
+def run_all(
+    specs: Sequence[tuple[str, RunSpec]], *, runs_dir: str | os.PathLike[str] | None = None, repeat: int = 1, quiet: bool = True
+) -> list[Run]:
+    """Run specs that need not be a product, as `sweep` does: in as few launches as fairness allows, in this order where they share one.
+
+    Args:
+        specs: each in words, and itself.
+        runs_dir: as there.
+        repeat: as there.
+        quiet: as there.
+
+    Returns:
+        The runs in the order of the specs, repetitions side by side.
+
+    Raises:
+        SpecError: no such number of repetitions. Nothing was started.
+        LaunchError: a configuration cannot run here. Nothing was started.
+        TaskError: the task is not there. Nothing was started.
+    """
     if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
         raise SpecError(f"repeat={repeat!r}: a whole number of at least 1 is allowed")
-    specs = combinations(spec, lists)
     for _, each in specs:
         check(each)
     trials = plan(specs, repeat)

@@ -11,21 +11,42 @@ What is predicted is paler than what was measured, or hollow.
 * `diagnosis`: what a step is made of, and what each remedy would make of it.
 * `proof`: one remedy, predicted beside measured.
 * `ladder`: the throughput after one proved remedy on top of another.
+* `scaled_lr`: a learning rate over the batch, by each rule, and where the one that was used leads.
+* `schedule`: the learning rate over the steps, from the real scheduler; old and new plan in one picture.
+* `lr_range`: losses over the learning rate for several seeds, what each rule suggests, and the race that decided.
 * `memory_ladder`: the memory after one change on top of another, until it fits a device.
 * `loader_curve`: loader and step over the number of workers.
 * `memory`: what the fullest moment of a step is made of, what lies beside it, and what a device has.
 * `memory_timeline`: the same over the steps, with the peak and its moment.
+* `steps_to_target`: steps to a target over the batch, by rule, with the law they follow; `critical_batch`: that law alone.
+* `time_to_target`: time to a target over the batch, by the number of processes.
+* `noise_scale`: the gradient noise scale as its estimate narrows, and how it moves over the training.
+* `breakdown`: each step of a trace in parts that add up to it.
+* `timeline`: the threads and streams of a trace, and what each was at when.
 * `unprepared`: what preparing the data beforehand would gain, over the costs of training and of loading.
+* `plan_proof`: the loss over the samples under two plans of a batch, and where the new one was predicted to catch up.
+* `scaling`: throughput over the number of processes, what it is foretold to be beyond them, and the naive line.
+* `scaling_efficiency`: the same as a share of perfect scaling.
+* `scaling_law`: loss against compute, a line for each size of the model, and the best that compute can buy.
 """
 
 from workbench.plot.bars import compare, step_time
+from workbench.plot.batch_plan import plan_proof
 from workbench.plot.curves import metrics
 from workbench.plot.diagnosis import diagnosis
 from workbench.plot.ladder import ladder, proof
 from workbench.plot.loader_curve import loader_curve
+from workbench.plot.lr_range import lr_range
 from workbench.plot.memory import memory
 from workbench.plot.memory_ladder import memory_ladder
 from workbench.plot.memory_timeline import memory_timeline
+from workbench.plot.noise_scale import noise_scale
+from workbench.plot.scaled_lr import scaled_lr
+from workbench.plot.scaling import scaling, scaling_efficiency
+from workbench.plot.scaling_law import scaling_law
+from workbench.plot.schedule import schedule
+from workbench.plot.steps_to_target import critical_batch, steps_to_target, time_to_target
+from workbench.plot.trace import breakdown, timeline
 from workbench.plot.unprepared import unprepared
 
 __all__ = [
@@ -33,11 +54,24 @@ __all__ = [
     "compare",
     "metrics",
     "diagnosis",
+    "plan_proof",
     "proof",
     "ladder",
     "loader_curve",
+    "lr_range",
     "memory",
     "memory_ladder",
     "memory_timeline",
+    "scaled_lr",
+    "schedule",
+    "steps_to_target",
+    "critical_batch",
+    "time_to_target",
+    "noise_scale",
+    "breakdown",
+    "timeline",
     "unprepared",
+    "scaling",
+    "scaling_efficiency",
+    "scaling_law",
 ]

@@ -1,0 +1,123 @@
+"""Facts of a plan: what memory, throughput and noise have to say, given or found out here."""
+
+import math
+import os
+from typing import Any
+
+from workbench.batch.reaching import StepsToTarget
+from workbench.batch.reaching_law import CriticalBatch
+from workbench.batch.scaled import number
+from workbench.batching.rates import measured, places, ranks_here
+from workbench.batching.throughput import Throughput
+from workbench.device import Device
+from workbench.spec import RunSpec, SpecError
+
+NOISE_STEPS = 200
+"""Optimizer steps in which the noise scale is measured, where it is to be."""
+UPWARD = 32
+"""Times the present micro-batch that are looked at, at most, where no device sets a limit."""
+
+
+def whole(name: str, value: Any, usual: int) -> int:
+    """A number that has to be whole; `usual` where it is None."""
+    if value is None:
+        return usual
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SpecError(f"{name}={value!r}: a whole number of at least 1 is allowed")
+    return value
+
+
+def check_batch(batch: Any, ranks: int, dataset: int | None) -> None:
+    """Refuse a global batch that the ranks or the dataset cannot make."""
+    if batch is None:
+        return
+    whole("global_batch", batch, 1)
+    if batch % ranks:
+        near = [one for one in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if one]
+        raise SpecError(
+            f"global_batch={batch} cannot be divided over {ranks} ranks without a remainder: "
+            f"try {' or '.join(map(str, near))}, or other ranks"
+        )
+    if dataset is not None and batch > dataset:
+        raise SpecError(
+            f"global_batch={batch} is above the dataset, which has {dataset} samples: at most {dataset // ranks * ranks} on {ranks} ranks"
+        )
+
+
+def largest_of(spec: RunSpec, device: str | Device | None, largest: Any, ranks: int) -> tuple[int | None, str]:
+    """The largest micro-batch that fits, and who says so."""
+    if largest is not None:
+        return whole("largest", largest, 1), f"at most {largest}, as given"
+    if device is None:
+        return None, ""
+    from workbench.fitting import max_micro_batch
+
+    found = max_micro_batch(spec.replace(accumulation=1), device, world_size=ranks * spec.tensor_parallel)
+    if not found.micro_batch:
+        raise SpecError(f"nothing fits: {found.word}")
+    return found.micro_batch, f"at most {found.micro_batch} fit {found.device} (predicted)"
+
+
+def law_of(steps: Any) -> CriticalBatch | None:
+    """The law of steps against batch, of a StepsToTarget or as it is; None of None."""
+    if isinstance(steps, StepsToTarget):
+        return steps.fit()
+    if steps is None or isinstance(steps, CriticalBatch):
+        return steps
+    raise SpecError(f"steps={steps!r:.60}: what wb.steps_to_target gave is wanted, or its fit, which has a critical batch")
+
+
+def noise_of(spec: RunSpec, given: Any, steps: Any, runs_dir: str | os.PathLike[str] | None) -> tuple[float | None, str, str]:
+    """Samples of the noise scale or critical batch, what it is, and what is doubtful about it."""
+    law = law_of(steps)
+    if law is not None:
+        return law.b_crit, f"critical batch of {number(round(law.b_crit))} samples, from steps to a target", law.advice
+    if given is False:
+        return None, "", "no noise scale, so nothing says what a larger batch would be worth: the batch stays"
+    if given is None:
+        from workbench.batching.noise import noise_scale
+
+        given = noise_scale(spec, steps=NOISE_STEPS, runs_dir=runs_dir)
+    value = getattr(given, "b_simple", given)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise SpecError(f"noise_scale={given!r:.60}: samples above 0 are allowed, what wb.noise_scale gave, None to measure it, or False")
+    if math.isinf(value):
+        return (
+            None,
+            "",
+            "the true gradient is lost in the noise so far: more steps are needed (wb.noise_scale says how many); the batch stays",
+        )
+    low, high = getattr(given, "low", math.nan), getattr(given, "high", math.nan)
+    between = f" ({number(round(low))} to {number(round(high))})" if math.isfinite(low) and math.isfinite(high) else ""
+    doubt = "" if getattr(given, "enough", True) else "the noise scale is not certain yet: wb.noise_scale says how many steps more it takes"
+    return float(value), f"noise scale of {number(round(value, 1) if value < 100 else round(value))} samples{between}", doubt
+
+
+def throughput_of(
+    spec: RunSpec,
+    given: Any,
+    ranks: int,
+    limit: int | None,
+    dataset: int | None,
+    batch: int | None,
+    runs_dir: str | os.PathLike[str] | None,
+) -> Throughput:
+    """The curve that was given, or a short sweep over micro-batches up to what fits."""
+    if given is not None:
+        return Throughput.of(given, micro_batch=spec.micro_batch, world_size=spec.data_ranks)
+    here = ranks_here(spec, ranks * spec.tensor_parallel)
+    tops = [limit or UPWARD * spec.micro_batch, batch // ranks if batch else math.inf]
+    if dataset is not None:
+        tops.append(dataset // (2 * here))  # the middle one accumulates twice
+    top = int(min(tops))
+    return measured(spec.replace(nproc_per_node=here), places(min(spec.micro_batch, top), max(1, top)), runs_dir=runs_dir)
+
+
+def naive(curve: Throughput, ranks: int) -> str:
+    """What to say where the ranks are not those that were measured."""
+    if ranks == curve.world_size:
+        return ""
+    return (
+        f"throughput was {curve.kind} with {curve.world_size} rank{'s' * (curve.world_size != 1)}, and {ranks} are taken to be as fast, "
+        "each (the naive line: what ranks wait for each other is not in it)"
+    )
