@@ -1,5 +1,6 @@
 """What all tests share: no process of ours may outlive the tests, and run directories made by hand."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -13,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from workbench import rundir
 from workbench.spec import RunSpec
 
-settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # no absolute times: others compute here
-settings.load_profile("shared")
+with contextlib.suppress(ImportError):  # make test-gpu does without
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "shared", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )  # no absolute times: others compute here
+    settings.load_profile("shared")
 
 MARK = "WORKBENCH_TEST_SESSION"
 SESSION = uuid.uuid4().hex
