@@ -229,6 +229,38 @@ def test_recomputed_activations(reentrant: bool) -> None:
     assert (small, big) == pytest.approx(by_hand_norms(model, (whole[0], whole[1]), 2), rel=1e-5)
 
 
+class Twice(nn.Module):
+    """One layer, in two checkpoints."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.shared, self.reentrant = nn.Linear(6, 6), nn.Linear(6, 6), reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.first(x)
+        for _ in range(2):
+            hidden = checkpoint(self.shared, hidden, use_reentrant=self.reentrant)
+        return hidden
+
+
+def test_gradients_that_come_in_parts_are_refused() -> None:
+    found = []
+    for reentrant in (False, True):
+        torch.manual_seed(0)
+        model = Twice(reentrant)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with NoiseWatch(model, optimizer, micro_batch=4) as watch:
+            for _ in range(6):
+                optimizer.zero_grad()
+                for _ in range(2):
+                    (model(torch.randn(4, 6)).square().mean() / 2).backward()
+                optimizer.step()
+        found.append(watch)
+    assert found[0].result().groups == 2
+    with pytest.raises(NoiseScaleError, match="use_reentrant=False"):
+        found[1].result()
+
+
 def test_a_step_with_another_number_of_backwards_does_not_count() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

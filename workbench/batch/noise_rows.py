@@ -33,7 +33,10 @@ def combined(ranks: Sequence[Sequence[Mapping[str, Any]]], *, notes: Sequence[st
     pairs = [pair for found in whole if (pair := _added(found)) is not None]
     told = list(notes)
     if split := len(whole) - len(pairs):
-        told.append(f"{split} steps left out: their micro-batches were taken in parts, since memory ran out")
+        told.append(
+            f"{split} steps left out: their micro-batches were taken in parts, since memory ran out, or gradients came in parts (reentrant "
+            "checkpoints that share a weight, two backwards through one forward)"
+        )
     return NoiseScale.of(
         pairs,
         micro_batch=head["micro_batch"],

@@ -30,6 +30,11 @@ from workbench.batch.noise_scale import NoiseScale
 from workbench.batch.noise_steps import NoiseScaleError
 from workbench.measure.group_norms import GroupNorms, Row, read
 
+IN_PARTS = (
+    "gradients come more often than the model is called: those of a weight that two reentrant checkpoints share come in parts (try "
+    "checkpoint(…, use_reentrant=False)), and of two losses in two backwards (add them, and call backward once)"
+)
+
 
 class NoiseWatch:
     """Measures the gradient noise scale of a loop, while it trains; see the module's first lines.
@@ -116,6 +121,8 @@ class NoiseWatch:
             NoiseScaleError: one group per step only, fewer than two steps, or gradients that are no numbers.
         """
         usual, world_size = self.backwards, self._world_size
+        if not usual:
+            raise NoiseScaleError(IN_PARTS)
         if usual * world_size < 2 and self.rows:
             raise NoiseScaleError(
                 "each step has one group of samples only (one rank, one backward), and noise shows in the difference between groups: take "

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workbench.batch.noise_steps import NoiseScaleError
 from workbench.measure.accumulating import is_dense
+from workbench.measure.peers import rest_at_exit
 
 LARGE = 2**14
 """Elements above which on a CPU the squares of a tensor are added up row by row."""
@@ -56,13 +57,17 @@ class GroupNorms:
         self._model, self._world_size = model, world_size
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         self._check()
+        if world_size > 1:
+            rest_at_exit()
         self._norms: list[Tensor] = []
         self._fired: set[int] = set()
         self._count = 0
+        self._forwards = 0
         self._queued = False
         self._big: Tensor | None = None
         self._hooked: set[int] = set()
         self._handles: list[Any] = []
+        self._handles.append(model.register_forward_pre_hook(self._forward))
         _watched.add(model)
         for weight in self._weights:
             if not isinstance(weight, DTensor):
@@ -80,11 +85,16 @@ class GroupNorms:
     def step(self, scale: Tensor | None = None) -> Row | None:
         """A step's gradients are all there: its norms; None if there were none.
 
+        Its count is 0 where gradients came more often than the model was called: then some came in parts, as those of a weight that two
+        reentrant checkpoints share, or of two backwards through one forward, and the norms are not those of groups.
+
         Args:
             scale: by which the loss was multiplied; None = it was not.
         """
         norms, big, count = self._norms, self._big, self._count
-        self._norms, self._big, self._count = [], None, 0
+        if 0 < self._forwards < count:
+            count = 0
+        self._norms, self._big, self._count, self._forwards = [], None, 0, 0
         self._fired.clear()
         return Row(_total(norms), big, count, scale) if norms and big is not None else None
 
@@ -104,6 +114,9 @@ class GroupNorms:
                     "a layer is split over ranks (tensor parallel), and its gradient is on no single one of them: the noise scale is "
                     "measured under DDP, FSDP2 and accumulation; measure it without tensor_parallel (it does not depend on that)"
                 )
+
+    def _forward(self, *_: Any) -> None:
+        self._forwards += torch.is_grad_enabled()
 
     def _gathered(self, part: nn.Module, *_: Any) -> None:
         """Before a module's forward: FSDP2 has put the whole tensors in the places of its own."""
