@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,3 +154,21 @@ def test_what_it_cannot_be_scaled_to() -> None:
         PLAN.scaled_to(global_batch=12800, rule="linear", noise_scale=10, strict=True)
     with pytest.raises(ValueError, match='micro_batch="auto" is chosen when a run starts'):
         BatchPlan.of(RunSpec(task="text-gpt", micro_batch="auto", lr=0.1, optimizer="sgd"))
+
+
+def test_numbers_of_numpy_become_plain() -> None:
+    given = BatchPlan(micro_batch=np.int64(32), accumulation=np.int64(2), world_size=np.int64(2), lr=np.float64(0.1), optimizer="sgd")  # type: ignore[arg-type]
+    for plan in (
+        given,
+        given.scaled_to(global_batch=np.int64(512)),  # type: ignore[arg-type]
+        given.scaled_to(world_size=np.int64(4), micro_batch=np.int64(16)),  # type: ignore[arg-type]
+    ):
+        assert BatchPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert divided(np.int64(96), np.int64(2), np.int64(20)) == divided(96, 2, 20)  # type: ignore[arg-type]
+
+
+def test_a_mapping_is_kept_as_its_text() -> None:
+    plan = BatchPlan(micro_batch=8, lr=0.1, optimizer={"name": "sgd", "momentum": 0.9})  # type: ignore[arg-type]
+    assert plan.optimizer == "sgd(momentum=0.9)"
+    with pytest.raises(ValueError, match="sgd has no option 'momentun'; did you mean 'momentum'"):
+        BatchPlan(micro_batch=8, lr=0.1, optimizer="sgd(momentun=0.9)")

@@ -77,6 +77,14 @@ def test_steps_samples_and_time_to_the_target() -> None:
         assert word in made.figures.value
 
 
+def test_more_processes_than_were_measured_are_taken_to_be_as_fast_and_that_is_said() -> None:
+    more = turned(known={"throughput": CURVE}, processes=4)
+    assert "4 are taken to be as fast, each (the naive line" in more.figures.value
+    assert "the naive line" in more._repr_mimebundle_()["text/html"]
+    assert "naive" not in turned(known={"throughput": CURVE}).figures.value
+    assert "naive" not in turned(processes=4).figures.value
+
+
 def test_without_a_law_they_are_ratios() -> None:
     made = turned(known={"noise_scale": 192.0, "throughput": CURVE}, batch=192 // 3 * 2)
     steps, seconds = made.found.gain
@@ -137,10 +145,14 @@ def test_a_spec_is_changed() -> None:
     assert made.plan.lr == 0.1
     assert made.spec is not None
     assert made.spec.changes(spec) == {
-        name: (new, old) for name, (new, old) in {"nproc_per_node": (4, 2), "lr": (0.2, None), "warmup_steps": (313, 0)}.items()
+        name: (new, old) for name, (new, old) in {"nproc_per_node": (4, 2), "lr": (0.2, None), "warmup_steps": (20, 0)}.items()
     }
     assert made.known.dataset == 8000
-    assert "the warm-up of 313 steps does not end in a run of 200" in made.schedule.value
+    assert "warm-up: 10 % of the 200 steps that make up the run" in made.figures.value
+    assert "20 steps" in made.figures.value
+    assert "does not end" not in made.schedule.value
+    long = BatchPlanner(spec.replace(warmup_steps=500))
+    assert "the warm-up of 500 steps does not end in a run of 400" in long.schedule.value
     assert repr(made) == "BatchPlanner('fashion-mlp · 2 ranks · schedule=cosine')"
 
 
@@ -148,6 +160,11 @@ def test_a_proposed_plan_brings_what_it_was_made_from() -> None:
     spec = RunSpec(task="fashion-mlp", micro_batch=16, nproc_per_node=2)
     proposed = batch_plan(spec, noise_scale=100, throughput=CURVE)
     made = BatchPlanner(proposed)
+    same = turned(spec, batch=proposed.global_batch, known={"noise_scale": 100}).result
+    assert made.result is not None
+    assert same is not None
+    assert made.result.warmup_steps == same.warmup_steps == proposed.warmup_steps > 0
+    assert same.reasons["warmup_steps"] == proposed.reasons["warmup_steps"]
     assert made.known.noise == 100
     assert made.known.throughput == proposed.throughput
     assert made.spec is not None
@@ -197,6 +214,9 @@ def test_html_is_escaped() -> None:
         (PLAN, {"noise_scale": -1}, "noise_scale=-1: samples above 0"),
         (PLAN, {"noise_scale": True}, "noise_scale=True: samples above 0"),
         (PLAN, {"steps": 5}, "steps=5: what wb.steps_to_target gave is wanted"),
+        (PLAN, {"largest": 0}, "largest=0: a whole number of at least 1"),
+        (PLAN, {"dataset_size": -5}, "dataset_size=-5: a whole number of at least 1"),
+        (PLAN, {"dataset_size": 0}, "dataset_size=0: a whole number of at least 1"),
         (PLAN, {"throughput": "fast"}, "throughput='fast': allowed are"),
         (RunSpec(task="fashion-mlp", micro_batch="auto"), {}, 'micro_batch="auto" is chosen when a run starts'),
     ],

@@ -140,6 +140,62 @@ def test_a_loss_that_is_nan_from_the_first_step(training: Training) -> None:
         find_lr(training.step, training.loader, **SHORT)
 
 
+@pytest.mark.parametrize("span", [{}, {"low": 1e-4, "high": 1.0}])
+def test_a_loss_that_is_nan_whatever_the_rate(training: Training, span: dict[str, Any]) -> None:
+    """Every seventh loss: neither more iterations nor another learning rate mends that."""
+    calls = [0]
+
+    def step(batch: Any) -> Any:
+        calls[0] += 1
+        return training.step(batch) * (float("nan") if calls[0] == 7 else 1.0)
+
+    with pytest.raises(LrRangeError, match=r"the loss is nan in step 7, at a learning rate of .*, which changes nothing.*isfinite"):
+        find_lr(step, training.loader, **SHORT, **span)
+
+
+def test_a_loss_that_is_nan_where_the_rate_is_too_large(training: Training) -> None:
+    """At once, and flat before: the learning rate's doing all the same."""
+    weight = next(training.model[4].parameters())
+    before = weight.detach().clone()
+
+    def step(batch: Any) -> Any:
+        loss = training.step(batch)
+        return loss if (weight.detach() - before).abs().max() < 1e-2 else loss * float("nan")
+
+    assert find_lr(step, training.loader, **SHORT).sweeps[0].stopped == "not finite"
+
+
+def test_a_group_that_the_step_adds() -> None:
+    """Unfreezing: it keeps its learning rate's ratio to the one that the first group began with, in each sweep anew."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(8, 16), nn.Linear(16, 1)
+    model = nn.Sequential(body, nn.Tanh(), head)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
+    data = Training().data
+    calls = [0]
+
+    def step(batch: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 5:
+            optimizer.add_param_group({"params": list(body.parameters()), "lr": 0.001})
+        optimizer.zero_grad()
+        loss: Tensor = (model(batch[0]) - batch[1]).square().mean()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        print(*(group["lr"] for group in optimizer.param_groups))
+        return loss.detach()
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        found = find_lr(step, DataLoader(data, batch_size=32, shuffle=True), model=model, optimizer=optimizer, **SHORT)
+    rows = [tuple(map(float, line.split())) for line in text.getvalue().splitlines()]
+    assert {len(row) for row in rows} == {1, 2}
+    assert all(row[1] == pytest.approx(row[0] / 10) for row in rows if len(row) == 2)
+    assert found.verified
+    assert any("step() added a parameter group: 0.1 times the first group's" in note for note in found.notes)
+    assert len(optimizer.param_groups) == 1
+
+
 def test_a_loss_below_zero(training: Training) -> None:
     plain = find_lr(training.step, training.loader, **SHORT)
     training.after = lambda loss: loss.detach() - 100

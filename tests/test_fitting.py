@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from workbench import Device, fitting
+from workbench.estimate.examples import COLLATED, sample_batch
 from workbench.estimating import estimate_memory
 from workbench.memory.ladder import combinations
 from workbench.memory.whatif import SAME, MemoryComparison, needed
+from workbench.task import Task
 
 WIDTH = 256
 SLOW = {"bf16": 100e12, "fp16": 100e12, "fp32": 10e12}
@@ -116,6 +118,36 @@ def test_a_program_that_depends_on_its_batch_is_bisected_by_fake_runs() -> None:
     found = fitting.max_micro_batch(Choosy, where, margin=0.0, **GIVEN)
     assert needed(found.breakdown) <= where.memory < needed(found.next)
     assert found.runs > 4
+
+
+def test_a_batch_above_the_dataset_is_not_looked_for() -> None:
+    sizes: list[int] = []
+
+    def counted(samples: list[Tensor]) -> Tensor:
+        sizes.append(len(samples))
+        return torch.stack(samples)
+
+    task = Task(model=Net, dataset=lambda: [torch.zeros(2, WIDTH)] * 2001, loss=squared, collate=counted)
+    found = fitting.max_micro_batch(task, "H200")
+    assert int(found) == 2001
+    assert needed(found.next) < found.capacity
+    assert "the dataset has no more for one optimizer step. It fits H200" in str(found)
+    assert max(sizes) <= COLLATED
+    assert int(fitting.max_micro_batch(task, "H200", world_size=4, accumulation=2)) == 250
+    small = device((outside() + 120 * 2**20) / 1e6)
+    assert int(fitting.max_micro_batch(task, small, margin=0.0)) < 2001
+    assert "one more is" in str(fitting.max_micro_batch(task, small, margin=0.0))
+    with pytest.raises(ValueError, match="one optimizer step takes at least 4000 samples"):
+        fitting.max_micro_batch(task, "H200", accumulation=4000)
+
+
+def test_many_samples_have_the_shapes_of_few() -> None:
+    task = Task(model=Net, dataset=lambda: [{"x": torch.zeros(3, 2), "y": 1}] * 5, loss=squared)
+    found = sample_batch(task, 1_000_000)
+    assert {name: tuple(part.shape) for name, part in found.items()} == {"x": (1_000_000, 3, 2), "y": (1_000_000,)}
+    assert found["x"].is_meta
+    listed = sample_batch(Task(model=Net, dataset=lambda: [torch.zeros(3)], loss=squared, collate=lambda rows: [rows]), COLLATED + 1)
+    assert len(listed[0]) == COLLATED + 1  # where the samples lie cannot be told: all are collated
 
 
 def test_not_even_one_sample() -> None:

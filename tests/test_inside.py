@@ -407,7 +407,7 @@ def test_kineto_is_not_heard_and_others_are(first: str) -> None:
 
 def test_a_process_without_stderr_can_look() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
-    code = "import os; os.close(2)\n" + SCRIPT.format(first="").split("with _without")[0] + "\nprint('fine')"
+    code = "import os; os.close(2)\n" + SCRIPT.format(first="").split("with without")[0] + "\nprint('fine')"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
     assert done.stdout == "fine\n"
 

@@ -1,7 +1,9 @@
 """Laws of scale: exact on exact points, honest on noisy ones, and what is refused or doubted."""
 
 import itertools
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from workbench import units
-from workbench.laws import Allocation, Forecast, HeldOut, Points, PointsError, ScalingLaw
+from workbench.laws import Allocation, Forecast, HeldOut, Points, PointsError, ScalingLaw, doubt
 from workbench.laws.formula import exponent, losses, optimum
 from workbench.laws.objective import Columns, best, misfit
+from workbench.laws.reading import read
 
 TRUE = (1.8, 480.0, 2100.0, 0.35, 0.37)
 SIZES = (1e6, 3e6, 1e7, 3e7, 1e8)
@@ -201,7 +204,94 @@ def test_what_cannot_be_told_is_said_with_every_answer(changes: dict[str, Any], 
     assert law.predict(1e9, 1e10).notes[0].startswith("cannot tell: ")
 
 
+FOUR = [(n, d) for n in np.geomspace(1e6, 1e8, 4) for d in np.geomspace(2e7, 2e9, 4)]
+
+
+def test_a_factor_without_effect_is_not_given_an_exponent() -> None:
+    rng = np.random.default_rng(0)
+    size = ScalingLaw.fit([(n, d, (1.7 + 410 / d**0.3) * math.exp(rng.normal(0, 0.003))) for n, d in FOUR], draws=10)
+    assert not size.enough
+    assert "from the fewest to the most parameters the loss falls by 0.5 %" in size.cannot_tell[0]
+    assert size.allocation(2e18).notes[0].startswith("cannot tell: from the fewest")
+    data = ScalingLaw.fit([(n, d, (1.7 + 410 / n**0.34) * math.exp(rng.normal(0, 0.003))) for n, d in FOUR], draws=5)
+    assert "the most tokens the loss falls by" in data.cannot_tell[0]
+
+
+def test_losses_that_are_all_the_same_say_nothing() -> None:
+    law = ScalingLaw.fit([(n, d, 2.0) for n, d in FOUR], draws=5)
+    assert len(law.cannot_tell) == 2
+    assert "the loss falls by less than 0.1 %" in law.allocation(2e18).notes[0]
+
+
+def test_an_exponent_cut_off_in_some_drawings_is_doubted(noisy: ScalingLaw) -> None:
+    cut = tuple((*one[:3], 4.0, one[4]) if place < 4 else one for place, one in enumerate(noisy.draws))
+    assert "alpha runs to the end of what is looked for in 4 of 40 drawings" in replace(noisy, draws=cut).cannot_tell[0]
+
+
+def test_an_answer_far_from_all_sizes_is_said_loudly() -> None:
+    rows = Points.of(points())
+    assert doubt.far(1e8 * 20, 1e9, 5, rows) == (
+        "far outside of what was measured (20.0× the most parameters measured): the interval knows only this form of law",
+    )
+    loud, quiet = doubt.far(1e6 / 2350, 1e7, 5, rows)
+    assert "(1/2,350 of the fewest parameters measured)" in loud
+    assert quiet == "0.500× the fewest tokens measured"
+    assert doubt.far(1e7, 1e8, 5, rows) == ()
+
+
+def test_without_drawings_there_are_no_ends() -> None:
+    law = ScalingLaw.fit(points(noise=0.004), draws=0)
+    for one in (law, law.predict(1e7, 1e9), law.allocation(1e18), law.held_out(0.2)):
+        assert "inf" not in str(one)
+        assert "inf" not in repr(one)
+        json.dumps(one.to_json(), allow_nan=False)
+        assert type(one).from_json(one.to_json()) == one
+    assert law.predict(1e7, 1e9).to_json()["loss"]["low"] is None
+    assert "no intervals" in law.held_out(0.2).summary
+
+
+def test_large_losses_do_not_hide_the_exponents(noisy: ScalingLaw) -> None:
+    large = replace(noisy, points=replace(noisy.points, loss=tuple(1e6 * one for one in noisy.points.loss)))
+    shown = {row[0]: row[1] for row in large.table.rows}
+    assert shown["E"] == "0"
+    assert shown["alpha"] == f"{noisy.alpha:.4g}"
+    assert shown["N_opt ∝ C^"] == f"{noisy.exponent.mid:.4g}"
+
+
+def test_a_law_fitted_again_keeps_its_seed() -> None:
+    law = ScalingLaw.fit(points(noise=0.004), draws=4, seed=7)
+    assert law.refitted(law.points) == law
+    assert ScalingLaw.from_json(law.to_json()).seed == 7
+
+
 # --- what it is fitted to
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_files_that_a_spreadsheet_saves(tmp_path: Path, separator: str) -> None:
+    lines = [separator.join(("parameters", "tokens", "loss"))]
+    for n, d, loss in points():
+        value = f"{loss:.6f}"
+        lines.append(separator.join((f"{n:.0f}", f"{d:.0f}", value.replace(".", ",") if separator == ";" else value)))
+    (tmp_path / "runs.csv").write_text("\r\n".join([*lines, separator * 2, ""]), encoding="utf-8-sig", newline="")
+    assert read(tmp_path / "runs.csv").loss == tuple(round(loss, 6) for _, _, loss in points())
+
+
+def test_a_file_in_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").write_text("parameters,tokens,loss\n", encoding="utf-16")
+    with pytest.raises(PointsError, match=r'runs.csv is not UTF-8 text: save it as "CSV UTF-8"'):
+        read(tmp_path / "runs.csv")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    rows = points(noise=0.004)
+    expected = ScalingLaw.fit(rows, draws=2)
+    law = ScalingLaw.fit(np.array(rows), draws=np.int64(2), level=np.float64(0.9), flops_per=np.float32(6), seed=np.int32(0))  # type: ignore[arg-type]
+    assert law == expected
+    json.dumps(law.to_json(), allow_nan=False)
+    json.dumps(law.predict(np.float32(1e7), np.int64(10**9)).to_json(), allow_nan=False)  # type: ignore[arg-type]
+    with pytest.raises(PointsError, match=r"points=array\(3.\)"):
+        read(np.array(3.0))
 
 
 def test_points_come_from_frames_columns_rows_mappings_and_files(tmp_path: Path) -> None:
@@ -236,7 +326,7 @@ def test_points_come_from_frames_columns_rows_mappings_and_files(tmp_path: Path)
         ([("many", 1, 3.0)], r"point 0: parameters='many' is not a number"),
         ([3.0], r"point 0 is 3.0: \(parameters, tokens, loss\) is wanted"),
         (3.0, r"points=3.0: rows of \(parameters, tokens, loss\), a DataFrame"),
-        ({"parameters": [1], "token": [2], "loss": [3]}, r'the columns has no column tokens \(is it "token"\? then rename it\): it has'),
+        ({"parameters": [1], "token": [2], "loss": [3]}, r'the table has no column tokens \(is it "token"\? then rename it\): it has'),
         ({"parameters": [1, 2], "tokens": [2], "loss": [3]}, r"the columns differ in length: parameters 2, tokens 1, loss 1"),
         ([{"n": 1, "d": 2, "loss": 3}, {"n": 1}], r"a point lacks 'd': each needs n, d, loss"),
     ],
@@ -259,6 +349,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ({"by": "seed"}, r"by='seed': allowed are 'pairs', 'run'"),
         ({"flops_per": 0}, r"flops_per=0: a finite number above 0"),
         ({"delta": math.nan}, r"delta=nan"),
+        ({"seed": -1}, r"seed=-1: a whole number of at least 0"),
     ],
 )
 def test_options_that_are_not_allowed(options: dict[str, Any], said: str) -> None:

@@ -17,6 +17,7 @@ from workbench.batch.reaching_law import CriticalBatch
 from workbench.batching import Gain, PlanProof, ProposedPlan, Throughput, batch_plan
 from workbench.batching.choosing import SLACK, Candidate, best, candidates, worth
 from workbench.batching.course import Course
+from workbench.batching.facts import within
 from workbench.batching.proving import prove_plan
 from workbench.batching.rates import MOST, measured, places
 from workbench.batching.subject import Subject
@@ -163,6 +164,10 @@ def test_a_plan_comes_back_from_json() -> None:
 def test_without_noise_the_batch_stays() -> None:
     plan = batch_plan(SPEC, noise_scale=False, throughput=CURVE)
     assert plan.global_batch == 32
+    near = batch_plan(SPEC.replace(nproc_per_node=1), noise_scale=False, throughput=CURVE, world_size=3)
+    assert near.global_batch == 15
+    assert "the batch stays as near to 16 as 3 ranks divide it, 15" in str(near)
+    assert "as near to" not in str(plan)
     assert "the batch stays" in str(plan)
     assert math.isnan(plan.predicted.samples)
     lost = SimpleNamespace(b_simple=math.inf, enough=False)
@@ -192,10 +197,61 @@ def test_memory_of_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         batch_plan(SPEC, device="L4", noise_scale=100, throughput=CURVE)
 
 
-def test_a_warm_up_that_is_longer_than_the_run_is_said() -> None:
-    plan = batch_plan(SPEC, noise_scale=200, throughput=CURVE)
-    assert any("steps is most of the" in note for note in plan.notes)
-    assert "steps is most of the" not in str(batch_plan(SPEC.replace(steps=100_000), noise_scale=200, throughput=CURVE))
+def test_a_dataset_that_is_smaller_than_the_device_is_the_limit() -> None:
+    plan = batch_plan(SPEC, device="H200", noise_scale=1e6, throughput=CURVE)
+    assert plan.global_batch <= 8000
+    assert "at most 4000: more would fit H200 (predicted), but the dataset has no more" in plan.reasons["micro_batch"]
+
+
+def test_a_warm_up_takes_a_tenth_of_the_run_at_most() -> None:
+    spec = SPEC.replace(nproc_per_node=1, steps=400)
+    plan = batch_plan(spec, global_batch=64, noise_scale=150, throughput=CURVE)
+    assert plan.warmup_steps == plan.changes()["warmup_steps"] == 10  # of 100
+    assert plan.scaled is not None
+    assert plan.scaled.warmup_steps == 10
+    assert plan.reasons["warmup_steps"].startswith("10 % of the 100 steps that make up the run's 6,400 samples, at most (5 epochs of")
+    assert any("a warm-up of 625 steps would be longer than the 100 that make up" in note for note in plan.notes)
+    assert any("it is cut to 10" in note for note in plan.notes)
+    some = batch_plan(spec.replace(steps=4000), global_batch=64, noise_scale=150, throughput=CURVE)
+    assert any("a warm-up of 625 steps would be 62 % of the 1,000" in note for note in some.notes)
+    long = batch_plan(spec.replace(steps=100_000), global_batch=64, noise_scale=150, throughput=CURVE)
+    assert long.warmup_steps == 625
+    assert "it is cut to" not in str(long)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 400), st.sampled_from([16, 64, 128]), st.integers(1, 1000))
+def test_a_warm_up_of_ones_own_keeps_its_share(own: int, batch: int, steps: int) -> None:
+    before = BatchPlan(micro_batch=32, lr=0.1, warmup_steps=own, optimizer="sgd")
+    scaled = before.scaled_to(global_batch=batch, micro_batch=batch, dataset_size=8000)
+    found = within(scaled, before, steps * 32)
+    new_steps = max(1, steps * 32 // batch)
+    assert found.warmup_steps <= max(0.1 * new_steps, math.ceil(new_steps * own / steps))
+    assert found.warmup_steps in (scaled.warmup_steps, found.warmup_steps)
+    assert within(before, before, steps * 32) is before
+    assert within(scaled, before, None) is scaled
+
+
+def test_a_warm_up_of_ones_own_that_takes_most_of_the_run_is_said() -> None:
+    plan = batch_plan(SPEC.replace(steps=400, warmup_steps=300), global_batch=64, noise_scale=150, throughput=CURVE)
+    assert plan.warmup_steps == 150
+    assert any("a warm-up of 150 steps would be 75 % of the 200" in note and "as long as before" in note for note in plan.notes)
+
+
+def test_a_proof_is_of_the_plan_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[wb.RunSpec] = []
+
+    def runs(specs: list[tuple[str, wb.RunSpec]], **_: Any) -> list[Any]:
+        asked[:] = [spec for _, spec in specs]
+        raise SpecError("enough is known")
+
+    monkeypatch.setattr("workbench.batching.proving.run_all", runs)
+    plan = batch_plan(SPEC.replace(steps=400), global_batch=64, noise_scale=150, throughput=CURVE)
+    for steps, warmup in ((400, 20), (800, 20), (100, 5)):
+        with pytest.raises(SpecError, match="enough is known"):
+            plan.prove(steps=steps)
+        assert {spec.warmup_steps for spec in asked if spec.global_batch == 64} == {warmup}
+        assert plan.warmup_steps == 20
 
 
 def test_the_critical_batch_goes_before_the_noise_scale() -> None:
@@ -377,7 +433,7 @@ def test_what_cannot_be_proved(options: dict[str, Any], said: str) -> None:
 
 
 def test_a_real_proof(tmp_path: Path) -> None:
-    plan = batch_plan(SPEC.replace(lr=0.15), global_batch=64, noise_scale=100, throughput=CURVE)
+    plan = batch_plan(SPEC.replace(lr=0.15, steps=400), global_batch=64, noise_scale=100, throughput=CURVE)
     found = plan.prove(steps=160, seeds=(0,), runs_dir=tmp_path)
     assert found.old == plan.before == Subject.of(plan.spec).plan(plan.spec)
     assert {one.plan for one in found.courses} == {"old", "new"}
@@ -385,4 +441,4 @@ def test_a_real_proof(tmp_path: Path) -> None:
     assert found.target < 1.6
     assert found.measured.throughput > 1
     assert found.predicted == plan.predicted
-    assert "warm-up of 625 steps was cut to" in str(found)
+    assert "the new plan's warm-up of 20 steps was cut to 8, since this proof has 40 % of the samples of the spec's run" in str(found)

@@ -195,6 +195,15 @@ def test_a_target_that_was_never_reached() -> None:
     assert "with accuracy 0.75 after 300 steps (lr 0.3); try a lower target" in str(rising)
 
 
+def test_the_direction_of_a_figure_is_said() -> None:
+    """An accuracy below the untrained model's would have to fall: who meant it to rise has to see that."""
+    falling = Target(name="accuracy", value=0.05, rises=False, start=0.1)
+    said = "accuracy 0.05 was never reached (taken as one that falls, as the untrained model has 0.1; one that is to rise lies above that)"
+    assert f"{said}: nearest came batch 8" in str(made(trial(8, None, best=0.08), target=falling))
+    rising = Target(name="accuracy", value=0.8, rises=True, start=0.1)
+    assert "(taken as one that rises, as the untrained model has 0.1;" in str(made(trial(8, None, best=0.7), target=rising))
+
+
 def test_losses_that_are_no_numbers() -> None:
     at_once = [trial(batch, None, outcome="diverged", after=1, best=None) for batch in (8, 32)]
     assert "every trial's loss was not a number after the first step" in str(made(*at_once))
@@ -297,6 +306,18 @@ def test_rules_are_not_tried_again_where_there_is_no_hope() -> None:
     assert len([one for one in done if (one.rule, one.batch) == ("linear", 32)]) == 3
     whole = simulated(dataclasses.replace(order, patience=None), 0.25)
     assert len(whole) == 3 * 2 * 2
+
+
+def test_how_many_trials_there_will_be() -> None:
+    order = dataclasses.replace(ORDER, rules=("linear", "none"), retune=(), seeds=20, batches=(32, 64, 128, 256))
+    agenda = Agenda(order, rates(order, 0.1))
+    assert agenda.total([]) == 4 * 2 * 20  # though only the first seeds can be begun
+    first = [trial(32, 100.0, rule="none", optimizer="", seed=seed) for seed in range(3)]
+    assert agenda.total(first) == 4 * 2 * 20
+    assert agenda.total([*first, trial(64, None, rule="none", optimizer="", seed=0)]) == 4 * 2 * 20 - 19  # hopeless
+    assert Agenda(dataclasses.replace(order, patience=None), agenda.rates).total(first) == 4 * 2 * 20
+    both = dataclasses.replace(order, retune=(0.5, 1.0, 2.0))
+    assert Agenda(both, rates(both, 0.1)).total([]) == 4 * 2 * 20 + 4 * (3 + 19)
 
 
 def test_what_is_hopeless() -> None:

@@ -154,6 +154,46 @@ def test_two_points_try_no_law_and_say_so() -> None:
     assert any("none could be tried" in note for note in fit.predict(4).notes)
 
 
+@pytest.mark.parametrize(
+    ("last", "said", "rises"),
+    [(190, "4 of ", False), (200, "every law passes", False), (202, "no law passes", False), (210, "no law passes", True)],
+)
+def test_what_is_said_of_two_points_is_true(last: float, said: str, rises: bool) -> None:
+    fit = ScalingCurve([(1, 100), (2, last)]).fit()
+    notes = fit.predict(4).notes
+    assert any(note.startswith(f"two points: {said}".replace("4 of ", "3 of 4 laws pass")) for note in notes)
+    assert any("rises with their number" in note for note in notes) is rises
+
+
+def test_where_the_noise_is_from_is_said() -> None:
+    curve = ScalingCurve([(1, 100), (2, 190), (4, 360)])
+    assumed, told = curve.fit(), curve.fit(noise=0.01)
+    assert "assumed: no point was measured twice" in str(assumed)
+    assert "(as given)" in str(told)
+    for fit in (assumed, told, curve.fit(noise=np.float32(0.01))):  # type: ignore[arg-type]
+        again = CurveFit.from_json(json.loads(json.dumps(fit.to_json())))
+        assert (again.noise, again.noise_source) == (fit.noise, fit.noise_source)
+    for size in (4, 16):
+        assert any("the noise is an assumption" in one for one in assumed.predict(size).narrow)
+        assert not any("the noise is an assumption" in one for one in told.predict(size).narrow)
+
+
+def test_the_formulas_are_of_the_kind() -> None:
+    weak, strong = (of_law(lambda n: 1 + 0.01 * n, kind=kind).fit() for kind in ("weak", "strong"))
+    assert "time per sample and process" in str(weak)
+    assert "a + b log₂ n" in str(weak)
+    assert "time per sample and process" not in str(strong)
+    assert all(words in str(strong) for words in ("time of a step", "a/n + c", "a/n + b log₂ n", "a nᵇ/n", "n(n−1))/n"))
+    (form,) = [one for one in forms("strong") if one.name == COMMUNICATION]
+    assert form.words.startswith("compute/n + b(1−1/n) + c(n−1)")
+
+
+def test_numbers_of_numpy_are_taken() -> None:
+    fit = ScalingCurve([(1, 100), (2, 190)]).fit()
+    assert fit.predict(np.int64(4)) == fit.predict(4)  # type: ignore[arg-type]
+    assert json.dumps(fit.predict(np.int64(4)).to_json())  # type: ignore[arg-type]
+
+
 def test_noise_is_what_repeats_tell() -> None:
     points = [(n, n * 100 * factor) for n in (1, 2, 4) for factor in (0.97, 1.0, 1.03)]
     fit = ScalingCurve(points).fit()

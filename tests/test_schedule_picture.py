@@ -264,3 +264,24 @@ def test_a_rule_without_the_noise() -> None:
     assert plan.scaled_to(global_batch=64).plot().get_ylabel() == "learning rate"
     with pytest.raises(ValueError, match="was not scaled from another one, so there is nothing to draw"):
         plan.plot()
+
+
+def test_chained_schedulers_are_walked_however_deep() -> None:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    outer = of_torch.ChainedScheduler([chain(optimizer)])
+    optimizer.step()
+    outer.step()
+    assert plot.schedule(outer, steps=STEPS)
+    assert scheduled(outer, STEPS).steps[0] == 1
+
+
+def test_a_combination_that_torch_cannot_step_is_refused_in_words() -> None:
+    class Broken(Own):
+        def step(self) -> None:
+            raise AttributeError("'ChainedScheduler' object has no attribute 'last_epoch'")
+
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"the scheduler \(Broken\) cannot take step 1 by itself.*no attribute 'last_epoch'.*another order"
+    ):
+        plot.schedule(Broken(optimizer), steps=STEPS)

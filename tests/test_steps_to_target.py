@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 
 import workbench as wb
 from workbench.batch.reaching import TRIALS, StepsToTarget
-from workbench.batch.reaching_plan import Job
+from workbench.batch.reaching_plan import Agenda, Job, Order
 from workbench.batch.reaching_trial import Target
+from workbench.launcher import reaching
 from workbench.task import Task
 from workbench.train import reach
+from workbench.train.reach_journal import Journal
 from workbench.train.reach_trial import Lab
 
 SPEC = wb.RunSpec(task="fashion-mlp", micro_batch=256, device="cpu", nproc_per_node=2)
@@ -61,16 +64,38 @@ def test_an_interrupt_keeps_what_was_learnt(tmp_path: Path) -> None:
     found = StepsToTarget.of(wb.Run.load(run_dir))
     assert found.trials
     assert found.trials[0].outcome == "reached"
-    assert f"cut off after {len(found.trials)} of" in str(found)
+    assert f"cut off after {len(found.trials)} of {found.planned} trials" in str(found)
+    assert found.planned > 400  # 400 seeds at each batch that has hope, not only the trials that could be begun
     assert wb.Run.load(run_dir).state != "running"
 
 
-def test_a_batch_above_the_dataset_ends_the_launch(tmp_path: Path) -> None:
-    with pytest.raises(
-        wb.RunError, match=r"batch 9,000 is above the dataset, which has 8,000 samples: .*try batches up to 8,000"
-    ) as raised:
-        wb.steps_to_target(SPEC.replace(nproc_per_node=1), [64, 9000], target_loss=0.5, runs_dir=tmp_path, quiet=True)
-    assert "What was learnt so far is kept" in raised.value.__notes__[-1]
+def test_a_batch_above_the_dataset_is_refused_before_any_trial() -> None:
+    with pytest.raises(wb.spec.SpecError, match=r"batch 9,000 is above the dataset, which has 64 samples: .*try batches up to 64"):
+        lab().check(9000)
+
+
+def test_only_what_was_learnt_is_said_to_be_kept(tmp_path: Path) -> None:
+    def notes() -> list[str]:
+        error = RuntimeError("it ended")
+        reaching._say_where(error, SimpleNamespace(path=tmp_path))  # type: ignore[arg-type]
+        return getattr(error, "__notes__", [])
+
+    assert notes() == []  # refused, before there was a plan
+    here = lab()
+    target = reach.aimed(here, Target(name="loss", value=0.5))
+    order = Order(
+        target=target, batches=(8,), rules=("none",), optimizers=("",), retune=(), seeds=2, base_batch=8, patience=3.0, max_steps=100,
+        probe=16, budget_s=None, noise_scale=None, critical_batch=None,
+    )  # fmt: skip
+    agenda, journal = Agenda(order, {("", "none", 8): 0.05}), Journal(tmp_path)
+    journal.begin(order, [], SPEC, {"": "sgd"})
+    job, _ = journal.take(agenda)
+    assert job is not None
+    assert notes() == []  # begun only
+    journal.add(here.run(job, {"warmup_steps": 0}, target, lambda: 100, 100), agenda)
+    assert notes() == [f'What was learnt so far is kept: wb.steps_to_target("{tmp_path}")']
+    assert StepsToTarget.of(tmp_path).target.start == 1.0
+    assert "cut off after 1 of 2 trials" in str(StepsToTarget.of(tmp_path))
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

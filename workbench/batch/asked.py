@@ -35,6 +35,19 @@ def known_noise(noise_scale: Any, critical_batch: Any) -> tuple[float | None, st
     return known[name], text, doubts
 
 
+def plain(value: Any) -> Any:
+    """A number as Python's own int or float, so that it can be written as JSON; anything else as it is.
+
+    >>> plain(2), plain(0.5), plain(None)
+    (2, 0.5, None)
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
 def _samples(name: str, given: Any) -> float:
     if isinstance(given, bool) or not isinstance(given, Real) or not 0 < float(given) < math.inf:
         raise ValueError(

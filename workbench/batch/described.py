@@ -26,7 +26,21 @@ KNOWN: Mapping[str, tuple[Kin, Mapping[str, Any]]] = {
 """Name → what it is akin to, and torch's own options (learning rate 0.001 where none is said); those of lars and lamb are ours."""
 DECOUPLED = ("adamw",)
 """Those whose weight decay is no part of the gradient: weights shrink by lr × weight_decay a step."""
-_SCALED = ("betas", "alpha", "eps")
+_COMMON = ("lr", "weight_decay", "foreach", "maximize", "capturable", "differentiable", "fused")
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "adagrad": ("lr_decay", "initial_accumulator_value", "eps", *_COMMON),
+    "adam": ("betas", "eps", "amsgrad", "decoupled_weight_decay", *_COMMON),
+    "adamw": ("betas", "eps", "amsgrad", *_COMMON),
+    "lamb": ("betas", "eps", "exclude_1d", "lr", "weight_decay"),
+    "lars": ("momentum", "trust_coefficient", "exclude_1d", "lr", "weight_decay"),
+    "nadam": ("betas", "eps", "momentum_decay", "decoupled_weight_decay", *_COMMON),
+    "radam": ("betas", "eps", "decoupled_weight_decay", *_COMMON),
+    "rmsprop": ("alpha", "eps", "momentum", "centered", *_COMMON),
+    "sgd": ("momentum", "dampening", "nesterov", *_COMMON),
+}
+"""Name → every option that it has, torch's or ours; a test holds them beside the real ones. This room may not ask torch itself."""
+_MISSPELT = 0.8
+"""A key of a mapping so alike to an option is a misspelt one: "momentun" is 0.88, and "initial_lr", which schedulers add, 0.33."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +69,8 @@ class Described:
         """
         if isinstance(given, Described):
             return given
+        if not isinstance(given, str | Mapping):
+            raise ValueError(_no_text(given))
         name, options = _parsed(given) if isinstance(given, str) else _mapped(given)
         lr = options.pop("lr", None)
         found = cls(name=name, options=options, lr=lr)
@@ -104,23 +120,56 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
         call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
         if not isinstance(call.func, ast.Name) or call.args:
             raise ValueError
-        options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
+        if any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError
+        options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError):
         raise ValueError(f"optimizer={text!r}: {form}") from None
-    return _known(call.func.id.lower(), text), options
+    name = _known(call.func.id.lower(), text)
+    for option in options:
+        if option not in _OPTIONS[name]:
+            raise ValueError(_no_option(text, name, option))
+    return name, options
 
 
 def _mapped(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if "name" not in given:
         raise ValueError(f'optimizer={dict(given)!r}: a mapping needs a "name", such as {{"name": "sgd", "momentum": 0.9}}')
     name = _known(str(given["name"]), given)
-    options = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key != "name" and value is not None
-    }
+    options = {str(key): _plain(value) for key, value in given.items() if key not in ("name", "params") and value is not None}
+    known = {option for several in _OPTIONS.values() for option in several}
+    for option in options:
+        if option not in known and difflib.get_close_matches(option, _OPTIONS[name], n=1, cutoff=_MISSPELT):
+            raise ValueError(_no_option(dict(given), name, option))
     if name == "rmsprop" and "betas" in options:
         options["alpha"] = options.pop("betas")[0]
     usual = {"lr": None, **KNOWN[name][1]}
     return name, {key: value for key, value in options.items() if key == "lr" or (key in usual and value != usual[key])}
+
+
+def _plain(value: Any) -> Any:
+    """Lists as tuples, and scalars of numpy and torch as Python's own, so that the text can be read again."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return value.item() if callable(getattr(value, "item", None)) and getattr(value, "shape", None) == () else value
+
+
+def _no_option(given: object, name: str, option: str) -> str:
+    near = difflib.get_close_matches(option, _OPTIONS[name], n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"optimizer={given!r}: {name} has no option {option!r}; {hint}it has {', '.join(_OPTIONS[name])}"
+
+
+def _no_text(given: object) -> str:
+    built = hasattr(given, "param_groups")
+    kind = given if isinstance(given, type) else type(given)
+    name = kind.__name__.lower() if kind.__name__.lower() in KNOWN else "adamw"
+    shown = f"a built {kind.__name__}" if built else f"the class {kind.__name__}" if isinstance(given, type) else f"{given!r:.80}"
+    hint = f'{{"name": "{name}", **optimizer.param_groups[0]}}' if built else f'"{name}"'
+    return (
+        f'optimizer is {shown}: a name with options such as "adamw(betas=(0.9, 0.95))" is allowed, or a mapping with a "name"; '
+        f"try optimizer={hint}"
+    )
 
 
 def _known(name: str, given: object) -> str:

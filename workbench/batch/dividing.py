@@ -1,6 +1,7 @@
 """A global batch, divided over ranks and micro-batches without a remainder."""
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from workbench.batch.scaled import number
 
@@ -40,8 +41,9 @@ def divided(global_batch: int, world_size: int, most: int) -> Parts:
         ValueError: a number that is not whole and positive, or the ranks do not divide the batch.
     """
     for name, value in {"global_batch": global_batch, "world_size": world_size, "micro_batch": most}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{name}={value!r}: a whole number from 1 on is allowed")
+    global_batch, world_size, most = int(global_batch), int(world_size), int(most)
     share, rest = divmod(global_batch, world_size)
     if rest:
         near = [batch for batch in (share * world_size, (share + 1) * world_size) if batch]

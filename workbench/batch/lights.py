@@ -13,6 +13,11 @@ DOUBT = 3.0
 _DUST = 1e-12  # of binary fractions: 1 - 10 × (1 - 0.9) is not quite 0
 FADING = 0.5
 """A beta that falls below this averages fewer than two steps: the edge of Malladi's rule, whose end is 0."""
+SHOWN = 128
+"""Over so many times the batch linear scaling was shown to hold (64 to 8,192 samples, Goyal et al. 2017); the square root over half of that
+(LAMB, 512 to 32,768, You et al. 2020, arXiv 1904.00962)."""
+_BEYOND = 8 * SHOWN
+"""Further apart than this no unknown noise is given the benefit of the doubt: it would have to be far above the larger batch."""
 _ORDER: tuple[Valid, ...] = ("inside", "edge", "outside")
 
 
@@ -41,6 +46,15 @@ def damped(batch: float, to_batch: float, noise: float, exponent: float = 1.0) -
     if math.isinf(noise):
         return float((to_batch / batch) ** exponent)
     return float(((1 + noise / batch) / (1 + noise / to_batch)) ** exponent)
+
+
+def too_far(ratio: float) -> bool:
+    """Are two batches too far apart for a rule that does not know the noise?
+
+    >>> too_far(128), too_far(1e9), too_far(1e-9)
+    (False, True, True)
+    """
+    return max(ratio, 1 / ratio) > _BEYOND
 
 
 def light(excess: float) -> Valid:

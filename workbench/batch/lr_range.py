@@ -47,6 +47,20 @@ def ema(values: Sequence[float], beta: float = BETA) -> tuple[float, ...]:
     return tuple(out)
 
 
+def still(losses: Sequence[float]) -> bool:
+    """Has the loss not moved by more than its noise by the end? A few losses cannot tell, and count as still.
+
+    >>> still([2.0, 2.1, 2.0, 2.1, 2.0, 2.1]), still([2.0, 2.1, 2.0, 2.1, 1.5, 1.2])
+    (True, False)
+    """
+    last = max(2, len(losses) // 5)
+    head, tail = losses[:-last], losses[-last:]
+    if len(head) < 2:
+        return True
+    error = statistics.stdev(head) * math.sqrt(1 / len(head) + 1 / last)
+    return abs(statistics.fmean(tail) - statistics.fmean(head)) <= max(_ERRORS * error, _LEAST * abs(statistics.fmean(head)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LrSweep:
     """Losses of one seed while the learning rate grows from step to step."""

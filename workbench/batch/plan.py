@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench import display, units
-from workbench.batch.asked import check
+from workbench.batch.asked import check, plain
 from workbench.batch.described import Described
 from workbench.batch.dividing import divided
 from workbench.batch.rules import scale_lr
@@ -52,8 +52,12 @@ class BatchPlan:
     def __post_init__(self) -> None:
         whole = {name: getattr(self, name) for name in (*_KNOBS, "tensor_parallel", "warmup_steps")}
         check(self.lr, "auto", **whole)
+        for name in (*whole, "lr"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
         if self.optimizer is not None:
-            Described.of(self.optimizer)
+            found = Described.of(self.optimizer)
+            if not isinstance(self.optimizer, str):
+                object.__setattr__(self, "optimizer", found.text)
         object.__setattr__(self, "reasons", {name: self.reasons.get(name, _GIVEN) for name in (*_KNOBS, "lr", "warmup_steps", "optimizer")})
 
     @classmethod
@@ -135,6 +139,7 @@ class BatchPlan:
         ranks = self.world_size if world_size is None else world_size
         most = self.micro_batch if micro_batch is None else micro_batch
         check(self.lr, rule, world_size=ranks, micro_batch=most)
+        ranks, most, global_batch = plain(ranks), plain(most), plain(global_batch)
         if global_batch is None:
             micro, steps = self.micro_batch, self.accumulation
             global_batch = micro * steps * ranks

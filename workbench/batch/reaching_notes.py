@@ -33,11 +33,19 @@ def notes_of(trials: Sequence[Trial], target: Target, planned: int) -> tuple[str
 
 def _never(trials: Sequence[Trial], target: Target) -> str:
     near = min(trials, key=target.rank)
+    never = f"{target} was never reached{_direction(target)}"
     if near.outcome == "diverged":
-        return f"{target} was never reached: every trial diverged; try a smaller learning rate (lr=)"
+        return f"{never}: every trial diverged; try a smaller learning rate (lr=)"
     came = f"batch {units.count(near.batch)} with {target.name} {near.best:.4g} after {units.count(near.after)} steps (lr {near.lr:.3g})"
     other = "lower" if target.rises else "higher"
     return (
-        f"{target} was never reached: nearest came {came}; try a {other} target, max_steps= above {units.count(near.after)}, or other "
-        "learning rates (retune=)"
+        f"{never}: nearest came {came}; try a {other} target, max_steps= above {units.count(near.after)}, or other learning rates (retune=)"
     )
+
+
+def _direction(target: Target) -> str:
+    """How a figure's target was understood: whoever meant the other direction finds it here."""
+    if target.name == "loss" or target.start is None:
+        return ""
+    way, other, side = ("rises", "fall", "below") if target.rises else ("falls", "rise", "above")
+    return f" (taken as one that {way}, as the untrained model has {target.start:.4g}; one that is to {other} lies {side} that)"

@@ -122,15 +122,17 @@ class Agenda:
         return min([self.order.max_steps, *(math.ceil(self.order.patience * bound) for bound in bounds)])
 
     def total(self, done: Sequence[Trial]) -> int:
-        """How many trials there will be, about: searches that are not over may go on."""
+        """How many trials there will be, about: searches that are not over may go on, and of what is hopeless no other seed is tried."""
         order, wanted = self.order, self.wanted(done)
+        seeds = order.seeds - 1 if order.patience is not None else 0  # that follow where the first one has hope
+        known = len(done) + len(wanted) + seeds * sum(job.rule != TUNED and job.seed == 0 for job in wanted)
         if not order.retune:
-            return len(done) + len(wanted)
+            return known
         searching = {(job.optimizer, job.batch) for job in wanted if job.rule == TUNED and job.seed == 0}
         both: list[Trial | Job] = [*done, *wanted]
         begun = {(one.optimizer, one.batch) for one in both if one.rule == TUNED}
         unknown = len(order.optimizers) * len(order.batches) - len(begun)
-        return len(done) + len(wanted) + unknown * len(order.retune) + (unknown + len(searching)) * (order.seeds - 1)
+        return known + unknown * len(order.retune) + (unknown + len(searching)) * (order.seeds - 1)
 
     def neighbour(self, batch: int) -> int | None:
         """The batch that is tuned before this one: the next towards the base; None = this is the first."""

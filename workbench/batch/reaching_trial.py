@@ -23,6 +23,8 @@ class Target:
     """Where it is reached."""
     rises: bool | None = None
     """Is more better? None = the untrained model tells: a figure that begins below the target has to rise."""
+    start: float | None = None
+    """What the untrained model has; None = nobody has looked yet."""
 
     def met(self, value: float) -> bool:
         """Is it reached?"""

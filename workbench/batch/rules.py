@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.batch import companions
-from workbench.batch.asked import check, known_noise
-from workbench.batch.choosing import choose, factor_of, limits, rounded, valid_light
+from workbench.batch.asked import check, known_noise, plain
+from workbench.batch.choosing import EPS_DIGITS, choose, factor_of, limits, rounded, valid_light
 from workbench.batch.described import Described
 from workbench.batch.lights import worst
 from workbench.batch.scaled import ScaledLr, number
@@ -37,7 +37,8 @@ def scale_lr(
     * "damped": lr × (1 + noise / batch) / (1 + noise / to_batch), which is linear far below the noise scale and constant far above
       (McCandlish et al. 2018, arXiv 1812.06162); for Adam its square root.
     * "none": lr as it is.
-    * "auto": SGD "damped" where the noise is known, else "linear"; Adam and its kin "adam" where that is defined; else "damped" or "sqrt".
+    * "auto": SGD "damped" where the noise is known, else "linear"; Adam and its kin "adam" where that is defined and a known noise does not
+      forbid it; else "damped" or "sqrt".
 
     Every rule carries the error of the learning rate it starts from: tune that first.
 
@@ -66,23 +67,24 @@ def scale_lr(
         ValueError: a number, rule or optimizer that makes no sense; the rule is not for this optimizer; or, if `strict`, it does not hold.
     """
     check(lr, rule, batch=batch, to_batch=to_batch, warmup_steps=warmup_steps, dataset_size=dataset_size)
+    lr, batch, to_batch, warmup_steps, dataset_size = map(plain, (lr, batch, to_batch, warmup_steps, dataset_size))
     base, ratio = Described.of(optimizer), to_batch / batch
     noise, source, doubts = known_noise(noise_scale, critical_batch)
-    used, why = choose(rule, base, ratio, noise, strict=strict)
+    used, why = choose(rule, base, batch, to_batch, noise, strict=strict)
     betas, eps = base.betas, base.get("eps")
     factor = factor_of(used, base, batch, to_batch, noise)
     if used == "adam" and betas is not None and ratio != 1:
         betas = tuple(rounded(1 - ratio * (1 - beta)) for beta in betas)
-        eps = None if eps is None else rounded(eps / math.sqrt(ratio))
+        eps = None if eps is None else rounded(eps / math.sqrt(ratio), EPS_DIGITS)
     crowded = tuple(companions.data(to_batch, dataset_size))
-    valid = valid_light(used, rule, base, batch, to_batch, noise, critical=critical_batch is not None)
+    valid = by_rule = valid_light(used, rule, base, batch, to_batch, noise, critical=critical_batch is not None)
     if crowded:
         valid = "outside" if to_batch > (dataset_size or 0) else worst(valid, "edge")
     warmup_steps = warmup_steps or 0
     warmup, how = companions.warmup(warmup_steps, batch, to_batch, rises=factor > 1, dataset_size=dataset_size)
     notes = (
         *crowded,
-        *limits(used, base, batch, to_batch, noise, valid),
+        *limits(used, base, batch, to_batch, noise, by_rule),
         *([source] if source and used == "damped" else []),
         *doubts,
         how,

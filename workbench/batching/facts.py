@@ -1,9 +1,12 @@
 """Facts of a plan: what memory, throughput and noise have to say, given or found out here."""
 
+import dataclasses
 import math
 import os
 from typing import Any
 
+from workbench import units
+from workbench.batch.plan import BatchPlan
 from workbench.batch.reaching import StepsToTarget
 from workbench.batch.reaching_law import CriticalBatch
 from workbench.batch.scaled import number
@@ -16,6 +19,10 @@ NOISE_STEPS = 200
 """Optimizer steps in which the noise scale is measured, where it is to be."""
 UPWARD = 32
 """Times the present micro-batch that are looked at, at most, where no device sets a limit."""
+WARMUP = 0.1
+"""Share of a run that its warm-up may take: the usual upper end; five epochs (the rule for large batches) are more than a short run has."""
+STAYS = "the batch stays"
+"""What becomes of it where no noise is known."""
 
 
 def whole(name: str, value: Any, usual: int) -> int:
@@ -51,10 +58,13 @@ def largest_of(spec: RunSpec, device: str | Device | None, largest: Any, ranks: 
     if device is None:
         return None, ""
     from workbench.fitting import max_micro_batch
+    from workbench.fitting.largest import WholeDataset
 
     found = max_micro_batch(spec.replace(accumulation=1), device, world_size=ranks * spec.tensor_parallel)
     if not found.micro_batch:
         raise SpecError(f"nothing fits: {found.word}")
+    if isinstance(found, WholeDataset):
+        return found.micro_batch, f"at most {found.micro_batch}: more would fit {found.device} (predicted), but the dataset has no more"
     return found.micro_batch, f"at most {found.micro_batch} fit {found.device} (predicted)"
 
 
@@ -73,7 +83,7 @@ def noise_of(spec: RunSpec, given: Any, steps: Any, runs_dir: str | os.PathLike[
     if law is not None:
         return law.b_crit, f"critical batch of {number(round(law.b_crit))} samples, from steps to a target", law.advice
     if given is False:
-        return None, "", "no noise scale, so nothing says what a larger batch would be worth: the batch stays"
+        return None, "", f"no noise scale, so nothing says what a larger batch would be worth: {STAYS}"
     if given is None:
         from workbench.batching.noise import noise_scale
 
@@ -85,12 +95,38 @@ def noise_of(spec: RunSpec, given: Any, steps: Any, runs_dir: str | os.PathLike[
         return (
             None,
             "",
-            "the true gradient is lost in the noise so far: more steps are needed (wb.noise_scale says how many); the batch stays",
+            f"the true gradient is lost in the noise so far: more steps are needed (wb.noise_scale says how many); {STAYS}",
         )
     low, high = getattr(given, "low", math.nan), getattr(given, "high", math.nan)
     between = f" ({number(round(low))} to {number(round(high))})" if math.isfinite(low) and math.isfinite(high) else ""
     doubt = "" if getattr(given, "enough", True) else "the noise scale is not certain yet: wb.noise_scale says how many steps more it takes"
     return float(value), f"noise scale of {number(round(value, 1) if value < 100 else round(value))} samples{between}", doubt
+
+
+def within(plan: BatchPlan, before: BatchPlan, samples: int | None) -> BatchPlan:
+    """The plan with a warm-up of at most WARMUP of a run, or of the share that it had before where that is more.
+
+    Args:
+        plan: scaled from the one before.
+        before: as the spec has it.
+        samples: of the run; None = it is not known how many.
+    """
+    if not samples:
+        return plan
+    steps = max(1, samples // plan.global_batch)
+    had = math.ceil(steps * before.warmup_steps * before.global_batch / samples - 1e-9)  # of the same samples
+    most = max(int(WARMUP * steps), had)
+    if plan.warmup_steps <= most:
+        return plan
+    why = (
+        f"{units.percent(WARMUP)} of the {steps:,} step{'s' * (steps != 1)} that make up the run's {samples:,} samples, at most "
+        f"({plan.reasons['warmup_steps']}: too long for this run)"
+    )
+    scaled = plan.scaled
+    if scaled is not None:
+        notes = tuple(f"warm-up: {why}" if note.startswith("warm-up") else note for note in scaled.notes)
+        scaled = dataclasses.replace(scaled, warmup_steps=most, notes=notes)
+    return dataclasses.replace(plan, warmup_steps=most, reasons={**plan.reasons, "warmup_steps": why}, scaled=scaled)
 
 
 def throughput_of(

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 from workbench import task
 from workbench.launcher import sweep
-from workbench.laws import Points, ScalingLaw
+from workbench.laws import Points, PointsError, ScalingLaw
+from workbench.laws.doubt import narrow
 from workbench.spec import RunSpec, SpecError
 from workbench.task import TaskError
 
@@ -42,7 +44,7 @@ def scaling_law(
     Args:
         spec: what all runs have in common; its task and steps are replaced. schedule="cosine" with some warmup_steps is advised.
         samples: amounts of data, in samples; three or more, over a factor of 4 at least. Data that are seen twice count as new.
-        sizes: widths of the sample task "text-gpt", multiples of 8.
+        sizes: widths of the sample task "text-gpt", multiples of 8; three or more, whose parameters span a factor of 4 at least.
         tasks: or names of tasks of your own, one for each size: ["my_task.py:small", "my_task.py:medium", …].
         seeds: runs of each, with seeds from that of the spec on.
         tokens_per_sample: what one sample counts; None = 64 for "text-gpt", 1 for tasks of your own: a law of samples.
@@ -53,11 +55,13 @@ def scaling_law(
 
     Raises:
         SpecError: no sizes, or a knob that is not allowed. Nothing was started.
-        PointsError: too few sizes or amounts of data (nothing was started), or too few runs have finished.
+        PointsError: too few sizes or amounts of data, or too close to each other (nothing was started), or too few runs have finished.
         TaskError: a task that cannot be built. Nothing was started.
     """
     if not isinstance(spec, RunSpec):
         raise SpecError(f"scaling_law({type(spec).__name__}): a RunSpec is wanted")
+    sizes, samples = None if sizes is None else _plain(sizes), _plain(samples)
+    seeds = _plain([seeds])[0]
     names = _tasks(spec, sizes, tasks)
     steps = _steps(spec, samples)
     if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
@@ -65,7 +69,10 @@ def scaling_law(
     per = tokens_per_sample if tokens_per_sample is not None else float(WINDOW) if sizes is not None else 1.0
     counts = count(names)
     parameters = {name: float(found["parameters"] or 0) for name, found in counts.items()}
-    Points.of([(parameters[name], number * per, 1.0) for name in names for number in steps for _ in range(seeds)]).check()
+    planned = Points.of(
+        [(parameters[name], number * spec.global_batch * per, 1.0) for name in names for number in steps for _ in range(seeds)]
+    ).check()
+    _wide(planned, "tasks" if sizes is None else "sizes", [one * spec.global_batch for one in steps])
     spec = spec.replace(evaluate=True) if sizes is not None else spec
     varied: dict[str, Any] = {"task": names, "steps": steps}
     if seeds > 1:
@@ -127,6 +134,29 @@ def _steps(spec: RunSpec, samples: Sequence[int]) -> list[int]:
     if len(set(steps)) < len(steps):
         raise SpecError(f"samples={list(samples)!r} are {steps} steps of {batch}: two are the same")
     return steps
+
+
+def _plain(values: Any) -> Any:
+    """Whole numbers of numpy as those of Python; everything else as it was, to be judged as it was given."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        return values
+    return [int(one) if isinstance(one, Integral) and not isinstance(one, bool) else one for one in values]
+
+
+def _wide(planned: Points, sized: str, samples: Sequence[int]) -> None:
+    """Refuse runs that are too few or too close to each other to give a law.
+
+    Raises:
+        PointsError: fewer than three sizes or amounts of data, or less than a factor of 4 between the ends.
+    """
+    if (found := narrow(planned)) is None:
+        return
+    what, given, wanted = found
+    most, fewest = max(samples), min(samples)
+    remedy = f"samples={[fewest, 2 * fewest, max(4 * fewest, most)]}"
+    if what == "parameters":
+        remedy = "sizes=[8, 16, 32]" if sized == "sizes" else "tasks=[…] of smaller and larger models"
+    raise PointsError(f"the {what} of these runs are {given}: {wanted}; nothing was started; try {remedy}")
 
 
 def _notes(spec: RunSpec, steps: Sequence[int], sizes: Sequence[int | None], per: float) -> list[str]:

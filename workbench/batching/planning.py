@@ -9,7 +9,7 @@ from typing import Any
 from workbench import units
 from workbench.batch.plan import BatchPlan
 from workbench.batching.choosing import SLACK, Candidate, best, candidates
-from workbench.batching.facts import check_batch, largest_of, naive, noise_of, throughput_of, whole
+from workbench.batching.facts import STAYS, check_batch, largest_of, naive, noise_of, throughput_of, whole, within
 from workbench.batching.proposal import ProposedPlan, rebuilt
 from workbench.batching.subject import Subject
 from workbench.batching.throughput import Throughput
@@ -67,6 +67,8 @@ def batch_plan(
     noise, source, doubt = noise_of(spec, noise_scale, steps, runs_dir)
     if noise is None and global_batch is None:
         global_batch = _kept(old, ranks)
+        if global_batch != old.global_batch:
+            doubt = doubt.replace(STAYS, f"{STAYS} as near to {old.global_batch:,} as {ranks} ranks divide it, {global_batch:,}")
     curve = throughput_of(spec, throughput, ranks, limit, subject.dataset_size, global_batch, runs_dir)
     found = candidates(curve, world_size=ranks, noise=noise, largest=limit, most=subject.dataset_size, batch=global_batch)
     if not found:
@@ -84,12 +86,13 @@ def batch_plan(
         dataset_size=subject.dataset_size,
         **critical,
     )
+    wanted, scaled = scaled.warmup_steps, within(scaled, old, spec.steps * old.global_batch)
     reasons = _reasons(old, chosen, found, source, why_limit, curve, fixed=global_batch is not None)
     plan = rebuilt(
         dataclasses.replace(
             scaled,
             reasons={**scaled.reasons, **reasons},
-            notes=tuple(filter(None, [doubt, naive(curve, ranks), _too_short(spec, old, scaled), *scaled.notes])),
+            notes=tuple(filter(None, [doubt, naive(curve, ranks), _too_short(spec, old, scaled, wanted), *scaled.notes])),
         ),
         spec=spec,
         before=old,
@@ -105,13 +108,14 @@ def _kept(old: BatchPlan, ranks: int) -> int:
     return max(1, round(old.global_batch / ranks)) * ranks
 
 
-def _too_short(spec: RunSpec, old: BatchPlan, new: BatchPlan) -> str:
-    steps = spec.steps * old.global_batch // new.global_batch
-    if new.warmup_steps <= max(steps // 2, old.warmup_steps):
-        return ""
-    return (
-        f"the warm-up of {new.warmup_steps:,} steps is most of the {steps:,} that make up the spec's samples: train longer, or shorten it"
-    )
+def _too_short(spec: RunSpec, old: BatchPlan, new: BatchPlan, wanted: int) -> str:
+    """What to say of a warm-up that was cut, or that takes too much of the run as it was given."""
+    steps = max(1, spec.steps * old.global_batch // new.global_batch)
+    share = f"longer than the {steps:,}" if wanted > steps else f"{units.percent(wanted / steps)} of the {steps:,}"
+    said = f"a warm-up of {wanted:,} steps would be {share} that make up the spec's samples"
+    if wanted > new.warmup_steps:
+        return f"{said}: it is cut to {new.warmup_steps:,}; if the loss is unstable at the start, train longer, or take a smaller batch"
+    return f"{said}, as long as before: train longer, or shorten it" if 2 * wanted > steps else ""
 
 
 def _stay(old: BatchPlan, found: list[Candidate], noise: float | None) -> Candidate | None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from workbench import units
 from workbench.batch.plan import BatchPlan
 from workbench.batching.course import Course, Gain
 from workbench.batching.proof import PlanProof
@@ -22,7 +23,6 @@ POINTS = 25
 FURTHER = 1.5
 """How much longer the new plan runs than it is predicted to need; at most MOST times the old plan's samples."""
 MOST = 10.0
-_WARMUP = 0.05  # of a run: a warm-up that is longer is cut to it, else the proof would show nothing else
 
 
 def prove_plan(
@@ -37,7 +37,8 @@ def prove_plan(
 ) -> PlanProof:
     """Train by both plans, in turns (A B B A), and compare: loss after the same samples, samples per second, time to the same loss.
 
-    Learning rates stay constant after the warm-up: a schedule would end at different places.
+    Learning rates stay constant after the warm-up: a schedule would end at different places. The warm-ups are those of the plans; in a
+    proof that is shorter than the spec's run they are shortened as much.
 
     Args:
         spec: what is trained; its batch and learning rate come from the plans.
@@ -61,7 +62,7 @@ def prove_plan(
     samples = steps * against.global_batch
     stretch = min(MOST, FURTHER * max(1.0, predicted.samples)) if math.isfinite(predicted.samples) else 1.0
     lengths = {"old": steps, "new": math.ceil(stretch * samples / plan.global_batch)}
-    specs = {name: _spec(spec, one, lengths[name]) for name, one in (("old", against), ("new", plan))}
+    specs = {name: _spec(spec, one, lengths[name], min(1.0, steps / spec.steps)) for name, one in (("old", against), ("new", plan))}
     order = [(name, seed) for turn, seed in enumerate(seeds) for name in (("old", "new") if turn % 2 == 0 else ("new", "old"))]
     runs = run_all([(f"{name} plan, seed {seed}", specs[name].replace(seed=seed)) for name, seed in order], runs_dir=runs_dir)
     for run in runs:
@@ -69,21 +70,27 @@ def prove_plan(
             raise RunError(run.error)
     window = samples / max(1, min(POINTS, samples // max(plan.global_batch, against.global_batch)))
     courses = [_course(run, name, seed, window) for run, (name, seed) in zip(runs, order, strict=True)]
-    notes = [_shortened(name, one, specs[name]) for name, one in (("old", against), ("new", plan))]
+    notes = [_shortened(name, one, specs[name], steps / spec.steps) for name, one in (("old", against), ("new", plan))]
     return PlanProof(
         old=against, new=plan, predicted=predicted, samples=samples, courses=tuple(courses), notes=tuple(note for note in notes if note)
     )
 
 
-def _spec(spec: RunSpec, plan: BatchPlan, steps: int) -> RunSpec:
+def _spec(spec: RunSpec, plan: BatchPlan, steps: int, share: float) -> RunSpec:
     changes: dict[str, Any] = {**plan.changes(), "steps": steps, "schedule": "constant", "evaluate": False}
-    return spec.replace(**{**changes, "warmup_steps": min(plan.warmup_steps, int(_WARMUP * steps))})
+    return spec.replace(**{**changes, "warmup_steps": math.ceil(share * plan.warmup_steps - 1e-9)})
 
 
-def _shortened(name: str, plan: BatchPlan, spec: RunSpec) -> str:
-    if spec.warmup_steps == plan.warmup_steps:
-        return ""
-    return f"the {name} plan's warm-up of {plan.warmup_steps} steps was cut to {spec.warmup_steps} of the {spec.steps} steps of this proof"
+def _shortened(name: str, plan: BatchPlan, spec: RunSpec, share: float) -> str:
+    said = ""
+    if spec.warmup_steps != plan.warmup_steps:
+        said = (
+            f"the {name} plan's warm-up of {plan.warmup_steps} steps was cut to {spec.warmup_steps}, since this proof has "
+            f"{units.percent(share)} of the samples of the spec's run"
+        )
+    if spec.warmup_steps < spec.steps:
+        return said
+    return "; ".join(filter(None, [said, f"the {name} plan's warm-up does not end within the {spec.steps} steps of this proof"]))
 
 
 def _course(run: Run, plan: str, seed: int, window: float) -> Course:

@@ -21,10 +21,12 @@ _TARGET = re.compile("target|label|class|^y$")
 """In the name of an argument that means the right answers."""
 SAMPLES = 16
 """Different samples that are made for a batch; they repeat in it, since only shapes matter."""
+COLLATED = 1009
+"""Samples that are collated at most; a larger batch gets its shapes from one of so many. A prime: no other dimension is likely to be it."""
 
 
 def sample_batch(task: Task, count: int) -> Any:
-    """A batch of a task's dataset, collated as its loader would.
+    """A batch of a task's dataset, collated as its loader would; of more than COLLATED samples only the shapes.
 
     Args:
         task: whose dataset and collate function to use.
@@ -40,8 +42,15 @@ def sample_batch(task: Task, count: int) -> Any:
         samples = [dataset[i] for i in range(min(count, SAMPLES, len(dataset)))]
     if not samples:
         raise EstimateError(f"the task's dataset, a {type(dataset).__name__}, has no sample: an estimate needs one for its shape")
+
+    def collated(size: int) -> Any:
+        return (task.collate or default_collate)([samples[i % len(samples)] for i in range(size)])
+
     try:
-        return (task.collate or default_collate)([samples[i % len(samples)] for i in range(count)])
+        few = collated(min(count, COLLATED))
+        if count <= COLLATED:
+            return few
+        return resized(few, samples=count) if samples_in(few) == COLLATED else collated(count)
     except Exception as error:
         raise EstimateError(f"the samples of the task's dataset cannot be collated: {type(error).__name__}: {error}") from error
 

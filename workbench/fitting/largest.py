@@ -1,8 +1,12 @@
 """Largest: the largest micro-batch that fits, by fake runs and what is exact between them; nothing is a line through peaks."""
 
+import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from workbench import units
 from workbench.device import Device
 from workbench.estimating import estimate_memory
 from workbench.fitting.places import MARGIN, place_of
@@ -10,6 +14,8 @@ from workbench.memory.breakdown import MemoryBreakdown
 from workbench.memory.family import Family
 from workbench.memory.largest import MaxMicroBatch
 from workbench.memory.whatif import needed
+from workbench.spec import RunSpec
+from workbench.task import Task, resolve
 
 NODES = (7, 11)
 """Micro-batches of the two fake runs that tell all others; small ones are avoided, since programs and kernels treat them specially."""
@@ -19,13 +25,30 @@ ATTEMPTS = 3
 """Pairs of runs, each near the answer of the one before, until one is right; after them the answer is looked for by single runs."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class WholeDataset(MaxMicroBatch):
+    """A MaxMicroBatch where the device could hold more than a rank's share of the dataset, which therefore sets the limit."""
+
+    @property
+    def word(self) -> str:
+        """In a line."""
+        return (
+            f"micro_batch={self.micro_batch} is the largest that can be trained: the dataset has no more for one optimizer step. "
+            f"It fits {self.device}: {units.bytes_(self.spare)} to spare"
+        )
+
+    def __str__(self) -> str:
+        return self.word
+
+
 def max_micro_batch(
     target: Any, device: str | Device, *, capacity: int | None = None, margin: float = MARGIN, **options: Any
 ) -> MaxMicroBatch:
     """The largest micro-batch that fits a device, without the device.
 
     Two fake runs tell the memory of every batch; the answer and the next larger one are run once more to be sure. Where the program
-    depends on the batch, every step of the bisection is a fake run.
+    depends on the batch, every step of the bisection is a fake run. Of a spec or a task it is no more than the dataset has for one
+    optimizer step (a WholeDataset says so), as with `micro_batch="auto"`; unless a batch is given, or the dataset is a stream.
 
     Args:
         target: as `estimate_memory` takes it.
@@ -35,19 +58,37 @@ def max_micro_batch(
         options: as `estimate_memory` takes them.
 
     Raises:
-        ValueError: an unknown device, or a target that cannot be estimated.
+        ValueError: an unknown device, a target that cannot be estimated, or a dataset that is too small for one optimizer step.
     """
     name, limit = place_of(device, capacity, margin)
     runs = _Runs(target, device, options)
-    largest = _largest(runs, limit)
-    return MaxMicroBatch(
+    most = _most(target, options)
+    largest = _largest(runs, limit, most)
+    next_one = runs.at(largest + 1)
+    kind = WholeDataset if largest == most and needed(next_one) <= limit else MaxMicroBatch
+    return kind(
         micro_batch=largest,
         breakdown=runs.at(max(1, largest)),
-        next=runs.at(largest + 1),
+        next=next_one,
         device=name,
         capacity=limit,
         runs=runs.count,
     )
+
+
+def _most(target: Any, options: Mapping[str, Any]) -> int:
+    """Samples that the dataset has for a rank's micro-batch; any number where there is no dataset, or one that does not say."""
+    if not isinstance(target, RunSpec | Task) or options.get("batch") is not None:
+        return sys.maxsize
+    from workbench.train.choosing import most_samples
+
+    spec, task = (target, resolve(target.task)) if isinstance(target, RunSpec) else (RunSpec(task=target.name or "task"), target)
+    ways = {item.name for item in dataclasses.fields(RunSpec)} - {"optimizer", "steps", "micro_batch"}
+    knobs = {name: value for name, value in options.items() if name in ways}
+    if options.get("world_size") is not None:
+        knobs["nproc_per_node"] = options["world_size"]
+    most, stream = most_samples(task.dataset(), spec.replace(**knobs))
+    return sys.maxsize if stream else most
 
 
 class _Runs:
@@ -80,8 +121,8 @@ class _Runs:
         return fitting, min((batch for batch in self._seen if batch > fitting), default=None)
 
 
-def _largest(runs: _Runs, limit: int) -> int:
-    """The largest micro-batch within so many bytes; 0 if not even 1 is."""
+def _largest(runs: _Runs, limit: int, most: int) -> int:
+    """The largest micro-batch within so many bytes, and so many samples; 0 if not even 1 is."""
 
     def fits(batch: int) -> bool:
         return needed(runs.at(batch)) <= limit
@@ -91,15 +132,17 @@ def _largest(runs: _Runs, limit: int) -> int:
         family = runs.family(nodes)
         if family is None:
             break
-        guess = family.largest(limit, needs(family, runs.at(nodes[0])))
-        if (not guess or fits(guess)) and not fits(guess + 1):
+        guess = min(most, family.largest(limit, needs(family, runs.at(nodes[0]))))
+        if (not guess or fits(guess)) and (guess == most or not fits(guess + 1)):
             return guess
         nodes = (max(2, guess), max(2, guess) + NODES[1] - NODES[0])  # the program is another there: ask it there
     low, high = runs.bracket(limit)
+    low = min(low, most)
     if high is None:
         high = max(1, 2 * low)
-        while fits(high):
+        while high <= most and fits(high):
             low, high = high, 2 * high
+    high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from workbench.batch.reaching import StepsToTarget
 from workbench.failure import Failure, RunError
 from workbench.launcher.launching import check, label
 from workbench.launcher.start import NewRun
@@ -25,7 +26,7 @@ def reach(
 ) -> Run:
     """Train until a target at several batches; the run directory then holds `trials.jsonl`, which grows trial by trial.
 
-    An interrupt or an error stops the processes, and what was learnt so far stays: the exception says where.
+    An interrupt or an error stops the processes, and trials that have ended stay: the exception says where.
 
     Args:
         spec: what all trials have in common; each of its ranks does trials of its own.
@@ -62,4 +63,11 @@ def reach(
 
 
 def _say_where(error: BaseException, run: Run) -> None:
+    """Add to an error where trials lie that have ended, if there are any."""
+    try:
+        learnt = StepsToTarget.of(run).trials
+    except ValueError:  # none has begun
+        return
+    if not learnt:
+        return
     error.add_note(f'What was learnt so far is kept: wb.steps_to_target("{run.path}")')

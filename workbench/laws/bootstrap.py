@@ -1,5 +1,6 @@
 """How sure a fitted law is: it is fitted again to points drawn with replacement, one by one or run by run."""
 
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -53,15 +54,18 @@ def _groups(points: Points, by: str) -> list[Any]:
     return [np.array([place for place, run in enumerate(points.run) if run == name]) for name in dict.fromkeys(points.run)]
 
 
-def check(count: Any, level: Any, by: Any) -> None:
-    """Refuse what cannot be drawn.
+def check(count: Any, level: Any, by: Any, seed: Any) -> tuple[int, float, int]:
+    """The number of drawings, the level and the seed as plain numbers, whatever kind they came as; refused is what cannot be drawn.
 
     Raises:
-        PointsError: a number of drawings, a level or a way that is not allowed.
+        PointsError: a number of drawings, a level, a way or a seed that is not allowed.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+    if isinstance(count, bool) or not isinstance(count, Integral) or int(count) < 0:
         raise PointsError(f"draws={count!r}: a whole number is wanted, 200 or more for intervals, 0 for none")
-    if isinstance(level, bool) or not isinstance(level, int | float) or not 0 < level < 1:
+    if isinstance(level, bool) or not isinstance(level, Real) or not 0 < float(level) < 1:
         raise PointsError(f"level={level!r}: a number between 0 and 1 is wanted, such as 0.9")
     if by not in WAYS:
         raise PointsError(f"by={by!r}: allowed are {', '.join(map(repr, WAYS))}")
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or int(seed) < 0:
+        raise PointsError(f"seed={seed!r}: a whole number of at least 0 is wanted, such as 0")
+    return int(count), float(level), int(seed)

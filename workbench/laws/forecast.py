@@ -1,6 +1,7 @@
 """What a law says: a number with its band, the loss of one run, the best use of a compute budget."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,8 +24,17 @@ class Band:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Band":
-        """Of a mapping with its three fields."""
-        return cls(**value)
+        """Inverse of `to_json`."""
+        low, high = value["low"], value["high"]
+        return cls(low=-math.inf if low is None else low, mid=value["mid"], high=math.inf if high is None else high)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; None for an end that there is not (no drawings)."""
+        return {name: one if math.isfinite(one) else None for name, one in asdict(self).items()}
+
+    def cells(self, show: Callable[[float], str]) -> list[str]:
+        """The number, its lower and its upper end as text; a dash for an end that there is not."""
+        return [show(one) if math.isfinite(one) else units.MISSING for one in (self.mid, self.low, self.high)]
 
 
 def flops(value: float) -> str:
@@ -34,6 +44,19 @@ def flops(value: float) -> str:
     '5.76e+23 FLOPs'
     """
     return f"{value:.3g} FLOPs"
+
+
+def against(ratio: float) -> str:
+    """A ratio, to be read before what it is a ratio to: `12.7×`, or `1/2,350 of` where `0.000×` would say nothing.
+
+    >>> against(12.7), against(0.5), against(1 / 2350)
+    ('12.7×', '0.500×', '1/2,350 of')
+    """
+    return units.times(ratio) if ratio > 0.1 else f"1/{units.times(1 / ratio).removesuffix('×')} of"
+
+
+def _three(value: float) -> str:
+    return f"{value:.3f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +84,11 @@ class Forecast:
     def table(self) -> display.Table:
         """Two rows: the law, and the naive line."""
         rows = [
-            ["predicted by the law", *(f"{one:.3f}" for one in (self.loss.mid, self.loss.low, self.loss.high))],
+            ["predicted by the law", *self.loss.cells(_three)],
             ["best so far (naive)", f"{self.naive:.3f}", units.MISSING, units.MISSING],
         ]
         what = f"{units.count(self.parameters)} parameters, {units.count(self.tokens)} tokens, {flops(self.flops)}"
-        note = f"{units.percent(self.level)} interval; {units.times(self.extrapolation)} the compute of the largest run measured"
+        note = f"{units.percent(self.level)} interval; {against(self.extrapolation)} the compute of the largest run measured"
         return display.Table(
             columns=("", "loss", "low", "high"), rows=rows, title=f"Predicted loss: {what}", note="; ".join([note, *self.notes])
         )
@@ -78,7 +101,7 @@ class Forecast:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {**asdict(self), "notes": list(self.notes)}
+        return {**asdict(self), "loss": self.loss.to_json(), "notes": list(self.notes)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Forecast":
@@ -86,7 +109,8 @@ class Forecast:
         return cls(**{**value, "loss": Band.from_json(value["loss"]), "notes": tuple(value["notes"])})
 
     def __repr__(self) -> str:
-        return f"Forecast({self.loss.mid:.3f}, {self.loss.low:.3f} … {self.loss.high:.3f})"
+        mid, low, high = self.loss.cells(_three)
+        return f"Forecast({mid}, {low} … {high})"
 
     def __str__(self) -> str:
         return str(self.table)
@@ -125,16 +149,16 @@ class Allocation:
     def table(self) -> display.Table:
         """Three rows: parameters, tokens, loss."""
         rows = [
-            [name, *(show(one) for one in (band.mid, band.low, band.high))]
+            [name, *band.cells(show)]
             for name, band, show in (
                 ("parameters", self.parameters, units.count),
                 ("tokens", self.tokens, units.count),
-                ("loss", self.loss, "{:.3f}".format),
+                ("loss", self.loss, _three),
             )
         ]
         note = (
             f"{self.tokens_per_parameter:.3g} tokens per parameter; {units.percent(self.level)} intervals; "
-            f"{units.times(self.extrapolation)} the compute of the largest run measured; best loss so far {self.naive:.3f}"
+            f"{against(self.extrapolation)} the compute of the largest run measured; best loss so far {self.naive:.3f}"
         )
         return display.Table(
             columns=("", "best", "low", "high"),
@@ -149,7 +173,8 @@ class Allocation:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {**asdict(self), "notes": list(self.notes)}
+        bands = {name: getattr(self, name).to_json() for name in ("parameters", "tokens", "loss")}
+        return {**asdict(self), **bands, "notes": list(self.notes)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Allocation":

@@ -7,6 +7,8 @@ import numpy as np
 
 from workbench.laws.bootstrap import Five
 
+_REACH = 300.0  # of the logarithm of N or D: a law with hardly an exponent puts its optimum beyond what a float holds
+
 
 def losses(law: Five, parameters: Any, tokens: Any) -> Any:
     """E + A/N^α + B/D^β, of numbers or of columns."""
@@ -33,6 +35,7 @@ def optimum(law: Five, work: float) -> tuple[float, float, float]:
     _, a, b, alpha, beta = law
     log_g = (math.log(alpha * a) - math.log(beta * b)) / (alpha + beta)
     log_n = log_g + exponent(law) * math.log(work)
+    log_d = math.log(work) - log_n
+    n, d = (math.exp(min(max(one, -_REACH), _REACH)) for one in (log_n, log_d))
     with np.errstate(over="ignore"):
-        n, d = float(np.exp(log_n)), float(np.exp(math.log(work) - log_n))
         return n, d, float(losses(law, n, d))

@@ -1,5 +1,6 @@
 """HeldOut: a law fitted to small compute, held against the larger runs that it has not seen."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,9 +52,7 @@ class HeldOut:
                 flops(one.flops),
                 units.count(one.parameters),
                 units.count(one.tokens),
-                f"{one.loss.mid:.3f}",
-                f"{one.loss.low:.3f}",
-                f"{one.loss.high:.3f}",
+                *one.loss.cells("{:.3f}".format),
                 f"{loss:.3f}",
                 f"{100 * error:+.1f} %",
             ]
@@ -69,11 +68,10 @@ class HeldOut:
     @property
     def summary(self) -> str:
         """One line: the errors of the law and of the naive line, and how often the interval held."""
-        level = self.forecasts[0].level
-        return (
-            f"mean error {units.percent(self.error)}, naive {units.percent(self.naive_error)}; "
-            f"{units.percent(self.covered)} inside their {units.percent(level)} interval"
-        )
+        errors = f"mean error {units.percent(self.error)}, naive {units.percent(self.naive_error)}"
+        if not all(math.isfinite(one.loss.high - one.loss.low) for one in self.forecasts):
+            return f"{errors}; no intervals, for no drawings were asked for"
+        return f"{errors}; {units.percent(self.covered)} inside their {units.percent(self.forecasts[0].level)} interval"
 
     def to_frame(self) -> Any:
         """A DataFrame with a row per run held out."""

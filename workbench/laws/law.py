@@ -54,6 +54,8 @@ class ScalingLaw:
     """Of the Huber loss, in log loss."""
     flops_per: float = FLOPS_PER
     """Training FLOPs per parameter and token."""
+    seed: int = 0
+    """Of the drawings."""
     notes: tuple[str, ...] = ()
     """What the points have to say about themselves."""
 
@@ -91,13 +93,12 @@ class ScalingLaw:
         found = read(points).check()
         if by is None:
             by = "run" if len(set(found.run)) < len(found) else "pairs"
-        bootstrap.check(draws, level, by)
-        for name, value in (("flops_per", flops_per), ("delta", delta)):
-            positive(value, name)
+        draws, level, seed = bootstrap.check(draws, level, by, seed)
+        flops_per, delta = positive(flops_per, "flops_per"), positive(delta, "delta")
         columns = Columns.of(found.parameters, found.tokens, found.loss)
         law = columns.outward(best(columns, delta=delta))
         drawn = bootstrap.draws(found, law, count=draws, by=by, seed=seed, delta=delta)
-        options = {"wanted": draws, "level": level, "by": by, "delta": delta, "flops_per": flops_per}
+        options = {"wanted": draws, "level": level, "by": by, "delta": delta, "flops_per": flops_per, "seed": seed}
         return cls(**dict(zip(NAMES, law, strict=True)), **options, points=found, draws=drawn, notes=tuple(notes))  # type: ignore[arg-type]
 
     @classmethod
@@ -159,7 +160,7 @@ class ScalingLaw:
     @property
     def cannot_tell(self) -> tuple[str, ...]:
         """What these points do not say, and what would; empty where the law may be used."""
-        return doubt.doubts(self.points, self.intervals, self.exponent, len(self.draws), self.wanted)
+        return doubt.doubts(self.points, self.intervals, self.exponent, draws=self.draws, wanted=self.wanted, residuals=self.residuals)
 
     @property
     def enough(self) -> bool:
@@ -213,7 +214,7 @@ class ScalingLaw:
         Raises:
             PointsError: as `fit` does.
         """
-        options = {"draws": self.wanted, "level": self.level, "flops_per": self.flops_per, "delta": self.delta}
+        options = {"draws": self.wanted, "level": self.level, "flops_per": self.flops_per, "delta": self.delta, "seed": self.seed}
         return ScalingLaw.fit(points, by=self.by, notes=self.notes, **options)  # type: ignore[arg-type]
 
     # --- how it shows itself
@@ -233,7 +234,7 @@ class ScalingLaw:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        plain = {name: getattr(self, name) for name in (*NAMES, "wanted", "level", "by", "delta", "flops_per")}
+        plain = {name: getattr(self, name) for name in (*NAMES, "wanted", "level", "by", "delta", "flops_per", "seed")}
         return {**plain, "points": self.points.to_json(), "draws": [list(one) for one in self.draws], "notes": list(self.notes)}
 
     @classmethod

@@ -2,7 +2,9 @@
 
 import csv
 import difflib
+import io
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ def read(source: Any) -> Points:
 
     Args:
         source: `Points`; rows of (parameters, tokens, loss), or mappings with these names; a DataFrame or a mapping of columns; the path
-            of a CSV file with a head line. `NAMES` has the column names that are understood.
+            of a CSV file with a head line, separated by commas, semicolons (then 2,5 is 2.5) or tabs. `NAMES` has the column names that
+            are understood.
 
     Raises:
         PointsError: it is none of these, a column is missing, or a value is no number above 0.
@@ -39,14 +42,12 @@ def read(source: Any) -> Points:
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
             raise PointsError(f"the columns differ in length: {', '.join(f'{name} {n}' for name, n in lengths.items())}")
-        return Points.of(
-            _named([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)], "the columns", names)
-        )
-    if not isinstance(source, Iterable):
+        return Points.of(_named([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)], "the table", names))
+    if not isinstance(source, Iterable) or getattr(source, "ndim", 1) == 0:
         raise PointsError(
             f"points={source!r:.80}: rows of (parameters, tokens, loss), a DataFrame with these columns or the path of a CSV file is wanted"
         )
-    rows = list(source)
+    rows = [row.tolist() if hasattr(row, "tolist") else row for row in source]  # those of a numpy array are arrays
     if rows and isinstance(rows[0], Mapping):
         return Points.of(_named(rows, "the first point"))
     for place, row in enumerate(rows):
@@ -58,8 +59,21 @@ def read(source: Any) -> Points:
 def _csv(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path.absolute()}: a CSV with columns parameters, tokens and loss is wanted")
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # Excel begins a file with a mark of its own
+    except UnicodeDecodeError:
+        raise PointsError(f'{path} is not UTF-8 text: save it as "CSV UTF-8"') from None
+    head = text.partition("\n")[0]
+    separator = max(",;\t", key=head.count)  # Excel writes ";" where a comma is the decimal point
+    rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=separator))
+    if separator == ";":
+        rows = [{name: _point(value) for name, value in row.items()} for row in rows]
+    return [row for row in rows if any(row.values())]
+
+
+def _point(value: Any) -> Any:
+    """A number with a decimal comma, with a point."""
+    return value.replace(",", ".") if isinstance(value, str) and re.fullmatch(r"\s*-?\d+,\d+([eE][+-]?\d+)?\s*", value) else value
 
 
 def _named(rows: Sequence[Mapping[str, Any]], where: str, names: Sequence[Any] = ()) -> list[tuple[Any, ...]]:

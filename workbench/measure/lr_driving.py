@@ -25,11 +25,12 @@ SKIPS = 40
 class Told:
     """Sets the learning rate of all groups right before an optimizer steps, whatever a schedule has set, and sees whether it does."""
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], notes: list[str]) -> None:
         """Note the ratios of the groups' learning rates.
 
         Args:
             optimizers: whose groups keep their ratios to the first group of the first.
+            notes: get a line about groups that the step adds meanwhile.
 
         Raises:
             LrRangeError: the first group's learning rate is 0, and others' are not: there is no ratio.
@@ -37,15 +38,17 @@ class Told:
         self.lr = 0.0
         self.stepped = False
         self._optimizers = list(optimizers)
-        rates = [_rate(group) for optimizer in optimizers for group in optimizer.param_groups]
-        if not rates[0] and any(rates):
+        self._notes = notes
+        rates = [[_rate(group) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._first = rates[0][0]
+        if not self._first and any(map(any, rates)):
             raise LrRangeError("the first group of the optimizer has a learning rate of 0 and another has not: give all groups one above 0")
-        self._ratios = [rate / rates[0] if rates[0] else 1.0 for rate in rates]
+        self._ratios = [[self._ratio(rate) for rate in own] for own in rates]
 
     @property
     def uneven(self) -> bool:
         """Do groups differ?"""
-        return len(set(self._ratios)) > 1
+        return len({ratio for own in self._ratios for ratio in own}) > 1
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
@@ -59,14 +62,21 @@ class Told:
 
     def set(self) -> None:
         """Give all groups their learning rate."""
-        ratios = iter(self._ratios)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                rate = self.lr * next(ratios)
+        for optimizer, ratios in zip(self._optimizers, self._ratios, strict=True):
+            for group in optimizer.param_groups[len(ratios) :]:  # that the step has added; by place, for in each sweep it is another object
+                ratios.append(self._ratio(_rate(group)))
+                self._notes.append(
+                    f"step() added a parameter group: {figure(ratios[-1])} times the first group's learning rate, as when it began"
+                )
+            for group, ratio in zip(optimizer.param_groups, ratios, strict=False):  # after rewinding, those added are gone again
+                rate = self.lr * ratio
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
+
+    def _ratio(self, rate: float) -> float:
+        return rate / self._first if self._first else 1.0
 
     def _before(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self.set()
@@ -192,10 +202,17 @@ def loss_in(value: Any) -> float:
     )
 
 
-def no_number(loss: float, lr: float) -> str:
-    """The complaint about a loss that is no number before anything was trained."""
+def no_number(loss: float, lr: float, step: int = 1) -> str:
+    """The complaint about a loss that is no number though nothing was trained.
+
+    Args:
+        loss: what it is.
+        lr: the learning rate then.
+        step: its number.
+    """
+    which = "the first step" if step == 1 else f"step {step}"
     return (
-        f"the loss is {loss} in the first step, at a learning rate of {figure(lr)}, which changes nothing yet: no learning rate "
+        f"the loss is {loss} in {which}, at a learning rate of {figure(lr)}, which changes nothing yet: no learning rate "
         "mends that. Look for NaN or infinite values in the inputs (torch.isfinite(batch).all()) and in the weights, for log(0), "
         "0/0 or sqrt(0) in the loss, for labels that are all ignored, for targets out of range; in fp16 also for values beyond 65504. "
         "torch.autograd.set_detect_anomaly(True) names the operator"

@@ -14,7 +14,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from workbench.batch.lr_range import BETA, DIVERGED, DIVERGES, END, ITERATIONS, NOT_FINITE, LrRangeError, LrSweep, check_options, ladder
+from workbench.batch.lr_range import (
+    BETA,
+    DIVERGED,
+    DIVERGES,
+    END,
+    ITERATIONS,
+    NOT_FINITE,
+    LrRangeError,
+    LrSweep,
+    check_options,
+    ladder,
+    still,
+)
 from workbench.batch.lr_range_found import Candidate, LrFound, figure, says
 from workbench.batch.lr_range_race import STEPS, SURVIVORS, NoMore, cannot_tell, field, judged, race
 from workbench.measure.feed import Exhausted, Feed
@@ -33,6 +45,8 @@ BEYOND = 3.0
 """And they would end so many times above it."""
 MOST_BYTES, LEAST_BATCHES = 2**30, 8
 """The race keeps the batches of its rounds so that all candidates see the same: up to so many bytes, but so many a round at least."""
+NOTHING = 1e-3
+"""So much of a sweep's smallest learning rate certainly changes nothing."""
 RACE_SEED = 1000
 """Random numbers of the race differ from those of the sweeps."""
 
@@ -85,7 +99,7 @@ def find(
     if not found.optimizers:
         raise LrRangeError("no optimizer was found behind step, so there is no learning rate to turn: give it as optimizer=…")
     with Peers.join() as peers, contextlib.ExitStack() as undo:
-        told = Told(found.optimizers)
+        told = Told(found.optimizers, notes)
         undo.enter_context(standing_still(found, notes))
         undo.enter_context(told.hooked())  # before all is kept, so that rewinding keeps the hooks
         keep = Keep(found)
@@ -133,6 +147,8 @@ class _Search:
         for seed in range(self.sweeps):
             try:
                 done.append(self._sweep(ladder(low, high, self.iterations), seed))
+                if self.low is not None and self.high is not None:  # else the first look has seen to it
+                    self._blame(done[-1])
             except Exhausted:
                 self._short(f"{len(done)} of {self.sweeps} sweeps")
                 break
@@ -161,6 +177,7 @@ class _Search:
                 f"the loader could be read only once, and gave {self.driver.feed.batches} batches: too few to look where the loss "
                 "explodes. Give a list, a DataLoader or another iterable that can be read again, or low= and high="
             ) from None
+        self._blame(scout)
         stop = scout.lrs[-1]
         if scout.stopped == END and self.high is None:
             finite = [loss if math.isfinite(loss) else math.inf for loss in scout.smoothed]
@@ -171,6 +188,22 @@ class _Search:
         if low >= high:
             raise LrRangeError(f"low={figure(self.low)}: the loss explodes at {figure(stop)} already; try low={figure(stop / 10**DECADES)}")
         return low, high
+
+    def _blame(self, sweep: LrSweep) -> None:
+        """See whether a loss that was suddenly no number is the learning rate's doing: far smaller ones must not have it, too.
+
+        Raises:
+            LrRangeError: they have.
+        """
+        if sweep.stopped != NOT_FINITE or not still(sweep.losses[:-1]):
+            return
+        far = sweep.lrs[0] * NOTHING
+        try:
+            again = self._sweep(ladder(far / 10, far, self.iterations), self.sweeps + 1)
+        except Exhausted:
+            return
+        if again.stopped == NOT_FINITE:
+            raise LrRangeError(no_number(again.losses[-1], again.lrs[-1], len(again.losses)))
 
     def _sweep(self, lrs: Sequence[float], seed: int) -> LrSweep:
         """From the weights that were there, with the loader's next batches."""

@@ -54,7 +54,7 @@ def scheduled(
     groups = twin.optimizer.param_groups
     if not -len(groups) <= group < len(groups):
         raise ValueError(f"group={group}: the optimizer has {len(groups)} groups of parameters, 0 to {len(groups) - 1}")
-    first = max(0, *(int(getattr(part, "last_epoch", 0)) for part in (twin, *getattr(twin, "_schedulers", []))))
+    first = max(0, *(int(getattr(part, "last_epoch", None) or 0) for part in _parts(twin)))
     count = _length(twin, first) if steps is None else steps
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"steps={steps!r}: a whole number from 1 on is allowed")
@@ -103,12 +103,24 @@ def _walk(twin: Any, count: int, group: int) -> tuple[tuple[float, ...], str]:
                 twin.step()
             except ValueError as error:  # OneCycleLR, behind its last step
                 return tuple(lrs), f"it ends after {len(lrs)} steps: {error}"
+            except (AttributeError, NotImplementedError, TypeError) as error:  # a ChainedScheduler behind a milestone of a SequentialLR
+                parts = dict.fromkeys(type(part).__name__ for part in _parts(twin))
+                raise ValueError(
+                    f"the scheduler ({', '.join(parts)}) cannot take step {len(lrs)} by itself, here or in training: "
+                    f"{type(error).__name__}: {error}; a step() without arguments is wanted, and some of torch's schedulers, "
+                    "ChainedScheduler above all, do not go inside of others: put them together in another order"
+                ) from error
             lrs.append(float(twin.optimizer.param_groups[group]["lr"]))
     return tuple(lrs), ""
 
 
+def _parts(scheduler: Any) -> list[Any]:
+    """Itself and those that it is made of, however deep."""
+    return [scheduler, *(inner for part in getattr(scheduler, "_schedulers", None) or () for inner in _parts(part))]
+
+
 def _length(twin: Any, first: int) -> int:
-    parts = [twin, *getattr(twin, "_schedulers", [])]
+    parts = _parts(twin)
     known = [int(value) for part in parts for name in _LENGTHS if isinstance(value := getattr(part, name, None), int)]
     milestones = [int(value) for part in parts for value in getattr(part, "milestones", None) or getattr(part, "_milestones", None) or ()]
     if milestones:

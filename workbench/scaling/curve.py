@@ -32,7 +32,8 @@ class ScalingCurve:
     """
 
     points: Sequence[Any]
-    """(world_size, samples_per_sec) each, or with the exposed share of the step behind, or ScalingPoints; kept as those, sorted."""
+    """(world_size, samples_per_sec) each, or with the exposed share of the step behind, or ScalingPoints; rows may be
+    mappings with these names, or all of it a DataFrame like `to_frame`'s. Kept as ScalingPoints, sorted."""
     kind: Kind = "weak"
     """ "weak": each process keeps its batch. "strong": the global batch stays."""
     slots: int | None = None
@@ -43,13 +44,16 @@ class ScalingCurve:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise CurveError(f"kind={self.kind!r}: allowed are " + " and ".join(f'"{name}" ({what})' for name, what in KINDS.items()))
+        to_dict = getattr(self.points, "to_dict", None)
+        if callable(to_dict):  # a DataFrame
+            object.__setattr__(self, "points", to_dict("records"))
         if isinstance(self.points, str | Mapping) or not isinstance(self.points, Iterable):
             raise CurveError(f"points={self.points!r:.80}: a list of (world_size, samples_per_sec) is wanted")
         found = merged(self.points)
         if not found:
             raise CurveError("a curve of no points: give (world_size, samples_per_sec) of two or more numbers of processes")
         if self.slots is not None:
-            checked_size(self.slots)
+            object.__setattr__(self, "slots", checked_size(self.slots))
             found = tuple(_marked(point, self.slots) for point in found)
         object.__setattr__(self, "points", found)
 

@@ -54,10 +54,20 @@ def notes(fit: "CurveFit", size: int) -> tuple[str, ...]:
     if fit.points[-1].samples_per_sec < fit.points[0].samples_per_sec:
         found.append("all processes together do less than the fewest did: if these are rates per process, multiply them by their number")
     if len(fit.points) == 2:
-        found.append("two points: every law passes through both, and none could be tried")
-    if len(fit.points) > 2 and _rises(fit):
+        found.append(f"two points: {_through(fit)}, and none could be tried")
+    if _rises(fit):
         found.append("throughput per process rises with their number somewhere: no law carries that on; look at batch sizes and caches")
     return tuple(found)
+
+
+def _through(fit: "CurveFit") -> str:
+    """How many laws pass through all points."""
+    count = sum(
+        all(math.isclose(at(one.law, point.world_size), point.samples_per_sec, rel_tol=1e-6) for point in fit.points) for one in fit.fitted
+    )
+    if not count:
+        return "no law passes through both"
+    return "every law passes through both" if count == len(fit.fitted) else f"{count} of {len(fit.fitted)} laws pass through both"
 
 
 def _rises(fit: "CurveFit") -> bool:
@@ -68,7 +78,7 @@ def narrowing(fit: "CurveFit", size: int) -> tuple[str, ...]:
     """Measurements that would narrow the interval, the most useful first."""
     largest = fit.points[-1].world_size
     if size <= largest:
-        return () if fit.measured_noise else ("measure each point twice or more: the noise is an assumption",)
+        return () if fit.noise_source != "assumed" else ("measure each point twice or more: the noise is an assumption",)
     laws = {one.form.name: one.law for one in fit.fitted}
     apart = {n: abs(math.log(at(laws[NAIVE], n) / at(laws[LINEAR], n))) for n in (2 * largest, size)}
     found = []
@@ -83,8 +93,8 @@ def narrowing(fit: "CurveFit", size: int) -> tuple[str, ...]:
         known = any(point.exposed is not None for point in fit.points)
         where = "two or more numbers of processes above 1" if known else "each point"
         found.append(f"measure the exposed communication of {where} (steps with and without no_sync, interleaved)")
-    if not fit.measured_noise or apart[size] <= 2 * fit.noise:
+    if fit.noise_source == "assumed" or apart[size] <= 2 * fit.noise:
         found.append(
-            f"repeat each measurement: {'the noise is an assumption' if not fit.measured_noise else 'noise is most of the interval'}"
+            f"repeat each measurement: {'the noise is an assumption' if fit.noise_source == 'assumed' else 'noise is most of the interval'}"
         )
     return tuple(found)

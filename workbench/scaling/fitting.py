@@ -3,16 +3,19 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal
 
 from workbench import display, units
 from workbench.scaling import doubt, trying
 from workbench.scaling.forecast import CurveForecast
-from workbench.scaling.forms import LINEAR, NAIVE, Form, Kind, Law, at, forms, rates
+from workbench.scaling.forms import FORMULAS_ARE, LINEAR, NAIVE, Form, Kind, Law, at, forms, rates
 from workbench.scaling.point import CurveError, ScalingPoint, checked_size
 
 if TYPE_CHECKING:
     import numpy as np
+
+_SOURCES = {"repeats": "as repeats tell", "given": "as given", "assumed": "assumed: no point was measured twice"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +44,17 @@ class CurveFit:
     """How often an interval should hold what is measured later, 0 … 1."""
     noise: float
     """Standard deviation of one measurement, as a fraction of it."""
-    measured_noise: bool
-    """Was it told by repeats? Otherwise it is `trying.NOISE`, an assumption."""
+    noise_source: Literal["repeats", "given", "assumed"]
+    """Where it is from: told by repeats of a point, given to `fit`, or `trying.NOISE`, an assumption."""
     fitted: tuple[FittedForm, ...]
     """The laws, the naive line first."""
     drawn: tuple[tuple[Law, ...], ...] = field(repr=False)
     """For each law of `fitted`, the same law fitted to points that noise has moved."""
+
+    @property
+    def measured_noise(self) -> bool:
+        """Was the noise told by repeats?"""
+        return self.noise_source == "repeats"
 
     def predict(self, n: int) -> CurveForecast:
         """Throughput of `n` processes, with its interval, and the naive line beside it.
@@ -129,18 +137,17 @@ class CurveFit:
             ]
             for one in self.fitted
         ]
-        source = "as repeats tell" if self.measured_noise else "assumed: no point was measured twice"
         return display.Table(
             columns=(
                 "law",
-                "time per sample and process",
+                FORMULAS_ARE[self.kind],
                 f"error at {largest}, fitted without it",
                 "weight",
                 f"at {2 * largest} processes",
             ),
             rows=rows,
             title=f"Laws of {self.kind} scaling, fitted to {len(self.points)} points",
-            note=f"noise of a measurement {units.percent(self.noise)} ({source})",
+            note=f"noise of a measurement {units.percent(self.noise)} ({_SOURCES[self.noise_source]})",
         )
 
     def to_frame(self) -> Any:
@@ -153,7 +160,7 @@ class CurveFit:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values: the points and how they were fitted; the rest follows from them."""
-        noise = self.noise if not self.measured_noise else None
+        noise = self.noise if self.noise_source == "given" else None
         return {"points": [one.to_json() for one in self.points], "kind": self.kind, "level": self.level, "noise": noise}
 
     @classmethod
@@ -179,8 +186,9 @@ def fit(points: tuple[ScalingPoint, ...], kind: Kind, *, level: float = 0.9, noi
         CurveError: fewer than two usable points of different size, points that contradict each other, or a level or noise outside of 0 … 1.
     """
     for name, value in (("level", level), ("noise", noise)):
-        if value is not None and not (isinstance(value, int | float) and 0 < value < 1):
+        if value is not None and not (isinstance(value, Real) and 0 < value < 1):
             raise CurveError(f"{name}={value!r}: a fraction between 0 and 1 is wanted, such as {0.9 if name == 'level' else trying.NOISE}")
+    level, noise = float(level), None if noise is None else float(noise)
     if len(points) < 2:
         raise CurveError(doubt.too_few(points))
     doubt.check_possible(points)
@@ -197,7 +205,7 @@ def fit(points: tuple[ScalingPoint, ...], kind: Kind, *, level: float = 0.9, noi
         kind=kind,
         level=level,
         noise=spread,
-        measured_noise=noise is None and told is not None,
+        noise_source="given" if noise is not None else "assumed" if told is None else "repeats",
         fitted=tuple(
             FittedForm(form=form, law=law, error=error, weight=weight)
             for form, law, error, weight in zip(ready, laws, errors, weights, strict=True)

@@ -7,7 +7,7 @@ Most forms are sums of terms with a factor of at least 0 each, so that exact non
 No form lets a process get faster because there are more of them: where a measured curve does (caches, luck), that is not carried on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +67,22 @@ class Form:
 
 
 NAIVE, LINEAR, COMMUNICATION = "naive", "a + b(n−1)", "measured communication"
+FORMULAS_ARE: Mapping[Kind, str] = {"weak": "time per sample and process", "strong": "time of a step"}
+"""What the formulas in `Form.words` give; a step of strong scaling takes t(n)/n times its samples."""
+_SAMPLE = {
+    LINEAR: "a + b(n−1): Amdahl, as time in weak scaling",
+    "logarithm": "a + b log₂ n: trees, stragglers",
+    "power law": "a nᵇ",
+    "USL": "a + b(n−1) + c n(n−1): universal scalability law",
+    COMMUNICATION: "compute + b(1−1/n) + c(n−1), from the exposed share measured",
+}
+_STEP = {
+    LINEAR: "a/n + c: Amdahl",
+    "logarithm": "a/n + b log₂ n: trees, stragglers",
+    "power law": "a nᵇ/n",
+    "USL": "(a + b(n−1) + c n(n−1))/n: universal scalability law",
+    COMMUNICATION: "compute/n + b(1−1/n) + c(n−1), from the exposed share measured",
+}
 Terms = Callable[[Floats], Sequence[Floats]]
 
 
@@ -152,14 +168,14 @@ def forms(kind: Kind) -> tuple[Form, ...]:
     def usl(n: Floats) -> Sequence[Floats]:
         return np.ones_like(n), n - 1, n * (n - 1)
 
-    first = "a/n + c per step (Amdahl)" if kind == "strong" else "a + b(n−1): Amdahl, as time in weak scaling"
+    words = _STEP if strong else _SAMPLE
     return (
         Form(name=NAIVE, words="each process goes on as in the largest measured point", fewest=1, fit=_naive),
-        Form(name=LINEAR, words=first, fewest=2, fit=_sum(linear)),
-        Form(name="logarithm", words="a + b log₂ n: trees, stragglers", fewest=2, fit=_sum(logarithm)),
-        Form(name="power law", words="a nᵇ", fewest=2, fit=_power),
-        Form(name="USL", words="a + b(n−1) + c n(n−1): universal scalability law", fewest=4, fit=_sum(usl)),
-        Form(name=COMMUNICATION, words="compute + b(1−1/n) + c(n−1), from the exposed share measured", fewest=2, fit=_communication(kind)),
+        Form(name=LINEAR, words=words[LINEAR], fewest=2, fit=_sum(linear)),
+        Form(name="logarithm", words=words["logarithm"], fewest=2, fit=_sum(logarithm)),
+        Form(name="power law", words=words["power law"], fewest=2, fit=_power),
+        Form(name="USL", words=words["USL"], fewest=4, fit=_sum(usl)),
+        Form(name=COMMUNICATION, words=words[COMMUNICATION], fewest=2, fit=_communication(kind)),
     )
 
 

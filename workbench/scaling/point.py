@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 CONTRADICTION = 2.0
 """Repeats of a point, or neighbours per process, further apart than this factor contradict each other: a mixed-up column does that."""
-_T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943)
-"""95 % quantiles of Student's t for 1 … 6 degrees of freedom; beyond, a series is exact to 0.1 %."""
+_T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860)
+"""95 % quantiles of Student's t for 1 … 8 degrees of freedom; beyond, a series is exact to 0.1 %."""
 
 
 class CurveError(ValueError):
@@ -36,15 +37,18 @@ class ScalingPoint:
     """Why an attempt failed, where one did."""
 
     def __post_init__(self) -> None:
-        checked_size(self.world_size)
+        object.__setattr__(self, "world_size", checked_size(self.world_size))
         for rate in self.rates:
-            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+            if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < float(rate) < math.inf:
                 raise CurveError(f"{rate!r} samples/s with {self.world_size} processes: a finite number above 0 is wanted")
-        if self.exposed is not None and not 0 <= self.exposed < 1:
+        object.__setattr__(self, "rates", tuple(int(rate) if isinstance(rate, Integral) else float(rate) for rate in self.rates))
+        if self.exposed is not None and (isinstance(self.exposed, bool) or not isinstance(self.exposed, Real) or not 0 <= self.exposed < 1):
             raise CurveError(
                 f"exposed={self.exposed!r} with {self.world_size} processes: the share of the step in which only communication "
                 "happens is wanted, from 0 to below 1 (seconds divided by the step's seconds)"
             )
+        if self.exposed is not None:
+            object.__setattr__(self, "exposed", float(self.exposed))
         if self.rates and max(self.rates) > CONTRADICTION * min(self.rates):
             raise CurveError(
                 f"the points of {self.world_size} processes contradict each other: {min(self.rates):g} and {max(self.rates):g} samples/s. "
@@ -111,16 +115,16 @@ def checked_size(value: Any) -> int:
     Raises:
         CurveError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise CurveError(f"{value!r} processes: a whole number of at least 1 is wanted")
-    return value
+    return int(value)
 
 
 def merged(points: Iterable[Any]) -> tuple[ScalingPoint, ...]:
     """Points by ascending world size, those of one size made repeats of each other.
 
     Args:
-        points: (world_size, samples_per_sec), (world_size, samples_per_sec, exposed) or ScalingPoints.
+        points: (world_size, samples_per_sec), (world_size, samples_per_sec, exposed), mappings with these names, or ScalingPoints.
 
     Raises:
         CurveError: something else, or repeats that contradict each other.
@@ -133,15 +137,46 @@ def merged(points: Iterable[Any]) -> tuple[ScalingPoint, ...]:
 
 
 def _of_row(row: Any, place: int) -> ScalingPoint:
+    """A point from (world_size, samples_per_sec[, exposed]) or a mapping with these names, such as a row of a curve's frame."""
+    if isinstance(row, Mapping):
+        return _of_mapping(row, place)
+    if callable(getattr(row, "tolist", None)):  # a row of an array
+        row = row.tolist()
     values = tuple(row) if isinstance(row, list | tuple) else ()
     if len(values) not in (2, 3):
-        raise CurveError(
-            f"point {place}, {row!r:.80}: (world_size, samples_per_sec) is wanted, or these and the "
-            "exposed share of the step, or a ScalingPoint"
-        )
-    if isinstance(values[0], float) and values[0].is_integer():
-        values = (int(values[0]), *values[1:])
-    return ScalingPoint(world_size=values[0], rates=(values[1],), exposed=values[2] if len(values) == 3 else None)
+        raise CurveError(_no_row(row, place))
+    return ScalingPoint(world_size=_whole(values[0]), rates=(values[1],), exposed=values[2] if len(values) == 3 else None)
+
+
+def _of_mapping(row: Mapping[str, Any], place: int) -> ScalingPoint:
+    if "world_size" not in row or "samples_per_sec" not in row:
+        raise CurveError(_no_row(dict(row), place))
+    rate, exposed, failed = row["samples_per_sec"], row.get("exposed"), row.get("failed")
+    failed = failed if isinstance(failed, str) else ""
+    return ScalingPoint(
+        world_size=_whole(row["world_size"]),
+        rates=() if failed and _missing(rate) else (rate,),
+        exposed=None if _missing(exposed) else exposed,
+        oversubscribed=bool(row.get("oversubscribed", False)),
+        failed=failed,
+    )
+
+
+def _missing(value: Any) -> bool:
+    return value is None or (isinstance(value, Real) and math.isnan(value))
+
+
+def _whole(value: Any) -> Any:
+    """A size that is whole as an int, as a column of an array or a frame may hold it as 4.0."""
+    whole = isinstance(value, Real) and not isinstance(value, Integral) and float(value).is_integer()
+    return int(value) if whole else value
+
+
+def _no_row(row: Any, place: int) -> str:
+    return (
+        f"point {place}, {row!r:.80}: (world_size, samples_per_sec) is wanted, or these and the "
+        "exposed share of the step, a mapping with these names, or a ScalingPoint"
+    )
 
 
 def _one(same: list[ScalingPoint]) -> ScalingPoint:

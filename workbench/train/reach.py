@@ -166,7 +166,7 @@ def aimed(lab: Lab, target: Target) -> Target:
             f"the {target.name} of the untrained model is {start}: nothing can be learnt from it. Look for infinities in the data, a "
             f'logarithm or a division in the loss, or try precision="fp32" (it is {lab.spec.precision!r})'
         )
-    found = dataclasses.replace(target, rises=target.name != "loss" and start < target.value)
+    found = dataclasses.replace(target, rises=target.name != "loss" and start < target.value, start=start)
     if found.met(start):
         raise SpecError(
             f"target {target}: the untrained model has {start:.4g}, and so reaches it without a step; "

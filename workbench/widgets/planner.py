@@ -6,7 +6,7 @@ import ipywidgets
 
 from workbench.batch.plan import BatchPlan
 from workbench.batch.scaled import RULES
-from workbench.batching.facts import law_of
+from workbench.batching.facts import law_of, whole
 from workbench.batching.subject import Subject
 from workbench.batching.throughput import Throughput
 from workbench.spec import RunSpec
@@ -65,8 +65,9 @@ class BatchPlanner:
             noise=_samples(noise_scale if noise_scale is not None else getattr(target, "noise", None)),
             fit=law_of(steps),
             throughput=_throughput_of(throughput if throughput is not None else getattr(target, "throughput", None), plan),
-            dataset=dataset_size or known_size,
-            largest=None if largest is None else int(largest),
+            dataset=known_size if dataset_size is None else whole("dataset_size", dataset_size, 1),
+            largest=None if largest is None else whole("largest", getattr(largest, "micro_batch", largest), 1),
+            samples=None if self._given is None else self._given.steps * getattr(target, "before", plan).global_batch,
         )
         self._make_widgets()
         self._redraw()
@@ -123,8 +124,8 @@ class BatchPlanner:
         plans = [self.plan, found.plan or self.plan]
         schedule, steps = "constant", max(1, WARMUPS * max(plan.warmup_steps for plan in plans))
         samples = max(plan.global_batch for plan in plans) * steps
-        if self._given is not None:
-            schedule, samples = self._given.schedule, self._given.steps * self.plan.global_batch
+        if self._given is not None and self.known.samples is not None:
+            schedule, samples = self._given.schedule, self.known.samples
         curves = []
         for plan in plans:
             steps = max(1, samples // plan.global_batch)

@@ -1,11 +1,12 @@
 """HTML of a planned batch: pure functions, used by the live planner and by its static face alike. Rules as in `faces`."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from workbench import units
 from workbench.batch.plan import BatchPlan
 from workbench.batch.scaled import LIGHTS, number
+from workbench.batching.facts import naive
 from workbench.display import escape
 from workbench.plot.colors import INK, LINE, PARTS, PHASES
 from workbench.widgets.planner_model import IMPOSSIBLE, Planned
@@ -61,7 +62,17 @@ def figures(found: Planned) -> str:
         tiles.append(("betas", _several(scaled.betas), _several(before.betas if before and before.betas else ())))
     tiles.append(("warm-up", _steps(plan.warmup_steps), _steps(old.warmup_steps)))
     tiles += _outlook(found)
-    return f'<div class="wb-tiles" style="display:flex;flex-wrap:wrap;gap:8px 36px">{"".join(_tile(*tile) for tile in tiles)}</div>'
+    shown = f'<div class="wb-tiles" style="display:flex;flex-wrap:wrap;gap:8px 36px">{"".join(_tile(*tile) for tile in tiles)}</div>'
+    return shown + "".join(f'<div class="wb-what">{escape(line)}</div>' for line in _small_print(found, plan))
+
+
+def _small_print(found: Planned, plan: BatchPlan) -> Iterator[str]:
+    """Why the warm-up is as it is, where it is another; and what times take for granted of processes."""
+    if plan.warmup_steps != found.known.plan.warmup_steps:
+        yield f"warm-up: {plan.reasons['warmup_steps']}"
+    curve = found.known.throughput
+    if curve is not None and plan.world_size != curve.world_size:
+        yield naive(curve, plan.world_size)
 
 
 def _outlook(found: Planned) -> list[tuple[str, str, str]]:

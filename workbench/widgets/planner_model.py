@@ -8,6 +8,7 @@ from workbench.batch.plan import BatchPlan
 from workbench.batch.reaching_law import CriticalBatch
 from workbench.batch.scaled import LIGHTS
 from workbench.batching.choosing import worth
+from workbench.batching.facts import within
 from workbench.batching.throughput import Throughput
 
 IMPOSSIBLE = "impossible"
@@ -32,6 +33,8 @@ class Known:
     """Samples of an epoch."""
     largest: int | None = None
     """The largest micro-batch that fits."""
+    samples: int | None = None
+    """Of the whole run; None = it is not known how long it is."""
 
     @property
     def critical(self) -> float | None:
@@ -57,7 +60,7 @@ class Known:
             )
         if self.dataset is not None and batch > self.dataset:
             raise ValueError(f"a batch of {batch:,} is above the dataset, which has {self.dataset:,} samples")
-        return self.plan.scaled_to(
+        plan = self.plan.scaled_to(
             global_batch=batch,
             world_size=ranks,
             micro_batch=micro,
@@ -66,6 +69,7 @@ class Known:
             critical_batch=self.fit,
             dataset_size=self.dataset,
         )
+        return within(plan, self.plan, self.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
