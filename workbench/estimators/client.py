@@ -69,7 +69,7 @@ class Estimator:
         """In a session of its own: an interrupt is for the cell that runs, not for the worker."""
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed by _end
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "workbench.estimators", str(os.getpid())],
+            [sys.executable, "-u", "-m", "workbench.estimators", str(os.getpid())],  # unbuffered: the last words of one that dies
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
