@@ -29,21 +29,8 @@ class Args(msgspec.Struct, gc=False, frozen=True):
 NO_ARGS = Args()
 
 
-class Event(msgspec.Struct, gc=False):
-    """One event; times in microseconds. `gc=False`: the cyclic collector need not know of them, as they hold no container."""
-
-    ph: str = ""
-    name: Name = ""
-    cat: str | None = ""
-    ts: float | None = 0.0
-    dur: float | None = 0.0
-    pid: Name = 0
-    tid: Name = 0
-    args: Args | None = None
-
-
 class Bare(msgspec.Struct, gc=False):
-    """The same of an event whose args cannot be read."""
+    """An event whose args cannot be read; times in microseconds. It holds no container, so the cyclic collector need not know of it."""
 
     ph: str = ""
     name: Name = ""
@@ -52,6 +39,12 @@ class Bare(msgspec.Struct, gc=False):
     dur: float | None = 0.0
     pid: Name = 0
     tid: Name = 0
+
+
+class Event(Bare, gc=False):
+    """One event."""
+
+    args: Args | None = None
 
 
 class Header(msgspec.Struct):
