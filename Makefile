@@ -8,6 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+# what fails is tried once more, since others may compute on the machine; the summary names it (RERUN)
+AGAIN := --reruns 1 --reruns-delay 1
 test unit notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
 export KINETO_LOG_LEVEL ?= 6
 
@@ -39,13 +41,13 @@ lint: setup ## ruff (code and notebooks) and mypy --strict
 	$(BIN)/mypy
 
 unit: setup ## library, process and documentation tests
-	$(BIN)/python -m pytest -m "not gpu and not browser" --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not browser" $(AGAIN) --durations=10 $(ARGS)
 
 notebooks: setup ## execute every notebook and compare what it shows (strict nbval)
-	$(BIN)/python -m pytest --nbval --nbval-cell-timeout 300 --nbval-sanitize-with tests/nbval.cfg notebooks $(ARGS)
+	$(BIN)/python -m tests.notebooks $(ARGS)
 
 browser: setup ## drive JupyterLab in Chromium; screenshots in shots/
-	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
+	$(BIN)/python -m pytest -m browser tests/browser $(AGAIN) $(ARGS)
 
 test-gpu: ## the tests that need an NVIDIA GPU, with whatever Python has torch (PYTHON=…)
 	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m pytest -m gpu tests/gpu $(ARGS)

@@ -418,7 +418,7 @@ Make = Callable[..., Any]
 
 
 def test_a_run_writes_what_it_sees(by_hand: Make) -> None:
-    directory = by_hand(spec=spec_of(accumulation=2, noise_scale=True, steps=8, optimizer="sgd(lr=0.05, momentum=0.9)").to_json()).path
+    directory = by_hand(spec=spec_of(accumulation=2, noise_scale=1, steps=8, optimizer="sgd(lr=0.05, momentum=0.9)").to_json()).path
     program.main([str(directory)])
     run = Run.load(directory)
     found = run.noise_scale
@@ -431,11 +431,19 @@ def test_a_run_writes_what_it_sees(by_hand: Make) -> None:
     assert Run.load(directory).noise_scale.steps == 3
 
 
+def test_each_fourth_step_where_nobody_says(by_hand: Make) -> None:
+    directory = by_hand(spec=spec_of(accumulation=2, noise_scale=True, steps=12).to_json()).path
+    program.main([str(directory)])
+    rows = [json.loads(line) for line in (directory / rundir.noise_file(0)).read_text().splitlines()]
+    assert rows[0]["every"] == 4
+    assert [row["step"] for row in rows[1:]] == [1, 5, 9]
+
+
 @pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
 def test_mixed_precision_changes_little(precision: str, by_hand: Make) -> None:
     found = []
     for one in ("fp32", precision):
-        directory = by_hand(spec=spec_of(accumulation=2, noise_scale=True, precision=one).to_json()).path
+        directory = by_hand(spec=spec_of(accumulation=2, noise_scale=1, precision=one).to_json()).path
         program.main([str(directory)])
         found.append([value for pair in Run.load(directory).noise_scale.pairs for value in pair])
     plain, mixed = found
@@ -498,7 +506,7 @@ def test_a_launch_that_fails_keeps_what_it_saw(tmp_path: Path, by_hand: Make, mo
 def test_a_loss_that_is_nan_from_the_first_step(by_hand: Make, tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     task.write_text(TASK.replace("{factor}", "float('nan')"))
-    spec = RunSpec(task=f"{task}:build", micro_batch=4, accumulation=2, device="cpu", noise_scale=True, steps=5)
+    spec = RunSpec(task=f"{task}:build", micro_batch=4, accumulation=2, device="cpu", noise_scale=1, steps=5)
     directory = by_hand(spec=spec.to_json()).path
     program.main([str(directory)])
     with pytest.raises(NoiseScaleError, match="none of 5 steps has gradients that are numbers above 0: the loss is NaN"):
@@ -522,7 +530,7 @@ def test_knobs_that_do_not_go_together() -> None:
     with pytest.raises(SpecError, match="measure it with tensor_parallel=1"):
         spec_of(noise_scale=True, nproc_per_node=4, tensor_parallel=2)
     for wrong in (-1, "each", 2.5):
-        with pytest.raises(SpecError, match=r"noise_scale=.*: allowed are True \(each step\), n \(each n-th step\)"):
+        with pytest.raises(SpecError, match=r"noise_scale=.*: allowed are True \(each fourth step\), n \(each n-th; 1 = each\)"):
             spec_of(noise_scale=wrong, accumulation=2)
     assert spec_of(noise_scale=10, accumulation=2).noise_scale == 10
     assert spec_of(noise_scale=True, nproc_per_node=2).noise_scale

@@ -201,8 +201,26 @@ def notebook(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Noteboo
     opened.close()
 
 
+WAIT_AND_SAY_SO = """
+import sys, threading, time
+def say_so(waiting=threading.get_ident()):
+    frames = []
+    while wb.Run.wait.__code__ not in frames:
+        time.sleep(0.2)
+        frame, frames = sys._current_frames()[waiting], []
+        while frame:
+            frames.append(frame.f_code)
+            frame = frame.f_back
+    time.sleep(0.2)
+    print("waiting", flush=True)
+threading.Thread(target=say_so, daemon=True).start()
+run.wait()
+"""
+"""What is printed before `run.wait()` may be read here before it is called there, and an interrupt then meets no wait."""
+
+
 def test_kernel_interrupted_while_it_waits(notebook: Notebook) -> None:
-    cell = notebook.begin("print('waiting', flush=True); run.wait()")
+    cell = notebook.begin(WAIT_AND_SAY_SO)
     while notebook.client.get_iopub_msg(timeout=60)["content"].get("text") != "waiting\n":
         pass
     start = time.monotonic()

@@ -115,9 +115,9 @@ def _launched(spec: RunSpec, steps: int, runs_dir: str | os.PathLike[str] | None
 def _grouped(spec: RunSpec) -> tuple[RunSpec, list[str]]:
     """A spec that has two groups in a step, and what was changed for it."""
     if spec.accumulation * spec.data_ranks >= 2:
-        return spec.replace(noise_scale=True), []
+        return spec.replace(noise_scale=1), []
     if spec.micro_batch == AUTO:
-        return spec.replace(accumulation=2, noise_scale=True), [
+        return spec.replace(accumulation=2, noise_scale=1), [
             "measured with two micro-batches per step, so that there are groups to compare"
         ]
     if spec.micro_batch < 2:
@@ -125,7 +125,7 @@ def _grouped(spec: RunSpec) -> tuple[RunSpec, list[str]]:
             "micro_batch=1, accumulation=1 and one rank: one sample per step has nothing to be compared with; try micro_batch=32"
         )
     half = spec.micro_batch // 2
-    changed = spec.replace(micro_batch=half, accumulation=2, noise_scale=True)
+    changed = spec.replace(micro_batch=half, accumulation=2, noise_scale=1)
     return changed, [f"measured with 2 × {half} samples per step in the place of {spec.micro_batch}, so that there are groups to compare"]
 
 

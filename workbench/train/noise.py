@@ -13,6 +13,9 @@ from workbench.train.metrics import INTERVAL
 from workbench.train.optimizers import described
 from workbench.train.trainer import Trainer
 
+USUAL = 4
+"""Each so many steps are looked at where nobody says: looking costs a small model a tenth of its step (benchmarks/noise_scale.py)."""
+
 
 class NoiseLog:
     """Writes what a rank sees; a first line says of what, then comes a line per optimizer step, some times a second."""
@@ -29,7 +32,7 @@ class NoiseLog:
         """
         readers = trainer.layout.readers
         self._trainer, self._accumulation = trainer, trainer.spec.accumulation
-        self._every = int(trainer.spec.noise_scale)
+        self._every = USUAL if trainer.spec.noise_scale is True else int(trainer.spec.noise_scale)
         self._norms = GroupNorms(trainer.model, readers.world_size)
         self._writer = rundir.LineWriter(run_dir / rundir.noise_file(readers.rank))
         self._rows: list[tuple[int, Row]] = []
