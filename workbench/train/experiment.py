@@ -3,30 +3,27 @@
 torchrun starts one per rank. What to do stands in run.json under "experiment"; rank 0 leaves what came of it beside.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from workbench import failure, rundir
-from workbench.measure.blocks import StepFailed
+from workbench import rundir
 from workbench.measure.contest import contest
 from workbench.measure.experiment import experiment
 from workbench.measure.feed import Feed
-from workbench.measure.holding import held
 from workbench.measure.peers import Peers
 from workbench.measure.queueing import PATIENCE, drain, settle
 from workbench.spec import RunSpec
-from workbench.task import Task, resolve
+from workbench.task import Task
 from workbench.train.layout import stand_by
+from workbench.train.program import Assignment, carry_out
 from workbench.train.ranks import Ranks, choose_backend, choose_device
 from workbench.train.trainer import Trainer
 
@@ -35,24 +32,15 @@ LEAST = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Do what run.json says; whatever goes wrong is recorded before anything is torn down."""
-    parser = argparse.ArgumentParser(prog="python -m workbench.train.experiment", description=__doc__)
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help='directory with a run.json that has an "experiment"')
-    run_dir = parser.parse_args(arguments).run_dir
-    try:
-        info = rundir.read_json(run_dir / rundir.RUN_JSON)
-        spec, order = RunSpec.from_json(info["spec"]), info["experiment"]
-        task = resolve(spec.task)  # before the group: a wrong name needs no peers to be found
-        ranks = Ranks.join(spec)
-        try_out, name = (diagnose, rundir.EVIDENCE) if order["kind"] == "diagnose" else (prove, rundir.CONTEST)
-        found = try_out(info, task, ranks)
-        if ranks.rank == 0:
-            rundir.write_json(run_dir / name, found)
-        ranks.agree(True)  # nobody leaves while rank 0 writes
-    except BaseException as error:
-        failure.record(error.error if isinstance(error, StepFailed) else error, run_dir=run_dir, held=held)
-        raise
-    Ranks.leave()
+    """Do what run.json says."""
+    carry_out(find_out, name="workbench.train.experiment", about=__doc__, arguments=arguments)
+
+
+def find_out(mine: Assignment) -> dict[str, Any]:
+    """Evidence, or a contest; rank 0 writes it."""
+    try_out, name = (diagnose, rundir.EVIDENCE) if mine.order["kind"] == "diagnose" else (prove, rundir.CONTEST)
+    found = try_out(mine.info, mine.task, mine.ranks)
+    return {name: found} if mine.ranks.rank == 0 else {}
 
 
 def diagnose(info: Mapping[str, Any], task: Task, ranks: Ranks) -> dict[str, Any]:

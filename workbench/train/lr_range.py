@@ -3,20 +3,18 @@
 torchrun starts one per rank. What is wanted stands in run.json under "experiment". All sweeps and the race happen in this one launch.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench import failure, rundir
+from workbench import rundir
 from workbench.batch.lr_range_found import LrFound
-from workbench.measure.blocks import StepFailed
-from workbench.measure.holding import held
 from workbench.measure.lr_range import find
 from workbench.spec import AUTO, RunSpec
-from workbench.task import Task, resolve
+from workbench.task import Task
 from workbench.train.choosing import choose
+from workbench.train.program import Assignment, carry_out
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
 
@@ -25,23 +23,14 @@ INTERVAL = 0.3
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Do what run.json says; whatever goes wrong is recorded before anything is torn down."""
-    parser = argparse.ArgumentParser(prog="python -m workbench.train.lr_range", description=__doc__)
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help='directory with a run.json that has an "experiment"')
-    run_dir = parser.parse_args(arguments).run_dir
-    try:
-        info = rundir.read_json(run_dir / rundir.RUN_JSON)
-        spec, order = RunSpec.from_json(info["spec"]), info["experiment"]
-        task = resolve(spec.task)  # before the group: a wrong name needs no peers to be found
-        ranks = Ranks.join(spec)
-        found = search(spec, task, ranks, order, run_dir)
-        if ranks.rank == 0:
-            rundir.write_json(run_dir / rundir.LR_RANGE, found.to_json())
-        ranks.agree(True)  # nobody leaves while rank 0 writes
-    except BaseException as error:
-        failure.record(error.error if isinstance(error, StepFailed) else error, run_dir=run_dir, held=held)
-        raise
-    Ranks.leave()
+    """Do what run.json says."""
+    carry_out(find_out, name="workbench.train.lr_range", about=__doc__, arguments=arguments)
+
+
+def find_out(mine: Assignment) -> dict[str, Any]:
+    """The learning rate; all ranks find the same, rank 0 writes it."""
+    found = search(mine.spec, mine.task, mine.ranks, mine.order, mine.run_dir)
+    return {rundir.LR_RANGE: found.to_json()} if mine.ranks.rank == 0 else {}
 
 
 def search(spec: RunSpec, task: Task, ranks: Ranks, order: Mapping[str, Any], run_dir: Path) -> LrFound:

@@ -3,49 +3,37 @@
 torchrun starts one per rank. How many steps stands in run.json under "experiment".
 """
 
-import argparse
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from workbench import failure, rundir
+from workbench import rundir
 from workbench.measure.allocations import allocations
-from workbench.measure.holding import held
 from workbench.measure.memory import Borders, breakdown
 from workbench.measure.stepping import take_in
 from workbench.measure.storages import Recorder, collected_before
 from workbench.memory.breakdown import MemoryBreakdown
 from workbench.memory.log import ALLOC, Event
 from workbench.spec import RunSpec
-from workbench.task import Task, label, resolve
+from workbench.task import Task, label
+from workbench.train.program import Assignment, carry_out
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Do what run.json says; whatever goes wrong is recorded before anything is torn down."""
-    parser = argparse.ArgumentParser(prog="python -m workbench.train.memory", description=__doc__)
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help='directory with a run.json that has an "experiment"')
-    run_dir = parser.parse_args(arguments).run_dir
-    try:
-        info = rundir.read_json(run_dir / rundir.RUN_JSON)
-        spec, steps = RunSpec.from_json(info["spec"]), int(info["experiment"]["steps"])
-        task = resolve(spec.task)  # before the group: a wrong name needs no peers to be found
-        ranks = Ranks.join(spec)
-        found = measure(spec, task, ranks, steps)
-        folder = run_dir / rundir.MEMORY
-        folder.mkdir(exist_ok=True)
-        rundir.write_json(folder / f"rank{ranks.rank}.json", found.to_json())
-        ranks.agree(True)  # nobody leaves while another writes
-    except BaseException as error:
-        failure.record(error, run_dir=run_dir, held=held)
-        raise
-    Ranks.leave()
+    """Do what run.json says."""
+    carry_out(find_out, name="workbench.train.memory", about=__doc__, arguments=arguments)
+
+
+def find_out(mine: Assignment) -> dict[str, Any]:
+    """What this rank held."""
+    found = measure(mine.spec, mine.task, mine.ranks, int(mine.order["steps"]))
+    return {f"{rundir.MEMORY}/rank{mine.ranks.rank}.json": found.to_json()}
 
 
 def measure(spec: RunSpec, task: Task, ranks: Ranks, steps: int) -> MemoryBreakdown:
