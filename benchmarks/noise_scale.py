@@ -26,6 +26,7 @@ from workbench.batch.noise_scale import NoiseScale
 from workbench.batch.noise_steps import ENOUGH
 from workbench.measure.group_norms import GroupNorms
 from workbench.measure.per_sample import per_sample_gradients
+from workbench.measure.stride import Stride
 from workbench.task import resolve
 from workbench.train.trainer import build_model, loss_of, seed_all
 
@@ -146,8 +147,8 @@ def real() -> None:
             )
 
 
-def cost(name: str, micro_batch: int, accumulation: int, blocks: int, steps: int) -> None:
-    """CPU time with over that without, in pairs of blocks."""
+def cost(name: str, micro_batch: int, accumulation: int, blocks: int, steps: int, every: int | None) -> None:
+    """CPU time with over that without, in pairs of blocks; looking at each so many-th step (None: as often as is cheap)."""
     task = resolve(name)
     seed_all(0)
     model: nn.Module = build_model(task)
@@ -155,15 +156,21 @@ def cost(name: str, micro_batch: int, accumulation: int, blocks: int, steps: int
     loader = torch.utils.data.DataLoader(task.dataset(), batch_size=micro_batch, collate_fn=task.collate, drop_last=True)
     batches = [batch for batch, _ in zip(loader, range(accumulation), strict=False)]
 
+    stride = Stride(every)
+
     def block(watched: bool) -> float:
         norms = GroupNorms(model, 1) if watched else None
+        if norms:
+            norms.looking = stride.looking
         rows = []
         start = time.process_time()
         for _ in range(steps):
             for batch in batches:
                 (loss_of(task, model, batch) / accumulation).backward()
             if norms:
-                rows.append(norms.step())
+                if (row := norms.step()) is not None:
+                    rows.append(row)
+                norms.looking = stride.step()
             optimizer.step()
             optimizer.zero_grad()
         seconds = time.process_time() - start
@@ -171,7 +178,8 @@ def cost(name: str, micro_batch: int, accumulation: int, blocks: int, steps: int
             norms.close()
         return seconds
 
-    block(True), block(False)
+    for _ in range(1 if every else 8):  # until the stride is found
+        block(True), block(False)
     ratios = []
     for number in range(blocks):
         order = (True, False) if number % 2 else (False, True)
@@ -180,7 +188,7 @@ def cost(name: str, micro_batch: int, accumulation: int, blocks: int, steps: int
     quartiles = statistics.quantiles(ratios, n=4)
     weights = sum(weight.numel() for weight in model.parameters())
     print(
-        f"{name} | {weights:,} | {len(list(model.parameters()))} | {accumulation} × {micro_batch} | "
+        f"{name} | {weights:,} | {len(list(model.parameters()))} | {accumulation} × {micro_batch} | {stride.every} | "
         f"{statistics.median(ratios):.3f} ({quartiles[0]:.3f}–{quartiles[2]:.3f})",
         flush=True,
     )
@@ -194,9 +202,10 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {platform.machine()}, CPU")
-    print("\nmodel | weights | tensors | step | CPU time with ÷ without (median, quartiles)")
+    print("\nmodel | weights | tensors | step | looks at one of | CPU time with ÷ without (median, quartiles)")
     for name, size, steps in (("fashion-mlp", 64, 40), ("fashion-mlp", 512, 20), ("text-gpt", 16, 4), ("clipart-resnet", 16, 2)):
-        cost(name, size, 2, 15, steps)
+        cost(name, size, 2, 15, steps, every=1)
+        cost(name, size, 2, 15, 8 * steps, every=None)
     print()
     repeated(given.trials)
     if not given.skip_runs:

@@ -1,6 +1,7 @@
 """Gradient noise of real steps: the same from ranks, shards and accumulation, and true to the gradients of single samples."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench import rundir
+from workbench.batch.noise_rows import combined
 from workbench.batch.noise_scale import NoiseScale
 from workbench.batch.noise_steps import NoiseScaleError
 from workbench.batching import noise
@@ -26,6 +28,7 @@ from workbench.failure import RunError
 from workbench.measure.gradient_noise import NoiseWatch
 from workbench.measure.group_norms import GroupNorms, norm, read
 from workbench.measure.per_sample import exact_noise_scale, per_sample_gradients
+from workbench.measure.stride import Stride
 from workbench.run import Run
 from workbench.spec import RunSpec, ScriptSpec, SpecError
 from workbench.train import __main__ as program
@@ -439,6 +442,27 @@ def test_each_fourth_step_where_nobody_says(by_hand: Make) -> None:
     assert [row["step"] for row in rows[1:]] == [1, 5, 9]
 
 
+@pytest.mark.parametrize(("cost", "every"), [(0.0, 4), (0.19, 4), (0.3, 8), (1.5, 32), (50.0, 64)])
+def test_the_stride_grows_until_looking_costs_little(cost: float, every: int) -> None:
+    """A step takes 1 s, looking at it so much more: at most a twentieth of all is spent so, or one step in 64 is looked at."""
+    now, looked = 0.0, []
+    stride = Stride(clock=lambda: now)
+    for step in range(2000):
+        now += 1.0 + (cost if stride.looking else 0.0) + (5.0 if step < 3 else 0.0)  # the first steps are slow
+        looked.append(step) if stride.looking else None
+        stride.step()
+    assert stride.every == every
+    assert {b - a for a, b in itertools.pairwise(looked[-5:])} == {every}
+    assert all(step % 4 == 0 for step in looked)  # those of any rank that looks less often are among them
+
+
+def test_ranks_that_look_at_different_steps() -> None:
+    head = {"world_size": 2, "micro_batch": 4, "accumulation": 1, "every": 4, "dataset_size": None, "optimizer": None}
+    often, seldom = ([head, *({"step": step, "small": 2.0, "big": 0.75} for step in range(1, 80, every))] for every in (4, 8))
+    found = combined([often, seldom])
+    assert (found.every, found.steps) == (8, 10)
+
+
 @pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
 def test_mixed_precision_changes_little(precision: str, by_hand: Make) -> None:
     found = []
@@ -530,7 +554,7 @@ def test_knobs_that_do_not_go_together() -> None:
     with pytest.raises(SpecError, match="measure it with tensor_parallel=1"):
         spec_of(noise_scale=True, nproc_per_node=4, tensor_parallel=2)
     for wrong in (-1, "each", 2.5):
-        with pytest.raises(SpecError, match=r"noise_scale=.*: allowed are True \(each fourth step\), n \(each n-th; 1 = each\)"):
+        with pytest.raises(SpecError, match=r"noise_scale=.*: allowed are True \(each fourth step, or fewer\), n \(each n-th; 1 = each\)"):
             spec_of(noise_scale=wrong, accumulation=2)
     assert spec_of(noise_scale=10, accumulation=2).noise_scale == 10
     assert spec_of(noise_scale=True, nproc_per_node=2).noise_scale

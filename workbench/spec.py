@@ -160,7 +160,8 @@ class RunSpec(_Spec):
     """Run the task's evaluation after the last step."""
     noise_scale: bool | int = False
     """Write the norms of which `run.noise_scale` is made: n = of each n-th step, at 1/n of the cost (1 = of each, in a long run 10 is
-    plenty), True = of each fourth. Needs two groups of samples in a step: ranks, or accumulation."""
+    plenty), True = of each fourth, or of fewer where that took more than 5 % of the time. Needs two groups of samples in a step: ranks, or
+    accumulation."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.task, str) or not self.task:
@@ -316,7 +317,7 @@ def _check_parallel(spec: RunSpec) -> None:
 
 def _check_noise(spec: RunSpec) -> None:
     if not isinstance(spec.noise_scale, int) or spec.noise_scale < 0:
-        raise SpecError(f"noise_scale={spec.noise_scale!r}: allowed are True (each fourth step), n (each n-th; 1 = each), and False")
+        raise SpecError(f"noise_scale={spec.noise_scale!r}: allowed are True (each fourth step, or fewer), n (each n-th; 1 = each), and False")
     if spec.tensor_parallel > 1:
         raise SpecError(
             f"noise_scale={spec.noise_scale} with tensor_parallel={spec.tensor_parallel}: a sample's gradient is spread over ranks there, "

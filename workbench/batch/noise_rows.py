@@ -29,7 +29,8 @@ def combined(ranks: Sequence[Sequence[Mapping[str, Any]]], *, notes: Sequence[st
     for rows in ranks:
         for row in rows[1:]:
             by_step.setdefault(row["step"], []).append(None if row["small"] is None else (row["small"], row["big"]))
-    whole = [found for _, found in sorted(by_step.items()) if len(found) == head["world_size"]]
+    steps = [step for step, found in sorted(by_step.items()) if len(found) == head["world_size"]]
+    whole = [by_step[step] for step in steps]
     pairs = [pair for found in whole if (pair := _added(found)) is not None]
     told = list(notes)
     if split := len(whole) - len(pairs):
@@ -42,10 +43,20 @@ def combined(ranks: Sequence[Sequence[Mapping[str, Any]]], *, notes: Sequence[st
         micro_batch=head["micro_batch"],
         groups=head["accumulation"] * head["world_size"],
         dataset_size=head["dataset_size"],
-        every=head["every"],
+        every=_stride(steps, head["every"]),
         optimizer=head["optimizer"],
         notes=told,
     )
+
+
+def _stride(steps: Sequence[int], begun_with: int) -> int:
+    """One of how many steps was looked at, of late: a run may look less often than it began with."""
+    latest = steps[-_LATEST:]
+    return round((latest[-1] - latest[0]) / (len(latest) - 1)) if len(latest) > 1 else begun_with
+
+
+_LATEST = 9
+"""Steps that say how often a run looks now."""
 
 
 def _added(found: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:

@@ -9,12 +9,10 @@ from torch.utils.data import IterableDataset
 
 from workbench import rundir
 from workbench.measure.group_norms import GroupNorms, Row, read
+from workbench.measure.stride import Stride
 from workbench.train.metrics import INTERVAL
 from workbench.train.optimizers import described
 from workbench.train.trainer import Trainer
-
-USUAL = 4
-"""Each so many steps are looked at where nobody says: looking costs a small model a tenth of its step (benchmarks/noise_scale.py)."""
 
 
 class NoiseLog:
@@ -32,7 +30,7 @@ class NoiseLog:
         """
         readers = trainer.layout.readers
         self._trainer, self._accumulation = trainer, trainer.spec.accumulation
-        self._every = USUAL if trainer.spec.noise_scale is True else int(trainer.spec.noise_scale)
+        self._stride = Stride(None if trainer.spec.noise_scale is True else int(trainer.spec.noise_scale))
         self._norms = GroupNorms(trainer.model, readers.world_size)
         self._writer = rundir.LineWriter(run_dir / rundir.noise_file(readers.rank))
         self._rows: list[tuple[int, Row]] = []
@@ -42,7 +40,7 @@ class NoiseLog:
             "world_size": readers.world_size,
             "micro_batch": trainer.spec.micro_batch,
             "accumulation": self._accumulation,
-            "every": self._every,
+            "every": self._stride.every,
             "dataset_size": _size(trainer.loader.dataset),
             "optimizer": described(trainer.optimizer),
         }
@@ -60,7 +58,7 @@ class NoiseLog:
         row = self._norms.step(self._trainer.precision.loss_scale())
         if row is not None:
             self._rows.append((step, row))
-        self._norms.looking = step % self._every == 0
+        self._norms.looking = self._stride.step()
         if time.perf_counter() - self._flushed > INTERVAL:
             self.flush()
 
