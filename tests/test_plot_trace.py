@@ -58,6 +58,12 @@ def test_a_part_of_the_time(trace: Trace) -> None:
     assert {str(area.get_label()) for area in ax.collections} == {"compute"}
     with pytest.raises(ValueError, match="has to end after it begins"):
         plot.timeline(trace, start=1.0, end=0.5)
+    one = plot.timeline(trace, step=4)
+    assert one.get_xlim()[1] == pytest.approx(100)  # µs
+    with pytest.raises(ValueError, match=r"timeline\(step=7\): the trace has the steps 4, 5"):
+        plot.timeline(trace, step=7)
+    with pytest.raises(ValueError, match="one trace is drawn"):
+        plot.timeline({0: trace})  # type: ignore[arg-type]
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:

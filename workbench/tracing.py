@@ -1,76 +1,184 @@
-"""Trace: some steps of this process under torch's profiler, and the file they leave, read."""
+"""Trace: some steps under torch's profiler, of this process or of a run that is launched for it, and the files they leave, read."""
 
-import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
-from workbench import units
+from workbench import launcher, rundir
+from workbench.failure import Failure, RunError
+from workbench.launcher.launching import label
+from workbench.profiling import STEPS, Profile
 from workbench.run import Run
-from workbench.spec import RunSpec, ScriptSpec
+from workbench.spec import RunSpec, ScriptSpec, SpecError
 from workbench.task import Task
-from workbench.traces import Trace
+from workbench.traces import Trace, TraceError, TraceSet
+from workbench.traces.captured import notes_in
 
-STEPS = 5
-"""Steps that are traced where nobody says."""
+Ranks = Literal["all"] | int | Iterable[int]
 
 
+@overload
 def trace(
     step: Callable[[Any], Any],
     loader: Iterable[Any] | None = None,
     *,
     steps: int = STEPS,
-    into: str | os.PathLike[str] = "traces",
+    into: str | os.PathLike[str] | None = None,
     model: Any = None,
     optimizer: Any = None,
     shapes: bool = True,
     stacks: bool = False,
     memory: bool = False,
     flops: bool = False,
-) -> Trace:
+) -> Trace: ...
+@overload
+def trace(
+    step: RunSpec,
+    *,
+    steps: int = STEPS,
+    ranks: Ranks = 0,
+    wait: int | None = None,
+    shapes: bool = True,
+    stacks: bool = False,
+    memory: bool = False,
+    flops: bool = False,
+    runs_dir: str | os.PathLike[str] | None = None,
+) -> Any: ...
+@overload
+def trace(step: Run) -> Any: ...
+def trace(
+    step: Callable[[Any], Any] | RunSpec | Run,
+    loader: Iterable[Any] | None = None,
+    *,
+    steps: int = STEPS,
+    ranks: Ranks | None = None,
+    wait: int | None = None,
+    into: str | os.PathLike[str] | None = None,
+    model: Any = None,
+    optimizer: Any = None,
+    shapes: bool = True,
+    stacks: bool = False,
+    memory: bool = False,
+    flops: bool = False,
+    runs_dir: str | os.PathLike[str] | None = None,
+) -> Any:
     """Take some steps under torch's profiler, and read what it wrote down.
 
-    The steps come after the prefetch queue was emptied, which would hide a slow loader, and as many are taken without the profiler, before
-    and after: `slowdown` says what it cost. Model, optimizer, random generators and loader are left as they were.
+    * `trace(step, loader)` traces in this process, after the prefetch queue was emptied, which would hide a slow loader. As many steps are
+      taken without the profiler, before and after. Model, optimizer, random generators and loader are left as they were.
+    * `trace(spec)` launches the spec, as long as it takes to get past warm-up and prefetch queue, and traces the ranks that are asked for.
+    * `trace(run)` reads what a run with `profile=` has written.
+
+    `slowdown` of a trace says what the profiler cost, against other steps of the same run.
 
     Args:
-        step: `step(batch)` does one whole optimizer step.
-        loader: its batches, from a DataLoader or any other iterable.
+        step: `step(batch)` does one whole optimizer step; or a RunSpec, or a Run.
+        loader: with a step: its batches, from a DataLoader or any other iterable.
         steps: how many are traced.
-        into: the directory the file goes to; `tensorboard --logdir` finds it there, with the plugin torch-tb-profiler.
-        model: the module, or several; None = found by looking at the step.
-        optimizer: the optimizer, or several; None = found as well.
+        ranks: with a spec: which, a number, a list or "all"; None = the first.
+        wait: with a spec: steps before the profiler; None = past warm-up and prefetch queue.
+        into: with a step: the directory the file goes to, where `tensorboard --logdir` finds it with the plugin torch-tb-profiler; None =
+            `traces` in the current folder. A run has a folder `traces` of its own.
+        model: with a step: the module, or several; None = found by looking at the step.
+        optimizer: with a step: the optimizer, or several; None = found as well.
         shapes: record the shapes of operators' inputs.
         stacks: record Python's frames: dear, but they name what the host does between operators.
         memory: record every request for memory.
         flops: let the profiler count FLOPs of operators.
+        runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
+
+    Returns:
+        A Trace; of several ranks a TraceSet.
 
     Raises:
         ValueError: what was given cannot be traced; the message says why.
-        TraceError: the profiler wrote nothing that can be read.
+        RunError: the run that was launched failed; its run directory stays.
+        TraceError: the profiler wrote nothing that can be read, or the run has no traces.
     """
+    options = {"shapes": shapes, "stacks": stacks, "memory": memory, "flops": flops}
+    if isinstance(step, Run):
+        _refuse(step, loader=loader, ranks=ranks, wait=wait, into=into, model=model, optimizer=optimizer, runs_dir=runs_dir)
+        return of_run(step)
+    if isinstance(step, RunSpec):
+        _refuse(step, loader=loader, into=into, model=model, optimizer=optimizer)
+        profile = {"steps": steps, "ranks": 0 if ranks is None else ranks, "wait": wait, **options}
+        return of_run(_launched(step, profile, runs_dir))
     _check(step, loader, steps)
+    if extra := [name for name, value in (("ranks", ranks), ("wait", wait), ("runs_dir", runs_dir)) if value is not None]:
+        raise ValueError(f"trace(step, …, {extra[0]}=…): only a spec takes it, trace(spec, {extra[0]}=…)")
     assert loader is not None
     from workbench.measure.tracing import Options, capture
 
-    options = Options(shapes=shapes, stacks=stacks, memory=memory, flops=flops)
-    captured = capture(step, loader, steps=steps, into=Path(into), options=options, model=model, optimizer=optimizer)
-    found = Trace.load(captured.path)
-    notes = list(captured.notes)
-    slowdown = captured.slowdown
-    if not math.isnan(slowdown) and slowdown > 0.5:
-        notes.append(f"the profiler slows these steps down by {units.percent(slowdown)}: small operators look dearer than they are")
-    return dataclasses.replace(found, slowdown=None if math.isnan(slowdown) else slowdown, notes=(*found.notes, *notes))
+    folder = Path("traces" if into is None else into)
+    return Trace.load(capture(step, loader, steps=steps, into=folder, options=Options(**options), model=model, optimizer=optimizer).path)
+
+
+def of_run(run: Run) -> Trace | TraceSet:
+    """The traces of a run: a Trace of one rank, a TraceSet of several.
+
+    Raises:
+        TraceError: it has none, or they cannot be read.
+    """
+    paths = list(run.traces.values())
+    if not paths:
+        asked = getattr(run.spec, "profile", None)
+        why = "it was not asked for any: launch it with profile=5" if asked is None else _why_none(run)
+        raise TraceError(f"{run!r} has no traces: {why}")
+    return Trace.load(paths[0]) if len(paths) == 1 else TraceSet.load(paths)
+
+
+def _why_none(run: Run) -> str:
+    if run.state == "running":
+        return f"it has done {run.progress[0]} steps, and they are written when all of the traced ones are over; wait for run.wait()"
+    if said := notes_in(run.path / rundir.TRACES):
+        return "; ".join(said)
+    least = run.spec.profile.least(run.spec.queue if isinstance(run.spec, RunSpec) else 0)
+    return (
+        f"it was {run.state} after {run.progress[0]} steps, before the traced ones were over; that takes {least} at least, fewer with a "
+        'shorter one, such as profile={"steps": 3, "wait": 2}'
+    )
+
+
+def _launched(spec: RunSpec, profile: dict[str, Any], runs_dir: str | os.PathLike[str] | None) -> Run:
+    """Train until the traced steps have been compared with others."""
+    try:
+        wanted = Profile.of(profile)
+    except ValueError as error:
+        raise SpecError(f"trace({spec.task!r}, …): {error}") from None
+    assert wanted is not None
+    steps = wanted.good(spec.queue)
+    changed = spec.replace(profile=wanted, steps=steps, warmup_steps=min(spec.warmup_steps, steps), evaluate=False, noise_scale=False)
+    run = launcher.launch(changed, runs_dir=runs_dir, name=f"{label(spec)} trace")
+    try:
+        run.wait()
+    except BaseException:
+        run.stop()
+        raise
+    if not run.ok:
+        failed = RunError(run.error or Failure(rank=None, kind="launcher", message=f"it was {run.state}", traceback=None, hint=None))
+        failed.add_note(f"Its run directory: {run.path}")
+        raise failed
+    return run
+
+
+def _refuse(given: RunSpec | Run, **others: Any) -> None:
+    for name, value in others.items():
+        if value is not None:
+            word = "a loader" if name == "loader" else f"{name}="
+            kind, whose = ("spec", "a run has its own folder") if isinstance(given, RunSpec) else ("run", "its traces are read as they are")
+            raise ValueError(f"trace({kind}, …) was given {word}, which does not go with a {kind}: {whose}; trace(step, loader) takes it")
 
 
 def _check(step: Any, loader: Any, steps: Any) -> None:
     shown = getattr(step, "__name__", type(step).__name__)
     if isinstance(step, str | os.PathLike):
         raise ValueError(f"trace({str(step)!r}): a step function is traced; a file that a profiler wrote is read by wb.Trace.load(path)")
-    if isinstance(step, RunSpec | ScriptSpec | Task | Run):
-        raise ValueError(f"trace({shown}): allowed is a step function of this process with its loader, trace(step, loader)")
+    if isinstance(step, ScriptSpec | Task):
+        raise ValueError(
+            f"trace({shown}): allowed are a step function with its loader, a RunSpec (a task is traced by its spec, "
+            'trace(wb.RunSpec(task="my_task.py:build"))), or a Run'
+        )
     if hasattr(step, "state_dict") and hasattr(step, "parameters"):
         raise ValueError(f"trace({shown}, …): a function is wanted that does one whole optimizer step; a module goes into model=")
     if not callable(step):

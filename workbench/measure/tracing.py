@@ -1,25 +1,31 @@
 """Capturing a trace: some steps of this process under torch's profiler, past what a full prefetch queue hides, beside steps without it."""
 
 import contextlib
+import gzip
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from workbench import rundir
 from workbench.measure.feed import Exhausted, Feed
 from workbench.measure.inside import hindrance, without_kineto_lines
 from workbench.measure.keep import Keep
 from workbench.measure.queueing import drain
 from workbench.measure.subject import check, device_of, look_around
+from workbench.traces.captured import Captured
 
 SETTLING = 3
 """Steps after the queue was emptied, before anything counts."""
+LEVEL = 5
+"""Of gzip: its own 9 takes several times as long for a few per cent."""
 FETCH = "enumerate(DataLoader)#Feed.__next__"
 """The mark around waiting for a batch, start-ups of a pass included; readers of traces know its first word."""
 
@@ -36,23 +42,6 @@ class Options:
     """Every request for memory."""
     flops: bool = False
     """Of operators whose formula torch knows; they are in the profiler's own tables, not in the file."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Captured:
-    """Where a trace was written, and what it cost."""
-
-    path: Path
-    traced: float = float("nan")
-    """Seconds per step under the profiler."""
-    plain: float = float("nan")
-    """Seconds per step without it, half of them before and half after."""
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def slowdown(self) -> float:
-        """How much longer a traced step takes: 0.1 = 10 %."""
-        return self.traced / self.plain - 1 if self.plain > 0 else float("nan")
 
 
 def capture(
@@ -101,13 +90,40 @@ def capture(
                 f"the loader could be read only once, and it ended after {run.feed.batches} batches: give one that has at least "
                 f"{2 * steps + SETTLING + 4}, or that can be read again"
             ) from None
+    keep(captured)
     return captured
 
 
-def file_name() -> str:
+def keep(captured: Captured) -> None:
+    """Write what is known of a trace beside it.
+
+    Raises:
+        OSError: there is no room.
+    """
+    rundir.write_json(Captured.beside(captured.path), captured.to_json())
+
+
+def file_name(prefix: str = "") -> str:
     """Of a trace of this process: `host_pid.nanoseconds.pt.trace.json.gz`, as TensorBoard's profiler plugin wants it."""
     host = re.sub(r"[^\w-]", "-", socket.gethostname())
-    return f"{host}_{os.getpid()}.{time.time_ns()}.pt.trace.json.gz"
+    return f"{prefix}{host}_{os.getpid()}.{time.time_ns()}.pt.trace.json.gz"
+
+
+def export(profiler: Any, path: Path) -> None:
+    """Write what a profiler has recorded, packed: a whole file or none.
+
+    Raises:
+        OSError: there is no room.
+    """
+    plain, packed = (path.with_name(f".{path.name}.{end}") for end in ("json", "part"))  # no reader of traces takes these for one
+    try:
+        profiler.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=LEVEL) as target:
+            shutil.copyfileobj(source, target, 2**20)
+        packed.replace(path)
+    finally:
+        plain.unlink(missing_ok=True)
+        packed.unlink(missing_ok=True)
 
 
 class _Run:
@@ -149,6 +165,7 @@ def _take(run: _Run, captured: Captured, steps: int, options: Options) -> None:
     captured.traced = _profiled(run, captured, steps, options) / steps
     run.once()  # the profiler's end frees much memory
     captured.plain = (plain + run.timed(steps - early)) / steps
+    captured.compared = steps
     if run.feed.queue:
         captured.notes.append(f"the prefetch queue of {run.feed.queue} batches was emptied before: it would have hidden a slow loader")
 
@@ -159,30 +176,39 @@ def _profiled(run: _Run, captured: Captured, steps: int, options: Options) -> fl
     Returns:
         Seconds of all traced steps.
     """
-    with _profiler(steps, options, run.wait) as profiler:
+    with profiling(steps, options, run.wait) as profiler:
         run.once()
         run.wait()
         profiler.step()
         seconds = run.timed(steps, profiler.step)
         with without_kineto_lines():
             profiler.step()
-    profiler.export_chrome_trace(str(captured.path))
+    export(profiler, captured.path)
     return seconds
 
 
 @contextlib.contextmanager
-def _profiler(steps: int, options: Options, wait: Callable[[], object]) -> Iterator[Any]:
+def profiling(steps: int, options: Options, wait: Callable[[], object], *, at: int = 0) -> Iterator[Any]:
+    """A profiler that runs: after one step of warm-up it traces `steps`; `step()` of it is called after each.
+
+    Args:
+        steps: how many are traced.
+        options: what is recorded.
+        wait: waits for the device.
+        at: the number of the step that comes next, of which marks of steps go on.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     profiler = torch.profiler.profile(
         activities=activities,
-        schedule=torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1),
+        schedule=_schedule(steps, at),
         record_shapes=options.shapes,
         with_stack=options.stacks,
         profile_memory=options.memory,
         with_flops=options.flops,
     )
+    profiler.step_num = at
     wait()
     with without_kineto_lines():
         profiler.start()
@@ -191,3 +217,9 @@ def _profiler(steps: int, options: Options, wait: Callable[[], object]) -> Itera
     finally:
         with without_kineto_lines():
             profiler.stop()
+
+
+def _schedule(steps: int, at: int) -> Callable[[int], torch.profiler.ProfilerAction]:
+    """One step of warm-up, then those that are recorded, once."""
+    plan = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
+    return lambda number: plan(max(0, number - at))  # a profiler asks for step 0 when it is made

@@ -16,6 +16,8 @@ from workbench.plot.stack import WIDTH, Bar, height, legend, rows, scale_of, sta
 from workbench.traces import Breakdown, Trace
 from workbench.traces.breakdown import ON_CPU, ON_DEVICE, PARTS
 from workbench.traces.intervals import Spans, covered, union
+from workbench.traces.kinds import KINDS
+from workbench.traces.windows import Step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,12 +32,32 @@ COLORS = {
     "other": PHASES["other"],
 }
 """Part of a traced step → colour; the same as everywhere else."""
+_DEVICE = {"kernel": COLORS["compute"], "communication": COLORS["communication"], "h2d": COLORS["h2d"], "copy": COLORS["other"]}
+_HOST = {
+    "data_wait": COLORS["data_wait"],
+    "backward": PHASES["backward"],
+    "optimizer": PHASES["optimizer"],
+    "host_communication": COLORS["communication"],
+    "collective_call": COLORS["communication"],
+    "runtime": PHASES["backward"],
+    "wait": COLORS["idle"],
+}
 MOST_BARS = 24
 """Steps that get a bar of their own."""
 BINS = 1_200
 """Pieces that the time of a picture is cut into: more than it has dots."""
 MOST_LANES = 16
 """Threads and streams that are drawn: the busiest."""
+
+
+def kind_colors(device: bool) -> dict[str, str]:
+    """Kind of event → colour, for pictures that show single events.
+
+    Args:
+        device: does a device compute? Then operators are pale, as they only launch.
+    """
+    operator = COLORS["host"] if device else COLORS["compute"]
+    return {kind: {**_DEVICE, **_HOST, "operator": operator}.get(kind, COLORS["other"]) for kind in KINDS}
 
 
 def breakdown(result: Trace | Breakdown, ax: Axes | None = None) -> Axes:
@@ -64,22 +86,25 @@ def breakdown(result: Trace | Breakdown, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def timeline(trace: Trace, ax: Axes | None = None, *, start: float | None = None, end: float | None = None) -> Axes:
+def timeline(
+    trace: Trace, ax: Axes | None = None, *, step: int | None = None, start: float | None = None, end: float | None = None
+) -> Axes:
     """Who was at work when: a lane per thread and stream, the busiest first, in the colours of the parts.
 
     The time is cut into BINS pieces; the height of a colour in a lane is the share of a piece in which that part runs there, so that a
-    picture of 400,000 events takes as long as one of 400.
+    picture of 400,000 events takes hardly longer than one of 400. To zoom into it: `widgets.TraceExplorer(trace)`.
 
     Args:
         trace: whose events.
         ax: the Axes to draw into; None makes a figure.
-        start: seconds from the first event on, where the picture begins; None: the first step.
-        end: where it ends; None: with the last step.
+        step: the number of a step to draw alone.
+        start: seconds from the first event on, where the picture begins; None: the first step, or the beginning of `step`.
+        end: where it ends; None: with the last step, or with `step`.
 
     Raises:
-        ValueError: it ends before it begins.
+        ValueError: it ends before it begins; there is no such step; several traces were given.
     """
-    steps = trace.steps
+    steps = _steps(trace, step)
     begin = steps[0].start if start is None else start
     until = steps[-1].start + steps[-1].seconds if end is None else end
     if not begin < until:
@@ -102,15 +127,25 @@ def timeline(trace: Trace, ax: Axes | None = None, *, start: float | None = None
                 )
                 drawn.setdefault(part, area)
                 base = top
-    for step in steps:
-        if begin <= step.start <= until:
-            ax.axvline((step.start - begin) * scale, color=PHASES["other"], linewidth=0.6, zorder=0)
+    for one in steps:
+        if begin <= one.start <= until:
+            ax.axvline((one.start - begin) * scale, color=PHASES["other"], linewidth=0.6, zorder=0)
     rows(ax, [_short(trace.columns.lanes[lane].name) for lane in lanes])
     ax.set_xlim(0, float(places[-1]))
     ax.set_xlabel(f"time of the trace ({unit})")
     if drawn:
         legend(ax, [drawn[part] for part in PARTS if part in drawn])  # type: ignore[misc]
     return ax
+
+
+def _steps(trace: Trace, number: int | None) -> Sequence[Step]:
+    """All steps, or the one that is asked for."""
+    if not isinstance(trace, Trace):
+        raise ValueError(f"timeline({trace!r:.60}): one trace is drawn, such as traces[0]; widgets.TraceExplorer(traces) shows several")
+    found = [one for one in trace.steps if number is None or one.index == number]
+    if not found:
+        raise ValueError(f"timeline(step={number!r}): the trace has the steps {', '.join(str(one.index) for one in trace.steps[:12])}")
+    return found
 
 
 def _busiest(trace: Trace, begin: int, end: int) -> list[int]:
@@ -130,15 +165,16 @@ def _layers(trace: Trace) -> Sequence[tuple[str, tuple[str, ...]]]:
 
 def _shares(trace: Trace, lane: int, edges: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
     """Part → share of each piece of time in which it runs on a lane and none before it does."""
-    columns, kinds = trace.columns, trace.kinds
-    here = (columns.lane == lane) & (columns.start < edges[-1]) & (columns.end > edges[0])
+    columns = trace.columns
+    here = np.flatnonzero((columns.lane == lane) & (columns.start < edges[-1]) & (columns.end > edges[0]))
+    spans, codes = np.stack([columns.start[here], columns.end[here]], axis=1), trace.kinds.codes[here]
     windows = np.stack([edges[:-1], edges[1:]], axis=1)
     lengths = np.maximum(windows[:, 1] - windows[:, 0], 1)
     cover: Spans = np.empty((0, 2), dtype=np.int64)
     below = np.zeros(BINS, dtype=np.int64)
     shares: dict[str, NDArray[np.float64]] = {}
     for part, layer in _layers(trace):
-        cover = union(cover, columns.spans[here & kinds.where(*(kind for kind in layer if kind != "step"))])
+        cover = union(cover, spans[np.isin(codes, [KINDS.index(kind) for kind in layer if kind != "step"])])
         upto = covered(cover, windows)
         shares[part] = (upto - below) / lengths
         below = upto

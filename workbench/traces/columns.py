@@ -4,13 +4,15 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench.traces.intervals import Numbers, Spans
-from workbench.traces.wire import NO_ARGS, NO_SHAPES, Args, Event
+from workbench.traces.wire import NO_ARGS, NO_SHAPES, Args, Bare, Event
+
+B = TypeVar("B", bound=Bare)
 
 LATEST, LONGEST = 3e15, 1e15
 """Microseconds since 1970, and of one event: later and longer times are none (nanoseconds of them would not fit 64 bits)."""
@@ -69,6 +71,8 @@ class Columns:
     external: Numbers
     """Joins an operator and the work that it launched; -1 = none."""
     messages: tuple[Message, ...]
+    origin: float | None = None
+    """Microseconds at which the first event begins, on the file's own clock; ranks of one machine share it. None where it is not known."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -99,13 +103,9 @@ class Gathering:
         found = [e for e in batch if e.ph == "X"]
         if len(found) < len(batch):
             self._rest(batch)
-        start, dur = _floats([e.ts for e in found]), _floats([e.dur for e in found])
-        with np.errstate(invalid="ignore"):
-            sound = (np.abs(start) < LATEST) & (dur >= 0) & (dur < LONGEST)
-        if not sound.all():
-            self.impossible += int((~sound).sum())
-            found = [e for e, good in zip(found, sound.tolist(), strict=True) if good]
-            start, dur = start[sound], dur[sound]
+        whole = len(found)
+        found, start, dur = possible(found)
+        self.impossible += whole - len(found)
         if not found:
             return
         if self._origin is None:
@@ -122,8 +122,8 @@ class Gathering:
                 _codes(self._shapes, [b"" if a.shapes is NO_SHAPES else bytes(a.shapes) for a in args], size),
                 begin,
                 begin + np.rint(dur * 1e3).astype(np.int64),
-                _integers([a.correlation for a in args]),
-                _integers([a.external for a in args]),
+                integers([a.correlation for a in args]),
+                integers([a.external for a in args]),
             )
         )
         self._messages += [Message(self._count + i, a) for i, a in enumerate(args) if a.collective is not None or a.bytes is not None]
@@ -155,7 +155,18 @@ class Gathering:
             correlation=correlation,
             external=external,
             messages=tuple(self._messages),
+            origin=None if self._origin is None else self._origin + first / 1e3,
         )
+
+
+def possible(found: list[B]) -> tuple[list[B], NDArray[np.float64], NDArray[np.float64]]:
+    """The events whose times can be, and their beginnings and lengths in microseconds."""
+    start, dur = _floats([e.ts for e in found]), _floats([e.dur for e in found])
+    with np.errstate(invalid="ignore"):
+        sound = (np.abs(start) < LATEST) & (dur >= 0) & (dur < LONGEST)
+    if sound.all():
+        return found, start, dur
+    return [e for e, good in zip(found, sound.tolist(), strict=True) if good], start[sound], dur[sound]
 
 
 def gathered(batches: Iterable[list[Event]]) -> Gathering:
@@ -188,8 +199,8 @@ def _floats(values: list[float | None]) -> NDArray[np.float64]:
     return np.array(values, dtype=np.float64)
 
 
-def _integers(values: list[int | None]) -> Numbers:
-    """-1 for what is missing or does not fit."""
+def integers(values: list[int | None]) -> Numbers:
+    """As an array; -1 for what is missing or does not fit."""
     try:
         return np.array([-1 if value is None else value for value in values], dtype=np.int64)
     except OverflowError:

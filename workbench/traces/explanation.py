@@ -113,7 +113,7 @@ def _cannot(breakdown: Breakdown, overlap: Overlap, marked: bool, ranks: int | N
     if breakdown.device == "cpu":
         said.append("whether the time outside of operators is Python at work, waiting or asleep (with_stack=True tells more)")
     if overlap.mean("communication") > 0:
-        said.append("how much of a collective is waiting for a slower rank: compare the traces of all ranks")
+        said.append("how much of a collective is waiting for a slower rank: those of all ranks tell, TraceSet.load(directory).stragglers()")
     elif ranks and ranks > 1:
         said.append(f"why no collective is to be seen, although the file is of one of {ranks} ranks")
     if not marked:

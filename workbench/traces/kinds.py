@@ -86,6 +86,11 @@ class Kinds:
         self.device = bool(np.isin(self._code, [codes[kind] for kind in DEVICE]).any())
         """Did a device other than the CPU work?"""
 
+    @property
+    def codes(self) -> NDArray[np.int8]:
+        """Number of each event's kind, in the order of KINDS."""
+        return self._code
+
     def where(self, *kinds: str) -> NDArray[np.bool_]:
         """Which events are of one of some kinds."""
         found: NDArray[np.bool_] = np.isin(self._code, [self._codes[kind] for kind in kinds])

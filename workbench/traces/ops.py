@@ -12,6 +12,7 @@ from workbench import display, units
 from workbench.traces.columns import Columns
 from workbench.traces.intervals import Numbers
 from workbench.traces.kinds import DEVICE, Kinds
+from workbench.traces.nesting import named, nested
 from workbench.traces.shown import Shown
 
 Which = Literal["operator", "kernel"]
@@ -110,8 +111,8 @@ def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool) -> Operato
     own = lengths[chosen] if which == "kernel" else self_times(columns, kinds)[chosen]
     device = lengths[chosen] if which == "kernel" else _launched(columns, kinds)[chosen]
     shape = columns.shape[chosen] if by_shape else np.zeros(len(chosen), dtype=np.int32)
-    names = {name: code for code, name in enumerate(dict.fromkeys(label.name for label in columns.labels))}
-    name = np.array([names[label.name] for label in columns.labels] or [0], dtype=np.int64)[columns.label[chosen]]
+    told, codes = named(columns)
+    name = codes[columns.label[chosen]]
     keys, at = np.unique(name * len(columns.shapes) + shape, return_inverse=True)
 
     def summed(values: Numbers) -> NDArray[np.float64]:
@@ -119,7 +120,6 @@ def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool) -> Operato
 
     counts, selfs, totals, devices = np.bincount(at, minlength=len(keys)), summed(own), summed(lengths[chosen]), summed(device)
     whole = selfs.sum() or 1.0
-    told = list(names)
     rows = tuple(
         Operator(
             name=told[keys[i] // len(columns.shapes)],
@@ -142,25 +142,12 @@ def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool) -> Operato
 
 def self_times(columns: Columns, kinds: Kinds) -> Numbers:
     """Nanoseconds of each event of the host less those of the events directly inside it, on its own thread."""
+    calls = nested(columns, kinds.where(*CALLERS))
+    inner = calls.parent >= 0
+    events, callers = calls.events[inner], calls.events[calls.parent[inner]]
     own = columns.end - columns.start
-    chosen = np.flatnonzero(kinds.where(*CALLERS))
-    order = chosen[np.lexsort((-columns.end[chosen], columns.start[chosen], columns.lane[chosen]))]
     lost = np.zeros(len(own), dtype=np.int64)
-    owners, taken = [], []
-    open_: list[tuple[int, int]] = []  # end and number of the events around
-    lane = -1
-    rows = zip(order.tolist(), columns.lane[order].tolist(), columns.start[order].tolist(), columns.end[order].tolist(), strict=True)
-    for event, on, start, end in rows:
-        if on != lane:
-            lane = on
-            open_.clear()
-        while open_ and open_[-1][0] <= start:
-            open_.pop()
-        if open_:
-            owners.append(open_[-1][1])
-            taken.append(min(end, open_[-1][0]) - start)
-        open_.append((end, event))
-    np.add.at(lost, np.array(owners, dtype=np.int64), np.array(taken, dtype=np.int64))
+    np.add.at(lost, callers, np.minimum(columns.end[events], columns.end[callers]) - columns.start[events])
     found: Numbers = np.maximum(own - lost, 0)
     return found
 

@@ -8,13 +8,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic
 
 import msgspec
 
 from workbench import units
 from workbench.traces import wire
 from workbench.traces.unpacking import Readable, Unpacked
-from workbench.traces.wire import Event, Header
+from workbench.traces.wire import E, Header, Words
 
 PIECE = 4 * 2**20
 """Bytes that are decoded at a time."""
@@ -34,10 +35,12 @@ class TraceError(ValueError):
 
 
 @dataclass(slots=True, kw_only=True)
-class Reading:
+class Reading(Generic[E]):
     """The reading of one file: its `batches`, and afterwards what was met on the way."""
 
     path: Path
+    words: Words[E]
+    """What is read of an event."""
     header: Header = field(default_factory=Header)
     size: int = 0
     """Bytes of text read."""
@@ -48,7 +51,7 @@ class Reading:
     cut: str = ""
     """Why the file ends early, if it does."""
 
-    def batches(self) -> Iterator[list[Event]]:
+    def batches(self) -> Iterator[list[E]]:
         """The events, in the order of the file.
 
         Raises:
@@ -83,7 +86,7 @@ class Reading:
             )
         return text
 
-    def _decoded(self, file: Readable) -> Iterator[list[Event]]:
+    def _decoded(self, file: Readable) -> Iterator[list[E]]:
         head, text = self._start(file)
         tail: bytes | None = None
         ended = False
@@ -121,7 +124,7 @@ class Reading:
             "A trace is what torch.profiler exports with export_chrome_trace or tensorboard_trace_handler"
         )
 
-    def _piece(self, text: bytes) -> tuple[list[Event], bytes, bytes | None]:
+    def _piece(self, text: bytes) -> tuple[list[E], bytes, bytes | None]:
         """The events of a piece, the text after them, and the text behind the array if it has ended."""
         at, damaged = len(text), False
         for _ in range(TRIES):
@@ -130,7 +133,7 @@ class Reading:
                 break
             wrapped = b"[" + text[:at] + b"]"
             try:
-                return wire.several(wrapped), text[at + 1 :], None
+                return self.words.several(wrapped), text[at + 1 :], None
             except msgspec.DecodeError as error:
                 if (end := wire.end_of(error)) is not None:
                     return self._ended(text, end)
@@ -148,10 +151,10 @@ class Reading:
         self.dropped += 1
         return [], text[-1024:], None
 
-    def _last(self, text: bytes) -> tuple[list[Event], bytes, bytes | None]:
+    def _last(self, text: bytes) -> tuple[list[E], bytes, bytes | None]:
         """The same for the end of the file."""
         try:
-            return wire.several(b"[" + text), b"", b""
+            return self.words.several(b"[" + text), b"", b""
         except msgspec.DecodeError as error:
             if (end := wire.end_of(error)) is not None:
                 return self._ended(text, end)
@@ -164,28 +167,28 @@ class Reading:
             self.cut = self.cut or "the file ends in the middle of its events: later ones are missing"
         return events, b"", tail
 
-    def _ended(self, text: bytes, end: int) -> tuple[list[Event], bytes, bytes | None]:
+    def _ended(self, text: bytes, end: int) -> tuple[list[E], bytes, bytes | None]:
         """Where the array ends within the text; `end` counts the bracket that was put in front."""
         try:
-            return wire.several(b"[" + text[: end - 1]), b"", text[end - 1 :]
+            return self.words.several(b"[" + text[: end - 1]), b"", text[end - 1 :]
         except wire.FAILURES:  # pragma: no cover - what was well-formed up to here has other types
             events, tail = self._salvaged(text, last=True)
             return events, b"", tail or b""
 
-    def _salvaged(self, text: bytes, *, last: bool = False) -> tuple[list[Event], bytes | None]:
+    def _salvaged(self, text: bytes, *, last: bool = False) -> tuple[list[E], bytes | None]:
         """Event by event, what can be read of a damaged piece; and the text behind the array, if its end is in it."""
-        events: list[Event] = []
+        events: list[E] = []
         pieces = BETWEEN.split(text)
         for number, piece in enumerate(pieces):
             tail = None
             try:
-                event, bare = wire.single(piece)
+                event, bare = self.words.single(piece)
             except wire.FAILURES as error:
                 if (end := wire.end_of(error)) is not None and piece[end : end + 1] == b"]":
                     tail = piece[end + 1 :]
                     piece = piece[:end]
                     try:
-                        event, bare = wire.single(piece)
+                        event, bare = self.words.single(piece)
                     except wire.FAILURES:
                         self.dropped += 1
                         return events, tail

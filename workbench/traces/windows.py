@@ -4,11 +4,11 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from workbench.traces.columns import Columns
 from workbench.traces.intervals import NONE, Numbers, Spans
 from workbench.traces.kinds import DEVICE, Kinds
+from workbench.traces.launching import callers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,24 +95,14 @@ def _unmarked(columns: Columns, kinds: Kinds) -> Windows:
     return Windows(spans=whole, numbers=np.zeros(1, dtype=np.int64), marked=False, notes=(note,))
 
 
-def launched(columns: Columns, kinds: Kinds, of: NDArray[np.bool_]) -> Numbers:
-    """When the host launched each of some work of the device; -1 where the file does not tell."""
-    calls = kinds.where("runtime", "wait") & (columns.correlation >= 0)
-    keys, at = np.unique(columns.correlation[calls], return_index=True)
-    wanted = columns.correlation[of]
-    if not len(keys):
-        return np.full(len(wanted), -1, dtype=np.int64)
-    place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    found: Numbers = np.where((keys[place] == wanted) & (wanted >= 0), columns.start[calls][at][place], -1)
-    return found
-
-
 def _on_device(columns: Columns, kinds: Kinds, host: Spans, numbers: Numbers, notes: tuple[str, ...]) -> Windows:
     work = kinds.where(*DEVICE)
     devices = {columns.lanes[lane].process for lane in np.unique(columns.lane[work]).tolist()}
     if len(devices) > 1:
         notes = (*notes, f"{len(devices)} devices work in this file: a part counts while any of them is at it")
-    began, ended = launched(columns, kinds, work), columns.end[work]
+    ended = columns.end[work]
+    call = callers(columns, kinds, np.flatnonzero(work))
+    began = np.where(call >= 0, columns.start[call], -1)
     owner = np.where(began >= 0, np.searchsorted(host[:, 0], began, side="right") - 1, -1)
     owner = np.where((owner >= 0) & (began < host[np.maximum(owner, 0), 1]), owner, -1)
     if not (owner >= 0).any():
@@ -131,3 +121,16 @@ def _on_device(columns: Columns, kinds: Kinds, host: Spans, numbers: Numbers, no
     spans = np.stack([np.append(0, ends[:-1]), ends], axis=1)[kept]
     said = (*notes, f"step {numbers[busy[0]]} is left out: where the device began it is not known")
     return Windows(spans=spans, numbers=numbers[busy][kept], marked=True, notes=said)
+
+
+def hosted(columns: Columns, kinds: Kinds, found: Windows) -> Spans:
+    """The steps as the host has them: on a device's trace their marks, as `windows` are what the device makes of them."""
+    if not kinds.device:
+        return found.spans
+    marks, _, _ = _marks(columns, kinds)
+    return marks if len(marks) else found.spans
+
+
+def marked(columns: Columns, kinds: Kinds) -> Numbers:
+    """Numbers of the host's marks of steps, in order."""
+    return _marks(columns, kinds)[1]

@@ -1,7 +1,8 @@
 """Events as they stand in a file: what of Kineto's JSON is decoded, with types, and what becomes of an event that has others."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -47,36 +48,76 @@ class Event(Bare, gc=False):
     args: Args | None = None
 
 
+class Detail(msgspec.Struct, gc=False, frozen=True):
+    """Of an event's `args`, what only some answers need: it is read when one of them is asked for."""
+
+    sequence: int | None = msgspec.field(default=None, name="Sequence number")
+    types: msgspec.Raw = msgspec.field(default=NO_SHAPES, name="Input type")
+    concrete: msgspec.Raw = msgspec.field(default=NO_SHAPES, name="Concrete Inputs")
+    size: int | None = msgspec.field(default=None, name="Bytes")
+    """Bytes that are asked for; negative = given back."""
+    allocated: int | None = msgspec.field(default=None, name="Total Allocated")
+    device_type: int | None = msgspec.field(default=None, name="Device Type")
+    device: int | None = msgspec.field(default=None, name="Device Id")
+    address: int | None = msgspec.field(default=None, name="Addr")
+
+
+NO_DETAIL = Detail()
+
+
+class Detailed(Bare, gc=False):
+    """The same event, read for its details."""
+
+    args: Detail | None = None
+
+
 class Header(msgspec.Struct):
     """What stands around the events."""
 
     version: Any = msgspec.field(default=None, name="schemaVersion")
     devices: Any = msgspec.field(default=None, name="deviceProperties")
     distributed: Any = msgspec.field(default=None, name="distributedInfo")
+    host: Any = msgspec.field(default=None, name="host_name")
 
 
-several: Callable[[bytes], list[Event]] = msgspec.json.Decoder(list[Event], strict=False).decode
+E = TypeVar("E", Event, Detailed)
+
+
+@dataclass(frozen=True, slots=True)
+class Words(Generic[E]):
+    """How events are decoded: for what every trace needs, or for their details."""
+
+    event: type[E]
+    several: Callable[[bytes], list[E]]
+    """An array of them."""
+    one: Callable[[bytes], E]
+
+    def single(self, text: bytes) -> tuple[E, bool]:
+        """One event, and whether its args were left out because they cannot be read.
+
+        Raises:
+            FAILURES: it cannot be read at all.
+        """
+        try:
+            return self.one(text), False
+        except UnicodeDecodeError:
+            return self.single(text.decode("utf-8", "replace").encode())
+        except msgspec.ValidationError:
+            bare = _bare(text)
+            return self.event(bare.ph, bare.name, bare.cat, bare.ts, bare.dur, bare.pid, bare.tid), True
+
+
+EVENTS: Words[Event] = Words(
+    Event, msgspec.json.Decoder(list[Event], strict=False).decode, msgspec.json.Decoder(Event, strict=False).decode
+)
+DETAILS: Words[Detailed] = Words(
+    Detailed, msgspec.json.Decoder(list[Detailed], strict=False).decode, msgspec.json.Decoder(Detailed, strict=False).decode
+)
 header: Callable[[bytes], Header] = msgspec.json.Decoder(Header, strict=False).decode
-_one: Callable[[bytes], Event] = msgspec.json.Decoder(Event, strict=False).decode
 _bare: Callable[[bytes], Bare] = msgspec.json.Decoder(Bare, strict=False).decode
 
 FAILURES = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding may raise: damage, other types; text that is not UTF-8; values nested too deep."""
-
-
-def single(text: bytes) -> tuple[Event, bool]:
-    """One event, and whether its args were left out because they cannot be read.
-
-    Raises:
-        FAILURES: it cannot be read at all.
-    """
-    try:
-        return _one(text), False
-    except UnicodeDecodeError:
-        return single(text.decode("utf-8", "replace").encode())
-    except msgspec.ValidationError:
-        bare = _bare(text)
-        return Event(bare.ph, bare.name, bare.cat, bare.ts, bare.dur, bare.pid, bare.tid), True
 
 
 def end_of(error: Exception) -> int | None:

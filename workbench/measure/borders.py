@@ -1,0 +1,75 @@
+"""Borders: between which steps of an unedited script a profiler starts and stops. Its loops only show themselves as they run."""
+
+import atexit
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from workbench import rundir
+from workbench.measure import ranklog
+from workbench.measure.loop import Loop
+from workbench.profiling import Profile
+
+if TYPE_CHECKING:
+    from workbench.measure.profiled import Profiled
+
+T = TypeVar("T")
+
+
+class Borders:
+    """Counts the steps of a watched script as its timeline does: one is over when its loop asks for the next batch."""
+
+    def __init__(self, profile: Profile, leave_out: Callable[[int, int], None]) -> None:
+        """Nothing is decided before the first loop: its loader says how many batches lie ready.
+
+        Args:
+            profile: what is traced.
+            leave_out: is told which steps will not count.
+        """
+        self._profile, self._leave_out = profile, leave_out
+        self._profiled: Profiled | None = None
+        self._in: Loop | None = None  # the loop in which an optimizer step was taken since its last border
+        self._done = 0
+
+    def begin(self, loader: Any = None) -> None:
+        """A loop begins."""
+        if self._in is not None:  # the one before was left in the middle
+            self.reached(self._in)
+        if self._profiled is None and (path := ranklog.default_path()):
+            from workbench.measure.profiled import Profiled
+
+            queue = int(getattr(loader, "num_workers", 0) or 0) * int(getattr(loader, "prefetch_factor", 0) or 0)
+            folder = Path(path).parent / rundir.TRACES
+            self._profiled = Profiled(self._profile, folder, self._leave_out, rank=ranklog.rank(), queue=queue)
+            atexit.register(self._profiled.close)
+            self._profiled.step(0)
+
+    def stepped(self, loop: Loop | None) -> None:
+        """An optimizer step was taken in a loop."""
+        self._in = loop
+
+    def reached(self, loop: Loop) -> None:
+        """A loop is at a place where a step ends, if one was taken in it."""
+        if self._in is not loop:
+            return
+        self._in = None
+        self._done += 1
+        if self._profiled is None:
+            self.begin()
+        if self._profiled:
+            self._profiled.step(self._done)
+
+    def between(self, loop: Loop, batches: Iterator[T]) -> Iterator[T]:
+        """The batches of a loop, with a border before each."""
+        while True:
+            self.reached(loop)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+    def close(self) -> None:
+        """No step will be traced any more."""
+        if self._profiled:
+            self._profiled.close()

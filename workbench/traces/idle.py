@@ -1,0 +1,230 @@
+"""Idle: when the device (on a CPU: the thread that trains) has nothing to do, and why, as far as the trace tells."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from workbench import display, units
+from workbench.traces.columns import Columns
+from workbench.traces.intervals import Numbers, Spans, covered, intersection, subtract, union
+from workbench.traces.kinds import DEVICE, Kinds
+from workbench.traces.ops import CALLERS, short
+from workbench.traces.shown import Shown
+from workbench.traces.stream_idle import GAP, WAITS, StreamIdle, streams
+from workbench.traces.windows import Windows
+
+LONGEST, SHOWN = 12, 5
+"""Gaps that are kept, and that a table has."""
+CAUSES = {
+    "data": "blocked in next(loader)",
+    "waiting": "the host waits for the device (it synchronises), and only then launches on",
+    "communication": "a collective runs, or is waited for",
+    "launching": "the host is in a call that launches",
+    "operators": "the host is in an operator between launches",
+    "python": "the host is in a recorded function or range of Python, and in no operator",
+    "unrecorded": "no event at all: Python, locks, I/O or sleep",
+}
+"""Cause → what the host does while the device idles. Each moment counts for the first that applies."""
+ON_DEVICE = (
+    ("data", ("data_wait",)),
+    ("waiting", ("wait",)),
+    ("launching", ("runtime",)),
+    ("operators", ("operator", "backward", "optimizer", "collective_call", "host_communication")),
+    ("python", ("range",)),
+)
+ON_CPU = (("data", ("data_wait",)), ("communication", ("host_communication", "collective_call")), ("python", ("range",)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """What the host does meanwhile; mean seconds per step."""
+
+    cause: str
+    seconds: float
+    share: float
+    """Fraction 0..1 of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """One pause."""
+
+    start: float
+    """Seconds from the first event of the file on."""
+    seconds: float
+    cause: str
+    """What takes most of it."""
+    before: str
+    after: str
+    """Names of what ends where it begins, and of what begins where it ends."""
+    inside: str
+    """Name of what the host is in halfway, the innermost of the thread that trains; empty where nothing was recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle(Shown):
+    """Where nothing is computed. Get it from `trace.idle()`."""
+
+    who: str
+    """Who idles: "device", or the name of the thread that trains."""
+    step_seconds: float
+    causes: tuple[Cause, ...]
+    """They exclude each other and add up to all idle time of the steps."""
+    gaps: tuple[Gap, ...]
+    """The longest."""
+    streams: tuple[StreamIdle, ...] = ()
+    """Of a device, each by itself; of a whole file."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Mean idle seconds per step."""
+        return sum(one.seconds for one in self.causes)
+
+    @property
+    def share(self) -> float:
+        """Fraction 0..1 of the step."""
+        return self.seconds / self.step_seconds if self.step_seconds else float("nan")
+
+    @property
+    def table(self) -> display.Table:
+        """Causes, then streams, then the longest gaps."""
+        rows: list[list[object]] = [
+            [one.cause, units.seconds(one.seconds), units.percent(one.share), CAUSES[one.cause]] for one in self.causes
+        ]
+        for one in self.streams:
+            kinds = ", ".join(f"{name.replace('_', ' ')} {units.seconds(getattr(one, name))}" for name in WAITS)
+            rows.append([one.stream, units.seconds(one.idle), units.percent(one.idle / one.seconds if one.seconds else None), kinds])
+        for gap in self.gaps[:SHOWN]:
+            inside = f" in {short(gap.inside)}" if gap.inside else ""
+            around = f"{gap.cause}{inside}; {short(gap.before)} → {short(gap.after)}"
+            rows.append([f"gap at {units.seconds(gap.start)}", units.seconds(gap.seconds), units.MISSING, around])
+        title = f"{self.who} idles {units.percent(self.share)} of the step"
+        note = "; ".join(["causes per step, streams over the whole trace", *self.notes] if self.streams else self.notes) or None
+        return display.Table(columns=("what", "time", "share", "meanwhile"), rows=rows, title=title, note=note)
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per cause; seconds per step."""
+        return display.frame([dataclasses.asdict(one) for one in self.causes], columns=[f.name for f in dataclasses.fields(Cause)])
+
+    def plot(self, ax: Any = None) -> Any:
+        """The bars of `plot.idle`; returns the Axes."""
+        return display.picture("idle")(self, ax=ax)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; seconds."""
+        lists = {name: [dataclasses.asdict(one) for one in getattr(self, name)] for name in ("causes", "gaps", "streams")}
+        return {"who": self.who, "step_seconds": self.step_seconds, **lists, "notes": list(self.notes)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Idle":
+        """Inverse of `to_json`."""
+        types = (("causes", Cause), ("gaps", Gap), ("streams", StreamIdle))
+        lists = {name: tuple(kind(**one) for one in value[name]) for name, kind in types}
+        return cls(who=value["who"], step_seconds=value["step_seconds"], **lists, notes=tuple(value["notes"]))  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        return f"Idle({self.who!r}, {units.percent(self.share)} of the step)"
+
+
+def idle(columns: Columns, kinds: Kinds, windows: Windows, notes: Sequence[str] = (), gap: float = GAP) -> Idle:
+    """Find the pauses within the steps, and what the host does meanwhile.
+
+    On a device a pause is where no stream works. On a CPU it is where the thread that marks the steps is in no operator, node of the
+    backward graph or optimizer's step; meanwhile other threads may well compute, such as autograd's.
+
+    Raises:
+        ValueError: gap is no time.
+    """
+    if not 0 <= gap < float("inf"):
+        raise ValueError(f"gap={gap!r}: seconds are allowed, from 0 on; 30e-6 is what HolisticTraceAnalysis has in effect")
+    spans = windows.spans
+    cover, count = union(spans), max(1, len(spans))
+    lane = _trains(columns, kinds)
+    who, busy, order = (
+        ("device", np.flatnonzero(kinds.where(*DEVICE)), ON_DEVICE)
+        if kinds.device
+        else (
+            columns.lanes[lane].name,
+            np.flatnonzero(kinds.where("operator", "backward", "optimizer") & (columns.lane == lane)),
+            ON_CPU,
+        )
+    )
+    pauses = subtract(cover, union(columns.spans[busy]))
+    if not kinds.device:  # what the loader does in operators is waiting for it
+        pauses = union(pauses, intersection(_of(columns, kinds, lane, ("data_wait",)), cover))
+    left, causes, layers = pauses, [], {}
+    for cause, layer in order:
+        meanwhile = kinds.cover(*layer) if kinds.device else _of(columns, kinds, lane, layer)
+        layers[cause] = intersection(left, meanwhile)
+        left = subtract(left, meanwhile)
+    layers["unrecorded"] = left
+    whole = int((spans[:, 1] - spans[:, 0]).sum()) or 1
+    for cause, found in layers.items():
+        taken = int((found[:, 1] - found[:, 0]).sum())
+        causes.append(Cause(cause=cause, seconds=taken / 1e9 / count, share=taken / whole))
+    return Idle(
+        who=who,
+        step_seconds=float((spans[:, 1] - spans[:, 0]).sum()) / 1e9 / count,
+        causes=tuple(one for one in causes if one.seconds),
+        gaps=_gaps(columns, busy, np.flatnonzero(kinds.where(*CALLERS) & (columns.lane == lane)), pauses, layers),
+        streams=streams(columns, kinds, round(gap * 1e9)) if kinds.device else (),
+        notes=(*windows.notes, *_said(kinds, columns), *notes),
+    )
+
+
+def _said(kinds: Kinds, columns: Columns) -> list[str]:
+    if any(label.category == "python_function" for label in columns.labels):
+        return []
+    return ["what Python does meanwhile was not recorded: profile with_stack=True"]
+
+
+def _trains(columns: Columns, kinds: Kinds) -> int:
+    """The thread that marks the steps or, without marks, calls most operators."""
+    for chosen in (kinds.where("step"), kinds.where("operator"), np.ones(len(columns), dtype=np.bool_)):
+        if chosen.any():
+            return int(np.bincount(columns.lane[chosen]).argmax())
+    return 0
+
+
+def _of(columns: Columns, kinds: Kinds, lane: int, layer: tuple[str, ...]) -> Spans:
+    """When a thread is in an event of some kinds; collectives that the CPU runs have threads of their own."""
+    of = kinds.where(*layer)
+    if "host_communication" not in layer:
+        of &= columns.lane == lane
+    return union(columns.spans[of])
+
+
+def _gaps(columns: Columns, busy: Numbers, host: Numbers, pauses: Spans, layers: dict[str, Spans]) -> tuple[Gap, ...]:
+    """The longest pauses, with the names around them."""
+    lengths = pauses[:, 1] - pauses[:, 0]
+    longest = np.argsort(-lengths, kind="stable")[:LONGEST]
+    chosen = pauses[longest]
+    shares = np.array([covered(found, chosen) for found in layers.values()])
+    ends, starts = busy[np.argsort(columns.end[busy], kind="stable")], busy[np.argsort(columns.start[busy], kind="stable")]
+    before = np.searchsorted(columns.end[ends], chosen[:, 0], side="right") - 1
+    after = np.searchsorted(columns.start[starts], chosen[:, 1], side="left")
+    return tuple(
+        Gap(
+            start=float(start) / 1e9,
+            seconds=float(end - start) / 1e9,
+            cause=list(layers)[int(shares[:, i].argmax())],
+            before=_name(columns, ends, int(before[i])),
+            after=_name(columns, starts, int(after[i])),
+            inside=_inside(columns, host, (start + end) // 2),
+        )
+        for i, (start, end) in enumerate(chosen.tolist())
+    )
+
+
+def _name(columns: Columns, events: Numbers, place: int) -> str:
+    return columns.labels[columns.label[events[place]]].name if 0 <= place < len(events) else "the edge of the trace"
+
+
+def _inside(columns: Columns, host: Numbers, time: int) -> str:
+    """The event of the host that began last of those around a time."""
+    around = host[(columns.start[host] <= time) & (columns.end[host] > time)]
+    return columns.labels[columns.label[around[columns.start[around].argmax()]]].name if len(around) else ""
