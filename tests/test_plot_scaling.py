@@ -106,3 +106,33 @@ def test_what_cannot_be_drawn() -> None:
             draw(lost)
         with pytest.raises(ValueError, match="to=16: the largest measured point has 32"):
             draw(CURVE, to=16)
+
+
+def test_what_hidden_communication_would_give(ax: Axes) -> None:
+    curve = ScalingCurve([(1, 100, 0.0), (2, 180, 0.1), (4, 200, 0.5)], slots=2)
+    plot.scaling(curve, ax=ax)
+    assert line(ax, "if communication were hidden") == {2: pytest.approx(200)}
+
+
+def by_knob(*values: Any) -> ScalingCurve:
+    points = [ScalingPoint(world_size=2, rates=(100.0 + i, 120.0), value=value, oversubscribed=i == 1) for i, value in enumerate(values)]
+    return ScalingCurve([*points, ScalingPoint(world_size=2, failed="lost", value=values[-1] * 2)], over="knob")
+
+
+def test_any_knob_on_the_axis(ax: Axes) -> None:
+    by_knob(8, 16, 32).plot(ax=ax)
+    assert (ax.get_xlabel(), ax.get_xscale(), ax.get_yscale()) == ("knob", "log", "linear")
+    assert list(dots(ax, "measured").get_xdata()) == [8, 32]
+    assert list(dots(ax, "oversubscribed: no scaling").get_xdata()) == [16]
+    assert [text.get_text() for text in ax.texts] == ["failed"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["8", "16", "32", "64"]
+
+
+def test_words_on_the_axis(ax: Axes) -> None:
+    curve = by_knob("fp32", "amp_bf16")
+    plot.scaling(curve, ax=ax)
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["fp32", "amp_bf16", "amp_bf16amp_bf16"]
+    with pytest.raises(ValueError, match="a curve over knob has no efficiency"):
+        plot.scaling_efficiency(curve)
+    with pytest.raises(ValueError, match="to=8: a curve over knob has no law"):
+        plot.scaling(curve, to=8)

@@ -80,3 +80,17 @@ def test_tables_of_one_s_own(reality: Any, tmp_path: Path, capsys: pytest.Captur
     shown = capsys.readouterr().out
     assert "2 points → 32" in shown
     assert "short" not in shown
+
+
+def test_plans_on_published_sweeps_over_layouts(reality: Any) -> None:
+    plans = reality.reality_layouts
+    found = plans.summary()
+    assert found["shortlist regret"] <= 0.05
+    assert found["best listed"] >= 7
+    assert 0.85 <= found["step covered"] <= 0.97
+    assert found["memory right"] >= 0.8
+    for name, said, measured in plans.iteration_ranges():
+        assert 0.7 <= measured / said.mid <= 1.1, name
+    worst = next(one for one in plans.GRIDS if one.model == "65B")
+    assert plans.regret(worst).first < 0.01
+    assert set(plans.rows(worst)) == set(worst.seconds)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.conftest import HandMade
 from workbench.run import Run
 from workbench.scaling import CurveError, ScalingCurve, ScalingPoint
-from workbench.spec import RunSpec, ScriptSpec
+from workbench.spec import RunSpec, ScriptSpec, SpecError
+from workbench.timeline import Step, Timeline
 
 PLAYBOOK = [(8, 8 * 40149.94), (16, 16 * 37609.69), (32, 32 * 35367.61), (64, 64 * 31112.23)]
 SPEC = RunSpec(task="text-gpt", micro_batch=8, steps=20, device="cpu")
@@ -223,3 +224,73 @@ def test_what_is_no_run_is_refused(by_hand: Made) -> None:
             ScalingCurve.from_runs(runs)  # type: ignore[arg-type]
     with pytest.raises(CurveError, match="exposed has an entry for 7 processes"):
         ScalingCurve.from_runs([run(by_hand, SPEC)], exposed={7: 0.1})
+
+
+# --- over any knob
+
+
+def test_runs_that_differ_in_any_one_knob_make_a_curve(by_hand: Made) -> None:
+    runs = [run(by_hand, SPEC.replace(micro_batch=n), rate, cores=2) for n, rate in ((16, 1.5), (8, 1.0), (8, 1.1))]
+    curve = ScalingCurve.from_runs(runs, over="micro_batch", exposed={16: 0.1})
+    assert curve.values == [8, 16]
+    assert [len(point.rates) for point in curve.points] == [2, 1]
+    assert curve.points[1].exposed == 0.1
+    assert curve.best == 16
+    assert repr(curve) == "ScalingCurve(micro_batch: 8, 16)"
+    for words in ("Throughput by micro_batch", "speedup: over micro_batch=8"):
+        assert words in str(curve)
+    assert ScalingCurve.from_json(json.loads(json.dumps(curve.to_json()))) == curve
+    assert list(curve.to_frame()["value"]) == [8, 16]
+
+
+def test_values_that_are_texts_keep_their_order(by_hand: Made) -> None:
+    runs = [run(by_hand, SPEC.replace(precision=name)) for name in ("fp32", "amp_bf16")]
+    assert ScalingCurve.from_runs(runs, over="precision", slots=2).values == ["fp32", "amp_bf16"]
+    assert ScalingCurve.from_runs(runs[:1], over="gc", slots=2).values == ["True"]
+
+
+def test_a_curve_over_a_knob_names_other_differences_and_has_no_law(by_hand: Made) -> None:
+    runs = [run(by_hand, SPEC.replace(micro_batch=n)) for n in (8, 16)]
+    with pytest.raises(CurveError, match="differ in seed, 0 and 1: a curve is of runs that differ in micro_batch alone"):
+        ScalingCurve.from_runs([*runs, run(by_hand, SPEC.replace(seed=1))], over="micro_batch")
+    with pytest.raises(CurveError, match="differ in micro_batch, 8 and 16: a curve is of runs that differ in threads alone"):
+        ScalingCurve.from_runs(runs, over="threads")
+    with pytest.raises(CurveError, match="exposed has an entry for micro_batch=7, and no run has it"):
+        ScalingCurve.from_runs(runs, over="micro_batch", exposed={7: 0.1})
+    with pytest.raises(SpecError, match="no knob 'batch'"):
+        ScalingCurve.from_runs(runs, over="batch")
+    with pytest.raises(CurveError, match=r"a curve over micro_batch has no law .* measured value is 8"):
+        ScalingCurve.from_runs(runs, over="micro_batch").fit()
+
+
+def test_threads_count_where_cores_do(by_hand: Made) -> None:
+    runs = [run(by_hand, SPEC.replace(nproc_per_node=n, threads=2), cores=4) for n in (1, 2, 3)]
+    assert [point.oversubscribed for point in ScalingCurve.from_runs(runs).points] == [False, False, True]
+
+
+def test_repeats_of_one_spec_may_lie_far_apart_and_say_so(by_hand: Made) -> None:
+    curve = ScalingCurve.from_runs([run(by_hand, SPEC, rate) for rate in (1.0, 2.5)], slots=2)
+    assert "repeats lie more than a factor of 2 apart" in str(curve)
+    assert curve.points[0].usable
+
+
+def test_who_is_late_before_the_reduction_keeps_the_others_waiting(by_hand: Made) -> None:
+    made = by_hand(spec=SPEC.replace(nproc_per_node=2).to_json())
+    for rank, wait in enumerate((0.0, 0.02)):  # the other one's backward is longer by what it waits
+        made.steps(20, rank, data_wait=wait, forward=0.01, backward=0.05 - wait, optimizer=0.0, other=0.0)
+    late = Run.load(made.ended("finished").path)
+    (point,) = ScalingCurve.from_runs([late], slots=2).points
+    assert point.straggling == pytest.approx(0.01 / 0.06)
+    (alone,) = ScalingCurve.from_runs([run(by_hand, SPEC)], slots=2).points
+    assert alone.straggling is None
+    assert "17 %" in str(ScalingCurve([point]))
+
+
+def test_cpu_seconds_per_sample_are_those_of_all_processes() -> None:
+    steps = tuple(
+        Step(index=i, phases=(0.1,) * 6, samples=4, cpu=cpu) for i, cpu in enumerate((None, 1.0, None, None, 2.0, None, 5.0, None))
+    )
+    assert Timeline(steps=steps, warmup=2).cpu_per_sample == pytest.approx(4.0 / 20)  # from the last step of the warm-up on
+    assert math.isnan(Timeline(steps=steps[:4]).cpu_per_sample)
+    again = Timeline.from_json(json.loads(json.dumps(Timeline(steps=steps).to_json())))
+    assert again.steps == steps

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.scaling import CurveError, CurveFit, CurveForecast, ScalingCurve, trying
-from workbench.scaling.forms import COMMUNICATION, LINEAR, NAIVE, Data, Kind, at, forms
+from workbench.scaling import CurveError, CurveFit, CurveForecast, How, ScalingCurve, ScalingPoint, trying
+from workbench.scaling.data import Data, Kind
+from workbench.scaling.forms import BUBBLE, COMMUNICATION, LINEAR, NAIVE, OVERLAP, SHARDED, at, forms
 
 SIZES = (1, 2, 4, 8, 16)
 positive = st.floats(0.5, 2)
@@ -268,3 +269,58 @@ def test_faces_and_json() -> None:
 def test_clear_errors(ask: Callable[[], Any], said: str) -> None:
     with pytest.raises(CurveError, match=said):
         ask()
+
+
+# --- laws with a mechanism
+
+
+@given(st.integers(1, 64), st.integers(1, 4), st.floats(1e-3, 10))
+@settings(max_examples=30)
+def test_a_pipeline_s_bubble_is_foretold_from_its_micro_batches(micro_batches: int, chunks: int, seconds: float) -> None:
+    m = micro_batches * chunks
+    points = [(n, n / (seconds * (1 + (n - 1) / m))) for n in (2, 4, 8)]
+    fit = ScalingCurve(points, grows=How(pipeline=m)).fit()
+    said = fit.predict(32).by_form[BUBBLE]
+    assert said == pytest.approx(32 / (seconds * (1 + 31 / m)))
+    assert fit.best is not None
+    assert abs({one.form.name: one.error for one in fit.fitted}[BUBBLE]) < 1e-9
+    assert CurveFit.from_json(fit.to_json()).predict(32) == fit.predict(32)
+    assert BUBBLE not in ScalingCurve(points).fit().predict(32).by_form
+
+
+@pytest.mark.parametrize("kind", ["weak", "strong"])
+def test_weights_that_are_gathered_bound_the_step_or_do_not(kind: Kind) -> None:
+    def t(n: float, compute: float, gather: float, late: float) -> float:
+        per_step = n if kind == "strong" else 1
+        return max(compute, per_step * gather * (1 - 1 / n)) + per_step * late * (n - 1)
+
+    for compute, gather in ((1.0, 0.1), (0.2, 1.0)):
+        points = [(n, n / t(n, compute, gather, 0.001)) for n in (1, 2, 4, 8, 16)]
+        said = ScalingCurve(points, kind=kind, grows=How(sharded=True)).fit().predict(32).by_form[SHARDED]
+        if kind == "weak" or gather > compute:
+            assert said == pytest.approx(32 / t(32, compute, gather, 0.001), rel=1e-6)
+
+
+def test_what_buckets_hide_comes_out_when_there_is_more_to_send() -> None:
+    def t(n: int) -> tuple[float, float]:
+        sent = 0.2 * (1 - 1 / n) + 0.01 * (n - 1)
+        out = max(0.0, sent - 0.15)
+        return 1 + out, out / (1 + out)
+
+    points = [(n, n / t(n)[0], t(n)[1]) for n in (1, 2, 4, 8, 16)]
+    fit = ScalingCurve(points).fit()
+    assert fit.predict(64).by_form[OVERLAP] == pytest.approx(64 / t(64)[0], rel=1e-6)
+    few = ScalingCurve(points[:4]).fit()
+    assert OVERLAP not in few.predict(64).by_form  # two points on which something shows: not enough for three numbers
+
+
+@pytest.mark.parametrize(("options", "said"), [({"pipeline": 0}, "pipeline=0: the micro-batches"), ({"sharded": 1}, "sharded=1: True or")])
+def test_what_processes_do_is_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(CurveError, match=said):
+        How(**options)
+
+
+def test_more_that_do_less_are_explained_by_what_is_known() -> None:
+    slower = [ScalingPoint(world_size=n, rates=(rate,), of_one_spec=True) for n, rate in ((1, 100.0), (2, 60.0))]
+    assert "costs more than they bring" in str(ScalingCurve(slower).fit().predict(4))
+    assert "multiply them by their number" in str(ScalingCurve([(1, 100), (2, 60)]).fit().predict(4))

@@ -8,6 +8,7 @@ from typing import Any
 from workbench import display, units
 from workbench.cost.collectives import CostError, Link, all_reduce, checked_ranks
 from workbench.cost.hierarchy import hierarchical_all_reduce
+from workbench.cost.sweep import Sweep
 from workbench.device import Device
 
 NVLINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 14e-6
@@ -63,9 +64,43 @@ class Cluster:
             )
         return known[str(name).lower()]
 
-    def with_links(self, *, intra: Link | None = None, inter: Link | None = None, source: str = "measured") -> "Cluster":
-        """The same nodes with links that were measured, such as by `Link.from_sweep`."""
-        return replace(self, intra=intra or self.intra, inter=inter or self.inter, source=f"{source}; {self.source}", measured=True)
+    @classmethod
+    def of(
+        cls,
+        device: Device | str,
+        *,
+        gpus_per_node: int,
+        intra: Link | Sweep,
+        inter: Link | Sweep,
+        name: str = "own",
+        source: str = "measured",
+        measured: bool = True,
+    ) -> "Cluster":
+        """A cluster of one's own, from sweeps that were measured on it (`wb.measure_collectives`), or from links.
+
+        Args:
+            device: each GPU, or its name.
+            gpus_per_node: GPUs that `intra` joins.
+            intra: inside a node.
+            inter: between nodes, per GPU when all of a node send.
+            name: of it.
+            source: where the figures stand.
+            measured: were the links measured? A datasheet's are slower in truth.
+        """
+        return cls(
+            name=name,
+            device=Device.named(device) if isinstance(device, str) else device,
+            gpus_per_node=gpus_per_node,
+            intra=_link(intra),
+            inter=_link(inter),
+            source=source,
+            measured=measured,
+        )
+
+    def with_links(self, *, intra: Link | Sweep | None = None, inter: Link | Sweep | None = None, source: str = "measured") -> "Cluster":
+        """The same nodes with links that were measured: a Sweep, or a link such as by `Link.from_sweep`."""
+        links = {name: _link(one) for name, one in (("intra", intra), ("inter", inter)) if one is not None}
+        return replace(self, **links, source=f"{source}; {self.source}", measured=True)  # type: ignore[arg-type]
 
     def nodes(self, gpus: int) -> int:
         """Nodes that so many GPUs take.
@@ -125,6 +160,13 @@ class Cluster:
         return self.table._repr_html_()
 
 
+def _link(one: Link | Sweep) -> Link:
+    found = getattr(one, "link", one)
+    if not isinstance(found, Link):
+        raise CostError(f"{one!r:.60}: a Link or a Sweep is wanted")
+    return found
+
+
 def _cluster(name: str, device: str, nvlink: float, gigabits: float, source: str) -> Cluster:
     """Nodes of eight. `nvlink`: GB/s of a GPU, each way (half of what is printed); `gigabits`: per second, a GPU's share of the network."""
     return Cluster(
@@ -137,18 +179,54 @@ def _cluster(name: str, device: str, nvlink: float, gigabits: float, source: str
     )
 
 
+NOT_READ = "the page itself was not read"
+"""Said of figures that are cited from memory of a page."""
 CLUSTERS = (
     _cluster(
-        "DGX-A100", "A100-80GB", 300, 200, "NVIDIA DGX A100 datasheet: NVLink 3, 600 GB/s both ways; a 200 Gb/s HDR InfiniBand card per GPU"
+        "DGX-A100",
+        "A100-80GB",
+        300,
+        200,
+        "NVLink 3, 600 GB/s both ways; 8 × ConnectX-6 InfiniBand HDR 200 Gb/s for computing: NVIDIA in MLPerf Training v2.0, "
+        "github.com/mlcommons/training_results_v2.0, NVIDIA/systems/dgxa100_n128_ngc22.04_pytorch.json",
     ),
     _cluster(
-        "DGX-H100", "H100-SXM", 450, 400, "NVIDIA DGX H100 datasheet: NVLink 4, 900 GB/s both ways; a 400 Gb/s NDR InfiniBand card per GPU"
+        "DGX-H100",
+        "H100-SXM",
+        450,
+        400,
+        "NVLink 4, 900 GB/s both ways; 8 × ConnectX-7 InfiniBand NDR 400 Gb/s for computing: NVIDIA in MLPerf Training v3.0, "
+        "github.com/mlcommons/training_results_v3.0, NVIDIA/systems/dgxh100_n96_nemo.json",
     ),
     _cluster(
-        "DGX-H200", "H200", 450, 400, "NVIDIA DGX H200 datasheet: NVLink 4, 900 GB/s both ways; a 400 Gb/s NDR InfiniBand card per GPU"
+        "DGX-H200",
+        "H200",
+        450,
+        400,
+        "18 × NVLink 4, 900 GB/s both ways: NVIDIA in MLPerf Inference v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json"
+        f"; a 400 Gb/s ConnectX-7 card per GPU: NVIDIA DGX H200 datasheet, {NOT_READ}",
     ),
-    _cluster("DGX-B200", "B200", 900, 400, "NVIDIA DGX B200 user guide: NVLink 5, 1.8 TB/s both ways; a 400 Gb/s ConnectX-7 card per GPU"),
-    _cluster("AWS-p4d", "A100-40GB", 300, 50, "Amazon EC2 P4 page: NVLink 3, 600 GB/s both ways; 400 Gb/s Ethernet (EFA) per node of 8"),
-    _cluster("AWS-p5", "H100-SXM", 450, 400, "Amazon EC2 P5 page: NVLink 4, 900 GB/s both ways; 3,200 Gb/s Ethernet (EFA) per node of 8"),
+    _cluster(
+        "DGX-B200",
+        "B200",
+        900,
+        400,
+        "NVLink 5, 14.4 TB/s both ways for eight; 8 × ConnectX-7 up to 400 Gb/s: NVIDIA DGX B200 user guide, "
+        "docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html",
+    ),
+    _cluster(
+        "AWS-p4d",
+        "A100-40GB",
+        300,
+        50,
+        f"NVLink 3, 600 GB/s both ways; 400 Gb/s Ethernet (EFA) per node of 8: Amazon EC2 P4 page, {NOT_READ}",
+    ),
+    _cluster(
+        "AWS-p5",
+        "H100-SXM",
+        450,
+        400,
+        f"NVLink 4, 900 GB/s both ways; 3,200 Gb/s Ethernet (EFA) per node of 8: Amazon EC2 P5 page, {NOT_READ}",
+    ),
 )
 """Nodes by name; no cluster is slower or faster than what its maker prints, until it is measured."""

@@ -48,7 +48,7 @@ class Plan:
     """What is estimated, with nothing left to choose."""
 
     spec: RunSpec
-    """Every knob; its nproc_per_node is the world size."""
+    """Every knob; its nnodes × nproc_per_node is the world size."""
     task: Task
     """Whose model, loss and optimizer."""
     example: Any
@@ -65,7 +65,7 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Ranks."""
-        return self.spec.nproc_per_node
+        return self.spec.world_size
 
     @property
     def gpu(self) -> Gpu | None:
@@ -100,25 +100,25 @@ def plan_of(
     rank: int | None = None,
     sequence: int | None = None,
     image: int | None = None,
+    asked: str = "estimate_memory",
     **knobs: Any,
 ) -> Plan:
-    """What `workbench.estimating.estimate_memory` estimates, and with its arguments; see there."""
+    """What `workbench.estimating.estimate_memory` estimates, with its arguments; see there. `asked`: what a user called."""
     check_names(RunSpec, knobs)
     for what, value, least in (("steps", steps, 1), ("rank", rank, 0), ("sequence", sequence, 1), ("image", image, 1)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ValueError(f"{what}={value!r}: a whole number of at least {least} is allowed")
     name = device_name(device)
     if world_size is not None:
-        knobs["nproc_per_node"] = world_size
-    spec, task = _spec_and_task(target, batch, loss, optimizer, knobs)
+        knobs |= {"nproc_per_node": world_size, "nnodes": 1}
+    spec, task = _spec_and_task(target, batch, loss, optimizer, knobs, asked)
     if batch is None:
         batch = sample_batch(task, spec.micro_batch)
-    asked = knobs.get("micro_batch")
-    batch = resized(batch, samples=asked, sequence=sequence, image=image)
+    batch = resized(batch, samples=knobs.get("micro_batch"), sequence=sequence, image=image)
     count = samples_in(batch)
     if count and count != spec.micro_batch:
         spec = spec.replace(micro_batch=count)
-    own_loop = not isinstance(target, RunSpec | Task) and spec.nproc_per_node == 1
+    own_loop = not isinstance(target, RunSpec | Task) and spec.world_size == 1
     return Plan(spec=spec, task=task, example=batch, device=name, rank=rank, steps=steps, own_loop=own_loop)
 
 
@@ -135,14 +135,14 @@ def device_name(device: str | Device) -> str:
     return device if device in ("cpu", "cuda") else Device.named(device).name
 
 
-def _spec_and_task(target: Any, batch: Any, loss: Any, optimizer: Any, knobs: dict[str, Any]) -> tuple[RunSpec, Task]:
+def _spec_and_task(target: Any, batch: Any, loss: Any, optimizer: Any, knobs: dict[str, Any], asked: str) -> tuple[RunSpec, Task]:
     chosen: dict[str, Any] = {"optimizer": optimizer} if isinstance(optimizer, str) else {}
     if isinstance(target, RunSpec):
         spec, task = target.replace(**knobs, **chosen), tasks.resolve(target.task)
     elif isinstance(target, Task):
         spec, task = RunSpec(task=target.name or "task", **knobs, **chosen), target
     else:
-        spec, task = RunSpec(task="model", **knobs, **chosen), _task_of(target, batch)
+        spec, task = RunSpec(task="model", **knobs, **chosen), _task_of(target, batch, asked)
     changes: dict[str, Any] = {} if loss is None else {"loss": checked(loss)}
     if optimizer is not None and not chosen:
         changes["optimizer"] = optimizer
@@ -150,20 +150,18 @@ def _spec_and_task(target: Any, batch: Any, loss: Any, optimizer: Any, knobs: di
     return spec, dataclasses.replace(task, **changes)
 
 
-def _task_of(target: Any, batch: Any) -> Task:
+def _task_of(target: Any, batch: Any, asked: str) -> Task:
     if isinstance(target, nn.Module):
         name, make = type(target).__name__, lambda: copied(target) if target.training else copied(target).train()
     elif callable(target):
         name, make = getattr(target, "__name__", type(target).__name__), target
     else:
         raise ValueError(
-            f"estimate_memory({target!r:.80}): a RunSpec, a Task, a function that builds a model, or a torch.nn.Module is wanted, not a "
+            f"{asked}({target!r:.80}): a RunSpec, a Task, a function that builds a model, or a torch.nn.Module is wanted, not a "
             f"{type(target).__name__}"
         )
     if batch is None:
-        raise ValueError(
-            f"estimate_memory({name}): a model needs a batch: estimate_memory(model, batch), of tensors on any device, even meta"
-        )
+        raise ValueError(f"{asked}({name}): a model needs a batch: {asked}(model, batch), of tensors on any device, even meta")
     return Task(model=make, dataset=list, loss=DefaultLoss(), name="" if name == "<lambda>" else name)
 
 

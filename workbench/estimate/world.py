@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from workbench.estimate import compat
+from workbench.estimate import chunks, compat
 
-MOST_RANKS = 1024
+MOST_RANKS = 8192
 """Ranks, up to which the fake process group has been tried."""
 
 
@@ -39,7 +39,7 @@ def fake_world(world_size: int, rank: int = 0, *, bucket_seen: Callable[[Tensor]
     """Inside, this process is rank `rank` of `world_size`: collectives return at once, and DDP, ZeroRedundancyOptimizer and FSDP2 work.
 
     Args:
-        world_size: ranks, 1 to 1024.
+        world_size: ranks, 1 to 8192.
         rank: of this process.
         bucket_seen: called with each bucket of gradients that DDP reduces.
 
@@ -58,5 +58,10 @@ def fake_world(world_size: int, rank: int = 0, *, bucket_seen: Callable[[Tensor]
         raise WorldError(f"world_size={world_size}: 1 to {MOST_RANKS} ranks are allowed")
     if not 0 <= rank < world_size:
         raise WorldError(f"rank={rank}: 0 to {world_size - 1} is allowed with world_size={world_size}")
-    with compat.fake_process_group(world_size, rank), compat.fake_data_parallel(bucket_seen), compat.real_device_meshes():
+    with (
+        compat.fake_process_group(world_size, rank),
+        compat.fake_data_parallel(bucket_seen),
+        compat.real_device_meshes(),
+        chunks.made_when_asked(),
+    ):
         yield Place(rank=rank, world_size=world_size, device=torch.device("cpu"), store=HashStore())

@@ -269,10 +269,15 @@ class Meter:
 
     def _ours(self) -> float:
         """CPU of all processes of ours, those that are over and were waited for included."""
-        import resource  # there is none on Windows
+        return cpu_of_tree(self._root, self._proc)
 
-        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return ended.ru_utime + ended.ru_stime + sum(cpu_of(pid) for pid in _tree(self._proc, self._root))
+
+def cpu_of_tree(root: int, proc: Path = PROC) -> float:
+    """CPU seconds so far of a process and its descendants, those that this one has waited for included."""
+    import resource  # there is none on Windows
+
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return ended.ru_utime + ended.ru_stime + sum(cpu_of(pid) for pid in _tree(proc, root))
 
 
 def cpu_of(pid: int) -> float:

@@ -1,8 +1,9 @@
-"""Scaling curves: throughput, or efficiency, over the number of processes; what was measured, what is foretold, and the naive line."""
+"""Scaling curves: throughput, or efficiency, over processes or any other knob; what was measured, what is foretold, and the naive line."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from workbench.plot.canvas import prepared
 from workbench.plot.colors import INK, LINE
 from workbench.plot.stack import PALE, WIDTH, legend
 from workbench.scaling import CurveFit, CurveForecast, ScalingCurve, ScalingPoint
+from workbench.scaling.point import PROCESSES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +26,9 @@ _DRAWN = 40
 def scaling(result: ScalingCurve | CurveFit, ax: Axes | None = None, *, to: int | None = None) -> Axes:
     """Throughput over processes, both logarithmic: points with the 90 % interval of their repeats, hollow where oversubscribed; beyond them
     the laws together with their interval, and dashed the naive line, on which each process goes on as in the last point. Dotted: perfect
-    scaling from the smallest point.
+    scaling from the smallest point. Triangles: what a point would reach if its exposed communication were hidden, where that was measured.
+
+    A curve over another knob has its points only: there is no law.
 
     Args:
         result: a curve, or its fit; a curve of fewer than two usable points has no band.
@@ -34,8 +38,16 @@ def scaling(result: ScalingCurve | CurveFit, ax: Axes | None = None, *, to: int 
     Raises:
         ValueError: no point of the curve was measured, or `to` is below the largest one.
     """
+    if isinstance(result, ScalingCurve) and result.over != PROCESSES:
+        return _by_knob(result, ax, to)
+    from matplotlib.ticker import LogLocator, NullLocator
+
     ax = _draw(result, ax, to, lambda value, size: value)
     ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    ax.yaxis.set_major_formatter(lambda value, _: units.count(value))
+    ax.yaxis.set_minor_locator(NullLocator())
     ax.set_ylabel("throughput (samples/s)")
     return ax
 
@@ -49,8 +61,10 @@ def scaling_efficiency(result: ScalingCurve | CurveFit, ax: Axes | None = None, 
         to: as there.
 
     Raises:
-        ValueError: as there.
+        ValueError: as there, or a curve over another knob than the processes.
     """
+    if isinstance(result, ScalingCurve) and result.over != PROCESSES:
+        raise ValueError(f"a curve over {result.over} has no efficiency, which is throughput per process: draw plot.scaling(curve)")
     base = _base(_points(result)).per_process
     ax = _draw(result, ax, to, lambda value, size: 100 * value / size / base)
     ax.set_ylim(bottom=0)
@@ -60,6 +74,9 @@ def scaling_efficiency(result: ScalingCurve | CurveFit, ax: Axes | None = None, 
 
 Shown = Callable[[float, int], float]
 """What is drawn of a throughput and its number of processes."""
+Place = Callable[[ScalingPoint], float]
+"""Where on the axis."""
+HIDDEN = "if communication were hidden"
 
 
 def _draw(result: ScalingCurve | CurveFit, ax: Axes | None, to: int | None, shown: Shown) -> Axes:
@@ -77,6 +94,7 @@ def _draw(result: ScalingCurve | CurveFit, ax: Axes | None, to: int | None, show
     if fit is not None and end > fit.points[-1].world_size:
         _foretold(ax, fit, end, shown)
     _measured(ax, points, shown)
+    _hidden(ax, points, shown)
     ax.set_xscale("log", base=2)
     ticks = _ticks(base.world_size, end)
     ax.set_xticks(ticks, [units.count(tick) for tick in ticks])
@@ -103,7 +121,7 @@ def _foretold(ax: Axes, fit: CurveFit, end: int, shown: Shown) -> None:
     ax.plot(sizes, line(lambda one: one.naive), color=INK, linestyle="--", linewidth=1.4, label="naive: as the last point")
 
 
-def _measured(ax: Axes, points: Sequence[ScalingPoint], shown: Shown) -> None:
+def _measured(ax: Axes, points: Sequence[ScalingPoint], shown: Shown, place: Place = operator.attrgetter("world_size")) -> None:
     for words, crowded in (("measured", False), ("oversubscribed: no scaling", True)):
         some = [point for point in points if point.rates and point.oversubscribed == crowded]
         if not some:
@@ -113,7 +131,7 @@ def _measured(ax: Axes, points: Sequence[ScalingPoint], shown: Shown) -> None:
             [_arm(value, shown(edge(point), point.world_size)) for point, value in zip(some, values, strict=True)] for edge in (_low, _high)
         ]
         ax.errorbar(
-            [point.world_size for point in some],
+            [place(point) for point in some],
             values,
             yerr=arms,
             linestyle="none",
@@ -126,8 +144,40 @@ def _measured(ax: Axes, points: Sequence[ScalingPoint], shown: Shown) -> None:
         )
     for point in points:
         if not point.rates:
-            ax.plot(point.world_size, 0.02, marker="x", color=INK, transform=ax.get_xaxis_transform(), linestyle="none")
-            ax.annotate("failed", (point.world_size, 0.05), xycoords=("data", "axes fraction"), ha="center", fontsize=8.5, color=INK)
+            ax.plot(place(point), 0.02, marker="x", color=INK, transform=ax.get_xaxis_transform(), linestyle="none")
+            ax.annotate("failed", (place(point), 0.05), xycoords=("data", "axes fraction"), ha="center", fontsize=8.5, color=INK)
+
+
+def _hidden(ax: Axes, points: Sequence[ScalingPoint], shown: Shown) -> None:
+    """What points would reach without the part of the step that is nothing but communication."""
+    some = [point for point in points if point.rates and point.exposed and not point.oversubscribed]
+    if some:
+        sizes = [point.world_size for point in some]
+        values = [shown(point.samples_per_sec / (1 - (point.exposed or 0)), point.world_size) for point in some]
+        ax.plot(sizes, values, linestyle="none", marker="^", markersize=6, color=INK, markerfacecolor="none", label=HIDDEN)
+
+
+def _by_knob(curve: ScalingCurve, ax: Axes | None, to: int | None) -> Axes:
+    """Throughput over the values of a knob; texts stand side by side."""
+    if to is not None:
+        raise ValueError(f"to={to!r}: a curve over {curve.over} has no law that could be drawn beyond its points; leave it out")
+    _base(curve.points)
+    ax = prepared(ax, WIDTH, 4.0)
+    numbers = all(not isinstance(value, str) for value in curve.values)
+    places = {value: value if numbers else place for place, value in enumerate(curve.values)}
+    _measured(ax, curve.points, lambda value, _: value, lambda point: places[point.at])
+    if numbers and min(curve.values) > 0 and max(curve.values) >= 4 * min(curve.values):
+        ax.set_xscale("log", base=2)
+    ax.set_xticks(list(places.values()), [units.count(value) if numbers else str(value) for value in places])
+    ax.minorticks_off()
+    ax.set_ylim(0, 1.08 * max(rate for point in curve.points for rate in point.rates))
+    if not numbers:
+        ax.set_xlim(-0.5, len(places) - 0.5)
+    ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
+    ax.set_xlabel(curve.over)
+    ax.set_ylabel("throughput (samples/s)")
+    legend(ax, list(ax.get_legend_handles_labels()[0]))
+    return ax
 
 
 def _low(point: ScalingPoint) -> float:

@@ -1,27 +1,25 @@
-"""ScalingCurve: throughput against the number of processes, as it was measured."""
+"""ScalingCurve: throughput against the number of processes, or another knob, as it was measured."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from workbench import display, units
-from workbench.scaling.forms import Kind
-from workbench.scaling.point import CurveError, ScalingPoint, checked_size, merged
+from workbench import display
+from workbench.scaling.data import Kind
+from workbench.scaling.mechanisms import How
+from workbench.scaling.merging import merged
+from workbench.scaling.point import PROCESSES, CurveError, ScalingPoint, checked_size
+from workbench.scaling.showing import KINDS, rows_of, table_of
 
 if TYPE_CHECKING:
     from workbench.run import Run
     from workbench.scaling.fitting import CurveFit
 
-KINDS = {
-    "weak": "each process keeps its batch, the global one grows",
-    "strong": "the global batch stays, each process gets a smaller part",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class ScalingCurve:
-    """Measured throughput by number of processes. Points of one size are repeats of each other.
+    """Measured throughput by number of processes, or by another knob. Points of one number are repeats of each other.
 
     >>> curve = ScalingCurve([(8, 40150), (16, 75220), (32, 141470)], kind="weak")
     >>> [round(share, 2) for share in curve.efficiency]
@@ -38,6 +36,11 @@ class ScalingCurve:
     """ "weak": each process keeps its batch. "strong": the global batch stays."""
     slots: int | None = None
     """Cores (or GPUs) there were: points with more processes are oversubscribed. None = not known; a point says it of itself."""
+    over: str = field(default=PROCESSES, kw_only=True)
+    """The knob that was turned; fits are of processes alone."""
+    grows: How = field(default=How(), kw_only=True)
+    """What the processes do, where that says how throughput grows: how many micro-batches go through a pipeline whose stages they are, or
+    that they share the weights."""
     notes: tuple[str, ...] = field(default=(), kw_only=True)
     """What to keep in mind about the measurement."""
 
@@ -58,23 +61,35 @@ class ScalingCurve:
         object.__setattr__(self, "points", found)
 
     @classmethod
-    def from_runs(cls, runs: "Iterable[Run]", *, slots: int | None = None, exposed: Mapping[int, float] | None = None) -> "ScalingCurve":
-        """The curve of runs that differ in nothing but their number of processes, such as those of `sweep(spec, nproc_per_node=[1, 2, 4])`.
+    def from_runs(
+        cls,
+        runs: "Iterable[Run]",
+        *,
+        over: str = PROCESSES,
+        slots: int | None = None,
+        exposed: Mapping[Any, float] | None = None,
+        notes: Iterable[str] = (),
+    ) -> "ScalingCurve":
+        """The curve of runs that differ in nothing but one knob, such as those of `sweep(spec, nproc_per_node=[1, 2, 4])`.
 
         Weak scaling if they have the same micro-batch; strong if micro-batches differ and the global batch does not. Runs of one size are
-        repeats. A run that failed is kept and shown, and no fit uses it.
+        repeats. A run that failed is kept and shown, and no fit uses it. `wb.scaling_curve` makes the runs as well.
 
         Args:
             runs: finished ones.
-            slots: cores (or GPUs) there were; None = what the runs say of their machine.
-            exposed: share of the step that is nothing but communication, by number of processes, where it was measured.
+            over: the knob that was turned.
+            slots: cores (or GPUs) there were; None = what the runs say of their machine. A run is oversubscribed if its processes, or on
+                CPUs their threads, are more.
+            exposed: share of the step that is nothing but communication, by the knob's value, where it was measured.
+            notes: what to keep in mind about the measurement.
 
         Raises:
             CurveError: no runs, one that still runs, or they differ in another field; the message names it.
         """
         from workbench.scaling.reading import read
 
-        return cls(**read(list(runs), slots, exposed or {}))
+        found = read(list(runs), over, slots, exposed or {})
+        return cls(**{**found, "notes": (*found["notes"], *notes)})
 
     # --- what was measured
 
@@ -87,6 +102,11 @@ class ScalingCurve:
     def world_sizes(self) -> list[int]:
         """Processes of each point."""
         return [point.world_size for point in self.points]
+
+    @property
+    def values(self) -> list[Any]:
+        """Of the knob that was turned, one for each point."""
+        return [point.at for point in self.points]
 
     @property
     def samples_per_sec(self) -> list[float]:
@@ -116,57 +136,33 @@ class ScalingCurve:
             noise: standard deviation of one measurement as a fraction of it; None = as repeats tell, or 2 % without any.
 
         Raises:
-            CurveError: fewer than two usable points.
+            CurveError: fewer than two usable points, or a curve over another knob than the processes.
         """
         from workbench.scaling.fitting import fit
 
-        return fit(self.usable, self.kind, level=level, noise=noise)
+        if self.over != PROCESSES:
+            raise CurveError(
+                f"a curve over {self.over} has no law to be fitted: the laws are about processes. Its best measured value is "
+                f"{self.best!r}; wb.scaling_curve(spec.replace({self.over}=…)) measures processes with it"
+            )
+        return fit(self.usable, self.kind, self.grows, level=level, noise=noise)
+
+    @property
+    def best(self) -> Any:
+        """Where throughput was highest; None where nothing was measured."""
+        found = max((point for point in self.points if point.rates), key=lambda point: point.samples_per_sec, default=None)
+        return found and found.at
 
     # --- how it shows itself
 
     @property
     def table(self) -> display.Table:
-        """One row per number of processes."""
-        rows = [
-            [
-                point.world_size,
-                units.rate(point.samples_per_sec),
-                units.MISSING if math.isnan(point.low) else f"{units.rate(point.low)} … {units.rate(point.high)}",
-                units.rate(point.per_process),
-                units.times(speedup),
-                units.percent(share),
-                units.percent(point.exposed),
-                _said(point),
-            ]
-            for point, speedup, share in zip(self.points, self.speedup, self.efficiency, strict=True)
-        ]
-        base = f"speedup and efficiency: of {self.base.world_size}" if self.base else "nothing was measured"
-        return display.Table(
-            columns=("processes", "throughput", "90 % interval", "per process", "speedup", "efficiency", "exposed", ""),
-            rows=rows,
-            title=f"{self.kind.capitalize()} scaling: {KINDS[self.kind]}",
-            note="; ".join(["measured", base, *self.notes]),
-        )
+        """One row per number of processes, or value of the knob."""
+        return table_of(self)
 
     def to_frame(self) -> Any:
         """A DataFrame with a row per number of processes."""
-        return display.frame(
-            [
-                {
-                    "world_size": point.world_size,
-                    "samples_per_sec": point.samples_per_sec,
-                    "low": point.low,
-                    "high": point.high,
-                    "repeats": len(point.rates),
-                    "speedup": speedup,
-                    "efficiency": share,
-                    "exposed": math.nan if point.exposed is None else point.exposed,
-                    "oversubscribed": point.oversubscribed,
-                    "failed": point.failed,
-                }
-                for point, speedup, share in zip(self.points, self.speedup, self.efficiency, strict=True)
-            ]
-        )
+        return display.frame(rows_of(self))
 
     def plot(self, ax: Any = None) -> Any:
         """`plot.scaling`: points, and where two or more are usable the band and the naive line; returns the Axes."""
@@ -174,18 +170,30 @@ class ScalingCurve:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {"points": [point.to_json() for point in self.points], "kind": self.kind, "slots": self.slots, "notes": list(self.notes)}
+        return {"points": [point.to_json() for point in self.points], "kind": self.kind, "slots": self.slots, "notes": list(self.notes)} | {
+            "over": self.over,
+            "grows": self.grows.to_json(),
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "ScalingCurve":
         """Inverse of `to_json`."""
         points = [ScalingPoint.from_json(one) for one in value["points"]]
-        return cls(points, kind=value["kind"], slots=value["slots"], notes=tuple(value["notes"]))
+        return cls(
+            points,
+            kind=value["kind"],
+            slots=value["slots"],
+            notes=tuple(value["notes"]),
+            over=value.get("over", PROCESSES),
+            grows=How.from_json(value.get("grows", {})),
+        )
 
     def __len__(self) -> int:
         return len(self.points)
 
     def __repr__(self) -> str:
+        if self.over != PROCESSES:
+            return f"ScalingCurve({self.over}: {', '.join(map(str, self.values))})"
         return f"ScalingCurve({self.kind}, {', '.join(map(str, self.world_sizes))} processes)"
 
     def __str__(self) -> str:
@@ -197,10 +205,3 @@ class ScalingCurve:
 
 def _marked(point: ScalingPoint, slots: int) -> ScalingPoint:
     return replace(point, oversubscribed=point.oversubscribed or point.world_size > slots)
-
-
-def _said(point: ScalingPoint) -> str:
-    """What is to be said of a point."""
-    crowded = "oversubscribed: no scaling, left out of fits" if point.oversubscribed else ""
-    failed = f"{'a repeat ' if point.rates else ''}failed: {point.failed}" if point.failed else ""
-    return "; ".join(filter(None, [crowded, failed]))

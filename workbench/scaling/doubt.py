@@ -27,13 +27,13 @@ def too_few(points: tuple[ScalingPoint, ...]) -> str:
 
 
 def check_possible(points: tuple[ScalingPoint, ...]) -> None:
-    """Refuse points that no machine can have given.
+    """Refuse points that no machine can have given; those of runs that differ in nothing else are noisy at worst.
 
     Raises:
         CurveError: throughput per process doubles from one point to the next.
     """
     for before, after in itertools.pairwise(points):
-        if after.per_process > CONTRADICTION * before.per_process:
+        if after.per_process > CONTRADICTION * before.per_process and not (before.of_one_spec and after.of_one_spec):
             more = units.times(after.per_process / before.per_process)
             raise CurveError(
                 f"the points contradict each other: {before.world_size} processes reach {units.rate(before.samples_per_sec)} and "
@@ -52,12 +52,18 @@ def notes(fit: "CurveFit", size: int) -> tuple[str, ...]:
             "another switch, another algorithm of the collectives or a slow node are in no law"
         )
     if fit.points[-1].samples_per_sec < fit.points[0].samples_per_sec:
-        found.append("all processes together do less than the fewest did: if these are rates per process, multiply them by their number")
+        mixed = "if these are rates per process, multiply them by their number"
+        slower = "what they do for each other costs more than they bring"
+        found.append(f"all processes together do less than the fewest did: {slower if _of_one_spec(fit) else mixed}")
     if len(fit.points) == 2:
         found.append(f"two points: {_through(fit)}, and none could be tried")
     if _rises(fit):
         found.append("throughput per process rises with their number somewhere: no law carries that on; look at batch sizes and caches")
     return tuple(found)
+
+
+def _of_one_spec(fit: "CurveFit") -> bool:
+    return all(point.of_one_spec for point in fit.points)
 
 
 def _through(fit: "CurveFit") -> str:

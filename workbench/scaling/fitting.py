@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from workbench import display, units
 from workbench.scaling import doubt, trying
+from workbench.scaling.data import Kind, Law
 from workbench.scaling.forecast import CurveForecast
-from workbench.scaling.forms import FORMULAS_ARE, LINEAR, NAIVE, Form, Kind, Law, at, forms, rates
+from workbench.scaling.forms import FORMULAS_ARE, LINEAR, NAIVE, NOTHING, Form, at, forms, rates
+from workbench.scaling.mechanisms import How
 from workbench.scaling.point import CurveError, ScalingPoint, checked_size
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ class CurveFit:
     """The laws, the naive line first."""
     drawn: tuple[tuple[Law, ...], ...] = field(repr=False)
     """For each law of `fitted`, the same law fitted to points that noise has moved."""
+    grows: How = NOTHING
+    """What the processes do, as the curve says."""
 
     @property
     def measured_noise(self) -> bool:
@@ -161,13 +165,14 @@ class CurveFit:
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values: the points and how they were fitted; the rest follows from them."""
         noise = self.noise if self.noise_source == "given" else None
-        return {"points": [one.to_json() for one in self.points], "kind": self.kind, "level": self.level, "noise": noise}
+        how = {"kind": self.kind, "grows": self.grows.to_json()}
+        return {"points": [one.to_json() for one in self.points], **how, "level": self.level, "noise": noise}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "CurveFit":
         """Inverse of `to_json`."""
         points = tuple(ScalingPoint.from_json(one) for one in value["points"])
-        return fit(points, value["kind"], level=value["level"], noise=value["noise"])
+        return fit(points, value["kind"], How.from_json(value.get("grows", {})), level=value["level"], noise=value["noise"])
 
     def __repr__(self) -> str:
         return f"CurveFit({self.kind}, {len(self.points)} points, {len(self.fitted)} laws)"
@@ -179,7 +184,7 @@ class CurveFit:
         return self.table._repr_html_()
 
 
-def fit(points: tuple[ScalingPoint, ...], kind: Kind, *, level: float = 0.9, noise: float | None = None) -> CurveFit:
+def fit(points: tuple[ScalingPoint, ...], kind: Kind, how: How = NOTHING, *, level: float = 0.9, noise: float | None = None) -> CurveFit:
     """Fit all laws. See `ScalingCurve.fit`.
 
     Raises:
@@ -196,7 +201,7 @@ def fit(points: tuple[ScalingPoint, ...], kind: Kind, *, level: float = 0.9, noi
     given = told if noise is None else noise
     spread = trying.NOISE if given is None else given
     data = trying.data_of(points, spread)
-    ready = [form for form in forms(kind) if form.fits(data)]
+    ready = [form for form in forms(kind, how) if form.fits(data)]
     errors = [trying.foretold(form, data) for form in ready]
     laws = [form.fit(data) for form in ready]
     weights = trying.weights_of(errors, spread)
@@ -211,4 +216,5 @@ def fit(points: tuple[ScalingPoint, ...], kind: Kind, *, level: float = 0.9, noi
             for form, law, error, weight in zip(ready, laws, errors, weights, strict=True)
         ),
         drawn=trying.drawn(ready, data, points, spread),
+        grows=how,
     )

@@ -9,42 +9,16 @@ No form lets a process get faster because there are more of them: where a measur
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
-Kind = Literal["weak", "strong"]
-Floats = NDArray[np.float64]
+from workbench.scaling.data import Data, Floats, Kind, Law
+from workbench.scaling.mechanisms import How, bubble, exposed, sharded, shown
+
+NOTHING = How()
 _ROUNDS = 8
 """Reweightings of the robust fit; on ten points the weights move by less than 1 % after five."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Data:
-    """What a form is fitted to, by ascending number of processes."""
-
-    sizes: Floats
-    """Processes."""
-    times: Floats
-    """Seconds per sample and process."""
-    exposed: Floats
-    """Share of the step that is nothing but communication; nan = not measured."""
-    noise: float
-    """Standard deviation of a time, as a fraction of it."""
-
-    def without_last(self) -> "Data":
-        """All points but the largest."""
-        return Data(sizes=self.sizes[:-1], times=self.times[:-1], exposed=self.exposed[:-1], noise=self.noise)
-
-    def shaken(self, chance: np.random.Generator, noise: Floats) -> "Data":
-        """The same points, measured once more."""
-        times = self.times * np.exp(noise * chance.standard_normal(len(self.times)))
-        return Data(sizes=self.sizes, times=times, exposed=self.exposed, noise=self.noise)
-
-
-Law = Callable[[Floats], Floats]
-"""A fitted form: processes → seconds per sample and process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +32,16 @@ class Form:
     fewest: int
     """Points below which it is not fitted."""
     fit: Callable[[Data], Law]
+    counts: Callable[[Data], int] = lambda data: len(data.sizes)
+    """Points that it can use."""
 
     def fits(self, data: Data) -> bool:
         """Can it be fitted to these points?"""
-        if self.name == COMMUNICATION:
-            return int(np.isfinite(data.exposed[data.sizes > 1]).sum()) >= self.fewest
-        return len(data.sizes) >= self.fewest
+        return self.counts(data) >= self.fewest
 
 
-NAIVE, LINEAR, COMMUNICATION = "naive", "a + b(n−1)", "measured communication"
+NAIVE, LINEAR, COMMUNICATION, OVERLAP = "naive", "a + b(n−1)", "measured communication", "measured overlap"
+BUBBLE, SHARDED = "pipeline bubble", "ZeRO-3"
 FORMULAS_ARE: Mapping[Kind, str] = {"weak": "time per sample and process", "strong": "time of a step"}
 """What the formulas in `Form.words` give; a step of strong scaling takes t(n)/n times its samples."""
 _SAMPLE = {
@@ -75,6 +50,9 @@ _SAMPLE = {
     "power law": "a nᵇ",
     "USL": "a + b(n−1) + c n(n−1): universal scalability law",
     COMMUNICATION: "compute + b(1−1/n) + c(n−1), from the exposed share measured",
+    OVERLAP: "compute + max(0, b(1−1/n) + c(n−1) − h), h hidden behind the backward",
+    BUBBLE: "a (1 + (n−1)/m), m micro-batches × chunks",
+    SHARDED: "max(compute, b(1−1/n)) + c(n−1): weights gathered meanwhile",
 }
 _STEP = {
     LINEAR: "a/n + c: Amdahl",
@@ -82,6 +60,9 @@ _STEP = {
     "power law": "a nᵇ/n",
     "USL": "(a + b(n−1) + c n(n−1))/n: universal scalability law",
     COMMUNICATION: "compute/n + b(1−1/n) + c(n−1), from the exposed share measured",
+    OVERLAP: "compute/n + max(0, b(1−1/n) + c(n−1) − h/n), h hidden behind the backward",
+    BUBBLE: "a/n (1 + (n−1)/m), m micro-batches × chunks",
+    SHARDED: "max(compute/n, b(1−1/n)) + c(n−1): weights gathered meanwhile",
 }
 Terms = Callable[[Floats], Sequence[Floats]]
 
@@ -128,31 +109,8 @@ def _non_negative(columns: Floats, times: Floats, noise: float) -> Floats:
     return found
 
 
-def _communication(kind: Kind) -> Callable[[Data], Law]:
-    """Compute and exposed communication apart: compute stays what it was, and only communication is extrapolated.
-
-    A ring sends 2(n−1)/n of the gradient and pays 2(n−1) latencies (see `cost`): exposed seconds of a step = b(1−1/n) + c(n−1).
-    """
-
-    def terms(sizes: Floats) -> list[Floats]:
-        per_step = sizes if kind == "strong" else np.ones_like(sizes)  # of one process' samples there are fewer in a step
-        return [per_step * (1 - 1 / sizes), per_step * (sizes - 1)]
-
-    def fit(data: Data) -> Law:
-        from scipy.optimize import nnls
-
-        known = np.isfinite(data.exposed)
-        compute = float(np.exp(np.mean(np.log(data.times[known] * (1 - data.exposed[known])))))
-        several = known & (data.sizes > 1)
-        waiting = data.times * np.where(known, data.exposed, 0)
-        factors = nnls(np.stack(terms(data.sizes[several]), 1) / data.times[several, None], (waiting / data.times)[several])[0]
-        return lambda sizes: compute + np.stack(terms(sizes), -1) @ factors
-
-    return fit
-
-
-def forms(kind: Kind) -> tuple[Form, ...]:
-    """All laws for a kind of scaling; the first is the naive line.
+def forms(kind: Kind, how: How = NOTHING) -> tuple[Form, ...]:
+    """All laws for a kind of scaling; the first is the naive line. Those of `mechanisms` come where the curve has what they need.
 
     Amdahl 1967 gives the serial share; Gunther 1993 (universal scalability law) adds n(n−1) for what every process agrees with every other.
     log n is the depth of a tree of messages, and about how the slowest of n processes falls behind.
@@ -175,7 +133,12 @@ def forms(kind: Kind) -> tuple[Form, ...]:
         Form(name="logarithm", words=words["logarithm"], fewest=2, fit=_sum(logarithm)),
         Form(name="power law", words=words["power law"], fewest=2, fit=_power),
         Form(name="USL", words=words["USL"], fewest=4, fit=_sum(usl)),
-        Form(name=COMMUNICATION, words=words[COMMUNICATION], fewest=2, fit=_communication(kind)),
+        Form(
+            name=COMMUNICATION, words=words[COMMUNICATION], fewest=2, fit=exposed(kind, hidden=False), counts=partial(shown, hidden=False)
+        ),
+        Form(name=OVERLAP, words=words[OVERLAP], fewest=3, fit=exposed(kind, hidden=True), counts=partial(shown, hidden=True)),
+        *([Form(name=BUBBLE, words=words[BUBBLE], fewest=1, fit=bubble(how.pipeline))] if how.pipeline else []),
+        *([Form(name=SHARDED, words=words[SHARDED], fewest=2, fit=sharded(kind))] if how.sharded else []),
     )
 
 

@@ -1,11 +1,13 @@
-"""ScalingPoint: the throughput that some number of processes had, as often as it was measured."""
+"""ScalingPoint: the throughput of some number of processes (or value of another knob), as often as it was measured."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+PROCESSES = "nproc_per_node"
+"""The knob of scaling proper; any other is only measured."""
 CONTRADICTION = 2.0
 """Repeats of a point, or neighbours per process, further apart than this factor contradict each other: a mixed-up column does that."""
 _T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860)
@@ -35,9 +37,19 @@ class ScalingPoint:
     """More processes than cores or GPUs: what is measured is how they wait for each other, and no fit uses it."""
     failed: str = ""
     """Why an attempt failed, where one did."""
+    value: Any = None
+    """Of the knob that was turned, where it is not the number of processes."""
+    straggling: float | None = None
+    """Share of the step in which the average process waits for the slowest one's data and forward; None = not known."""
+    cpu_per_sample: float | None = None
+    """CPU seconds of all processes, and their workers, for a sample; None = not known."""
+    of_one_spec: bool = False
+    """The repeats are of one spec for certain: if they lie far apart, the machine was to blame and not a mixed-up column."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "world_size", checked_size(self.world_size))
+        if self.value is not None and (isinstance(self.value, bool) or not isinstance(self.value, Real)):
+            object.__setattr__(self, "value", str(self.value))
         for rate in self.rates:
             if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < float(rate) < math.inf:
                 raise CurveError(f"{rate!r} samples/s with {self.world_size} processes: a finite number above 0 is wanted")
@@ -49,11 +61,21 @@ class ScalingPoint:
             )
         if self.exposed is not None:
             object.__setattr__(self, "exposed", float(self.exposed))
-        if self.rates and max(self.rates) > CONTRADICTION * min(self.rates):
+        if self.unsteady and not self.of_one_spec:
             raise CurveError(
                 f"the points of {self.world_size} processes contradict each other: {min(self.rates):g} and {max(self.rates):g} samples/s. "
                 "Are they of the same model, batch and precision, and none of them per process? Measure again, or leave the wrong one out"
             )
+
+    @property
+    def at(self) -> Any:
+        """Where it lies on the axis: the value of the knob that was turned."""
+        return self.world_size if self.value is None else self.value
+
+    @property
+    def unsteady(self) -> bool:
+        """Do the repeats lie further apart than any one spec's should?"""
+        return bool(self.rates) and max(self.rates) > CONTRADICTION * min(self.rates)
 
     @property
     def usable(self) -> bool:
@@ -101,6 +123,10 @@ class ScalingPoint:
             "exposed": self.exposed,
             "oversubscribed": self.oversubscribed,
             "failed": self.failed,
+            "value": self.value,
+            "straggling": self.straggling,
+            "cpu_per_sample": self.cpu_per_sample,
+            "of_one_spec": self.of_one_spec,
         }
 
     @classmethod
@@ -118,77 +144,6 @@ def checked_size(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise CurveError(f"{value!r} processes: a whole number of at least 1 is wanted")
     return int(value)
-
-
-def merged(points: Iterable[Any]) -> tuple[ScalingPoint, ...]:
-    """Points by ascending world size, those of one size made repeats of each other.
-
-    Args:
-        points: (world_size, samples_per_sec), (world_size, samples_per_sec, exposed), mappings with these names, or ScalingPoints.
-
-    Raises:
-        CurveError: something else, or repeats that contradict each other.
-    """
-    found: dict[int, list[ScalingPoint]] = {}
-    for place, given in enumerate(points):
-        point = given if isinstance(given, ScalingPoint) else _of_row(given, place)
-        found.setdefault(point.world_size, []).append(point)
-    return tuple(_one(found[size]) for size in sorted(found))
-
-
-def _of_row(row: Any, place: int) -> ScalingPoint:
-    """A point from (world_size, samples_per_sec[, exposed]) or a mapping with these names, such as a row of a curve's frame."""
-    if isinstance(row, Mapping):
-        return _of_mapping(row, place)
-    if callable(getattr(row, "tolist", None)):  # a row of an array
-        row = row.tolist()
-    values = tuple(row) if isinstance(row, list | tuple) else ()
-    if len(values) not in (2, 3):
-        raise CurveError(_no_row(row, place))
-    return ScalingPoint(world_size=_whole(values[0]), rates=(values[1],), exposed=values[2] if len(values) == 3 else None)
-
-
-def _of_mapping(row: Mapping[str, Any], place: int) -> ScalingPoint:
-    if "world_size" not in row or "samples_per_sec" not in row:
-        raise CurveError(_no_row(dict(row), place))
-    rate, exposed, failed = row["samples_per_sec"], row.get("exposed"), row.get("failed")
-    failed = failed if isinstance(failed, str) else ""
-    return ScalingPoint(
-        world_size=_whole(row["world_size"]),
-        rates=() if failed and _missing(rate) else (rate,),
-        exposed=None if _missing(exposed) else exposed,
-        oversubscribed=bool(row.get("oversubscribed", False)),
-        failed=failed,
-    )
-
-
-def _missing(value: Any) -> bool:
-    return value is None or (isinstance(value, Real) and math.isnan(value))
-
-
-def _whole(value: Any) -> Any:
-    """A size that is whole as an int, as a column of an array or a frame may hold it as 4.0."""
-    whole = isinstance(value, Real) and not isinstance(value, Integral) and float(value).is_integer()
-    return int(value) if whole else value
-
-
-def _no_row(row: Any, place: int) -> str:
-    return (
-        f"point {place}, {row!r:.80}: (world_size, samples_per_sec) is wanted, or these and the "
-        "exposed share of the step, a mapping with these names, or a ScalingPoint"
-    )
-
-
-def _one(same: list[ScalingPoint]) -> ScalingPoint:
-    """Points of one size as one, with all their repeats (sorted: the order in which they were given says nothing)."""
-    shares = sorted(point.exposed for point in same if point.exposed is not None)
-    return ScalingPoint(
-        world_size=same[0].world_size,
-        rates=tuple(sorted(rate for point in same for rate in point.rates)),
-        exposed=shares[len(shares) // 2] if shares else None,
-        oversubscribed=any(point.oversubscribed for point in same),
-        failed="; ".join(dict.fromkeys(point.failed for point in same if point.failed)),
-    )
 
 
 def _t95(freedom: int) -> float:

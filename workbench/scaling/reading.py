@@ -1,46 +1,66 @@
-"""Reading: the points of a curve from runs that may differ in their number of processes and in nothing else."""
+"""Reading: the points of a curve from runs that may differ in one knob and in nothing else."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workbench import rundir
 from workbench.run import Run
-from workbench.scaling.point import CurveError, ScalingPoint
+from workbench.scaling.mechanisms import How
+from workbench.scaling.point import PROCESSES, CurveError, ScalingPoint
+from workbench.spec import SHARDED, RunSpec, check_names
+from workbench.timeline import Timeline
 
-SWEPT = "nproc_per_node"
 _BATCH = ("micro_batch", "accumulation")
 """What strong scaling changes with the number of processes, so that the global batch stays."""
+_BEFORE = ("data_wait", "h2d", "forward")
+"""Phases that a rank is through before it meets the others."""
 
 
-def read(runs: Sequence[Any], slots: int | None, exposed: Mapping[int, float]) -> dict[str, Any]:
+def read(runs: Sequence[Any], over: str, slots: int | None, exposed: Mapping[Any, float]) -> dict[str, Any]:
     """The arguments of the curve. See `ScalingCurve.from_runs`.
 
     Raises:
         CurveError: as there.
     """
+    example = f"wb.sweep(spec, {over}=[1, 2, 4])" if over == PROCESSES else f"wb.sweep(spec, {over}=[…])"
     for run in runs:
         if not isinstance(run, Run):
-            raise CurveError(f"from_runs() got a {type(run).__name__}: runs are wanted, such as those of wb.sweep(spec, {SWEPT}=[1, 2, 4])")
+            raise CurveError(f"from_runs() got a {type(run).__name__}: runs are wanted, such as those of {example}")
         if run.state == "running":
             raise CurveError(f"{run!r} still runs: wait for it, run.wait()")
     if not runs:
-        raise CurveError(f"from_runs() got no runs: wb.sweep(spec, {SWEPT}=[1, 2, 4]) gives some")
-    if unknown := sorted(set(exposed) - {run.spec.nproc_per_node for run in runs}):
-        raise CurveError(f"exposed has an entry for {unknown[0]} processes, and no run has as many")
-    kind = _kind(runs)
-    _same_machine(runs)
+        raise CurveError(f"from_runs() got no runs: {example} gives some")
+    check_names(type(runs[0].spec), {over: None})
+    values = {_value(run, over) for run in runs}
+    if unknown := [value for value in exposed if value not in values]:
+        what = f"{unknown[0]} processes, and no run has as many" if over == PROCESSES else f"{over}={unknown[0]!r}, and no run has it"
+        raise CurveError(f"exposed has an entry for {what}")
+    kind = _kind(runs, over)
+    check_same_machine(runs)
     on_gpus = any(timeline.clock == "device" for run in runs for timeline in run.timelines)
     notes = []
     if slots is None:
         what = "gpus" if on_gpus else "cores"
         slots = rundir.read_json(runs[0].path / rundir.RUN_JSON).get(what)
         notes += [f"how many {what} there were is not known: give slots="] if slots is None else []
-    points = [_point(run, exposed.get(run.spec.nproc_per_node)) for run in runs]
-    return {"points": points, "kind": kind, "slots": slots, "notes": tuple(notes)}
+    points = [_point(run, over, exposed.get(_value(run, over)), None if on_gpus else slots) for run in runs]
+    sharded = over == PROCESSES and all(getattr(run.spec, "parallel", "") in SHARDED for run in runs)
+    return {"points": points, "kind": kind, "slots": slots, "notes": tuple(notes), "over": over, "grows": How(sharded=sharded)}
 
 
-def _kind(runs: Sequence[Run]) -> str:
+def _value(run: Run, over: str) -> Any:
+    """Of the knob that was turned, as the curve shows it."""
+    return shown_value(getattr(run.spec, over))
+
+
+def shown_value(value: Any) -> Any:
+    """A knob's value on a curve: a number, or a text."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _kind(runs: Sequence[Run], over: str) -> str:
     """ "strong" if the runs share a global batch that their processes divide, else "weak".
 
     Raises:
@@ -50,22 +70,27 @@ def _kind(runs: Sequence[Run]) -> str:
     for run in runs[1:]:
         if type(run.spec) is not type(first):
             raise CurveError(f"{runs[0]!r} and {run!r} are not of one kind, a task and a script: a curve is of one program")
-    found = {name: value for run in runs[1:] for name, value in first.changes(run.spec).items() if name != SWEPT}  # type: ignore[arg-type]
-    if found and set(found) <= set(_BATCH) and len({getattr(run.spec, "global_batch", None) for run in runs}) == 1:
+    found = {name: value for run in runs[1:] for name, value in first.changes(run.spec).items() if name != over}  # type: ignore[arg-type]
+    divided = over == PROCESSES and bool(found) and set(found) <= set(_BATCH)
+    if divided and len({getattr(run.spec, "global_batch", None) for run in runs}) == 1:
         return "strong"
     if found:
         name, (here, there) = next(iter(found.items()))
         others = f" (and in {', '.join(list(found)[1:])})" if len(found) > 1 else ""
-        hint = "; for strong scaling choose micro_batch so that the global batch is the same in all" if set(found) <= set(_BATCH) else ""
+        hint = "; for strong scaling choose micro_batch so that the global batch is the same in all" if divided else ""
         raise CurveError(
-            f"the runs differ in {name}{others}, {here!r} and {there!r}: a curve is of runs that differ in {SWEPT} alone{hint}. "
+            f"the runs differ in {name}{others}, {here!r} and {there!r}: a curve is of runs that differ in {over} alone{hint}. "
             "Make one curve for each, or wb.compare(*runs)"
         )
     return "weak"
 
 
-def _same_machine(runs: Sequence[Run]) -> None:
-    """Raises CurveError where the runs were made on different hosts or with different versions of torch."""
+def check_same_machine(runs: Sequence[Run]) -> None:
+    """See that runs can be on one curve.
+
+    Raises:
+        CurveError: they were made on different hosts or with different versions of torch.
+    """
     infos = [rundir.read_json(run.path / rundir.RUN_JSON) for run in runs]
     for name, values in (
         ("host", [info.get("host") for info in infos]),
@@ -73,13 +98,44 @@ def _same_machine(runs: Sequence[Run]) -> None:
     ):
         if len(set(values)) > 1:
             shown = " and ".join(map(repr, dict.fromkeys(values)))
-            raise CurveError(f"the runs differ in {name}, {shown}: a curve is of runs that differ in {SWEPT} alone")
+            raise CurveError(f"the runs differ in {name}, {shown}: a curve is of runs that differ in one knob alone")
 
 
-def _point(run: Run, exposed: float | None) -> ScalingPoint:
-    size, rate = run.spec.nproc_per_node, run.samples_per_sec
+def _point(run: Run, over: str, exposed: float | None, cores: int | None) -> ScalingPoint:
+    spec, rate = run.spec, run.samples_per_sec
+    where: dict[str, Any] = {
+        "world_size": spec.nproc_per_node,
+        "value": None if over == PROCESSES else _value(run, over),
+        "oversubscribed": cores is not None and spec.nproc_per_node * spec.threads > cores,
+        "of_one_spec": isinstance(spec, RunSpec),
+    }
     if not run.ok:
-        return ScalingPoint(world_size=size, failed=str(run.error or run.state).splitlines()[0])
+        return ScalingPoint(**where, failed=str(run.error or run.state).splitlines()[0])
     if math.isnan(rate):
-        return ScalingPoint(world_size=size, failed="no measured step: a script's steps are measured with watch=True")
-    return ScalingPoint(world_size=size, rates=(rate,), exposed=exposed)
+        return ScalingPoint(**where, failed="no measured step: a script's steps are measured with watch=True")
+    timelines = run.timelines
+    cpu = statistics.fmean(timeline.cpu_per_sample for timeline in timelines)
+    return ScalingPoint(
+        **where,
+        rates=(rate,),
+        exposed=exposed,
+        straggling=straggling(timelines),
+        cpu_per_sample=None if math.isnan(cpu) else cpu,
+    )
+
+
+def straggling(timelines: Sequence[Timeline]) -> float | None:
+    """Share of the step in which the average rank waits for the slowest one's data and forward; what it waits for in the backward does not
+    show in timelines and is left out. None of one rank, or where no step was measured on all.
+    """
+    by_step = [{step.index: step for step in timeline.measured} for timeline in timelines]
+    common = set.intersection(*(set(steps) for steps in by_step)) if len(by_step) > 1 else set[int]()
+    if not common:
+        return None
+    waited = whole = 0.0
+    for index in common:
+        steps = [steps[index] for steps in by_step]
+        own = [sum(step.phases[: len(_BEFORE)]) for step in steps]
+        waited += max(own) - statistics.fmean(own)
+        whole += statistics.fmean(step.seconds for step in steps)
+    return waited / whole if whole else None

@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 
-from workbench.scaling.forms import Data, Form, Law, at
+from workbench.scaling.data import Data, Law
+from workbench.scaling.forms import Form, at
 from workbench.scaling.point import ScalingPoint
 
 NOISE = 0.02

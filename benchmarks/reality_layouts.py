@@ -1,0 +1,209 @@
+"""Plans against published sweeps over layouts: is the fastest of them on our short list, how much slower is our choice, do steps lie in
+their ranges, and does memory run out where we say? All by what the hardware's datasheets say; nothing is fitted to these rows.
+
+Run: python benchmarks/reality_layouts.py
+"""
+
+import math
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from published_layouts import GRIDS, SIZES, Grid
+from published_scaling import ITERATIONS, Iteration
+
+import workbench as wb
+from workbench import display
+from workbench.cost import Cluster, Transformer
+from workbench.planning import EFFICIENCY, LINKS, PlanError, Plans, Range
+from workbench.planning.memory import memory
+from workbench.planning.space import Layouts, layouts
+from workbench.planning.subject import Subject, of_transformer
+from workbench.planning.timing import Pace, seconds
+
+CLUSTER, PEAK, ROOM = Cluster.named("DGX-A100"), 312e12, 80e9 * 0.95
+GRADIENTS = 2
+"""Bytes of a gradient there: 13B on single GPUs of 80 GB leaves no room for more."""
+
+
+def model_of(grid: Grid) -> Transformer:
+    """By its sizes."""
+    layers, hidden, heads, wide = SIZES[grid.model]
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "feed_forward": wide, "vocabulary": 128_000, "sequence": grid.sequence}
+    return Transformer(**sizes, gated=True, tied=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One layout: what was measured, and what we say."""
+
+    measured: float
+    """Seconds; infinite where memory ran out."""
+    said: Range
+    fits: bool
+    """Do we say so?"""
+
+
+@cache
+def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
+    """All layouts that were tried."""
+    subject = of_transformer(
+        model_of(grid),
+        sequence=None,
+        precision="amp_bf16",
+        fused_attention=True,
+        sequence_parallel=grid.sequence_parallel,
+        gpus_per_node=8,
+        gradient_bytes=GRADIENTS,
+    )
+    everything = layouts(subject, CLUSTER, [grid.gpus], grid.batch, ["zero1"], Counter())
+    everything = everything.chosen(everything.chunks == 1)
+    used = memory(subject, everything, CLUSTER.device.name).total
+    spans = ranges(subject, everything)
+    kinds = list(subject.computed)
+    found = {}
+    for place, span in enumerate(spans):
+        at = [int(getattr(everything, name)[place]) for name in ("tensor", "pipeline", "micro_batch", "checkpointing")]
+        key = (at[0], at[1], at[2], kinds[at[3]])
+        if key in grid.seconds:
+            found[key] = Row(measured=grid.seconds[key], said=span, fits=bool(used[place] <= ROOM))
+    return found
+
+
+def ranges(subject: Subject, found: Layouts) -> list[Range]:
+    """Seconds of a step of each layout, low to high."""
+    ends = [
+        seconds(subject, found, Pace.of(CLUSTER, PEAK, getattr(EFFICIENCY, end), getattr(LINKS, end)), 8).total
+        for end in ("high", "mid", "low")
+    ]
+    return [Range(low=float(low), mid=float(mid), high=float(high)) for low, mid, high in zip(*ends, strict=True)]
+
+
+@cache
+def short_list(grid: Grid) -> Plans | None:
+    """Ours, of the kinds that were tried."""
+    try:
+        return wb.plan(
+            model_of(grid),
+            CLUSTER,
+            gpus=grid.gpus,
+            global_batch=grid.batch,
+            sharing="zero1",
+            chunks=1,
+            sequence_parallel=grid.sequence_parallel,
+            gradient_bytes=GRADIENTS,
+        )
+    except PlanError:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regret:
+    """What our short list costs on one grid."""
+
+    grid: Grid
+    best: tuple[int, int, int, str]
+    listed: bool
+    """Is the published best on our list?"""
+    first: float
+    """Seconds of our first plan that was tried, over the best's, less 1; infinite if it ran out of memory."""
+    shortlist: float
+    """The same of the best of our list."""
+
+
+def regret(grid: Grid) -> Regret:
+    """Of one grid."""
+    known = grid.seconds
+    best = min(known, key=lambda key: known[key])
+    ours = [(one.tensor, one.pipeline, one.micro_batch, one.checkpointing) for one in short_list(grid) or ()]
+    tried = [known[key] / known[best] - 1 for key in ours if key in known]
+    return Regret(grid=grid, best=best, listed=best in ours, first=tried[0] if tried else math.inf, shortlist=min(tried, default=math.inf))
+
+
+def iteration_ranges() -> list[tuple[str, Range, float]]:
+    """The published iterations under 3-D parallelism, by datasheets alone: name, said, measured."""
+    found = []
+    for one in ITERATIONS:
+        for kind, parallel in (("full", False), ("selective", True)):
+            found.append((f"{one.name}, {kind}", iteration_range(one, kind, parallel), getattr(one, kind)))
+    return found
+
+
+def iteration_range(one: Iteration, kind: str, parallel: bool) -> Range:
+    """Seconds of one, low to high."""
+    subject = of_transformer(
+        Transformer(layers=one.layers, hidden=one.hidden, vocabulary=51_200, sequence=2048),
+        sequence=None,
+        precision="amp_bf16",
+        fused_attention=False,
+        sequence_parallel=parallel,
+        gpus_per_node=8,
+    )
+    gpus = one.tensor * one.pipeline
+    row = {"gpus": gpus, "data": 1, "tensor": one.tensor, "pipeline": one.pipeline, "chunks": one.chunks, "micro_batch": one.micro_batch}
+    row |= {"accumulation": one.batch // one.micro_batch, "sharing": 0, "checkpointing": list(subject.computed).index(kind)}
+    row |= {"shard": 1, "inside": 1}
+    return ranges(subject, Layouts(**{name: np.array([value]) for name, value in row.items()}))[0]
+
+
+def implied_efficiency() -> tuple[float, float, float]:
+    """5th percentile, median and 95th of the efficiency that published steps imply: the middle of ours, in proportion."""
+    shares = [EFFICIENCY.mid * row.said.mid / row.measured for grid in GRIDS for row in rows(grid).values() if math.isfinite(row.measured)]
+    shares += [EFFICIENCY.mid * said.mid / measured for _, said, measured in iteration_ranges()]
+    low, mid, high = np.percentile(shares, [5, 50, 95]).tolist()
+    return low, mid, high
+
+
+def summary() -> dict[str, float]:
+    """Figures that must not become worse; the first word says in which direction."""
+    every = [row for grid in GRIDS for row in rows(grid).values()]
+    ran = [row for row in every if math.isfinite(row.measured)]
+    lists = [regret(grid) for grid in GRIDS]
+    return {
+        "shortlist regret": statistics.mean(one.shortlist for one in lists),
+        "first regret": statistics.median(one.first for one in lists),
+        "best listed": sum(one.listed for one in lists),
+        "step covered": sum(row.measured in row.said for row in ran) / len(ran),
+        "step error": statistics.median(abs(row.said.mid / row.measured - 1) for row in ran),
+        "memory right": sum(row.fits == math.isfinite(row.measured) for row in every) / len(every),
+    }
+
+
+def table() -> display.Table:
+    """A row per grid."""
+    shown = []
+    for grid in GRIDS:
+        one, tried = regret(grid), rows(grid)
+        ran = [row for row in tried.values() if math.isfinite(row.measured)]
+        right = sum(row.fits == math.isfinite(row.measured) for row in tried.values())
+        shown.append(
+            [
+                grid.name,
+                f"tp {one.best[0]} × pp {one.best[1]}, {one.best[2]} at once",
+                "yes" if one.listed else "no",
+                f"{100 * one.first:.1f} %" if math.isfinite(one.first) else "no memory",
+                f"{100 * one.shortlist:.1f} %",
+                f"{100 * statistics.median(row.said.mid / row.measured - 1 for row in ran):+.0f} %",
+                f"{sum(row.measured in row.said for row in ran)} of {len(ran)}",
+                f"{right} of {len(tried)}",
+            ]
+        )
+    return display.Table(
+        columns=("grid", "published best", "on our list", "our first slower by", "our list by", "step error", "in range", "memory right"),
+        rows=shown,
+    )
+
+
+def main() -> None:
+    """Print all of it."""
+    print(table())
+    print(", ".join(f"{name} {value:.4g}" for name, value in summary().items()))
+    print("efficiency that published steps imply: " + " … ".join(f"{share:.2f}" for share in implied_efficiency()))
+    for name, said, measured in iteration_ranges():
+        print(f"  {name}: said {said.mid:.1f} s ({said.low:.1f} … {said.high:.1f}), measured {measured:.1f}")
+
+
+if __name__ == "__main__":
+    main()

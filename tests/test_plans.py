@@ -1,0 +1,518 @@
+"""Plans of a layout: closed forms in columns against the same one by one, by hand, and what the short list promises."""
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import workbench as wb
+from workbench.cost import Cluster, CostError, Layout, Link, Sweep, Transformer, bubble, gather_seconds, sharded_step, volume
+from workbench.device import Device
+from workbench.memory import formulas
+from workbench.planning import LINKS, Plan, PlanError, Plans, Range
+from workbench.planning.memory import memory
+from workbench.planning.space import SHARINGS, Layouts, layouts
+from workbench.planning.subject import Subject, of_transformer
+from workbench.planning.timing import UPDATE, Pace, Seconds, seconds
+
+GPT = Transformer(layers=24, hidden=2048, vocabulary=50_000, sequence=1024, heads=16)
+LARGE = Transformer(layers=80, hidden=8192, vocabulary=32_000, sequence=2048, heads=64)
+A100 = Cluster.named("DGX-A100")
+PEAK = 312e12
+BEST = Pace.of(A100, PEAK, 1.0, 1.0)
+
+
+def subject(model: Transformer = GPT, **changes: Any) -> Subject:
+    options: dict[str, Any] = {"sequence": None, "precision": "amp_bf16", "fused_attention": True, "sequence_parallel": True}
+    return of_transformer(model, **{**options, "gpus_per_node": 8, **changes})
+
+
+def one(
+    gpus: int, *, tensor: int = 1, pipeline: int = 1, chunks: int = 1, micro: int = 1, batch: int, sharing: str = "ddp", kind: int = 0
+) -> Layouts:
+    """A single layout as columns of length 1."""
+    data = gpus // tensor // pipeline
+    inside = math.gcd(data, max(1, 8 // tensor))
+    row = {
+        "gpus": gpus,
+        "data": data,
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "chunks": chunks,
+        "micro_batch": micro,
+        "accumulation": batch // data // micro,
+        "sharing": SHARINGS.index(sharing),
+        "checkpointing": kind,
+        "shard": inside if sharing == "hsdp" else data,
+        "inside": inside,
+    }
+    return Layouts(**{name: np.array([value]) for name, value in row.items()})
+
+
+def timed(layout: Layouts, model: Transformer = GPT, pace: Pace = BEST) -> dict[str, float]:
+    found = seconds(subject(model), layout, pace, 8)
+    return {field.name: float(getattr(found, field.name)[0]) for field in dataclasses.fields(Seconds)}
+
+
+# --- seconds
+
+
+def test_one_gpu_computes_and_updates() -> None:
+    found = timed(one(1, micro=4, batch=16))
+    assert found["compute"] == pytest.approx(GPT.flops(16) / PEAK + GPT.parameters * UPDATE / A100.device.bandwidth)
+    assert (found["communication"], found["bubble"], found["hidden"]) == (0, 0, 0)
+
+
+def test_full_checkpointing_computes_what_the_transformer_says() -> None:
+    more = timed(one(1, batch=8, kind=1))["compute"] - timed(one(1, batch=8))["compute"]
+    assert more == pytest.approx((GPT.flops(8, "full") - GPT.flops(8)) / PEAK)
+
+
+def test_tensor_parallelism_sends_what_the_transformer_says() -> None:
+    silent = dataclasses.replace(BEST, intra=Link(latency=0, bandwidth=A100.intra.bandwidth))
+    sent = timed(one(8, tensor=8, micro=2, batch=16), pace=silent)["communication"]
+    assert sent == pytest.approx(GPT.tensor_bytes(16, 8) / A100.intra.bandwidth)
+    assert timed(one(8, tensor=8, micro=2, batch=16))["communication"] - sent == pytest.approx(
+        8 * 24 * 4 * 14 * A100.intra.latency  # micro-batches × layers × all-reduces × messages of a ring of 8
+    )
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(4, 1), (4, 3), (8, 1), (8, 3)])
+def test_the_bubble_is_that_of_the_schedule(stages: int, chunks: int) -> None:
+    layout = Layout(batch=64, tensor=8, pipeline=stages, chunks=chunks)
+    found = timed(one(8 * stages, tensor=8, pipeline=stages, chunks=chunks, batch=64))
+    busy = found["compute"] + found["communication"]
+    update = (GPT.parameters - 51_024 * 2048) / stages / 8 + 51_024 * 2048 / 8
+    assert found["bubble"] == pytest.approx(layout.bubble * (busy - update * UPDATE / A100.device.bandwidth))
+    assert layout.bubble == bubble(stages, 64, "interleaved" if chunks > 1 else "1f1b", chunks)
+
+
+def test_stages_that_are_not_equal_wait_for_the_fullest() -> None:
+    odd = dataclasses.replace(GPT, layers=26)  # four stages of 7, 7, 6 and 6
+    even = dataclasses.replace(GPT, layers=28)
+    less, more = (timed(one(4, pipeline=4, batch=4), model)["compute"] for model in (odd, even))
+    head = 6 * GPT.sequence * GPT.vocabulary * GPT.hidden  # the logits are dealt out with the layers
+    off = head * 4 * (7 / 26 - 7 / 28) / PEAK
+    assert less - more == pytest.approx(off, rel=1e-6)
+    assert one(4, pipeline=4, batch=4).share(26)[0] == 7 / 26
+
+
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_ddp_sums_as_the_cluster_does(gpus: int) -> None:
+    found = timed(one(gpus, batch=gpus))
+    assert found["communication"] + found["hidden"] == pytest.approx(A100.all_reduce(4 * GPT.parameters, gpus))
+
+
+@pytest.mark.parametrize("gpus", [8, 64, 512])
+def test_fsdp_is_the_sharded_step_and_the_first_gather(gpus: int) -> None:
+    alone = GPT.flops(1) / PEAK
+    found = timed(one(gpus, batch=gpus, sharing="fsdp"))
+    step = sharded_step(alone, GPT.parameters, gpus, A100)
+    update = GPT.parameters / gpus * UPDATE / A100.device.bandwidth
+    gather = gather_seconds(2 * GPT.parameters, gpus, A100)
+    whole = alone + found["communication"]
+    assert found["compute"] == pytest.approx(alone + update)
+    assert whole >= step
+    hops = (3 * 24 - 3) * ((gpus // 8 - 1) * A100.inter.latency + 7 * A100.intra.latency)  # latencies of every layer's three
+    assert whole <= step + gather / 20 + hops + 1e-9
+
+
+def test_zero_gathers_what_ddp_does_not() -> None:
+    zero = timed(one(8, batch=8, sharing="zero1"))
+    sent = volume(GPT.parameters, 8, "zero1", parameter_bytes=2, gradient_bytes=4)
+    assert zero["communication"] + zero["hidden"] == pytest.approx(sent.total / A100.intra.bandwidth + 14 * A100.intra.latency)
+
+
+def test_accumulation_repeats_what_zero2_and_fsdp_send() -> None:
+    for name, times in (("ddp", 1), ("fsdp", 4), ("hsdp", 4)):
+        few, many = (timed(one(16, micro=micro, batch=64, sharing=name)) for micro in (4, 1))
+        whole = [found["communication"] + found["hidden"] for found in (few, many)]
+        assert whole[1] / whole[0] == pytest.approx(times, rel=0.35 if name == "hsdp" else 0.05)
+
+
+# --- memory
+
+
+def held(layout: Layouts, **changes: Any) -> dict[str, float]:
+    return {name: float(value[0]) for name, value in memory(subject(**changes), layout, "A100-80GB").groups.items()}
+
+
+@pytest.mark.parametrize(("sharing", "stage"), [("ddp", 0), ("zero1", 1), ("zero2", 2)])
+def test_states_are_those_of_zero(sharing: str, stage: int) -> None:
+    found = held(one(8, batch=8, sharing=sharing), gradient_bytes=2)
+    terms = formulas.zero(parameters=round(GPT.parameters), ranks=8, stage=stage).terms
+    for mine, theirs in (("weights", "parameters"), ("gradients", "gradients"), ("optimizer states", "optimizer states")):
+        assert found[mine] == pytest.approx(terms[theirs], rel=1e-6)
+
+
+def test_fsdp_holds_its_share_and_two_layers() -> None:
+    found = held(one(8, batch=8, sharing="fsdp"))
+    layer = (GPT.parameters - 51_024 * 2048) / 24
+    assert found["weights"] == pytest.approx(2 * GPT.parameters / 8 + layer * (2 * 2 + 4))
+
+
+@pytest.mark.parametrize(("tensor", "parallel"), [(1, True), (4, True), (4, False)])
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_activations_are_korthikantis(tensor: int, parallel: bool, kind: str) -> None:
+    what = subject(fused_attention=False, sequence_parallel=parallel)
+    place = list(what.computed).index(kind)
+    found = memory(what, one(tensor, tensor=tensor, micro=2, batch=2, kind=place), "A100-80GB").groups["activations"][0]
+    paper = formulas.korthikanti(
+        batch=2,
+        sequence=1024,
+        hidden=2048,
+        heads=16,
+        layers=24,
+        tensor_parallel=tensor,
+        sequence_parallel=parallel and tensor > 1,
+        recompute=kind,  # type: ignore[arg-type]
+    )
+    beside = 2 * max(what.working[kind] / tensor, what.head)  # one layer while it is computed again, or the logits
+    if kind == "full" and tensor > 1:  # what the paper keeps whole; with sequence parallelism each rank has its part
+        assert found - beside == pytest.approx(paper.total / (tensor if parallel else 1))
+    else:
+        assert found - beside == pytest.approx(paper.total)
+
+
+def test_a_gated_block_keeps_what_was_counted() -> None:
+    """The count of a gated block's activations is that of a fake run of one, to the norms' own statistics."""
+    import torch
+    import torch.nn.functional as functional
+    from torch import nn
+
+    heads, groups, width, hidden, tokens, batch = 8, 2, 896, 256, 128, 2
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"q": hidden, "k": hidden * groups // heads, "v": hidden * groups // heads, "o": hidden, "gate": width, "up": width}
+            self.maps = nn.ModuleDict({name: nn.Linear(hidden, size, bias=False) for name, size in sizes.items()})
+            self.down, self.first, self.second = nn.Linear(width, hidden, bias=False), nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+
+        def forward(self, x: Any) -> Any:
+            y = self.first(x)
+            q, k, v = (self.maps[name](y).view(batch, tokens, -1, hidden // heads).transpose(1, 2) for name in "qkv")
+            seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = x + self.maps["o"](seen.transpose(1, 2).reshape(x.shape))
+            y = self.second(x)
+            return x + self.down(functional.silu(self.maps["gate"](y)) * self.maps["up"](y))
+
+    def kept(layers: int) -> int:
+        return wb.estimate_memory(
+            lambda: nn.Sequential(*(Block() for _ in range(layers))).to(torch.bfloat16),
+            torch.empty(batch, tokens, hidden, dtype=torch.bfloat16, device="meta"),
+            loss=lambda model, x: model(x).float().mean(),
+            precision="fp32",
+            optimizer="sgd",
+            device="A100-80GB",
+        ).activations
+
+    sizes: dict[str, Any] = {"layers": 4, "hidden": hidden, "vocabulary": 1000, "sequence": tokens, "heads": heads, "kv_heads": groups}
+    model = Transformer(**sizes, feed_forward=width, gated=True, tied=False)
+    assert (kept(4) - kept(2)) / 2 * 4 / batch == pytest.approx(subject(model).kept["none"], rel=0.01)
+
+
+def test_the_first_stage_holds_micro_batches_under_way() -> None:
+    what = subject(LARGE, loss_parallel=True)
+    whole = what.kept["none"]
+
+    def activations(**changes: int) -> float:
+        layout = one(64, pipeline=8, tensor=8, **{"batch": 64, **changes})  # type: ignore[arg-type]
+        return float(memory(what, layout, "A100-80GB").groups["activations"][0])
+
+    first, chunked, few = activations(), activations(chunks=2), activations(batch=2)
+    assert first == pytest.approx(whole / 8)
+    assert chunked == pytest.approx(whole / 8 * (1 + 7 / 16))
+    assert few == pytest.approx(whole / 8 * 2 / 8)
+
+
+# --- the short list
+
+
+def plans(**changes: Any) -> Plans:
+    options: dict[str, Any] = {"gpus": 64, "global_batch": 512}
+    found = wb.plan(changes.pop("model", LARGE), changes.pop("cluster", "DGX-H100"), **{**options, **changes})
+    assert isinstance(found, Plans)
+    return found
+
+
+@pytest.mark.parametrize("gpus", [1, 8, 16, 128, None])
+def test_every_plan_uses_exactly_the_gpus_and_makes_the_batch(gpus: int | None) -> None:
+    found = plans(model=GPT, gpus=gpus, price=2.0, intensity=300)
+    assert len({repr(plan) for plan in found}) == len(found)
+    for plan in found:
+        assert gpus in (None, plan.gpus)
+        assert plan.data * plan.tensor * plan.pipeline == plan.gpus
+        assert plan.micro_batch * plan.accumulation * plan.data == plan.global_batch == 512
+        assert 0 < plan.seconds.low <= plan.seconds.mid <= plan.seconds.high
+        assert sum(plan.parts.values()) == pytest.approx(plan.seconds.mid)
+        assert min(plan.parts.values()) >= 0
+        assert plan.bytes <= plan.capacity == 80e9 * 0.95
+        assert plan.money is not None
+        assert plan.energy is not None
+        assert plan.money.mid == pytest.approx(plan.gpus * plan.steps * plan.seconds.mid / 3600 * 2.0)
+        assert plan.energy.money == pytest.approx(plan.money.mid)
+        assert plan.energy.kwh == pytest.approx(plan.gpus * 700 * plan.steps * plan.seconds.mid / 3.6e6)
+        assert plan.energy.grams == pytest.approx(300 * plan.energy.kwh)
+        assert not plan.energy.measured
+        assert plan.mfu.mid == pytest.approx(GPT.flops(512) / plan.gpus / plan.seconds.mid / 989.4e12)
+    assert found.best is found["fastest"] is found[0]
+    assert [plan.seconds.mid for plan in found] == sorted(plan.seconds.mid for plan in found)
+
+
+def test_open_numbers_of_gpus_trade_time_against_money() -> None:
+    found = plans(gpus=None, most_gpus=4096)
+    assert found["fewest GPUs"].gpus == min(plan.gpus for plan in found.front) < found["fastest"].gpus
+    assert found["cheapest"].gpu_seconds == min(plan.gpu_seconds for plan in found)
+    assert found["best value"].gpu_seconds <= 1.25 * found["cheapest"].gpu_seconds
+    assert [one.gpus for one in found.front] == sorted({one.gpus for one in found.front})
+    with pytest.raises(KeyError, match=r"no plan is the 'best' one: there are fastest"):
+        found["best"]
+
+
+def test_tens_of_thousands_of_gpus() -> None:
+    found = plans(gpus=24_576, global_batch=24_576)
+    assert found.considered > 1000
+    assert all(plan.gpus == 24_576 for plan in found)
+    assert {"c", "b", "m"} & {plan.bound[0] for plan in found}
+
+
+def test_what_is_ruled_out_adds_up() -> None:
+    found = plans()
+    assert found.considered == sum(found.ruled_out.values()) + len(found)
+
+
+memories = st.floats(20e9, 400e9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(memories, memories, st.sampled_from([8, 16, 64, 256]))
+def test_more_memory_never_loses_a_plan(one_memory: float, other: float, gpus: int) -> None:
+    what = subject(LARGE)
+    everything = layouts(what, A100, [gpus], 512, SHARINGS, Counter())
+    used = memory(what, everything, "A100-80GB").total
+    small, large = sorted((one_memory, other))
+    assert not ((used <= small) & ~(used <= large)).any()
+    fits = []
+    for size in (small, large):
+        device = dataclasses.replace(A100.device, memory=round(size))
+        try:
+            fits.append(plans(cluster=dataclasses.replace(A100, device=device), gpus=gpus).best.seconds.mid)
+        except PlanError:
+            fits.append(math.inf)
+    assert fits[1] <= fits[0] * (1 + 1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 64),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from(SHARINGS),
+    st.sampled_from([GPT, LARGE]),
+)
+def test_faster_links_and_gpus_are_never_slower(nodes: int, tensor: int, pipeline: int, sharing: str, model: Transformer) -> None:
+    layout = one(64 * nodes, tensor=tensor, pipeline=pipeline, batch=64 * nodes, sharing=sharing)
+    slow, fast = Pace.of(A100, PEAK, 0.4, 0.5), Pace.of(A100, PEAK, 0.5, 0.8)
+    mine, theirs = (timed(layout, model, pace) for pace in (slow, fast))
+    parts = ("compute", "communication", "bubble")
+    assert all(value >= 0 and math.isfinite(value) for value in (*mine.values(), *theirs.values()))
+    assert sum(theirs[name] for name in parts) <= sum(mine[name] for name in parts) * (1 + 1e-9)
+
+
+def test_given_shares_make_no_range_and_measured_links_a_narrow_one() -> None:
+    sure = plans(efficiency=0.45, links=0.9).best.seconds
+    assert sure.low == sure.mid == sure.high
+    links = plans(efficiency=0.45, cluster=A100.with_links(intra=A100.intra), tensor=8).best.seconds
+    loose = plans(efficiency=0.45, cluster=A100, tensor=8).best.seconds
+    assert 0 < links.high - links.low < loose.high - loose.low
+    assert LINKS.mid < 1
+
+
+def test_a_cluster_of_ones_own_from_what_was_measured() -> None:
+    points = [(2**power, 2e-5 + 1.75 * 2**power / 200e9) for power in range(16, 31, 2)]
+    sweep = Sweep(points=points, ranks=8)
+    own = Cluster.of("A100-80GB", gpus_per_node=8, intra=sweep, inter=Link(latency=1e-5, bandwidth=2e10), name="ours")
+    assert own.measured
+    assert own.intra == sweep.link
+    assert own.intra.bandwidth == pytest.approx(200e9, rel=0.01)
+    assert Cluster.from_json(own.to_json()) == own
+    assert A100.with_links(inter=sweep).inter == sweep.link
+    assert plans(cluster=own).best.seconds.mid > 0
+    with pytest.raises(CostError, match="a Link or a Sweep is wanted"):
+        Cluster.of("T4", gpus_per_node=1, intra=3, inter=sweep)  # type: ignore[arg-type]
+
+
+def test_a_measured_step_narrows_the_next_plan() -> None:
+    only: dict[str, Any] = {"pipeline": 4, "tensor": 4, "sharing": "zero1", "chunks": 1, "checkpointing": "none", "global_batch": 4}
+    first = plans(**only).best  # one sample per copy: there is no other layout
+    assert first.implied_efficiency(first.seconds.mid) == pytest.approx(0.5)
+    slower = first.implied_efficiency(1.3 * first.seconds.mid)
+    assert slower < 0.5
+    same = plans(**only, efficiency=slower, links=0.8).best
+    assert same.seconds.mid == pytest.approx(1.3 * first.seconds.mid, rel=0.06)  # the update and the overlap stay as they are
+    assert same.seconds.low == same.seconds.high
+    with pytest.raises(PlanError, match="nothing is left to compute"):
+        first.implied_efficiency(1e-3)
+
+
+def test_choices_are_narrowed() -> None:
+    found = plans(tensor=8, pipeline=4, sharing="zero1", checkpointing="full", chunks=1)
+    assert {(one.tensor, one.pipeline, one.sharing, one.checkpointing, one.chunks) for one in found} == {(8, 4, "zero1", "full", 1)}
+
+
+def test_knobs_of_a_run() -> None:
+    spec = wb.RunSpec(task="text-gpt")
+    found = plans(model=GPT, gpus=8, pipeline=1)
+    changed = spec.replace(**found.changes())
+    assert (changed.global_batch, changed.nproc_per_node, changed.precision) == (512, 8, "amp_bf16")
+    assert changed.parallel == found.best.sharing
+    far = plans(model=GPT, gpus=32, pipeline=1)
+    wide = spec.replace(**far.changes())
+    assert wide.global_batch == 512
+    staged = plans(pipeline=4)
+    with pytest.raises(PlanError, match=r"a RunSpec has no pipeline.*pipeline=1"):
+        staged.changes()
+
+
+def test_it_says_what_limits() -> None:
+    words = {plan.bound for plan in plans(gpus=None, global_batch=512)} | {front.bound for front in plans(gpus=None).front}
+    assert "compute" in words
+    assert "bubble" in words or "communication" in words
+    assert plans(model=LARGE, gpus=16, pipeline=1, sharing="zero1", cluster="DGX-B200").best.bound in ("memory", "compute")
+
+
+def test_it_shows_itself() -> None:
+    found = plans(price=2.5)
+    text = str(found)
+    for words in ("fastest", "ruled out", "by memory", "money of 1,000 steps", "reckoned 50 %", "dp "):
+        assert words in text
+    assert "<table>" in found._repr_html_()
+    frame = found.to_frame()
+    assert len(frame) == len(found)
+    assert frame["gpus"].tolist() == [64] * len(found)
+    assert "MFU" in str(found.best)
+    assert found.best.to_frame()["seconds"][0] == found.best.seconds.mid
+    assert "gpus" in found.best._repr_html_().lower()
+    assert repr(found).startswith("Plans(")
+    assert "Plan(64 GPUs" in repr(found.best)
+
+
+def test_pictures_of_plans() -> None:
+    from matplotlib.figure import Figure
+
+    from workbench import plot
+
+    found = plans(gpus=None)
+    ax = found.plot(ax=Figure().subplots())
+    assert sum(patch.get_width() for patch in ax.patches if patch.get_y() < 0.3) == pytest.approx(found.best.seconds.mid, rel=1e-6) or (
+        ax.get_xlabel().startswith("predicted step")
+    )
+    held_ax = plot.plan_memory(found, ax=Figure().subplots())
+    assert held_ax.get_xlabel() == "predicted memory of the fullest GPU (GiB)"
+    front = plot.plan_front(found, ax=Figure().subplots())
+    (drawn,) = [line for line in front.get_lines() if line.get_label() == "fastest plan"]
+    assert list(drawn.get_xdata()) == [one.gpus for one in found.front]  # type: ignore[arg-type]
+    assert list(drawn.get_ydata()) == [one.seconds.mid for one in found.front]  # type: ignore[arg-type]
+    assert plot.plan(found.best, ax=Figure().subplots()).get_xlabel().startswith("predicted step")
+
+
+# --- a program
+
+
+def build() -> Any:
+    from torch import nn
+
+    return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)], nn.Linear(256, 10))
+
+
+def test_a_module_is_counted_and_planned() -> None:
+    import torch
+
+    batch = (torch.empty(8, 256, device="meta"), torch.zeros(8, dtype=torch.long, device="meta"))
+    found = plans(model=build, batch=batch, cluster="DGX-A100", gpus=16, global_batch=1024)
+    assert {plan.tensor * plan.pipeline for plan in found} == {1}
+    count = 4 * (256 * 256 + 256) + 2570
+    assert units_of(found.name) == f"{count / 1e3:.0f} k"
+    assert {plan.checkpointing for plan in found} <= {"none", "full"}
+    assert found.best.memory["weights"] <= 4 * count + 1e6
+    whole = wb.RunSpec(task="text-gpt").replace(**found.changes())
+    assert whole.global_batch == 1024
+    with pytest.raises(PlanError, match="this is what a plan finds"):
+        plans(model=build, batch=batch, parallel="fsdp")
+
+
+def units_of(name: str) -> str:
+    return name.split(", ")[1].removesuffix(" parameters")
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cluster": 3}, "a wb.Cluster is wanted"),
+        ({"gpus": 12}, "try 8 or 16"),
+        ({"gpus": 0}, "whole number of at least 1"),
+        ({"global_batch": None}, "global_batch is wanted"),
+        ({"global_batch": 2.5}, "global_batch=2.5"),
+        ({"precision": "fp8"}, "allowed are fp32, amp_bf16, amp_fp16"),
+        ({"sharing": "zero4"}, "allowed are ddp, zero1"),
+        ({"sharing": []}, "at least one of ddp"),
+        ({"checkpointing": "selective"}, "allowed are none, full"),
+        ({"tensor": 3}, "can have 1, 2, 4, 8"),
+        ({"pipeline": 7}, "can have 1, 2, 4, 5, 8"),
+        ({"efficiency": 50}, "above 0 is wanted, such as 0.5"),
+        ({"efficiency": "half"}, "a share of the peak is wanted"),
+        ({"links": (0.9, 0.5, 0.8)}, "low ≤ mid ≤ high"),
+        ({"margin": 1}, "a share of the memory"),
+        ({"optimizer": "sgd"}, "a Transformer has sizes only"),
+        ({"global_batch": 7, "gpus": 64, "tensor": 1, "pipeline": 1}, "no layout of 64 GPUs makes a batch of 7 samples"),
+        ({"price": -1}, "money per device and hour of at least 0"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plans(**changes)
+
+
+def test_a_model_that_fits_nowhere_hears_by_how_much_and_what_would_help() -> None:
+    with pytest.raises(PlanError) as caught:
+        plans(gpus=8, cluster="AWS-p4d")
+    said = str(caught.value)
+    assert "fits nowhere on 8 × A100-40GB" in said
+    assert "more than the" in said
+    assert "It would fit on" in said
+    gpus = int(said.split("It would fit on ")[1].split(" GPUs")[0].replace(",", ""))
+    assert plans(gpus=gpus, cluster="AWS-p4d").best.gpus == gpus
+
+
+def test_a_device_without_the_precision_and_one_of_unknown_power() -> None:
+    mine = Device(name="Mine", memory=10**12, bandwidth=1e12, flops_per_sec={"fp32": 1e13}, source="made up")
+    link = Link(latency=1e-5, bandwidth=1e10)
+    cluster = Cluster(name="own", device=mine, gpus_per_node=4, intra=link, inter=link, source="made up")
+    with pytest.raises(PlanError, match="its datasheet has fp32 only"):
+        plans(cluster=cluster, model=GPT)
+    free = plans(cluster=cluster, model=GPT, precision="fp32")
+    assert free.best.energy is None
+    assert "GPU s a sample" in str(free)
+    with pytest.raises(PlanError, match="give watts="):
+        plans(cluster=cluster, model=GPT, precision="fp32", price=1.0)
+    paid = plans(cluster=cluster, model=GPT, precision="fp32", price=1.0, watts=100)
+    assert paid.best.energy is not None
+    assert paid.best.energy.watts == pytest.approx(100 * 64)
+
+
+def test_ranges() -> None:
+    span = Range(low=1, mid=2, high=4)
+    assert span.of(lambda value: 8 / value) == Range(low=2, mid=4, high=8)
+    assert 3 in span
+    assert 5 not in span
+    assert Range.from_json(span.to_json()) == span
+    assert isinstance(plans().best, Plan)

@@ -1,0 +1,222 @@
+"""Energy: joules, kilowatt-hours, money and carbon of a run or of a plan; arithmetic, with nothing measured here.
+
+kWh = W × h / 1000 × PUE; money = GPUs × h × price + kWh × electricity; gCO2e = kWh × intensity. What it took to make the hardware (embodied
+carbon) is left out, and so is whatever ran before and after the steps.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from workbench import display, units
+from workbench.cost.cluster import NOT_READ
+from workbench.cost.collectives import CostError
+
+JOULES_PER_KWH = 3.6e6
+WATTS: Mapping[str, tuple[float, str]] = {
+    "B200": (1000, "1,000 W in HGX B200 (glennklockwood.com/garden/processors/B200)"),
+    "H200": (700, "H200 TGP 700 W: NVIDIA in MLPerf Inference v4.1, H200-SXM-141GBx8_TRT_MaxQ.json"),
+    "H100-SXM": (700, f"NVIDIA H100 datasheet: up to 700 W, {NOT_READ}"),
+    "H100-PCIe": (350, "NVIDIA H100 PCIe product brief PB-11133: 350 W"),
+    "A100-80GB": (400, f"NVIDIA A100 datasheet: SXM 400 W, {NOT_READ}"),
+    "A100-40GB": (400, f"NVIDIA A100 datasheet: SXM 400 W, {NOT_READ}"),
+    "L40S": (350, f"NVIDIA L40S datasheet: 350 W, {NOT_READ}"),
+    "L4": (72, f"NVIDIA L4 datasheet: 72 W, {NOT_READ}"),
+    "A10": (150, f"NVIDIA A10 datasheet: 150 W, {NOT_READ}"),
+    "V100-32GB": (300, f"NVIDIA V100 datasheet: SXM2 300 W, {NOT_READ}"),
+    "T4": (70, f"NVIDIA T4 datasheet: 70 W, {NOT_READ}"),
+    "RTX-4090": (450, f"NVIDIA GeForce RTX 4090 specifications: 450 W, {NOT_READ}"),
+    "RTX-3090": (350, f"NVIDIA GeForce RTX 3090 specifications: 350 W, {NOT_READ}"),
+}
+"""Device → thermal design power in W of one, and where it stands."""
+NODE_WATTS: Mapping[str, tuple[float, str]] = {
+    "DGX-A100": (6500, f"NVIDIA DGX A100 user guide: 6.5 kW at most, {NOT_READ}"),
+    "DGX-H100": (10200, f"NVIDIA DGX H100 user guide: 10.2 kW at most, {NOT_READ}"),
+    "DGX-H200": (10200, f"NVIDIA DGX H200 user guide: 10.2 kW at most, {NOT_READ}"),
+    "DGX-B200": (14300, "NVIDIA DGX B200 user guide, docs.nvidia.com/dgx/dgxb200-user-guide: 14.3 kW at most"),
+}
+"""Cluster → what a whole node draws at most in W, and where it stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Energy:
+    """What something drew, or would draw.
+
+    >>> used = Energy(joules=7.2e6, seconds=3600, gpus=2, measured=True, source="NVML", price=2.5, intensity=400)
+    >>> used.kwh, used.watts, used.money, used.grams
+    (2.0, 2000.0, 5.0, 800.0)
+    """
+
+    joules: float
+    """Of all devices together."""
+    seconds: float
+    """In which they were drawn."""
+    gpus: int
+    """Devices that are paid for."""
+    measured: bool
+    """Did the hardware tell? Otherwise it is estimated."""
+    source: str
+    """Where the joules come from."""
+    low: float | None = None
+    """Joules at least; None = as `joules`."""
+    high: float | None = None
+    """Joules at most; None = as `joules`."""
+    price: float | None = None
+    """Money per device and hour; None = not said."""
+    electricity: float | None = None
+    """Money per kWh, where it is paid beside; None = it is not."""
+    intensity: float | None = None
+    """gCO2e per kWh of the grid; None = not said."""
+    pue: float = 1.0
+    """Power usage effectiveness: what the building draws over what the machines do; 1 = the building is left out."""
+
+    def __post_init__(self) -> None:
+        for name in ("joules", "seconds", "low", "high", "price", "electricity", "intensity"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf):
+                raise CostError(f"{name}={value!r}: {_UNITS[name]} of at least 0 are wanted")
+        if not 1 <= self.pue < 10:
+            raise CostError(f"pue={self.pue!r}: the building's power over that of the machines is 1 or more, such as 1.2")
+
+    @property
+    def kwh(self) -> float:
+        """Kilowatt-hours, the building's share included."""
+        return self.joules / JOULES_PER_KWH * self.pue
+
+    @property
+    def watts(self) -> float:
+        """Mean power of the devices."""
+        return self.joules / self.seconds if self.seconds else 0.0
+
+    @property
+    def gpu_hours(self) -> float:
+        """Devices × hours."""
+        return self.gpus * self.seconds / 3600
+
+    @property
+    def money(self) -> float | None:
+        """Rent, and electricity where it is paid beside; None without a price."""
+        if self.price is None and self.electricity is None:
+            return None
+        return self.gpu_hours * (self.price or 0.0) + self.kwh * (self.electricity or 0.0)
+
+    @property
+    def grams(self) -> float | None:
+        """gCO2e of the electricity; None without an intensity."""
+        return None if self.intensity is None else self.kwh * self.intensity
+
+    @property
+    def table(self) -> display.Table:
+        """Energy, power, money, carbon: those that are known."""
+        scale = self.pue / JOULES_PER_KWH
+        rows = [["energy", _kwh(self.kwh)]]
+        if self.low is not None and self.high is not None:
+            rows.append(["between", f"{_kwh(self.low * scale)} … {_kwh(self.high * scale)}"])
+        rows += [["mean power", units.count(self.watts, "W")], ["device hours", f"{self.gpu_hours:,.4g}"]]
+        rows += [["money", f"{self.money:,.4g}"]] if self.money is not None else []
+        rows += [["carbon", f"{units.count(self.grams, 'g')} CO2e"]] if self.grams is not None else []
+        how = "measured" if self.measured else "estimated"
+        building = "" if self.pue == 1 else f"; with the building ({self.pue:g})"
+        return display.Table(
+            columns=("energy", how), rows=rows, note=f"{how}: {self.source}{building}; carbon of making the hardware is left out"
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row."""
+        return display.frame([{**asdict(self), "kwh": self.kwh, "watts": self.watts, "money": self.money, "grams": self.grams}])
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Energy":
+        """Inverse of `to_json`."""
+        return cls(**value)
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+
+_UNITS = {
+    "joules": "joules",
+    "seconds": "seconds",
+    "low": "joules",
+    "high": "joules",
+    "price": "money per device and hour",
+    "electricity": "money per kWh",
+    "intensity": "grams of CO2e per kWh",
+}
+
+
+def _kwh(value: float) -> str:
+    return units.count(value * 1000, "Wh")
+
+
+def watts_of(device: str, watts: float | None = None) -> tuple[float, str]:
+    """Power of a device under load, and where the figure stands.
+
+    Args:
+        device: its name in the table of devices.
+        watts: of a device that is not in `WATTS`.
+
+    Raises:
+        CostError: nothing is known of it and nothing was given.
+    """
+    if watts is not None:
+        if not 0 < watts < math.inf:
+            raise CostError(f"watts={watts!r}: watts of one device under load, above 0, are wanted")
+        return float(watts), "power as given"
+    if device not in WATTS:
+        raise CostError(f"the power of {device!r} is not known: give watts=…; known are {', '.join(WATTS)}")
+    return WATTS[device]
+
+
+def estimated(
+    seconds: float,
+    gpus: int,
+    device: str,
+    *,
+    utilization: float = 1.0,
+    watts: float | None = None,
+    node: str | None = None,
+    per_node: int = 8,
+    **inputs: Any,
+) -> Energy:
+    """Energy by a device's design power, for time that nobody measured.
+
+    The middle takes every device at its design power all the time; the low end in the busy share of it only (an idle device draws some,
+    which is left out there); the high end takes what a whole node draws at most, where that is known.
+
+    Args:
+        seconds: of the work.
+        gpus: that do it.
+        device: their name.
+        utilization: share of the time in which they compute.
+        watts: of one under load; None = by its datasheet.
+        node: name of the cluster, for the power of a whole node.
+        per_node: devices of a node.
+        inputs: `price`, `electricity`, `intensity` and `pue` of `Energy`.
+
+    Raises:
+        CostError: a device of unknown power, or a number that is none.
+    """
+    if not 0 <= utilization <= 1:
+        raise CostError(f"utilization={utilization!r}: a share from 0 to 1 is wanted")
+    each, source = watts_of(device, watts)
+    most, where = NODE_WATTS.get(node or "", (each * per_node, ""))
+    joules = seconds * gpus * each
+    return Energy(
+        joules=joules,
+        low=joules * utilization,
+        high=max(joules, seconds * gpus * most / per_node),
+        seconds=seconds,
+        gpus=gpus,
+        measured=False,
+        source="; ".join(filter(None, [source, where])),
+        **inputs,
+    )

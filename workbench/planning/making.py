@@ -1,0 +1,179 @@
+"""Making: from a model and a cluster to the short list of plans."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from workbench.cost import Cluster, Transformer
+from workbench.device import Device
+from workbench.fitting.places import MARGIN
+from workbench.planning.answering import Question
+from workbench.planning.ranges import EFFICIENCY, LINKS, MEASURED_LINKS, PlanError, given
+from workbench.planning.short_list import Plans
+from workbench.planning.space import SHARINGS, checked_gpus
+from workbench.planning.subject import Subject, of_transformer
+
+MOST = 65_536
+"""GPUs up to which their number is left open."""
+_PEAKS = {"fp32": ("tf32", "fp32"), "amp_bf16": ("bf16",), "amp_fp16": ("fp16",)}
+
+
+def plan(
+    model: Any,
+    cluster: Cluster | str,
+    *,
+    gpus: int | None = None,
+    global_batch: int | None = None,
+    sequence: int | None = None,
+    precision: str | None = None,
+    batch: Any = None,
+    top: int = 6,
+    steps: int = 1000,
+    price: float | None = None,
+    electricity: float | None = None,
+    intensity: float | None = None,
+    pue: float = 1.0,
+    watts: float | None = None,
+    efficiency: Any = None,
+    links: Any = None,
+    margin: float = MARGIN,
+    tensor: int | None = None,
+    pipeline: int | None = None,
+    sharing: str | Sequence[str] | None = None,
+    checkpointing: str | Sequence[str] | None = None,
+    chunks: int | None = None,
+    sequence_parallel: bool = True,
+    fused_attention: bool = True,
+    gradient_bytes: float = 4,
+    loss_parallel: bool = False,
+    most_gpus: int = MOST,
+    **knobs: Any,
+) -> Plans:
+    """Find the layouts of a model on a cluster that fit and are fast: data × tensor × pipeline × sharing × micro-batch × checkpointing.
+
+    Nothing is run: step times and memory are closed forms, each with its source, at shares of the hardware's peaks that come with a range.
+    A measured step of your own narrows it: `efficiency=` what it reached.
+
+    Args:
+        model: a `cost.Transformer` with its sizes; or a Task, a RunSpec, a module or a function that builds one, of which parameters, FLOPs
+            and memory are counted by fake runs; these are planned without tensor and pipeline parallelism.
+        cluster: one of its own, or a name of the catalogue.
+        gpus: how many; None = any number up to `most_gpus`, for the trade of time against money.
+        global_batch: samples per step of all GPUs; None = that of a RunSpec.
+        sequence: tokens of a sample, if others than the Transformer's, or than those of the batch.
+        precision: "fp32", "amp_bf16" or "amp_fp16"; None = that of a RunSpec, else "amp_bf16".
+        batch: an example of it, for a module.
+        top: plans to return at most.
+        steps: that money, energy and carbon are of.
+        price: money per GPU and hour.
+        electricity: money per kWh, where it is paid beside.
+        intensity: gCO2e per kWh of the grid.
+        pue: what the building draws over what the machines do.
+        watts: of a GPU under load, if the table does not have it.
+        efficiency: share of the GPU's dense peak while it computes: a number, or (low, mid, high); None = as published runs imply.
+        links: share of the links' bandwidth that collectives reach, likewise.
+        margin: share of a GPU's memory that stays free.
+        tensor: ranks that split each layer; None = any.
+        pipeline: stages; None = any.
+        chunks: pieces of the layers on each stage, 1 = no interleaved pipelines; None = any.
+        sharing: one or several of "ddp", "zero1", "zero2", "fsdp", "hsdp"; None = all.
+        checkpointing: one or several of "none", "selective", "full"; None = all; of a module "none" and "full".
+        sequence_parallel: under tensor parallelism, split along the sequence what it leaves whole.
+        fused_attention: attention that keeps no scores; "selective" checkpointing is planned without it only.
+        gradient_bytes: of each while they are summed: 4, or 2 where that is done in 16 bit; of a Transformer.
+        loss_parallel: is the loss computed on split logits (Megatron; torch's loss_parallel)? Else each rank has them whole.
+        most_gpus: where `gpus` is open.
+        knobs: of a RunSpec, for a Task, a RunSpec or a module, such as optimizer="sgd(momentum=0.9)".
+
+    Raises:
+        PlanError: a wrong argument; or no layout fits: it says how much the nearest one is over, and what would make it fit.
+    """
+    where = Cluster.named(cluster) if isinstance(cluster, str) else cluster
+    if not isinstance(where, Cluster):
+        raise PlanError(f"cluster={cluster!r:.60}: a wb.Cluster is wanted, or a name of the catalogue such as 'DGX-H100'")
+    if isinstance(model, Transformer):
+        if knobs or batch is not None:
+            raise PlanError(f"{', '.join(knobs) or 'batch'}: known for a Task, a RunSpec or a module; a Transformer has sizes only")
+        subject = of_transformer(
+            model,
+            sequence=sequence,
+            precision=precision or "amp_bf16",
+            fused_attention=fused_attention,
+            sequence_parallel=sequence_parallel,
+            gpus_per_node=where.gpus_per_node,
+            gradient_bytes=gradient_bytes,
+            loss_parallel=loss_parallel,
+        )
+    else:
+        from workbench.planning.reading import read
+
+        subject = read(model, where, batch=batch, sequence=sequence, precision=precision, checkpointing=checkpointing, **knobs)
+    given_batch = global_batch if global_batch is not None else getattr(subject.spec, "global_batch", None)
+    size = _whole("global_batch", given_batch)
+    question = Question(
+        subject=_narrowed(subject, tensor, pipeline, chunks, checkpointing),
+        cluster=where,
+        batch=size,
+        peak=_peak(where.device, subject.precision),
+        efficiency=given(efficiency, "efficiency", EFFICIENCY),
+        links=given(links, "links", MEASURED_LINKS if where.measured else LINKS),
+        room=where.device.memory * (1 - _margin(margin)),
+        steps=_whole("steps", steps),
+        top=_whole("top", top),
+        power={"price": price, "electricity": electricity, "intensity": intensity, "pue": pue},
+        watts=watts,
+        own=efficiency is not None,
+    )
+    sizes = checked_gpus(where, gpus, min(_whole("most_gpus", most_gpus), MOST * 16))
+    return question.answer(sizes, _several("sharing", sharing, SHARINGS))
+
+
+def _narrowed(subject: Subject, tensor: int | None, pipeline: int | None, chunks: int | None, checkpointing: Any) -> Subject:
+    """With one degree where it was given, and with the kinds of checkpointing that were."""
+    changes: dict[str, Any] = {}
+    for name, wanted, allowed in (("tensor", tensor, subject.tensors), ("pipeline", pipeline, subject.stages)):
+        if wanted is None:
+            continue
+        if wanted not in allowed:
+            raise PlanError(f"{name}={wanted!r}: {subject.name} on this cluster can have {', '.join(map(str, allowed))}")
+        changes["tensors" if name == "tensor" else "stages"] = [wanted]
+    if chunks is not None:
+        changes["chunks"] = [_whole("chunks", chunks)]
+    if checkpointing is not None:
+        kinds = _several("checkpointing", checkpointing, tuple(subject.computed))
+        changes["computed"] = {kind: flops for kind, flops in subject.computed.items() if kind in kinds}
+    return replace(subject, **changes) if changes else subject
+
+
+def _several(name: str, value: Any, allowed: Sequence[str]) -> list[str]:
+    """One or several of what is allowed; None = all."""
+    wanted = list(allowed) if value is None else [value] if isinstance(value, str) else list(value)
+    for one in wanted:
+        if one not in allowed:
+            raise PlanError(f"{name}={one!r}: allowed are {', '.join(allowed)}")
+    if not wanted:
+        raise PlanError(f"{name}={value!r}: at least one of {', '.join(allowed)} is wanted")
+    return [one for one in allowed if one in wanted]
+
+
+def _peak(device: Device, precision: str) -> float:
+    for kind in _PEAKS[precision]:
+        if kind in device.flops_per_sec:
+            return device.flops_per_sec[kind]
+    raise PlanError(
+        f"precision={precision!r} on {device.name}: its datasheet has {', '.join(device.flops_per_sec)} only; try another precision or GPU"
+    )
+
+
+def _whole(name: str, value: Any) -> int:
+    if value is None:
+        raise PlanError(f"{name} is wanted: samples per step of all GPUs, such as global_batch=1024")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{name}={value!r}: a whole number of at least 1 is wanted")
+    return value
+
+
+def _margin(value: float) -> float:
+    if not 0 <= value < 1:
+        raise PlanError(f"margin={value!r}: a share of the memory from 0 to below 1 is wanted, such as 0.1")
+    return value

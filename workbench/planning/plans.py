@@ -1,0 +1,206 @@
+"""Plan: one way to train a model on a cluster, with what it is predicted to take."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from workbench import display, units
+from workbench.cost.energy import Energy
+from workbench.planning.ranges import PlanError, Range
+from workbench.planning.timing import PARTS
+
+BOUNDS = {
+    "compute": "most of the step computes: faster GPUs or more of them",
+    "communication": "waiting for other GPUs is the largest part: faster links, fewer copies, larger micro-batches",
+    "bubble": "waiting for the pipeline is the largest part: more micro-batches, fewer stages",
+    "memory": "a faster layout of the same GPUs exists but does not fit: more memory per GPU",
+}
+"""What limits a plan → what that means."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One layout. gpus = data × tensor × pipeline; micro_batch × accumulation × data = global_batch."""
+
+    gpus: int
+    data: int
+    """Copies that work on different samples."""
+    tensor: int
+    """Ranks that split each layer."""
+    pipeline: int
+    """Stages."""
+    chunks: int
+    """Pieces of layers on each stage; above 1 the schedule is interleaved."""
+    micro_batch: int
+    """Samples at once."""
+    accumulation: int
+    """Micro-batches per step."""
+    sharing: str
+    """What copies share: "ddp", "zero1", "zero2", "fsdp" or "hsdp"."""
+    shard_ranks: int
+    """Ranks that share one copy of the states; 1 = nothing is shared."""
+    checkpointing: str
+    """What the backward computes again."""
+    precision: str
+    seconds: Range
+    """Of a step."""
+    parts: Mapping[str, float]
+    """What the middle of `seconds` is made of: compute, communication that nothing hides, bubble."""
+    hidden: float
+    """Seconds of communication beside computing, per step."""
+    memory: Mapping[str, float]
+    """What holds bytes of the fullest GPU → bytes."""
+    capacity: float
+    """Bytes that may be used of a GPU."""
+    mfu: Range
+    """Model FLOPs per second over the peak; what is computed again does not count."""
+    steps: int
+    """That `energy` is of."""
+    energy: Energy | None
+    """Of `steps` steps: estimated; None = the device's power is not known."""
+    bound: str
+    """What limits it: "compute", "communication", "bubble" or "memory"."""
+    roles: tuple[str, ...]
+    """Why it is on the list: "fastest", "cheapest" …"""
+    why: str
+    """The same in words."""
+    gpus_per_node: int
+    """Of the cluster."""
+    device: str
+    """Name of each GPU."""
+    efficiency: float
+    """Share of the GPU's peak that the middle is reckoned with."""
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step of all GPUs."""
+        return self.micro_batch * self.accumulation * self.data
+
+    @property
+    def samples_per_sec(self) -> Range:
+        """Of all GPUs."""
+        return self.seconds.of(lambda seconds: self.global_batch / seconds)
+
+    @property
+    def bytes(self) -> float:
+        """Of the fullest GPU."""
+        return sum(self.memory.values())
+
+    @property
+    def gpu_seconds(self) -> float:
+        """GPUs × seconds per sample."""
+        return self.gpus * self.seconds.mid / self.global_batch
+
+    @property
+    def money(self) -> Range | None:
+        """Rent of `steps` steps: GPUs × hours × price; None without a price."""
+        if self.energy is None or self.energy.price is None:
+            return None
+        price = self.energy.price
+        return self.seconds.of(lambda seconds: self.gpus * self.steps * seconds / 3600 * price)
+
+    def implied_efficiency(self, seconds: float) -> float:
+        """The share of the peak that a measured step of this plan implies, communication and bubble taken as predicted: for
+        `wb.plan(…, efficiency=plan.implied_efficiency(1.7))`, which narrows all ranges to the links'.
+
+        Raises:
+            PlanError: the seconds leave no time to compute in.
+        """
+        compute, sent, bubble = (self.parts[name] for name in PARTS)
+        left = seconds * (compute + sent) / (compute + sent + bubble) - sent
+        if not left > 0:
+            raise PlanError(
+                f"{seconds!r} s for a step of which {units.seconds(sent + bubble)} are communication and bubble: nothing is left to "
+                "compute in; is it a step of this layout and batch?"
+            )
+        return self.efficiency * compute / left
+
+    @property
+    def layout(self) -> str:
+        """As people write it, such as `dp 8 (fsdp) × tp 4 × pp 2`."""
+        words = [f"dp {self.data}" + (f" ({self.sharing})" if self.data > 1 else "")]
+        words += [f"tp {self.tensor}"] if self.tensor > 1 else []
+        words += [f"pp {self.pipeline}" + (f" (v {self.chunks})" if self.chunks > 1 else "")] if self.pipeline > 1 else []
+        return " × ".join(words)
+
+    @property
+    def batch(self) -> str:
+        """micro_batch × accumulation, and what is computed again."""
+        again = "" if self.checkpointing == "none" else f", checkpointing {self.checkpointing}"
+        return f"{self.micro_batch} × {self.accumulation}{again}"
+
+    def changes(self) -> dict[str, Any]:
+        """The knobs of a RunSpec: `spec.replace(**plan.changes())`.
+
+        Raises:
+            PlanError: it has stages, for which a RunSpec has no knob; or more GPUs than a machine, where it has none for machines either.
+        """
+        from workbench.spec import RunSpec
+
+        if self.pipeline > 1:
+            raise PlanError(
+                f"{self.layout}: a RunSpec has no pipeline, this is a plan for a framework that has. Plan without: wb.plan(…, pipeline=1)"
+            )
+        knobs: dict[str, Any] = {
+            "micro_batch": self.micro_batch,
+            "accumulation": self.accumulation,
+            "precision": self.precision,
+            "parallel": self.sharing,
+            "tensor_parallel": self.tensor,
+            "checkpointing": self.checkpointing,
+            "shard_ranks": self.shard_ranks if self.sharing == "hsdp" else None,
+            "nproc_per_node": self.gpus,
+        }
+        if "nnodes" in {one.name for one in fields(RunSpec)} and self.gpus > self.gpus_per_node:
+            knobs |= {"nnodes": self.gpus // self.gpus_per_node, "nproc_per_node": self.gpus_per_node}
+        return knobs
+
+    @property
+    def table(self) -> display.Table:
+        """All of it."""
+        rows = [
+            ["GPUs", f"{self.gpus:,}"],
+            ["layout", self.layout],
+            ["micro-batch × accumulation", self.batch],
+            ["step", _between(self.seconds, units.seconds)],
+            *([f"  {name}", f"{units.seconds(self.parts[name])} ({units.percent(self.parts[name] / self.seconds.mid)})"] for name in PARTS),
+            ["throughput", _between(self.samples_per_sec, units.rate)],
+            ["MFU", _between(self.mfu, units.percent)],
+            ["memory of a GPU", f"{units.bytes_(self.bytes)} of {units.bytes_(self.capacity)}"],
+            *([f"  {name}", units.bytes_(held)] for name, held in self.memory.items()),
+        ]
+        rows += [[f"money of {self.steps:,} steps", _between(self.money, lambda value: f"{value:,.4g}")]] if self.money else []
+        if self.energy:
+            rows.append([f"energy of {self.steps:,} steps", f"{units.count(1000 * self.energy.kwh, 'Wh')}, estimated"])
+        if self.energy and self.energy.grams is not None:
+            rows.append([f"carbon of {self.steps:,} steps", f"{units.count(self.energy.grams, 'g')} CO2e"])
+        rows.append(["bound", f"{self.bound}: {BOUNDS[self.bound]}"])
+        return display.Table(columns=("plan", ", ".join(self.roles)), rows=rows, note=f"predicted; {self.why}")
+
+    def row(self) -> dict[str, Any]:
+        """As a row of a DataFrame."""
+        plain = ("gpus", "data", "tensor", "pipeline", "chunks", "micro_batch", "accumulation", "global_batch", "sharing", "checkpointing")
+        found: dict[str, Any] = {"roles": ", ".join(self.roles), **{name: getattr(self, name) for name in plain}}
+        found |= {"seconds": self.seconds.mid, "seconds_low": self.seconds.low, "seconds_high": self.seconds.high, **self.parts}
+        found |= {"samples_per_sec": self.samples_per_sec.mid, "mfu": self.mfu.mid, "bytes": self.bytes, "capacity": self.capacity}
+        found |= {"money": self.money.mid if self.money else None, "kwh": self.energy.kwh if self.energy else None}
+        return {**found, "gpu_seconds": self.gpu_seconds, "bound": self.bound, "why": self.why}
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row."""
+        return display.frame([self.row()])
+
+    def __repr__(self) -> str:
+        return f"Plan({self.gpus} GPUs, {self.layout}, {self.batch}, {units.seconds(self.seconds.mid)})"
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+
+def _between(value: Range, words: Any) -> str:
+    if value.low == value.high:
+        return str(words(value.mid))
+    return f"{words(value.mid)} ({words(value.low)} … {words(value.high)})"

@@ -1,0 +1,143 @@
+"""ScalingExplorer: turn the number of GPUs up to 10,000; see throughput with its band and the naive line, what limits, money and energy."""
+
+from typing import Any
+
+import ipywidgets
+
+from workbench import units
+from workbench.cost import Cluster, CostError
+from workbench.planning import PlanError, Plans
+from workbench.scaling import CurveFit, ScalingCurve
+from workbench.widgets import faces
+from workbench.widgets import scaling_explorer_faces as drawn
+from workbench.widgets.scaling_explorer_model import Place, Source, band, clusters, source_of
+from workbench.widgets.style import Style
+
+
+class ScalingExplorer:
+    """A slider of GPUs over a measured curve, plans, or a model that is planned for the cluster that is picked.
+
+    Attributes:
+        gpus: the slider; `.value` turns it.
+        cluster: the picker, where a model is planned; of a curve it sets the power of a GPU only.
+        place: what the slider stands at, a Place.
+        head, light, figures, curve, limits: what is shown.
+        widget: everything in one box.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        *,
+        cluster: Cluster | str = "DGX-H100",
+        global_batch: int | None = None,
+        samples: float = 1e6,
+        price: float | None = None,
+        intensity: float | None = None,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            target: a ScalingCurve or its fit, what `wb.plan` gave without `gpus`, or a `cost.Transformer`.
+            cluster: picked at first; plans have their own.
+            global_batch: samples per step, of a model.
+            samples: that time, money and energy are of.
+            price: money per GPU and hour.
+            intensity: gCO2e per kWh.
+            options: of `wb.plan`, for a model.
+
+        Raises:
+            PlanError: something else was given, or no layout of the model fits.
+        """
+        if not samples > 0:
+            raise PlanError(f"samples={samples!r}: a number above 0 is wanted, that time, money and energy are of")
+        chosen = target.cluster if isinstance(target, Plans) else cluster
+        own = chosen if isinstance(chosen, Cluster) else Cluster.named(chosen)
+        self._target, self._batch, self._options = target, global_batch, options
+        self._samples, self._price, self._intensity = samples, price, intensity
+        self._known = clusters(own)
+        self._sources: dict[str, Source] = {}
+        self._bands: dict[str, list[Place]] = {}
+        self._problem = ""
+        first = next(name for name, one in self._known.items() if one == own)
+        self._name = first
+        source = self._source(first)
+        sizes = source.sizes()
+        self.gpus = ipywidgets.SelectionSlider(options=_labelled(sizes), value=sizes[len(sizes) // 2], description="GPUs")
+        self.cluster = ipywidgets.Dropdown(
+            options=list(self._known), value=first, description="cluster", disabled=isinstance(target, Plans)
+        )
+        self.gpus.observe(lambda _: self._redraw(), names="value")
+        self.cluster.observe(lambda _: self._picked(), names="value")
+        self.head, self.light, self.figures, self.curve, self.limits = (ipywidgets.HTML() for _ in range(5))
+        box = ipywidgets.Box([self.gpus, self.cluster]).add_class("wb-knobs")
+        shown = [self.head, box, self.light, self.figures, self.curve, self.limits, Style()]
+        self.widget = ipywidgets.VBox(shown).add_class("wb-panel").add_class("wb-planner").add_class("wb-scaling")
+        self._redraw()
+
+    def _source(self, name: str) -> Source:
+        if name not in self._sources:
+            source = source_of(self._target, self._known[name], self._batch, self._options)
+            self._bands[name] = band(source)
+            self._sources[name] = source
+        return self._sources[name]
+
+    def _picked(self) -> None:
+        """Another cluster: the slider stays as near as that cluster's numbers of GPUs let it."""
+        name = self.cluster.value
+        try:
+            sizes = self._source(name).sizes()
+        except (PlanError, CostError) as error:
+            self._problem = str(error)
+            self.light.value = faces.alert(self._problem)
+            return
+        self._name, self._problem = name, ""
+        nearest = min(sizes, key=lambda size: abs(size - self.gpus.value))
+        if tuple(self.gpus.options) != _labelled(sizes):
+            self.gpus.options = _labelled(sizes)  # ipywidgets then turns it to the first
+        self.gpus.value = nearest
+        self._redraw()
+
+    @property
+    def place(self) -> Place:
+        """What the slider stands at."""
+        return self._sources[self._name].at(self.gpus.value)
+
+    def _redraw(self) -> None:
+        place, source = self.place, self._sources[self._name]
+        self.head.value = drawn.head(self.title)
+        self.light.value = drawn.light(place)
+        self.figures.value = drawn.figures(place, self._samples, self._price, self._intensity)
+        self.curve.value = drawn.picture(self._bands[self._name], source.measured, place)
+        self.limits.value = drawn.limits(self._bands[self._name])
+
+    @property
+    def title(self) -> str:
+        """What is explored, in a line."""
+        target = self._target
+        kind = self._sources[self._name].kind
+        if isinstance(target, ScalingCurve | CurveFit):
+            return f"{kind}, {target.points[0].world_size} … {target.points[-1].world_size} processes"
+        name = target.name if isinstance(target, Plans) else f"{units.count(target.parameters)} parameters"
+        return f"{kind}, {name} on {self._name}"
+
+    @property
+    def notes(self) -> str:
+        """What to keep in mind."""
+        curve = isinstance(self._target, ScalingCurve | CurveFit)
+        return "beyond what was measured, the band is the laws' spread" if curve else "predicted by closed forms; nothing was run"
+
+    def __repr__(self) -> str:
+        return f"ScalingExplorer({self.title!r})"
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        place = self.place
+        places, measured = self._bands[self._name], self._sources[self._name].measured
+        tiles = drawn.figures(place, self._samples, self._price, self._intensity)
+        shown = tiles + drawn.picture(places, measured, place) + drawn.limits(places)
+        face = drawn.static(self.title, place, places, shown, self.notes)
+        return {**self.widget._repr_mimebundle_(**options), "text/plain": repr(self), "text/html": face}
+
+
+def _labelled(sizes: list[int]) -> tuple[tuple[str, int], ...]:
+    return tuple((f"{size:,}", size) for size in sizes)
