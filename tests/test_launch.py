@@ -39,7 +39,7 @@ def finished(run: wb.Run) -> wb.Run:
 @pytest.mark.parametrize(
     ("target", "options", "error", "said"),
     [
-        (SCRIPTS / "helo.py", {}, LaunchError, r"scripts/helo\.py does not exist; in that folder there are deaf\.py, .*hello\.py"),
+        (SCRIPTS / "helo.py", {}, LaunchError, r"scripts/helo\.py does not exist; in that folder there are .*deaf\.py, .*hello\.py"),
         (SCRIPTS, {}, LaunchError, r"scripts is not a Python script \(\*\.py\)"),
         ("nowhere/train.py", {}, LaunchError, r"nowhere/train\.py does not exist; that folder has no \.py file"),
         ("clipart-resnet", {}, LaunchError, r"does not exist; .* A task is launched by its spec: launch\(RunSpec\(task=…\)\)"),
@@ -47,7 +47,7 @@ def finished(run: wb.Run) -> wb.Run:
             HELLO,
             {"micro_batch": 64},
             LaunchError,
-            r"micro_batch=64 with a script: .* nproc_per_node and threads.*\"--micro-batch\", \"64\"",
+            r"micro_batch=64 with a script: .* nproc_per_node, threads and profile.*\"--micro-batch\", \"64\"",
         ),
         (HELLO, {"nproc_per_node": 0}, SpecError, r"nproc_per_node=0: a whole number of at least 1"),
         (HELLO, {"threads": 0}, SpecError, r"threads=0: a whole number"),
@@ -134,7 +134,8 @@ def test_a_script_runs_with_its_arguments(tmp_path: Path, monkeypatch: pytest.Mo
     info = rundir.read_json(run.path / rundir.RUN_JSON)
     assert (info["format"], info["name"], info["launch_dir"], info["timeout"]) == (rundir.FORMAT, "two words/x", ".", None)
     assert info["spec"] == {
-        "kind": "script", "script": str(HELLO), "args": ["--epochs", "1"], "nproc_per_node": 2, "watch": False, "threads": 1,
+        "kind": "script", "script": str(HELLO), "args": ["--epochs", "1"], "nproc_per_node": 2, "nnodes": 1, "watch": False, "threads": 1,
+        "profile": None,
     }  # fmt: skip
     assert info["command"][:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert info["command"][-6:] == ["-m", "--", "workbench.train.script", str(HELLO), "--epochs", "1"]

@@ -116,11 +116,6 @@ def test_numbers_of_steps(steps: Any) -> None:
         wb.trace(print, [1], steps=steps)
 
 
-def test_a_spec_is_no_step() -> None:
-    with pytest.raises(ValueError, match=r"allowed is a step function of this process"):
-        wb.trace(wb.RunSpec(task="fashion-mlp"))  # type: ignore[arg-type]
-
-
 def test_a_loader_that_ends(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="could be read only once, and it ended after 4 batches"):
         wb.trace(Training().step, iter([torch.ones(4, 8)] * 4), into=tmp_path)

@@ -1,6 +1,7 @@
 """Tasks for the tests of the training program: exact arithmetic, and every way in which a user's task can be wrong."""
 
 import datetime
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,3 +103,17 @@ def boom_on_rank_1() -> Task:
         return squared_error(model, batch)
 
     return numbers(loss=loss)
+
+
+class LateNumbers(Numbers):
+    """The same numbers; one rank waits for each of its own."""
+
+    def __getitem__(self, index: int) -> Pair:
+        if dist.get_rank() == 1:
+            time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def late_data_on_rank_1() -> Task:
+    """A straggler, by its loader."""
+    return numbers(dataset=lambda: LateNumbers(4096))

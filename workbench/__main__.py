@@ -1,4 +1,7 @@
-"""`workbench lab | doctor | launch | diagnose | estimate | calibrate | report`: the terminal's way in; each is a call of the public API."""
+"""`workbench lab | doctor | launch | join | diagnose | estimate | calibrate | report`: the terminal's way in.
+
+Each is a call of the public API.
+"""
 
 import argparse
 import ast
@@ -14,6 +17,7 @@ from workbench import display, units
 from workbench.diagnosing import BUDGET
 from workbench.failure import RunError
 from workbench.launcher import environment
+from workbench.launcher.nodes import join
 from workbench.run import Run
 
 
@@ -187,6 +191,10 @@ def main(argv: list[str] | None = None) -> int:
     fit.add_argument("--max-batch", action="store_true", help="find the largest micro-batch that fits")
     learn = commands.add_parser("calibrate", help="learn what lies outside of the allocator on this machine's GPU, for later estimates")
     learn.add_argument("--models", type=int, default=4, metavar="N", help="how many models to run, half a minute each (4)")
+    run.add_argument("--nnodes", type=int, default=1, help="machines: this one, and as many that join it")
+    run.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
+    enter = commands.add_parser("join", help="join a run of several machines that another one has launched")
+    enter.add_argument("run_dir", help="its run directory, on a file system that both see")
     show = commands.add_parser("report", help="show a run directory")
     show.add_argument("path")
     show.add_argument("--would-fit", action="store_true", help="if memory ran out: predict which changes would have fitted")
@@ -209,13 +217,17 @@ def main(argv: list[str] | None = None) -> int:
             if given.would_fit:
                 print(f"\n{workbench.would_fit(shown)}")
             return 0
+        if given.command == "join":
+            return join(given.run_dir)
         if given.command == "diagnose":
             return diagnose(given)
         if given.command == "estimate":
             return estimate(given)
         if given.command == "calibrate":
             return calibrate(given)
-        found = workbench.launch(**_launch(given, script_args))
+        found = workbench.launch(**_launch(given, script_args), nnodes=given.nnodes, rdzv_endpoint=given.rdzv_endpoint)
+        if found.join_command:
+            print(f"on each further machine: {found.join_command}", flush=True)
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:

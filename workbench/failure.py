@@ -194,6 +194,8 @@ def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
     if state in ("finished", "stopped"):
         return None
     records = [rundir.read_json(path) for path in sorted((run_dir / rundir.ERRORS).glob("rank*.json"))]
+    clocks = outcome.get("clocks") or {}  # of ranks on other machines, whose monotonic clocks began at another time
+    records = [record | {"time_ns": record["time_ns"] + clocks.get(str(record["rank"]), 0)} for record in records]
     if stopped_ns := outcome.get("stopped_ns"):  # what ranks say when they are stopped is not why
         records = [record for record in records if record["time_ns"] < stopped_ns]
     suspects = [_from_record(record) for record in records]
@@ -205,6 +207,9 @@ def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
         silent = {rank: code for rank, code in _exit_codes(run_dir).items() if rank not in [record["rank"] for record in records]}
         suspects += [_from_death(_death(run_dir, rank, code, outcome), code, deaths.get(rank), late) for rank, code in silent.items()]
         suspects += _early_leavers(suspects, deaths)
+        lost = _lost_machine(suspects, outcome)
+        if lost is not None:
+            return lost
     if not suspects:
         return _of_the_launch(run_dir, outcome)
     return min(suspects, key=lambda suspect: (suspect.tier, suspect.time_ns)).failure
@@ -241,15 +246,34 @@ def _early_leavers(suspects: list[_Suspect], deaths: Mapping[int, int]) -> list[
     ]
 
 
+def _lost_machine(suspects: list[_Suspect], outcome: Mapping[str, Any]) -> Failure | None:
+    """The machine that has gone silent, or has never come, where no rank failed by itself."""
+    nodes = {rank: node for rank, node in (outcome.get("nodes") or {}).items() if node["state"] in ("silent", "absent")}
+    if not nodes or any(suspect.tier < 2 for suspect in suspects):
+        return None
+    rank, node = next(iter(nodes.items()))
+    if node["state"] == "absent":
+        return None  # torchrun has said so, with the time it waited
+    fell = min(suspects, key=lambda suspect: (suspect.tier, suspect.time_ns), default=None)
+    said = f"; rank {fell.failure.rank} got {fell.failure.message.splitlines()[0]}" if fell else ""
+    return Failure(
+        rank=None,
+        kind="node",
+        message=f"machine {rank} ({node['name']}) died or was cut off: its guard has not been heard of any more{said}",
+        traceback=fell.failure.traceback if fell else None,
+        hint="Is it up, and does it reach the shared file system? checkpoint_every= keeps what is done until then.",
+    )
+
+
 _SAME_BRANCHES = "All ranks must take the same number of steps: do they all get as many batches?"
 
 
 def _exit_codes(run_dir: Path) -> dict[int, int]:
     """Exit codes of the ranks that did not end well (a signal as its negative number), from the table that torchrun prints last."""
-    try:
-        text = (run_dir / rundir.LAUNCHER_LOG).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
+    text = ""
+    for path in rundir.launcher_logs(run_dir):
+        with contextlib.suppress(OSError):
+            text += path.read_text(encoding="utf-8", errors="replace")
     return {int(rank): int(code) for rank, code in re.findall(r"rank\s*: (\d+) \(local.*?exitcode\s*: (-?\d+)", text, re.DOTALL)}
 
 
@@ -270,7 +294,7 @@ def _death(run_dir: Path, rank: int, code: int, outcome: Mapping[str, Any]) -> F
             kind, message, hint = "crash", f"crashed ({name})", "The stack of every thread is at the end of its stderr."
         case _:
             kind, message = "exit", f"ended with exit code {code}, without an exception"
-    files = sorted((run_dir / rundir.LOGS).glob(f"*/attempt_*/{rank}/stderr.log"))
+    files = [path for path, number in rundir.log_files(run_dir) if number == rank and path.name == "stderr.log"]
     said = rundir.TextTail(files[-1]).read(last=True) if files else []
     return Failure(rank=rank, kind=kind, message=message, traceback="\n".join(said[-20:]) or None, hint=hint, memory=memory)
 
@@ -292,7 +316,7 @@ def _last_seen(run_dir: Path, rank: int, outcome: Mapping[str, Any]) -> "OutOfMe
 def _of_the_launch(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
     """No rank is to blame, but the time limit, the launching process, the guard or torchrun."""
     kind, text, hint = "launcher", None, None
-    said = rundir.TextTail(run_dir / rundir.LAUNCHER_LOG).read(last=True)
+    said = [line for path in rundir.launcher_logs(run_dir) for line in rundir.TextTail(path).read(last=True)]
     match outcome["state"]:
         case "timeout":
             limit = rundir.read_json(run_dir / rundir.RUN_JSON).get("timeout")
@@ -312,4 +336,12 @@ def _of_the_launch(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
             message = f"torchrun {how}" + (f": {errors[-1]}" if errors else "")
             if symptom := symptom_of(message):
                 kind, hint = symptom.kind, symptom.hint
+            absent = [f"{rank}" for rank, node in (outcome.get("nodes") or {}).items() if node["state"] == "absent"]
+            if absent:
+                wait = (rundir.read_json(run_dir / rundir.RUN_JSON).get("rendezvous") or {}).get("timeout")
+                within = f" within {wait:g} s (rdzv_timeout)" if wait else ""
+                kind, message = "rendezvous", f"machine {', '.join(absent)} did not come{within}"
+                hint = (
+                    f"On each further machine: workbench join {run_dir}. Do they see that folder, and reach the endpoint's host and port?"
+                )
     return Failure(rank=None, kind=kind, message=message, traceback=text, hint=hint)

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,17 +18,24 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from workbench import display, progress, rundir, units
 from workbench.failure import Failure, RunError, first_failure
+from workbench.job import Job
 from workbench.spec import AUTO, RunSpec, Spec, SpecError, spec_from_json
 from workbench.timeline import Timeline
 
 if TYPE_CHECKING:
     from workbench.batch.noise_scale import NoiseScale
+    from workbench.cost.energy import Energy
     from workbench.memory import MemoryBreakdown
 
-State = Literal["running", "finished", "failed", "stopped", "timeout", "abandoned", "lost"]
-"""How a run stands. `abandoned`: the process that launched it went away. `lost`: its guard was killed, so nobody saw the end."""
+State = Literal["queued", "running", "finished", "failed", "stopped", "timeout", "abandoned", "lost"]
+"""How a run stands. `queued`: Slurm has not begun it yet. `abandoned`: the process that launched it went away. `lost`: its guard was
+killed, so nobody saw the end."""
 
+ACTIVE = ("queued", "running")
+"""States of a run that has not ended."""
 _TICK = 0.05
+_CANCELLING = 60.0
+"""Seconds that Slurm may take to end a job, at least."""
 
 
 _tell: ContextVar[Callable[["Run"], None] | None] = ContextVar("tell", default=None)
@@ -55,7 +63,9 @@ class Run:
         self.spec: Spec = spec_from_json(info["spec"])
         self._host: str = info["host"]
         self._launch_dir = (path / info["launch_dir"]).resolve()
-        self._outcome: Mapping[str, Any] | None = info.get("outcome")
+        self._outcome: Mapping[str, Any] | None = None if info.get("batch") else info.get("outcome")
+        self._job = Job.of(path) if info.get("batch") else None
+        self._meeting: Mapping[str, Any] | None = info.get("rendezvous")
         self._tails: dict[Path, rundir.LineTail] = {}
         self._rows: dict[Path, list[dict[str, Any]]] = {}
 
@@ -93,6 +103,9 @@ class Run:
     @property
     def state(self) -> State:
         """How the run stands at this moment."""
+        if self._job is not None and self._outcome is None:
+            state, self._outcome = self._job.standing(rundir.read_json(self.path / rundir.RUN_JSON).get("outcome"))
+            return cast(State, state)
         if self._outcome is None:
             alive = rundir.is_locked(self._launch_dir / rundir.LOCK)  # first the lock, then the file: the guard writes, then lets go
             self._outcome = rundir.read_json(self.path / rundir.RUN_JSON).get("outcome")
@@ -110,7 +123,7 @@ class Run:
     @property
     def error(self) -> Failure | None:
         """Why it failed: the rank that failed first, its traceback and what to do. None while it runs, or if it did not fail."""
-        if self.state in ("running", "finished", "stopped"):
+        if self.state in (*ACTIVE, "finished", "stopped"):
             return None
         if self._outcome is not None and self._outcome.get("error"):  # one of a sweep that failed while the launch went on
             return self._with_advice(Failure(**self._outcome["error"]))
@@ -127,9 +140,9 @@ class Run:
     @property
     def seconds(self) -> float:
         """Seconds from launch to end; so far, while it runs; to its last sign of life, where nobody saw its end."""
-        if self.state == "running":
+        if self.state in ACTIVE:
             return time.time() - self.created
-        if self._outcome is not None:
+        if self._outcome is not None and self._outcome.get("seconds", math.nan) is not None:
             return float(self._outcome.get("seconds", math.nan))
         return max(path.stat().st_mtime for path in self.path.iterdir()) - self.created
 
@@ -158,7 +171,7 @@ class Run:
         limit = math.inf if timeout is None else time.monotonic() + timeout
         line = progress.ProgressLine(self._progress_words)
         try:
-            while self.state == "running":
+            while self.state in ACTIVE:
                 if time.monotonic() > limit:
                     raise TimeoutError(f"{self!r} still runs after {units.seconds(timeout)}: wait longer, or run.stop()")
                 time.sleep(_TICK)
@@ -179,8 +192,10 @@ class Run:
 
         Raises:
             TimeoutError: something still lives after `timeout` seconds.
-            ValueError: it runs on another machine.
+            ValueError: it runs on another machine, or Slurm does not let it be cancelled.
         """
+        if self._job is not None:
+            return self._cancelled(max(timeout, _CANCELLING))
         lock = self._launch_dir / rundir.LOCK
         if self.state == "running" and self._host != platform.node():
             raise ValueError(f"{self!r} runs on {self._host}, and this is {platform.node()}: stop it there")
@@ -197,6 +212,35 @@ class Run:
                 )
             time.sleep(_TICK)
         return self
+
+    def _cancelled(self, timeout: float) -> "Run":
+        assert self._job
+        limit = time.monotonic() + timeout
+        if self.state in ACTIVE:
+            self._job.cancel()
+        while self.state in ACTIVE:
+            if time.monotonic() > limit:
+                raise TimeoutError(f"{self._job.words} has not ended {units.seconds(timeout)} after scancel")
+            time.sleep(_TICK)
+        return self
+
+    @property
+    def join_command(self) -> str:
+        """What to type on each further machine of a run on several; "" where there is nothing to be typed."""
+        if not self._meeting or getattr(self.spec, "nnodes", 1) == 1:
+            return ""
+        return f"workbench join {shlex.quote(str(self.path))}"
+
+    @property
+    def queue(self) -> str | None:
+        """What Slurm says of the run's job, in words; None for a run that Slurm does not have."""
+        return self._job.words if self._job else None
+
+    @property
+    def nodes(self) -> list[dict[str, Any]]:
+        """The machines that have come so far, of a run on several: what each has said last (name, ranks by local rank, outcome)."""
+        found = sorted(self.path.glob(f"{rundir.NODES}/*/{rundir.NODE_JSON}"), key=lambda path: int(path.parent.name))
+        return [rundir.read_json(path) for path in found]
 
     # --- what it has measured
 
@@ -256,6 +300,37 @@ class Run:
         return max(chosen, key=lambda one: one.total)
 
     @property
+    def traces(self) -> dict[int, Path]:
+        """Files of torch's profiler, by rank, of a run with `profile=`; empty before they are written. `wb.trace(run)` reads them."""
+        found = {path: re.match(r"rank(\d+)_", path.name) for path in sorted((self.path / rundir.TRACES).glob("*.pt.trace.json.gz"))}
+        return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
+
+    def energy(self, **inputs: Any) -> "Energy":
+        """What the steps drew: as counters of the hardware told while it ran, else estimated by the design power of its GPUs.
+
+        Args:
+            inputs: `price` (money per rank and hour), `electricity` (money per kWh), `intensity` (gCO2e per kWh), `pue`; `watts` of a
+                device, where nothing is known of it.
+
+        Raises:
+            CostError: nothing was counted, and the device's power is not known.
+        """
+        from workbench.cost import energy_of_run
+
+        ranks, machines = self.spec.world_size, getattr(self.spec, "nnodes", 1)
+        if (self.path / rundir.ENERGY).exists() and inputs.get("watts") is None:
+            told = {name: value for name, value in inputs.items() if name != "watts"}
+            return energy_of_run.measured(rundir.read_json(self.path / rundir.ENERGY), ranks=ranks, machines=machines, **told)
+        first, rows = self.timelines[:1], self._read(rundir.rank_file(0))[:1]
+        return energy_of_run.by_time(
+            seconds=sum(step.seconds for one in first for step in one.steps),
+            ranks=ranks,
+            device=rows[0].get("device", "cpu") if rows else "cpu",
+            utilization=min(1.0, sum(one.share(phase) for one in first if one.count for phase in ("forward", "backward", "optimizer"))),
+            **inputs,
+        )
+
+    @property
     def noise_scale(self) -> "NoiseScale":
         """The gradient noise scale so far, of a run with `noise_scale=True`; while it runs, and of what it had seen when it failed.
 
@@ -269,14 +344,14 @@ class Run:
                 f"{self!r} does not measure its noise scale: launch it with noise_scale=True, or ask wb.noise_scale(spec). In a loop of "
                 "your own: workbench.measure.gradient_noise.NoiseWatch"
             )
-        ranks = [self._read(rundir.noise_file(rank)) for rank in range(self.spec.nproc_per_node)]
+        ranks = [self._read(rundir.noise_file(rank)) for rank in range(self.spec.world_size)]
         return combined([rows for rows in ranks if rows])
 
     def log_files(self) -> dict[int, list[Path]]:
         """Files with what each rank printed, by rank."""
         found: dict[int, list[Path]] = {}
-        for path in sorted(self._launch_dir.glob(f"{rundir.LOGS}/*/attempt_*/*/std*.log")):
-            found.setdefault(int(path.parent.name), []).append(path)
+        for path, rank in rundir.log_files(self._launch_dir):
+            found.setdefault(rank, []).append(path)
         return dict(sorted(found.items()))
 
     def logs(self, rank: int | None = None) -> str:
@@ -302,13 +377,28 @@ class Run:
     def summary(self) -> str:
         """One line: state, steps, throughput; the error, if there is one."""
         done, steps = self.progress
-        parts = [self.state, f"{done} of {steps} steps" if steps else f"{done} steps"]
+        state = self.state
+        parts = [state, f"{done} of {steps} steps" if steps else f"{done} steps"]
+        if state == "queued":
+            parts.insert(1, str(self.queue))
+        elif missing := self._missing(state, done):
+            parts.insert(1, missing)
         if not math.isnan(self.samples_per_sec):
             parts.append(units.rate(self.samples_per_sec))
         return " · ".join([*parts, units.seconds(self.seconds)]) + (f"\n{self.error}" if self.error else "")
 
+    def _missing(self, state: str, done: int) -> str:
+        """What the run still waits for: machines that have to join it; "" for nothing."""
+        if state != "running" or done or not self.join_command:
+            return ""
+        have, want = len(self.nodes), self.spec.nnodes
+        return f"{have} of {want} machines are here; on each of the others: {self.join_command}" if have < want else ""
+
     def _progress_words(self) -> str:
         done, steps = self.progress
+        state = self.state
+        if waiting := str(self.queue) if state == "queued" else self._missing(state, done):
+            return f"{self.name}: {waiting}"
         return progress.words(self.name, done, steps, self.seconds, self._read(rundir.METRICS))
 
     def to_frame(self) -> Any:
@@ -321,7 +411,8 @@ class Run:
         return display.picture("step_time")(self, ax=ax)
 
     def __repr__(self) -> str:
-        return f"Run({self.name!r}, nproc_per_node={self.spec.nproc_per_node})"  # no clock, no path: equal in every execution
+        several = f"nnodes={self.spec.nnodes}, " if self.spec.nnodes > 1 else ""
+        return f"Run({self.name!r}, {several}nproc_per_node={self.spec.nproc_per_node})"  # no clock, no path: equal in every execution
 
     def __str__(self) -> str:
         return f"{self!r}: {self.summary}"

@@ -18,8 +18,18 @@ FORMAT = 1
 
 RUN_JSON, METRICS, LOCK, RESERVE = "run.json", "metrics.jsonl", "guard.lock", "reserve"
 LAUNCHER_LOG, ERRORS, LOGS = "launcher.log", "errors", "logs"
+NODES, NODE_JSON, BEAT = "nodes", "node.json", "beat"
+"""Of a run on several machines: `nodes/<k>/` holds what the guard of the k-th one says, and its sign of life."""
+JOB, JOB_SCRIPT, JOB_LOG, STOP = "slurm.json", "job.sh", "slurm.log", "stop"
+CHECKPOINTS = "checkpoints"
 EVIDENCE, CONTEST, MEMORY = "evidence.json", "contest.json", "memory"
 LR_RANGE = "lr_range.json"
+ENERGY = "energy.json"
+LINKS = "links.json"
+SCALING, COMMUNICATION = "scaling.json", "communication.json"
+"""Of the directory of a curve: what is measured. Of a run: its steps with and without the reduction of gradients."""
+TRACES = "traces"
+"""Folder of what torch's profiler wrote; TensorBoard finds it there."""
 ENV_RUN_DIR, ENV_RUN_ID = "WORKBENCH_RUN_DIR", "WORKBENCH_RUN_ID"
 METRIC_KEYS = frozenset({"step", "steps", "loss", "lr", "samples", "seconds"})
 """What every row of METRICS may hold; anything else is a figure of an evaluation."""
@@ -90,6 +100,27 @@ def free_reserve(run_dir: Path) -> None:
     (run_dir / RESERVE).unlink(missing_ok=True)
 
 
+def log_files(run_dir: Path) -> list[tuple[Path, int]]:
+    """Files with what the ranks of a launch printed, each with its rank. torchrun names them by the rank on its own machine."""
+    found = [(path, int(path.parent.name)) for path in sorted(run_dir.glob(f"{LOGS}/*/attempt_*/*/std*.log"))]
+    if not (run_dir / NODES).exists():
+        return found
+    for folder in sorted((run_dir / NODES).iterdir()):
+        with contextlib.suppress(DamagedRunError):  # a machine that has not said anything yet
+            ranks = read_json(folder / NODE_JSON)["ranks"]
+            if folder.name == "0":
+                found = [(path, ranks.get(str(local), local)) for path, local in found]
+                continue
+            paths = sorted(folder.glob(f"{LOGS}/*/attempt_*/*/std*.log"))
+            found += [(path, ranks[path.parent.name]) for path in paths if path.parent.name in ranks]
+    return found
+
+
+def launcher_logs(run_dir: Path) -> list[Path]:
+    """What torchrun said, on each machine."""
+    return [run_dir / LAUNCHER_LOG, *sorted(run_dir.glob(f"{NODES}/*/{LAUNCHER_LOG}"))]
+
+
 class LineWriter:
     """Append-only JSON lines. Every call appends whole lines or none."""
 
@@ -129,6 +160,19 @@ class LineWriter:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def cut_to_whole_lines(path: Path) -> None:
+    """Take away a last line that its writer did not live to end, before another one goes on in the file."""
+    with open(path, "rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - _LONGEST_LINE))
+        rest = file.read().rpartition(b"\n")[2]
+        file.truncate(end - len(rest))
+
+
+_LONGEST_LINE = 1 << 20
+"""Bytes that a line may have; a file without a line feed in its last so many is none of ours."""
 
 
 class _Tail:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
+from workbench.profiling import Profile
+
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16")
 SCHEDULES = ("constant", "cosine")
 _MEANT = {
@@ -111,7 +113,9 @@ class RunSpec(_Spec):
     pin_memory: bool = False
     """Batches in page-locked memory, so that the copy to a GPU can overlap with compute."""
     nproc_per_node: int = 1
-    """Ranks on this machine; on GPUs one rank each."""
+    """Ranks on each machine; on GPUs one rank each."""
+    nnodes: int = 1
+    """Machines; they share the run directory, and torchrun's rendezvous brings them together."""
     steps: int = 60
     """Optimizer steps."""
     optimizer: str | None = None
@@ -158,10 +162,16 @@ class RunSpec(_Spec):
     """Seed of the model, the data order and the augmentation."""
     evaluate: bool = False
     """Run the task's evaluation after the last step."""
+    checkpoint_every: int | None = None
+    """Steps between two checkpoints in the run directory, from which the run goes on if it is started again (a job that Slurm puts back
+    into its queue); None = none are written. With parallel="ddp"; see `train.saving`."""
     noise_scale: bool | int = False
     """Write the norms of which `run.noise_scale` is made: n = of each n-th step, at 1/n of the cost (1 = of each, in a long run 10 is
     plenty), True = of each fourth, or of fewer where that took more than 5 % of the time. Needs two groups of samples in a step: ranks, or
     accumulation."""
+    profile: Profile | Any = None
+    """Trace some steps with torch.profiler, into `traces/` of the run directory: how many, or a mapping of `Profile`'s fields: steps, ranks
+    ("all" or a list), wait, shapes, stacks, memory, flops. These steps count in no figure of the run. None = none."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.task, str) or not self.task:
@@ -170,11 +180,11 @@ class RunSpec(_Spec):
             object.__setattr__(self, "micro_batch", Unchosen(AUTO))
         else:
             _whole(self, "micro_batch", 1, ', or "auto"')
-        for name in ("accumulation", "nproc_per_node", "steps", "threads", "tensor_parallel"):
+        for name in ("accumulation", "nproc_per_node", "nnodes", "steps", "threads", "tensor_parallel"):
             _whole(self, name, 1)
         for name in ("num_workers", "warmup_steps", "seed"):
             _whole(self, name, 0)
-        for name in ("prefetch_factor", "shard_ranks"):
+        for name in ("prefetch_factor", "shard_ranks", "checkpoint_every"):
             if getattr(self, name) is not None:
                 _whole(self, name, 1)
         for name in ("lr", "clip_grad_norm", "bucket_cap_mb"):
@@ -198,11 +208,22 @@ class RunSpec(_Spec):
         _check_parallel(self)
         if self.noise_scale:
             _check_noise(self)
+        _profile(self)
+
+    @property
+    def queue(self) -> int:
+        """Steps whose batches the loader's workers make ahead at most; 0 without workers."""
+        return -(-self.num_workers * (self.prefetch_factor or 2) // self.accumulation)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines: nnodes × nproc_per_node."""
+        return self.nnodes * self.nproc_per_node
 
     @property
     def data_ranks(self) -> int:
         """Ranks that work on different samples: all, divided by `tensor_parallel`."""
-        return self.nproc_per_node // self.tensor_parallel
+        return self.world_size // self.tensor_parallel
 
     @property
     def global_batch(self) -> int:
@@ -223,20 +244,32 @@ class ScriptSpec(_Spec):
     args: tuple[str, ...] = ()
     """Its arguments."""
     nproc_per_node: int = 1
-    """Ranks on this machine."""
+    """Ranks on each machine."""
+    nnodes: int = 1
+    """Machines."""
     watch: bool = False
     """Find the script's loaders, modules and optimizers as it runs and write their timelines."""
     threads: int = 1
     """OMP_NUM_THREADS of each rank."""
+    profile: Profile | Any = None
+    """Trace some steps, as a RunSpec does; needs `watch`, which knows where they end."""
 
     def __post_init__(self) -> None:
         if isinstance(self.args, str):
             raise SpecError(f"args={self.args!r}: a list of words is wanted, such as {self.args.split()!r}")
         object.__setattr__(self, "args", tuple(str(word) for word in self.args))
-        for name in ("nproc_per_node", "threads"):
+        for name in ("nproc_per_node", "nnodes", "threads"):
             _whole(self, name, 1)
         if not isinstance(self.watch, bool):
             raise SpecError(f"watch={self.watch!r}: True or False is allowed")
+        _profile(self)
+        if self.profile is not None and not self.watch:
+            raise SpecError("profile of a script needs watch=True, which finds out where its steps end")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines: nnodes × nproc_per_node."""
+        return self.nnodes * self.nproc_per_node
 
 
 Spec = RunSpec | ScriptSpec
@@ -301,10 +334,17 @@ def _check_parallel(spec: RunSpec) -> None:
         raise SpecError(
             f'shard_ranks={spec.shard_ranks} with parallel="{spec.parallel}": only "hsdp" has groups that shard; try parallel="hsdp"'
         )
-    if spec.nproc_per_node % spec.tensor_parallel:
+    if spec.world_size % spec.tensor_parallel:
+        of = "nproc_per_node" if spec.nnodes == 1 else "nnodes × nproc_per_node"
         raise SpecError(
-            f"tensor_parallel={spec.tensor_parallel} does not divide the {spec.nproc_per_node} ranks (nproc_per_node): "
-            f"try tensor_parallel={_nearest_divisor(spec.nproc_per_node, spec.tensor_parallel)}"
+            f"tensor_parallel={spec.tensor_parallel} does not divide the {spec.world_size} ranks ({of}): "
+            f"try tensor_parallel={_nearest_divisor(spec.world_size, spec.tensor_parallel)}"
+        )
+    if spec.checkpoint_every and (spec.parallel != "ddp" or spec.tensor_parallel > 1):
+        given = f'parallel="{spec.parallel}"' if spec.parallel != "ddp" else f"tensor_parallel={spec.tensor_parallel}"
+        raise SpecError(
+            f"checkpoint_every={spec.checkpoint_every} with {given}: rank 0 writes checkpoints, and does not hold all of it there; "
+            'leave checkpoint_every out, or try parallel="ddp" with tensor_parallel=1'
         )
     if spec.parallel == "hsdp":
         ranks_per_shard(spec, spec.data_ranks)
@@ -317,7 +357,9 @@ def _check_parallel(spec: RunSpec) -> None:
 
 def _check_noise(spec: RunSpec) -> None:
     if not isinstance(spec.noise_scale, int) or spec.noise_scale < 0:
-        raise SpecError(f"noise_scale={spec.noise_scale!r}: allowed are True (each fourth step, or fewer), n (each n-th; 1 = each), and False")
+        raise SpecError(
+            f"noise_scale={spec.noise_scale!r}: allowed are True (each fourth step, or fewer), n (each n-th; 1 = each), and False"
+        )
     if spec.tensor_parallel > 1:
         raise SpecError(
             f"noise_scale={spec.noise_scale} with tensor_parallel={spec.tensor_parallel}: a sample's gradient is spread over ranks there, "
@@ -330,6 +372,26 @@ def _check_noise(spec: RunSpec) -> None:
             f"noise_scale={spec.noise_scale} with one rank and accumulation=1: noise shows in the difference between groups of samples, "
             f"so a step needs two; try accumulation=2{half}, or wb.noise_scale(spec), which does so by itself"
         )
+
+
+def _profile(spec: Spec) -> None:
+    try:
+        object.__setattr__(spec, "profile", Profile.of(spec.profile))
+    except ValueError as error:
+        raise SpecError(f"profile={spec.profile!r}: {error}") from None
+
+
+def check_profile(spec: Spec) -> None:
+    """See that a run has the steps and ranks that are to be traced; before it is started, since knobs are turned one by one.
+
+    Raises:
+        SpecError: it has not.
+    """
+    if spec.profile is None:
+        return
+    steps, queue = (spec.steps, spec.queue) if isinstance(spec, RunSpec) else (None, 0)
+    if trouble := spec.profile.trouble(steps=steps, queue=queue, ranks=spec.world_size):
+        raise SpecError(trouble)
 
 
 def ranks_per_shard(spec: RunSpec, data_ranks: int) -> int:

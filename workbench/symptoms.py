@@ -3,8 +3,22 @@
 import re
 from dataclasses import dataclass
 
-KINDS = ("exception", "exit", "out-of-memory", "killed", "crash", "address-in-use", "task", "disk-full", "timeout", "launcher")
-"""Kinds of failure. `exit`: left with an exit code; `killed`: by a signal from outside; `crash`: by one of its own making."""
+KINDS = (
+    "exception",
+    "exit",
+    "out-of-memory",
+    "killed",
+    "crash",
+    "address-in-use",
+    "task",
+    "disk-full",
+    "timeout",
+    "launcher",
+    "node",
+    "rendezvous",
+)
+"""Kinds of failure. `exit`: left with an exit code; `killed`: by a signal from outside; `crash`: by one of its own making.
+`node`: a machine died; `rendezvous`: machines did not find each other."""
 
 LESS_MEMORY = "Try a smaller micro_batch (accumulation keeps the global batch), fewer num_workers, or on a GPU precision='amp_bf16'."
 
@@ -65,6 +79,12 @@ _SYMPTOMS = (
         pattern=r"illegal memory access|CUDA error|CUBLAS_STATUS",
         kind="exception",
         hint="GPU errors are reported late: with the environment variable CUDA_LAUNCH_BLOCKING=1 the traceback is exact.",
+    ),
+    Symptom(
+        pattern=r"Rendezvous(Connection|Timeout)?Error",
+        kind="rendezvous",
+        hint="The machines did not meet: is the first one still up, is its port open (firewall), does its name mean the same to all? "
+        'wb.launch(…, rdzv_endpoint="ADDRESS:PORT") says where to meet.',
     ),
     Symptom(
         pattern=r"[Tt]imed out|collective operation timeout|Socket Timeout|wait timeout",

@@ -36,6 +36,8 @@ class Step:
     """Samples this rank trained on in the step; None = could not be told from the batch."""
     memory: int | None = None
     """Peak bytes of this process so far, where it was read (not at every step)."""
+    cpu: float | None = None
+    """CPU seconds of this process and its workers so far, where they were read (not at every step)."""
 
     @property
     def seconds(self) -> float:
@@ -57,6 +59,8 @@ class Timeline:
     """First steps left out of every statistic (allocator, caches, worker start-up); None = a fifth of the steps, at most 10."""
     notes: tuple[str, ...] = ()
     """What the measurement has to say about itself."""
+    profiled: tuple[int, ...] = ()
+    """Numbers of the steps that a profiler slowed down; every statistic leaves them out too."""
     predicted: bool = False
     """True for a prediction; False for a measurement."""
 
@@ -64,7 +68,7 @@ class Timeline:
     def from_lines(cls, rows: Iterable[Mapping[str, Any]], warmup: int | None = None) -> "Timeline":
         """From the rows of a `rank<r>.jsonl` file, in any state of being written."""
         head: Mapping[str, Any] = {}
-        steps, notes = [], []
+        steps, notes, profiled = [], [], list[int]()
         for row in rows:
             if "step" in row:
                 steps.append(
@@ -73,13 +77,24 @@ class Timeline:
                         phases=tuple(float(row.get(phase, 0.0)) for phase in PHASES),
                         samples=row.get("samples"),
                         memory=row.get("memory"),
+                        cpu=row.get("cpu"),
                     )
                 )
+            elif "profiled" in row:
+                first, last = row["profiled"]
+                profiled += range(first, last + 1)
             elif "note" in row:
                 notes.append(str(row["note"]))
             elif "rank" in row:
                 head = row
-        return cls(rank=head.get("rank", 0), clock=head.get("clock", "host"), steps=tuple(steps), warmup=warmup, notes=tuple(notes))
+        return cls(
+            rank=head.get("rank", 0),
+            clock=head.get("clock", "host"),
+            steps=tuple(steps),
+            warmup=warmup,
+            notes=tuple(notes),
+            profiled=tuple(profiled),
+        )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Timeline":
@@ -91,6 +106,7 @@ class Timeline:
             steps=found.steps,
             warmup=found.warmup,
             notes=tuple(value["notes"]),
+            profiled=tuple(value.get("profiled", ())),
             predicted=value["predicted"],
         )
 
@@ -101,9 +117,11 @@ class Timeline:
             "clock": self.clock,
             "warmup": self.warmup,
             "notes": list(self.notes),
+            "profiled": list(self.profiled),
             "predicted": self.predicted,
             "steps": [
-                {"step": s.index, **dict(zip(PHASES, s.phases, strict=True)), "samples": s.samples, "memory": s.memory} for s in self.steps
+                {"step": s.index, **dict(zip(PHASES, s.phases, strict=True)), "samples": s.samples, "memory": s.memory, "cpu": s.cpu}
+                for s in self.steps
             ],
         }
 
@@ -114,8 +132,9 @@ class Timeline:
 
     @property
     def measured(self) -> tuple[Step, ...]:
-        """The steps behind every statistic: all but the warm-up."""
-        return self.steps[self.left_out :]
+        """The steps behind every statistic: all but the warm-up, and those that a profiler slowed down."""
+        steps = self.steps[self.left_out :]
+        return tuple(step for step in steps if step.index not in self.profiled) if self.profiled else steps
 
     @property
     def count(self) -> int:
@@ -166,6 +185,16 @@ class Timeline:
         return sum(step.samples or 0 for step in known) / whole if whole else float("nan")
 
     @property
+    def cpu_per_sample(self) -> float:
+        """CPU seconds of this rank and its workers for a sample; nan if they were read at fewer than two steps (each 0.3 s)."""
+        read = [(place, step.cpu) for place, step in enumerate(self.steps) if step.cpu is not None and place >= self.left_out - 1]
+        if len(read) < 2:
+            return float("nan")
+        (first, before), (last, after) = read[0], read[-1]
+        samples = sum(step.samples or 0 for step in self.steps[first + 1 : last + 1])
+        return max(0.0, after - before) / samples if samples else float("nan")
+
+    @property
     def memory(self) -> int | None:
         """Peak bytes of the process, warm-up included; None if it was not read."""
         return max((step.memory for step in self.steps if step.memory is not None), default=None)
@@ -179,6 +208,8 @@ class Timeline:
         text = f"{kind} on rank {self.rank}, {self.clock} clock: {self.count} steps"
         if self.left_out:
             text += f", the first {self.left_out} left out as warm-up"
+        if slowed := [step.index for step in self.steps if step.index in self.profiled]:
+            text += f", and steps {min(slowed)} to {max(slowed)}, which a profiler slowed down"
         low, high = self.spread()
         if self.count >= 2 and high - low > 0.1 * self.median():
             text += f"; the step varies by {units.percent((high - low) / self.median())} (middle half over median)"

@@ -171,9 +171,7 @@ def _rate(point: Any) -> Rate:
     batch = next(
         (value for source in (point, spec) for name in ("batch", "global_batch") if (value := _get(source, name)) is not None), None
     )
-    ranks = next(
-        (value for source, name in ((point, "world_size"), (spec, "nproc_per_node")) if (value := _get(source, name)) is not None), 1
-    )
+    ranks = next((value for source, name in ((point, "world_size"), (spec, "world_size")) if (value := _get(source, name)) is not None), 1)
     try:
         found = Rate(batch=int(batch), world_size=int(ranks), samples_per_sec=float(_get(point, "samples_per_sec")))  # type: ignore[arg-type]
     except (TypeError, ValueError):

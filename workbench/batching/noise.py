@@ -91,7 +91,7 @@ def noise_scale(
 
 
 def _launched(spec: RunSpec, steps: int, runs_dir: str | os.PathLike[str] | None) -> "NoiseScale":
-    changed, notes = _grouped(spec.replace(steps=steps, evaluate=False))
+    changed, notes = _grouped(spec.replace(steps=steps, evaluate=False, profile=None))
     run = launch(changed, runs_dir=runs_dir, name="noise-scale")
     try:
         run.wait()

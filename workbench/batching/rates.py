@@ -43,7 +43,7 @@ def measured(
         RunError: not even one of them took a step; their run directories stay.
         LaunchError, TaskError: the spec cannot run here.
     """
-    plain = spec.replace(accumulation=1, steps=steps, warmup_steps=0, schedule="constant", evaluate=False)
+    plain = spec.replace(accumulation=1, steps=steps, warmup_steps=0, schedule="constant", evaluate=False, profile=None)
     specs = [(f"micro_batch={micro}", plain.replace(micro_batch=micro)) for micro in micro_batches]
     middle = micro_batches[len(micro_batches) // 2]
     twice = plain.replace(micro_batch=middle, accumulation=2, steps=max(1, steps // 2))

@@ -39,7 +39,7 @@ def observe(run: Run) -> Evidence:
     return Evidence(
         step=statistics.fmean(one.mean() for one in timelines),
         device="cuda" if timelines[0].clock == "device" else "cpu",
-        world_size=max(len(timelines), run.spec.nproc_per_node),
+        world_size=max(len(timelines), run.spec.world_size),
         accumulation=spec.accumulation if spec else 1,
         threads=run.spec.threads,
         samples=None if None in samples else sum(one for one in samples if one is not None),

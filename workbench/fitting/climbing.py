@@ -164,7 +164,7 @@ def _moves(spec: RunSpec, device: Device | None) -> list[tuple[Mapping[str, Any]
     if spec.precision == "fp32":
         name = "amp_bf16" if device is None or "bf16" in device.flops_per_sec else "amp_fp16"
         moves.append(({"precision": name}, "products in 16 bits; check the loss"))
-    if spec.parallel == "ddp" and spec.nproc_per_node > 1:
+    if spec.parallel == "ddp" and spec.world_size > 1:
         moves.append(({"gradient_as_bucket_view": True}, "gradients must not be replaced by the step"))
         moves.append(({"parallel": "zero1"}, "each rank updates its part, and sends it to all"))
         moves.append(({"parallel": "fsdp"}, "half as much communication again: weights are gathered twice"))

@@ -86,7 +86,7 @@ def _most(target: Any, options: Mapping[str, Any]) -> int:
     ways = {item.name for item in dataclasses.fields(RunSpec)} - {"optimizer", "steps", "micro_batch"}
     knobs = {name: value for name, value in options.items() if name in ways}
     if options.get("world_size") is not None:
-        knobs["nproc_per_node"] = options["world_size"]
+        knobs |= {"nproc_per_node": options["world_size"], "nnodes": 1}
     most, stream = most_samples(task.dataset(), spec.replace(**knobs))
     return sys.maxsize if stream else most
 

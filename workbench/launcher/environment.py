@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,27 @@ SHUTDOWN = 4
 
 _INHERITED = re.compile(
     r"(PET_|TORCHELASTIC_|TORCH_ELASTIC_|WORKBENCH_(RUN|WATCH)|OMPI_|PMI_|PMIX_|JPY_|PYDEVD_).*"
-    r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|SLURM_(PROCID|LOCALID|NODEID)"
+    r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|SLURM_(PROCID|LOCALID|NODEID|GTIDS|TASK_PID)"
     r"|MPLBACKEND|FORCE_COLOR|CLICOLOR_FORCE"
 )
 """Variables of the launching process that would lead a run astray. Every option of torchrun is also a variable PET_<OPTION>, and an
 inherited PET_NNODES=2 makes it wait for ever; an outer torchrun or Slurm step leaves ranks; a kernel leaves its inline MPLBACKEND."""
 
 
-def torchrun(nproc_per_node: int, logs: Path, program: list[str]) -> list[str]:
+def torchrun(nproc_per_node: int, logs: Path, program: list[str], rendezvous: Sequence[str] = ("--standalone",)) -> list[str]:
     """The command that starts `program` (`["-m", module, …]`) in `nproc_per_node` ranks on this machine.
+
+    Args:
+        nproc_per_node: ranks on this machine.
+        logs: folder of what the ranks print.
+        program: what each rank runs.
+        rendezvous: options that say how machines find each other; see `nodes.Rendezvous`.
 
     Not the bare `torchrun`: a kernel started by its absolute path has no `bin` on PATH. `--standalone` finds a free port, so any number
     of launches run at once. Without `--log-dir` a folder stays in the temporary directory. `--redirects`, not `--tee`: tee writes its
     prefix into unfinished lines.
     """
-    flags = ["--standalone", "--nproc-per-node", str(nproc_per_node), "--max-restarts", "0", "--redirects", "3", "--log-dir", str(logs)]
+    flags = [*rendezvous, "--nproc-per-node", str(nproc_per_node), "--max-restarts", "0", "--redirects", "3", "--log-dir", str(logs)]
     if "--shutdown-timeout" in _torchrun_source():
         flags += ["--shutdown-timeout", str(SHUTDOWN)]
     return [sys.executable, "-m", "torch.distributed.run", *flags, *program]

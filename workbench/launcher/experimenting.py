@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from workbench import units
@@ -77,6 +77,41 @@ def weigh(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None 
     return _launched(spec, f"{label(spec)} memory", order, runs_dir, program="workbench.train.memory")
 
 
+def measure_communication(
+    specs: Sequence[RunSpec],
+    *,
+    seconds: float,
+    runs_dir: str | os.PathLike[str] | None = None,
+    tick: Callable[[], object] = int,
+) -> Run:
+    """Let each of several specs train with and without its reduction of gradients, in turns; the run directory then has
+    `communication.json`.
+
+    All are measured in one launch of as many ranks as the largest wants, while the others rest. They must agree on the task, and on what
+    is fixed when the processes start.
+
+    Args:
+        specs: to be measured, one after the other.
+        seconds: for each, without the start.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+        tick: called again and again meanwhile, such as to show how far it is.
+
+    Raises:
+        RunError: it failed; the run directory stays.
+        LaunchError, TaskError: it cannot run here. Nothing was written.
+    """
+    for one in specs:
+        check(one)
+    most = max(specs, key=lambda one: one.nproc_per_node)
+    order = {
+        "kind": "communication",
+        "budget_s": seconds * len(specs),
+        "seconds": seconds,
+        "specs": [one.to_json() for one in specs],
+    }
+    return _launched(most, f"{label(most)} communication", order, runs_dir, program="workbench.train.communication", tick=tick)
+
+
 def range_test(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | os.PathLike[str] | None = None) -> Run:
     """Look for the learning rate of a spec; the run directory then holds `lr_range.json`.
 
@@ -118,6 +153,7 @@ def _launched(
     *,
     program: str = "workbench.train.experiment",
     show: Callable[[Run], str] | None = None,
+    tick: Callable[[], object] = int,
 ) -> Run:
     new = NewRun(runs_dir, name)
     run = new.start(spec, ["-m", program, str(new.path)], timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
@@ -126,6 +162,7 @@ def _launched(
         while run.state == "running":
             if show:
                 line.show()
+            tick()
             time.sleep(_TICK)
     except BaseException:
         run.stop()

@@ -14,6 +14,10 @@ process table. It stops the run when
 by SIGTERM to torchrun, which passes it on, and after the grace period by SIGKILL to every descendant. When torchrun ends by itself,
 what it left behind is killed, too. Last, the outcome goes into run.json.
 
+On several machines each has a guard of its own (in a job of Slurm: inside the job's step, without a launching process). They hear of each
+other by files in the run directory, which all of them see: each beats, and says how it ended. A guard stops its part of the run when
+another one has ended badly, or has been silent for long; that of machine 0 writes run.json when the others have spoken.
+
 The keeper is the guard's parent and a subreaper as well: it passes SIGTERM on, and if the guard is killed, it kills what the guard would
 have. If the keeper is killed, the guard hears of it (PDEATHSIG) and stops the run. Either way there is no outcome: the run is "lost".
 
@@ -43,6 +47,12 @@ LOOK_FOR_RANKS = 0.1
 START_OF_ALL = 5.0
 """Seconds after the first rank has started in which the others do; who has not been seen by then ended unseen."""
 END_TRIES, END_PAUSE = 100, 0.02
+BEAT = 1.0
+"""Seconds between two signs of life of a guard, where there are several machines."""
+QUIET = 8.0
+"""Seconds without a sign of life after which nobody waits for another machine's last word any more."""
+LEAVE = 8.0
+"""Seconds that a part of the run gets to end by itself, with a record of its own, after another part has failed."""
 
 
 def prctl(option: int, value: int) -> None:
@@ -116,7 +126,7 @@ def end_all(wanted: int, run_id: str) -> int | None:
 
 
 class Deaths:
-    """When each rank ended, on the monotonic clock that the ranks' own error records use."""
+    """When each rank ended, on the monotonic clock that the ranks' own error records use; and which rank each local rank is (`places`)."""
 
     def __init__(self, torchrun: int, ranks: int) -> None:
         self._torchrun, self._missing = torchrun, ranks if hasattr(os, "pidfd_open") else 0
@@ -124,6 +134,7 @@ class Deaths:
         self._ranks: dict[int, int] = {}  # pidfd -> rank
         self._known: set[int] = set()
         self.times: dict[int, int] = {}
+        self.places: dict[int, int] = {}
 
     @property
     def looking(self) -> bool:
@@ -141,6 +152,7 @@ class Deaths:
                 ranks = [int(entry[5:]) for entry in entries if entry.startswith(b"RANK=")]
                 if ranks:  # none yet between its fork and its exec
                     self._ranks[os.pidfd_open(pid)] = ranks[0]
+                    self.places |= {int(entry[11:]): ranks[0] for entry in entries if entry.startswith(b"LOCAL_RANK=")}
                     self._known.add(pid)
                     self._missing -= 1
                     self._give_up = time.monotonic() + START_OF_ALL
@@ -153,6 +165,108 @@ class Deaths:
         for fd in set(ready) & set(self._ranks):
             self.times[self._ranks.pop(fd)] = time.monotonic_ns()
             os.close(fd)
+
+
+class Peers:
+    """The guards of the other machines, heard through the files that all machines see. Alone where there is only one."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        node = config.get("node") or {"rank": 0, "count": 1, "silence": 0.0}
+        self._me, self.count, self._silence = node["rank"], node["count"], node["silence"]
+        self._run_dir = Path(config["run_dir"])
+        self._said: dict[str, Any] = {"clock": time.time_ns() - time.monotonic_ns(), **node, "ranks": {}, "outcome": None}
+        self._beats: dict[int, tuple[str, float]] = {}
+        self._bad_since: dict[int, float] = {}
+        self._beat, self.next = 0, 0.0 if self.count > 1 else float("inf")
+
+    def _folder(self, rank: int) -> Path:
+        return self._run_dir / "nodes" / str(rank)
+
+    def heard(self, rank: int) -> dict[str, Any] | None:
+        """What another machine says of itself; None before it has come."""
+        with contextlib.suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads((self._folder(rank) / "node.json").read_text())
+            return found
+        return None
+
+    def say(self, **more: Any) -> None:
+        """Tell the others something of this machine; a full disk keeps them in the dark, and this one going."""
+        if self.count > 1:
+            self._said |= more
+            with contextlib.suppress(OSError):
+                part = self._folder(self._me) / "node.json.part"
+                part.write_text(json.dumps(self._said, indent=1) + "\n")
+                part.replace(self._folder(self._me) / "node.json")
+
+    def silent_for(self, rank: int, now: float) -> float:
+        """Seconds since the last sign of life of a machine that has come; by this machine's clock, as no two clocks agree."""
+        try:
+            beat = (self._folder(rank) / "beat").read_text()
+        except OSError:
+            return 0.0
+        if beat != self._beats.get(rank, ("", 0.0))[0]:
+            self._beats[rank] = beat, now
+        return now - self._beats[rank][1]
+
+    def look(self, now: float, deaths: Deaths) -> str:
+        """Beat, and look at the others; why to stop, "" for going on."""
+        if now < self.next:
+            return ""
+        self.next = now + BEAT
+        self._beat += 1
+        with contextlib.suppress(OSError):
+            (self._folder(self._me) / "beat").write_text(f"{self._beat}\n")
+        if deaths.places != self._said["ranks"]:
+            self.say(ranks=dict(deaths.places))
+        for rank in set(range(self.count)) - {self._me}:
+            there = self.heard(rank)
+            outcome = there and there["outcome"]
+            if outcome and outcome["state"] != "finished":
+                since = self._bad_since.setdefault(rank, now)
+                if outcome["state"] != "failed":
+                    return str(outcome["state"])
+                if now - since > LEAVE:
+                    return "failed"
+            elif there and not outcome and self.silent_for(rank, now) > self._silence:
+                return "failed"
+        return ""
+
+    def last_words(self, outcome: dict[str, Any]) -> dict[str, Any]:
+        """Tell the others how this part has ended. Machine 0 waits for theirs, while they show life, and returns the outcome of all."""
+        self.say(outcome=outcome)
+        if self.count == 1 or self._me:
+            return outcome
+        began = time.monotonic()
+        others = {rank: self.heard(rank) for rank in range(1, self.count)}
+        while True:
+            now = time.monotonic()
+            mute = [rank for rank, there in others.items() if there and not there["outcome"] and self.silent_for(rank, now) < QUIET]
+            if not mute or now - began > 3 * QUIET:
+                break
+            time.sleep(0.1)
+            others = {rank: self.heard(rank) for rank in others}
+        return together(self._said | {"outcome": outcome}, others)
+
+
+def together(mine: dict[str, Any], others: dict[int, dict[str, Any] | None]) -> dict[str, Any]:
+    """The outcome of a run on several machines, on the monotonic clock of machine 0.
+
+    Args:
+        mine: what machine 0 says.
+        others: what the others have said, by number; None = they never came.
+    """
+    outcome = dict(mine["outcome"])
+    exits, clocks, nodes = dict(outcome["exits"]), dict[str, int](), dict[int, dict[str, Any]]()
+    for rank, there in others.items():
+        ended = (there or {}).get("outcome")
+        nodes[rank] = {"name": there and there["name"], "state": ended["state"] if ended else "silent" if there else "absent"}
+        if there:
+            shift = there["clock"] - mine["clock"]
+            clocks |= {str(number): shift for number in there["ranks"].values()}
+            exits |= {number: when + shift for number, when in (ended or {"exits": {}})["exits"].items()}
+        if ended and ended["state"] != "finished" and outcome["state"] == "finished":
+            outcome["state"] = ended["state"]
+    return outcome | {"exits": exits, "clocks": clocks, "nodes": nodes}
 
 
 def memory_files(in_version_2: str, in_version_1: str) -> list[str]:
@@ -235,7 +349,7 @@ def start(command: list[str]) -> int:
         os._exit(127)
 
 
-def watch(torchrun: int, config: dict[str, Any], deaths: Deaths, woken: int) -> tuple[int | None, str, int | None]:
+def watch(torchrun: int, config: dict[str, Any], deaths: Deaths, woken: int, peers: Peers) -> tuple[int | None, str, int | None]:
     """Wait for torchrun's end or bring it about.
 
     Returns:
@@ -243,7 +357,9 @@ def watch(torchrun: int, config: dict[str, Any], deaths: Deaths, woken: int) -> 
     """
     never = float("inf")
     launcher = [0]  # the pipe from the launching process, and the process itself: a child that it forked may hold the pipe open
-    if hasattr(os, "pidfd_open"):
+    if not config["launcher"]:  # a step of a job: it ends when the batch system says so
+        launcher.clear()
+    elif hasattr(os, "pidfd_open"):
         with contextlib.suppress(OSError):  # gone already: the pipe says so, too
             launcher.append(os.pidfd_open(config["launcher"]))
     time_up, kill_at = time.monotonic() + (config["timeout"] or never), never
@@ -253,10 +369,11 @@ def watch(torchrun: int, config: dict[str, Any], deaths: Deaths, woken: int) -> 
             deaths.look()
         if not why and now >= time_up:
             why = "timeout"
+        why = why or peers.look(now, deaths)
         if why and stopped_ns is None:
             os.kill(torchrun, signal.SIGTERM)
             stopped_ns, kill_at = time.monotonic_ns(), now + config["grace"]
-        wait = min((kill_at if why else time_up) - now, LOOK_FOR_RANKS if deaths.looking else never)
+        wait = min((kill_at if why else time_up) - now, LOOK_FOR_RANKS if deaths.looking else never, peers.next - now)
         listening = [woken, *deaths.watched, *([] if why else launcher)]
         ready = select.select(listening, [], [], None if wait == never else max(0.0, wait))[0]
         deaths.note(ready)
@@ -278,9 +395,12 @@ def guard(config: dict[str, Any], keeper: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     end_with_parent(keeper)
     kills_before, started = oom_kills(), time.monotonic()
+    peers = Peers(config)
+    peers.say()
     torchrun = start(config["command"])
     deaths = Deaths(torchrun, config["nproc"])
-    code, why, stopped_ns = watch(torchrun, config, deaths, woken)
+    code, why, stopped_ns = watch(torchrun, config, deaths, woken, peers)
+    peers.say(ranks=dict(deaths.places))
     seconds = time.monotonic() - started
     ended = end_all(torchrun, config["id"])
     code = ended if code is None else code
@@ -297,7 +417,9 @@ def guard(config: dict[str, Any], keeper: int) -> None:
         "exits": deaths.times,
         "stopped_ns": stopped_ns,
     }
-    write_outcome(Path(config["run_dir"]), outcome)
+    outcome = peers.last_words(outcome)
+    if not (config.get("node") or {}).get("rank"):
+        write_outcome(Path(config["run_dir"]), outcome)
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 """`launch`: what was asked for is checked, then started."""
 
+import dataclasses
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,9 +9,11 @@ from typing import Any
 
 from workbench import task
 from workbench.launcher import environment
+from workbench.launcher.rendezvous import TIMEOUT, Rendezvous, free_endpoint
+from workbench.launcher.slurm import Slurm
 from workbench.launcher.start import LaunchError, NewRun
 from workbench.run import Run
-from workbench.spec import RunSpec, ScriptSpec, Spec
+from workbench.spec import RunSpec, ScriptSpec, Spec, check_profile
 
 
 def launch(
@@ -21,11 +25,18 @@ def launch(
     timeout: float | None = None,
     runs_dir: str | os.PathLike[str] | None = None,
     name: str | None = None,
+    nnodes: int | None = None,
+    rdzv_endpoint: str | None = None,
+    rdzv_timeout: float = TIMEOUT,
+    on: Slurm | None = None,
     **knobs: Any,
 ) -> Run:
     """Start a RunSpec, or any training script as it is, under torchrun, and return at once.
 
-    The run ends with this process: nothing stays behind when a kernel is restarted or killed.
+    The run ends with this process: nothing stays behind when a kernel is restarted or killed. A job of Slurm goes on without it.
+
+    On several machines this one is the first, and `run.join_command` says what to type on each of the others; they have to see the run
+    directory, and to have the same Python and files.
 
     Args:
         target: a RunSpec, or the path of a script.
@@ -35,11 +46,16 @@ def launch(
         timeout: seconds after which the run is stopped; None = never.
         runs_dir: where run directories go; None = `runs` in the current folder.
         name: for people, and the end of the run directory's name; None = after the task or script.
-        **knobs: fields of the RunSpec to change, as `spec.replace` does; for a script `threads`.
+        nnodes: machines; None = the spec's own, 1 for a script, or those of `on`.
+        rdzv_endpoint: host:port of this machine as the others reach it; None = its host name with a free port. With nnodes of 2 or more.
+        rdzv_timeout: seconds in which all machines have to come.
+        on: Slurm, whose job it becomes, followed through the run directory; None = it starts here and now.
+        **knobs: fields of the RunSpec to change, as `spec.replace` does; for a script `threads`, and with `watch` also `profile`.
 
     Raises:
-        LaunchError: no such script, more ranks than GPUs, arguments that do not go together, no place to write. Nothing was written.
-        SpecError: no such knob, or a value it does not take.
+        LaunchError: no such script, more ranks than GPUs, arguments that do not go together, no place to write, no Slurm here or one that
+            refuses the job (in its own words). Nothing was written.
+        SpecError: no such knob, or a value it does not take; fewer steps than `profile` needs.
         TaskError: the task's file or function is not there.
     """
     if isinstance(target, RunSpec):
@@ -48,13 +64,30 @@ def launch(
             raise LaunchError(
                 f"{given} with a RunSpec: only a script takes it. Turn the spec's knobs instead: launch(spec, micro_batch=64)"
             )
-        spec: Spec = target.replace(**knobs | ({} if nproc_per_node is None else {"nproc_per_node": nproc_per_node}))
+        ranks = {"nproc_per_node": nproc_per_node, "nnodes": nnodes}
+        spec: Spec = target.replace(**knobs | {knob: value for knob, value in ranks.items() if value is not None})
     else:
-        spec = script_spec(target, knobs, args=args, watch=watch, nproc_per_node=1 if nproc_per_node is None else nproc_per_node)
-    check(spec)
+        ranks = {"nproc_per_node": 1 if nproc_per_node is None else nproc_per_node, "nnodes": 1 if nnodes is None else nnodes}
+        spec = script_spec(target, knobs, args=args, watch=watch, **ranks)
+    check_profile(spec)
     check_timeout(timeout)
+    check_timeout(rdzv_timeout, "rdzv_timeout")
+    if on is not None:
+        if rdzv_endpoint is not None:
+            raise LaunchError(f"rdzv_endpoint={rdzv_endpoint!r} with on={on!r}: the job chooses one on its first machine; leave it out")
+        spec = on.sized(spec, nnodes)
+        check(spec, here=False)
+        new = NewRun(runs_dir, name or label(spec))
+        return new.start(
+            spec, program(spec, new.path), timeout, submit=on.submit, batch={"system": "slurm", "rdzv_timeout": rdzv_timeout} | on.kept
+        )
+    if rdzv_endpoint is not None and spec.nnodes == 1:
+        raise LaunchError(f"rdzv_endpoint={rdzv_endpoint!r} with one machine: nobody has to be met; add nnodes=2 or more")
+    check(spec, alone=False)
+    several = spec.nnodes > 1
+    meeting = Rendezvous(nnodes=spec.nnodes, endpoint=rdzv_endpoint or free_endpoint(), timeout=rdzv_timeout) if several else None
     new = NewRun(runs_dir, name or label(spec))
-    return new.start(spec, program(spec, new.path), timeout)
+    return new.start(spec, program(spec, new.path), timeout, rendezvous=meeting)
 
 
 def script_spec(script: str | os.PathLike[str], knobs: dict[str, Any], **fields: Any) -> ScriptSpec:
@@ -71,25 +104,37 @@ def script_spec(script: str | os.PathLike[str], knobs: dict[str, Any], **fields:
         what = "is not a Python script (*.py)" if path.exists() else "does not exist"
         hint = " A task is launched by its spec: launch(RunSpec(task=…))." if str(script) in task.SAMPLES or ":" in str(script) else ""
         raise LaunchError(f"{path} {what}; {there}.{hint}")
-    strange = [knob for knob in knobs if knob != "threads"]
+    strange = [knob for knob in knobs if knob not in ("threads", "profile")]
     if strange:
         raise LaunchError(
-            f"{strange[0]}={knobs[strange[0]]!r} with a script: a script takes the knobs nproc_per_node and threads. "
+            f"{strange[0]}={knobs[strange[0]]!r} with a script: a script takes the knobs nproc_per_node, threads and profile. "
             f'Its own options go into args: args=["--{strange[0].replace("_", "-")}", "{knobs[strange[0]]}"]'
         )
     return ScriptSpec(script=str(path), **fields, **knobs)
 
 
-def check(spec: Spec) -> None:
+def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
     """See that a spec can run on this machine.
+
+    Args:
+        spec: to run.
+        alone: on this machine alone.
+        here: on this machine at all.
 
     Raises:
         TaskError: its task is not there.
-        LaunchError: it wants more GPUs than there are.
+        LaunchError: it wants more GPUs than there are, or other machines where this one works alone.
     """
+    if alone and here and spec.nnodes > 1:
+        raise LaunchError(
+            f"nnodes={spec.nnodes}: several machines are for wb.launch, and this works on one: try spec.replace(nnodes=1), with "
+            f"nproc_per_node={spec.world_size} where this machine has the GPUs or cores"
+        )
     if isinstance(spec, ScriptSpec):  # what a script does with its ranks is its own affair
         return
     task.check(spec.task)
+    if not here:
+        return
     gpus = 0 if spec.device == "cpu" else environment.gpu_count()
     if spec.device == "cuda" and gpus == 0:
         raise LaunchError('device="cuda", and no NVIDIA GPU is visible here (/dev/nvidia0, CUDA_VISIBLE_DEVICES): try device="cpu"')
@@ -100,14 +145,14 @@ def check(spec: Spec) -> None:
         )
 
 
-def check_timeout(timeout: float | None) -> None:
+def check_timeout(timeout: float | None, what: str = "timeout") -> None:
     """Refuse a time limit that is none.
 
     Raises:
         LaunchError: it is not a positive number.
     """
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
-        raise LaunchError(f"timeout={timeout!r}: seconds above 0 are allowed, or None for no limit")
+        raise LaunchError(f"{what}={timeout!r}: seconds above 0 are allowed" + (", or None for no limit" if what == "timeout" else ""))
 
 
 def label(spec: Spec) -> str:
@@ -119,5 +164,6 @@ def program(spec: Spec, *run_dirs: Path) -> list[str]:
     """What torchrun starts in every rank."""
     if isinstance(spec, RunSpec):
         return ["-m", "workbench.train", *map(str, run_dirs)]
+    traced = ["--profile", json.dumps(dataclasses.asdict(spec.profile))] if spec.profile else []
     # behind "--": else a script's own --n or --log counts as an abbreviation of torchrun's options
-    return ["-m", "--", "workbench.train.script", *["--watch"] * spec.watch, spec.script, *spec.args]
+    return ["-m", "--", "workbench.train.script", *["--watch"] * spec.watch, *traced, spec.script, *spec.args]

@@ -1,6 +1,7 @@
 """`NewRun`: a run directory is made and filled, and the guard started in it; or nothing stays."""
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import itertools
@@ -14,12 +15,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from workbench import rundir
 from workbench.launcher import environment
+from workbench.launcher.rendezvous import Rendezvous
 from workbench.run import Run
 from workbench.spec import RunSpec, ScriptSpec, Spec
 
@@ -57,6 +59,9 @@ class NewRun:
         timeout: float | None = None,
         children: Sequence[tuple[str, RunSpec]] = (),
         experiment: Mapping[str, Any] | None = None,
+        rendezvous: Rendezvous | None = None,
+        submit: Callable[[Path, str], None] | None = None,
+        batch: Mapping[str, Any] | None = None,
     ) -> Run:
         """Fill the directory and start the guard in it; `children` (name, spec) get run directories of their own, `000`, `001`, …
 
@@ -66,16 +71,21 @@ class NewRun:
             timeout: seconds after which it is stopped.
             children: of a launch that several runs share.
             experiment: what to try out, if this is no training.
+            rendezvous: where the machines of the run meet; None = there is only this one.
+            submit: gives the filled directory (and the run's id) to a batch system, in the place of starting a guard here.
+            batch: what the run directory keeps of that batch system.
 
         Raises:
-            LaunchError: the disk is full, or the guard cannot be started. The directory is gone again.
+            LaunchError: the disk is full, the batch system refuses, or the guard cannot be started. The directory is gone again.
         """
         try:
-            lock = os.open(self.path / rundir.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if submit:
+                self._write(spec, program, timeout, children, experiment, batch=batch)
+                submit(self.path, self.id)
+                return Run.load(self.path)
+            lock = open_lock(self.path)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # belongs to the open file: the guard, which inherits it, holds it on
-                os.write(lock, b" " * 20)  # room for the guard's pid, even if the disk is full by then
-                info, environ = self._write(spec, program, timeout, children, experiment)
+                info, environ = self._write(spec, program, timeout, children, experiment, rendezvous)
                 self._start_guard(info, environ, lock)
             finally:
                 os.close(lock)
@@ -97,6 +107,8 @@ class NewRun:
         timeout: float | None,
         children: Sequence[tuple[str, RunSpec]],
         experiment: Mapping[str, Any] | None,
+        rendezvous: Rendezvous | None = None,
+        batch: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Write what the run starts from; returns run.json's content and the environment of the ranks."""
         (self.path / rundir.RESERVE).write_bytes(os.urandom(rundir.RESERVE_BYTES))  # bytes that no file system compresses away
@@ -104,6 +116,11 @@ class NewRun:
             (self.path / sub).mkdir()
         git = environment.GitQuery(Path(spec.script).parent if isinstance(spec, ScriptSpec) else Path.cwd())
         environ, added, removed = environment.for_ranks(self.path, self.id, spec.threads)
+        meeting = [rendezvous.flags(self.id, 0)] if rendezvous else []
+        if batch:  # the endpoint is chosen when the job begins
+            meeting = [["--nnodes", str(spec.nnodes), "--rdzv-backend", "c10d"]]
+        if rendezvous:
+            environ, added = environ | rendezvous.environ(), added | rendezvous.environ()
         info = {
             "format": rundir.FORMAT,
             "id": self.id,
@@ -114,7 +131,7 @@ class NewRun:
             "gpus": environment.gpu_count(),
             "spec": spec.to_json(),
             "launch_dir": ".",
-            "command": environment.torchrun(spec.nproc_per_node, self.path / rundir.LOGS, program),
+            "command": environment.torchrun(spec.nproc_per_node, self.path / rundir.LOGS, program, *meeting),
             "timeout": timeout,
             "environment": {"set": added, "removed": removed},
             "versions": environment.versions(),
@@ -123,6 +140,9 @@ class NewRun:
         }
         if experiment is not None:
             info["experiment"] = dict(experiment)
+        if rendezvous or batch:  # what other machines start from
+            info |= {"path": str(self.path), "program": program, "batch": batch and dict(batch)}
+            info["rendezvous"] = rendezvous and dataclasses.asdict(rendezvous)
         rundir.write_json(self.path / rundir.RUN_JSON, info)
         for index, (name, child) in enumerate(children):
             folder = child_dir(self.path, index)
@@ -141,6 +161,7 @@ class NewRun:
             "timeout": info["timeout"],
             "lock": lock,
             "launcher": os.getpid(),
+            "node": Rendezvous(**info["rendezvous"]).node(self.path, 0) if info.get("rendezvous") else None,
         }
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited: no stop before the guard listens
         try:
@@ -158,6 +179,14 @@ class NewRun:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         threading.Thread(target=_reap, args=(self.id,), name=f"reap {self.name}", daemon=True).start()
         os.pwrite(lock, str(guard.pid).encode(), 0)
+
+
+def open_lock(folder: Path) -> int:
+    """The lock that says "alive", taken: a file descriptor. It belongs to the open file, so the guard, which inherits it, holds it on."""
+    lock = os.open(folder / rundir.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.pwrite(lock, b" " * 20, 0)  # room for the guard's pid, even if the disk is full by then
+    return lock
 
 
 def child_dir(launch_dir: Path, index: int) -> Path:

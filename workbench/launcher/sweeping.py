@@ -1,10 +1,11 @@
 """`sweep`: every combination of some knobs' values, one run each, in as few launches as fairness allows."""
 
+import contextlib
 import itertools
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from workbench import rundir, units
 from workbench.launcher.launching import check, label, program
 from workbench.launcher.start import NewRun, child_dir
 from workbench.run import Run
-from workbench.spec import RunSpec, SpecError, check_names
+from workbench.spec import RunSpec, SpecError, check_names, check_profile
 
 _TICK = 0.1
 _SAME_FOR_ALL = ("task", "launcher", "disk-full")
@@ -84,7 +85,7 @@ def run_all(
         The runs in the order of the specs, repetitions side by side.
 
     Raises:
-        SpecError: no such number of repetitions. Nothing was started.
+        SpecError: no such number of repetitions, or fewer steps than `profile` needs. Nothing was started.
         LaunchError: a configuration cannot run here. Nothing was started.
         TaskError: the task is not there. Nothing was started.
     """
@@ -92,17 +93,43 @@ def run_all(
         raise SpecError(f"repeat={repeat!r}: a whole number of at least 1 is allowed")
     for _, each in specs:
         check(each)
+        check_profile(each)
     trials = plan(specs, repeat)
     done: dict[int, Run] = {}
+    with contextlib.closing(in_turn(trials, runs_dir)) as ended:
+        for trial, run in ended:
+            done[trial.place] = run
+            if not quiet:
+                print(f"[{len(done)}/{len(trials)}] {trial.name}: {in_brief(run)}", flush=True)
+    return [done[place] for place in sorted(done)]
+
+
+def _kept(_: Trial) -> bool:
+    return False
+
+
+def in_turn(
+    trials: Sequence[Trial],
+    runs_dir: str | os.PathLike[str] | None = None,
+    tick: Callable[[], object] = int,
+    skip: Callable[[Trial], object] = _kept,
+) -> Generator[tuple[Trial, Run], None, None]:
+    """Run trials in their order, neighbours that can share a launch in one, and give each one's run as soon as it has ended.
+
+    Closing the generator stops what runs; runs that have ended stay.
+
+    Args:
+        trials: checked already.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+        tick: called again and again meanwhile, such as to show how far it is.
+        skip: asked of each trial before its launch, such as whether the same spec has failed already.
+    """
     for _, group in itertools.groupby(trials, key=lambda trial: trial.shared):
         waiting = list(group)
-        while waiting:  # a second time only if a launch broke down on the way
-            for run in _together(waiting, runs_dir):
-                trial = waiting.pop(0)
-                done[trial.place] = run
-                if not quiet:
-                    print(f"[{len(done)}/{len(trials)}] {trial.name}: {_in_brief(run)}", flush=True)
-    return [done[place] for place in sorted(done)]
+        while waiting := [trial for trial in waiting if not skip(trial)]:  # a second time only if a launch broke down on the way
+            with contextlib.closing(_together(waiting, runs_dir, tick)) as ended:
+                for run in ended:
+                    yield waiting.pop(0), run
 
 
 def combinations(spec: RunSpec, lists: Mapping[str, Sequence[Any]]) -> list[tuple[str, RunSpec]]:
@@ -147,8 +174,9 @@ def plan(specs: Sequence[tuple[str, RunSpec]], repeat: int) -> list[Trial]:
     return order
 
 
-def _together(trials: Sequence[Trial], runs_dir: str | os.PathLike[str] | None) -> Iterator[Run]:
+def _together(trials: Sequence[Trial], runs_dir: str | os.PathLike[str] | None, tick: Callable[[], object]) -> Generator[Run, None, None]:
     """Run trials in one launch and give each one's run as it ends; none for those which a breakdown kept from beginning."""
+    trials = tuple(trials)
     first = trials[0]
     name = f"{label(first.spec)} {first.name}" if len(trials) == 1 else f"{label(first.spec)} sweep"
     new = NewRun(runs_dir, name)
@@ -161,20 +189,21 @@ def _together(trials: Sequence[Trial], runs_dir: str | os.PathLike[str] | None) 
         launched = new.start(first.spec, program(first.spec, *folders), children=children)
     try:
         for index, folder in enumerate(folders):
-            run = _ended(Run.load(folder))
+            run = _ended(Run.load(folder), tick)
             if index and _never_begun(run, launched):
                 for left in folders[index:]:
                     shutil.rmtree(left)
                 break
             yield run
-        _ended(launched)
+        _ended(launched, tick)
     except BaseException:
         launched.stop()
         raise
 
 
-def _ended(run: Run) -> Run:
+def _ended(run: Run, tick: Callable[[], object]) -> Run:
     while run.state == "running":
+        tick()
         time.sleep(_TICK)
     return run
 
@@ -186,7 +215,7 @@ def _never_begun(run: Run, launched: Run) -> bool:
     return launched.error is not None and launched.error.kind not in _SAME_FOR_ALL
 
 
-def _in_brief(run: Run) -> str:
+def in_brief(run: Run) -> str:
     """How a run ended, in one line."""
     how = units.rate(run.samples_per_sec) if run.ok else f"{run.state}: {run.error}".splitlines()[0]
     return f"{how} · {units.seconds(run.seconds)}"

@@ -12,9 +12,11 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from workbench.measure import hooks, ranklog
+from workbench.measure.borders import Borders
 from workbench.measure.loop import Loop
 from workbench.measure.recording import Recording
 from workbench.measure.tape import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, Tape, new_tape
+from workbench.profiling import Profile
 from workbench.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -30,11 +32,15 @@ NEW_LEADER = 10
 _installed: "Auto | None" = None
 
 
-def install() -> "Auto":
-    """Watch whatever this process trains, into its rank's file of the run directory; a second call gives the first one's result."""
+def install(profile: Profile | None = None) -> "Auto":
+    """Watch whatever this process trains, into its rank's file of the run directory; a second call gives the first one's result.
+
+    Args:
+        profile: steps that are to be traced, into the folder `traces` of the run directory.
+    """
     global _installed
     if _installed is None:
-        _installed = Auto()
+        _installed = Auto(profile)
     return _installed
 
 
@@ -53,7 +59,8 @@ class Auto:
       would find them, too, but make `torch.compile` compile everything twice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, profile: Profile | None = None) -> None:
+        """Begin to watch; see `install`."""
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
         from torch.utils.data import DataLoader
@@ -72,7 +79,10 @@ class Auto:
         self._forward_seen = False
         self._without_forward = 0  # optimizer steps since one was seen
         self._searches = [*SEARCH_AFTER]
+        self._borders = Borders(profile, self._recording.leave_out) if profile else None
         self._undo = contextlib.ExitStack()
+        if self._borders:
+            self._undo.callback(self._borders.close)
         self._undo.enter_context(hooks.patched())
         self._undo.callback(hooks.Patch(DataLoader, "__iter__", self._wrap_iter).remove)
         self._undo.callback(register_optimizer_step_pre_hook(hooks.optimizer_begins).remove)
@@ -105,11 +115,14 @@ class Auto:
             self._end_bare()
             if not self._models:
                 self._find_models()
+            if self._borders:
+                self._borders.begin(loader)
             loop = self._recording.open()
             loop.mark(NEXT)
             batches = iterate(loader)  # starts the workers now, as it would without us; the first batch may be asked for much later
             loop.mark(IDLE)
-            return _Batches(loop.run(hooks.NEST, batches), batches)
+            measured = loop.run(hooks.NEST, batches)
+            return _Batches(self._borders.between(loop, measured) if self._borders else measured, batches)
 
         return watched
 
@@ -138,6 +151,8 @@ class Auto:
             return
         now = nest.now
         nest.marks.extend((now(), END_PHASE))
+        if self._borders:
+            self._borders.stepped(nest.top)
         if self._forward_seen:
             self._forward_seen, self._without_forward = False, 0
         else:
@@ -155,6 +170,8 @@ class Auto:
                 self._leader, leader = weakref.ref(optimizer), optimizer
             if optimizer is leader:
                 self._bare.border()
+                if self._borders:
+                    self._borders.reached(self._bare)
 
     # Models
 

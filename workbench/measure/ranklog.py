@@ -13,9 +13,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from workbench import rundir
+from workbench.measure.noise import cpu_of_tree
 from workbench.measure.steps import Row
 from workbench.timeline import PHASES
 
@@ -132,6 +133,11 @@ class RankLog:
                 recording = next(r for r in self._recordings if r.clock)
                 self._write(self._header(recording) + self._text(rows, recording.device))
 
+    def say(self, row: dict[str, Any]) -> None:
+        """Write a row that is no step."""
+        with self._lock, self._unless_it_fails():
+            self._write(json.dumps(row) + "\n")
+
     def forget(self) -> None:
         """Be silent in a forked child, where the parent's thread does not exist and its lock may be held for ever."""
         self._lock, self._recordings, self._writer = threading.Lock(), [], None
@@ -153,9 +159,9 @@ class RankLog:
     def _text(self, rows: list[Row], device: int | None) -> str:
         first, last = self._steps, len(rows) - 1
         self._steps += len(rows)
-        memory = f',"memory":{peak_bytes(device)}'
+        extra = f',"memory":{peak_bytes(device)},"cpu":{cpu_of_tree(os.getpid()):.3f}'
         return "".join(
-            _LINE % (first + i, *row[:6], "null" if row[6] is None else row[6], memory if i == last else "") for i, row in enumerate(rows)
+            _LINE % (first + i, *row[:6], "null" if row[6] is None else row[6], extra if i == last else "") for i, row in enumerate(rows)
         )
 
     def _write(self, text: str) -> None:

@@ -35,6 +35,7 @@ class Recording:
         self._tape, self._rules, self._notes, self._expected = tape, Rules(steps_by=steps_by), tuple(notes), expected or {}
         self._loops: list[Loop] = []
         self._rows: list[Row] = []
+        self._profiled: tuple[int, ...] = ()
         self._lock = threading.Lock()
         self.clock: Clock | None = None  # not known before the first loop
         self.device: int | None = None  # of the latest loop: asked for on its thread, as every thread has a current device of its own
@@ -80,6 +81,12 @@ class Recording:
             self._log.detach(self)
             self._logging = False
 
+    def leave_out(self, first: int, last: int) -> None:
+        """Have statistics leave out the steps from `first` to `last`."""
+        self._profiled = tuple(range(first, last + 1))
+        if self._log and self._logging:
+            self._log.say({"profiled": [first, last]})
+
     @property
     def failed(self) -> Exception | None:
         """Why the file is not written any more, if it is not."""
@@ -100,4 +107,4 @@ class Recording:
         """The steps so far; the one that is under way is not among them."""
         self.settle()
         steps = tuple(Step(index=i, phases=tuple(ns / 1e9 for ns in row[:6]), samples=row[6]) for i, row in enumerate(self._rows))
-        return Timeline(rank=ranklog.rank(), clock=self.clock or "host", steps=steps, notes=self.notes)
+        return Timeline(rank=ranklog.rank(), clock=self.clock or "host", steps=steps, notes=self.notes, profiled=self._profiled)

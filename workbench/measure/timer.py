@@ -98,6 +98,10 @@ class StepTimer:
         """The steps so far, without the one that is under way."""
         return self._recording.timeline
 
+    def leave_out(self, first: int, last: int) -> None:
+        """Have statistics leave out some steps, `first` to `last`, counted from 0, because a profiler slows them down."""
+        self._recording.leave_out(first, last)
+
     @property
     def failed(self) -> Exception | None:
         """Why the steps are not written to their file any more, e.g. a full disk; None if they are."""

@@ -22,25 +22,45 @@ What is predicted is paler than what was measured, or hollow.
 * `time_to_target`: time to a target over the batch, by the number of processes.
 * `noise_scale`: the gradient noise scale as its estimate narrows, and how it moves over the training.
 * `breakdown`: each step of a trace in parts that add up to it.
+* `flame`: the calls of a thread of a trace, each below its caller and as wide as its share of the step.
+* `ranks`: the mean step of each rank of a run, from their traces, and who holds the others up.
+* `critical`: what holds a traced step back: how long each resource works, and how long alone.
+* `modules`: the modules of a trace, forward and backward.
+* `roofline`: how fast the operators of a trace are over their intensity, under what the device can do.
+* `idle`: what the host does while the device, or the thread that trains, has nothing to do.
+* `launches`: how many launches wait for the device.
+* `memory_curve`: allocated bytes over the time of a trace, and who holds the peak.
 * `timeline`: the threads and streams of a trace, and what each was at when.
 * `unprepared`: what preparing the data beforehand would gain, over the costs of training and of loading.
+* `plan`: what the steps of planned layouts are made of; `plan_memory`: their memory; `plan_front`: GPUs against time.
 * `plan_proof`: the loss over the samples under two plans of a batch, and where the new one was predicted to catch up.
 * `scaling`: throughput over the number of processes, what it is foretold to be beyond them, and the naive line.
 * `scaling_efficiency`: the same as a share of perfect scaling.
 * `scaling_law`: loss against compute, a line for each size of the model, and the best that compute can buy.
+* `traffic`: what a rank sends in a step, by module; `links`: measured collectives over their size; `twin`: the buckets of DDP's twin.
 """
 
 from workbench.plot.bars import compare, step_time
 from workbench.plot.batch_plan import plan_proof
+from workbench.plot.collectives import links, traffic, twin
+from workbench.plot.critical import critical
 from workbench.plot.curves import metrics
 from workbench.plot.diagnosis import diagnosis
+from workbench.plot.flame import flame
+from workbench.plot.idle import idle
 from workbench.plot.ladder import ladder, proof
+from workbench.plot.launches import launches
 from workbench.plot.loader_curve import loader_curve
 from workbench.plot.lr_range import lr_range
 from workbench.plot.memory import memory
+from workbench.plot.memory_curve import memory_curve
 from workbench.plot.memory_ladder import memory_ladder
 from workbench.plot.memory_timeline import memory_timeline
+from workbench.plot.modules import modules
 from workbench.plot.noise_scale import noise_scale
+from workbench.plot.plan import plan, plan_front, plan_memory
+from workbench.plot.ranks import ranks
+from workbench.plot.roofline import roofline
 from workbench.plot.scaled_lr import scaled_lr
 from workbench.plot.scaling import scaling, scaling_efficiency
 from workbench.plot.scaling_law import scaling_law
@@ -52,8 +72,14 @@ from workbench.plot.unprepared import unprepared
 __all__ = [
     "step_time",
     "compare",
+    "traffic",
+    "links",
+    "twin",
     "metrics",
     "diagnosis",
+    "plan",
+    "plan_front",
+    "plan_memory",
     "plan_proof",
     "proof",
     "ladder",
@@ -69,6 +95,14 @@ __all__ = [
     "time_to_target",
     "noise_scale",
     "breakdown",
+    "ranks",
+    "flame",
+    "memory_curve",
+    "launches",
+    "idle",
+    "roofline",
+    "modules",
+    "critical",
     "timeline",
     "unprepared",
     "scaling",

@@ -94,20 +94,20 @@ class Training:
     _turn: "Training | None" = None
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self.feed = Feed(trainer.loader, trainer.spec.accumulation)
 
     def step(self) -> None:
         """One optimizer step, loading included."""
         batches = self.feed.next()
-        self._trainer.step(batches if self._trainer.spec.accumulation > 1 else (batches,))
+        self.trainer.step(batches if self.trainer.spec.accumulation > 1 else (batches,))
 
     def drain(self) -> None:
         """Take the turn: wait until the other one's workers rest, so that they take no core; take what lies ready in one's own queue."""
         if Training._turn not in (self, None):
             settle(Training._turn.feed, PATIENCE)
         Training._turn = self
-        self._trainer.take_over()
+        self.trainer.take_over()
         drain(self.feed)
 
     def close(self) -> None:

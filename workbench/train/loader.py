@@ -66,16 +66,24 @@ def _steps_per_epoch(samples: int, spec: RunSpec, ranks: Ranks) -> int:
     return samples // ranks.world_size // spec.micro_batch // spec.accumulation
 
 
-def micro_batches(loader: "DataLoader[Any]", accumulation: int, ranks: Ranks) -> Generator[Any, None, None]:
+def micro_batches(loader: "DataLoader[Any]", accumulation: int, ranks: Ranks, done: int = 0) -> Generator[Any, None, None]:
     """Micro-batches without end, each epoch in an order of its own. An epoch ends with a whole optimizer step; its rest is left out
     (a stream ends where it ends, and the step goes on with the next epoch's batches).
+
+    Args:
+        loader: of this rank.
+        accumulation: micro-batches per optimizer step.
+        ranks: this process among the others.
+        done: optimizer steps that were taken before, whose batches are left out: whole epochs are, and those of the present one are read
+            and dropped (of a stream, all).
 
     Raises:
         TaskError: a stream has not one whole micro-batch, or gives two ranks the same samples.
     """
     stream = isinstance(loader.dataset, IterableDataset)
     whole = None if stream else len(loader) // accumulation * accumulation
-    for epoch in itertools.count():
+    first, left_out = divmod(done * accumulation, whole) if whole else (0, done * accumulation)
+    for epoch in itertools.count(first):
         for shuffled in (loader.sampler, loader.dataset):
             if hasattr(shuffled, "set_epoch"):
                 shuffled.set_epoch(epoch)
@@ -83,6 +91,9 @@ def micro_batches(loader: "DataLoader[Any]", accumulation: int, ranks: Ranks) ->
         for i, batch in enumerate(itertools.islice(loader, whole)):
             if stream and epoch == 0 and i == 0:
                 _check_parts_differ(batch, ranks)
+            if left_out:
+                left_out -= 1
+                continue
             yield batch
         if batch is None:
             raise TaskError(

@@ -10,13 +10,16 @@ from torch import nn
 
 from workbench import failure, rundir, units
 from workbench.measure import StepTimer
+from workbench.measure.energy import metered
 from workbench.measure.holding import held
-from workbench.spec import AUTO, RunSpec
+from workbench.measure.profiled import Profiled
+from workbench.spec import AUTO, RunSpec, check_profile
 from workbench.task import Task, TaskError
 from workbench.train.choosing import choose
 from workbench.train.metrics import Metrics
 from workbench.train.noise import NoiseLog
 from workbench.train.ranks import Ranks
+from workbench.train.saving import Checkpoints
 from workbench.train.trainer import Trainer
 
 
@@ -40,6 +43,7 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
     """
     if spec.evaluate and task.evaluate is None:
         raise TaskError(f"evaluate=True, and the task {spec.task!r} has no evaluation: try wb.Task(…, evaluate=…), or evaluate=False")
+    check_profile(spec)
     chosen: dict[str, float] = {}
     if spec.micro_batch == AUTO:
         spec = spec.replace(micro_batch=choose(spec, ranks))
@@ -51,13 +55,27 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
     trainer.phase = timer = StepTimer(run_dir / rundir.rank_file(ranks.rank), device=ranks.device.type)
     metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None
     noise = NoiseLog(trainer, run_dir) if spec.noise_scale else None
-    step, waiting, loss_of_step = 0, spec.accumulation, torch.zeros((), device=ranks.device)
+    profiled = None
+    if spec.profile:
+        about = {"rank": ranks.rank, "queue": spec.queue, "steps": spec.steps}
+        profiled = Profiled(spec.profile, run_dir / rundir.TRACES, timer.leave_out, **about)
+    checkpoints = Checkpoints(run_dir, ranks, spec.checkpoint_every) if spec.checkpoint_every else None
+    done = checkpoints.resume(trainer) if checkpoints else 0
+    step, waiting, loss_of_step = done, spec.accumulation, torch.zeros((), device=ranks.device)
     with (
         contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
         contextlib.closing(noise) if noise else contextlib.nullcontext(),
+        contextlib.closing(profiled) if profiled else contextlib.nullcontext(),
     ):
-        with contextlib.closing(timer), recorded(run_dir, ranks.rank), contextlib.closing(trainer.batches()) as batches:
-            for batch in timer.batches(batches):
+        with (
+            metered(run_dir, rank=ranks.rank, gpus=spec.nproc_per_node if ranks.device.type == "cuda" else 0),
+            contextlib.closing(timer),
+            recorded(run_dir, ranks.rank),
+            contextlib.closing(trainer.batches(done)) as batches,
+        ):
+            if profiled:
+                profiled.step(done)
+            for batch in () if done >= spec.steps else timer.batches(profiled.batches(batches) if profiled else batches):
                 waiting -= 1
                 loss_of_step = loss_of_step + trainer.micro_step(batch, last=not waiting)
                 if waiting:
@@ -70,6 +88,12 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
                     metrics.step(step, loss=loss_of_step, lr=lr, samples=step * samples_per_step)
                 if timer.failed:
                     raise timer.failed
+                if profiled:
+                    profiled.step(step)
+                if checkpoints and checkpoints.due(step):
+                    if metrics:  # else rows between the last ones on disk and this step would be missing when the run goes on
+                        metrics.flush()
+                    checkpoints.write(step, trainer)
                 if step == spec.steps:
                     break
                 waiting, loss_of_step = spec.accumulation, torch.zeros_like(loss_of_step)

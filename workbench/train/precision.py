@@ -39,7 +39,7 @@ class Precision:
         if self._type is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             gpu = torch.cuda.get_device_name(device)
             raise SpecError(f'precision="amp_bf16": {gpu} has no bf16 units and would emulate them; try precision="amp_fp16" or "fp32"')
-        self._scaler = GradScaler(device.type, enabled=self._type is torch.float16)
+        self.scaler = GradScaler(device.type, enabled=self._type is torch.float16)
         self.skipped = 0
         """Optimizer steps left out because fp16 gradients overflowed."""
 
@@ -51,13 +51,13 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, scaled if need be."""
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def loss_scale(self) -> Tensor | None:
         """By what `backward` multiplies at the moment, without waiting for the device; None = by nothing."""
-        if not self._scaler.is_enabled():
+        if not self.scaler.is_enabled():
             return None
-        one: Tensor = self._scaler.scale(torch.ones((), device=self._device))
+        one: Tensor = self.scaler.scale(torch.ones((), device=self._device))
         return one
 
     def step(self, optimizer: Optimizer, model: nn.Module, *, clip_grad_norm: float | None = None) -> bool:
@@ -66,13 +66,13 @@ class Precision:
         Returns:
             False if the step was left out because the gradients overflowed.
         """
-        scale = self._scaler.get_scale()
+        scale = self.scaler.get_scale()
         if clip_grad_norm is not None:
-            self._scaler.unscale_(optimizer)  # a norm of scaled gradients would be clipped to nothing
+            self.scaler.unscale_(optimizer)  # a norm of scaled gradients would be clipped to nothing
             clip_gradients(model.parameters(), clip_grad_norm, self._device)
-        self._scaler.step(optimizer)
-        self._scaler.update()
+        self.scaler.step(optimizer)
+        self.scaler.update()
         optimizer.zero_grad()
-        done = self._scaler.get_scale() >= scale  # both 1 without a scaler; update() has waited for the device already otherwise
+        done = self.scaler.get_scale() >= scale  # both 1 without a scaler; update() has waited for the device already otherwise
         self.skipped += not done
         return done

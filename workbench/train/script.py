@@ -1,6 +1,6 @@
 """Run an unedited training script as `__main__` in a rank, and leave the cause on record should it fail.
 
-    python -m workbench.train.script [--watch] SCRIPT ARGS…
+    python -m workbench.train.script [--watch [--profile JSON]] SCRIPT ARGS…
 
 The script sees what plain Python would show it: `sys.argv`, `sys.path[0]`, `__file__`, `__name__`, and a `__main__` that spawned processes
 find again. An error is recorded where it leaves the script, or earlier: when the script tears its process group down on the way out
@@ -13,6 +13,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
+import json
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from workbench import failure
+from workbench.profiling import Profile
 
 if TYPE_CHECKING:
     from workbench.memory.held import Held
@@ -109,7 +111,11 @@ if __name__ == "__main__":
     sys.meta_path.insert(0, _TeardownWatch())  # before anything imports torch
     if words[0] == "--watch":
         words.pop(0)
+        profile = None
+        if words[0] == "--profile":
+            profile = Profile.of(json.loads(words[1]))
+            del words[:2]
         from workbench.measure import auto
 
-        auto.install()
+        auto.install(profile)
     run(words[0], words[1:])

@@ -33,12 +33,12 @@ def train_all(specs: Sequence[RunSpec], run_dirs: Sequence[Path], ranks: Ranks) 
         DiskFullError: there is no room to write; that ends the launch.
         Exception: the error of a configuration that failed on some ranks only, while the others wait in a reduction.
     """
-    for name in ("device", "backend", "nproc_per_node"):
+    for name in ("device", "backend", "nproc_per_node", "nnodes"):
         values = {getattr(spec, name) for spec in specs}
         if len(values) > 1:
             raise SpecError(f"{name}={', '.join(map(repr, sorted(values)))} in one launch: specs of one launch must agree on it")
     with tempfile.TemporaryDirectory() as nowhere:
-        warm = specs[0].replace(steps=min(WARMUP_STEPS, specs[0].steps), evaluate=False)
+        warm = specs[0].replace(steps=min(WARMUP_STEPS, specs[0].steps), evaluate=False, profile=None)
         attempt(warm.replace(micro_batch=WARMUP_BATCH) if warm.micro_batch == AUTO else warm, Path(nowhere), ranks)
     for spec, run_dir in zip(specs, run_dirs, strict=True):
         began = time.monotonic()

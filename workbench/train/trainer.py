@@ -33,6 +33,8 @@ COLLECT_EVERY = 1000
 """Steps between two garbage collections with gc=False: what a model leaves in cycles must go at some time."""
 
 Phase = Callable[[str], AbstractContextManager[None]]
+_RESUMED = 1_000_003
+"""A prime: so many seeds lie between those of a run that goes on from one step and from the next."""
 
 
 class Trainer:
@@ -124,9 +126,28 @@ class Trainer:
         """The learning rate of the next step."""
         return float(self._scheduler.get_last_lr()[0])
 
-    def batches(self) -> Generator[Any, None, None]:
-        """Micro-batches without end; see `micro_batches`."""
-        return micro_batches(self.loader, self.spec.accumulation, self.layout.readers)
+    def batches(self, done: int = 0) -> Generator[Any, None, None]:
+        """Micro-batches without end, those of the first `done` steps left out; see `micro_batches`."""
+        return micro_batches(self.loader, self.spec.accumulation, self.layout.readers, done)
+
+    def state(self) -> dict[str, Any]:
+        """What the next step depends on, random numbers aside; where no rank shares or splits anything."""
+        parts: dict[str, Any] = {
+            "module": self.module,
+            "optimizer": self.optimizer,
+            "scheduler": self._scheduler,
+            "scaler": self.precision.scaler,
+        }
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`, whose `step` steps have been taken; draw other random numbers than those before."""
+        parts: dict[str, Any] = {"module": self.module, "optimizer": self.optimizer, "scheduler": self._scheduler}
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        self.precision.scaler.load_state_dict(state["scaler"])
+        readers = self.layout.readers
+        seed_all((self.spec.seed * readers.world_size + readers.rank + _RESUMED * state["step"]) % 2**32)
 
     def step(self, batches: Sequence[Any]) -> Tensor:
         """One whole optimizer step of `spec.accumulation` micro-batches; its loss."""

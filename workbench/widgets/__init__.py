@@ -4,20 +4,37 @@ A panel is a thin VBox over values that are read or computed elsewhere. For a ru
 makes HTML of a snapshot; `panel` holds the widgets and puts the HTML into them, four times a second while a run lives. For a diagnosis:
 `whatif` asks its model, `doctor_faces` makes HTML, `knobs` and `doctor` hold the widgets. For memory: another process makes fake runs
 (`estimators`), `explorer_faces` and `explorer_pictures` make HTML, `explorer_knobs` and `explorer` hold the widgets. For a batch:
-`planner_model` plans, `planner_faces` makes HTML, `planner` holds the widgets. Every panel also has
-a static face, which a notebook shows before anything is run.
+`planner_model` plans, `planner_faces` makes HTML, `planner` holds the widgets. For a trace: `trace_model` knows it, `trace_faces` makes
+HTML, `trace_view` draws in the page, `trace_explorer` holds the widgets. Every panel also has a static face, which a notebook shows before
+anything is run.
 
 * `RunPanel`: a run, live. A Run shows itself by it: `run_panel(run)` is the one panel of that run.
 * `LogView`: append-only text of many ranks, with a tab per rank.
 * `ThroughputDoctor`: what holds a step back, what each knob would change, and the proof.
 * `MemoryExplorer`: what a step's memory is made of, what each knob would change, and whether it fits.
+* `ScalingExplorer`: what up to 10,000 GPUs would bring, with its band and the naive line, and what limits.
 * `BatchPlanner`: the learning rate for another batch, whether its rule holds there, and the steps and time to a target.
+* `TraceExplorer`: the threads and streams of a trace, to zoom into, to search, and to find operators in.
+* `perfetto`: a trace in Perfetto's own pages, without a network (extra `trace`).
 """
 
 from workbench.widgets.doctor import ThroughputDoctor
 from workbench.widgets.explorer import MemoryExplorer
 from workbench.widgets.log import LogView
 from workbench.widgets.panel import RunPanel, run_panel
+from workbench.widgets.perfetto import perfetto
 from workbench.widgets.planner import BatchPlanner
+from workbench.widgets.scaling_explorer import ScalingExplorer
+from workbench.widgets.trace_explorer import TraceExplorer
 
-__all__ = ["RunPanel", "run_panel", "LogView", "ThroughputDoctor", "MemoryExplorer", "BatchPlanner"]
+__all__ = [
+    "RunPanel",
+    "run_panel",
+    "LogView",
+    "ThroughputDoctor",
+    "MemoryExplorer",
+    "BatchPlanner",
+    "ScalingExplorer",
+    "TraceExplorer",
+    "perfetto",
+]

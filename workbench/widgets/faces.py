@@ -13,13 +13,13 @@ from workbench import units
 from workbench.display import Table, escape
 from workbench.failure import Failure
 from workbench.plot.colors import PHASES as COLORS
-from workbench.run import Run
+from workbench.run import ACTIVE, Run
 from workbench.spec import ScriptSpec, Spec
 from workbench.timeline import PHASES
 from workbench.widgets import stack
 from workbench.widgets.follow import Snapshot
 
-SIGNS = {"running": "▶", "finished": "✔", "stopped": "■", "failed": "✘", "timeout": "✘", "abandoned": "✘", "lost": "✘"}
+SIGNS = {"queued": "⏸", "running": "▶", "finished": "✔", "stopped": "■", "failed": "✘", "timeout": "✘", "abandoned": "✘", "lost": "✘"}
 """State → the sign before its word, so that colour is never alone."""
 _CURVE = (240, 44)  # view box of the loss curve
 _POINTS = 120  # drawn at most
@@ -31,7 +31,7 @@ def _many(count: int, what: str) -> str:
 
 def essentials(spec: Spec) -> str:
     """What was asked for, in a line: the program, the ranks, and each knob that was turned."""
-    ranks = _many(spec.nproc_per_node, "rank")
+    ranks = _many(spec.world_size, "rank")
     if isinstance(spec, ScriptSpec):
         words = " ".join([Path(spec.script).name, *spec.args])
         return " · ".join([words, ranks, *(["watched"] if spec.watch else [])])
@@ -47,8 +47,8 @@ def status(run: Run, now: Snapshot) -> str:
         percent = 100 * min(1.0, now.done / now.steps)
         values = f' aria-valuenow="{percent:.0f}" aria-valuemin="0" aria-valuemax="100"'
     else:
-        percent, values = (0.0 if now.state == "running" else 100.0), ""
-    moving = " wb-unknown" if now.state == "running" and not now.steps else ""
+        percent, values = (0.0 if now.state in ACTIVE else 100.0), ""
+    moving = " wb-unknown" if now.state in ACTIVE and not now.steps else ""
     badge = f'<span aria-hidden="true">{SIGNS[now.state]}</span> {now.state}'
     return (
         f'<div class="wb-head"><span class="wb-badge wb-is-{now.state}">{badge}</span>'
@@ -64,7 +64,7 @@ def words(now: Snapshot) -> str:
     parts.append(units.seconds(now.seconds) if math.isfinite(now.seconds) else "")
     if now.left is not None:
         parts.append(f"about {units.seconds(round(now.left))} left" if now.left >= 1 else "nearly done")
-    elif now.state == "running" and not now.done:
+    elif now.state in ACTIVE and not now.done:
         parts.append("starting: Python, torch, the model, the data")
     return escape(" · ".join(part for part in parts if part))
 
@@ -151,7 +151,7 @@ def alert(message: str, first: str = "", more: str = "") -> str:
 
 def static(run: Run, now: Snapshot) -> str:
     """The face that needs no kernel: state, figures and where the step went, as words, bars and a table."""
-    if now.state == "running":
+    if now.state in ACTIVE:
         return (
             f"<p><strong>{escape(run.name)}</strong>: {escape(essentials(run.spec))}<br><em>running: run this cell to see it live</em></p>"
         )

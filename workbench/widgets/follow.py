@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench import rundir
 from workbench.failure import Failure
-from workbench.run import Run, State
+from workbench.run import ACTIVE, Run, State
 from workbench.timeline import MOST_WARMUP, PHASES, warmup_of
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colours and cursor movements of a terminal
@@ -75,7 +75,7 @@ class Snapshot:
     def left(self) -> float | None:
         """Seconds until the last step if the slowest rank goes on as it did; None if that cannot be told."""
         step = max((rank.seconds for rank in self.ranks), default=math.nan)
-        if self.state != "running" or self.steps is None or math.isnan(step):
+        if self.state not in ACTIVE or self.steps is None or math.isnan(step):
             return None
         return max(0, self.steps - self.done) * step
 
@@ -124,7 +124,7 @@ class Follower:
     def __init__(self, run: Run) -> None:
         self._run = Run.load(run.path)
         self._metrics = rundir.LineTail(run.path / rundir.METRICS)
-        self._sums = {rank: _RankSums(run.path / rundir.rank_file(rank)) for rank in range(run.spec.nproc_per_node)}
+        self._sums = {rank: _RankSums(run.path / rundir.rank_file(rank)) for rank in range(run.spec.world_size)}
         self._logs: dict[Path, rundir.TextTail] = {}
         self._losses: list[tuple[int, float]] = []
         self._figures: dict[str, float] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import ipywidgets
 
-from workbench.run import Run
+from workbench.run import ACTIVE, Run
 from workbench.rundir import DamagedRunError
 from workbench.widgets import faces
 from workbench.widgets.follow import Follower, Snapshot
@@ -38,14 +38,14 @@ class RunPanel:
         self.stop = ipywidgets.Button(
             description="Stop", icon="stop", tooltip="End all processes of this run. While a cell waits for the run, interrupt the kernel."
         )
-        self.log = LogView(range(run.spec.nproc_per_node))
+        self.log = LogView(range(run.spec.world_size))
         for name in ("status", "words", "problem", "figures", "phases", "stop"):
             getattr(self, name).add_class(f"wb-{name}")
         self.stop.on_click(self._stop)
         top = ipywidgets.HBox([self.status, self.stop]).add_class("wb-top")
         self.widget = ipywidgets.VBox([top, self.words, self.problem, self.figures, self.phases, self.log]).add_class("wb-panel")
         self.now = self.refresh()
-        if self.now.state == "running":
+        if self.now.state in ACTIVE:
             threading.Thread(target=self._follow, name=f"follow {run.name}", daemon=True).start()
 
     def refresh(self) -> Snapshot:
@@ -59,7 +59,7 @@ class RunPanel:
 
     def _refresh(self) -> Snapshot:
         now = self._follower.snapshot()
-        running = now.state == "running"
+        running = now.state in ACTIVE
         self.log.append(self._follower.log_lines(last=not running), all_kept=not running)
         self.status.value = faces.status(self.run, now)
         self.words.value = faces.words(now)
@@ -74,7 +74,7 @@ class RunPanel:
 
     def _follow(self) -> None:
         try:
-            while self.now.state == "running":
+            while self.now.state in ACTIVE:
                 time.sleep(TICK)
                 self.now = self.refresh()
         except (DamagedRunError, OSError) as error:  # the directory was removed while we looked

@@ -11,7 +11,9 @@ class Style(anywidget.AnyWidget):
     """Shows nothing; where it is shown, the sheet of our panels applies."""
 
     _esm = "export default { render({ el }) { el.hidden = true } }"
-    _css = "".join((_HERE / name).read_text(encoding="utf-8") for name in ("panel.css", "doctor.css", "explorer.css", "planner.css"))
+    _css = "".join(
+        (_HERE / name).read_text(encoding="utf-8") for name in ("panel.css", "doctor.css", "explorer.css", "planner.css", "trace.css")
+    )
 
     def __repr__(self) -> str:
         return "Style()"

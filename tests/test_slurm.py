@@ -1,0 +1,137 @@
+"""Runs as jobs of a real Slurm: two virtual nodes on this machine, which are started, killed and ended here."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import processes_with
+from slurm_cluster import NoSlurm, SlurmCluster, missing
+
+import workbench as wb
+from workbench import rundir
+from workbench.launcher import LaunchError
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SPEC = wb.RunSpec(task=f"{SCRIPTS / 'tiny_task.py'}:build", device="cpu", steps=20, micro_batch=8)
+FOR_EVER = 10_000_000
+PATIENCE = 180.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    """A Slurm with the nodes n1 and n2."""
+    if absent := missing():
+        how = f"Slurm's {', '.join(absent)} is not here: apt-get install --no-install-recommends slurm-wlm munge"
+        pytest.fail(how) if os.environ.get("CI") else pytest.skip(how)
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, pytest.MonkeyPatch.context() as patch:
+        found = SlurmCluster(Path(folder))
+        try:
+            found.start()
+            for name in ("SLURM_CONF", "PATH"):
+                patch.setenv(name, found.environ[name])
+            yield found
+        except NoSlurm as why:
+            pytest.skip(f"Slurm's daemons cannot run here: {why}")
+        finally:
+            found.stop()
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    limit = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < limit, what
+        time.sleep(0.1)
+
+
+def training(run: wb.Run) -> None:
+    """Wait until a run takes steps."""
+    until(lambda: run.metric_rows or run.state not in ("queued", "running"), f"no step: {run.queue}")
+    assert run.state == "running", (run, (run.path / rundir.JOB_LOG).read_text())
+
+
+def gone(run: wb.Run) -> None:
+    until(lambda: not processes_with(rundir.ENV_RUN_ID, run.id), "processes are left")
+
+
+def test_one_spec_on_two_machines(cluster: SlurmCluster, tmp_path: Path) -> None:
+    run = wb.launch(SPEC, on=wb.Slurm(nodes=2, partition="debug", time="10"), runs_dir=tmp_path)
+    assert run.spec == SPEC.replace(nnodes=2)
+    assert (run.spec.world_size, run.spec.global_batch) == (2, 16)
+    assert run.queue.startswith("Slurm job ")
+    run.wait(PATIENCE)
+    assert run.ok, (run, (run.path / rundir.JOB_LOG).read_text(), run.logs())
+    assert [timeline.rank for timeline in run.timelines] == [0, 1]
+    assert run.metric_rows[-1]["samples"] == 20 * 16
+    assert sorted(node["name"] for node in run.nodes) == ["n1", "n2"]
+    assert sorted(rank for node in run.nodes for rank in node["ranks"].values()) == [0, 1]
+    assert all(run.logs(rank).startswith(f"rank {rank} of 2 on cpu") for rank in range(2))
+    assert "srun --ntasks=2 " in (run.path / rundir.JOB_SCRIPT).read_text()
+    assert wb.Run.load(run.path).state == "finished"
+    gone(run)
+
+
+def test_a_job_that_waits_is_queued_and_can_be_stopped(cluster: SlurmCluster, tmp_path: Path) -> None:
+    run = wb.launch(SPEC, on=wb.Slurm(options=["--hold"]), runs_dir=tmp_path)
+    assert (run.state, run.ok, run.error) == ("queued", False, None)
+    assert "pending (JobHeldUser)" in run.summary
+    with pytest.raises(TimeoutError, match="still runs"):
+        run.wait(0.1)
+    assert run.stop().state == "stopped"
+    assert run.error is None
+    assert wb.Run.load(run.path).state == "stopped"
+
+
+def test_cancelled_from_outside(cluster: SlurmCluster, tmp_path: Path) -> None:
+    run = wb.launch(SPEC, on=wb.Slurm(), runs_dir=tmp_path, steps=FOR_EVER)
+    training(run)
+    cluster.ask("scancel", rundir.read_json(run.path / rundir.JOB)["job"])
+    assert run.wait(PATIENCE).state == "failed"
+    assert "was cancelled from outside (scancel), not by run.stop()" in str(run.error)
+    gone(run)
+
+
+def test_what_slurm_refuses_is_said_in_its_words(cluster: SlurmCluster, tmp_path: Path) -> None:
+    for on, said in (
+        (wb.Slurm(partition="gpus"), r"Slurm refuses the job: .*invalid partition specified: gpus.* Its partitions are debug"),
+        (wb.Slurm(gpus=1), r"Slurm refuses the job: .*[Ii]nvalid generic resource"),
+    ):
+        with pytest.raises(LaunchError, match=said):
+            wb.launch(SPEC, on=on, runs_dir=tmp_path / "runs")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_job_that_is_put_back_goes_on_from_its_checkpoint(cluster: SlurmCluster, tmp_path: Path) -> None:
+    spec = SPEC.replace(steps=FOR_EVER, checkpoint_every=50)
+    run = wb.launch(spec, on=wb.Slurm(nodes=2, requeue=True), runs_dir=tmp_path)
+    training(run)
+    until(lambda: list((run.path / rundir.CHECKPOINTS).glob("step*.pt")), "no checkpoint")
+    job = rundir.read_json(run.path / rundir.JOB)["job"]
+    cluster.ask("scontrol", "requeue", job)
+    until(lambda: run.state == "queued", "not queued again")
+    until(lambda: cluster.ask("squeue", "-h", "-j", job, "-o", "%T").strip() == "PENDING", "not pending")
+    cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # else Slurm waits two minutes
+    until(lambda: "goes on from step" in run.logs() or run.state not in ("queued", "running"), run.state)
+    resumed = int(run.logs().split("goes on from step ")[1].split(":")[0])
+    assert resumed >= 50
+    until(lambda: run.metric_rows[-1]["step"] > resumed and run.timelines, "no step after it")
+    steps = run.metrics["step"].tolist()
+    assert sorted(steps) == list(range(1, len(steps) + 1))  # none is missing, none is twice
+    assert run.stop().state == "stopped"
+    assert run.error is None
+    gone(run)
+    assert cluster.ask("squeue", "-h", "-t", "RUNNING").strip() == ""
+
+
+def test_a_machine_that_dies_is_named(cluster: SlurmCluster, tmp_path: Path) -> None:
+    run = wb.launch(SPEC, on=wb.Slurm(nodes=2), runs_dir=tmp_path, steps=FOR_EVER)
+    training(run)
+    dead = next(node["name"] for node in run.nodes if node["rank"] == 1)
+    cluster.kill_node(dead)
+    run.wait(PATIENCE)
+    assert run.state == "failed"
+    assert run.error.kind == "node"
+    assert f"machine 1 ({dead}) died or was cut off" in run.error.message
+    gone(run)

@@ -1,0 +1,37 @@
+"""Timing collectives in a launch of its own, awaited."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from workbench import units
+from workbench.launcher.experimenting import _launched
+from workbench.launcher.launching import check
+from workbench.run import Run
+from workbench.spec import RunSpec
+
+
+def link_sweep(spec: RunSpec, order: Mapping[str, Any], *, runs_dir: str | os.PathLike[str] | None = None) -> Run:
+    """Time collectives between ranks; the run directory then holds `links.json`.
+
+    Args:
+        spec: of which its ranks, device and backend count.
+        order: kinds, sizes, repeats and measuring_s, as `measure.links.time_links` takes them.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+
+    Raises:
+        RunError: it failed; the run directory stays.
+        LaunchError: it cannot run here. Nothing was written.
+    """
+    check(spec)
+    wanted = {"kind": "links", "budget_s": order["measuring_s"], **order}
+    return _launched(spec, "collectives", wanted, runs_dir, program="workbench.train.links", show=_left)
+
+
+def _left(run: Run) -> str:
+    """How far it is, and how long it will go on."""
+    rows = run.metric_rows
+    if not rows:
+        return f"{run.path.name}: starting"
+    done, rounds, seconds = (rows[-1][name] for name in ("step", "steps", "seconds"))
+    return f"{run.path.name}: {done} of {rounds} rounds · {units.seconds(seconds * (rounds - done) / done)} left"

@@ -1,0 +1,158 @@
+"""A machine joins a run that another one has launched: the same guard, the same torchrun, in the run directory that both see.
+
+workbench join RUN_DIR                              by hand, on each further machine
+python -m workbench.launcher.nodes begin RUN_DIR    at the start of a job of Slurm: prints where its machines meet
+python -m workbench.launcher.nodes step RUN_DIR     in each machine's part of the job's step
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from workbench import rundir
+from workbench.launcher import environment
+from workbench.launcher.rendezvous import Rendezvous, free_endpoint
+from workbench.launcher.start import GRACE, LaunchError, open_lock
+from workbench.run import Run
+from workbench.spec import Spec, spec_from_json
+
+ENV_ENDPOINT = "WORKBENCH_RUN_RDZV"
+_ATTEMPTS = "attempts"
+_GUARD = str(Path(__file__).with_name("guard.py"))
+
+
+def join(run_dir: str | os.PathLike[str]) -> int:
+    """Run this machine's part of a run, until it has ended; returns the exit status. An interrupt ends the whole run.
+
+    Raises:
+        LaunchError: the run is of one machine, has ended, or has all of its machines.
+        DamagedRunError: it is no run directory.
+    """
+    path = Path(run_dir).expanduser().absolute()
+    run = Run.load(path)
+    info = rundir.read_json(path / rundir.RUN_JSON)
+    if not info.get("rendezvous"):
+        raise LaunchError(f"{run!r} is a run of one machine: launch it with nnodes=2 or more, so that others can join")
+    if info["outcome"]:
+        raise LaunchError(f"{run!r} has ended ({run.state}): nobody can join it any more")
+    rendezvous = Rendezvous(**info["rendezvous"])
+    rank = _take_place(path, rendezvous.nnodes)
+    lock = open_lock(path / rundir.NODES / str(rank))
+    config, environ = _prepared(path, info, rendezvous, rank)
+    with open(path / rundir.NODES / str(rank) / rundir.LAUNCHER_LOG, "wb") as log:
+        guard = subprocess.Popen(
+            [sys.executable, "-I", _GUARD, json.dumps(config | {"lock": lock, "launcher": os.getpid()})],
+            stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environ, pass_fds=(lock,), start_new_session=True,
+        )  # fmt: skip
+    os.close(lock)
+    print(f"machine {rank} of {rendezvous.nnodes} of {run.name}: meeting at {rendezvous.endpoint}", flush=True)
+    try:
+        guard.wait()
+    except KeyboardInterrupt:
+        guard.send_signal(signal.SIGTERM)
+        guard.wait()
+    found = rundir.read_json(path / rundir.NODES / str(rank) / rundir.NODE_JSON)["outcome"]
+    state = found["state"] if found else "lost"
+    print(f"machine {rank}: {state}", flush=True)
+    if state != "finished":
+        print(_last_words(path / rundir.NODES / str(rank) / rundir.LAUNCHER_LOG), file=sys.stderr)
+    return 0 if state == "finished" else 1
+
+
+def _take_place(path: Path, nnodes: int) -> int:
+    """The number of this machine: the first that nobody has.
+
+    Raises:
+        LaunchError: all are taken.
+    """
+    for rank in range(1, nnodes):
+        with contextlib.suppress(FileExistsError):
+            (path / rundir.NODES / str(rank)).mkdir(parents=True)
+            return rank
+    raise LaunchError(f"{path} has all of its {nnodes} machines: there is nothing left to join")
+
+
+def begin(path: Path) -> str:
+    """A job begins, or begins anew because it was put back into the queue; where its machines meet.
+
+    What its machines and ranks said in an earlier life moves to `attempts/<n>`; steps, metrics and checkpoints stay, and it goes on there.
+    """
+    if (path / rundir.NODES).exists():
+        old = path / _ATTEMPTS / str(_lives(path))
+        old.mkdir(parents=True)
+        for name in (rundir.NODES, rundir.LOGS, rundir.ERRORS, rundir.LAUNCHER_LOG):
+            if (path / name).exists():
+                shutil.move(path / name, old / name)
+        for name in (rundir.ERRORS, rundir.LOGS):
+            (path / name).mkdir()
+        for rows in path.glob("*.jsonl"):
+            rundir.cut_to_whole_lines(rows)
+    rundir.write_json(path / rundir.RUN_JSON, rundir.read_json(path / rundir.RUN_JSON) | {"outcome": None})
+    (path / rundir.NODES).mkdir()
+    return free_endpoint()
+
+
+def _lives(path: Path) -> int:
+    return len([*(path / _ATTEMPTS).glob("*")])
+
+
+def step(path: Path) -> None:
+    """Become the guard of this machine's part of a job."""
+    info = rundir.read_json(path / rundir.RUN_JSON)
+    rank = int(os.environ["SLURM_PROCID"])
+    spec = spec_from_json(info["spec"])
+    rendezvous = Rendezvous(nnodes=spec.nnodes, endpoint=os.environ[ENV_ENDPOINT], timeout=info["batch"]["rdzv_timeout"])
+    name = os.environ.get("SLURMD_NODENAME")
+    folder = path / rundir.NODES / str(rank)
+    config, environ = _prepared(path, info, rendezvous, rank, name)
+    lock = open_lock(folder if rank else path)
+    os.set_inheritable(lock, True)
+    log = os.open((folder if rank else path) / rundir.LAUNCHER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.execve(sys.executable, [sys.executable, "-I", _GUARD, json.dumps(config | {"lock": lock, "launcher": None})], environ)
+
+
+def _prepared(
+    path: Path, info: dict[str, Any], rendezvous: Rendezvous, rank: int, name: str | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The guard's configuration, and the environment of this machine's ranks."""
+    spec: Spec = spec_from_json(info["spec"])
+    node = rendezvous.node(path, rank, name)
+    program = [str(path) if word == info["path"] else word for word in info["program"]]  # the shared folder may be mounted elsewhere
+    logs = path / rundir.NODES / str(rank) / rundir.LOGS if rank else path / rundir.LOGS
+    environ, _, _ = environment.for_ranks(path, info["id"], spec.threads)
+    life = f"{info['id']}-{_lives(path)}" if info["batch"] else info["id"]
+    config = {
+        "run_dir": str(path),
+        "id": info["id"],
+        "command": environment.torchrun(spec.nproc_per_node, logs, program, rendezvous.flags(life, rank)),
+        "nproc": spec.nproc_per_node,
+        "grace": GRACE,
+        "timeout": info["timeout"] if not rank else None,
+        "node": node,
+    }
+    return config, environ | rendezvous.environ()
+
+
+def _last_words(log: Path) -> str:
+    return "\n".join(rundir.TextTail(log).read(last=True)[-20:])
+
+
+def main() -> None:
+    """See the head of this file."""
+    what, path = sys.argv[1], Path(sys.argv[2])
+    if what == "begin":
+        print(begin(path))
+    else:
+        step(path)
+
+
+if __name__ == "__main__":
+    main()
