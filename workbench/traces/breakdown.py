@@ -90,7 +90,9 @@ class Breakdown(Shown):
     def caption(self) -> str:
         """What the numbers are."""
         what = "a device computes" if self.device == "device" else "the CPU computes"
-        return "; ".join([f"from a trace of {len(self.steps)} steps, taken under the profiler; {what}", *self.notes])
+        return "; ".join(
+            [f"from a trace of {len(self.steps)} step{'s' * (len(self.steps) != 1)}, taken under the profiler; {what}", *self.notes]
+        )
 
     @property
     def table(self) -> display.Table:

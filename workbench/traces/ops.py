@@ -53,7 +53,7 @@ class Operators(Shown):
     @property
     def table(self) -> display.Table:
         """The first 15."""
-        shaped = any(one.shapes for one in self.rows)
+        shaped, on_device = any(one.shapes for one in self.rows), any(one.device_seconds for one in self.rows)
         cells = [
             [
                 short(one.name),
@@ -62,13 +62,13 @@ class Operators(Shown):
                 units.seconds(one.self_seconds),
                 units.percent(one.share),
                 units.seconds(one.total_seconds),
-                units.seconds(one.device_seconds),
+                *([units.seconds(one.device_seconds)] if on_device else []),
             ]
             for one in self.rows[:SHOWN]
         ]
         more = [f"{len(self.rows) - SHOWN} more in to_frame()"] if len(self.rows) > SHOWN else []
         note = "; ".join([*more, *self.notes]) or None
-        columns = (self.which, *(["shapes"] if shaped else []), "calls", "self", "share", "total", "device")
+        columns = (self.which, *(["shapes"] if shaped else []), "calls", "self", "share", "total", *(["device"] if on_device else []))
         return display.Table(columns=columns, rows=cells, title=f"{self.which.capitalize()}s, by time of their own", note=note)
 
     def to_frame(self) -> Any:
