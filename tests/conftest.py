@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import time
 import uuid
@@ -60,6 +61,14 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         ]
         print("\nprocesses left behind by the tests:", *commands, sep="\n  ")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(autouse=True)
+def no_picture_stays_open() -> Iterator[None]:
+    """matplotlib warns of more than 20 open ones, whichever test opened them."""
+    yield
+    if pyplot := sys.modules.get("matplotlib.pyplot"):
+        pyplot.close("all")
 
 
 STEP = {"data_wait": 0.03, "h2d": 0.0, "forward": 0.01, "backward": 0.02, "optimizer": 0.004, "other": 0.001, "samples": 8}

@@ -4,6 +4,7 @@ import contextlib
 import getpass
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 from conftest import processes_with
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "squeue", "scontrol", "sinfo")
-PATIENCE = 60
+PATIENCE = 180
 _PLACES = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 _CONF = """
@@ -55,8 +56,16 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
+_FORBIDDEN = re.compile(r"Operation not permitted|Permission denied|Read-only file system")
+
+
 class NoSlurm(Exception):
-    """Slurm's programs are not here, or its daemons cannot run here."""
+    """Slurm's daemons cannot run here."""
+
+    def __init__(self, why: str, forbidden: bool = False) -> None:
+        super().__init__(why)
+        self.forbidden = forbidden
+        """Has one ended because it lacks a right, as in a container?"""
 
 
 def missing() -> list[str]:
@@ -164,7 +173,8 @@ class SlurmCluster:
         while not condition():
             dead = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
             if dead or time.monotonic() > limit:
-                raise NoSlurm(f"{dead or what} did not come up: {self._words()}")
+                said = self._words()
+                raise NoSlurm(f"{', '.join(dead) or what} did not come up: {said}", bool(dead and _FORBIDDEN.search(said)))
             time.sleep(0.1)
 
     def _words(self) -> str:

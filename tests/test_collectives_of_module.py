@@ -1,5 +1,6 @@
 """Collectives of a module, counted dry: exactly those of two real ranks; their lint, their seconds, and what is refused."""
 
+import functools
 import json
 import os
 import subprocess
@@ -29,6 +30,12 @@ SCRIPT = Path(__file__).parent / "scripts" / "counted_ranks.py"
 H100 = Cluster.named("DGX-H100")
 
 
+@functools.cache
+def of_gpt(**knobs: Any) -> Traffic:
+    """FSDP's on eight ranks, which several tests look at."""
+    return wb.collectives(GPT, BATCH, world_size=8, parallel="fsdp", **knobs)
+
+
 # --- exactness
 
 
@@ -36,13 +43,14 @@ def test_counts_and_bytes_are_those_of_two_real_ranks() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT)]
     root = str(Path(__file__).parents[1])
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as ranks:
+        traffics = {name: wb.collectives(task, batch, world_size=2, **knobs) for name, (task, batch, knobs) in CASES.items()}  # meanwhile
+        out, said = ranks.communicate(timeout=300)
+    assert ranks.returncode == 0, said[-3000:]
+    rows = [json.loads(line) for line in out.splitlines() if line.startswith('{"case"')]
     truth = {row["case"]: Counter((kind, size) for kind, size in row["seen"]) for row in rows}
     assert truth.keys() == CASES.keys()
-    for name, (task, batch, knobs) in CASES.items():
-        traffic = wb.collectives(task, batch, world_size=2, **knobs)
+    for name, traffic in traffics.items():
         assert Counter((one.kind, one.size) for one in traffic) == truth[name], name
 
 
@@ -117,8 +125,7 @@ def test_one_rank_sends_nothing_under_a_loop_of_ones_own() -> None:
 
 
 def test_micro_batches() -> None:
-    once = wb.collectives(GPT, BATCH, world_size=8, parallel="fsdp")
-    twice = wb.collectives(GPT, BATCH, world_size=8, parallel="fsdp", accumulation=2)
+    once, twice = of_gpt(), of_gpt(accumulation=2)
     assert twice.size("all_gather") == 2 * once.size("all_gather")
     assert twice.size("reduce_scatter") == once.size("reduce_scatter")
     assert {one.micro for one in twice.of("all_gather")} == {0, 1}
@@ -136,7 +143,7 @@ def test_padding_is_found_with_its_module() -> None:
     found = next(one for one in traffic.lint if one.kind == "padding")
     assert "512 ranks" in found.says
     assert "hsdp" in found.tries
-    assert "padding" not in kinds(wb.collectives(GPT, BATCH, world_size=2, parallel="fsdp"))
+    assert "padding" not in kinds(of_gpt())
 
 
 def test_unused_parameters_are_found() -> None:
@@ -298,9 +305,9 @@ def test_groups_inside_a_node_and_over_nodes_are_those_of_the_closed_forms() -> 
 
 
 def test_a_table_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    traffic = wb.collectives(GPT, BATCH, world_size=1024, parallel="fsdp")
+    traffic = of_gpt()
     shown = str(traffic)
-    assert "fsdp on 1024 ranks" in shown
+    assert "fsdp on 8 ranks" in shown
     assert "all_gather" in shown
     assert len(traffic.to_frame()) == len(traffic)
     timed = traffic.on("DGX-H100")
@@ -356,7 +363,7 @@ def test_names_have_a_part_in_common() -> None:
 
 def test_the_picture_has_a_bar_for_each_module() -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    ax = wb.collectives(GPT, BATCH, world_size=8, parallel="fsdp").plot()
+    ax = of_gpt().plot()
     assert [text.get_text() for text in ax.get_yticklabels()] == ["(model)", "layers.0", "layers.1", "layers.2"]
     assert "MiB" in ax.get_xlabel()
     pyplot.close(ax.figure)

@@ -110,9 +110,23 @@ def test_a_counter_that_starts_again_goes_on(tmp_path: Path) -> None:
 def test_packages_and_memory_are_read_and_what_is_inside_of_them_is_not(tmp_path: Path) -> None:
     for name, label in (("intel-rapl:0", "package-0"), ("intel-rapl:0:0", "core"), ("intel-rapl:0:1", "dram"), ("intel-rapl-mmio:0", "x")):
         zone(tmp_path, name, label, 5)
+    zone(tmp_path, "intel-rapl:2", "psys", 5)  # the whole platform: the packages once more
     (zone(tmp_path, "intel-rapl:1", "package-1", 5) / "energy_uj").write_text("secret")
-    assert [one.name for one in meters(root=tmp_path)] == ["RAPL package-0", "RAPL dram"]
+    assert [one.name for one in meters(root=tmp_path)] == ["RAPL 0 package-0", "RAPL 0:1 dram"]
     assert meters(root=tmp_path / "none") == []
+
+
+def test_the_memory_of_every_socket_counts_and_one_that_starts_again(tmp_path: Path) -> None:
+    folders = {}
+    for socket in (0, 1):
+        folders[f"{socket}"] = zone(tmp_path, f"intel-rapl:{socket}", f"package-{socket}", 0, most=1e9)
+        folders[f"{socket}:0"] = zone(tmp_path, f"intel-rapl:{socket}:0", "dram", 50e6, most=60e6)
+    log = EnergyLog(meters(root=tmp_path), every=1000)
+    for name, value in (("0", 100e6), ("1", 110e6), ("0:0", 58e6), ("1:0", 20e6)):  # the last has come round: 10 J, and 20 more
+        (folders[name] / "energy_uj").write_text(str(int(value)))
+    seen = log.close()
+    assert seen["joules"] == pytest.approx({"RAPL 0 package-0": 100, "RAPL 0:0 dram": 8, "RAPL 1 package-1": 110, "RAPL 1:0 dram": 30})
+    assert measured({**seen, "gpus": 0}, ranks=2).joules == pytest.approx(248)
 
 
 class Counter:
@@ -225,3 +239,47 @@ def test_a_plan_is_asked_in_the_same_way() -> None:
     assert wb.energy(plans.best, watts=10).watts == pytest.approx(80)
     with pytest.raises(PlanError, match="a Run, a Plan or Plans is wanted"):
         wb.energy(3)  # type: ignore[arg-type]
+
+
+def test_a_plan_keeps_its_prices_and_its_node_whatever_is_asked() -> None:
+    model = Transformer(layers=8, hidden=512, vocabulary=1000, sequence=512)
+    inputs: dict[str, float] = {"price": 2.0, "electricity": 5.0, "intensity": 300, "pue": 1.2}
+    plan = wb.plan(model, "DGX-A100", gpus=8, global_batch=64, steps=100, **inputs).best  # type: ignore[arg-type]
+    known, asked = plan.energy, wb.energy(plan, watts=500)
+    assert known is not None
+    assert wb.energy(plan) == known
+    for name, value in inputs.items():
+        assert getattr(asked, name) == value
+    assert asked.money == pytest.approx(8 * asked.seconds / 3600 * 2.0 + asked.kwh * 5.0)
+    assert asked.watts == pytest.approx(4000)
+    assert asked.high == known.high == pytest.approx(100 * plan.seconds.high * 6500)  # what the whole node draws, all through
+    assert wb.energy(plan, price=None, electricity=None).money is None
+    given = wb.plan(model, "DGX-A100", gpus=8, global_batch=64, watts=300).best
+    assert wb.energy(given, steps=10).watts == pytest.approx(2400)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ({"steps": -1}, "steps=-1: a whole number of at least 1 is wanted, or None for the 1,000"),
+        ({"steps": "x"}, "steps='x': a whole number"),
+        ({"steps": True}, "steps=True: a whole number"),
+        ({"prise": 1}, r"prise=1: allowed are price, electricity, intensity, pue, watts; did you mean price\?"),
+        ({"pue": "a"}, "pue='a': a number is wanted, such as pue=1.2"),
+        ({"pue": None}, "pue=None: a number is wanted"),
+        ({"watts": "500"}, "watts='500': a number is wanted"),
+        ({"watts": -5}, "above 0"),
+    ],
+)
+def test_what_is_refused_of_a_plan(inputs: dict[str, Any], words: str) -> None:
+    model = Transformer(layers=8, hidden=512, vocabulary=1000, sequence=512)
+    with pytest.raises(ValueError, match=words):
+        wb.energy(wb.plan(model, "DGX-A100", gpus=8, global_batch=64), **inputs)
+
+
+def test_what_is_refused_of_a_run(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "gpu", "NVIDIA H100 80GB HBM3")
+    with pytest.raises(PlanError, match="did you mean price"):
+        wb.energy(run, prise=1)
+    with pytest.raises(PlanError, match="pue='a'"):
+        wb.energy(run, pue="a")

@@ -98,6 +98,10 @@ def test_what_is_no_spec_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"there is no file"):
         wb.scaling_curve(SPEC.replace(task="nowhere.py:build"), runs_dir=tmp_path)
     assert not list(tmp_path.iterdir())
+    (tmp_path / "mine.py").write_text("import workbench as wb\ntask: wb.Task = wb.Task(model=int, dataset=list, loss=max)")
+    with pytest.raises(TaskError, match=r"task is a Task; a function that returns one is wanted"):
+        wb.scaling_curve(SPEC.replace(task=f"{tmp_path / 'mine.py'}:task"), runs_dir=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_more_threads_than_cores_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,38 +200,32 @@ def test_another_curve_is_not_gone_on_with(tmp_path: Path, by_hand: Made) -> Non
 # --- real ones
 
 
-def test_a_real_curve_is_measured_kept_and_not_measured_again(
+def test_a_real_curve_is_measured_kept_and_not_measured_again_and_one_that_fails_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workbench.growing.curves.SECONDS", 1.0)
-    spec = SPEC.replace(task=f"{TASKS.with_name('talkative_task.py')}:build")
-    curve = wb.scaling_curve(spec, values=(1, 2), repeat=1, runs_dir=tmp_path)
+    spec = SPEC.replace(task=f"{TASKS.with_name('talkative_task.py')}:build", nproc_per_node=2)
+    curve = wb.scaling_curve(spec, over="micro_batch", values=(16, 4), repeat=2, runs_dir=tmp_path)  # 16 kills its ranks
     assert capsys.readouterr().out.count("samples/s") == 2
-    assert curve.world_sizes == [1, 2]
-    assert all(point.rates and not point.failed for point in curve.points)
-    assert curve.points[1].straggling is not None
-    if not curve.points[1].oversubscribed:  # there are two cores
-        assert curve.points[0].exposed == 0
-        assert curve.points[1].exposed == pytest.approx(0.5, abs=0.3)  # as planted
-    before = set(tmp_path.glob("*/*"))
-    again = wb.scaling_curve(spec, values=(1, 2), repeat=1, runs_dir=tmp_path, resume=True)
-    assert again == curve
-    assert set(tmp_path.glob("*/*")) == before
-    assert capsys.readouterr().out == ""
-    (folder,) = tmp_path.iterdir()
-    assert wb.scaling_curve(folder) == curve
-
-
-def test_a_point_that_fails_is_kept_and_its_repeats_are_left_out(tmp_path: Path) -> None:
-    deadly = SPEC.replace(task=f"{TASKS}:deadly")
-    curve = wb.scaling_curve(deadly, over="micro_batch", values=(16, 4), repeat=2, communication=False, runs_dir=tmp_path, quiet=True)
     assert curve.values == [4, 16]
-    assert len(curve.points[0].rates) == 2
-    assert curve.points[1].failed
+    good, bad = curve.points
+    assert (len(good.rates), good.failed) == (2, "")
+    assert good.straggling is not None
+    assert bad.failed
     assert curve.best == 4
+    if not good.oversubscribed:  # there are two cores
+        assert good.exposed is not None
+        assert good.exposed > 0.05  # planted: most of it
     (folder,) = tmp_path.iterdir()
     failed = [run for run in Folder.load(folder).runs() if not run.ok]
     assert len(failed) == 1  # the launch broke down with it, and the next one leaves its repeat out
+    assert wb.scaling_curve(folder) == curve
+    before = set(tmp_path.glob("*/*"))
+    again = wb.scaling_curve(spec, over="micro_batch", values=(4,), repeat=2, runs_dir=tmp_path, resume=True)
+    assert again.points == (good,)
+    assert set(tmp_path.glob("*/*")) == before
+    assert capsys.readouterr().out == ""
+    assert wb.scaling_curve(folder) == again
 
 
 def test_an_interrupt_keeps_what_has_ended_and_says_where(tmp_path: Path) -> None:

@@ -103,6 +103,12 @@ def test_outcome(guarded: Callable[..., Guarded], code: str, state: str, returnc
     assert 0 < outcome["seconds"] < 30
 
 
+@pytest.mark.parametrize(("code", "status"), [("pass", 0), ("raise SystemExit(7)", 1)])
+def test_the_step_of_a_job_ends_as_the_run_does(guarded: Callable[..., Guarded], code: str, status: int) -> None:
+    each = guarded(code, launcher=None)
+    assert each.process.wait(timeout=30) == status  # else Slurm says COMPLETED of a training that failed
+
+
 def test_a_command_that_cannot_start(tmp_path: Path) -> None:
     guarded = Guarded(tmp_path, ["/nowhere/python"])
     assert guarded.outcome()["returncode"] == 127

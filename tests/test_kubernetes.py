@@ -1,7 +1,13 @@
 """Manifests for Kubernetes, held against the structure that its API wants; no cluster is asked."""
 
 import json
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench import rundir
+from workbench import failure, rundir
 from workbench.launcher.manifests import KINDS, _yaml
 from workbench.spec import ScriptSpec, SpecError
 from workbench.train import alone
@@ -48,7 +54,7 @@ def test_it_is_what_the_api_wants(kind: str) -> None:
     template = pod_of(objects[-1])
     container = template["spec"]["containers"][0]
     assert set(container) >= {"name", "image", "command", "env", "resources", "volumeMounts"}
-    assert all(isinstance(entry["value"], str) for entry in container["env"])
+    assert all(isinstance(entry["value"], str) for entry in container["env"] if "valueFrom" not in entry)
     assert all(isinstance(word, str) for word in container["command"])
     assert container["resources"]["limits"] == {"memory": "64Gi", "cpu": "8", "nvidia.com/gpu": 8} == container["resources"]["requests"]
     mounts = {mount["name"] for mount in container["volumeMounts"]}
@@ -90,7 +96,7 @@ def test_the_other_kinds() -> None:
 def test_a_script_and_a_machine_without_gpus() -> None:
     manifest = wb.kubernetes(ScriptSpec(script="train.py", args=("--epochs", "1"), nnodes=2), image="i", gpus=0, name="a-run")
     container = manifest.objects[-1]["spec"]["template"]["spec"]["containers"][0]
-    assert container["command"][-3:] == ["train.py", "--epochs", "1"]
+    assert container["command"][-4:] == ["--", "train.py", "--epochs", "1"]
     assert "resources" not in container
     assert "nvidia" not in wb.kubernetes(SPEC.replace(device="cpu"), image="i").text
     assert wb.kubernetes("42.py", image="i").objects[0]["metadata"]["name"] == "run-42"
@@ -102,17 +108,74 @@ def test_a_script_and_a_machine_without_gpus() -> None:
         ({"image": ""}, "the name of a container image"),
         ({"name": "Big_Name"}, "DNS-1123"),
         ({"name": "x" * 60}, "at most 52"),
+        ({"name": "x" * 52, "kind": "jobset"}, "at most 51"),
+        ({"name": "x" * 50, "kind": "jobset", "nodes": 1000}, "at most 49"),
         ({"namespace": "a.b"}, "namespace='a.b'"),
+        ({"namespace": "a" * 64}, "at most 63"),
+        ({"claim": "a..b"}, "claim='a..b'"),
+        ({"image": "-bad"}, "the name of a container image"),
+        ({"image": "Upper/Case"}, "the name of a container image"),
+        ({"image": "i:1\n"}, "the name of a container image"),
+        ({"memory": "0"}, "a quantity above 0"),
+        ({"cpu": "0.0"}, "a quantity above 0"),
         ({"kind": "pod"}, "allowed are 'job', 'jobset', 'pytorchjob'"),
         ({"gpus": 3}, "gpus=3 with nproc_per_node=8"),
         ({"gpus": -1}, "gpus=-1: a whole number"),
-        ({"memory": "64 gigs"}, "a quantity of Kubernetes"),
+        ({"memory": "64 gigs"}, "a quantity above 0"),
         ({"nodes": 0}, "nnodes=0: a whole number"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=re.escape(said)):
         wb.kubernetes(SPEC, **{"image": "i", **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"namespace": "1team"},
+        {"namespace": "a" * 63},
+        {"claim": "my.claim"},
+        {"memory": "1e3"},
+        {"memory": "0.5Gi"},
+        {"cpu": "500m"},
+        {"image": "reg:5000/a@sha256:" + "0" * 64},
+        {"image": "registry.example.com/Team/x".lower() + ":V1.2_b"},
+        {"image": "localhost/a__b/c-d:1"},
+        {"name": "x" * 51, "kind": "jobset"},
+        {"name": "x" * 52},
+    ],
+)
+def test_what_is_allowed(options: dict[str, Any]) -> None:
+    assert wb.kubernetes(SPEC, **{"image": "i", **options}).objects
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_another_job_of_the_same_name_is_another_run(kind: str) -> None:
+    container = pod_of(dict(wb.kubernetes(SPEC, image="i", kind=kind).objects[-1]))["spec"]["containers"][0]
+    assert "--rdzv-id=text-gpt-$(WORKBENCH_JOB_UID)" in container["command"]
+    (uid,) = [entry for entry in container["env"] if entry["name"] == "WORKBENCH_JOB_UID"]
+    assert uid["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.labels['controller-uid']"}}
+
+
+def test_another_pytorchjob_is_another_run() -> None:
+    found = [wb.kubernetes(SPEC, image="i", kind="pytorchjob").objects[0]["spec"]["elasticPolicy"]["rdzvId"] for _ in range(2)]
+    assert found[0] != found[1]
+    assert all(re.fullmatch(r"text-gpt-[0-9a-f]{32}", one) for one in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scripts_words_come_to_it_as_they_are(kind: str) -> None:
+    spec = ScriptSpec(script="t.py", args=("--n", "3", "$(OMP_NUM_THREADS)", "a$$b", "go \U0001f680"), nnodes=2)
+    manifest = wb.kubernetes(spec, image="i", kind=kind)
+    command = pod_of(list(yaml.safe_load_all(manifest.text))[-1])["spec"]["containers"][0]["command"]
+    assert command[-7:] == ["--", "t.py", "--n", "3", "$$(OMP_NUM_THREADS)", "a$$$$b", "go \U0001f680"]
+    assert "\\ud83d" not in manifest.text  # half of a letter, which kubectl refuses
+
+
+@pytest.mark.parametrize("text", ["\U0001f680", "\x7f", "\x1b[0m", "\x85", "\u2028", "\ufeff", "a\x00b", "\ufffe", "tab\t", "Über"])
+def test_letters_that_yaml_does_not_take_as_they_are(text: str) -> None:
+    assert yaml.safe_load("\n".join(_yaml({"a": text}))) == {"a": text}
 
 
 def test_it_is_written_whole(tmp_path: Path) -> None:
@@ -122,7 +185,7 @@ def test_it_is_written_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.yaml"]
 
 
-_TEXTS = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]))  # what is beyond, PyYAML does not join again
+_TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 _LEAVES = st.none() | st.booleans() | st.integers() | _TEXTS | st.sampled_from(["yes", "null", "1e3", "a: b", "- x", "#", "0x1", "~"])
 
 
@@ -138,12 +201,97 @@ def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
     assert yaml.safe_load("\n".join(_yaml(value))) == value
 
 
-def test_a_pod_trains_what_nobody_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(alone.program, "main", lambda words: seen.append(words))
-    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3", "TORCHELASTIC_RUN_ID": "r"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv(rundir.ENV_RUN_DIR, "")
-    alone.main([TINY, str(tmp_path), "micro_batch=4", "precision=amp_bf16"])
-    run = wb.Run.load(seen[0][0])
+WORDS = ["micro_batch=4", "precision=amp_bf16"]
+
+
+@pytest.fixture
+def pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., wb.Run]:
+    """One rank of a pod, with something in the place of the training."""
+
+    def run(rank: int, *words: str, training: Callable[[Path], object] = str) -> wb.Run:
+        monkeypatch.setattr(alone.program, "main", lambda given: training(Path(given[0])))
+        for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "TORCHELASTIC_RUN_ID": "r"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv(rundir.ENV_RUN_DIR, "")
+        alone.main([TINY, str(tmp_path), *(words or WORDS)])
+        return wb.Run.load(next(tmp_path.iterdir()))
+
+    return run
+
+
+def test_a_pod_trains_what_nobody_launched(pod: Callable[..., wb.Run]) -> None:
+    seen: list[str] = []
+    run = pod(0, training=lambda path: seen.append(wb.Run.load(path).state))
     assert run.spec == wb.RunSpec(task=TINY, nnodes=2, nproc_per_node=2, micro_batch=4, precision="amp_bf16")
+    assert seen == ["running"]
+    assert (run.state, run.ok, run.error) == ("finished", True, None)
+
+
+def test_a_pod_that_fails(pod: Callable[..., wb.Run], tmp_path: Path) -> None:
+    def broken(path: Path) -> None:
+        error = ValueError("boom")
+        failure.record(error, run_dir=path)
+        raise error
+
+    with pytest.raises(ValueError, match="boom"):
+        pod(0, training=broken)
+    run = wb.Run.load(next(tmp_path.iterdir()))
+    assert run.state == "failed"
+    assert (run.error.rank, run.error.message) == (0, "ValueError: boom")
+
+
+def test_what_rank_0_has_written_stays(pod: Callable[..., wb.Run], tmp_path: Path) -> None:
+    first = pod(3)
+    assert first.state == "lost"  # rank 0 has not come yet, or is gone
+    assert first.error.message == "rank 0 was killed, so nobody saw how it ended"
+    written: list[str] = []
+
+    def others(path: Path) -> None:
+        before = (path / rundir.RUN_JSON).read_text()
+        alone._write_unless_there(path / rundir.RUN_JSON, {"format": 1})
+        written.append(before)
+        assert (path / rundir.RUN_JSON).read_text() == before
+
+    assert pod(0, training=others).ok
+    assert written
+    assert sorted(path.name for path in next(tmp_path.iterdir()).iterdir()) == ["errors", "guard.lock", "run.json"]
+
+
+def test_two_runs_do_not_share_a_directory(pod: Callable[..., wb.Run], tmp_path: Path) -> None:
+    def stopped(path: Path) -> None:
+        (path / rundir.METRICS).touch()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pod(0, training=stopped)
+    with pytest.raises(SpecError, match="a run that wrote no checkpoints to go on from: give torchrun another --rdzv-id"):
+        pod(0)
+    with pytest.raises(SpecError, match="a run with another spec"):
+        pod(0, "lr=0.5")
+    shutil.rmtree(next(tmp_path.iterdir()))
+    with pytest.raises(KeyboardInterrupt):
+        pod(0, "checkpoint_every=5", training=stopped)
+    with pytest.raises(SpecError, match="still running"):
+        pod(0, "checkpoint_every=5", training=lambda path: pod(0, "checkpoint_every=5"))
+    assert pod(0, "checkpoint_every=5").ok  # it goes on
+    for rank in (0, 1):
+        with pytest.raises(SpecError, match="a run that has finished"):
+            pod(rank, "checkpoint_every=5")
+
+
+def test_a_pod_that_is_deleted(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from workbench.train import alone\n"
+        "alone.program.main = lambda words: [print('up', flush=True), time.sleep(600)]\n"
+        f"alone.main([{TINY!r}, {str(tmp_path)!r}])"
+    )
+    bare = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=bare) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"up\n"
+        assert wb.Run.load(next(tmp_path.iterdir())).state == "running"
+        process.terminate()
+        assert process.wait(60) == -signal.SIGTERM
+    run = wb.Run.load(next(tmp_path.iterdir()))
+    assert run.state == "failed"
+    assert "ended by SIGTERM: its pod was deleted" in run.error.message

@@ -13,9 +13,10 @@ import workbench as wb
 from workbench import rundir
 from workbench.communicating import timing
 from workbench.communicating.timing import links_of
-from workbench.cost import CostError, Link, LinkPoint, Links
+from workbench.cost import CostError, Link, LinkPoint, Links, Sweep, Transformer
 from workbench.cost.collectives import collective_seconds
 from workbench.measure.links import rounded
+from workbench.planning.ranges import MEASURED_LINKS, share_of
 from workbench.train.links import found
 
 SIZES = (2**12, 2**16, 2**20, 2**24)
@@ -56,6 +57,29 @@ def test_the_median_does_not_mind_an_outlier() -> None:
     assert made(link, 4, factors=(1, 1, 1, 50)).link.bandwidth == pytest.approx(1e9, rel=1e-3)
 
 
+def test_the_interval_of_a_bandwidth_goes_with_the_link_into_a_plan() -> None:
+    link = Link(latency=1e-4, bandwidth=1e9)
+    noisy, once = made(link, 4, factors=(0.5, 0.7, 1, 1.6, 2.5)), made(link, 4)
+    slow, fast = noisy.intervals()[1]
+    assert slow < 0.9e9 < 1.05e9 < fast
+    assert noisy.link.bandwidths == (slow, fast)
+    assert once.link.bandwidths is None
+    assert Sweep.from_json(json.loads(json.dumps(noisy["all_reduce"].to_json()))) == noisy["all_reduce"]
+    for given_one in (noisy, noisy["all_reduce"], noisy.link):
+        cluster = wb.Cluster.of("H100-SXM", gpus_per_node=8, intra=given_one, inter=link)
+        assert share_of(cluster).low == pytest.approx(slow / cluster.intra.bandwidth)
+        assert share_of(cluster).high == pytest.approx(fast / cluster.intra.bandwidth)
+        assert wb.Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
+        assert " … " in str(cluster)
+    steady = wb.Cluster.of("H100-SXM", gpus_per_node=8, intra=once, inter=link)
+    assert share_of(steady) == MEASURED_LINKS
+    model = Transformer(layers=8, hidden=1024, vocabulary=32_000, sequence=1024)
+    wide, narrow = (wb.plan(model, one, gpus=8, global_batch=8, sharing="ddp", tensor=1)[0].seconds for one in (cluster, steady))
+    assert wide.low < narrow.low < narrow.high < wide.high
+    with pytest.raises(CostError, match=r"bandwidths=\(2, 1\): \(low, high\)"):
+        Link(latency=0, bandwidth=1, bandwidths=(2, 1))
+
+
 def test_seconds_that_do_not_grow_are_said_in_the_table() -> None:
     links = Links(
         points=tuple(LinkPoint(kind="broadcast", size=size, seconds=(1 / size,)) for size in SIZES), ranks=2, backend="gloo", device="cpu"
@@ -72,12 +96,12 @@ def test_a_kind_that_was_not_measured() -> None:
 
 def test_two_real_ranks(tmp_path: Path) -> None:
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
-    links = wb.measure_collectives(2, sizes=[4096, 1_000_001, 2**24], kinds=kinds, device="cpu", repeats=3, seconds=1.0, runs_dir=tmp_path)
+    links = wb.measure_collectives(2, sizes=[4096, 1_000_001, 2**23], kinds=kinds, device="cpu", repeats=3, seconds=0.5, runs_dir=tmp_path)
     assert links.kinds == kinds
     assert links.ranks == 2
-    assert [point.size for point in links.points[:3]] == [4096, 1_000_008, 2**24]  # what two ranks can share
+    assert [point.size for point in links.points[:3]] == [4096, 1_000_008, 2**23]  # what two ranks can share
     assert all(len(point.seconds) == 3 and min(point.seconds) > 0 for point in links.points)
-    assert links["all_reduce"].seconds(2**24) == pytest.approx(statistics.median(links.points[2].seconds))
+    assert links["all_reduce"].seconds(2**23) == pytest.approx(statistics.median(links.points[2].seconds))
     (folder,) = tmp_path.iterdir()
     assert links_of(folder) == links == links_of(wb.Run.load(folder))
     shown = str(links)

@@ -195,6 +195,7 @@ def test_a_guard_stops_when_another_part_has_ended_badly(tmp_path: Path, state: 
     peers = places.peers(rank=1)
     places.say(0, state)
     seen = {second: peers.look(float(second), deaths) for second in range(30)}
+    assert peers.cause == (None if state == "failed" else 0)
     first = min(second for second, why in seen.items() if why)
     assert seen[first] == state
     assert at <= first <= at + 2
@@ -246,6 +247,19 @@ def test_errors_are_ordered_over_machines_whose_clocks_differ(by_hand: Any) -> N
         rundir.write_json(run.path / "errors" / f"rank{rank}.json", value)
     assert first_failure(run.path, {"state": "failed"}).rank == 0
     assert first_failure(run.path, {"state": "failed", "clocks": {"1": -899_000}}).rank == 1
+
+
+def test_the_machine_whose_join_ended_is_named(tmp_path: Path, by_hand: Any) -> None:
+    places = Places(tmp_path / "shared")
+    places.say(1, "abandoned", cause=2)  # it has heard of the end of machine 2 before this one did
+    peers = places.peers()
+    assert peers.look(0.0, guard.Deaths(0, 0)) == "abandoned"
+    assert peers.cause == 2
+    run = by_hand()
+    nodes = {"1": {"name": "node06", "state": "abandoned"}, "2": {"name": "node07", "state": "abandoned"}}
+    found = first_failure(run.path, {"state": "abandoned", "nodes": nodes, "cause": 2})
+    assert found.message == "stopped because workbench join ended on machine 2 (node07)"
+    assert "process that launched it ended" in first_failure(run.path, {"state": "abandoned", "nodes": nodes}).message
 
 
 def test_a_machine_without_a_last_word_is_to_blame(by_hand: Any) -> None:
@@ -322,6 +336,39 @@ def test_a_guards_stop_is_explained_by_slurm(by_hand: Any, slurm: Any) -> None:
     assert wb.Run.load(made.path).state == "finished"  # nobody is asked
 
 
+@pytest.mark.parametrize("state", ["failed", "stopped", "timeout", "finished"])
+def test_where_slurm_does_not_answer_the_guards_word_counts(by_hand: Any, slurm: Any, state: str) -> None:
+    made = batch_run(by_hand)
+    assert wb.Run.load(made.path).state == "queued"
+    made.ended(state, exits={}, stopped_ns=None)
+    run = wb.Run.load(made.path)
+    assert run.state == state
+    assert run.wait(5).state == state
+    assert "None" not in run.queue
+    slurm(scontrol="echo 'JobId=7 JobState=RUNNING'")
+    if state != "finished":  # it was not the last word: the job may have been put back
+        made.ended("stopped")
+        assert wb.Run.load(made.path).state == "running"
+        assert run.state == "running"
+
+
+@pytest.mark.parametrize(("state", "said"), [("failed", "FAILED"), ("timeout", "TIMEOUT")])
+def test_what_slurm_has_confirmed_is_kept(by_hand: Any, slurm: Any, state: str, said: str) -> None:
+    slurm(scontrol=f"echo 'JobId=7 JobState={said} Reason=None'")
+    made = batch_run(by_hand)
+    made.ended(state, exits={}, stopped_ns=None)
+    assert wb.Run.load(made.path).state == state
+    assert rundir.read_json(made.path / rundir.RUN_JSON)["outcome"]["settled"] is True
+    slurm(scontrol="echo 'JobId=7 JobState=PENDING'")
+    assert wb.Run.load(made.path).state == state  # nobody is asked any more
+
+
+@pytest.mark.parametrize("reason", ["PartitionConfig", "BadConstraints"])
+def test_a_job_that_can_never_run_says_so(by_hand: Any, slurm: Any, reason: str) -> None:
+    slurm(scontrol=f"echo 'JobId=7 JobState=PENDING Reason={reason}'")
+    assert f"({reason}): as it is asked for it can never run" in wb.Run.load(batch_run(by_hand).path).summary
+
+
 @pytest.mark.parametrize(
     ("said", "requeue", "outcome", "state"),
     [
@@ -369,6 +416,30 @@ def test_sbatch_refuses_in_its_own_words(tmp_path: Path, slurm: Any) -> None:
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def test_a_job_that_cannot_be_written_down_is_cancelled(tmp_path: Path, slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm(sbatch="echo 77", scancel=f"echo $1 > {tmp_path}/cancelled")
+    write = rundir.write_json
+
+    def full(path: Path, value: object) -> None:
+        if path.name == rundir.JOB:
+            raise rundir.DiskFullError(28, "no space")
+        write(path, value)
+
+    monkeypatch.setattr(rundir, "write_json", full)
+    with pytest.raises(LaunchError, match="is full"):
+        wb.launch(SPEC, on=wb.Slurm(), runs_dir=tmp_path / "runs")
+    assert list((tmp_path / "runs").iterdir()) == []
+    assert (tmp_path / "cancelled").read_text() == "77\n"
+
+
+def test_what_a_job_starts_says_nothing_of_its_own(tmp_path: Path) -> None:
+    rundir.write_json(tmp_path / rundir.RUN_JSON, {"outcome": None})
+    words = [sys.executable, "-m", "workbench.launcher.in_job", "begin", str(tmp_path)]
+    found = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert found.stderr == ""  # a RuntimeWarning of runpy, in every slurm.log
+    assert ":" in found.stdout
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -403,7 +474,7 @@ def test_the_script_asks_for_what_was_said() -> None:
     assert wanted <= {line.removeprefix("#SBATCH ") for line in lines}
     assert lines.index("module load cuda") < lines.index(next(line for line in lines if line.startswith("srun ")))
     assert lines[-1].startswith("srun --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 ")
-    assert lines[-1].endswith("/py -m workbench.launcher.nodes step '/runs/two words'")
+    assert lines[-1].endswith("/py -m workbench.launcher.in_job step '/runs/two words'")
 
 
 # --- a run that goes on

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.cost import Cluster, CostError, Layout, Link, Sweep, Transformer, bubble, gather_seconds, sharded_step, volume
+from workbench.cost import Cluster, CostError, Layout, Link, Sweep, Transformer, broadcast, bubble, gather_seconds, sharded_step, volume
 from workbench.device import Device
 from workbench.memory import formulas
 from workbench.planning import LINKS, Plan, PlanError, Plans, Range
@@ -37,7 +37,7 @@ def one(
 ) -> Layouts:
     """A single layout as columns of length 1."""
     data = gpus // tensor // pipeline
-    inside = math.gcd(data, max(1, 8 // tensor))
+    inside = data if gpus <= 8 else min(data, 8 // tensor)  # powers of two: nodes are filled
     row = {
         "gpus": gpus,
         "data": data,
@@ -133,6 +133,41 @@ def test_accumulation_repeats_what_zero2_and_fsdp_send() -> None:
         few, many = (timed(one(16, micro=micro, batch=64, sharing=name)) for micro in (4, 1))
         whole = [found["communication"] + found["hidden"] for found in (few, many)]
         assert whole[1] / whole[0] == pytest.approx(times, rel=0.35 if name == "hsdp" else 0.05)
+
+
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_zero1_of_a_run_sums_everything_and_sends_each_tensor(gpus: int) -> None:
+    what = dataclasses.replace(subject(), broadcasts=300, states=(4.0, 4.0, 8.0))
+    found = seconds(what, one(gpus, batch=gpus, sharing="zero1"), BEST, 8)
+    alone = timed(one(gpus, batch=gpus))
+    link = A100.intra if gpus == 8 else A100.inter
+    each = broadcast(4 * GPT.parameters / 300, gpus, link, "tree")
+    assert found.communication[0] == pytest.approx(alone["communication"] + 300 * each)
+    assert found.hidden[0] == pytest.approx(alone["hidden"])
+
+
+@pytest.mark.parametrize("sharing", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
+def test_gradients_of_two_bytes_are_sent_in_two(sharing: str) -> None:
+    wide, narrow = (
+        seconds(subject(gradient_bytes=size), one(64, batch=64, sharing=sharing), dataclasses.replace(BEST, flops_per_sec=1e30), 8)
+        for size in (4, 2)
+    )
+    less = {"ddp": 0.5, "zero1": 4 / 6, "zero2": 4 / 6}.get(sharing)
+    sent = [float((found.communication + found.hidden)[0]) for found in (wide, narrow)]
+    assert sent[1] < 0.9 * sent[0]
+    if less is not None:
+        assert sent[1] / sent[0] == pytest.approx(less, rel=0.01)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_gpus_of_one_node_lie_in_one_node(gpus: int) -> None:
+    for layout in (layouts(subject(), A100, [gpus], 8 * gpus, [kind], Counter()) for kind in SHARINGS):
+        assert (layout.nodes == 1).all()
+        assert (layout.inside == layout.data).all()
+    assert not len(layouts(subject(), A100, [gpus], 8 * gpus, ["hsdp"], Counter())) or gpus == 1  # that is fsdp, in one node
+    found = layouts(subject(), A100, [64], 64, ["fsdp"], Counter())
+    ranks = [np.arange(data) * tensor // 8 for data, tensor in zip(found.data, found.tensor, strict=True)]  # their nodes, one by one
+    assert found.nodes.tolist() == [len(set(nodes.tolist())) for nodes in ranks]
 
 
 # --- memory
@@ -279,7 +314,11 @@ def test_tens_of_thousands_of_gpus() -> None:
     found = plans(gpus=24_576, global_batch=24_576)
     assert found.considered > 1000
     assert all(plan.gpus == 24_576 for plan in found)
-    assert {"c", "b", "m"} & {plan.bound[0] for plan in found}
+    for plan in found:
+        if plan.bound != "memory":
+            assert plan.parts[plan.bound] == max(plan.parts.values())
+    assert found.best.bound == "compute"
+    assert plans(model=GPT, gpus=24_576, global_batch=24_576).best.bound == "communication"  # a small model has little to hide behind
 
 
 def test_what_is_ruled_out_adds_up() -> None:
@@ -344,7 +383,7 @@ def test_a_cluster_of_ones_own_from_what_was_measured() -> None:
     assert Cluster.from_json(own.to_json()) == own
     assert A100.with_links(inter=sweep).inter == sweep.link
     assert plans(cluster=own).best.seconds.mid > 0
-    with pytest.raises(CostError, match="a Link or a Sweep is wanted"):
+    with pytest.raises(CostError, match=r"3: a Link.*Sweep"):
         Cluster.of("T4", gpus_per_node=1, intra=3, inter=sweep)  # type: ignore[arg-type]
 
 
@@ -378,13 +417,28 @@ def test_knobs_of_a_run() -> None:
     staged = plans(pipeline=4)
     with pytest.raises(PlanError, match=r"a RunSpec has no pipeline.*pipeline=1"):
         staged.changes()
+    theirs = plans(model=GPT, gpus=8, pipeline=1, tensor=1, sharing="zero1")
+    assert "Megatron" in str(theirs)
+    assert "Megatron" not in str(plans(model=GPT, gpus=8, sharing="fsdp"))
+    with pytest.raises(PlanError, match=r'Megatron.*ZeroRedundancyOptimizer.*sharing="zero2"'):
+        theirs.changes()
+    assert plans(model=GPT, gpus=1, sharing="zero1").changes()["parallel"] == "zero1"  # alone it sends nothing
 
 
 def test_it_says_what_limits() -> None:
-    words = {plan.bound for plan in plans(gpus=None, global_batch=512)} | {front.bound for front in plans(gpus=None).front}
-    assert "compute" in words
-    assert "bubble" in words or "communication" in words
-    assert plans(model=LARGE, gpus=16, pipeline=1, sharing="zero1", cluster="DGX-B200").best.bound in ("memory", "compute")
+    def bound(**changes: Any) -> str:
+        options: dict[str, Any] = {"model": GPT, "tensor": 1, "pipeline": 1, "sharing": "ddp", "checkpointing": "none"}
+        return str(plans(**{**options, **changes}).best.bound)
+
+    slow = dataclasses.replace(A100, inter=Link(latency=1e-5, bandwidth=1e8))
+    assert bound(gpus=1) == "compute"
+    assert bound(gpus=64, cluster=slow) == "communication"
+    assert bound(gpus=8, pipeline=8, chunks=1, global_batch=1) == "bubble"
+    roomy = dataclasses.replace(A100, device=dataclasses.replace(A100.device, memory=10**12))
+    tight = dataclasses.replace(A100, device=dataclasses.replace(A100.device, memory=int(6e9)))
+    wide: dict[str, Any] = {"gpus": 8, "sharing": "fsdp", "checkpointing": None, "global_batch": 64}
+    assert bound(cluster=roomy, **wide) == "compute"
+    assert bound(cluster=tight, **wide) == "memory"
 
 
 def test_it_shows_itself() -> None:
@@ -405,14 +459,17 @@ def test_it_shows_itself() -> None:
 
 def test_pictures_of_plans() -> None:
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
     from workbench import plot
 
     found = plans(gpus=None)
     ax = found.plot(ax=Figure().subplots())
-    assert sum(patch.get_width() for patch in ax.patches if patch.get_y() < 0.3) == pytest.approx(found.best.seconds.mid, rel=1e-6) or (
-        ax.get_xlabel().startswith("predicted step")
-    )
+    assert ax.get_xlabel().startswith("predicted step")
+    unit = {"(s)": 1.0, "(ms)": 1e3, "(µs)": 1e6}[ax.get_xlabel().split()[-1]]
+    for place, plan in enumerate(found):
+        row = [patch for patch in ax.patches if isinstance(patch, Rectangle) and patch.get_y() < place < patch.get_y() + patch.get_height()]
+        assert sum(patch.get_width() for patch in row) == pytest.approx(unit * plan.seconds.mid)
     held_ax = plot.plan_memory(found, ax=Figure().subplots())
     assert held_ax.get_xlabel() == "predicted memory of the fullest GPU (GiB)"
     front = plot.plan_front(found, ax=Figure().subplots())
@@ -447,6 +504,63 @@ def test_a_module_is_counted_and_planned() -> None:
         plans(model=build, batch=batch, parallel="fsdp")
 
 
+def layers() -> Any:
+    from torch import nn
+
+    return nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Tanh()) for _ in range(8)])
+
+
+@pytest.mark.parametrize("cluster", ["DGX-A100", "DGX-H100"])
+def test_fp32_is_not_tf32(cluster: str) -> None:
+    import torch
+
+    peak = Cluster.named(cluster).device.flops_per_sec["fp32"]
+    batch = (torch.empty(256, 4096, device="meta"), torch.zeros(256, dtype=torch.long, device="meta"))
+    alone: dict[str, Any] = {"cluster": cluster, "gpus": 1, "global_batch": 8192, "checkpointing": "none", "precision": "fp32"}
+    for found in (plans(model=layers, batch=batch, **alone), plans(model=GPT, **alone)):
+        work = 8192 * (GPT.flops(1) if not found.notes[-1].startswith("counted") else 2 * (3 * 8 - 1) * 4096**2)
+        assert found.best.seconds.low >= work / peak
+        assert 0.9 < found.best.seconds.mid / (work / peak / 0.5) < 1.3
+        assert found.best.mfu.mid == pytest.approx(work / peak / found.best.seconds.mid, rel=0.01)
+        assert found.best.mfu.high <= 0.66
+
+
+def test_waiting_for_the_memory_takes_as_long_in_every_precision() -> None:
+    import torch
+    from torch import nn
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Any) -> Any:
+            x = x * self.scale
+            for _ in range(20):
+                x = x.tanh()
+            return x
+
+    batch = (torch.empty(8, 2**18, device="meta"), torch.zeros(8, dtype=torch.long, device="meta"))
+    options: dict[str, Any] = {"gpus": 1, "global_batch": 8, "cluster": "DGX-A100", "checkpointing": "none", "batch": batch}
+    took = [plans(model=Scaled, precision=precision, **options).best.seconds.mid for precision in ("fp32", "amp_bf16")]
+    assert took[0] == pytest.approx(took[1], rel=0.05)
+    assert took[0] > 20 * 5 * 8 * 2**18 * 4 / A100.device.bandwidth  # read and written, forward and back
+
+
+def test_a_program_s_zero1_is_that_of_its_run() -> None:
+    import torch
+
+    batch = (torch.empty(8, 256, device="meta"), torch.zeros(8, dtype=torch.long, device="meta"))
+    options: dict[str, Any] = {"batch": batch, "cluster": "DGX-H100", "gpus": 16, "global_batch": 16, "checkpointing": "none"}
+    found = {sharing: plans(model=build, sharing=sharing, links=1.0, **options).best for sharing in ("ddp", "zero1")}
+    sent = {name: one.parts["communication"] + one.hidden for name, one in found.items()}
+    calls = wb.collectives(build, (torch.empty(1, 256), torch.zeros(1, dtype=torch.long)), world_size=16, parallel="zero1").calls
+    broadcasts = [call.seconds(Cluster.named("DGX-H100")) for call in calls if call.kind == "broadcast"]
+    assert len(broadcasts) == 10
+    assert sent["zero1"] - sent["ddp"] == pytest.approx(sum(broadcasts), rel=0.01)
+    assert found["zero1"].changes()["parallel"] == "zero1"
+
+
 def units_of(name: str) -> str:
     return name.split(", ")[1].removesuffix(" parameters")
 
@@ -475,6 +589,18 @@ def units_of(name: str) -> str:
         ({"optimizer": "sgd"}, "a Transformer has sizes only"),
         ({"global_batch": 7, "gpus": 64, "tensor": 1, "pipeline": 1}, "no layout of 64 GPUs makes a batch of 7 samples"),
         ({"price": -1}, "money per device and hour of at least 0"),
+        ({"pue": "a"}, r"pue='a': a number is wanted, such as pue=1.2"),
+        ({"price": "2"}, "price='2': a number is wanted"),
+        ({"margin": "x"}, "margin='x': a share of the memory"),
+        ({"steps": None}, "steps=None: a whole number of at least 1 is wanted$"),
+        ({"top": None}, "top=None: a whole number of at least 1 is wanted$"),
+        ({"gradient_bytes": -4}, "gradient_bytes=-4: allowed are 4, or 2"),
+        ({"gradient_bytes": 2, "precision": "fp32"}, "gradients have 4 bytes there"),
+        ({"model": 5}, r"^plan\(5\): a cost.Transformer, a RunSpec, a Task"),
+        ({"model": "x"}, r"^plan\('x'\): a cost.Transformer, a RunSpec, a Task.*not a str"),
+        ({"model": lambda: None}, "a model needs an example of its batch: batch="),
+        ({"gpus": 1024, "global_batch": 10, "tensor": 1, "pipeline": 1}, "try global_batch=1024, or another number of GPUs"),
+        ({"gpus": 6, "global_batch": 48, "tensor": 4}, "try another number of GPUs"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -491,6 +617,69 @@ def test_a_model_that_fits_nowhere_hears_by_how_much_and_what_would_help() -> No
     assert "It would fit on" in said
     gpus = int(said.split("It would fit on ")[1].split(" GPUs")[0].replace(",", ""))
     assert plans(gpus=gpus, cluster="AWS-p4d").best.gpus == gpus
+
+
+def test_advice_keeps_to_what_was_asked_and_holds() -> None:
+    only: dict[str, Any] = {"cluster": "DGX-A100", "gpus": 64, "global_batch": 1024, "tensor": 1, "pipeline": 1}
+    with pytest.raises(PlanError, match="fits nowhere") as caught:
+        plans(**only, sharing="ddp")
+    said = str(caught.value)
+    assert " GPUs; or" not in said.split("It would fit ")[1].replace("on GPUs with", "")  # no number of copies makes a copy smaller
+    sharing = said.split('sharing="')[1].split('"')[0]
+    assert plans(**only, sharing=sharing).best.sharing == sharing
+    times = int(said.split("on GPUs with ")[1].split(" times")[0])
+    device = dataclasses.replace(A100.device, memory=times * A100.device.memory)
+    assert plans(**{**only, "cluster": dataclasses.replace(A100, device=device)}, sharing="ddp").best.sharing == "ddp"
+    with pytest.raises(PlanError, match="fits nowhere") as caught:
+        plans(**{**only, "gpus": 8}, sharing="fsdp", checkpointing="none")
+    said = str(caught.value)
+    enough = int(said.split("It would fit on ")[1].split(" GPUs")[0].replace(",", ""))
+    assert plans(**{**only, "gpus": enough}, sharing="fsdp", checkpointing="none").best.gpus == enough
+
+
+def test_a_kind_of_checkpointing_is_advised_where_it_helps_and_can_be_had() -> None:
+    small = dataclasses.replace(A100, device=dataclasses.replace(A100.device, memory=int(44e9)))
+    only: dict[str, Any] = {"model": GPT, "cluster": small, "gpus": 1, "global_batch": 8}
+    with pytest.raises(PlanError) as caught:
+        plans(**{**only, "model": dataclasses.replace(GPT, sequence=8192)}, checkpointing="none")
+    assert 'with checkpointing="full"' in str(caught.value)
+    assert plans(**{**only, "model": dataclasses.replace(GPT, sequence=8192)}, checkpointing="full").best.checkpointing == "full"
+    with pytest.raises(PlanError, match="fits nowhere") as caught:
+        plans(gpus=8, global_batch=8, cluster="AWS-p4d", model=dataclasses.replace(LARGE, sequence=65_536))
+    assert "selective" not in str(caught.value)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 64])
+def test_no_plan_has_more_gpus_than_the_most(most: int) -> None:
+    found = plans(model=GPT, gpus=None, most_gpus=most)
+    assert max(front.gpus for front in found.front) == max(size for size in (1, 2, 4, 8, 16, 32, 64) if size <= most)
+    assert max(plan.gpus for plan in found) <= most
+
+
+def test_one_money_and_ranges_from_the_fastest_step_to_the_slowest() -> None:
+    whole = plans(model=GPT, price=2.0, electricity=5.0, intensity=300, pue=1.2).best
+    used = whole.energy
+    assert used is not None
+    assert whole.money is not None
+    assert whole.kwh is not None
+    assert whole.grams is not None
+    hire = whole.gpus * whole.steps * whole.seconds.mid / 3600 * 2.0
+    assert whole.money.mid == used.money == pytest.approx(hire + 5.0 * used.kwh)
+    assert used.low is not None
+    assert used.high is not None
+    each = whole.gpus * whole.steps
+    assert used.low == pytest.approx(each * whole.computing.low * 700)
+    assert used.high == pytest.approx(each / 8 * whole.seconds.high * 10_200)
+    assert whole.kwh == Range(low=used.low * 1.2 / 3.6e6, mid=used.kwh, high=used.high * 1.2 / 3.6e6)
+    assert whole.grams.high == pytest.approx(300 * whole.kwh.high)
+    assert whole.money.low == pytest.approx(each * whole.seconds.low / 3600 * 2.0 + 5.0 * whole.kwh.low)
+    bare = plans(model=GPT, electricity=5.0).best
+    assert bare.money is not None
+    assert bare.energy is not None
+    assert bare.money.mid == bare.energy.money == pytest.approx(5.0 * bare.energy.kwh)
+    rows = {row[0]: row[1] for row in whole.table.rows}
+    assert all("…" in str(rows[f"{name} of 1,000 steps"]) for name in ("money", "energy", "carbon"))
+    assert whole.row()["grams_high"] == whole.grams.high
 
 
 def test_a_device_without_the_precision_and_one_of_unknown_power() -> None:

@@ -366,7 +366,7 @@ def test_the_best_batch_for_so_many_processes() -> None:
 
 
 def test_throughput_in_all_its_forms() -> None:
-    run = SimpleNamespace(spec=SimpleNamespace(global_batch=64, nproc_per_node=2), samples_per_sec=1900.0)
+    run = SimpleNamespace(spec=SimpleNamespace(global_batch=64, world_size=2), samples_per_sec=1900.0)
     point = SimpleNamespace(batch=64, world_size=2, samples_per_sec=1900.0)
     forms: list[Any] = [
         {(2, 64): 1900.0},

@@ -30,6 +30,31 @@ def test_a_tail_sees_whole_lines_however_the_bytes_arrive(tmp_path_factory, nois
     assert seen == rows
 
 
+def test_rows_that_are_taken_away_are_forgotten_by_who_follows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(5)) + '{"step": 5, "lo')
+    tail = rundir.LineTail(path)
+    assert [row["step"] for row in tail.read()] == [0, 1, 2, 3, 4]
+    rundir.keep_rows(path, lambda row: row["step"] < 3)
+    with open(path, "a") as file:  # longer than it was when it was read last
+        file.write("".join(f'{{"step": {step}, "again": true}}\n' for step in range(3, 9)))
+    assert not tail.anew
+    assert [row["step"] for row in tail.read()] == list(range(9))
+    assert tail.anew
+    assert tail.read() == []
+    assert not tail.anew
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+    before = path.stat().st_ino
+    rundir.keep_rows(path, lambda row: True)
+    assert path.stat().st_ino == before  # nothing to take away, nothing is written
+
+
+def test_two_with_the_same_pid_do_not_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 12)  # as two containers have it
+    assert rundir.part_of(tmp_path / "run.json") != rundir.part_of(tmp_path / "run.json")
+    assert rundir.part_of(tmp_path / "run.json").name.endswith(".part")
+
+
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     path.write_text('{"step": 0}\n\x00\x00garbage\n')

@@ -12,7 +12,9 @@ import toy_tasks
 from torch import Tensor, nn
 
 from workbench import rundir
+from workbench.run import Run
 from workbench.spec import RunSpec
+from workbench.timeline import Timeline
 from workbench.train import loop
 from workbench.train.loader import micro_batches
 from workbench.train.ranks import Ranks
@@ -34,6 +36,19 @@ def weights(module: nn.Module) -> Tensor:
     return torch.cat([weight.detach().flatten() for weight in module.parameters()])
 
 
+class HandMadeRun:
+    """Follows the metrics as `Run` does."""
+
+    def __init__(self, path: Path) -> None:
+        info = {"format": rundir.FORMAT, "id": "x", "name": "x", "created": 0.0, "host": "h", "launch_dir": ".", "outcome": None}
+        rundir.write_json(path / rundir.RUN_JSON, info | {"spec": spec_of().to_json()})
+        self.run = Run.load(path)
+        self.before = self.steps()
+
+    def steps(self) -> list[int]:
+        return [row["step"] for row in self.run.metric_rows]
+
+
 def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / rundir.CHECKPOINTS).iterdir())
 
@@ -45,11 +60,16 @@ def test_a_run_that_goes_on_ends_where_one_that_was_never_ended_does(alone: Rank
     (tmp_path / "parts").mkdir()
     loop.train(spec, task, alone, tmp_path / "parts")
     (tmp_path / "parts" / rundir.CHECKPOINTS / "step00000018.pt").unlink()  # as if it had been ended after step 17
-    (tmp_path / "parts" / rundir.METRICS).unlink()
+    follower = HandMadeRun(tmp_path / "parts")
     again = loop.train(spec, task, alone, tmp_path / "parts")
     assert torch.equal(weights(again), weights(whole))
-    steps = [row["step"] for row in rundir.LineTail(tmp_path / "parts" / rundir.METRICS).read()]
-    assert steps == list(range(13, 21))
+    rows = rundir.LineTail(tmp_path / "parts" / rundir.METRICS).read()
+    assert [row["step"] for row in rows] == list(range(1, 21))  # none is twice
+    seconds = [row["seconds"] for row in rows]
+    assert seconds == sorted(seconds)
+    assert follower.steps() == list(range(1, 21))  # and none to who has read the file before
+    steps = Timeline.from_lines(rundir.LineTail(tmp_path / "parts" / rundir.rank_file(0)).read()).steps
+    assert [step.index for step in steps] == list(range(20))
     assert names(tmp_path / "parts") == ["step00000012.pt", "step00000018.pt"]
 
 
@@ -57,6 +77,43 @@ def test_a_run_that_was_at_its_end_has_nothing_to_do(alone: Ranks, tmp_path: Pat
     spec, task = spec_of(steps=6), toy_tasks.numbers()
     first = loop.train(spec, task, alone, tmp_path)
     assert torch.equal(weights(loop.train(spec, task, alone, tmp_path)), weights(first))
+
+
+@pytest.mark.parametrize("damage", [b"", b"half of it", None])
+def test_a_damaged_one_is_passed_over(alone: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes | None) -> None:
+    spec, task = spec_of(), toy_tasks.numbers()
+    whole = weights(loop.train(spec, task, alone, tmp_path))
+    last = tmp_path / rundir.CHECKPOINTS / "step00000018.pt"
+    data = last.read_bytes()
+    last.write_bytes(data[: len(data) // 2] if damage is None else damage)
+    assert torch.equal(weights(loop.train(spec, task, alone, tmp_path)), whole)
+    said = capsys.readouterr().out
+    assert "step00000018.pt is damaged and passed over" in said
+    assert "goes on from step 12: " in said
+    assert [row["step"] for row in rundir.LineTail(tmp_path / rundir.METRICS).read()] == list(range(1, 21))
+
+
+def test_a_panel_that_follows_a_run_that_goes_on_counts_no_step_twice(alone: Ranks, tmp_path: Path) -> None:
+    from workbench.widgets.follow import Follower
+
+    spec, task = spec_of(), toy_tasks.numbers()
+    loop.train(spec, task, alone, tmp_path)
+    follower = Follower(HandMadeRun(tmp_path).run)
+    before = follower.snapshot()
+    loop.train(spec, task, alone, tmp_path)
+    after = follower.snapshot()
+    assert (after.done, after.ranks[0].steps) == (before.done, before.ranks[0].steps) == (20, 20)
+    assert after.losses == before.losses
+
+
+def test_without_a_sound_one_it_begins_anew(alone: Ranks, tmp_path: Path) -> None:
+    spec, task = spec_of(evaluate=False, noise_scale=1, accumulation=2), toy_tasks.numbers()
+    loop.train(spec, task, alone, tmp_path)
+    for path in (tmp_path / rundir.CHECKPOINTS).iterdir():
+        path.write_bytes(b"")
+    loop.train(spec, task, alone, tmp_path)
+    for name in (rundir.METRICS, rundir.noise_file(0)):
+        assert [row["step"] for row in rundir.LineTail(tmp_path / name).read() if "step" in row] == list(range(1, 21))
 
 
 def test_without_the_knob_nothing_is_written(alone: Ranks, tmp_path: Path) -> None:

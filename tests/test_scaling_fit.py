@@ -324,3 +324,10 @@ def test_more_that_do_less_are_explained_by_what_is_known() -> None:
     slower = [ScalingPoint(world_size=n, rates=(rate,), of_one_spec=True) for n, rate in ((1, 100.0), (2, 60.0))]
     assert "costs more than they bring" in str(ScalingCurve(slower).fit().predict(4))
     assert "multiply them by their number" in str(ScalingCurve([(1, 100), (2, 60)]).fit().predict(4))
+
+
+def test_a_number_too_large_to_read_is_said_with_a_prefix() -> None:
+    fit = ScalingCurve([(1, 100.0), (2, 190.0), (4, 350.0)]).fit()
+    shown = [str(fit.predict(size)).splitlines()[0] for size in (999_999, 12_000_000, 10**30)]
+    assert shown == ["999,999 processes", "12.0 M processes", "1.00e+30 processes"]
+    assert "000,000" not in str(fit.predict(10**30))

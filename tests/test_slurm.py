@@ -1,6 +1,7 @@
 """Runs as jobs of a real Slurm: two virtual nodes on this machine, which are started, killed and ended here."""
 
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,9 +35,42 @@ def cluster() -> Iterator[SlurmCluster]:
                 patch.setenv(name, found.environ[name])
             yield found
         except NoSlurm as why:
-            pytest.skip(f"Slurm's daemons cannot run here: {why}")
+            left_out(why)
         finally:
             found.stop()
+
+
+def left_out(why: NoSlurm) -> None:
+    """No cluster: in CI, where these tests are the proof, that is a failure, unless a container does not let a daemon run."""
+    how = f"Slurm's daemons cannot run here: {why}"
+    pytest.fail(how) if os.environ.get("CI") and not why.forbidden else pytest.skip(how)
+
+
+@pytest.mark.parametrize(
+    ("ci", "why", "outcome"),
+    [
+        ("", NoSlurm("the nodes did not come up: slurmctld: still starting"), pytest.skip.Exception),
+        ("1", NoSlurm("the nodes did not come up: slurmctld: still starting"), pytest.fail.Exception),
+        ("1", NoSlurm("munged: Permission denied"), pytest.fail.Exception),
+        ("1", NoSlurm("n1 ended: slurmd: Operation not permitted", forbidden=True), pytest.skip.Exception),
+    ],
+)
+def test_in_ci_a_cluster_that_does_not_come_up_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, ci: str, why: NoSlurm, outcome: type[BaseException]
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(outcome, match=re.escape(str(why))):
+        left_out(why)
+
+
+def test_a_daemon_that_may_not_run_says_so(tmp_path: Path) -> None:
+    cluster = SlurmCluster(tmp_path)
+    for words, forbidden in (("slurmd: error: chown: Operation not permitted", True), ("slurmd: fatal: no such node", False)):
+        cluster._start("slurmd", ["sh", "-c", f"echo '{words}'; exit 1"])
+        with pytest.raises(NoSlurm, match=words) as found:
+            cluster._until(lambda: False, "the nodes")
+        assert found.value.forbidden is forbidden
+        (tmp_path / "slurmd.out").unlink()
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -117,9 +151,17 @@ def test_a_job_that_is_put_back_goes_on_from_its_checkpoint(cluster: SlurmCluste
     resumed = int(run.logs().split("goes on from step ")[1].split(":")[0])
     assert resumed >= 50
     until(lambda: run.metric_rows[-1]["step"] > resumed and run.timelines, "no step after it")
-    steps = run.metrics["step"].tolist()
-    assert sorted(steps) == list(range(1, len(steps) + 1))  # none is missing, none is twice
     assert run.stop().state == "stopped"
+    for seen in (run, wb.Run.load(run.path)):  # one that has followed it all the time, and one that looks now
+        steps = [row["step"] for row in seen.metric_rows]
+        assert steps == list(range(1, len(steps) + 1))  # none is missing, none is twice
+        seconds = [row["seconds"] for row in seen.metric_rows]
+        assert seconds == sorted(seconds)
+        for timeline in seen.timelines:
+            numbers = [step.index for step in timeline.steps]
+            assert numbers == sorted(set(numbers))
+            assert resumed in numbers  # the first after the checkpoint, from 0
+            assert abs(numbers[-1] + 1 - len(steps)) < 1000  # both are written a few times a second
     assert run.error is None
     gone(run)
     assert cluster.ask("squeue", "-h", "-t", "RUNNING").strip() == ""

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -245,3 +246,10 @@ def test_kernel_killed(notebook: Notebook) -> None:
     notebook.manager.signal_kernel(signal.SIGKILL)
     report("kernel killed", gone(notebook.run))
     assert notebook.run.state == "abandoned"
+
+
+def test_stop_without_its_directory(deaf: wb.Run) -> None:
+    while deaf.path.exists():  # its ranks still write
+        shutil.rmtree(deaf.path, ignore_errors=True)
+    assert deaf.stop(60).state == "stopped"
+    gone(deaf)

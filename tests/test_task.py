@@ -54,6 +54,7 @@ CASES = {
         r"build needs the arguments width, depth; one without is wanted.*def build_default",
     ),
     "syntax": ("def build(:", "my_task.py:build", "is not valid Python"),
+    "a task": ("import workbench as wb\nbuild = wb.Task(model=int)", "my_task.py:build", r"build is a Task; a function that returns one"),
     "form": (GOOD, "my_task.py", r"no such task\. A task is named"),
     "sample": (GOOD, "clipart-resnt", r'no such task; did you mean "clipart-resnet"\?'),
 }
@@ -93,6 +94,8 @@ def test_what_a_rank_can_tell(tmp_path: Path, text: str, said: str) -> None:
 
 def test_what_only_an_import_can_tell_is_left_to_it(tmp_path: Path) -> None:
     task.check(written(tmp_path, "from helper import *") + ":anything")
+    task.check(written(tmp_path, "def build():\n    build = Task()\n    return build") + ":build")
+    task.check(written(tmp_path, "build = Task()\nbuild = wrapped(build)") + ":build")
     task.check("package.module:function")
     task.check("text-gpt")
 

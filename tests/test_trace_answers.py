@@ -98,6 +98,33 @@ def test_collectives(tmp_path: Path, cpu: Trace) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "dims", "kind", "ranks", "size", "factor"),
+    [
+        ("gloo:all_reduce", [[84231]], ["float"], 4, 4 * 84231, 1.5),
+        ("gloo:all_reduce", [[8, 2], [3]], ["c10::BFloat16", "double"], 2, 2 * 16 + 8 * 3, 1.0),
+        ("gloo:all_gather", [[100]], ["int"], 4, 4 * 100 * 4, 0.75),  # what comes out is larger
+        ("gloo:all_gather", [[100]], ["int"], None, None, None),
+        ("gloo:all_reduce", [[100]], ["int"], None, 400, None),
+        ("gloo:all_reduce", [[100]], ["new"], 4, None, None),
+        ("gloo:all_reduce", [[[5], [6]]], ["TensorList"], 4, None, None),
+        ("gloo:barrier", [], [], 4, None, None),
+    ],
+)
+def test_collectives_of_gloo(
+    tmp_path: Path, name: str, dims: Any, kind: Any, ranks: int | None, size: int | None, factor: float | None
+) -> None:
+    """It has no words for its sizes, but shapes and types, and the file says how many ranks there are."""
+    one = event(name, "user_annotation", 10, 20, 9, args={"Input Dims": dims, "Input type": kind})
+    header = {"distributedInfo": {"rank": 0, "world_size": ranks}} if ranks else {}
+    found = Trace.load(write(tmp_path / "a.json", [step(1, 0, 100), one], **header)).collectives()
+    (row,) = found.rows
+    assert (row.bytes, row.ranks) == (size, ranks if size else None)
+    assert row.bus_bandwidth == (pytest.approx(size * factor / (20 * US)) if size and factor else None)
+    assert any("default group, all" in note for note in found.notes) == bool(size and ranks)
+    assert any("where bytes are missing" in note for note in found.notes) == (size is None)
+
+
+@pytest.mark.parametrize(
     ("name", "ranks", "factor"),
     [
         ("allreduce", 2, 1),
@@ -279,6 +306,38 @@ def test_difference(tmp_path: Path, cpu: Trace) -> None:
     assert found.speedup == 1
     assert found.to_frame().shape[1] == 5
     assert any("on a CPU" in note for note in cpu.diff(Trace.load(write(tmp_path / "c.json", on_device()))).notes)
+
+
+def test_operators_per_step_are_those_of_the_steps(tmp_path: Path) -> None:
+    """The same operator of 1 ms in each step: in a file without marks, whose first step has no beginning, and where two threads mark."""
+    unmarked = [
+        one
+        for at in (0, 10_000, 20_000)
+        for one in (op("aten::mm", at + 1000, 1000), event("Optimizer.step#SGD.step", "user_annotation", at + 8000, 1000))
+    ]
+    twice = [event(f"ProfilerStep#{i}", "user_annotation", 10_000 * i + lane, 9990, lane) for lane in (1, 2) for i in range(3)]
+    marked = [*twice, *(op("aten::mm", 10_000 * i + 1000, 1000) for i in range(3))]
+    around = [op("aten::mm", 0, 900), step(1, 1000, 5000), op("aten::mm", 2000, 1000), op("aten::mm", 6500, 900)]
+    for name, events in (("unmarked", unmarked), ("marked", marked), ("around", around)):
+        trace = Trace.load(write(tmp_path / f"{name}.json", events))
+        (found,) = (one for one in trace.diff(trace).changes if one.what == "aten::mm")
+        assert found.before == pytest.approx(1e-3)
+        assert trace.per_step()["aten::mm"] == (pytest.approx(1e-3), 1)
+    kernels = Trace.load(write(tmp_path / "device.json", on_device()))
+    assert all(calls <= 1.5 for _, calls in kernels.per_step("kernel").values())
+
+
+def test_what_it_cannot_tell(tmp_path: Path) -> None:
+    exchange = event("gloo:all_reduce", "user_annotation", 50, 30, 9)
+    frame = event("train.py(1): step", "python_function", 5, 90)
+    alone = Trace.load(write(tmp_path / "a.json", [step(1, 0, 100), exchange, frame], distributedInfo={"rank": 0, "world_size": 1}))
+    said = " ".join(alone.explain().cannot)
+    assert "with_stack=True" not in said
+    assert "trace.idle()" in said
+    assert "slower rank" not in said
+    of_two = Trace.load(write(tmp_path / "b.json", [step(1, 0, 100), exchange], distributedInfo={"rank": 0, "world_size": 2}))
+    assert "with_stack=True" in " ".join(of_two.explain().cannot)
+    assert "slower rank" in " ".join(of_two.explain().cannot)
 
 
 def test_verdicts(tmp_path: Path, cpu: Trace, device: Trace) -> None:

@@ -1,8 +1,12 @@
 """Traces of runs: launched with a profile, found beside the run, with marks of its steps and what they cost; and every way it can fail."""
 
 import contextlib
+import dataclasses
 import gzip
+import itertools
 import json
+import math
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from traced import on_cpu, write
 
 import workbench as wb
 from workbench import rundir
@@ -25,6 +30,7 @@ from workbench.spec import RunSpec, ScriptSpec, SpecError, check_profile, spec_f
 from workbench.timeline import PHASES, Step, Timeline
 from workbench.traces import TraceError
 from workbench.traces.captured import Captured
+from workbench.traces.ranks import TRACES
 
 TOYS = Path(__file__).with_name("toy_tasks.py")
 LATE = RunSpec(task=f"{TOYS}:late_data_on_rank_1", micro_batch=4, nproc_per_node=2, device="cpu")
@@ -159,7 +165,7 @@ def test_the_steps_that_are_traced(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert [step.index for step in trace.steps] == [9, 10, 11]
     assert loop.left_out == [(7, 12)]
     assert loop.captured.compared == 6
-    assert trace.slowdown == pytest.approx(loop.captured.traced / loop.captured.plain - 1)
+    assert trace.slowdown is None or trace.slowdown == pytest.approx(loop.captured.traced / loop.captured.plain - 1)
     assert trace.breakdown().mean("data_wait") > 0
     assert sorted(path.suffix for path in (tmp_path / "traces").iterdir()) == [".gz", ".json"]
     assert capfd.readouterr().err == ""
@@ -203,7 +209,37 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_behind_the_window(tmp_path: Path) -> None:
     loop = Loop(tmp_path, Profile(steps=2, wait=2), steps=20)
     loop.run(4, begin=4)
+    assert loop.left_out == []
     assert loop.captured.notes == ["rank 0 was not traced: the run went on from step 4, and the profiler is started after 2"]
+
+
+def test_a_run_that_goes_on_before_the_window(tmp_path: Path) -> None:
+    """Marks in the file have the numbers of the run; what is left out, those of the rows, which its new process counts from 0."""
+    loop = Loop(tmp_path, Profile(steps=2, wait=7), steps=20)
+    loop.run(10, begin=4)
+    assert [step.index for step in wb.Trace.load(tmp_path).steps] == [8, 9]
+    assert loop.left_out == [(6 - 4, 10 - 4)]
+
+
+@pytest.mark.parametrize("at", [5, 11], ids=["plain", "traced"])
+def test_waiting_for_a_batch_is_no_slowdown(tmp_path: Path, at: int) -> None:
+    loop = Loop(tmp_path, Profile(steps=4), steps=20)
+
+    def batches() -> Iterator[torch.Tensor]:
+        for number in itertools.count():
+            time.sleep(1.5 * (number == at))
+            yield torch.ones(4, 8)
+
+    loop.profiled.step(0)
+    given = loop.profiled.batches(batches())
+    for done in range(1, 21):
+        loop.model(next(given)).sum().backward()
+        time.sleep(0.01)
+        loop.profiled.step(done)
+    assert loop.captured.compared == 8
+    assert loop.captured.plain < 1
+    assert loop.captured.traced < 1
+    assert math.isnan(loop.captured.slowdown) or 0 <= loop.captured.slowdown < 20
 
 
 def test_a_training_that_ends_in_the_window(tmp_path: Path) -> None:
@@ -254,6 +290,20 @@ def test_the_steps_of_an_unedited_script(tmp_path: Path, monkeypatch: pytest.Mon
     assert left_out == [(2, 6)]
 
 
+def test_a_script_that_leaves_its_last_loop_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step at which it does is one, and here the last of the traced ones."""
+    monkeypatch.setenv(rundir.ENV_RUN_DIR, str(tmp_path))
+    borders, training = Borders(Profile(steps=2, wait=3), lambda *steps: None), OtherLoop(new_tape("cpu"), Rules())
+    borders.begin(None)
+    for batch in borders.between(training, iter(range(9))):
+        torch.ones(3).sum()
+        borders.stepped(training)
+        if batch == 5:
+            break
+    borders.close()
+    assert [step.index for step in wb.Trace.load(tmp_path / rundir.TRACES).steps] == [4, 5]
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"traced": 1}', '{"traced": "x", "plain": 1, "compared": 1, "notes": []}'])
 def test_what_lies_beside_a_trace_may_be_damaged(tmp_path: Path, text: str) -> None:
     Captured.beside(tmp_path / "a.pt.trace.json.gz").write_text(text)
@@ -267,6 +317,29 @@ def test_captured_survives_json(tmp_path: Path) -> None:
     assert again == captured
     assert again.slowdown == pytest.approx(2)
     assert "by 200 %" in again.said[-1]
+
+
+@pytest.mark.parametrize(
+    ("plain", "traced", "slowdown", "said"),
+    [
+        ([1.0, 1.0, 1.0, 90.0], [2.0, 2.0, 70.0], 1.0, "slows these steps down by 100 %"),
+        ([1.0, 1.1, 0.9], [1.2, 1.2], 0.2, ""),
+        ([1.0, 1.0, 3.0, 3.0], [9.0, 9.0], None, "half of the steps without it lie 50 % or more off their median"),
+        ([1.0, 1.0, 1.0], [0.9], None, "the steps under it took no longer than those without"),
+        ([1.0, 1.0], [2.0], None, "it takes 3 steps without it to compare with, and there are two"),
+        ([1.0], [2.0], None, "and there is one"),
+        ([], [2.0], None, ""),
+        ([1.0], [], None, ""),
+    ],
+)
+def test_what_a_profiler_costs(tmp_path: Path, plain: list[float], traced: list[float], slowdown: float | None, said: str) -> None:
+    captured = Captured(path=tmp_path / "a.pt.trace.json")
+    captured.compare(plain, traced)
+    again = Captured.from_json(json.loads(json.dumps(captured.to_json())), captured.path)
+    assert again.said == captured.said
+    assert again.slowdown == pytest.approx(slowdown) if slowdown is not None else math.isnan(again.slowdown)
+    assert said in " ".join(again.said)
+    assert bool(said) == bool(again.said)
 
 
 # --- steps under a profiler do not count
@@ -284,6 +357,39 @@ def test_a_timeline_leaves_profiled_steps_out() -> None:
     assert Timeline.from_json(json.loads(json.dumps(timeline.to_json()))) == timeline
     assert timeline.without("forward").profiled == (3, 4, 5)
     assert "profiler" not in Timeline(steps=(Step(index=0, phases=(1.0,) * 6),), profiled=(3,)).caption
+
+
+def test_processor_time_and_memory_leave_profiled_steps_out() -> None:
+    """A step takes 2 s of a processor for 4 samples; a profiled one 50, and memory that stays."""
+    cpu, memory, steps = 0.0, 100, list[Step]()
+    for i in range(12):
+        slowed = 5 <= i <= 8
+        cpu, memory = cpu + (50.0 if slowed else 2.0), 900 if slowed else memory
+        read = i % 2 == 0
+        steps.append(Step(index=i, phases=(1.0,) * 6, samples=4, memory=memory if read else None, cpu=cpu if read else None))
+    timeline = Timeline(steps=tuple(steps), warmup=1, profiled=(5, 6, 7, 8))
+    assert timeline.cpu_per_sample == pytest.approx(0.5)
+    assert timeline.memory == 100
+    assert "(peak memory is as before them)" in timeline.caption
+    assert dataclasses.replace(timeline, clock="device").memory == 900
+    assert dataclasses.replace(timeline, profiled=()).memory == 900
+    early = dataclasses.replace(timeline, profiled=tuple(range(9)))
+    assert (early.memory, early.cpu_per_sample) == (900, pytest.approx(0.5))
+    assert "(its memory is in the peak)" in early.caption
+    assert math.isnan(dataclasses.replace(timeline, profiled=tuple(range(12))).cpu_per_sample)
+
+
+def test_a_run_that_went_on_is_counted_on() -> None:
+    """Its second process counts its rows from 0 again, and says of them which are profiled, before or among them."""
+    one = dict.fromkeys(PHASES, 1.0)
+    first: list[dict[str, Any]] = [{"profiled": [4, 6]}, {"rank": 0, "clock": "host"}, *({"step": i, **one} for i in range(5))]
+    second: list[dict[str, Any]] = [{"profiled": [1, 2]}, {"rank": 0, "clock": "host"}, *({"step": i, **one} for i in range(4))]
+    timeline = Timeline.from_lines([*first, *second], warmup=0)
+    assert [step.index for step in timeline.steps] == list(range(9))
+    assert [step.index for step in timeline.measured] == [0, 1, 2, 3, 5, 8]
+    among = Timeline.from_lines([{"step": 0, **one}, {"profiled": [1, 2]}, *({"step": i, **one} for i in (1, 2, 3))], warmup=0)
+    assert among.profiled == (1, 2)
+    assert Timeline.from_json(json.loads(json.dumps(timeline.to_json()))) == timeline
 
 
 # --- launched
@@ -309,7 +415,11 @@ def test_the_files_of_a_run(run: Run) -> None:
 def test_what_the_traces_of_a_run_say(run: Run) -> None:
     found = wb.trace(run)
     assert isinstance(found, wb.TraceSet)
-    assert all(trace.slowdown is not None and trace.slowdown > -0.9 for trace in found.values())
+    for rank, path in run.traces.items():
+        kept = Captured.of(path)
+        assert kept is not None
+        assert kept.compared == 5 + 5
+        assert found[rank].slowdown is None or found[rank].slowdown == kept.slowdown >= 0
     late = found.stragglers()
     assert (late.rank, late.phase) == (1, "data_wait")
     assert late.seconds > 0.02
@@ -371,7 +481,9 @@ def test_an_unedited_script_is_traced(tmp_path: Path) -> None:
     run = wb.launch(script, watch=True, profile={"steps": 3, "wait": 8}, runs_dir=tmp_path / "runs").wait(check=True)
     trace = wb.trace(run)
     assert [step.index for step in trace.steps] == [9, 10, 11]
-    assert trace.slowdown is not None
+    kept = Captured.of(trace.path)
+    assert kept is not None
+    assert kept.compared == 6
     assert sum(row.count for row in trace.ops().rows if row.name == "Optimizer.step#SGD.step") == 3
     assert run.logs() == ""
     (timeline,) = run.timelines
@@ -401,6 +513,25 @@ def test_a_run_without_traces(tmp_path: Path) -> None:
     rundir.write_json(Captured.beside(captured.path), captured.to_json())
     with pytest.raises(TraceError, match=r"has no traces: rank 0 was not traced: no room"):
         wb.trace(short)
+
+
+def test_a_rank_without_its_trace(tmp_path: Path) -> None:
+    """Of two that were asked for: the other's is in a set, and why there is none is said."""
+    run = written(tmp_path / "a", RunSpec(task="a:b", nproc_per_node=2, profile={"ranks": "all"}))
+    folder = run.path / rundir.TRACES
+    folder.mkdir()
+    for rank, note in enumerate(("the queue was emptied", "rank 1 was not traced: the run ended after 3 steps")):
+        captured = Captured(path=folder / f"rank{rank}_x.1.pt.trace.json.gz", notes=[note])
+        rundir.write_json(Captured.beside(captured.path), captured.to_json())
+    write(folder / "rank0_x.1.pt.trace.json.gz", on_cpu(), distributedInfo={"rank": 0, "world_size": 2})
+    found = wb.trace(run)
+    assert isinstance(found, wb.TraceSet)
+    assert found.ranks == (0,)
+    assert found.notes == ("1 of 2 ranks have no trace here: 1", "rank 1 was not traced: the run ended after 3 steps")
+    assert "the queue was emptied" in found.breakdown().notes
+    loaded = wb.Trace.load(run.path)  # in the run's folder for them
+    assert loaded.path.parent == folder
+    assert TRACES == rundir.TRACES
 
 
 @pytest.mark.parametrize(

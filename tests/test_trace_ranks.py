@@ -1,5 +1,6 @@
 """Traces of several ranks: who waits for whom, found in runs made by hand in which that is known."""
 
+import gzip
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import workbench as wb
 from workbench import plot
 from workbench.traces import Trace, TraceError, TraceSet
 from workbench.traces.arrivals import Arrivals
+from workbench.traces.captured import Captured
 from workbench.traces.rank_parts import RankParts
 from workbench.traces.stragglers import Stragglers
 
@@ -113,6 +115,38 @@ def test_operators_that_are_called_more_often(tmp_path: Path) -> None:
     assert raw.rank == 1
     (detail,) = TraceSet.load(paths).stragglers().details
     assert detail == "aten::mm +400 µs (called as often)"
+
+
+def test_collectives_are_no_reason_for_computing(tmp_path: Path) -> None:
+    """The slow rank is in `c10d::allreduce_` for longer, too, and that is not why its own work takes longer."""
+    paths = world(tmp_path, [even(), even(compute=900)])
+    events = json.loads(gzip.decompress(paths[1].read_bytes()))
+    calls = [{**one, "name": "c10d::allreduce_", "ts": one["ts"] + 1} for one in events["traceEvents"] if one["name"] == "aten::mm"]
+    calls = [{**one, "tid": 5, "pid": 5} for one in calls]
+    write(paths[1], [*events["traceEvents"], *calls], distributedInfo=events["distributedInfo"])
+    found = TraceSet.load(paths)
+    assert found[1].per_step()["c10d::allreduce_"][0] == pytest.approx(900e-6)
+    assert found.stragglers().details == ("aten::mm +400 µs (called as often)",)
+
+
+def test_a_straggler_is_one_by_what_is_said_of_it(tmp_path: Path) -> None:
+    """In the median step it costs more than 5 %, and in the mean, which the sentence has, less: it is not named."""
+    late = [40, 40, 40, 0, 0]
+    found = TraceSet.load(world(tmp_path, [even(), {"data_wait": [100] * 5, "compute": [500 + one for one in late]}])).stragglers()
+    assert found.lost / (650 + 24) < 0.05 < 40 / 690
+    assert found.ranks == ()
+
+
+def test_what_the_profiler_costs_is_said_once(tmp_path: Path) -> None:
+    for rank, path in enumerate(world(tmp_path, [even(), even()])):
+        captured = Captured(path=path, traced=2.0 + rank, plain=1.0, compared=4, notes=["both", f"only {rank}"])
+        Captured.beside(path).write_text(json.dumps(captured.to_json()))
+    notes = TraceSet.load(tmp_path).breakdown().notes
+    assert [note for note in notes if "slows" in note] == [
+        "rank 1: the profiler slows these steps down by 200 %: small operators look dearer than they are"
+    ]
+    assert "both" in notes
+    assert {"rank 0: only 0", "rank 1: only 1"} <= set(notes)
 
 
 def test_two_slow_ranks_of_four(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import gzip
+import hashlib
 import json
 import subprocess
 import sys
@@ -132,6 +133,67 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
     trace = Trace.load(packed)
     assert 0 < len(trace.columns) < len(events)
     assert "ends early or is damaged" in trace.notes[0]
+
+
+@pytest.mark.parametrize("pieces", [2**10, 4 * 2**20])
+def test_a_wrong_bit_in_a_packed_file(tmp_path: Path, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is there up to the bit, and all of it where only the checksum at the end is wrong, also of a file that is one piece."""
+    monkeypatch.setattr(reading, "PIECE", pieces)
+    names = [f"aten::op{hashlib.sha256(str(i).encode()).hexdigest()}" for i in range(2000)]  # which do not pack well
+    packed = gzip.compress(json.dumps({"traceEvents": [op(name, 10 * i, 5) for i, name in enumerate(names)]}).encode())
+    path = tmp_path / "a.json.gz"
+    for place, least in ((len(packed) - 6, 2000), (len(packed) * 9 // 10, 1600), (len(packed) // 2, 800)):
+        wrong = bytearray(packed)
+        wrong[place] ^= 1
+        path.write_bytes(wrong)
+        trace = Trace.load(path)
+        found = [label.name for label in trace.columns.labels]
+        assert len(trace.columns) >= least
+        assert len(set(names[:least]) & set(found)) == least
+        assert any("ends early or is damaged" in note for note in trace.notes)
+
+
+def test_a_packed_file_without_text(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(b'{"traceEvents": []}'))
+    packed[10] = 0xFF  # no kind of block that there is
+    (tmp_path / "a.json.gz").write_bytes(packed)
+    with pytest.raises(TraceError, match=r"has no text: the file ends early or is damaged") as caught:
+        Trace.load(tmp_path / "a.json.gz")
+    assert "is empty" not in str(caught.value)
+    assert "not finished" not in str(caught.value)
+
+
+def test_events_within_another_value(tmp_path: Path) -> None:
+    """Those of the trace itself count, wherever they stand; where there are none but others, that is said."""
+    path = tmp_path / "a.json"
+    inner = {"a": ']} " [', "traceEvents": [op("wrong", 0, 1)] * 3}
+    for content in (
+        {"x": inner, "traceEvents": [op("right", 0, 1)]},
+        {"x": [[inner, inner]], "y": inner, "traceEvents": [op("right", 0, 1)]},
+    ):
+        path.write_text(json.dumps(content))
+        trace = Trace.load(path)
+        assert [label.name for label in trace.columns.labels] == ["right"]
+        assert trace.notes == ()
+    path.write_text(json.dumps({"x": inner}))
+    trace = Trace.load(path)
+    assert [label.name for label in trace.columns.labels] == ["wrong"]
+    assert any("only within another value" in note for note in trace.notes)
+
+
+@pytest.mark.parametrize("bad", ["[" * 5000 + "]" * 5000, '"' + "\\ud800" + '"', "5"])
+def test_a_whole_file_whose_last_event_cannot_be_read(tmp_path: Path, bad: str) -> None:
+    """It is damaged, and does not end in the middle."""
+    good = json.dumps(op("aten::mm", 0, 1))
+    path = tmp_path / "a.json"
+    path.write_text(f'{{"traceEvents": [{good}, {{"ph": {bad}}}], "host_name": "here"}}')
+    trace = Trace.load(path)
+    assert trace.host == "here"
+    assert len(trace.columns) == 1
+    assert not any("ends in the middle" in note for note in trace.notes)
+    path.write_text('{"traceEvents": [1, 2]}')
+    with pytest.raises(TraceError, match="damaged at 1 place"):
+        Trace.load(path)
 
 
 def test_damage_in_the_middle(tmp_path: Path) -> None:

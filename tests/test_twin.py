@@ -1,6 +1,7 @@
 """The twin of DDP: torch's own reducer beside the closed form."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -85,10 +86,21 @@ def test_every_kind_of_network() -> None:
     assert seconds_on(sweep, 8)(2**20) == pytest.approx(60e-6)
     assert seconds_on(NET, 8)(1e6) == all_reduce(1e6, 8, NET)
     assert seconds_on(lambda size: size, 8)(3) == 3
-    with pytest.raises(CostError, match="a Link, a Sweep, a Cluster, or a function"):
+    with pytest.raises(CostError, match="a Link, a Sweep, a Cluster or its name, or a function"):
         seconds_on(3, 8)  # type: ignore[arg-type]
     with pytest.raises(CostError, match="no whole nodes"):
         seconds_on(Cluster.named("DGX-H100"), 9)
+    assert seconds_on("dgx-h100", 64)(1e9) == Cluster.named("DGX-H100").all_reduce(1e9, 64)
+    with pytest.raises(CostError, match="unknown cluster 'DGX-H10': did you mean"):
+        seconds_on("DGX-H10", 64)
+
+
+@pytest.mark.parametrize("answer", [math.nan, math.inf, -1.0, "x", None])
+@pytest.mark.parametrize("real", [None, 0.1])
+def test_a_network_of_ones_own_that_answers_nonsense(answer: Any, real: float | None) -> None:
+    with pytest.raises(CostError, match=rf"network\([\d,]+\) returned {answer!r}: seconds of at least 0"):
+        wb.ddp_twin(LAYERS, lambda size: answer, ranks=8, real=real)
+    assert not dist.is_initialized()
 
 
 def test_it_can_be_kept_and_drawn() -> None:

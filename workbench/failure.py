@@ -261,7 +261,8 @@ def _lost_machine(suspects: list[_Suspect], outcome: Mapping[str, Any]) -> Failu
         kind="node",
         message=f"machine {rank} ({node['name']}) died or was cut off: its guard has not been heard of any more{said}",
         traceback=fell.failure.traceback if fell else None,
-        hint="Is it up, and does it reach the shared file system? checkpoint_every= keeps what is done until then.",
+        hint="Is it up, and does it reach the shared file system? A job of Slurm goes on by itself, on others: Slurm(requeue=True) with "
+        "checkpoint_every=.",
     )
 
 
@@ -327,8 +328,13 @@ def _of_the_launch(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
                 "stopped because the process that launched it ended",
                 "A run lives as long as the kernel or script that launched it.",
             )
+            if left := outcome.get("cause"):
+                name = (outcome.get("nodes") or {}).get(str(left), {}).get("name")
+                message = f"stopped because workbench join ended on machine {left}" + (f" ({name})" if name else "")
+                hint = "A machine stays in a run as long as the workbench join that brought it in."
         case "lost":
-            message, text = "its guard was killed, so nobody saw how it ended", "\n".join(said[-30:]) or None
+            who = "rank 0" if rundir.read_json(run_dir / rundir.RUN_JSON).get("alone") else "its guard"
+            message, text = f"{who} was killed, so nobody saw how it ended", "\n".join(said[-30:]) or None
         case _:
             code, text = outcome.get("returncode"), "\n".join(said[-30:]) or None
             errors = [line.strip() for line in said if re.match(r"\s*[\w.]*(Error|Exception)\b.*:", line)]

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ POLL, POLL_LATER, LATER = 1.0, 10.0, 60.0
 PATIENCE = 30
 """Seconds that one of Slurm's programs may take to answer."""
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_ASK_FOR_LESS = ": as it is asked for it can never run; see sinfo for what the partition has, and run.stop()"
+_NEVER = dict.fromkeys(("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints"), _ASK_FOR_LESS)
+"""What to say of a job that waits for what will not come, by Slurm's reason."""
 RUNNING = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
 
@@ -64,12 +68,18 @@ class Seen:
         return self.waits or self.state in RUNNING
 
 
+def is_final(outcome: Mapping[str, Any] | None) -> bool:
+    """Does nothing come after an outcome? A job that was stopped or has failed may be in the queue again."""
+    return bool(outcome and (outcome["state"] == "finished" or outcome.get("settled")))
+
+
 class Job:
     """The job of a run."""
 
     def __init__(self, run_dir: Path, number: str) -> None:
         self.number, self._run_dir = number, run_dir
-        self._began, self._asked, self._seen = time.monotonic(), -math.inf, Seen(state="PENDING")
+        self._began, self._asked = time.monotonic(), -math.inf
+        self._seen: Seen | None = None
 
     @classmethod
     def of(cls, run_dir: Path) -> "Job | None":
@@ -78,8 +88,8 @@ class Job:
         return cls(run_dir, str(rundir.read_json(path)["job"])) if path.exists() else None
 
     @property
-    def seen(self) -> Seen:
-        """What Slurm said last; it is asked again every few seconds. Where it does not answer, its last word counts."""
+    def seen(self) -> Seen | None:
+        """What Slurm said last; it is asked again every few seconds. Where it does not answer, its last word counts; None = it has none."""
         now = time.monotonic()
         if now - self._asked > (POLL if now - self._began < LATER else POLL_LATER):
             self._seen = self._ask() or self._seen
@@ -101,8 +111,10 @@ class Job:
     def words(self) -> str:
         """The job and what it waits for, for people."""
         seen = self.seen
+        if seen is None:
+            return f"Slurm job {self.number}, of which Slurm says nothing here"
         why = f" ({seen.reason})" if seen.waits and seen.reason != "None" else f" on {seen.nodes}" if seen.nodes else ""
-        return f"Slurm job {self.number} {seen.state.lower()}{why}"
+        return f"Slurm job {self.number} {seen.state.lower()}{why}{_NEVER.get(seen.reason, '') if seen.waits else ''}"
 
     def cancel(self) -> None:
         """Ask Slurm to end it.
@@ -123,9 +135,13 @@ class Job:
         Args:
             outcome: what its guard has written, if it has.
         """
-        if outcome and (outcome["state"] == "finished" or outcome.get("settled")):
+        if outcome and is_final(outcome):
             return outcome["state"], outcome
         seen = self.seen
+        if seen is None:  # a copy of the directory on a laptop, or the controller is down: what the guards wrote is all there is
+            if outcome:
+                return outcome["state"], outcome
+            return "running" if (self._run_dir / rundir.NODES).exists() else "queued", None
         if seen.waits:
             return "queued", None
         stays = rundir.read_json(self._run_dir / rundir.RUN_JSON).get("batch", {}).get("requeue")
@@ -136,10 +152,10 @@ class Job:
 
     def _settled(self, seen: Seen, outcome: dict[str, Any] | None) -> dict[str, Any]:
         """The outcome of a job that has ended, written into run.json: the guard's own, or what Slurm says where no guard could tell."""
-        if outcome and outcome["state"] in ("finished", "failed", "timeout"):
-            return outcome
         base = {"returncode": None, "seconds": None, **(outcome or {}), "settled": True}
-        if (self._run_dir / rundir.STOP).exists():
+        if outcome and outcome["state"] in ("finished", "failed", "timeout"):
+            found = base
+        elif (self._run_dir / rundir.STOP).exists():
             found = base | {"state": "stopped"}
         else:
             message, hint = _why(self.number, seen)
@@ -162,7 +178,7 @@ def _why(number: str, seen: Seen) -> tuple[str, str | None]:
         case "TIMEOUT" | "DEADLINE":
             return (
                 f"{job} reached its time limit ({seen.limit})",
-                'Allow more: Slurm(time="2:00:00"); checkpoint_every= keeps what is done.',
+                'Allow more: Slurm(time="2:00:00").',
             )
         case "NODE_FAIL" | "BOOT_FAIL":
             return f"{job}: one of its machines ({seen.nodes}) died", "Slurm(requeue=True) with checkpoint_every= goes on on others."

@@ -10,6 +10,7 @@ import platform
 import re
 import shlex
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from workbench import display, progress, rundir, units
 from workbench.failure import Failure, RunError, first_failure
-from workbench.job import Job
+from workbench.job import Job, is_final
 from workbench.spec import AUTO, RunSpec, Spec, SpecError, spec_from_json
 from workbench.timeline import Timeline
 
@@ -39,6 +40,20 @@ _CANCELLING = 60.0
 
 
 _tell: ContextVar[Callable[["Run"], None] | None] = ContextVar("tell", default=None)
+
+
+_stoppers: dict[str, tuple[Callable[[], object], Callable[[float], object]]] = {}
+"""Run id → how a guard that this process has started is told to end, and waited for: where the run directory cannot say any more."""
+
+
+def remember_stopper(run_id: str, terminate: Callable[[], object], wait: Callable[[float], object]) -> None:
+    """Keep how a run of this process is stopped without its directory."""
+    _stoppers[run_id] = terminate, wait
+
+
+def forget_stopper(run_id: str) -> None:
+    """It has ended."""
+    _stoppers.pop(run_id, None)
 
 
 class RunFormatError(ValueError):
@@ -103,7 +118,7 @@ class Run:
     @property
     def state(self) -> State:
         """How the run stands at this moment."""
-        if self._job is not None and self._outcome is None:
+        if self._job is not None and not is_final(self._outcome):
             state, self._outcome = self._job.standing(rundir.read_json(self.path / rundir.RUN_JSON).get("outcome"))
             return cast(State, state)
         if self._outcome is None:
@@ -196,6 +211,8 @@ class Run:
         """
         if self._job is not None:
             return self._cancelled(max(timeout, _CANCELLING))
+        if not (self._launch_dir / rundir.RUN_JSON).exists() and self.id in _stoppers:
+            return self._stopped_without_directory(timeout)
         lock = self._launch_dir / rundir.LOCK
         if self.state == "running" and self._host != platform.node():
             raise ValueError(f"{self!r} runs on {self._host}, and this is {platform.node()}: stop it there")
@@ -211,6 +228,17 @@ class Run:
                     f"{self!r} has not ended {units.seconds(timeout)} after stop(): see {self._launch_dir / rundir.LAUNCHER_LOG}"
                 )
             time.sleep(_TICK)
+        return self
+
+    def _stopped_without_directory(self, timeout: float) -> "Run":
+        """Its directory was deleted under it: the guard that this process has started is told directly."""
+        terminate, wait = _stoppers[self.id]
+        terminate()
+        try:
+            wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{self!r} has not ended {units.seconds(timeout)} after stop()") from None
+        self._outcome = {"state": "stopped", "returncode": None, "seconds": time.time() - self.created}
         return self
 
     def _cancelled(self, timeout: float) -> "Run":
@@ -248,7 +276,11 @@ class Run:
         """All whole rows of a JSON-lines file; each call reads only what is new."""
         path = self.path / name
         rows = self._rows.setdefault(path, [])
-        rows += self._tails.setdefault(path, rundir.LineTail(path)).read()
+        tail = self._tails.setdefault(path, rundir.LineTail(path))
+        new = tail.read()
+        if tail.anew:  # the run went on from a checkpoint, and what came after that is taken again
+            rows.clear()
+        rows += new
         return rows
 
     @property

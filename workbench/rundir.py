@@ -9,7 +9,9 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+import platform
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +57,15 @@ def noise_file(rank: int) -> str:
     return f"noise{rank}.jsonl"
 
 
+def part_of(path: Path) -> Path:
+    """Where a file is written before it takes its name: a name that nobody else has, on no machine and in no container."""
+    return path.with_name(f"{path.name}.{platform.node()}-{uuid.uuid4().hex}.part")
+
+
 def write_json(path: Path, value: object) -> None:
     """Write a whole JSON file by atomic rename: a reader sees the old file or the new one, never half; nothing is left on failure."""
     text = json.dumps(value, indent=1) + "\n"
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = part_of(path)
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
@@ -164,15 +171,37 @@ class LineWriter:
 
 def cut_to_whole_lines(path: Path) -> None:
     """Take away a last line that its writer did not live to end, before another one goes on in the file."""
-    with open(path, "rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - _LONGEST_LINE))
-        rest = file.read().rpartition(b"\n")[2]
-        file.truncate(end - len(rest))
+    keep_rows(path, lambda row: True)
 
 
-_LONGEST_LINE = 1 << 20
-"""Bytes that a line may have; a file without a line feed in its last so many is none of ours."""
+def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], object]) -> None:
+    """Take away the rows of a file of lines for which `keep` says no, what is no row, and a last line without an end.
+
+    A new file takes the name, so that who follows the old one sees that it has to begin anew. Without a change nothing is written.
+    """
+    data = path.read_bytes()
+    lines = data.splitlines(keepends=True)
+    kept = b"".join(line for line in lines if line.endswith(b"\n") and (row := _row(line)) is not None and keep(row))
+    if kept == data:
+        return
+    part = part_of(path)
+    try:
+        part.write_bytes(kept)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        if error.errno in _FULL:
+            raise DiskFullError(error.errno, full_message(path)) from error
+        raise
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line's JSON object; None = it holds none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
 class _Tail:
@@ -181,10 +210,18 @@ class _Tail:
     def __init__(self, path: Path, start: int = 0) -> None:
         self.path = path
         self._offset, self._rest = start, b""
+        self._file: tuple[int, int] | None = None
+        self.anew = False
+        """Has the last read begun anew, because another file has taken the name (a run that went on from a checkpoint)?"""
 
     def _lines(self) -> list[bytes]:
+        self.anew = False
         try:
             with open(self.path, "rb") as file:
+                stat = os.fstat(file.fileno())
+                before, self._file = self._file, (stat.st_dev, stat.st_ino)
+                if before is not None and (before != self._file or stat.st_size < self._offset):
+                    self._offset, self._rest, self.anew = 0, b"", True
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
@@ -206,11 +243,8 @@ class LineTail(_Tail):
         rows = []
         before = self._offset, self._rest
         for line in self._lines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if not isinstance(row, dict):
+            row = _row(line)
+            if row is None:
                 self._offset, self._rest = before  # the next read says so again: no row is lost silently
                 raise DamagedRunError(f"{self.path} is damaged: {line[:80]!r} is not a JSON object")
             rows.append(row)

@@ -163,8 +163,8 @@ class RunSpec(_Spec):
     evaluate: bool = False
     """Run the task's evaluation after the last step."""
     checkpoint_every: int | None = None
-    """Steps between two checkpoints in the run directory, from which the run goes on if it is started again (a job that Slurm puts back
-    into its queue); None = none are written. With parallel="ddp"; see `train.saving`."""
+    """Steps between two checkpoints in the run directory, from which a job goes on that Slurm puts back into its queue (`Slurm(requeue=
+    True)`); any other run that ended early is launched anew; None = none are written. With parallel="ddp"; see `train.saving`."""
     noise_scale: bool | int = False
     """Write the norms of which `run.noise_scale` is made: n = of each n-th step, at 1/n of the cost (1 = of each, in a long run 10 is
     plenty), True = of each fourth, or of fewer where that took more than 5 % of the time. Needs two groups of samples in a step: ranks, or

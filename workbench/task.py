@@ -104,6 +104,8 @@ def check(name: str) -> None:
                     bound.setdefault(alias.asname or alias.name, node)
                     if alias.name == "*":
                         return  # only the import can tell
+    if _set_to_tasks(tree, function):
+        raise TaskError(_is_a_task(name, function))
     if function not in bound:
         functions = [n for n, node in bound.items() if isinstance(node, ast.FunctionDef)]
         raise TaskError(f"task={name!r}: {_missing(function, path.name, functions)}")
@@ -113,6 +115,29 @@ def check(name: str) -> None:
         needed += [a.arg for a, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None]
         if needed:
             raise TaskError(_takes_arguments(name, function, needed))
+
+
+def _set_to_tasks(tree: ast.AST, name: str) -> bool:
+    """Is all that a file ever calls so the result of a call of Task? Whatever else it may be, only an import can tell."""
+    stored = tasks = 0
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                stored += node.name == name
+            case ast.ImportFrom() | ast.Import():
+                stored += any((alias.asname or alias.name) == name for alias in node.names)
+            case ast.Name(ctx=ast.Store()):
+                stored += node.id == name
+            case (
+                ast.Assign(targets=[ast.Name(id=target)], value=ast.Call(func=ast.Name(id="Task") | ast.Attribute(attr="Task")))
+                | ast.AnnAssign(target=ast.Name(id=target), value=ast.Call(func=ast.Name(id="Task") | ast.Attribute(attr="Task")))
+            ):
+                tasks += target == name
+    return stored == tasks > 0
+
+
+def _is_a_task(name: str, function: str) -> str:
+    return f"task={name!r}: {function} is a Task; a function that returns one is wanted: def {function}(): return wb.Task(…)"
 
 
 def resolve(name: str) -> Task:
@@ -128,7 +153,7 @@ def resolve(name: str) -> Task:
         functions = [n for n, value in vars(module).items() if inspect.isfunction(value)]
         raise TaskError(f"task={name!r}: {_missing(function, where, functions)}")
     if isinstance(factory, Task):
-        raise TaskError(f"task={name!r}: {function} is a Task; a function that returns one is wanted: def {function}(): return wb.Task(…)")
+        raise TaskError(_is_a_task(name, function))
     if not callable(factory):
         raise TaskError(f"task={name!r}: {function} is a {type(factory).__name__}; a function that returns a wb.Task is wanted")
     parameters = inspect.signature(factory).parameters.values()

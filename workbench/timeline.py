@@ -1,6 +1,7 @@
 """Timeline: where the time of each training step went, on one rank. Measured and predicted timelines have this same type."""
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -66,14 +67,22 @@ class Timeline:
 
     @classmethod
     def from_lines(cls, rows: Iterable[Mapping[str, Any]], warmup: int | None = None) -> "Timeline":
-        """From the rows of a `rank<r>.jsonl` file, in any state of being written."""
+        """From the rows of a `rank<r>.jsonl` file, in any state of being written; steps of a run that went on are counted on."""
         head: Mapping[str, Any] = {}
         steps, notes, profiled = [], [], list[int]()
+        told: list[tuple[int, int]] = []
+        last, before = -1, 0
         for row in rows:
             if "step" in row:
+                if row["step"] <= last:  # a run that went on from a checkpoint: its process counts anew
+                    before += last + 1
+                    profiled = [number for number in profiled if number < before]  # it ended before the others
+                last = row["step"]
+                profiled += [before + number for pair in told for number in range(pair[0], pair[1] + 1)]
+                told.clear()
                 steps.append(
                     Step(
-                        index=row["step"],
+                        index=before + last,
                         phases=tuple(float(row.get(phase, 0.0)) for phase in PHASES),
                         samples=row.get("samples"),
                         memory=row.get("memory"),
@@ -81,12 +90,12 @@ class Timeline:
                     )
                 )
             elif "profiled" in row:
-                first, last = row["profiled"]
-                profiled += range(first, last + 1)
+                told.append(tuple(row["profiled"]))  # before the first step of its process, or among them
             elif "note" in row:
                 notes.append(str(row["note"]))
             elif "rank" in row:
                 head = row
+        profiled += [before + number for pair in told for number in range(pair[0], pair[1] + 1)]
         return cls(
             rank=head.get("rank", 0),
             clock=head.get("clock", "host"),
@@ -186,18 +195,35 @@ class Timeline:
 
     @property
     def cpu_per_sample(self) -> float:
-        """CPU seconds of this rank and its workers for a sample; nan if they were read at fewer than two steps (each 0.3 s)."""
+        """CPU seconds of this rank and its workers for a sample, between readings (each 0.3 s) without a profiled step from one to the
+        next; nan without two such readings.
+        """
         read = [(place, step.cpu) for place, step in enumerate(self.steps) if step.cpu is not None and place >= self.left_out - 1]
-        if len(read) < 2:
-            return float("nan")
-        (first, before), (last, after) = read[0], read[-1]
-        samples = sum(step.samples or 0 for step in self.steps[first + 1 : last + 1])
-        return max(0.0, after - before) / samples if samples else float("nan")
+        profiled = set(self.profiled)
+        seconds, samples = 0.0, 0
+        for (first, before), (last, after) in itertools.pairwise(read):
+            between = self.steps[first + 1 : last + 1]
+            if after >= before and profiled.isdisjoint(step.index for step in between):  # less: the process of a run that went on is new
+                seconds += after - before
+                samples += sum(step.samples or 0 for step in between)
+        return seconds / samples if samples else float("nan")
 
     @property
     def memory(self) -> int | None:
-        """Peak bytes of the process, warm-up included; None if it was not read."""
-        return max((step.memory for step in self.steps if step.memory is not None), default=None)
+        """Peak bytes of the process, warm-up included; None if it was not read.
+
+        On a host's clock that of the steps before a profiler's, whose own memory would stay in it, as far as it was read there.
+        """
+        return max((step.memory for step in self._unslowed if step.memory is not None), default=None)
+
+    @property
+    def _unslowed(self) -> tuple[Step, ...]:
+        """The steps whose peak of memory is that of the training; all where none of them was read."""
+        slowed = [step.index for step in self.steps if step.index in self.profiled]
+        if not slowed or self.clock == "device":  # a profiler takes nothing of torch's allocator there
+            return self.steps
+        before = tuple(step for step in self.steps if step.index < slowed[0])
+        return before if any(step.memory is not None for step in before) else self.steps
 
     @property
     def caption(self) -> str:
@@ -210,6 +236,8 @@ class Timeline:
             text += f", the first {self.left_out} left out as warm-up"
         if slowed := [step.index for step in self.steps if step.index in self.profiled]:
             text += f", and steps {min(slowed)} to {max(slowed)}, which a profiler slowed down"
+            if self.clock == "host" and self.memory is not None:
+                text += " (peak memory is as before them)" if len(self._unslowed) < len(self.steps) else " (its memory is in the peak)"
         low, high = self.spread()
         if self.count >= 2 and high - low > 0.1 * self.median():
             text += f"; the step varies by {units.percent((high - low) / self.median())} (middle half over median)"

@@ -1,5 +1,6 @@
 """Trace: some steps under torch's profiler, of this process or of a run that is launched for it, and the files they leave, read."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, Literal, overload
 from workbench import launcher, rundir
 from workbench.failure import Failure, RunError
 from workbench.launcher.launching import label
-from workbench.profiling import STEPS, Profile
+from workbench.profiling import ALL, STEPS, Profile
 from workbench.run import Run
 from workbench.spec import RunSpec, ScriptSpec, SpecError
 from workbench.task import Task
@@ -89,7 +90,7 @@ def trace(
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:
-        A Trace; of several ranks a TraceSet.
+        A Trace; where several ranks were to be traced a TraceSet, whose notes say which have none.
 
     Raises:
         ValueError: what was given cannot be traced; the message says why.
@@ -108,6 +109,7 @@ def trace(
     if extra := [name for name, value in (("ranks", ranks), ("wait", wait), ("runs_dir", runs_dir)) if value is not None]:
         raise ValueError(f"trace(step, …, {extra[0]}=…): only a spec takes it, trace(spec, {extra[0]}=…)")
     assert loader is not None
+    Profile(steps=steps, shapes=shapes, stacks=stacks, memory=memory, flops=flops)  # refuses what is neither True nor False
     from workbench.measure.tracing import Options, capture
 
     folder = Path("traces" if into is None else into)
@@ -121,11 +123,15 @@ def of_run(run: Run) -> Trace | TraceSet:
         TraceError: it has none, or they cannot be read.
     """
     paths = list(run.traces.values())
+    wanted = getattr(run.spec, "profile", None)
     if not paths:
-        asked = getattr(run.spec, "profile", None)
-        why = "it was not asked for any: launch it with profile=5" if asked is None else _why_none(run)
+        why = "it was not asked for any: launch it with profile=5" if wanted is None else _why_none(run)
         raise TraceError(f"{run!r} has no traces: {why}")
-    return Trace.load(paths[0]) if len(paths) == 1 else TraceSet.load(paths)
+    several = wanted is not None and (run.spec.world_size if wanted.ranks == ALL else len(wanted.ranks)) > 1
+    if len(paths) == 1 and not several:
+        return Trace.load(paths[0])
+    found = TraceSet.load(paths)
+    return dataclasses.replace(found, notes=(*found.notes, *notes_in(run.path / rundir.TRACES)))
 
 
 def _why_none(run: Run) -> str:

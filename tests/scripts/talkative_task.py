@@ -1,5 +1,9 @@
-"""A task whose step is half communication: it sleeps for as long to compute as it sleeps to talk, if there is anybody to talk to."""
+"""A task whose step is mostly communication: it sleeps shortly to compute and long to talk, if there is anybody to talk to; and which kills
+its ranks where the micro-batch is large.
+"""
 
+import os
+import signal
 import time
 from typing import Any
 
@@ -8,7 +12,10 @@ import torch.distributed as dist
 
 import workbench as wb
 
-SECONDS = 0.03
+COMPUTING, TALKING = 0.01, 0.06
+"""Seconds."""
+DEADLY = 16
+"""Samples at once."""
 
 
 def talk() -> None:
@@ -22,13 +29,15 @@ def build() -> wb.Task:
     really = dist.all_reduce
 
     def slowly(*tensors: Any, **options: Any) -> Any:
-        time.sleep(SECONDS)
+        time.sleep(TALKING)
         return really(*tensors, **options)
 
     dist.all_reduce = slowly
 
     def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
-        time.sleep(SECONDS)
+        if len(batch) == DEADLY:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(COMPUTING)
         talk()
         return model(batch).mean()
 

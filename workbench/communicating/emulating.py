@@ -32,7 +32,7 @@ def ddp_twin(
 
     Args:
         model: a list of `TwinLayer`, or a torch.nn.Module (only the sizes of its parameters count; they compute at a steady pace of bytes).
-        network: a Link, a measured Sweep, a Cluster, or a function from bytes to the seconds of their all-reduce.
+        network: a Link, a measured Sweep, a Cluster or its name, or a function from bytes to the seconds of their all-reduce.
         ranks: emulated ones.
         forward: seconds of the forward, with a module.
         backward: seconds of the backward, with a module.
@@ -59,6 +59,8 @@ def ddp_twin(
             "or smaller ones with as much smaller a bandwidth and bucket_cap_mb: what matters is their ratio"
         )
     seconds_of = seconds_on(network, ranks)
+    cap = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
+    closed = closed_form(layers, seconds_of, cap)  # before anything starts: a function of the user's may fail
     from workbench.estimate.twin import middle, steps_of
 
     found = middle(
@@ -71,14 +73,13 @@ def ddp_twin(
             steps=1 if real is None else steps,
         )
     )
-    cap = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
     return TwinRun(
         ranks=ranks,
         buckets=tuple(found.buckets),
         forward=found.forward,
         backward=found.backward,
         step=found.forward + found.end,
-        closed=closed_form(layers if real is None else _as_long(layers, found.forward, found.backward), seconds_of, cap),
+        closed=closed if real is None else closed_form(_as_long(layers, found.forward, found.backward), seconds_of, cap),
         real=None if real is None else float(real),
         title=title or ("" if isinstance(model, list | tuple) else type(model).__name__),
     )

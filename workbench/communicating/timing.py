@@ -19,7 +19,7 @@ SIZES = tuple(4**power for power in range(6, 14))
 REPEATS = 9
 """Blocks of each, whose median counts."""
 SECONDS = 15.0
-"""For all of them, about."""
+"""That blocks are made for, all together; they take longer where single collectives do."""
 
 
 def measure_collectives(
@@ -44,7 +44,9 @@ def measure_collectives(
         device: "auto", "cuda" or "cpu".
         backend: "auto", "nccl" or "gloo".
         repeats: blocks of each kind and size.
-        seconds: for all of them, about; the start comes beside.
+        seconds: to share among all blocks, repeats × kinds × sizes of them. Each does one collective at least, and five come before
+            the first, so that slow links take several times as long: large messages over gloo do, on few cores. Smaller `sizes` or fewer
+            `repeats` help. The start comes beside.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
     Raises:

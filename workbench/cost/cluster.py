@@ -3,13 +3,16 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench import display, units
 from workbench.cost.collectives import CostError, Link, all_reduce, checked_ranks
 from workbench.cost.hierarchy import hierarchical_all_reduce
 from workbench.cost.sweep import Sweep
 from workbench.device import Device
+
+if TYPE_CHECKING:
+    from workbench.cost.links import Links
 
 NVLINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 14e-6
 """Seconds per hop of a ring, inside and between nodes, that NCCL reckons with when it chooses algorithms.
@@ -70,13 +73,13 @@ class Cluster:
         device: Device | str,
         *,
         gpus_per_node: int,
-        intra: Link | Sweep,
-        inter: Link | Sweep,
+        intra: "Link | Sweep | Links",
+        inter: "Link | Sweep | Links",
         name: str = "own",
         source: str = "measured",
         measured: bool = True,
     ) -> "Cluster":
-        """A cluster of one's own, from sweeps that were measured on it (`wb.measure_collectives`), or from links.
+        """A cluster of one's own, from what `wb.measure_collectives` found on it, from sweeps or from links.
 
         Args:
             device: each GPU, or its name.
@@ -97,8 +100,10 @@ class Cluster:
             measured=measured,
         )
 
-    def with_links(self, *, intra: Link | Sweep | None = None, inter: Link | Sweep | None = None, source: str = "measured") -> "Cluster":
-        """The same nodes with links that were measured: a Sweep, or a link such as by `Link.from_sweep`."""
+    def with_links(
+        self, *, intra: "Link | Sweep | Links | None" = None, inter: "Link | Sweep | Links | None" = None, source: str = "measured"
+    ) -> "Cluster":
+        """The same nodes with links that were measured: Links, a Sweep, or a link such as by `Link.from_sweep`; their intervals stay."""
         links = {name: _link(one) for name, one in (("intra", intra), ("inter", inter)) if one is not None}
         return replace(self, **links, source=f"{source}; {self.source}", measured=True)  # type: ignore[arg-type]
 
@@ -133,8 +138,8 @@ class Cluster:
             ["GPUs per node", f"{self.gpus_per_node} × {self.device.name}"],
             ["memory of each", units.bytes_(self.device.memory)],
             ["peak of each, dense", units.count(peak, "FLOP/s")],
-            ["inside a node, each way", f"{units.count(self.intra.bandwidth, 'B/s')}, {units.seconds(self.intra.latency)} a hop"],
-            ["between nodes, per GPU", f"{units.count(self.inter.bandwidth, 'B/s')}, {units.seconds(self.inter.latency)} a hop"],
+            ["inside a node, each way", _words(self.intra)],
+            ["between nodes, per GPU", _words(self.inter)],
         ]
         kind = "links measured" if self.measured else "links at best, by datasheet: measured ones are slower"
         return display.Table(columns=("cluster", self.name), rows=rows, note=f"{kind}; {self.source}")
@@ -160,11 +165,16 @@ class Cluster:
         return self.table._repr_html_()
 
 
-def _link(one: Link | Sweep) -> Link:
+def _link(one: "Link | Sweep | Links") -> Link:
     found = getattr(one, "link", one)
     if not isinstance(found, Link):
-        raise CostError(f"{one!r:.60}: a Link or a Sweep is wanted")
+        raise CostError(f"{one!r:.60}: a Link, a Sweep or Links are wanted")
     return found
+
+
+def _words(link: Link) -> str:
+    between = "" if link.bandwidths is None else f" ({' … '.join(units.count(end, 'B/s') for end in link.bandwidths)})"
+    return f"{units.count(link.bandwidth, 'B/s')}{between}, {units.seconds(link.latency)} a hop"
 
 
 def _cluster(name: str, device: str, nvlink: float, gigabits: float, source: str) -> Cluster:

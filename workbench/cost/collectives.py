@@ -33,12 +33,16 @@ class Link:
     """Seconds of a message of no bytes, from rank to rank (α)."""
     bandwidth: float
     """Bytes per second that one rank sends while it receives as many (1/β)."""
+    bandwidths: tuple[float, float] | None = None
+    """Interval of the bandwidth, where repeats were measured; None = not known."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency < math.inf:
             raise CostError(f"latency={self.latency!r}: seconds of at least 0 are wanted, such as 5e-6")
         if not self.bandwidth > 0:
             raise CostError(f"bandwidth={self.bandwidth!r}: bytes per second above 0 are wanted, such as 50e9 for 400 Gbit/s")
+        if self.bandwidths is not None and not 0 < self.bandwidths[0] <= self.bandwidths[1] < math.inf:
+            raise CostError(f"bandwidths={self.bandwidths!r}: (low, high) in bytes per second are wanted, or None")
 
     @classmethod
     def from_sweep(cls, points: Iterable[tuple[float, float]], *, ranks: int, collective: str = "all_reduce") -> "Link":
@@ -70,12 +74,14 @@ class Link:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {"latency": self.latency, "bandwidth": self.bandwidth}
+        interval = {} if self.bandwidths is None else {"bandwidths": list(self.bandwidths)}
+        return {"latency": self.latency, "bandwidth": self.bandwidth, **interval}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Link":
         """Inverse of `to_json`."""
-        return cls(**value)
+        interval = value.get("bandwidths")
+        return cls(**{**value, "bandwidths": None if interval is None else (interval[0], interval[1])})
 
     def __str__(self) -> str:
         return str(self.table)

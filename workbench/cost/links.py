@@ -3,7 +3,7 @@
 import random
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from workbench import display, units
@@ -56,6 +56,11 @@ class Links:
         return tuple(dict.fromkeys(point.kind for point in self.points))
 
     def __getitem__(self, kind: str) -> Sweep:
+        repeated = any(len(point.seconds) > 1 for point in self._of(kind))
+        sweep = self._sweep(kind)
+        return replace(sweep, bandwidths=self.intervals(kind)[1]) if repeated else sweep
+
+    def _sweep(self, kind: str) -> Sweep:
         if kind not in self.kinds:
             raise CostError(f"{kind!r} was not measured: there are {', '.join(self.kinds)}")
         return Sweep(points=[(point.size, point.median) for point in self._of(kind)], ranks=self.ranks, collective=kind)
@@ -65,7 +70,7 @@ class Links:
 
     @property
     def link(self) -> Link:
-        """Latency and bandwidth by the all-reduces; without them, by the first kind. For `Cluster.with_links(intra=…)`."""
+        """Latency, bandwidth and its interval by the all-reduces; without them, by the first kind. For `Cluster.with_links(intra=…)`."""
         return self["all_reduce" if "all_reduce" in self.kinds else self.kinds[0]].link
 
     def intervals(self, kind: str = "all_reduce") -> tuple[tuple[float, float], tuple[float, float]]:
@@ -73,7 +78,7 @@ class Links:
 
         They tell how much the measurement varies, not how well a ring explains it.
         """
-        _ = self[kind]
+        self._sweep(kind)  # what cannot be fitted at all says so
         points, rng, found = self._of(kind), random.Random(0), []
         for _ in range(DRAWS):
             rows = [(float(point.size), statistics.median(rng.choices(point.seconds, k=len(point.seconds)))) for point in points]
@@ -110,7 +115,7 @@ class Links:
 
     def _words(self, kind: str) -> str:
         try:
-            link, (alpha, beta) = self[kind].link, self.intervals(kind)
+            link, (alpha, beta) = self._sweep(kind).link, self.intervals(kind)
         except CostError as error:
             return f"{kind}: {error}"
         return (

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench import display, units
@@ -28,6 +28,8 @@ class Sweep:
     """That took part."""
     collective: str = "all_reduce"
     """Which."""
+    bandwidths: tuple[float, float] | None = None
+    """Interval of the link's bandwidth, by repeats; None = not known."""
     link: Link = field(init=False)
     """Latency and bandwidth that explain the points best."""
 
@@ -36,7 +38,8 @@ class Sweep:
         if len({size for size, _ in rows}) < len(rows):
             raise CostError("the sweep has a size twice: give one time for each, such as the median of its repeats")
         object.__setattr__(self, "points", rows)
-        object.__setattr__(self, "link", Link.from_sweep(rows, ranks=self.ranks, collective=self.collective))
+        fitted = Link.from_sweep(rows, ranks=self.ranks, collective=self.collective)
+        object.__setattr__(self, "link", replace(fitted, bandwidths=self.bandwidths))
 
     def seconds(self, size: float, ranks: int | None = None) -> float:
         """Of the collective at a size; on other ranks than measured, changed as latency and bandwidth say.
@@ -79,12 +82,19 @@ class Sweep:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {"points": [list(point) for point in self.points], "ranks": self.ranks, "collective": self.collective}
+        interval = {} if self.bandwidths is None else {"bandwidths": list(self.bandwidths)}
+        return {"points": [list(point) for point in self.points], "ranks": self.ranks, "collective": self.collective, **interval}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Sweep":
         """Inverse of `to_json`."""
-        return cls(points=[(size, seconds) for size, seconds in value["points"]], ranks=value["ranks"], collective=value["collective"])
+        interval = value.get("bandwidths")
+        return cls(
+            points=[(size, seconds) for size, seconds in value["points"]],
+            ranks=value["ranks"],
+            collective=value["collective"],
+            bandwidths=None if interval is None else (interval[0], interval[1]),
+        )
 
     def __str__(self) -> str:
         return str(self.table)

@@ -1,5 +1,6 @@
 """TwinRun: a backward of DDP's real reducer over a network that is only reckoned, bucket by bucket, beside the closed form."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,8 +11,8 @@ from workbench.cost.collectives import CostError, Link, all_reduce, checked_rank
 from workbench.cost.overlap import Overlap, buckets, overlap
 from workbench.cost.sweep import Sweep
 
-Network = Link | Sweep | Cluster | Callable[[float], float]
-"""What says how long an all-reduce takes: a link, a measured sweep or a cluster, or a function of its bytes."""
+Network = Link | Sweep | Cluster | str | Callable[[float], float]
+"""What says how long an all-reduce takes: a link, a measured sweep, a cluster or its name, or a function of its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,8 @@ def seconds_on(network: Network, ranks: int) -> Callable[[float], float]:
         CostError: no network, or no such ranks on it.
     """
     checked_ranks(ranks)
+    if isinstance(network, str):
+        network = Cluster.named(network)
     if isinstance(network, Link):
         link = network
         return lambda size: all_reduce(size, ranks, link)
@@ -147,8 +150,20 @@ def seconds_on(network: Network, ranks: int) -> Callable[[float], float]:
         cluster.nodes(ranks)
         return lambda size: cluster.all_reduce(size, ranks)
     if callable(network):
-        return network
-    raise CostError(f"network={network!r:.80}: a Link, a Sweep, a Cluster, or a function from bytes to seconds is wanted")
+        return _checked(network)
+    raise CostError(f"network={network!r:.80}: a Link, a Sweep, a Cluster or its name, or a function from bytes to seconds is wanted")
+
+
+def _checked(function: Callable[[float], float]) -> Callable[[float], float]:
+    """A function of the user's, whose answers are looked at."""
+
+    def seconds(size: float) -> float:
+        found = function(size)
+        if isinstance(found, str | bytes) or not hasattr(found, "__float__") or not 0 <= float(found) < math.inf:
+            raise CostError(f"network({size:,.0f}) returned {found!r:.60}: seconds of at least 0 are wanted, such as 0.002")
+        return float(found)
+
+    return seconds
 
 
 def closed_form(layers: Sequence[TwinLayer], seconds_of: Callable[[float], float], cap: int | None = None) -> Overlap:

@@ -23,6 +23,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         seconds: the floor.
+        computing: the same by floating point operations alone.
         flops: floating point operations.
         bytes: read and written.
         operators: that do something (views do nothing).
@@ -35,14 +36,14 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self.seconds, self.flops, self.bytes, self.operators = 0.0, 0, 0, 0
+        self.seconds, self.computing, self.flops, self.bytes, self.operators = 0.0, 0.0, 0, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it unwraps itself, and its local tensors come back here
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not _is_view(func):
+        if not _is_view(func) and getattr(func, "namespace", "") != "prim":  # prim.device asks a tensor where it is
             self._add(func, args, kwargs, out)
         return out
 
@@ -54,7 +55,9 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators += 1
         self.flops += flops
         self.bytes += moved
-        self.seconds += max(flops / self._peak(func, tensors), moved / self._device.bandwidth)
+        computing = flops / self._peak(func, tensors)
+        self.computing += computing
+        self.seconds += max(computing, moved / self._device.bandwidth)
 
     def _peak(self, func: Any, tensors: list[Tensor]) -> float:
         """FLOP/s of the format in which an operator computes: 16 bits if its largest tensor has them, else fp32 as torch is set up."""

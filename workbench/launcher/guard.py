@@ -177,6 +177,8 @@ class Peers:
         self._said: dict[str, Any] = {"clock": time.time_ns() - time.monotonic_ns(), **node, "ranks": {}, "outcome": None}
         self._beats: dict[int, tuple[str, float]] = {}
         self._bad_since: dict[int, float] = {}
+        self.cause: int | None = None
+        """The machine whose end was the reason to stop; None = none was."""
         self._beat, self.next = 0, 0.0 if self.count > 1 else float("inf")
 
     def _folder(self, rank: int) -> Path:
@@ -224,6 +226,7 @@ class Peers:
             if outcome and outcome["state"] != "finished":
                 since = self._bad_since.setdefault(rank, now)
                 if outcome["state"] != "failed":
+                    self.cause = rank if outcome.get("cause") is None else outcome["cause"]
                     return str(outcome["state"])
                 if now - since > LEAVE:
                     return "failed"
@@ -385,8 +388,8 @@ def watch(torchrun: int, config: dict[str, Any], deaths: Deaths, woken: int, pee
     return code, why, stopped_ns
 
 
-def guard(config: dict[str, Any], keeper: int) -> None:
-    """Start torchrun, see it to its end, leave nothing behind, write the outcome."""
+def guard(config: dict[str, Any], keeper: int) -> int:
+    """Start torchrun, see it to its end, leave nothing behind, write the outcome; the exit status, which a batch system looks at."""
     woken, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker)  # each signal arrives as a byte with its number
@@ -405,7 +408,7 @@ def guard(config: dict[str, Any], keeper: int) -> None:
     ended = end_all(torchrun, config["id"])
     code = ended if code is None else code
     if os.getppid() != keeper:
-        return  # the keeper was killed: how this run ended is nobody's decision
+        return 1  # the keeper was killed: how this run ended is nobody's decision
     kills = oom_kills()
     outcome = {
         "state": "finished" if code == 0 else why or "failed",
@@ -416,13 +419,16 @@ def guard(config: dict[str, Any], keeper: int) -> None:
         "kernel": kernel_said(started) if kills is None or kills != kills_before else [],
         "exits": deaths.times,
         "stopped_ns": stopped_ns,
+        **({} if peers.cause is None else {"cause": peers.cause}),
     }
     outcome = peers.last_words(outcome)
     if not (config.get("node") or {}).get("rank"):
         write_outcome(Path(config["run_dir"]), outcome)
+    return int(not config["launcher"] and outcome["state"] != "finished")
 
 
-def main() -> None:
+def main() -> int:
+    """Keeper and guard; the exit status: 0, but in a job's step 1 for a run that did not finish."""
     config = json.loads(sys.argv[1])
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as the launcher does: no stop may come before we listen
     for number in (signal.SIGINT, signal.SIGHUP):  # an interrupt is for the launching process; it decides what to stop
@@ -432,16 +438,16 @@ def main() -> None:
     keeper, child = os.getpid(), os.fork()
     if not child:
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited
-        guard(config, keeper)
-        return
+        return guard(config, keeper)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.close(0)
-    while os.waitpid(-1, 0)[0] != child:
+    while (ended := os.waitpid(-1, 0))[0] != child:
         pass
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the pid it would be passed on to is free now
     end_all(child, config["id"])
+    return 0 if config["launcher"] else int(ended[1] != 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 import json
 import re
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,22 @@ from workbench.spec import RunSpec, ScriptSpec, SpecError
 
 KINDS = ("job", "jobset", "pytorchjob")
 PORT = 29400
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
-_IMAGE = re.compile(r"[\w./:@-]+")
-_QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
+_LONGEST = 63
+"""Letters of a DNS label, as which a pod's host name has to pass."""
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_HOST = r"(?:[a-zA-Z0-9]|[a-zA-Z0-9][a-zA-Z0-9-]*[a-zA-Z0-9])"
+_IMAGE = re.compile(
+    rf"(?:{_HOST}(?:\.{_HOST})+(?::\d+)?/|{_HOST}:\d+/|localhost/)?{_PART}(?:/{_PART})*"
+    r"(?::[A-Za-z0-9_][\w.-]{0,127})?(?:@[A-Za-z][A-Za-z0-9]*(?:[+._-][A-Za-z][A-Za-z0-9]*)*:[0-9a-fA-F]{32,})?",
+    re.ASCII,
+)
+"""As the distribution project's reference grammar has it."""
+_QUANTITY = re.compile(r"(?=[\d.]*[1-9])(\d+\.?\d*|\.\d+)([eE][+-]?\d+|m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi|E|Ei)?", re.ASCII)
+ENV_UID = "WORKBENCH_JOB_UID"
+"""Inside a pod: what no other Job has, not even the next one of the same name."""
 _PLAIN = re.compile(r"[A-Za-z_/][\w./-]*( [\w./=-]+)*")
 _WORDS_OF_YAML = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
@@ -96,28 +110,34 @@ def kubernetes(
         raise SpecError(f'image={image!r}: the name of a container image is wanted, such as "registry/team/train:1"')
     for what, value in (("memory", memory), ("cpu", cpu), ("shm", shm)):
         if value is not None and not _QUANTITY.fullmatch(str(value)):
-            raise SpecError(f'{what}={value!r}: a quantity of Kubernetes is wanted, such as "{"8" if what == "cpu" else "64Gi"}"')
-    called = _named(spec, name)
-    for what, value in (("namespace", namespace), ("claim", claim)):
-        if value is not None and not _NAME.fullmatch(value):
-            raise SpecError(f"{what}={value!r}: small letters, digits and -, beginning with a letter, at most 52 (DNS-1123)")
+            raise SpecError(
+                f'{what}={value!r}: a quantity above 0 is wanted, as Kubernetes writes it: "{"8" if what == "cpu" else "64Gi"}"'
+            )
+    called = _named(spec, kind, name)
+    if namespace is not None and not _LABEL.fullmatch(namespace):
+        raise SpecError(f"namespace={namespace!r}: small letters, digits and -, at most 63 (a label of DNS-1123)")
+    if claim is not None and not _SUBDOMAIN.fullmatch(claim):
+        raise SpecError(f"claim={claim!r}: small letters, digits, - and ., at most 253 (a subdomain of DNS-1123)")
     command = _command(spec, kind, called, _program(spec))
     pod = _pod(spec, image, command, count, claim, {"memory": memory, "cpu": cpu}, shm)
     meta = {"name": called, "labels": {"app.kubernetes.io/name": called}} | ({"namespace": namespace} if namespace else {})
     return Manifest(_OBJECTS[kind](meta, spec.nnodes, pod, spec.nproc_per_node))
 
 
-def _named(spec: RunSpec | ScriptSpec, name: str | None) -> str:
-    """A name for the objects.
+def _named(spec: RunSpec | ScriptSpec, kind: str, name: str | None) -> str:
+    """A name for the objects, with room for what a pod's host name has behind it.
 
     Raises:
         SpecError: the one that was given is none.
     """
-    found = name or re.sub(r"[^a-z0-9]+", "-", label(spec).lower()).strip("-")[:52].strip("-")
-    found = found if name or found[:1].isalpha() else f"run-{found}"[:52].strip("-")
-    if not _NAME.fullmatch(found):
+    last = spec.nnodes - 1
+    most = _LONGEST - len({"job": f"-{last}", "jobset": f"-workers-0-{last}", "pytorchjob": f"-worker-{last}"}[kind])
+    most = min(most, 52)  # what the controllers of Jobs and of pods add by themselves
+    found = name or re.sub(r"[^a-z0-9]+", "-", label(spec).lower()).strip("-")[:most].strip("-")
+    found = found if name or found[:1].isalpha() else f"run-{found}"[:most].strip("-")
+    if not _NAME.fullmatch(found) or len(found) > most:
         raise SpecError(
-            f"name={name!r}: small letters, digits and -, beginning with a letter, at most 52 (DNS-1123, with room for a pod's)"
+            f"name={name!r}: small letters, digits and -, beginning with a letter, at most {most} (DNS-1123, with room for a pod's)"
         )
     return found
 
@@ -125,7 +145,7 @@ def _named(spec: RunSpec | ScriptSpec, name: str | None) -> str:
 def _program(spec: RunSpec | ScriptSpec) -> list[str]:
     """What torchrun starts in each rank."""
     if isinstance(spec, ScriptSpec):
-        return [spec.script, *spec.args]
+        return ["--", spec.script, *spec.args]  # else a script's own --n or --log counts as an abbreviation of torchrun's options
     turned = {name: value for name, value in spec.to_json().items() if name not in ("kind", "task")}
     usual = RunSpec(task=spec.task).to_json()
     knobs = [f"{name}={value}" for name, value in turned.items() if value != usual[name] and name not in ("nnodes", "nproc_per_node")]
@@ -133,13 +153,17 @@ def _program(spec: RunSpec | ScriptSpec) -> list[str]:
 
 
 def _command(spec: RunSpec | ScriptSpec, kind: str, name: str, program: list[str]) -> list[str]:
-    """torchrun in a pod. In "job" and "jobset" pod 0 has a name of its own; the operator of "pytorchjob" sets PET_… for torchrun."""
+    """torchrun in a pod. In "job" and "jobset" pod 0 has a name of its own; the operator of "pytorchjob" sets PET_… for torchrun.
+
+    Kubernetes reads `$(NAME)` in a word as a variable, and `$$` as `$`.
+    """
+    program = [word.replace("$", "$$") for word in program]
     if kind == "pytorchjob":
         return ["torchrun", *program]
     host = f"{name}-0.{name}" if kind == "job" else f"{name}-workers-0-0.{name}"
     return [
         "torchrun", f"--nnodes={spec.nnodes}", f"--nproc-per-node={spec.nproc_per_node}", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={host}:{PORT}", f"--rdzv-id={name}", "--max-restarts=0", *program,
+        f"--rdzv-endpoint={host}:{PORT}", f"--rdzv-id={name}-$({ENV_UID})", "--max-restarts=0", *program,
     ]  # fmt: skip
 
 
@@ -149,12 +173,18 @@ def _pod(
     limits: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if gpus:
         limits["nvidia.com/gpu"] = gpus
+    env: list[dict[str, Any]] = [
+        {"name": "OMP_NUM_THREADS", "value": str(spec.threads)},
+        {"name": "PYTHONUNBUFFERED", "value": "1"},
+    ]
+    if any(ENV_UID in word for word in command):  # a second Job of the same name is another run, with a directory of its own
+        env.append({"name": ENV_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['controller-uid']"}}})
     runs = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
     container = {
         "name": "pytorch",
         "image": image,
         "command": command,
-        "env": [{"name": "OMP_NUM_THREADS", "value": str(spec.threads)}, {"name": "PYTHONUNBUFFERED", "value": "1"}],
+        "env": env,
         "ports": [{"name": "rendezvous", "containerPort": PORT}],
         **({"resources": {"limits": limits, "requests": dict(limits)}} if limits else {}),
         "volumeMounts": [{"name": "runs", "mountPath": "/runs"}, {"name": "shm", "mountPath": "/dev/shm"}],
@@ -207,7 +237,14 @@ def _jobset(meta: dict[str, Any], nodes: int, pod: dict[str, Any], ranks: int) -
 
 def _pytorchjob(meta: dict[str, Any], nodes: int, pod: dict[str, Any], ranks: int) -> tuple[dict[str, Any], ...]:
     alone = {name: value for name, value in pod.items() if name != "restartPolicy"}
-    elastic = {"rdzvBackend": "c10d", "minReplicas": nodes, "maxReplicas": nodes, "maxRestarts": 0, "nProcPerNode": ranks}
+    elastic = {
+        "rdzvBackend": "c10d",
+        "rdzvId": f"{meta['name']}-{uuid.uuid4().hex}",
+        "minReplicas": nodes,
+        "maxReplicas": nodes,
+        "maxRestarts": 0,
+        "nProcPerNode": ranks,
+    }
     replicas = {
         "Worker": {"replicas": nodes, "restartPolicy": "Never", "template": {"metadata": {"labels": meta["labels"]}, "spec": alone}}
     }
@@ -242,4 +279,9 @@ def _scalar(value: Any) -> str:
     """A text without quotes only where no reader of YAML can take it for a number, a boolean or a beginning of structure."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS_OF_YAML:
         return value
-    return json.dumps(value)
+    return re.sub(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]", _escaped, json.dumps(value, ensure_ascii=False))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """What YAML does not take as it is, though JSON does."""
+    return f"\\u{ord(found[0]):04x}"

@@ -1,8 +1,6 @@
 """A machine joins a run that another one has launched: the same guard, the same torchrun, in the run directory that both see.
 
-workbench join RUN_DIR                              by hand, on each further machine
-python -m workbench.launcher.nodes begin RUN_DIR    at the start of a job of Slurm: prints where its machines meet
-python -m workbench.launcher.nodes step RUN_DIR     in each machine's part of the job's step
+workbench join RUN_DIR    by hand, on each further machine; in a job of Slurm see in_job.py
 """
 
 import contextlib
@@ -143,16 +141,3 @@ def _prepared(
 
 def _last_words(log: Path) -> str:
     return "\n".join(rundir.TextTail(log).read(last=True)[-20:])
-
-
-def main() -> None:
-    """See the head of this file."""
-    what, path = sys.argv[1], Path(sys.argv[2])
-    if what == "begin":
-        print(begin(path))
-    else:
-        step(path)
-
-
-if __name__ == "__main__":
-    main()

@@ -35,8 +35,8 @@ class Slurm:
     #SBATCH --open-mode=append
     #SBATCH --no-requeue
     # One task per machine: a guard, which starts torchrun there, watches it, and leaves nothing behind.
-    export WORKBENCH_RUN_RDZV="$(python -m workbench.launcher.nodes begin runs/x)" || exit 1
-    srun --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 python -m workbench.launcher.nodes step runs/x
+    export WORKBENCH_RUN_RDZV="$(python -m workbench.launcher.in_job begin runs/x)" || exit 1
+    srun --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 python -m workbench.launcher.in_job step runs/x
     """
 
     nodes: int | None = None
@@ -126,7 +126,7 @@ class Slurm:
         ]
         lines.append("# One task per machine: a guard, which starts torchrun there, watches it, and leaves nothing behind.")
         here = shlex.quote(str(run_dir))
-        program = f"{shlex.quote(python)} -m workbench.launcher.nodes"
+        program = f"{shlex.quote(python)} -m workbench.launcher.in_job"
         cpus = f" --cpus-per-task={self.cpus}" if self.cpus else ""
         lines.append(f'export {ENV_ENDPOINT}="$({program} begin {here})" || exit 1')
         lines.append(f"srun --ntasks={spec.nnodes} --ntasks-per-node=1{cpus} --kill-on-bad-exit=0 {program} step {here}")
@@ -151,7 +151,12 @@ class Slurm:
             )
         if code:
             raise LaunchError(f"Slurm refuses the job: {_told(text)}. {_advice(text)}")
-        rundir.write_json(run_dir / rundir.JOB, {"job": text.strip().split(";")[0], "asked": dataclasses.asdict(self)})
+        number = text.strip().split(";")[0]
+        try:
+            rundir.write_json(run_dir / rundir.JOB, {"job": number, "asked": dataclasses.asdict(self)})
+        except BaseException:  # a run that cannot be followed is none: its directory goes, and so does its job
+            job.call("scancel", number)
+            raise
 
 
 def _told(text: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from workbench import rundir
 from workbench.launcher import environment
 from workbench.launcher.rendezvous import Rendezvous
-from workbench.run import Run
+from workbench.run import Run, forget_stopper, remember_stopper
 from workbench.spec import RunSpec, ScriptSpec, Spec
 
 GRACE = environment.SHUTDOWN + 2
@@ -177,6 +177,7 @@ class NewRun:
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        remember_stopper(self.id, guard.terminate, guard.wait)
         threading.Thread(target=_reap, args=(self.id,), name=f"reap {self.name}", daemon=True).start()
         os.pwrite(lock, str(guard.pid).encode(), 0)
 
@@ -210,3 +211,4 @@ def _reap(run_id: str) -> None:
     assert guard.stdin
     guard.stdin.close()
     del _guards[run_id]
+    forget_stopper(run_id)

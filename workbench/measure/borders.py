@@ -11,6 +11,7 @@ from workbench.measure.loop import Loop
 from workbench.profiling import Profile
 
 if TYPE_CHECKING:
+    from workbench.measure.laps import Lap
     from workbench.measure.profiled import Profiled
 
 T = TypeVar("T")
@@ -29,11 +30,13 @@ class Borders:
         self._profile, self._leave_out = profile, leave_out
         self._profiled: Profiled | None = None
         self._in: Loop | None = None  # the loop in which an optimizer step was taken since its last border
+        self._lap: Lap | None = None  # of a loop without a loader: from border to border
         self._done = 0
 
     def begin(self, loader: Any = None) -> None:
         """A loop begins."""
         if self._in is not None:  # the one before was left in the middle
+            self._lap = None  # what came since its last batch may be anything
             self.reached(self._in)
         if self._profiled is None and (path := ranklog.default_path()):
             from workbench.measure.profiled import Profiled
@@ -41,35 +44,64 @@ class Borders:
             queue = int(getattr(loader, "num_workers", 0) or 0) * int(getattr(loader, "prefetch_factor", 0) or 0)
             folder = Path(path).parent / rundir.TRACES
             self._profiled = Profiled(self._profile, folder, self._leave_out, rank=ranklog.rank(), queue=queue)
-            atexit.register(self._profiled.close)
+            atexit.register(self.close)
             self._profiled.step(0)
 
     def stepped(self, loop: Loop | None) -> None:
         """An optimizer step was taken in a loop."""
         self._in = loop
 
-    def reached(self, loop: Loop) -> None:
-        """A loop is at a place where a step ends, if one was taken in it."""
+    def reached(self, loop: Loop, lap: "Lap | None" = None) -> bool:
+        """A loop is at a place where a step ends, if one was taken in it.
+
+        Args:
+            loop: which.
+            lap: the step, timed; None = from the last border to here, where there is no loader to wait for.
+
+        Returns:
+            Did a step end?
+        """
         if self._in is not loop:
-            return
+            return False
         self._in = None
         self._done += 1
         if self._profiled is None:
             self.begin()
         if self._profiled:
-            self._profiled.step(self._done)
+            self._profiled.step(self._done, lap or self._lap)
+            self._lap = self._new_lap()
+            if self._lap:
+                self._lap.begin()
+        return True
+
+    def _new_lap(self) -> "Lap | None":
+        if self._profiled is None or not self._profiled.measuring:
+            return None
+        from workbench.measure.laps import Lap
+
+        return Lap()
 
     def between(self, loop: Loop, batches: Iterator[T]) -> Iterator[T]:
         """The batches of a loop, with a border before each."""
+        lap: Lap | None = None
         while True:
-            self.reached(loop)
+            if lap:
+                lap.pause()
+            if self.reached(loop, lap):
+                lap = None
             try:
                 batch = next(batches)
             except StopIteration:
                 return
+            lap = lap or self._new_lap()
+            if lap:
+                lap.begin()
             yield batch
 
     def close(self) -> None:
-        """No step will be traced any more."""
+        """No step will be traced any more; the last one may have ended in the middle of its loop."""
+        if self._in is not None:
+            self._lap = None
+            self.reached(self._in)
         if self._profiled:
             self._profiled.close()

@@ -37,7 +37,10 @@ class Rapl:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "energy_uj"
-        self.name = f"RAPL {(folder / 'name').read_text().strip()}"
+        self.kind = (folder / "name").read_text().strip()
+        self.name = (
+            f"RAPL {folder.name.removeprefix('intel-rapl:')} {self.kind}"  # each socket has a zone "dram": the number tells them apart
+        )
         self._range = float((folder / "max_energy_range_uj").read_text())
         self._last, self._rounds = float(self._file.read_text()), 0
 
@@ -77,7 +80,8 @@ def meters(gpus: int = 0, root: Path = POWERCAP) -> list[Meter]:
             continue
         with contextlib.suppress(OSError, ValueError):
             zone = Rapl(folder)
-            if ":" not in folder.name.removeprefix("intel-rapl:") or zone.name.endswith("dram"):  # cores and so on are in the package
+            whole = ":" not in folder.name.removeprefix("intel-rapl:") and zone.kind != "psys"  # which has the packages in it
+            if whole or zone.kind == "dram":  # cores and so on are in the package
                 found.append(zone)
     return [*found, *_gpus(gpus)]
 

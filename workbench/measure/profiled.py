@@ -1,9 +1,7 @@
 """Profiled: the stretch of a training run that torch's profiler traces, on the ranks that want it, beside steps without it."""
 
 import contextlib
-import math
 import sys
-import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 
 from workbench.measure.inside import hindrance, without_kineto_lines
+from workbench.measure.laps import Lap, seconds_of
 from workbench.measure.tracing import FETCH, Options, export, file_name, keep, profiling
 from workbench.profiling import PLAIN, Profile
 from workbench.traces.captured import Captured
@@ -39,12 +38,13 @@ class Profiled:
         Args:
             profile: what is traced.
             folder: where the file goes; it is made when there is one.
-            leave_out: is told the first and the last step that will not count.
+            leave_out: is told, before the first step, the first and the last that will not count, from 0 for the first one that this
+                process takes: a run that goes on from a checkpoint counts its rows anew.
             rank: of this process.
             queue: steps whose batches the loader makes ahead at most.
             steps: of the run; None = not known.
         """
-        self._profile, self._rank, self._folder = profile, rank, folder
+        self._profile, self._rank, self._folder, self._leave_out = profile, rank, folder, leave_out
         self._on = profile.on(rank)
         self._start = profile.start(queue)
         self._end = self._start + 1 + profile.steps
@@ -55,32 +55,64 @@ class Profiled:
         self._profiler: Any = None
         self._finished = False
         self._done = 0
-        self._clock, self._seconds = 0.0, {"before": 0.0, "traced": 0.0, "after": 0.0}
+        self._steps, self._first_call = steps, True
+        self._laps: dict[str, list[Lap]] = {"plain": [], "traced": []}
+        self._stretch = ""
+        self._lap = Lap()
         self._captured = Captured(path=folder / file_name(f"rank{rank}_"))
-        # from the step at whose end a profiler starts, to the one in which the other ranks wait for one that writes its file
-        leave_out(max(0, self._start - 1), self._end if steps is None else min(self._end, steps - 1))
+
+    @property
+    def measuring(self) -> bool:
+        """Is the step that comes next, or runs, timed?"""
+        return bool(self._stretch)
 
     def batches(self, batches: Generator[Any, None, None]) -> Iterator[Any]:
         """The same batches; waiting for each that is traced is marked, the start of a pass included, which torch's own marks leave out."""
         while True:
+            self._lap.pause()
             with torch.profiler.record_function(FETCH) if self._profiler else contextlib.nullcontext():
                 batch = next(batches)  # there is no end
+            if self._stretch:
+                self._lap.begin()
             yield batch
 
-    def step(self, done: int) -> None:
+    def step(self, done: int, lap: Lap | None = None) -> None:
         """Before the first step, and after each.
 
         Args:
             done: how many there have been.
+            lap: the step, timed; None = by its `batches`.
         """
+        lap, self._lap = lap or self._lap, Lap()
+        if self._first_call:
+            self._first_call = False
+            self._say_which(done)
         if not self._on:
             return
         try:
+            lap.pause()
+            if self._stretch:
+                self._laps[self._stretch].append(lap)
             self._step(done)
+            self._stretch = self._stretch_after(done)
         except Exception as error:
             self.close()
             with contextlib.suppress(OSError):  # the disk may be what is wrong
                 self._say(str(error))
+
+    def _say_which(self, done: int) -> None:
+        """Which steps will not count: from the one at whose end a profiler starts, to the one in which the other ranks wait for one that
+        writes its file. None of a run that went on behind its window: no rank is traced.
+        """
+        first, last = max(0, self._start - 1), self._end if self._steps is None else min(self._end, self._steps - 1)
+        if done <= self._start:
+            self._leave_out(max(0, first - done), last - done)
+
+    def _stretch_after(self, done: int) -> str:
+        """What the next step is measured for, if at all."""
+        if self._start - self._early <= done < self._start or self._end < done <= self._end + self._late:
+            return "plain"
+        return "traced" if self._start < done < self._end else ""
 
     def _say(self, why: str) -> None:
         """Why there is no trace."""
@@ -92,25 +124,17 @@ class Profiled:
         self._done = done
         if done > self._start and not (self._profiler or self._finished):
             raise RuntimeError(f"the run went on from step {done}, and the profiler is started after {self._start}")
-        if done == self._start - self._early and self._early:
-            self._lap()
         if done == self._start:
-            if self._early:
-                self._lap("before")
             self._begin()
         elif done == self._start + 1:
             self._wait()
             self._profiler.step()
-            self._lap()
         elif self._start + 1 < done < self._end:
             self._profiler.step()
         elif done == self._end:
-            self._lap("traced")
+            self._wait()
             self._finish()
-        elif done == self._end + 1 and self._late:
-            self._lap()
         elif done == self._end + 1 + self._late and self._late:
-            self._lap("after")
             self._write()
 
     def close(self) -> None:
@@ -125,14 +149,6 @@ class Profiled:
     def _wait(self) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
-
-    def _lap(self, what: str = "") -> None:
-        """Note the time; and how much has passed."""
-        self._wait()
-        now = time.perf_counter()
-        if what:
-            self._seconds[what] = now - self._clock
-        self._clock = now
 
     def _begin(self) -> None:
         if why := hindrance():
@@ -151,10 +167,6 @@ class Profiled:
 
     def _write(self) -> None:
         """What is known so far, beside the trace."""
-        captured, seconds = self._captured, self._seconds
-        captured.compared = self._early + (self._late if seconds["after"] else 0)
-        if seconds["traced"] and captured.compared:
-            captured.plain = (seconds["before"] + seconds["after"]) / captured.compared
-        captured.traced = seconds["traced"] / self._profile.steps or math.nan
+        self._captured.compare(*(seconds_of(self._laps[stretch]) for stretch in ("plain", "traced")))
         self._folder.mkdir(parents=True, exist_ok=True)
-        keep(captured)
+        keep(self._captured)

@@ -138,6 +138,11 @@ class RankLog:
         with self._lock, self._unless_it_fails():
             self._write(json.dumps(row) + "\n")
 
+    def go_on(self, done: int) -> None:
+        """Give the next step the number `done`."""
+        with self._lock:
+            self._steps = done
+
     def forget(self) -> None:
         """Be silent in a forked child, where the parent's thread does not exist and its lock may be held for ever."""
         self._lock, self._recordings, self._writer = threading.Lock(), [], None

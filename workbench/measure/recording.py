@@ -36,6 +36,7 @@ class Recording:
         self._loops: list[Loop] = []
         self._rows: list[Row] = []
         self._profiled: tuple[int, ...] = ()
+        self._done = 0
         self._lock = threading.Lock()
         self.clock: Clock | None = None  # not known before the first loop
         self.device: int | None = None  # of the latest loop: asked for on its thread, as every thread has a current device of its own
@@ -85,7 +86,13 @@ class Recording:
         """Have statistics leave out the steps from `first` to `last`."""
         self._profiled = tuple(range(first, last + 1))
         if self._log and self._logging:
-            self._log.say({"profiled": [first, last]})
+            self._log.say({"profiled": [self._done + first, self._done + last]})
+
+    def go_on(self, done: int) -> None:
+        """Count the steps in the file on from `done`."""
+        self._done = done
+        if self._log:
+            self._log.go_on(done)
 
     @property
     def failed(self) -> Exception | None:

@@ -18,6 +18,7 @@ from workbench import rundir
 from workbench.measure.feed import Exhausted, Feed
 from workbench.measure.inside import hindrance, without_kineto_lines
 from workbench.measure.keep import Keep
+from workbench.measure.laps import Lap, seconds_of
 from workbench.measure.queueing import drain
 from workbench.measure.subject import check, device_of, look_around
 from workbench.traces.captured import Captured
@@ -70,7 +71,7 @@ def capture(
 
     Raises:
         DiagnoseError: step cannot be called so.
-        ValueError: the loader is empty, or ends too early; a profiler is running already.
+        ValueError: the loader is empty, or ends too early; a profiler is running already; the directory cannot be written.
     """
     check(step, 1.0)
     if why := hindrance():
@@ -78,7 +79,7 @@ def capture(
     notes: list[str] = []
     found = look_around(step, model, optimizer, loader, notes)
     device = device_of(found.models)
-    into.mkdir(parents=True, exist_ok=True)
+    _make(into)
     captured = Captured(path=into / file_name(), notes=notes)
     with contextlib.ExitStack() as undo:
         undo.callback(Keep(found).restore)
@@ -92,6 +93,16 @@ def capture(
             ) from None
     keep(captured)
     return captured
+
+
+def _make(into: Path) -> None:
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        why = "" if os.access(into, os.W_OK) else "it cannot be written"
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        raise ValueError(f"into={str(into)!r}: no traces can be put there ({why}): give a directory that can be made or written")
 
 
 def keep(captured: Captured) -> None:
@@ -132,26 +143,31 @@ class _Run:
     def __init__(self, step: Callable[[Any], Any], feed: Feed, device: torch.device) -> None:
         self._step, self.feed, self._device = step, feed, device
 
-    def once(self) -> None:
+    def once(self) -> Lap:
+        """One step."""
+        lap = Lap(self._device)
         with torch.profiler.record_function(FETCH):
             batch = self.feed.next()
+        lap.begin()
         self._step(batch)
+        lap.pause()
+        return lap
 
     def wait(self) -> None:
         """For the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def timed(self, steps: int, between: Callable[[], object] | None = None) -> float:
-        """Seconds that some steps take."""
+    def timed(self, steps: int, between: Callable[[], object] | None = None) -> list[float]:
+        """Seconds that each of some steps takes, without the wait for its batch."""
         self.wait()
-        start = time.perf_counter()
+        laps = []
         for number in range(steps):
             if number and between:
                 between()
-            self.once()
+            laps.append(self.once())
         self.wait()
-        return time.perf_counter() - start
+        return seconds_of(laps)
 
 
 def _take(run: _Run, captured: Captured, steps: int, options: Options) -> None:
@@ -162,19 +178,20 @@ def _take(run: _Run, captured: Captured, steps: int, options: Options) -> None:
         run.once()
     early = (steps + 1) // 2
     plain = run.timed(early)
-    captured.traced = _profiled(run, captured, steps, options) / steps
+    traced = _profiled(run, captured, steps, options)
+    captured.compare(plain, traced)
+    keep(captured)  # a later step may fail, and the trace is there
     run.once()  # the profiler's end frees much memory
-    captured.plain = (plain + run.timed(steps - early)) / steps
-    captured.compared = steps
+    captured.compare([*plain, *run.timed(steps - early)], traced)
     if run.feed.queue:
         captured.notes.append(f"the prefetch queue of {run.feed.queue} batches was emptied before: it would have hidden a slow loader")
 
 
-def _profiled(run: _Run, captured: Captured, steps: int, options: Options) -> float:
+def _profiled(run: _Run, captured: Captured, steps: int, options: Options) -> list[float]:
     """Trace and write the file.
 
     Returns:
-        Seconds of all traced steps.
+        Seconds of each traced step.
     """
     with profiling(steps, options, run.wait) as profiler:
         run.once()

@@ -3,22 +3,23 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from workbench import units
 from workbench.cost import Cluster, CostError
-from workbench.cost.energy import estimated
+from workbench.cost.energy import Energy
 from workbench.planning import choosing
 from workbench.planning.choosing import Chosen
 from workbench.planning.memory import Memory, memory
 from workbench.planning.plans import Plan
+from workbench.planning.power import Power
 from workbench.planning.ranges import PlanError, Range
 from workbench.planning.short_list import Front, Plans
-from workbench.planning.space import SHARINGS, Floats, Layouts, layouts
-from workbench.planning.subject import CHECKPOINTINGS, Subject
+from workbench.planning.space import MEGATRON, SHARINGS, Floats, Layouts, layouts
+from workbench.planning.subject import Subject
 from workbench.planning.timing import PARTS, Pace, Seconds, seconds
 
 
@@ -42,10 +43,10 @@ class Question:
     """That money and energy are of."""
     top: int
     """Plans at most."""
-    power: dict[str, Any]
-    """Price, intensity and so on, of `cost.energy.Energy`."""
-    watts: float | None
-    """Of a GPU; None = by its datasheet."""
+    power: Power
+    """Prices, intensity and so on."""
+    whole: Subject
+    """`subject` with all that it can have, nothing narrowed."""
     own: bool
     """Was the efficiency given?"""
 
@@ -58,12 +59,12 @@ class Question:
         out: Counter[str] = Counter()
         everything = layouts(self.subject, self.cluster, sizes, self.batch, sharings, out)
         if not len(everything):
-            raise PlanError(self._no_layout(sizes, out))
+            raise PlanError(self._no_layout(sizes, sharings, out))
         held = memory(self.subject, everything, self.cluster.device.name)
         used = held.total
         fits = used <= self.room
         if not fits.any():
-            raise PlanError(self._too_large(everything, used))
+            raise PlanError(self._too_large(everything, used, sharings))
         parts = self.seconds(everything, "mid")
         total = parts.total
         where = np.flatnonzero(fits)
@@ -81,7 +82,7 @@ class Question:
             name=self.subject.name,
             cluster=self.cluster,
             global_batch=self.batch,
-            notes=self._notes(),
+            notes=self._notes(plans),
         )
 
     def seconds(self, found: Layouts, end: str) -> Seconds:
@@ -91,7 +92,7 @@ class Question:
 
     def _ranges(self, found: Layouts, mid: Floats) -> list[Range]:
         slow, fast = self.seconds(found, "low").total, self.seconds(found, "high").total
-        return [Range(low=float(a), mid=float(b), high=float(c)) for a, b, c in zip(fast, mid, slow, strict=True)]
+        return _between(fast, mid, slow)
 
     def _plan(self, chosen: Chosen, found: Layouts, place: int, parts: Seconds, held: Memory, fits: Any, total: Floats) -> Plan:
         one = found.chosen(np.array([place]))
@@ -100,6 +101,8 @@ class Question:
         useful = self.subject.flops * self.batch / numbers["gpus"] / self.peak
         sharing = SHARINGS[int(one.sharing[0])]
         shares = {name: float(getattr(parts, name)[place]) for name in PARTS}
+        ends = (self.seconds(one, end).compute for end in ("high", "low"))
+        computing = _between(next(ends), parts.compute[[place]], next(ends))[0]
         return Plan(
             **numbers,
             accumulation=int(one.accumulation[0]),
@@ -114,7 +117,11 @@ class Question:
             capacity=self.room,
             mfu=span.of(lambda value: useful / value),
             steps=self.steps,
-            energy=self._energy(numbers["gpus"], span.mid, shares["compute"]),
+            energy=self._energy(numbers["gpus"], span, computing),
+            computing=computing,
+            power=self.power,
+            node=self.cluster.name,
+            broadcasts=self.subject.broadcasts > 0,
             bound=choosing.bounds(found, total, fits, parts, place),
             roles=chosen.roles,
             why=chosen.why,
@@ -123,20 +130,20 @@ class Question:
             efficiency=self.efficiency.mid,
         )
 
-    def _energy(self, gpus: int, each: float, compute: float) -> Any:
+    def _energy(self, gpus: int, span: Range, computing: Range) -> Energy | None:
+        where = self.cluster
         try:
-            return estimated(
-                each * self.steps,
-                gpus,
-                self.cluster.device.name,
-                utilization=min(1.0, compute / each),
-                watts=self.watts,
-                node=self.cluster.name,
-                per_node=self.cluster.gpus_per_node,
-                **self.power,
+            return self.power.drawn(
+                gpus=gpus,
+                steps=self.steps,
+                seconds=span,
+                computing=computing,
+                device=where.device.name,
+                node=where.name,
+                per_node=where.gpus_per_node,
             )
         except CostError as error:
-            if self.watts is None and "is not known" in str(error) and all(self.power[name] is None for name in ("price", "intensity")):
+            if self.power.watts is None and "is not known" in str(error) and not self.power.asked:
                 return None
             raise PlanError(str(error)) from error
 
@@ -157,7 +164,7 @@ class Question:
 
     # --- what to say
 
-    def _notes(self) -> tuple[str, ...]:
+    def _notes(self, plans: Sequence[Plan]) -> tuple[str, ...]:
         reached = (
             "as given"
             if self.own
@@ -169,17 +176,22 @@ class Question:
             f"between: kernels reach {ends[0]} … {ends[2]} (reckoned {ends[1]}) of the dense peak ({reached}), and collectives "
             f"{share[0]} … {share[2]} (reckoned {share[1]}) of the links' bandwidth",
             "left out: what stages have beside layers, stragglers, the loader, checkpoints on disk",
+            *([MEGATRON] if any(one.megatron for one in plans) else []),
             *self.subject.notes,
         )
 
-    def _no_layout(self, sizes: Sequence[int], out: Counter[str]) -> str:
+    def _no_layout(self, sizes: Sequence[int], sharings: Sequence[str], out: Counter[str]) -> str:
         reasons = "; ".join(f"{count} × {reason}" for reason, count in out.most_common(3))
         numbers = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} … {sizes[-1]:,}"
-        near = self.batch - self.batch % sizes[0]
-        hint = f"try global_batch={near or sizes[0]} or {(near or 0) + sizes[0]}" if len(sizes) == 1 else "try another global_batch"
-        return f"no layout of {numbers} GPUs makes a batch of {self.batch:,} samples ({reasons}): {hint}, or another number of GPUs"
+        below = self.batch - self.batch % sizes[0]
+        batches = [below, below + sizes[0]] if len(sizes) == 1 else []
+        works = [f"{size}" for size in batches if size and len(layouts(self.subject, self.cluster, sizes, size, sharings, Counter()))]
+        hint = (
+            f"try global_batch={' or '.join(works)}, or another number of GPUs" if works else "try another number of GPUs or global_batch"
+        )
+        return f"no layout of {numbers} GPUs makes a batch of {self.batch:,} samples ({reasons}): {hint}"
 
-    def _too_large(self, found: Layouts, used: Floats) -> str:
+    def _too_large(self, found: Layouts, used: Floats, sharings: Sequence[str]) -> str:
         least = int(np.argmin(used))
         size, gpus = used[least], int(found.gpus[least])
         one = found.chosen(np.array([least]))
@@ -187,21 +199,32 @@ class Question:
             f"dp {one.data[0]} ({SHARINGS[int(one.sharing[0])]}) × tp {one.tensor[0]} × pp {one.pipeline[0]}, {one.micro_batch[0]} at once"
         )
         room, device = self.room, self.cluster.device
-        more = math.ceil(size / room)
+        cures = "; or ".join(self._cures(gpus, math.ceil(size / room), sharings))
         return (
             f"{self.subject.name} fits nowhere on {gpus:,} × {device.name}: of {len(found):,} layouts the nearest ({said}) takes "
             f"{units.bytes_(size)} of each GPU, {units.bytes_(size - room)} more than the {units.bytes_(room)} that may be used. "
-            f"{self._cures(one, gpus, more)}"
+            f"It would fit {cures}; or try a shorter sequence"
         )
 
-    def _cures(self, one: Layouts, gpus: int, more: int) -> str:
-        larger = [self.cluster.gpus_per_node * 2**power for power in range(18)]
-        for size in [gpus * 2, *larger]:
-            if size <= gpus or (size > self.cluster.gpus_per_node and size % self.cluster.gpus_per_node):
-                continue
-            other = layouts(self.subject, self.cluster, [size], self.batch, SHARINGS, Counter())
-            if len(other) and (memory(self.subject, other, self.cluster.device.name).total <= self.room).any():
-                return f"It would fit on {size:,} GPUs; or on GPUs with {more} times the memory, with a shorter sequence"
-        kinds = [kind for kind in CHECKPOINTINGS if kind not in self.subject.computed]
-        allow = f', or checkpointing="{kinds[-1]}"' if kinds else ""
-        return f"It would fit on GPUs with {more} times the memory; or try a shorter sequence, a larger global_batch{allow}"
+    def _cures(self, gpus: int, more: int, sharings: Sequence[str]) -> list[str]:
+        """What makes it fit while all else stays as it was asked for; each was looked at."""
+        each = self.cluster.gpus_per_node
+        larger = sorted({gpus * 2, *(each * 2**power for power in range(18))})
+        larger = [size for size in larger if size > gpus and (size <= each or size % each == 0)]
+        enough = next((size for size in larger if self._fits(self.subject, size, sharings)), None)
+        cures = [] if enough is None else [f"on {enough:,} GPUs"]
+        cures += [f"on GPUs with {more} times the memory"]
+        other = [name for name in SHARINGS if name not in sharings and self._fits(self.subject, gpus, [name])]
+        cures += [f'with sharing="{other[0]}"'] if other else []
+        for kind, flops in self.whole.computed.items():
+            if kind not in self.subject.computed and self._fits(replace(self.subject, computed={kind: flops}), gpus, sharings):
+                return [*cures, f'with checkpointing="{kind}"']
+        return cures
+
+    def _fits(self, subject: Subject, gpus: int, sharings: Sequence[str]) -> bool:
+        found = layouts(subject, self.cluster, [gpus], self.batch, sharings, Counter())
+        return bool(len(found) and (memory(subject, found, self.cluster.device.name).total <= self.room).any())
+
+
+def _between(low: Floats, mid: Floats, high: Floats) -> list[Range]:
+    return [Range(low=float(a), mid=float(b), high=float(c)) for a, b, c in zip(low, mid, high, strict=True)]

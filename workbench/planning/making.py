@@ -5,17 +5,19 @@ from dataclasses import replace
 from typing import Any
 
 from workbench.cost import Cluster, Transformer
-from workbench.device import Device
 from workbench.fitting.places import MARGIN
 from workbench.planning.answering import Question
-from workbench.planning.ranges import EFFICIENCY, LINKS, MEASURED_LINKS, PlanError, given
+from workbench.planning.peaks import peak_of
+from workbench.planning.power import Power
+from workbench.planning.ranges import EFFICIENCY, PlanError, given, share_of
 from workbench.planning.short_list import Plans
 from workbench.planning.space import SHARINGS, checked_gpus
 from workbench.planning.subject import Subject, of_transformer
 
 MOST = 65_536
 """GPUs up to which their number is left open."""
-_PEAKS = {"fp32": ("tf32", "fp32"), "amp_bf16": ("bf16",), "amp_fp16": ("fp16",)}
+GRADIENT_BYTES = (2, 4)
+"""Of each gradient while they are summed."""
 
 
 def plan(
@@ -101,7 +103,7 @@ def plan(
             fused_attention=fused_attention,
             sequence_parallel=sequence_parallel,
             gpus_per_node=where.gpus_per_node,
-            gradient_bytes=gradient_bytes,
+            gradient_bytes=_gradient_bytes(gradient_bytes, precision),
             loss_parallel=loss_parallel,
         )
     else:
@@ -114,14 +116,14 @@ def plan(
         subject=_narrowed(subject, tensor, pipeline, chunks, checkpointing),
         cluster=where,
         batch=size,
-        peak=_peak(where.device, subject.precision),
+        peak=peak_of(where.device, subject.precision),
         efficiency=given(efficiency, "efficiency", EFFICIENCY),
-        links=given(links, "links", MEASURED_LINKS if where.measured else LINKS),
+        links=given(links, "links", share_of(where)),
         room=where.device.memory * (1 - _margin(margin)),
         steps=_whole("steps", steps),
         top=_whole("top", top),
-        power={"price": price, "electricity": electricity, "intensity": intensity, "pue": pue},
-        watts=watts,
+        power=Power(price=price, electricity=electricity, intensity=intensity, pue=pue, watts=watts),
+        whole=subject,
         own=efficiency is not None,
     )
     sizes = checked_gpus(where, gpus, min(_whole("most_gpus", most_gpus), MOST * 16))
@@ -156,24 +158,23 @@ def _several(name: str, value: Any, allowed: Sequence[str]) -> list[str]:
     return [one for one in allowed if one in wanted]
 
 
-def _peak(device: Device, precision: str) -> float:
-    for kind in _PEAKS[precision]:
-        if kind in device.flops_per_sec:
-            return device.flops_per_sec[kind]
-    raise PlanError(
-        f"precision={precision!r} on {device.name}: its datasheet has {', '.join(device.flops_per_sec)} only; try another precision or GPU"
-    )
-
-
 def _whole(name: str, value: Any) -> int:
-    if value is None:
+    if value is None and name == "global_batch":
         raise PlanError(f"{name} is wanted: samples per step of all GPUs, such as global_batch=1024")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PlanError(f"{name}={value!r}: a whole number of at least 1 is wanted")
     return value
 
 
+def _gradient_bytes(value: Any, precision: str | None) -> float:
+    if isinstance(value, bool) or value not in GRADIENT_BYTES:
+        raise PlanError(f"gradient_bytes={value!r:.60}: allowed are 4, or 2 where gradients are summed in 16 bit")
+    if precision == "fp32" and value != 4:
+        raise PlanError(f'gradient_bytes={value!r} with precision="fp32": gradients have 4 bytes there; try precision="amp_bf16"')
+    return float(value)
+
+
 def _margin(value: float) -> float:
-    if not 0 <= value < 1:
-        raise PlanError(f"margin={value!r}: a share of the memory from 0 to below 1 is wanted, such as 0.1")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise PlanError(f"margin={value!r:.60}: a share of the memory from 0 to below 1 is wanted, such as 0.1")
     return value

@@ -6,11 +6,13 @@ from typing import Any
 
 from workbench import display, units
 from workbench.cost.energy import Energy
+from workbench.planning.power import Power, at_ends
 from workbench.planning.ranges import PlanError, Range
+from workbench.planning.space import MEGATRON
 from workbench.planning.timing import PARTS
 
 BOUNDS = {
-    "compute": "most of the step computes: faster GPUs or more of them",
+    "compute": "computing is the largest part: faster GPUs, or more of them",
     "communication": "waiting for other GPUs is the largest part: faster links, fewer copies, larger micro-batches",
     "bubble": "waiting for the pipeline is the largest part: more micro-batches, fewer stages",
     "memory": "a faster layout of the same GPUs exists but does not fit: more memory per GPU",
@@ -58,6 +60,14 @@ class Plan:
     """That `energy` is of."""
     energy: Energy | None
     """Of `steps` steps: estimated; None = the device's power is not known."""
+    computing: Range
+    """Seconds of a step in which GPUs compute, at the ends of `seconds` and in its middle."""
+    power: Power
+    """Prices and power that `energy` was reckoned with."""
+    node: str
+    """Name of the cluster."""
+    broadcasts: bool
+    """Is its ZeRO-1 that of a RunSpec, which broadcasts, or Megatron's?"""
     bound: str
     """What limits it: "compute", "communication", "bubble" or "memory"."""
     roles: tuple[str, ...]
@@ -93,11 +103,39 @@ class Plan:
 
     @property
     def money(self) -> Range | None:
-        """Rent of `steps` steps: GPUs × hours × price; None without a price."""
-        if self.energy is None or self.energy.price is None:
-            return None
-        price = self.energy.price
-        return self.seconds.of(lambda seconds: self.gpus * self.steps * seconds / 3600 * price)
+        """Of `steps` steps: rent, GPUs × hours × price, and electricity where it is paid beside, as in `energy`; None without a price."""
+        return self._span("money")
+
+    @property
+    def kwh(self) -> Range | None:
+        """Of `steps` steps, the building's share included; None = the device's power is not known."""
+        return self._span("kwh")
+
+    @property
+    def grams(self) -> Range | None:
+        """gCO2e of `steps` steps' electricity; None without an intensity."""
+        return self._span("grams")
+
+    def _span(self, name: str) -> Range | None:
+        return None if self.energy is None else at_ends(self.energy, name, self.seconds.of(lambda each: self.steps * each))
+
+    def drawn(self, steps: int | None = None, **inputs: Any) -> Energy:
+        """Energy of another number of steps, or with other prices or watts than it was planned with; see `wb.energy`."""
+        return self.power.drawn(
+            gpus=self.gpus,
+            steps=self.steps if steps is None else steps,
+            seconds=self.seconds,
+            computing=self.computing,
+            device=self.device,
+            node=self.node,
+            per_node=self.gpus_per_node,
+            **inputs,
+        )
+
+    @property
+    def megatron(self) -> bool:
+        """Is it timed with Megatron's ZeRO-1, which is not that of a RunSpec?"""
+        return self.sharing == "zero1" and self.data > 1 and not self.broadcasts
 
     def implied_efficiency(self, seconds: float) -> float:
         """The share of the peak that a measured step of this plan implies, communication and bubble taken as predicted: for
@@ -133,7 +171,7 @@ class Plan:
         """The knobs of a RunSpec: `spec.replace(**plan.changes())`.
 
         Raises:
-            PlanError: it has stages, for which a RunSpec has no knob; or more GPUs than a machine, where it has none for machines either.
+            PlanError: it has stages, for which a RunSpec has no knob; or ZeRO-1 of Megatron, which is another than that of a RunSpec.
         """
         from workbench.spec import RunSpec
 
@@ -141,6 +179,8 @@ class Plan:
             raise PlanError(
                 f"{self.layout}: a RunSpec has no pipeline, this is a plan for a framework that has. Plan without: wb.plan(…, pipeline=1)"
             )
+        if self.megatron:
+            raise PlanError(f'{self.layout}: {MEGATRON}. Plan without: wb.plan(…, sharing="zero2"), or one of ddp, fsdp, hsdp')
         knobs: dict[str, Any] = {
             "micro_batch": self.micro_batch,
             "accumulation": self.accumulation,
@@ -170,10 +210,10 @@ class Plan:
             *([f"  {name}", units.bytes_(held)] for name, held in self.memory.items()),
         ]
         rows += [[f"money of {self.steps:,} steps", _between(self.money, lambda value: f"{value:,.4g}")]] if self.money else []
-        if self.energy:
-            rows.append([f"energy of {self.steps:,} steps", f"{units.count(1000 * self.energy.kwh, 'Wh')}, estimated"])
-        if self.energy and self.energy.grams is not None:
-            rows.append([f"carbon of {self.steps:,} steps", f"{units.count(self.energy.grams, 'g')} CO2e"])
+        if self.kwh:
+            rows.append([f"energy of {self.steps:,} steps", f"{_between(self.kwh, lambda kwh: units.count(1000 * kwh, 'Wh'))}, estimated"])
+        if self.grams:
+            rows.append([f"carbon of {self.steps:,} steps", f"{_between(self.grams, lambda grams: units.count(grams, 'g'))} CO2e"])
         rows.append(["bound", f"{self.bound}: {BOUNDS[self.bound]}"])
         return display.Table(columns=("plan", ", ".join(self.roles)), rows=rows, note=f"predicted; {self.why}")
 
@@ -183,7 +223,9 @@ class Plan:
         found: dict[str, Any] = {"roles": ", ".join(self.roles), **{name: getattr(self, name) for name in plain}}
         found |= {"seconds": self.seconds.mid, "seconds_low": self.seconds.low, "seconds_high": self.seconds.high, **self.parts}
         found |= {"samples_per_sec": self.samples_per_sec.mid, "mfu": self.mfu.mid, "bytes": self.bytes, "capacity": self.capacity}
-        found |= {"money": self.money.mid if self.money else None, "kwh": self.energy.kwh if self.energy else None}
+        for name in ("money", "kwh", "grams"):
+            span: Range | None = getattr(self, name)
+            found |= {name: span and span.mid, f"{name}_low": span and span.low, f"{name}_high": span and span.high}
         return {**found, "gpu_seconds": self.gpu_seconds, "bound": self.bound, "why": self.why}
 
     def to_frame(self) -> Any:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.cost import Cluster
+
 ENDS = ("low", "mid", "high")
 
 
@@ -63,7 +65,24 @@ LINKS = Range(low=0.6, mid=0.8, high=0.95)
 of NCCL says (github.com/NVIDIA/nccl-tests, issue 212). 0.95: InfiniBand at its best, 96 of 100 GB/s (issue 119 there). 0.6: assumed for
 messages of some ten MiB, of which a published sweep on 8 B200 reaches 0.4 to 0.6 with latency and all."""
 MEASURED_LINKS = Range(low=0.9, mid=1.0, high=1.05)
-"""The same of links that were measured: they repeat within a few percent, and fall a little with more nodes."""
+"""The same of links that were measured, at least: they repeat within a few percent, and fall a little with more nodes. Where a link has an
+interval of its own that is wider, it counts."""
+
+
+def share_of(cluster: Cluster) -> Range:
+    """Of the bandwidth of a cluster's links that collectives reach: by datasheet LINKS; measured, the wider of both links' intervals.
+
+    >>> share_of(Cluster.named("DGX-H100")) == LINKS
+    True
+    """
+    if not cluster.measured:
+        return LINKS
+    fitted = [(link.bandwidths, link.bandwidth) for link in (cluster.intra, cluster.inter) if link.bandwidths is not None]
+    return Range(
+        low=min([MEASURED_LINKS.low, *(ends[0] / mid for ends, mid in fitted)]),
+        mid=MEASURED_LINKS.mid,
+        high=max([MEASURED_LINKS.high, *(ends[1] / mid for ends, mid in fitted)]),
+    )
 
 
 def given(value: Any, name: str, default: Range) -> Range:

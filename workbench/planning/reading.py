@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from workbench import units
 from workbench.cost import Cluster
+from workbench.planning.peaks import peak_of
 from workbench.planning.ranges import PlanError
 from workbench.planning.subject import MICRO_BATCHES, Subject
-from workbench.planning.timing import UPDATE
 from workbench.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -53,10 +53,12 @@ def read(
     for name in _FIXED:
         if name in knobs:
             raise PlanError(f"{name}={knobs[name]!r}: this is what a plan finds; give gpus, global_batch, sharing, checkpointing")
+    _check_target(target, batch)
     if isinstance(target, RunSpec):
         target = target.replace(**{**_ONE_RANK, "noise_scale": False})
         precision = precision or target.precision
     knobs |= {**_ONE_RANK, "precision": precision or "amp_bf16", "batch": batch, "sequence": sequence, "device": cluster.device}
+    peak_of(cluster.device, knobs["precision"])  # before all fake runs
     kinds = list(KINDS) if checkpointing is None else [checkpointing] if isinstance(checkpointing, str) else list(checkpointing)
     found: dict[str, _Counted] = {}
     missing = []
@@ -68,6 +70,21 @@ def read(
                 raise
             missing.append(f'checkpointing="{kind}" is left out: {error}')
     return _subject(found, precision or "amp_bf16", target, tuple(missing))
+
+
+def _check_target(target: Any, batch: Any) -> None:
+    from workbench.task import Task
+
+    if isinstance(target, RunSpec | Task):
+        return
+    if not callable(target):
+        raise PlanError(
+            f"plan({target!r:.60}): a cost.Transformer, a RunSpec, a Task, a torch.nn.Module or a function that builds one is wanted, "
+            f"not a {type(target).__name__}"
+        )
+    if batch is None:
+        name = getattr(target, "__name__", type(target).__name__)
+        raise PlanError(f"plan({name}): a model needs an example of its batch: batch=…, of tensors on any device, even meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +104,8 @@ class _Counted:
     peaks: Mapping[int, float]
     """Micro-batch → bytes of the allocator at the fullest moment."""
     blocks: int
+    tensors: int
+    """Of parameters."""
     name: str
     spec: RunSpec
 
@@ -97,7 +116,7 @@ def _counted(target: Any, options: dict[str, Any], cluster: Cluster) -> _Counted
     from workbench.estimating import breakdown_of, record
 
     device = cluster.device
-    peak = max(device.flops_per_sec.values()) if options["precision"] != "fp32" else device.flops_per_sec.get("fp32", 0.0)
+    peak = peak_of(device, options["precision"])
     rooflines: list[Roofline] = []  # one per attempt; the last one counts
 
     def watch() -> Roofline:
@@ -111,18 +130,21 @@ def _counted(target: Any, options: dict[str, Any], cluster: Cluster) -> _Counted
         logs[size], _ = record(program, watch=watch)
         seen[size] = rooflines[-1]
     few, many = (seen[size] for size in RUNS)
-    per_sample = max(0.0, (many.seconds - few.seconds) / (RUNS[1] - RUNS[0]))
-    once = max(0.0, few.seconds - per_sample * RUNS[0])
+    record(plan_of(target, **{**options, "micro_batch": RUNS[0], "accumulation": 2}), watch=watch)
+    each = rooflines[-1].seconds - few.seconds  # one more micro-batch, and no more of the optimizer's step
+    # few samples may only wait for the weights: more of them compute all the same
+    per_sample = max(many.computing / RUNS[1], (many.seconds - few.seconds) / (RUNS[1] - RUNS[0]))
     shown = breakdown_of(program, logs[RUNS[-1]], 0)
-    updated = shown.largest["parameters"] / 4 * UPDATE / device.bandwidth
+    blocks, tensors = _pieces(program)
     return _Counted(
         flops=many.flops / (RUNS[1] * program.steps),
         equivalent=per_sample / program.steps * peak,
-        once=max(0.0, once / program.steps - updated) * peak,
+        once=max(0.0, each - per_sample * RUNS[0]) / program.steps * peak,
         operators=many.operators // program.steps,
         states={name: float(shown.largest[name]) for name in ("parameters", "gradients", "optimizer_states")},
         peaks=_peaks(target, options, logs),
-        blocks=_blocks(program),
+        blocks=blocks,
+        tensors=tensors,
         name=program.task.name or program.spec.task,
         spec=program.spec,
     )
@@ -141,16 +163,17 @@ def _peaks(target: Any, options: dict[str, Any], logs: "Mapping[int, MemoryLog]"
     return {size: float(family.reserved(size)) for size in MICRO_BATCHES}
 
 
-def _blocks(program: "Program") -> int:
-    """Parts by which gradients come and weights are gathered."""
+def _pieces(program: "Program") -> tuple[int, int]:
+    """Blocks, by which gradients come and weights are gathered, and tensors of parameters."""
     from workbench.estimate.building import BuildError, build
     from workbench.train.blocks import find_blocks
     from workbench.train.trainer import build_model
 
     try:
-        return max(1, len(find_blocks(build(lambda: build_model(program.task), on_meta=True))))
+        model = build(lambda: build_model(program.task), on_meta=True)
     except BuildError:
-        return 1
+        return 1, 1
+    return max(1, len(find_blocks(model))), max(1, sum(1 for _ in model.parameters()))
 
 
 def _subject(found: Mapping[str, _Counted], precision: str, target: Any, notes: tuple[str, ...]) -> Subject:
@@ -164,6 +187,7 @@ def _subject(found: Mapping[str, _Counted], precision: str, target: Any, notes: 
         parameters=count,
         layers=first.blocks,
         shared=0.0,
+        broadcasts=first.tensors,
         flops=least.flops,
         computed={kind: one.equivalent for kind, one in found.items()},
         once={kind: one.once for kind, one in found.items()},

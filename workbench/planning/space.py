@@ -14,8 +14,14 @@ from workbench.planning.subject import Subject
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 SHARINGS = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
-"""What ranks with different samples share, as `RunSpec(parallel=…)` has it: nothing; optimizer's states (ZeRO-1); gradients too (ZeRO-2);
-weights too (ZeRO-3); weights too, inside of a node only."""
+"""What ranks with different samples share: nothing; optimizer's states (ZeRO-1); gradients too (ZeRO-2); weights too (ZeRO-3); weights too,
+inside of a node only. All as `RunSpec(parallel=…)` has it, but ZeRO-1 of a Transformer, which is Megatron's (`Subject.broadcasts`)."""
+MEGATRON = (
+    "zero1 is Megatron's distributed optimizer here, as published runs of such sizes have it: gradients are reduced to their owners, and "
+    'new weights gathered. RunSpec(parallel="zero1") is torch\'s ZeroRedundancyOptimizer, which sends more; a Task or a RunSpec is planned '
+    "with that"
+)
+"""Said where it is so."""
 
 
 WASTE = 0.15
@@ -84,7 +90,8 @@ def layouts(subject: Subject, cluster: Cluster, gpus: Sequence[int], batch: int,
     table = np.repeat(np.array(rows, np.int64), len(ways), 0)
     ways = np.tile(ways, (len(rows), 1))
     count, data, tensor, pipeline, chunks, micro, accumulation = table.T
-    inside = np.gcd(data, np.maximum(1, cluster.gpus_per_node // tensor))
+    whole_nodes = np.gcd(data, np.maximum(1, cluster.gpus_per_node // tensor))
+    inside = np.where(count <= cluster.gpus_per_node, data, whole_nodes)
     hybrid = ways[:, 0] == SHARINGS.index("hsdp")
     found = Layouts(
         gpus=count,
@@ -144,8 +151,8 @@ def checked_gpus(cluster: Cluster, gpus: int | None, most: int) -> list[int]:
         PlanError: no whole number, or more than a node and no whole nodes.
     """
     if gpus is None:
-        sizes = [one for one in range(1, cluster.gpus_per_node + 1) if cluster.gpus_per_node % one == 0]
-        while sizes[-1] * 2 <= most:
+        sizes = [one for one in range(1, min(most, cluster.gpus_per_node) + 1) if cluster.gpus_per_node % one == 0]
+        while sizes[-1] * 2 <= most and sizes[-1] >= cluster.gpus_per_node:
             sizes.append(sizes[-1] * 2)
         return sizes
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:

@@ -58,6 +58,9 @@ class Subject:
     """Checkpointing → micro-batch → bytes beside the states, where they were counted; goes before `kept`."""
     buckets: float = 0.0
     """Bytes per parameter that DDP's buckets hold, where gradients are summed in them."""
+    broadcasts: int = 0
+    """Tensors of parameters that ZeRO-1 sends one by one, as torch's ZeroRedundancyOptimizer does after an all-reduce of all gradients;
+    0 = ZeRO-1 as Megatron's distributed optimizer: gradients are reduced to their owners, and the new weights gathered at once."""
     tensors: Sequence[int] = (1,)
     """Numbers of ranks that can split a block."""
     stages: Sequence[int] = (1,)

@@ -57,7 +57,8 @@ def seconds(subject: Subject, found: Layouts, pace: Pace, per_node: int) -> Seco
     micro-batch, as rings in a node, none hidden (Shoeybi et al. 2019). Pipelines: (p−1)/(m v) of both (Narayanan et al. 2021), and one
     message per boundary, chunk and direction. Data parallelism, per micro-batch with ZeRO-2 and 3, else once a step: what the backward of
     that micro-batch does not hide, and at least its last bucket or layer (`cost.overlap`); ZeRO-1 and 2 gather the new weights, which
-    nothing hides; under ZeRO-3 gathers and reductions hide behind the whole micro-batch, but the first layer's (`cost.sharded_step`).
+    nothing hides (torch's own ZeRO-1 broadcasts them one by one, after a whole all-reduce); under ZeRO-3 gathers and reductions hide
+    behind the whole micro-batch, but the first layer's (`cost.sharded_step`).
     Stages with fewer layers wait for the fullest. Left out: what stages have beside layers, stragglers, the loader, checkpoints on disk.
     """
     kinds = list(subject.computed)
@@ -98,7 +99,7 @@ def _data_parallel(subject: Subject, found: Layouts, pace: Pace, working: Floats
     """Seconds that nothing hides: of each micro-batch, and of the step; and those of the step that something hides."""
     layers = subject.layers * found.share(subject.layers)
     own = ((subject.parameters - subject.shared) * found.share(subject.layers) + subject.shared) / found.tensor
-    weights, gradients = own * ELEMENT[subject.precision], own * 4.0
+    weights, gradients = own * ELEMENT[subject.precision], own * subject.states[1]
     inside, nodes, several = found.inside, found.nodes, found.data > 1
     backward = _BACKWARD * working
 
@@ -126,12 +127,21 @@ def _data_parallel(subject: Subject, found: Layouts, pace: Pace, working: Floats
 
     zero = np.zeros_like(working)
     often = np.stack([zero, zero, beside_backward(scattered), sharded, hybrid])
-    once = np.stack([beside_backward(reduced), beside_backward(scattered) + collected, collected, zero, further])
+    first, updated = (reduced, _broadcasts(subject, found, own, pace)) if subject.broadcasts else (scattered, collected)
+    once = np.stack([beside_backward(reduced), beside_backward(first) + updated, collected, zero, further])
     m = found.accumulation
-    all_of_it = np.stack([reduced, scattered + collected, m * scattered + collected, m * streams, m * near + between])
+    all_of_it = np.stack([reduced, first + updated, m * scattered + collected, m * streams, m * near + between])
     which = (found.sharing, np.arange(len(found)))
     often, once, whole = (np.where(several, one[which], 0.0) for one in (often, once, all_of_it))
     return often, once, np.maximum(0.0, whole - m * often - once)
+
+
+def _broadcasts(subject: Subject, found: Layouts, own: Floats, pace: Pace) -> Floats:
+    """Of torch's ZeroRedundancyOptimizer: each tensor of the new weights from its owner to all, by a tree over the slowest link."""
+    far = found.nodes > 1
+    hops = subject.broadcasts * np.ceil(np.log2(found.data)) * np.where(far, pace.inter.latency, pace.intra.latency)
+    sent: Floats = hops + own * subject.states[0] / np.where(far, pace.inter.bandwidth, pace.intra.bandwidth)
+    return sent
 
 
 def ring(ranks: Ints, size: Floats, link: Link, rounds: int, pieces: Floats | float = 1.0) -> Floats:

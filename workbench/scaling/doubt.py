@@ -5,6 +5,7 @@ import math
 from typing import TYPE_CHECKING
 
 from workbench import units
+from workbench.scaling.forecast import times
 from workbench.scaling.forms import COMMUNICATION, LINEAR, NAIVE, at
 from workbench.scaling.point import CONTRADICTION, CurveError, ScalingPoint
 
@@ -48,7 +49,7 @@ def notes(fit: "CurveFit", size: int) -> tuple[str, ...]:
     found = []
     if size / largest >= FAR:
         found.append(
-            f"far outside of what was measured ({units.times(size / largest)} the largest): "
+            f"far outside of what was measured ({times(size / largest)} the largest): "
             "another switch, another algorithm of the collectives or a slow node are in no law"
         )
     if fit.points[-1].samples_per_sec < fit.points[0].samples_per_sec:

@@ -56,12 +56,12 @@ class CurveForecast:
                 for name, value in (("naive: as the last point", self.naive), ("loss with every process", self.linear))
             ),
         ]
-        note = f"{units.percent(self.level)} interval; {units.times(self.extrapolation)} the largest number measured"
+        note = f"{units.percent(self.level)} interval; {times(self.extrapolation)} the largest number measured"
         advice = f"to narrow it: {'; '.join(self.narrow)}" if self.narrow else ""
         return display.Table(
             columns=("predicted", "throughput", "low", "high", f"efficiency (of {self.base})"),
             rows=rows,
-            title=f"{self.world_size:,} processes",
+            title=f"{_many(self.world_size)} processes",
             note="; ".join(filter(None, [note, *self.notes, advice])),
         )
 
@@ -88,3 +88,15 @@ class CurveForecast:
 
     def _repr_html_(self) -> str:
         return self.table._repr_html_()
+
+
+def _many(size: float) -> str:
+    """Whole below a million, then with a prefix, then as a power of ten."""
+    if size < 1e6:
+        return f"{size:,}"
+    return units.count(size) if size < 1e18 else f"{size:.2e}"
+
+
+def times(ratio: float) -> str:
+    """A ratio as `units.times` has it, where it can be read."""
+    return units.times(ratio) if ratio < 1e6 else f"{_many(ratio)}×"

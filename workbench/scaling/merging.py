@@ -34,6 +34,7 @@ def _of_row(row: Any, place: int) -> ScalingPoint:
     values = tuple(row) if isinstance(row, list | tuple) else ()
     if len(values) not in (2, 3):
         raise CurveError(_no_row(row, place))
+    _check_one(values[0], values[1], place)
     return ScalingPoint(world_size=_whole(values[0]), rates=(values[1],), exposed=values[2] if len(values) == 3 else None)
 
 
@@ -42,6 +43,7 @@ def _of_mapping(row: Mapping[str, Any], place: int) -> ScalingPoint:
         raise CurveError(_no_row(dict(row), place))
     rate, exposed, failed = row["samples_per_sec"], row.get("exposed"), row.get("failed")
     failed = failed if isinstance(failed, str) else ""
+    _check_one(row["world_size"], rate, place)
     return ScalingPoint(
         world_size=_whole(row["world_size"]),
         rates=() if failed and _missing(rate) else (rate,),
@@ -52,6 +54,16 @@ def _of_mapping(row: Mapping[str, Any], place: int) -> ScalingPoint:
         straggling=None if _missing(row.get("straggling")) else row["straggling"],
         cpu_per_sample=None if _missing(row.get("cpu_per_sample")) else row["cpu_per_sample"],
     )
+
+
+def _check_one(size: Any, rate: Any, place: int) -> None:
+    """Refuse several throughputs in one row."""
+    rate = rate.tolist() if callable(getattr(rate, "tolist", None)) else rate
+    if isinstance(rate, list | tuple):
+        rows = ", ".join(f"({size!r}, {one!r})" for one in rate[:2])
+        raise CurveError(
+            f"point {place}, ({size!r}, {rate!r:.60}): one throughput a row is wanted; repeats are several rows: {rows or '(1, 100.0)'}, …"
+        )
 
 
 def _missing(value: Any) -> bool:
@@ -67,7 +79,7 @@ def _whole(value: Any) -> Any:
 def _no_row(row: Any, place: int) -> str:
     return (
         f"point {place}, {row!r:.80}: (world_size, samples_per_sec) is wanted, or these and the "
-        "exposed share of the step, a mapping with these names, or a ScalingPoint"
+        "exposed share of the step, a mapping with these names, or a ScalingPoint; repeats are several rows"
     )
 
 

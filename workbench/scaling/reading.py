@@ -104,7 +104,7 @@ def check_same_machine(runs: Sequence[Run]) -> None:
 def _point(run: Run, over: str, exposed: float | None, cores: int | None) -> ScalingPoint:
     spec, rate = run.spec, run.samples_per_sec
     where: dict[str, Any] = {
-        "world_size": spec.nproc_per_node,
+        "world_size": spec.world_size,
         "value": None if over == PROCESSES else _value(run, over),
         "oversubscribed": cores is not None and spec.nproc_per_node * spec.threads > cores,
         "of_one_spec": isinstance(spec, RunSpec),

@@ -44,6 +44,7 @@ class Answers(Shown):
 
     path: Path
     columns: Columns
+    world_size: int | None
     devices: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -83,13 +84,27 @@ class Answers(Shown):
         """
         return operators.ops(self.columns, self.kinds, which, by_shape)
 
+    def per_step(self, which: Which = "operator") -> dict[str, tuple[float, float]]:
+        """Own seconds and calls per step of each operator or kernel, of what lies in the steps: traces of other lengths compare.
+
+        Args:
+            which: "operator" or "kernel".
+
+        Raises:
+            ValueError: neither of them.
+        """
+        steps = self.windows.spans if which == "kernel" else self.host_steps
+        found = operators.ops(self.columns, self.kinds, which, False, steps)
+        count = max(1, len(steps))
+        return {one.name: (one.self_seconds / count, one.count / count) for one in found.rows}
+
     def overlap(self) -> Overlap:
         """How much of communication and copies hides behind computing, per step."""
         return overlapping.overlap(self.kinds, self.windows, self.notes)
 
     def collectives(self) -> Collectives:
         """Collectives with bytes and bus bandwidth, as far as the file tells them."""
-        return exchanged.collectives(self.columns, self.kinds)
+        return exchanged.collectives(self.columns, self.kinds, lambda: self.details, self.world_size)
 
     @cached_property
     def host_steps(self) -> Spans:

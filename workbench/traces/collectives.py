@@ -1,17 +1,21 @@
 """Collectives of a trace: how often, how much, how long, at which bus bandwidth."""
 
 import dataclasses
+import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from workbench import display, units
-from workbench.traces.columns import Columns, Message
-from workbench.traces.kinds import Kinds
+from workbench.traces.columns import Columns
+from workbench.traces.details import Details
+from workbench.traces.formulas import WIDTHS
+from workbench.traces.kinds import HOST_COLLECTIVE, Kinds
 from workbench.traces.shown import Shown
 from workbench.traces.wire import Args
 
@@ -96,16 +100,30 @@ def bus_factor(name: str, ranks: int) -> float:
     return (ranks - 1) / ranks if any(one in plain for one in ("allgather", "reducescatter", "alltoall")) else 1.0
 
 
-def collectives(columns: Columns, kinds: Kinds) -> Collectives:
-    """Of a whole file. On a device its kernels, on a CPU what gloo or MPI ran in threads of their own."""
+def collectives(columns: Columns, kinds: Kinds, details: Callable[[], Details], world_size: int | None) -> Collectives:
+    """Of a whole file. On a device its kernels, on a CPU what gloo or MPI ran in threads of their own.
+
+    NCCL's events say their sizes and ranks. gloo's have shapes and types of what goes in, and no group: it is taken for that of all ranks.
+
+    Args:
+        columns: the events.
+        kinds: what they are.
+        details: of the events, for the types of gloo's.
+        world_size: ranks of the job, where the file tells.
+    """
     chosen = kinds.where("communication") if kinds.where("communication").any() else kinds.where("host_communication")
-    told = {message.event: message for message in columns.messages}
+    told = {message.event: message.args for message in columns.messages}
     groups: dict[tuple[str, int | None, int | None], list[int]] = defaultdict(list)
+    shaped = False
     for event in np.flatnonzero(chosen).tolist():
-        message: Message | None = told.get(event)
         name = columns.labels[columns.label[event]].name
-        args = message.args if message else None
-        groups[_named(args, name), _size(args), args.ranks if args else None].append(event)
+        if (args := told.get(event)) is not None:
+            groups[_named(args, name), _size(args), args.ranks].append(event)
+            continue
+        shape = columns.shapes[columns.shape[event]] if HOST_COLLECTIVE.match(name) else ""
+        size = _shaped(name, shape, details().inputs[details().input[event]].types, world_size) if shape else None
+        shaped = shaped or size is not None
+        groups[_named(None, name), size, None if size is None else world_size].append(event)
     lengths = (columns.end - columns.start) / 1e9
     rows = [_row(*key, lengths[events]) for key, events in groups.items()]
     notes = (
@@ -113,7 +131,9 @@ def collectives(columns: Columns, kinds: Kinds) -> Collectives:
     )
     if not rows:
         notes.append("the trace has no collectives")
-    elif any(one.bytes is None for one in rows):
+    elif shaped and world_size:
+        notes.append(f"the file does not say which ranks take part in gloo's: they are taken for the default group, all {world_size}")
+    if any(one.bytes is None for one in rows):
         notes.append("where bytes are missing the file does not tell them (torch writes them for NCCL, from 2.1 on)")
     return Collectives(rows=tuple(sorted(rows, key=lambda one: -one.seconds)), notes=tuple(notes))
 
@@ -127,6 +147,25 @@ def _size(args: Args | None) -> int | None:
         return None
     counts = [one for one in (args.sent, args.received) if one is not None]
     return max(counts) * width if counts else None
+
+
+def _shaped(name: str, dims: str, types: str, ranks: int | None) -> int | None:
+    """Bytes of a message by what goes in; of an all-gather as many times that come out as there are ranks."""
+    try:
+        sizes = [math.prod(shape) * WIDTHS[kind] for shape, kind in zip(json.loads(dims), _words(types), strict=True)]
+    except (ValueError, KeyError, TypeError, RecursionError):  # a list of tensors, or a type that nobody knows
+        return None
+    whole = sum(sizes)
+    if "all_gather" not in name:
+        return whole or None
+    return whole * ranks or None if ranks else None
+
+
+def _words(types: str) -> Sequence[str]:
+    found = json.loads(types)
+    if not isinstance(found, list):
+        raise TypeError(types)
+    return found
 
 
 def _row(name: str, size: int | None, ranks: int | None, seconds: "np.ndarray[Any, np.dtype[np.float64]]") -> Collective:

@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench import display, units
 from workbench.traces.breakdown import PARTS, Breakdown
-from workbench.traces.ops import SHOWN, Operators, short
+from workbench.traces.ops import SHOWN, short
 from workbench.traces.shown import Shown
 
 
@@ -71,22 +71,16 @@ class TraceDifference(Shown):
         return f"TraceDifference({units.times(self.speedup)} as fast)"
 
 
-Side = tuple[Breakdown, Operators, Operators, int]
-"""Breakdown, operators, kernels and the number of steps that the file has."""
+Side = tuple[Breakdown, Mapping[str, float], Mapping[str, float]]
+"""Breakdown; own seconds per step of operators and of kernels."""
 
 
 def difference(before: Side, after: Side) -> TraceDifference:
     """Compare, per step."""
     parts = [Change(what=part, kind="part", before=before[0].mean(part), after=after[0].mean(part)) for part in (*PARTS, "total")]
     rows: list[Change] = []
-    for which in (1, 2):
-        sides = [_per_step(side[which], side[3]) for side in (before, after)]  # type: ignore[arg-type]
-        kind = "operator" if which == 1 else "kernel"
+    for kind, sides in (("operator", (before[1], after[1])), ("kernel", (before[2], after[2]))):
         names = dict.fromkeys([*sides[0], *sides[1]])
         rows += [Change(what=name, kind=kind, before=sides[0].get(name, 0.0), after=sides[1].get(name, 0.0)) for name in names]
     notes = [] if before[0].device == after[0].device else ["one was taken on a CPU, the other on a device"]
     return TraceDifference(changes=(*parts, *sorted(rows, key=lambda one: -abs(one.change))), notes=tuple(notes))
-
-
-def _per_step(found: Operators, steps: int) -> dict[str, float]:
-    return {one.name: one.self_seconds / max(1, steps) for one in found.rows}

@@ -68,10 +68,18 @@ class Explanation(Shown):
         return f"Explanation({self.verdict!r})"
 
 
-def explain(breakdown: Breakdown, overlap: Overlap, *, marked: bool, ranks: int | None) -> Explanation:
-    """Judge the shares of a breakdown: the largest part that is not computing, if it is large enough."""
+def explain(breakdown: Breakdown, overlap: Overlap, *, marked: bool, ranks: int | None, stacks: bool = False) -> Explanation:
+    """Judge the shares of a breakdown: the largest part that is not computing, if it is large enough.
+
+    Args:
+        breakdown: of the trace.
+        overlap: likewise.
+        marked: does it have marks of steps?
+        ranks: of its job, where it tells.
+        stacks: does it have Python's frames?
+    """
     shares = {part: breakdown.share(part) for part in PARTS}
-    cannot = _cannot(breakdown, overlap, marked, ranks)
+    cannot = _cannot(breakdown, overlap, marked, ranks, stacks)
     if not breakdown.steps or any(map(math.isnan, shares.values())):
         return Explanation(
             verdict="inconclusive",
@@ -108,11 +116,12 @@ def explain(breakdown: Breakdown, overlap: Overlap, *, marked: bool, ranks: int 
     )
 
 
-def _cannot(breakdown: Breakdown, overlap: Overlap, marked: bool, ranks: int | None) -> tuple[str, ...]:
+def _cannot(breakdown: Breakdown, overlap: Overlap, marked: bool, ranks: int | None, stacks: bool) -> tuple[str, ...]:
     said = ["what removing a part would gain: shares are not gains, and the profiler itself slows the step down"]
     if breakdown.device == "cpu":
-        said.append("whether the time outside of operators is Python at work, waiting or asleep (with_stack=True tells more)")
-    if overlap.mean("communication") > 0:
+        more = "trace.idle() names its functions" if stacks else "with_stack=True tells more"
+        said.append(f"whether the time outside of operators is Python at work, waiting or asleep ({more})")
+    if overlap.mean("communication") > 0 and ranks != 1:
         said.append("how much of a collective is waiting for a slower rank: those of all ranks tell, TraceSet.load(directory).stragglers()")
     elif ranks and ranks > 1:
         said.append(f"why no collective is to be seen, although the file is of one of {ranks} ranks")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from workbench import display, units
 from workbench.traces.columns import Columns
-from workbench.traces.intervals import Numbers
+from workbench.traces.intervals import Numbers, Spans
 from workbench.traces.kinds import DEVICE, Kinds
 from workbench.traces.nesting import named, nested
 from workbench.traces.shown import Shown
@@ -94,8 +94,8 @@ def short(name: str) -> str:
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 16]}…{name[-15:]}"
 
 
-def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool) -> Operators:
-    """Operators (`cpu_op` and the like), or kernels and copies, of a whole file.
+def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool, steps: Spans | None = None) -> Operators:
+    """Operators (`cpu_op` and the like), or kernels and copies, of a whole file; or with `steps` those that begin in one of them.
 
     Raises:
         ValueError: neither.
@@ -107,6 +107,8 @@ def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool) -> Operato
         if which == "kernel"
         else kinds.where("operator", "host_communication", "collective_call", "optimizer", "backward")
     )
+    if steps is not None:
+        chosen = chosen[_inside(columns.start[chosen] if which == "operator" else columns.end[chosen] - 1, steps)]
     lengths = columns.end - columns.start
     own = lengths[chosen] if which == "kernel" else self_times(columns, kinds)[chosen]
     device = lengths[chosen] if which == "kernel" else _launched(columns, kinds)[chosen]
@@ -138,6 +140,15 @@ def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool) -> Operato
     if by_shape and rows and not any(one.shapes for one in rows):
         notes.append("shapes were not recorded: profile with record_shapes=True")
     return Operators(rows=rows, which=which, notes=tuple(notes))
+
+
+def _inside(times: Numbers, steps: Spans) -> NDArray[np.bool_]:
+    """Which times are in one of some spans, of which none overlaps another."""
+    if not len(steps):
+        return np.zeros(len(times), dtype=np.bool_)
+    place = np.searchsorted(steps[:, 0], times, side="right") - 1
+    found: NDArray[np.bool_] = (place >= 0) & (times < steps[np.maximum(place, 0), 1])
+    return found
 
 
 def self_times(columns: Columns, kinds: Kinds) -> Numbers:

@@ -11,6 +11,7 @@ import numpy as np
 from workbench import units
 from workbench.traces.breakdown import PARTS
 from workbench.traces.explanation import CLEAR, Explanation
+from workbench.traces.kinds import kind_of
 from workbench.traces.ops import short
 from workbench.traces.rank_parts import RankParts
 from workbench.traces.stragglers import Stragglers
@@ -22,6 +23,8 @@ NAMED = 3
 """Operators that are named at most."""
 ALIKE = 0.1
 """Calls per step that differ by less than that fraction are as many."""
+EXCHANGE = ("communication", "host_communication", "collective_call")
+"""Kinds that are no computing."""
 TRIED = {
     "data_wait": "the same number of workers and equally fast storage on every rank, and samples that are dealt out evenly",
     "h2d": "pinned memory, and the same slot or link for every device",
@@ -44,9 +47,10 @@ def slower(traces: Mapping[int, Trace], slow: Sequence[int]) -> tuple[str, ...]:
     seconds: dict[str, dict[int, float]] = defaultdict(dict)
     calls: dict[str, dict[int, float]] = defaultdict(dict)
     for rank, trace in traces.items():
-        steps = max(1, int(trace.kinds.where("step").sum()) or len(trace.steps))
-        for one in trace.ops("kernel" if device else "operator").rows:
-            seconds[one.name][rank], calls[one.name][rank] = one.self_seconds / steps, one.count / steps
+        exchange = {label.name for label in trace.columns.labels if kind_of(label) in EXCHANGE}
+        for name, (own, count) in trace.per_step("kernel" if device else "operator").items():
+            if name not in exchange:  # waiting in them is what a slow rank does least, and none of its own work
+                seconds[name][rank], calls[name][rank] = own, count
     others = [rank for rank in traces if rank not in slow]
 
     def more(values: Mapping[int, float]) -> float:

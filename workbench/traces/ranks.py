@@ -3,13 +3,14 @@
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workbench import display, units
 from workbench.traces.arrivals import Arrivals, Seen, arrivals
+from workbench.traces.captured import DEARER
 from workbench.traces.explanation import Explanation
 from workbench.traces.loading import NAMES, traces_in
 from workbench.traces.rank_parts import RankParts, rank_parts
@@ -19,6 +20,8 @@ from workbench.traces.shown import Shown
 from workbench.traces.stragglers import Stragglers, stragglers
 from workbench.traces.trace import Trace
 
+TRACES = "traces"
+"""Folder of a run directory."""
 RANK = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
 
@@ -113,8 +116,9 @@ class TraceSet(Shown, Mapping[int, Trace]):
     def breakdown(self) -> RankParts:
         """The steps that all ranks have, in parts that exclude each other and add up to them, side by side."""
         found = {rank: trace.breakdown() for rank, trace in self.traces.items()}
-        notes = dict.fromkeys([*self.notes, *(note for one in found.values() for note in one.notes)])
-        return rank_parts(found, marked=all(trace.windows.marked for trace in self.traces.values()), notes=tuple(notes))
+        most = max(self.traces, key=lambda rank: self.traces[rank].slowdown or 0.0)  # what the profiler costs is said once
+        said = _said({rank: [note for note in one.notes if rank == most or not note.startswith(DEARER)] for rank, one in found.items()})
+        return rank_parts(found, marked=all(trace.windows.marked for trace in self.traces.values()), notes=(*self.notes, *said))
 
     def stragglers(self) -> Stragglers:
         """Which rank makes the others wait, by how much, and in which part of its step: the one that waits least itself."""
@@ -160,17 +164,30 @@ class TraceSet(Shown, Mapping[int, Trace]):
 
 
 def files(where: Path) -> list[Path]:
-    """The traces in a directory; a file is itself.
+    """The traces in a directory, or in the folder for them of a run directory; a file is itself.
 
     Raises:
         TraceError: the directory has none.
     """
     if not where.is_dir():
         return [where]
-    found = traces_in(where)
+    found = traces_in(where) or (traces_in(where / TRACES) if (where / TRACES).is_dir() else [])
     if not found:
         raise TraceError(f"{where} has no traces: such files end in {' or '.join(NAMES[:2])}")
     return found
+
+
+def _said(notes: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
+    """Notes that all ranks have as they are; others with their ranks."""
+    of: dict[str, list[int]] = {}
+    for rank, each in notes.items():
+        for note in dict.fromkeys(each):
+            of.setdefault(note, []).append(rank)
+    found = []
+    for note, ranks in of.items():
+        whose = "" if len(ranks) == len(notes) else f"rank {ranks[0]}: " if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}: "
+        found.append(f"{whose}{note}")
+    return tuple(found)
 
 
 def rank_of(trace: Trace) -> int | None:

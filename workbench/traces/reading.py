@@ -14,6 +14,7 @@ import msgspec
 
 from workbench import units
 from workbench.traces import wire
+from workbench.traces.cutting import boundary, end_behind, nesting
 from workbench.traces.unpacking import Readable, Unpacked
 from workbench.traces.wire import E, Header, Words
 
@@ -21,10 +22,10 @@ PIECE = 4 * 2**20
 """Bytes that are decoded at a time."""
 MOST = 16 * PIECE
 """Bytes that the text before the events, or one event, may have."""
-BRACES = 100_000
-"""Braces that are looked at for a cut: an event has far fewer."""
 TRIES = 8
 """Cuts that are tried before a piece is taken for damaged."""
+AHEAD = 2 * PIECE
+"""Bytes behind events that lie in another value, in which those of the trace itself are looked for."""
 BEGIN = re.compile(rb'"traceEvents"\s*:\s*\[')
 BETWEEN = re.compile(rb'(?<=\})\s*,\s*(?=\{\s*"(?:ph|cat|name|pid|tid|ts|dur|id|args)"\s*:)')
 """Between two events of a piece that is damaged."""
@@ -50,6 +51,8 @@ class Reading(Generic[E]):
     """Events whose args could not be read."""
     cut: str = ""
     """Why the file ends early, if it does."""
+    inner: bool = False
+    """Do the events lie in another value of the file?"""
 
     def batches(self) -> Iterator[list[E]]:
         """The events, in the order of the file.
@@ -73,6 +76,8 @@ class Reading(Generic[E]):
         said = [self.cut] if self.cut else []
         if self.dropped:
             said.append(f"the file is damaged at {self.dropped:,} place{'s' if self.dropped > 1 else ''}: what stands there is missing")
+        if self.inner:
+            said.append('"traceEvents" stands only within another value of the file: are these the events of its trace?')
         if self.bare:
             said.append(f"the args of {self.bare:,} events could not be read: they count without them")
         return tuple(said)
@@ -102,21 +107,29 @@ class Reading(Generic[E]):
 
     def _start(self, file: Readable) -> tuple[bytes, bytes]:
         """The text before the events, and the first behind their bracket."""
-        text = b""
-        while len(text) <= MOST:
+        text, seen, depth = b"", 0, 0
+        first: re.Match[bytes] | None = None
+        while len(text) <= (first.end() + AHEAD if first else MOST):
             more = self._more(file)
             text += more
             if text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 return b"", text[text.index(b"[") + 1 :]
-            if found := BEGIN.search(text):
-                return text[: found.start()], text[found.end() :]
+            for found in BEGIN.finditer(text, seen):
+                depth += nesting(text[seen : found.start()])
+                seen = found.start()
+                if depth == 1:
+                    return text[: found.start()], text[found.end() :]
+                first = first or found
             if not more:
                 break
+        if first:  # none but in another value, or the text before it is damaged
+            self.inner = True
+            return text[: first.start()], text[first.end() :]
         raise TraceError(f"{self.path} {self._why_none(text)}")
 
     def _why_none(self, text: bytes) -> str:
         if not text.strip():
-            return f"is empty{f' ({self.cut})' if self.cut else ''}: the profiler had not finished writing it, or a copy failed"
+            return f"has no text: {self.cut}" if self.cut else "is empty: the profiler had not finished writing it, or a copy failed"
         if not text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
             return "is no JSON: a trace is what torch.profiler exports with export_chrome_trace or tensorboard_trace_handler"
         return (
@@ -163,6 +176,8 @@ class Reading(Generic[E]):
         except (UnicodeDecodeError, RecursionError):
             pass
         events, tail = self._salvaged(text, last=True)
+        if tail is None and not self.cut:  # the last event cannot be read; the file may be whole all the same
+            tail = end_behind(text)
         if tail is None:
             self.cut = self.cut or "the file ends in the middle of its events: later ones are missing"
         return events, b"", tail
@@ -209,18 +224,3 @@ class Reading(Generic[E]):
                 return
             except wire.FAILURES:
                 continue
-
-
-def boundary(text: bytes, before: int) -> int:
-    """Where the comma of the last `}, {"` before a position is; -1 if there is none near."""
-    at = before
-    for _ in range(BRACES):
-        at = text.rfind(b"{", 0, at)
-        if at < 0:
-            break
-        if not text[at + 1 : at + 64].lstrip().startswith(b'"'):
-            continue
-        left = text[max(0, at - 64) : at].rstrip()
-        if left.endswith(b",") and left[:-1].rstrip().endswith(b"}"):
-            return max(0, at - 64) + len(left) - 1
-    return -1

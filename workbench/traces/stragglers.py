@@ -182,7 +182,7 @@ def stragglers(parts: RankParts) -> Stragglers:
         )
         for place, rank in enumerate(parts.ranks)
     )
-    slow = _slow(waits, last, held, float(np.median(totals)))
+    slow = _slow(waits, last, held, totals)
     excess, phase = _excess(parts, slow, np.isin(last, slow))
     return Stragglers(
         rows=rows,
@@ -200,16 +200,19 @@ def _lower_median(values: Seconds) -> float:
     return float(np.sort(values)[(len(values) - 1) // 2])
 
 
-def _slow(waits: Seconds, last: NDArray[np.int64], held: Seconds, step: float) -> list[int]:
+def _slow(waits: Seconds, last: NDArray[np.int64], held: Seconds, totals: Seconds) -> list[int]:
     """Places of the ranks that the others wait for: they wait much less than whoever waits most, are not most of all, and it is they who
-    come last in the median step, by what is worth a name. Single steps that were held up do not make a straggler.
+    come last in the median step, by what is worth a name, and so in the mean of all. Single steps that were held up do not make a
+    straggler.
     """
     mean = waits.mean(axis=1)
     found = [place for place, wait in enumerate(mean.tolist()) if wait <= CLOSE * mean.max()]
     if len(mean) < 2 or len(found) > len(mean) / 2:
         return []
-    usual = float(np.median(np.where(np.isin(last, found), held, -held)))
-    return found if usual >= CLEAR * step else []
+    theirs = np.isin(last, found)
+    usual = float(np.median(np.where(theirs, held, -held)))
+    said = float(np.where(theirs, held, 0.0).mean())
+    return found if usual >= CLEAR * float(np.median(totals)) and said >= CLEAR * float(totals.mean()) else []
 
 
 def _excess(parts: RankParts, slow: Sequence[int], when: NDArray[np.bool_]) -> tuple[dict[str, float], str | None]:

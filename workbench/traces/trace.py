@@ -88,12 +88,13 @@ class Trace(Answers):
         return difference(self._side(), other._side())
 
     def _side(self) -> Side:
-        marks = int(self.kinds.where("step").sum()) or len(self.steps)
-        return self.breakdown(), self.ops(), self.ops("kernel"), marks
+        seconds = [{name: own for name, (own, _) in self.per_step(which).items()} for which in ("operator", "kernel")]
+        return self.breakdown(), seconds[0], seconds[1]
 
     def explain(self) -> Explanation:
         """What the trace says in words, and what it cannot say."""
-        return explain(self.breakdown(), self.overlap(), marked=self.windows.marked, ranks=self.world_size)
+        stacks = any(label.category == "python_function" for label in self.columns.labels)
+        return explain(self.breakdown(), self.overlap(), marked=self.windows.marked, ranks=self.world_size, stacks=stacks)
 
     def plot(self, ax: Any = None) -> Any:
         """The lanes of `plot.timeline`; returns the Axes."""

@@ -1,39 +1,136 @@
 """`torchrun … -m workbench.train.alone TASK RUNS [KNOB=VALUE…]`: trains a spec that nobody has launched, in a pod of Kubernetes.
 
 Rank 0 makes the run directory in RUNS, named after torchrun's run id; the others find it there, or make one of their own where the folder
-is not shared. There is no guard: the cluster ends what is left.
+is not shared. There is no guard: the cluster ends what is left, and rank 0 holds the lock that says "alive" and writes how it ended.
 """
 
 import ast
+import contextlib
+import fcntl
+import json
 import os
 import platform
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from workbench import rundir
-from workbench.spec import RunSpec
+from workbench.spec import RunSpec, SpecError
 from workbench.task import label
 from workbench.train import __main__ as program
 
 
 def main(words: list[str] | None = None) -> None:
-    """Make the run directory, and train in it."""
+    """Make the run directory, and train in it.
+
+    Raises:
+        SpecError: the directory is that of another run, or of one that cannot go on.
+    """
     task, runs, *knobs = sys.argv[1:] if words is None else words
     ranks, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     spec = RunSpec(task=task, nproc_per_node=local, nnodes=ranks // local).replace(**dict(map(_knob, knobs)))
     number = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
     path = Path(runs) / f"{label(task)}-{number}".replace("/", "-")
-    (path / rundir.ERRORS).mkdir(parents=True, exist_ok=True)
     info = {
         "format": rundir.FORMAT, "id": number, "name": label(task), "created": time.time(), "host": platform.node(), "spec": spec.to_json(),
-        "launch_dir": ".", "timeout": None, "outcome": None,
+        "launch_dir": ".", "timeout": None, "outcome": None, "alone": True,
     }  # fmt: skip
-    if os.environ.get("RANK", "0") == "0" or not (path / rundir.RUN_JSON).exists():
-        rundir.write_json(path / rundir.RUN_JSON, info)
+    _check(path, spec)
+    (path / rundir.ERRORS).mkdir(parents=True, exist_ok=True)
     os.environ[rundir.ENV_RUN_DIR] = str(path)
-    program.main([str(path)])
+    if os.environ.get("RANK", "0") != "0":
+        _write_unless_there(path / rundir.RUN_JSON, info)
+        program.main([str(path)])
+        return
+    lock = _lock(path)
+    for old in (path / rundir.ERRORS).glob("rank*.json"):  # of a run that goes on: what it says is not why this one may fail
+        old.unlink(missing_ok=True)
+    rundir.write_json(path / rundir.RUN_JSON, info)
+    before = signal.signal(signal.SIGTERM, lambda *_: _ended_from_outside(path))
+    try:
+        program.main([str(path)])
+    except BaseException as error:
+        clean = isinstance(error, SystemExit) and not error.code
+        _end(path, "finished" if clean else "failed")
+        raise
+    else:
+        _end(path, "finished")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.close(lock)
+
+
+def _check(path: Path, spec: RunSpec) -> None:
+    """Two runs do not share a directory: who comes second would read the checkpoints of the first, and train nothing.
+
+    Raises:
+        SpecError: as `main` says.
+    """
+    if not (path / rundir.RUN_JSON).exists():
+        return
+    there = rundir.read_json(path / rundir.RUN_JSON)
+    outcome = there.get("outcome") or {}
+    if outcome.get("state") == "finished":
+        why = "is that of a run that has finished"
+    elif there["spec"] != json.loads(json.dumps(spec.to_json())):
+        why = "is that of a run with another spec"
+    elif not spec.checkpoint_every and (outcome or (path / rundir.METRICS).exists()):
+        why = "is that of a run that wrote no checkpoints to go on from"
+    else:
+        return
+    raise SpecError(f"{path} {why}: give torchrun another --rdzv-id (a new manifest has one of its own), or move the directory away")
+
+
+def _lock(path: Path) -> int:
+    """Hold the lock that says "alive", for as long as this process lives.
+
+    Raises:
+        SpecError: a living process has it.
+    """
+    lock = os.open(path / rundir.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise SpecError(f"{path} is that of a run that is still running: give torchrun another --rdzv-id") from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(os.getpid()).encode(), 0)  # whom `run.stop()` asks, inside this pod
+    return lock
+
+
+def _write_unless_there(path: Path, info: dict[str, Any]) -> None:
+    """Where the folder is shared, what rank 0 has written stays."""
+    if path.exists():
+        return
+    mine = path.with_name(f"{path.name}.{platform.node()}-{os.environ.get('RANK')}")
+    rundir.write_json(mine, info)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(mine, path)
+    except OSError:  # a file system without links
+        if not path.exists():
+            rundir.write_json(path, info)
+    finally:
+        mine.unlink(missing_ok=True)
+
+
+def _ended_from_outside(path: Path) -> None:
+    """SIGTERM: the pod is deleted, or torchrun ends this rank because another one has failed."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _end(path, "failed", why="ended by SIGTERM: its pod was deleted, or another rank was killed")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end(path: Path, state: str, why: str | None = None) -> None:
+    """Write how the run has ended; what the ranks have left on record says why, and `why` where they left nothing."""
+    with contextlib.suppress(OSError, rundir.DamagedRunError):  # a full disk, or a directory that is gone, must not cover the error itself
+        info = rundir.read_json(path / rundir.RUN_JSON)
+        outcome: dict[str, Any] = {"state": state, "returncode": int(state != "finished"), "seconds": time.time() - info["created"]}
+        if why and not any((path / rundir.ERRORS).glob("rank*.json")):
+            outcome["error"] = {"rank": None, "kind": "launcher", "message": why, "traceback": None, "hint": None}
+        rundir.write_json(path / rundir.RUN_JSON, info | {"outcome": outcome})
 
 
 def _knob(word: str) -> tuple[str, Any]:

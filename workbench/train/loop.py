@@ -52,15 +52,17 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
     weights = sum(weight.numel() for weight in trainer.module.parameters())
     print(f"rank {ranks.rank} of {ranks.world_size} on {ranks.device}: {units.count(weights)} parameters, batches of {spec.micro_batch}")
     samples_per_step = spec.micro_batch * spec.accumulation * trainer.layout.readers.world_size
+    checkpoints = Checkpoints(run_dir, ranks, spec.checkpoint_every) if spec.checkpoint_every else None
+    done = checkpoints.resume(trainer) if checkpoints else 0  # before the files are opened: it cuts them
     trainer.phase = timer = StepTimer(run_dir / rundir.rank_file(ranks.rank), device=ranks.device.type)
+    if checkpoints:
+        timer.go_on(done)
     metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None
     noise = NoiseLog(trainer, run_dir) if spec.noise_scale else None
     profiled = None
     if spec.profile:
         about = {"rank": ranks.rank, "queue": spec.queue, "steps": spec.steps}
         profiled = Profiled(spec.profile, run_dir / rundir.TRACES, timer.leave_out, **about)
-    checkpoints = Checkpoints(run_dir, ranks, spec.checkpoint_every) if spec.checkpoint_every else None
-    done = checkpoints.resume(trainer) if checkpoints else 0
     step, waiting, loss_of_step = done, spec.accumulation, torch.zeros((), device=ranks.device)
     with (
         contextlib.closing(metrics) if metrics else contextlib.nullcontext(),

@@ -26,9 +26,11 @@ class Metrics:
             run_dir: of the run.
             steps: optimizer steps there will be.
         """
+        before = rundir.LineTail(run_dir / rundir.METRICS).read()  # of a run that goes on
         self._writer = rundir.LineWriter(run_dir / rundir.METRICS)
         self._steps = steps
-        self._began = self._flushed = time.perf_counter()
+        self._flushed = time.perf_counter()
+        self._began = self._flushed - (before[-1].get("seconds", 0.0) if before else 0.0)
         self._rows: list[dict[str, float]] = []
         self._losses: list[Tensor] = []
         self._printed = 0

@@ -91,7 +91,10 @@ class _RankSums:
         self._memory: int | None = None
 
     def read(self) -> None:
-        for row in self._tail.read():
+        rows = self._tail.read()
+        if self._tail.anew:  # the run went on from a checkpoint: its file begins anew, without what came after that
+            self._first, self._sums, self._steps = [], [0.0] * len(self._sums), 0
+        for row in rows:
             if "step" not in row:
                 continue
             phases = [float(row.get(phase, 0.0)) for phase in PHASES]
@@ -137,7 +140,10 @@ class Follower:
             DamagedRunError: a file of the run cannot be read.
         """
         state = self._run.state  # before the files: once it has ended, they are whole
-        for row in self._metrics.read():
+        rows = self._metrics.read()
+        if self._metrics.anew:
+            self._losses.clear()
+        for row in rows:
             self._take(row)
         for sums in self._sums.values():
             sums.read()

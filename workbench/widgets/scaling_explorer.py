@@ -5,13 +5,19 @@ from typing import Any
 import ipywidgets
 
 from workbench import units
-from workbench.cost import Cluster, CostError
+from workbench.cost import Cluster, CostError, Transformer
 from workbench.planning import PlanError, Plans
 from workbench.scaling import CurveFit, ScalingCurve
 from workbench.widgets import faces
 from workbench.widgets import scaling_explorer_faces as drawn
+from workbench.widgets.scaling_explorer_asked import checked_number, checked_options
 from workbench.widgets.scaling_explorer_model import Place, Source, band, clusters, source_of
 from workbench.widgets.style import Style
+
+USUAL = "DGX-H100"
+"""The cluster that a model is planned for at first."""
+NOBODYS = "not said"
+"""The cluster of a curve, unless one was given."""
 
 
 class ScalingExplorer:
@@ -29,7 +35,7 @@ class ScalingExplorer:
         self,
         target: Any,
         *,
-        cluster: Cluster | str = "DGX-H100",
+        cluster: Cluster | str | None = None,
         global_batch: int | None = None,
         samples: float = 1e6,
         price: float | None = None,
@@ -39,7 +45,8 @@ class ScalingExplorer:
         """
         Args:
             target: a ScalingCurve or its fit, what `wb.plan` gave without `gpus`, or a `cost.Transformer`.
-            cluster: picked at first; plans have their own.
+            cluster: picked at first; plans have their own. None = "DGX-H100" for a model; for a curve no energy, since it may be of any
+                device.
             global_batch: samples per step, of a model.
             samples: that time, money and energy are of.
             price: money per GPU and hour.
@@ -49,13 +56,15 @@ class ScalingExplorer:
         Raises:
             PlanError: something else was given, or no layout of the model fits.
         """
-        if not samples > 0:
-            raise PlanError(f"samples={samples!r}: a number above 0 is wanted, that time, money and energy are of")
-        chosen = target.cluster if isinstance(target, Plans) else cluster
-        own = chosen if isinstance(chosen, Cluster) else Cluster.named(chosen)
+        checked_options(target, global_batch, options)
+        checked_number("samples", samples, "above 0", "that time, money and energy are of")
+        for name, value, words in (("price", price, "money per GPU and hour"), ("intensity", intensity, "gCO2e per kWh")):
+            if value is not None:
+                checked_number(name, value, "of at least 0", words)
+        own = _own(target, cluster)
         self._target, self._batch, self._options = target, global_batch, options
         self._samples, self._price, self._intensity = samples, price, intensity
-        self._known = clusters(own)
+        self._known: dict[str, Cluster | None] = {**({NOBODYS: None} if own is None else {}), **clusters(own)}
         self._sources: dict[str, Source] = {}
         self._bands: dict[str, list[Place]] = {}
         self._problem = ""
@@ -137,6 +146,15 @@ class ScalingExplorer:
         shown = tiles + drawn.picture(places, measured, place) + drawn.limits(places)
         face = drawn.static(self.title, place, places, shown, self.notes)
         return {**self.widget._repr_mimebundle_(**options), "text/plain": repr(self), "text/html": face}
+
+
+def _own(target: Any, cluster: Cluster | str | None) -> Cluster | None:
+    """Whose GPUs are meant at first; None = nobody's."""
+    if isinstance(target, Plans):
+        return target.cluster
+    if cluster is None:
+        return Cluster.named(USUAL) if isinstance(target, Transformer) else None
+    return cluster if isinstance(cluster, Cluster) else Cluster.named(cluster)
 
 
 def _labelled(sizes: list[int]) -> tuple[tuple[str, int], ...]:

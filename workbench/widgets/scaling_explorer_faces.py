@@ -7,13 +7,15 @@ from workbench import units
 from workbench.display import Table, escape
 from workbench.planning.plans import BOUNDS
 from workbench.plot.colors import INK, LINE, PARTS, PHASES
-from workbench.widgets.scaling_explorer_model import Place, words
+from workbench.widgets.scaling_explorer_model import LOST, OWN, Place, words
 
 COLORS = {
     "compute": PARTS["compute"],
     "communication": PARTS["communication"],
     "bubble": PARTS["stalls"],
     "memory": PHASES["data_wait"],
+    OWN: PARTS["compute"],
+    LOST: PARTS["communication"],
     "": PHASES["other"],
 }
 """What limits → colour; its name always stands beside."""
@@ -30,7 +32,7 @@ def light(place: Place) -> str:
     """What limits this number of GPUs, in a word and a sentence."""
     color = COLORS[place.bound]
     border = f"border:2px solid {color};border-radius:10px;padding:1px 9px;margin-right:8px"
-    said = BOUNDS.get(place.bound, "")
+    said = place.said or BOUNDS.get(place.bound, "")
     layout = f'<span class="wb-product">{escape(place.layout)}</span>' if place.layout else ""
     return (
         f'<div role="status"><div class="wb-head"><span class="wb-badge" style="{border}">{escape(place.bound or "not known")}</span>'
@@ -51,7 +53,7 @@ def figures(place: Place, samples: float, price: float | None, intensity: float 
     if price is not None:
         tiles.append(("money", f"{place.money(samples, price):,.4g}", f"at {price:g} per GPU and hour"))
     if kwh is not None:
-        tiles.append(("energy", units.count(1000 * kwh, "Wh"), "estimated by design power"))
+        tiles.append(("energy", units.count(1000 * kwh, "Wh"), f"estimated by design power of {place.device}"))
     if kwh is not None and intensity is not None:
         tiles.append(("carbon", f"{units.count(kwh * intensity, 'g')} CO2e", f"at {intensity:g} g per kWh"))
     return f'<div class="wb-tiles" style="display:flex;flex-wrap:wrap;gap:8px 36px">{"".join(_tile(*tile) for tile in tiles)}</div>'

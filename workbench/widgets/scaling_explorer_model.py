@@ -12,11 +12,15 @@ from workbench.planning import PlanError, Plans, plan
 from workbench.scaling import CurveFit, CurveForecast, ScalingCurve
 
 MOST = 10_000
-"""GPUs to which the slider goes."""
+"""GPUs to which the slider goes; further where more were measured."""
+FURTHER = 4
+"""Times the largest measured point that it reaches at least."""
 POINTS = 60
 """Places of the band."""
 HALF = 0.5
-"""Efficiency below which a curve counts as limited by communication."""
+"""Efficiency from which on the larger part of a curve's step is what a process took in the smallest point."""
+OWN, LOST = "own work", "lost in scaling"
+"""What limits, as far as a curve can tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +35,15 @@ class Place:
     naive: float
     """As the base's GPUs go on."""
     bound: str
-    """"compute", "communication", "bubble" or "memory"; "" = not known."""
+    """"compute", "communication", "bubble" or "memory" of a plan; OWN or LOST of a curve; "" = not known."""
+    said: str = ""
+    """The same in a sentence; "" = as `planning.plans.BOUNDS` has it."""
     layout: str = ""
     """Of a plan."""
     watts: float | None = None
     """Of all GPUs, estimated; None = not known."""
+    device: str = ""
+    """That has them."""
 
     def money(self, samples: float, price: float) -> float:
         """For so many samples at a price per GPU and hour."""
@@ -78,8 +86,8 @@ class Curve:
         return [(point.world_size, point.samples_per_sec) for point in self.fit.points]
 
     def sizes(self) -> list[int]:
-        """Doublings of the smallest point, and 10,000."""
-        return _doublings(self.fit.points[0].world_size)
+        """Doublings of the smallest point, and the most: 10,000, or four times the largest point."""
+        return _doublings(self.fit.points[0].world_size, max(MOST, FURTHER * self.fit.points[-1].world_size))
 
     def at(self, gpus: int) -> Place:
         """By all laws together."""
@@ -94,8 +102,9 @@ class Curve:
                 mid=one.mid,
                 high=one.high,
                 naive=one.naive,
-                bound=_bound(one),
-                watts=_watts(self.cluster, one.world_size),
+                bound=OWN if one.efficiency >= HALF else LOST,
+                said=_said(one),
+                **_power(self.cluster, one.world_size),
             )
             for one in self.fit.forecasts(sizes)
         ]
@@ -147,14 +156,14 @@ def places_of(made: Plans) -> dict[int, Place]:
             naive=rate * one.gpus,
             bound=one.bound,
             layout=one.layout,
-            watts=_watts(made.cluster, one.gpus),
+            **_power(made.cluster, one.gpus),
         )
         for one in made.front
     }
 
 
-def source_of(target: Any, cluster: Cluster, batch: int | None, options: dict[str, Any]) -> Source:
-    """What a target tells.
+def source_of(target: Any, cluster: Cluster | None, batch: int | None, options: dict[str, Any]) -> Source:
+    """What a target tells; a curve needs no cluster.
 
     Raises:
         PlanError: something else was given, or a model without a batch.
@@ -166,7 +175,7 @@ def source_of(target: Any, cluster: Cluster, batch: int | None, options: dict[st
         return Curve(target, cluster)
     if isinstance(target, Plans):
         return Planned(target, target.cluster, target.global_batch)
-    if isinstance(target, Transformer):
+    if isinstance(target, Transformer) and cluster is not None:
         if batch is None:
             raise PlanError("ScalingExplorer(model): global_batch is wanted, samples per step of all GPUs")
         return Planned(target, cluster, batch, options)
@@ -190,23 +199,25 @@ def clusters(own: Cluster | None) -> dict[str, Cluster]:
     return found if own is None or (own.name in found and found[own.name] == own) else {f"{own.name} (own)": own, **found}
 
 
-def _doublings(first: int) -> list[int]:
-    found = [first * 2**power for power in range(max(1, math.ceil(math.log2(max(2, MOST / first))))) if first * 2**power < MOST]
-    return [*(found or [first]), *([MOST] if (found or [first])[-1] < MOST else [])]
+def _doublings(first: int, most: int) -> list[int]:
+    return [*(first * 2**power for power in range(math.ceil(math.log2(most / first))) if first * 2**power < most), most]
 
 
-def _bound(one: CurveForecast) -> str:
-    """As far as a curve can tell: where more than half of perfect scaling is lost, the others are what is waited for."""
-    return "communication" if one.efficiency < HALF else "compute"
+def _said(one: CurveForecast) -> str:
+    """As far as a curve can tell, which has no parts of a step."""
+    own = units.percent(min(1.0, one.efficiency))
+    lost = f"the rest is lost in scaling; {'' if one.efficiency >= HALF else 'it is the larger part; '}the curve alone cannot say to what"
+    return f"efficiency of {units.percent(one.efficiency)}: {own} of the step is what it takes on {one.base:,}, {lost}"
 
 
-def _watts(cluster: Cluster | None, gpus: int) -> float | None:
+def _power(cluster: Cluster | None, gpus: int) -> dict[str, Any]:
+    """Of all GPUs by the design power of one, and whose that is; nothing of devices that nobody named."""
     if cluster is None:
-        return None
+        return {}
     try:
-        return estimated(1.0, gpus, cluster.device.name).joules
+        return {"watts": estimated(1.0, gpus, cluster.device.name).joules, "device": f"{cluster.device.name} ({cluster.name})"}
     except CostError:
-        return None
+        return {}
 
 
 def words(place: Place) -> str:
