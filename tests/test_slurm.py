@@ -150,7 +150,13 @@ def test_a_job_that_is_put_back_goes_on_from_its_checkpoint(cluster: SlurmCluste
     until(lambda: "goes on from step" in run.logs() or run.state not in ("queued", "running"), run.state)
     resumed = int(run.logs().split("goes on from step ")[1].split(":")[0])
     assert resumed >= 50
-    until(lambda: run.metric_rows[-1]["step"] > resumed and run.timelines, "no step after it")
+    until(
+        lambda: (
+            run.metric_rows[-1]["step"] > resumed
+            and [any(step.index == resumed for step in timeline.steps) for timeline in run.timelines] == [True, True]
+        ),
+        "no step after it that both ranks have written down",
+    )
     assert run.stop().state == "stopped"
     for seen in (run, wb.Run.load(run.path)):  # one that has followed it all the time, and one that looks now
         steps = [row["step"] for row in seen.metric_rows]
