@@ -128,8 +128,16 @@ def legend(ax: Axes, handles: Sequence[Container | Artist]) -> None:
 
 
 def lines_of(names: Sequence[str]) -> int:
-    """Lines that a legend of these names takes."""
-    return -(-(sum(map(len, names)) + _HANDLE * len(names)) // _LINE)
+    """Lines that a legend of these names takes, whose columns are as wide as their longest name.
+
+    >>> lines_of(["compute", "idle"]), lines_of(["perfect", "if communication were hidden", "laws together", "as the last point"])
+    (1, 2)
+    """
+    for lines in range(1, len(names)):
+        columns = -(-len(names) // lines)
+        if sum(max(map(len, names[column::columns])) + _HANDLE for column in range(columns)) <= _LINE:
+            return lines
+    return max(1, len(names))
 
 
 def wrapped(label: str) -> str:
