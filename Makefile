@@ -10,10 +10,10 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 # what fails is tried once more, since others may compute on the machine; the summary names it (RERUN)
 AGAIN := --reruns 1 --reruns-delay 1
-test unit notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
+test unit together alone notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
 export KINETO_LOG_LEVEL ?= 6
 
-.PHONY: help setup lab test lint unit notebooks browser test-gpu refresh bench coverage format clean
+.PHONY: help setup lab test lint unit together alone notebooks browser test-gpu refresh bench coverage format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,8 +40,13 @@ lint: setup ## ruff (code and notebooks) and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-unit: setup ## library, process and documentation tests
-	$(BIN)/python -m pytest -m "not gpu and not browser" $(AGAIN) --durations=10 $(ARGS)
+unit: together alone ## library, process and documentation tests
+
+together: setup ## of these, what may run two files at a time
+	$(BIN)/python -m pytest -m "not gpu and not browser and not alone" -n 2 --dist loadfile $(AGAIN) --durations=10 $(ARGS)
+
+alone: setup ## of these, what judges times, so that nothing may run beside it
+	$(BIN)/python -m pytest -m alone $(AGAIN) --durations=10 $(ARGS)
 
 notebooks: setup ## execute every notebook and compare what it shows (strict nbval)
 	$(BIN)/python -m tests.notebooks $(ARGS)

@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["WORKBENCH_CACHE"] = tempfile.mkdtemp(prefix="workbench-tests-")  # what tests prove says nothing about this machine
 
 
+@pytest.hookimpl(trylast=True)  # pytest-xdist ends its workers first
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fail the whole session if a process of ours is left; a few seconds are allowed for the last ones to go."""
     shutil.rmtree(os.environ["WORKBENCH_CACHE"], ignore_errors=True)

@@ -1,7 +1,7 @@
 """Execute every notebook and compare what it shows (strict nbval): `make notebooks`.
 
-A notebook that fails is executed once more, whole and alone: its claims are about time, and others may compute on the machine. The output
-names it; one that fails twice fails.
+Two at a time; one that fails is executed once more, whole and alone: its claims are about time, and others compute on the machine. The
+output names it; one that fails twice fails.
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NBVAL = ["--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
+TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile"]
 LAST_FAILED = ROOT / ".pytest_cache/v/cache/lastfailed"
 
 
@@ -21,7 +22,7 @@ def execute(paths: list[str], arguments: list[str]) -> int:
 
 def main(arguments: list[str]) -> int:
     """Execute all, and those that fail once more; returns the last exit status."""
-    status = execute(["notebooks"], arguments)
+    status = execute(["notebooks"], [*TWO_AT_A_TIME, *arguments])
     if status != 1:  # all is well, or nothing could be executed
         return status
     failed = sorted({cell.partition("::")[0] for cell in json.loads(LAST_FAILED.read_text())})

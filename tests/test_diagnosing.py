@@ -23,6 +23,8 @@ from workbench.diagnosis.turning import turned
 from workbench.failure import Failure
 from workbench.spec import SpecError
 
+pytestmark = pytest.mark.alone
+
 TASKS = Path(__file__).parent / "scripts" / "slow_task.py"
 SPEC = wb.RunSpec(task=f"{TASKS}:slow_loader", device="cpu", micro_batch=4)
 

@@ -17,6 +17,8 @@ from held_out import HELD_OUT  # noqa: E402
 from workbench.diagnosis.judgement import VERDICTS  # noqa: E402
 from workbench.task import check  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 QUICK = ("python_metric", "many_tensors", "slow_compute_on_rank_1", "healthy_mlp")
 """Judged in every test run; other kinds are diagnosed in other tests, from specs and in notebooks."""
 

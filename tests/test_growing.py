@@ -30,6 +30,8 @@ from workbench.scaling import CurveError
 from workbench.spec import SpecError
 from workbench.task import TaskError
 
+pytestmark = pytest.mark.alone
+
 TASKS = Path(__file__).parent / "scripts" / "tiny_task.py"
 SPEC = wb.RunSpec(task=f"{TASKS}:build", device="cpu", micro_batch=8, steps=12)
 USUAL: dict[str, Any] = {"over": "nproc_per_node", "values": (1, 2), "kind": "weak", "repeat": 2, "communication": False}

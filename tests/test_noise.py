@@ -13,6 +13,8 @@ import pytest
 
 from workbench.measure.noise import TICKS, Collections, Delay, Meter, cpu_of, usable_cores
 
+pytestmark = pytest.mark.alone
+
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's figures are Linux's")
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 

@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from workbench.diagnosis.stalls import Place
 from workbench.measure.sampler import StackSampler, place_of
 
+pytestmark = pytest.mark.alone
+
 NET = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 OPTIMIZER = torch.optim.AdamW(NET.parameters())
 X = torch.randn(16, 64)
