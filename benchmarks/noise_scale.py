@@ -1,39 +1,55 @@
 """The gradient noise scale against the truth of single samples: error, coverage of its interval, the steps it promises, and what it costs.
 
     python benchmarks/noise_scale.py [--trials 120] [--skip-runs]
+    python benchmarks/noise_scale.py --cost 0 3 --seconds 30    # what it costs in these settings only
 
 * Repeated trials: the gradients of 2,000 samples of `fashion-mlp`, at its first weights and after 300 steps, in their 200 leading
   directions, are a dataset of which the truth is known; steps are dealt out of it again and again. Beside ours: the ratio of two running
   means with a decay of 0.99, as gpt-neox and others have it, and the mean of the ratios of single steps.
 * Real runs at weights that stay (lr=1e-12): DDP, FSDP2 and accumulation against the exact value.
-* Cost: CPU time of blocks of steps with and without it, taking turns.
+* Cost: CPU time (of all ranks) and wall time of blocks of a run's steps with and without it, taking turns; without, nothing is attached.
 """
 
 import argparse
+import gc
+import itertools
+import json
 import math
+import os
 import platform
 import statistics
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
 
 import workbench as wb
 from workbench.batch.noise_scale import NoiseScale
 from workbench.batch.noise_steps import ENOUGH
-from workbench.measure.group_norms import GroupNorms
 from workbench.measure.per_sample import per_sample_gradients
 from workbench.measure.stride import Stride
 from workbench.task import resolve
-from workbench.train.trainer import build_model, loss_of, seed_all
+from workbench.train.noise import NoiseLog
+from workbench.train.ranks import Ranks
+from workbench.train.trainer import Trainer, build_model, loss_of, seed_all
 
 SAMPLES, DIRECTIONS = 2000, 200
 SETTINGS = ((2, 8), (2, 32), (2, 128), (4, 8), (4, 32), (4, 128))
 STEPS = (30, 100, 300)
 PROMISED_AFTER = 50
+COSTS = (
+    ("fashion-mlp", 64, 2, 1),
+    ("fashion-mlp", 512, 2, 1),
+    ("text-gpt", 16, 2, 1),
+    ("clipart-resnet", 16, 2, 1),
+    ("fashion-mlp", 64, 1, 2),
+    ("text-gpt", 16, 1, 2),
+)
+"""Task, samples of a backward, backwards of a step, ranks."""
 
 
 def population(trained: int) -> np.ndarray[Any, Any]:
@@ -147,51 +163,92 @@ def real() -> None:
             )
 
 
-def cost(name: str, micro_batch: int, accumulation: int, blocks: int, steps: int, every: int | None) -> None:
-    """CPU time with over that without, in pairs of blocks; looking at each so many-th step (None: as often as is cheap)."""
+def cost(setting: tuple[str, int, int, int], every: int | None, seconds: float) -> None:
+    """A line: what it costs to look at each so many-th step (None: as often as is cheap)."""
+    name, micro_batch, accumulation, ranks = setting
     task = resolve(name)
-    seed_all(0)
-    model: nn.Module = build_model(task)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
-    loader = torch.utils.data.DataLoader(task.dataset(), batch_size=micro_batch, collate_fn=task.collate, drop_last=True)
-    batches = [batch for batch, _ in zip(loader, range(accumulation), strict=False)]
-
-    stride = Stride(every)
-
-    def block(watched: bool) -> float:
-        norms = GroupNorms(model, 1) if watched else None
-        if norms:
-            norms.looking = stride.looking
-        rows = []
-        start = time.process_time()
-        for _ in range(steps):
-            for batch in batches:
-                (loss_of(task, model, batch) / accumulation).backward()
-            if norms:
-                if (row := norms.step()) is not None:
-                    rows.append(row)
-                norms.looking = stride.step()
-            optimizer.step()
-            optimizer.zero_grad()
-        seconds = time.process_time() - start
-        if norms:
-            norms.close()
-        return seconds
-
-    for _ in range(1 if every else 8):  # until the stride is found
-        block(True), block(False)
-    ratios = []
-    for number in range(blocks):
-        order = (True, False) if number % 2 else (False, True)
-        took = {watched: block(watched) for watched in order}
-        ratios.append(took[True] / took[False])
-    quartiles = statistics.quantiles(ratios, n=4)
-    weights = sum(weight.numel() for weight in model.parameters())
+    weights = list(build_model(task).parameters())
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_cost, (setting, every, seconds, folder), nprocs=ranks)
+        found = json.loads((Path(folder) / "found.json").read_text())
+    columns = [_interval(found[kind]) for kind in ("cpu", "wall")]
     print(
-        f"{name} | {weights:,} | {len(list(model.parameters()))} | {accumulation} × {micro_batch} | {stride.every} | "
-        f"{statistics.median(ratios):.3f} ({quartiles[0]:.3f}–{quartiles[2]:.3f})",
+        f"{name} | {sum(one.numel() for one in weights):,}, {len(weights)} | {ranks} × {accumulation} × {micro_batch} | "
+        f"{found['every']} | {' | '.join(columns)} | {len(found['cpu'])} × {found['steps']}, {found['seconds']:.3g} s each",
         flush=True,
     )
+
+
+def _interval(ratios: list[float]) -> str:
+    """The median, and a 90 % interval of it by drawing again."""
+    rng = np.random.default_rng(0)
+    drawn = np.median(rng.choice(ratios, (2000, len(ratios))), axis=1)
+    return f"{np.median(ratios):.3f} ({np.quantile(drawn, 0.05):.3f}–{np.quantile(drawn, 0.95):.3f})"
+
+
+def _cost(rank: int, setting: tuple[str, int, int, int], every: int | None, seconds: float, folder: str) -> None:
+    """Of one rank."""
+    name, micro_batch, accumulation, world_size = setting
+    if world_size > 1:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        os.environ |= {key: str(value) for key, value in numbers.items()} | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29533"}
+    knobs = {"micro_batch": micro_batch, "accumulation": accumulation, "nproc_per_node": world_size, "lr": 1e-4}
+    spec = wb.RunSpec(task=name, device="cpu", noise_scale=every or True, **knobs)
+    ranks = Ranks.join(spec)
+    (own := Path(folder) / str(rank)).mkdir()
+    found = _pairs(Trainer(spec, resolve(name), ranks), own, every, seconds)
+    if rank == 0:
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+    gc.unfreeze()
+    ranks.leave()
+
+
+def _pairs(trainer: Trainer, own: Path, every: int | None, seconds: float) -> dict[str, Any]:
+    """Blocks of steps with and without it, in turns, of a tenth of a second or more and of whole strides."""
+    batches = list(itertools.islice(trainer.batches(), trainer.spec.accumulation))
+    paused, done = 0.0, 0
+    log = NoiseLog(trainer, own)
+    log._stride = stride = Stride(every, clock=lambda: time.perf_counter() - paused)
+
+    def block(watched: bool, steps: int) -> tuple[float, float]:
+        nonlocal paused, done
+        log._norms.look(watched and stride.looking)
+        began = time.process_time(), time.perf_counter()
+        for _ in range(steps):
+            for batch in batches:
+                trainer.micro_step(batch, last=batch is batches[-1])
+            if watched:
+                done += 1
+                log.step(done)
+            trainer.update()
+        took = time.process_time() - began[0], time.perf_counter() - began[1]
+        if not watched:
+            paused += took[1]
+        return took
+
+    def agreed(value: float) -> float:
+        """The largest of all ranks."""
+        dist.all_reduce(most := torch.tensor(float(value), dtype=torch.float64), dist.ReduceOp.MAX)
+        return float(most)
+
+    start, step = time.perf_counter(), 0.0
+    gc.collect()
+    gc.freeze()
+    while done < 64 if every else done < 1024 and agreed(time.perf_counter() - start) < seconds / 4:  # until the stride is found
+        step = agreed(block(True, 16)[1] / 16)
+    start, pairs, steps, longest = time.perf_counter(), [], 0, 0
+    while agreed(time.perf_counter() - start) < seconds:
+        longest = int(agreed(stride.every))
+        steps = longest * math.ceil(0.1 / step / longest)
+        order = (True, False) if len(pairs) % 2 else (False, True)
+        took = {watched: block(watched, steps) for watched in order}
+        pairs.append((took[True], took[False]))
+    log.close()
+    times = torch.tensor(pairs, dtype=torch.float64)  # pairs × with, without × CPU, wall
+    dist.all_reduce(times)
+    ratios = times[:, 0] / times[:, 1]
+    without = float(times[:, 1, 1].median()) / dist.get_world_size()
+    return {"cpu": ratios[:, 0].tolist(), "wall": ratios[:, 1].tolist(), "every": longest, "steps": steps, "seconds": without}
 
 
 def main() -> None:
@@ -199,13 +256,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--trials", type=int, default=120)
     parser.add_argument("--skip-runs", action="store_true", help="arithmetic and cost only")
+    parser.add_argument("--cost", type=int, nargs="+", metavar="SETTING", help="of these settings only, and nothing else")
+    parser.add_argument("--each", action="store_true", help="… looking at each step")
+    parser.add_argument("--seconds", type=float, default=30.0, help="that a setting's cost is measured for")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {platform.machine()}, CPU")
-    print("\nmodel | weights | tensors | step | looks at one of | CPU time with ÷ without (median, quartiles)")
-    for name, size, steps in (("fashion-mlp", 64, 40), ("fashion-mlp", 512, 20), ("text-gpt", 16, 4), ("clipart-resnet", 16, 2)):
-        cost(name, size, 2, 15, steps, every=1)
-        cost(name, size, 2, 15, 8 * steps, every=None)
+    print(
+        "\nmodel | weights, tensors | ranks × backwards × samples | looks at one of | CPU time with ÷ without (90 % interval) | wall time "
+        "| pairs × steps"
+    )
+    for number in given.cost or range(len(COSTS)):
+        for each in (True, False) if not given.cost else (given.each,):
+            cost(COSTS[number], 1 if each else None, given.seconds)
+    if given.cost:
+        return
     print()
     repeated(given.trials)
     if not given.skip_runs:

@@ -61,7 +61,7 @@ class NoiseWatch:
             optimizer: each of its steps ends a step; None = `step()` is called instead, when a step's gradients are all there.
             micro_batch: samples in one backward, of one rank.
             accumulation: backwards of a step; None = as many as most steps have.
-            every: look at each so many-th step only, which costs as much less; the same on all ranks.
+            every: look at each so many-th step only, which costs less, for in between nothing is attached; the same on all ranks.
             scaler: the GradScaler, if there is one.
             dataset_size: samples that are dealt out without repetition; None = they are drawn independently, or are many.
         """
@@ -92,14 +92,15 @@ class NoiseWatch:
     def step(self) -> None:
         """The gradients of a step are all there."""
         assert self._norms is not None, "before the with block"
-        scale = None
-        if self._scaler is not None and self._scaler.is_enabled():
-            scale = self._scaler.scale(torch.ones((), device=next(self._model.parameters()).device))
-        row = self._norms.step(scale)
-        if row is not None:
-            self.rows.append(row)
+        if self._norms.looking:
+            scale = None
+            if self._scaler is not None and self._scaler.is_enabled():
+                scale = self._scaler.scale(torch.ones((), device=next(self._model.parameters()).device))
+            row = self._norms.step(scale)
+            if row is not None:
+                self.rows.append(row)
         self._taken += 1
-        self._norms.looking = self._taken % self._every == 0
+        self._norms.look(self._taken % self._every == 0)
 
     @property
     def backwards(self) -> int:

@@ -1,7 +1,12 @@
-"""Norms of the gradients of a step's groups and of their mean, seen by hooks of autograd; nothing waits for the device."""
+"""Norms of the gradients of a step's groups and of their mean, seen by hooks of autograd; nothing waits for the device.
 
+A hook of autograd costs something by being there: one that returns at once does, and one that was removed does as much, for torch goes on
+calling the empty list of them. So a step that is not looked at finds the weights as if nobody had ever watched them.
+"""
+
+import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,36 +30,33 @@ _engine: Any = torch.autograd.Variable._execution_engine
 
 
 class Row:
-    """A step's norms, on the device."""
+    """A step's norms, on the device, and not squared yet; those of parts that several ranks hold with the number of these."""
 
     __slots__ = ("big", "count", "scale", "small")
 
-    def __init__(self, small: Tensor, big: Tensor, count: int, scale: Tensor | None) -> None:
+    def __init__(self, small: Tensor, big: Sequence[tuple[Tensor, float]], count: int, scale: Tensor | None) -> None:
         self.small, self.big, self.count, self.scale = small, big, count, scale
 
 
 class GroupNorms:
     """Sees the gradient of each micro-batch, and the mean gradient at the end of a backward.
 
-    `small` of a row is the sum of the squares of its micro-batches' gradients on this rank; `big` is this rank's share of the square of the
-    mean gradient, which is their sum over the ranks.
-
-    Attributes:
-        looking: are the gradients of this step wanted? To be set between two steps.
+    `small` squared is the sum of the squares of a step's micro-batches' gradients on this rank; `big` squared is this rank's share of the
+    square of the mean gradient, which is their sum over the ranks.
     """
 
-    def __init__(self, model: nn.Module, world_size: int) -> None:
-        """Attach to a model.
+    def __init__(self, model: nn.Module, world_size: int, backwards: int = 1) -> None:
+        """Attach to a model, and look at its next step.
 
         Args:
             model: whose gradients; in its DDP, sharded by FSDP2, or plain.
             world_size: ranks that reduce their gradients.
+            backwards: that a step has at least; the mean gradient is not looked for before it has had them.
 
         Raises:
             NoiseScaleError: nothing in it is trained, another watch is attached, or its layers are split over ranks.
         """
-        self.looking = True
-        self._model, self._world_size = model, world_size
+        self._model, self._world_size, self._backwards = model, world_size, backwards
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         self._check()
         if world_size > 1:
@@ -64,22 +66,31 @@ class GroupNorms:
         self._count = 0
         self._forwards = 0
         self._queued = False
-        self._big: Tensor | None = None
-        self._hooked: set[int] = set()
-        self._handles: list[Any] = []
-        self._handles.append(model.register_forward_pre_hook(self._forward))
-        _watched.add(model)
+        self._big: list[tuple[Tensor, float]] = []
+        self._parts: dict[tuple[torch.device, float], list[Tensor]] = {}
         for weight in self._weights:
-            if not isinstance(weight, DTensor):
-                self._hook(weight)
-        if any(isinstance(weight, DTensor) for weight in self._weights):
-            self._handles += [part.register_forward_pre_hook(self._gathered) for part in model.modules()]
+            self._parts.setdefault((weight.device, self._holders(weight)), []).append(weight)
+        self._hooked: dict[int, Tensor] = {}
+        self._bare: list[Tensor] = []
+        self._handles: list[Any] = []
+        self._looking = False
+        _watched.add(model)
+        self.look(True)
+
+    @property
+    def looking(self) -> bool:
+        """Are the gradients of this step wanted?"""
+        return self._looking
+
+    def look(self, wanted: bool) -> None:
+        """Say between two steps whether the gradients of those to come are wanted."""
+        if wanted is not self._looking:
+            self._looking = wanted
+            self._attach() if wanted else self._detach()
 
     def close(self) -> None:
         """Detach."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self.look(False)
         _watched.discard(self._model)
 
     def step(self, scale: Tensor | None = None) -> Row | None:
@@ -94,9 +105,9 @@ class GroupNorms:
         norms, big, count = self._norms, self._big, self._count
         if 0 < self._forwards < count:
             count = 0
-        self._norms, self._big, self._count, self._forwards = [], None, 0, 0
+        self._norms, self._big, self._count, self._forwards = [], [], 0, 0
         self._fired.clear()
-        return Row(_total(norms), big, count, scale) if norms and big is not None else None
+        return Row(_together(norms), big, count, scale) if norms and big else None
 
     def _check(self) -> None:
         if not self._weights:
@@ -115,6 +126,23 @@ class GroupNorms:
                     "measured under DDP, FSDP2 and accumulation; measure it without tensor_parallel (it does not depend on that)"
                 )
 
+    def _attach(self) -> None:
+        self._handles.append(self._model.register_forward_pre_hook(self._forward))
+        for weight in self._weights:
+            if not isinstance(weight, DTensor):
+                self._hook(weight)
+        if any(isinstance(weight, DTensor) for weight in self._weights):
+            self._handles += [part.register_forward_pre_hook(self._gathered) for part in self._model.modules()]
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for weight in self._bare:
+            if not weight._backward_hooks:  # nobody else has come
+                weight._backward_hooks = None
+        for kept in (self._handles, self._bare, self._hooked):
+            kept.clear()
+
     def _forward(self, *_: Any) -> None:
         self._forwards += torch.is_grad_enabled()
 
@@ -128,11 +156,13 @@ class GroupNorms:
         key = id(weight)
         if key in self._hooked or not weight.is_leaf:
             return
-        self._hooked.add(key)
+        self._hooked[key] = weight
+        if weight._backward_hooks is None:
+            self._bare.append(weight)
         me = weakref.ref(self)
 
         def seen(gradient: Tensor) -> None:
-            if (watch := me()) is not None and watch.looking:
+            if (watch := me()) is not None:
                 watch._seen(key, gradient)
 
         self._handles.append(weight.register_hook(seen))  # type: ignore[no-untyped-call]
@@ -145,7 +175,7 @@ class GroupNorms:
             self._queued = False
         fired.add(key)
         self._norms.append(norm(gradient if type(gradient) is Tensor and not gradient.is_sparse else _values(gradient)))
-        if not self._queued:
+        if not self._queued and self._count >= self._backwards:
             self._queued = True
             _engine.queue_callback(self._nearly)
 
@@ -158,16 +188,11 @@ class GroupNorms:
         self._queued = False
         if isinstance(self._model, DistributedDataParallel) and not self._model.require_backward_grad_sync:
             return  # a micro-batch that is not the last
-        parts: dict[tuple[torch.device, float], list[Tensor]] = {}
-        for weight in self._weights:
-            if weight.grad is not None:
-                parts.setdefault((weight.grad.device, self._holders(weight)), []).append(_values(weight.grad))
-        if not parts:
-            return  # FSDP2, of which a micro-batch is not the last
-        self._big = sum(
-            (_total(_norms_of(values)) / holders for (_, holders), values in parts.items()),
-            torch.zeros((), dtype=torch.float64, device=next(iter(parts))[0]),
-        )
+        self._big = [
+            (_together(_norms_of(values)), holders)
+            for (_, holders), weights in self._parts.items()
+            if (values := [_values(weight.grad) for weight in weights if weight.grad is not None])  # of FSDP2, after the last micro-batch
+        ]
 
     def _holders(self, weight: Tensor) -> float:
         """Ranks that have the same part of a gradient."""
@@ -214,9 +239,10 @@ def _norms_of(values: list[Tensor]) -> list[Tensor]:
     return [*norms, *(norm(one) for one in values if not (one.dtype is torch.float32 and (one.numel() <= LARGE or not on_cpu)))]
 
 
-def _total(norms: list[Tensor]) -> Tensor:
-    """The sum of squares of norms, in fp64."""
-    return torch.stack(norms).double().square().sum()
+def _together(norms: list[Tensor]) -> Tensor:
+    """The norm of norms, in fp64."""
+    whole: Tensor = _norm(torch.stack(norms), dtype=torch.float64)
+    return whole
 
 
 def read(rows: Iterable[Row]) -> list[tuple[float, float, int]]:
@@ -227,10 +253,14 @@ def read(rows: Iterable[Row]) -> list[tuple[float, float, int]]:
     rows = list(rows)
     if not rows:
         return []
-    small = torch.stack([_unscaled(row.small, row.scale) for row in rows]).tolist()
-    big = torch.stack([_unscaled(row.big, row.scale) for row in rows]).tolist()
-    return [(row.count * one, other, row.count) for row, one, other in zip(rows, small, big, strict=True)]
+    small = torch.stack([_unscaled(row.small, row.scale) for row in rows]).square().tolist()
+    parts = torch.stack([_unscaled(norm.to(row.small.device), row.scale) for row in rows for norm, _ in row.big]).square().tolist()
+    found, rest = [], iter(parts)
+    for row, one in zip(rows, small, strict=True):
+        big = math.fsum(next(rest) / holders for _, holders in row.big)
+        found.append((row.count * one, big, row.count))
+    return found
 
 
-def _unscaled(square: Tensor, scale: Tensor | None) -> Tensor:
-    return square if scale is None else square / scale.to(square.device, torch.float64).square()
+def _unscaled(norm: Tensor, scale: Tensor | None) -> Tensor:
+    return norm if scale is None else norm / scale.to(norm.device, torch.float64)

@@ -31,7 +31,7 @@ class NoiseLog:
         readers = trainer.layout.readers
         self._trainer, self._accumulation = trainer, trainer.spec.accumulation
         self._stride = Stride(None if trainer.spec.noise_scale is True else int(trainer.spec.noise_scale))
-        self._norms = GroupNorms(trainer.model, readers.world_size)
+        self._norms = GroupNorms(trainer.model, readers.world_size, self._accumulation)
         self._writer = rundir.LineWriter(run_dir / rundir.noise_file(readers.rank))
         self._rows: list[tuple[int, Row]] = []
         self._flushed = time.perf_counter()
@@ -55,12 +55,13 @@ class NoiseLog:
         Raises:
             DiskFullError: there was no room; the lines before are whole.
         """
-        row = self._norms.step(self._trainer.precision.loss_scale())
-        if row is not None:
-            self._rows.append((step, row))
-        self._norms.looking = self._stride.step()
-        if time.perf_counter() - self._flushed > INTERVAL:
-            self.flush()
+        if self._norms.looking:
+            row = self._norms.step(self._trainer.precision.loss_scale())
+            if row is not None:
+                self._rows.append((step, row))
+            if time.perf_counter() - self._flushed > INTERVAL:
+                self.flush()
+        self._norms.look(self._stride.step())
 
     def flush(self) -> None:
         """Write what was seen. A step whose micro-batches were taken in parts has no norms of whole ones."""
