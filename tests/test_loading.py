@@ -135,6 +135,27 @@ def test_transport_is_what_a_worker_computes_beyond_the_batch() -> None:
     assert (found[1].handover or 0.0) > 2 * (found[0].handover or 0.0)
 
 
+class Kept(Dataset[torch.Tensor]):
+    """Samples that lie ready, 4 MB each."""
+
+    def __init__(self) -> None:
+        self.bank = torch.zeros(4, 1_000_000)
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.bank[index % 4]
+
+
+def test_what_a_batch_would_take_here_is_known_from_a_worker() -> None:
+    """A worker collates into new shared memory, page by page; measured: 5 ms there and 0.3 ms here for 6 MB."""
+    there = probed(loader_of(Kept(), num_workers=1), 1.0)
+    assert there.cpu is not None
+    assert there.collate is not None
+    assert there.cpu < 0.7 * there.collate  # that of the worker
+
+
 def test_small_files_are_counted(tmp_path: Path) -> None:
     for index in range(64):
         (tmp_path / str(index)).write_bytes(b"x" * 1000)

@@ -127,9 +127,9 @@ def ours(case: Case, budget: float, prove: bool) -> dict[str, Any]:
     }
     if prove:
         provable = [remedy for remedy in diagnosis.remedies if remedy.change and not remedy.ceiling]
-        for remedy in provable[:2]:
+        for remedy in provable[:1]:
             began = time.perf_counter()
-            proof = diagnosis.prove(remedy)
+            proof = diagnosis.prove(remedy, budget_s=budget)
             result["proofs"].append(proof.to_json() | {"text": str(proof), "took": time.perf_counter() - began})
     return result
 

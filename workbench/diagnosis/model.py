@@ -94,7 +94,7 @@ class StepModel:
         new = {name: value for name, value in changes.items() if value != now[name] and not (value is None and name != "bucket_cap_mb")}
         notes: list[str] = []
         inner, samples = self._inner({**now, **new}, new, notes)
-        data = self._data_wait({**now, **new}, new, sum(inner.values()))
+        data = self._data_wait({**now, **new}, new, sum(inner.values()) - self._late_for(new))
         return Parts(
             data_wait=data,
             stalls=self.costs.stalls.mid,
@@ -110,10 +110,10 @@ class StepModel:
         samples = self._samples(changes)
         return samples * self.parts().step / new.step if new.step else math.nan
 
-    def without(self, seconds: float) -> float:
-        """Speedup if training took so many seconds less per step, the loader as it is."""
+    def without(self, seconds: float, **changes: Any) -> float:
+        """Speedup if training took so many seconds less per step, the loader as it is; `changes` are the knobs that make it so."""
         cached = max(1e-12, self.costs.cached - seconds)
-        step = cached + self._data_wait(self.knobs, {}, cached) + self.costs.stalls.mid + self._late_input
+        step = cached + self._data_wait({**self.knobs, **changes}, {}, cached) + self.costs.stalls.mid + self._late_input
         return self.costs.step / step if step > 0 else math.nan
 
     # --- training on batches that are there
@@ -123,6 +123,12 @@ class StepModel:
         """What a slow rank's loader adds to every step."""
         slow = self.costs.slow
         return max(0.0, self.costs.straggler.mid - slow.compute) if slow else 0.0
+
+    def _late_for(self, new: Mapping[str, Any]) -> float:
+        """The same under changed knobs: it is slow with every sample."""
+        if new.get("nproc_per_node") == 1:
+            return 0.0
+        return self._late_input * self._samples({name: value for name, value in new.items() if name != "nproc_per_node"})
 
     def _samples(self, changes: Mapping[str, Any]) -> float:
         now = self.knobs
@@ -163,14 +169,13 @@ class StepModel:
             crowd = self._crowd(knobs["nproc_per_node"]) / self._crowd(e.world_size)
             compute, host, optimizer = compute * crowd, host * crowd, optimizer * crowd
             late = 0.0 if knobs["nproc_per_node"] == 1 else late
-        straggler = late + (self._late_input if knobs["nproc_per_node"] > 1 else 0.0)
         inner = {
             "transfer": transfer,
             "compute": compute,
             "host": host,
             "optimizer": optimizer,
             "communication": communication,
-            "straggler": straggler,
+            "straggler": late + self._late_for(new),
         }
         return inner, size * batches * knobs["nproc_per_node"] / e.world_size
 
@@ -211,7 +216,6 @@ class StepModel:
     def _data_wait(self, knobs: Mapping[str, Any], new: Mapping[str, Any], inner: float) -> float:
         """What the loader adds to a step that takes `inner` seconds without it."""
         c, e = self.costs, self.evidence
-        inner -= self._late_input
         batches = float(knobs["accumulation"] / e.accumulation)
         size = float(knobs["micro_batch"] / self.knobs["micro_batch"]) if "micro_batch" in new else 1.0
         if self.feeding is None:
@@ -225,13 +229,14 @@ class StepModel:
             _times(self.feeding, size, knobs["nproc_per_node"] / e.world_size), (inner + fresh) / knobs["accumulation"], self.costs.cached
         )
         feeding = dataclasses.replace(feeding, accumulation=knobs["accumulation"], ranks=knobs["nproc_per_node"])
-        step = feeding.step(
-            knobs["num_workers"] or 0,
-            prefetch_factor=knobs["prefetch_factor"] or 2,
-            persistent_workers=bool(knobs["persistent_workers"]),
-        )
-        same = not {"num_workers", "prefetch_factor", "persistent_workers"} & new.keys()
-        return max(0.0, step - inner + (self.unexplained * batches * size if same else 0.0))
+        if knobs["threads"] != e.threads:  # while an operator lasts they keep a core each, those that wait for the others, too
+            feeding = dataclasses.replace(feeding, compute_cpu=knobs["threads"] * feeding.compute)
+        wait = feeding.step(**_defaults(knobs)) - inner
+        kept = 0.0  # of what the formulas do not give: all, if the workers are the same; none, if they are others
+        if knobs["num_workers"] == self.knobs["num_workers"]:
+            now = feeding.step(**_loader_knobs(e)) - inner
+            kept = min(1.0, max(0.0, wait / now)) if now > 0 else 1.0
+        return max(0.0, wait + kept * self.unexplained * batches * size)
 
     def _fresh(self, knobs: Mapping[str, Any]) -> float:
         """What a fresh batch costs training more than a replayed one, where it is not a part of `unexplained` already."""
@@ -270,10 +275,15 @@ def _with_compute(feeding: Feeding, compute: float, was: float | None = None) ->
 
 def _loader_knobs(e: Evidence) -> dict[str, Any]:
     assert e.loading is not None  # or there would be no Feeding
+    return _defaults(dataclasses.asdict(e.loading))
+
+
+def _defaults(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a loader's curve depends on, torch's own values where none are given."""
     return {
-        "num_workers": e.loading.num_workers,
-        "prefetch_factor": e.loading.prefetch_factor or 2,
-        "persistent_workers": e.loading.persistent_workers,
+        "num_workers": knobs["num_workers"] or 0,
+        "prefetch_factor": knobs["prefetch_factor"] or 2,
+        "persistent_workers": bool(knobs["persistent_workers"]),
     }
 
 

@@ -67,9 +67,9 @@ def tried(case: Case, arm: str, change: Mapping[str, Any], what: str, costs: str
         name=", ".join(f"{name}={value}" for name, value in change.items()),
         change=case.turnable(change),
         what=what,
-        speedup=model.without(seconds.mid),
-        low=model.without(seconds.low),
-        high=model.without(seconds.high),
+        speedup=model.without(seconds.mid, **change),
+        low=model.without(seconds.low, **change),
+        high=model.without(seconds.high, **change),
         formula=f"measured: it saves {units.percent(e.arms[arm].saved.mid)} of the step without its loader; put into the full step",
         costs=costs,
     )

@@ -27,6 +27,8 @@ class Made(NamedTuple):
     """Neither computing nor waiting for a core, in the dataset."""
     blocked: float
     """The same, collate included."""
+    collate_here: float | None
+    """CPU of collating it once more as the training process would, which does not do so into shared memory; None = not known."""
     read_bytes: int
     files: int
     """Opened since the last batch."""
@@ -60,6 +62,9 @@ class FetchMeter:
             alone: does the process do nothing else? In a worker a thread sends the last batch while the next one is made.
         """
         self._fetch, self._collate, self._sampler, self._alone = fetcher.fetch, fetcher.collate_fn, sampler, alone
+        self._again = not alone and _collates_as_torch(fetcher)
+        self._raw: Any = None
+        self._extra = 0.0
         self._lines: tuple[tuple[str, float], ...] = ()
         self._looked = 0.0
         sampler.call = None
@@ -84,15 +89,17 @@ class FetchMeter:
         end, fetched = now(), self._fetched
         fetch_cpu, fetch_blocked = self._split(start, fetched)
         collate_cpu, collate_blocked = self._split(fetched, end)
+        clock = end.process - self._extra
         return data, Made(
             wall=end.wall - start.wall,
             cpu=fetch_cpu + collate_cpu,
             fetch_cpu=fetch_cpu,
             fetch_blocked=fetch_blocked,
             blocked=fetch_blocked + collate_blocked,
+            collate_here=self._collate_here(),
             read_bytes=max(0, self._read - self._own_read),
             files=_opened.take(),
-            clock=end.process,
+            clock=clock,
             samples=tuple(self._samples),
             lines=self._where(end.wall),
         )
@@ -100,8 +107,19 @@ class FetchMeter:
     def collate(self, data: Any) -> Any:
         """What the fetcher's collate function makes of it."""
         self._read = bytes_read() - self._read
+        self._raw = data if self._again else None
         self._fetched = now()
         return self._collate(data)
+
+    def _collate_here(self) -> float | None:
+        if self._raw is None:
+            return None
+        begun, start = time.process_time(), time.thread_time()
+        with _no_worker():
+            self._collate(self._raw)
+        took, self._raw = time.thread_time() - start, None
+        self._extra += time.process_time() - begun
+        return took
 
     def _where(self, time: float) -> tuple[tuple[str, float], ...]:
         if time - self._looked > LINES:
@@ -141,6 +159,26 @@ def _timed(items: Iterator[Any], samples: list[float]) -> Iterator[Any]:
             return
         samples.append(time.perf_counter() - start)
         yield item
+
+
+def _collates_as_torch(fetcher: Any) -> bool:
+    """With torch's own function, which may be called once more: it changes nothing."""
+    from torch.utils.data import default_collate
+
+    return bool(fetcher.auto_collation and fetcher.collate_fn is default_collate)
+
+
+@contextlib.contextmanager
+def _no_worker() -> Iterator[None]:
+    """Inside, torch does not know that this is a worker, so it collates as in a process that is none."""
+    from torch.utils.data._utils import worker
+
+    info = getattr(worker, "_worker_info", None)
+    worker._worker_info = None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
 
 
 class InWorker:

@@ -104,7 +104,7 @@ def _probed(loader: "DataLoader[Any]", feed: Feed, found: Loading, budget: float
     if made:
         found = dataclasses.replace(
             found,
-            cpu=_mean(made, lambda m: m.cpu),
+            cpu=_mean(made, lambda m: m.cpu) if here else _cpu_here(made),
             blocked=_mean(made, lambda m: m.blocked),
             fetch_cpu=_mean(made, lambda m: m.fetch_cpu),
             fetch_blocked=_mean(made, lambda m: m.fetch_blocked),
@@ -271,6 +271,16 @@ def _until(source: Iterator[Any], deadline: float) -> Iterator[Any]:
 def _mean(turns: list[list[Made]], value: Callable[[Made], float]) -> float:
     """Median of the turns' means: slow samples count in full, a turn that somebody disturbed does not."""
     return statistics.median(statistics.fmean(map(value, turn)) for turn in turns)
+
+
+def _cpu_here(turns: list[list[Made]]) -> float:
+    """CPU of making a batch in the training process, from a worker. The least that collating took counts: there, memory is used again, and
+    nothing sends the last batch beside it.
+    """
+    if turns[0][0].collate_here is None:
+        return _mean(turns, lambda m: m.cpu)
+    collate = [min(m.collate_here for m in turn if m.collate_here is not None) for turn in turns]
+    return _mean(turns, lambda m: m.fetch_cpu) + statistics.median(collate)
 
 
 def touch(batch: Any) -> None:
