@@ -6,7 +6,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pytest
-from traced import event, on_cpu, on_device, op, step, write
+from traced import event, launched, on_cpu, on_device, op, step, write
 
 from workbench import plot
 from workbench.traces import Trace
@@ -77,6 +77,42 @@ def test_pauses(cpu: Trace, device: Trace) -> None:
     assert [round(container[0].get_width()) for container in cpu.idle().plot().containers] == [30, 5, 25, 40]
 
 
+def test_a_critical_path(cpu: Trace) -> None:
+    ax = cpu.critical_path().plot()
+    first = {str(container.get_label()): round(container[0].get_width()) for container in ax.containers[:3]}
+    assert first == {"compute": 40, "data_wait": 30, "python": 30}
+    assert [label.get_text() for label in ax.get_yticklabels()][:2] == ["the step", "enumerate(DataLoader…Iter.__next__"]
+    assert "100 % on the path" in texts(ax)
+
+
+def test_kernels_and_copies(tmp_path: Path) -> None:
+    told = {"blocks per SM": 1.0, "est. achieved occupancy %": 25}
+    rows = [
+        *launched("void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_64x64>(…)", 0, 10, 30, 1, **told),
+        *launched("add", 2, 50, 10, 2),
+        *launched("Memcpy HtoD (Pinned -> Device)", 4, 60, 10, 3, "gpu_memcpy", bytes=20_000),
+    ]
+    trace = Trace.load(write(tmp_path / "a.json", rows))
+    ax = plot.kernels(trace)
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        "cutlass_80_tensorop_…688gemm_64x64",
+        "add",
+    ]
+    assert [[round(bar.get_width()) for bar in container] for container in ax.containers] == [[30, 0], [0, 10]]
+    assert texts(ax) == ["occupancy 25 %", "10.0 µs"]
+    (line,) = plot.copies(trace).lines
+    assert max(line.get_ydata()) == pytest.approx(2)
+    assert "HtoD (Pinned → Device): 2.00 GB/s while it copies" in str(line.get_label())
+
+
+def test_sequences(tmp_path: Path) -> None:
+    rows = [one for i in range(4) for one in launched("ab"[i % 2], 2 * i, 100 + 15 * i, 10, i)]
+    ax = Trace.load(write(tmp_path / "a.json", rows)).sequences(length=2).plot()
+    assert [round(container[0].get_width()) for container in ax.containers] == [40, 10]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["a\nb"]
+    assert "2 times" in texts(ax)
+
+
 def test_queues(device: Trace) -> None:
     ax = device.launches().plot()
     (line,) = ax.lines
@@ -113,6 +149,9 @@ def test_memory(tmp_path: Path) -> None:
     [
         ("modules", "with_stack=True"),
         ("launches", "nothing is launched"),
+        ("kernels", "has no kernels"),
+        ("copies", "no copies of a device"),
+        ("sequences", "come twice"),
         ("roofline", "no operator with FLOPs"),
         ("memory_curve", "profile_memory=True"),
     ],
@@ -123,7 +162,8 @@ def test_nothing_to_draw(cpu: Trace, name: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("flame", "nothing to draw"), ("critical", "nothing works within a step"), ("idle", "no step")]
+    ("name", "message"),
+    [("flame", "nothing to draw"), ("critical", "nothing works within a step"), ("critical_path", "no step"), ("idle", "no step")],
 )
 def test_no_step_to_draw(tmp_path: Path, name: str, message: str) -> None:
     empty = Trace.load(write(tmp_path / "empty.json", [step(0, 0, 0)]))

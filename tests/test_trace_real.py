@@ -97,6 +97,28 @@ def test_no_time_counts_twice(taken: tuple[Trace, int]) -> None:
     assert all(0 <= one.alone <= one.busy for one in found.rows)
 
 
+def test_the_path_is_the_step(taken: tuple[Trace, int]) -> None:
+    """One thread does everything, so the path is all that it does: operators, the loader and Python between."""
+    trace, _ = taken
+    found = trace.critical_path()
+    assert sum(one.seconds for one in found.parts) == pytest.approx(trace.breakdown().mean())
+    assert {one.part for one in found.parts} <= {"compute", "data_wait", "python"}
+    assert found.share("compute") > 0.05
+    names = {one.name: one for one in found.rows}
+    assert names["aten::mm"].on_path == pytest.approx(1)
+
+
+def test_what_follows_what(taken: tuple[Trace, int]) -> None:
+    trace, _ = taken
+    found = trace.sequences("aten::linear", length=2)
+    assert found.rows[0].names[0] == "aten::linear"
+    assert found.rows[0].count == 6, "two layers in each of three steps"
+    consecutive = trace.sequences()
+    assert consecutive.rows
+    assert sum(one.share for one in consecutive.rows) <= 1
+    assert all(one.count >= 2 and one.gaps >= 0 for one in consecutive.rows)
+
+
 def test_memory_as_the_file_has_it(taken: tuple[Trace, int]) -> None:
     trace, _ = taken
     told = [one["args"] for one in json.loads(gzip.decompress(trace.path.read_bytes()))["traceEvents"] if one["name"] == "[memory]"]
@@ -111,6 +133,8 @@ def test_what_a_cpu_does_not_have(taken: tuple[Trace, int]) -> None:
     trace, _ = taken
     assert "nothing is launched" in str(trace.launches())
     assert trace.idle().streams == ()
+    assert "no kernels" in str(trace.kernels())
+    assert "no copies" in str(trace.copies())
 
 
 def test_from_the_cache(taken: tuple[Trace, int]) -> None:

@@ -24,7 +24,8 @@ What is predicted is paler than what was measured, or hollow.
 * `breakdown`: each step of a trace in parts that add up to it.
 * `flame`: the calls of a thread of a trace, each below its caller and as wide as its share of the step.
 * `ranks`: the mean step of each rank of a run, from their traces, and who holds the others up.
-* `critical`: what holds a traced step back: how long each resource works, and how long alone.
+* `critical`: what holds a traced step back: how long each resource works, and how long alone; `critical_path`: what its length consists of.
+* `kernels`: the kernels of a device, with occupancy and tensor cores; `copies`: bytes per second; `sequences`: what follows what, and gaps.
 * `modules`: the modules of a trace, forward and backward.
 * `roofline`: how fast the operators of a trace are over their intensity, under what the device can do.
 * `idle`: what the host does while the device, or the thread that trains, has nothing to do.
@@ -43,11 +44,14 @@ What is predicted is paler than what was measured, or hollow.
 from workbench.plot.bars import compare, step_time
 from workbench.plot.batch_plan import plan_proof
 from workbench.plot.collectives import links, traffic, twin
+from workbench.plot.copies import copies
 from workbench.plot.critical import critical
+from workbench.plot.critical_path import critical_path
 from workbench.plot.curves import metrics
 from workbench.plot.diagnosis import diagnosis
 from workbench.plot.flame import flame
 from workbench.plot.idle import idle
+from workbench.plot.kernels import kernels
 from workbench.plot.ladder import ladder, proof
 from workbench.plot.launches import launches
 from workbench.plot.loader_curve import loader_curve
@@ -65,6 +69,7 @@ from workbench.plot.scaled_lr import scaled_lr
 from workbench.plot.scaling import scaling, scaling_efficiency
 from workbench.plot.scaling_law import scaling_law
 from workbench.plot.schedule import schedule
+from workbench.plot.sequences import sequences
 from workbench.plot.steps_to_target import critical_batch, steps_to_target, time_to_target
 from workbench.plot.trace import breakdown, timeline
 from workbench.plot.unprepared import unprepared
@@ -103,6 +108,10 @@ __all__ = [
     "roofline",
     "modules",
     "critical",
+    "critical_path",
+    "kernels",
+    "copies",
+    "sequences",
     "timeline",
     "unprepared",
     "scaling",

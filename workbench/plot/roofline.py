@@ -12,7 +12,7 @@ from workbench.plot.canvas import prepared
 from workbench.plot.colors import INK, LINE, PHASES
 from workbench.plot.stack import WIDTH
 from workbench.traces import Roofline, Trace
-from workbench.traces.roofline import RoofPoint
+from workbench.traces.counting import RoofPoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

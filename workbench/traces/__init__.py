@@ -2,10 +2,12 @@
 
 One way, from the file to the answer: `reading` (bytes → batches of typed events, whatever the state of the file) → `columns` (arrays, names
 told once) → `kinds` (what an event is) → `windows` (where a step begins and ends) → answers, each in its own file and computed when it is
-asked for: where the step goes (`breakdown`, `ops`, `overlap`, `collectives`), what calls what (`modules`, `flame`, on the `nesting` of
-calls), what holds it back (`critical`, `idle`, `launches`), how near to the device's limits it comes (`roofline`, `mfu`, by the `formulas`
-of operators), what it allocates (`memory_curve`); `difference` and `explanation` are made of those. Some need more of the file, which is
-read then (`details`). `loading` and `caching` get the columns from the file or from what was kept beside it.
+asked for: where the step goes (`breakdown`, `ops`, `overlap`, `collectives`, `copies`), what calls what (`modules`, `flame`, on the
+`nesting` of calls), what holds it back (`critical`, `idle`, `launches`; the critical `path`, found by `walking` back over `threads` and
+streams), what follows what (`sequences`, found by `repeating`), how near to the device's limits it comes (`roofline`, `mfu`, by the
+`formulas` of operators; `kernels`, by `filling` and `tensor_cores`), what it allocates (`memory_curve`); `difference` and `explanation`
+are made of those. Some need more of the file, which is read then (`details`). `loading` and `caching` get the columns from the file or
+from what was kept beside it.
 
 `Trace` is the noun that has the answers (`answers`), `TraceSet` that of several ranks; `intervals` is the arithmetic under them, exact on
 whole nanoseconds. For panels, `scene` lays events out in rows, `tiles` says what a window on them shows, `ranking` ranks any part of them.
@@ -13,20 +15,24 @@ whole nanoseconds. For panels, `scene` lays events out in rows, `tiles` says wha
 
 from workbench.traces.breakdown import Breakdown
 from workbench.traces.collectives import Collectives
+from workbench.traces.copies import Copies
 from workbench.traces.critical import Critical
 from workbench.traces.difference import TraceDifference
 from workbench.traces.explanation import Explanation
 from workbench.traces.flame import Flame
 from workbench.traces.idle import Idle
+from workbench.traces.kernels import Kernels
 from workbench.traces.launches import Launches
 from workbench.traces.memory_curve import MemoryCurve
 from workbench.traces.mfu import Mfu
 from workbench.traces.modules import Modules
 from workbench.traces.ops import Operators
 from workbench.traces.overlap import Overlap
+from workbench.traces.path import CriticalPath
 from workbench.traces.ranks import TraceSet
 from workbench.traces.reading import TraceError
 from workbench.traces.roofline import Roofline
+from workbench.traces.sequences import Sequences
 from workbench.traces.trace import Trace
 
 __all__ = [
@@ -41,6 +47,10 @@ __all__ = [
     "Explanation",
     "Flame",
     "Critical",
+    "CriticalPath",
+    "Kernels",
+    "Copies",
+    "Sequences",
     "Roofline",
     "Mfu",
     "MemoryCurve",

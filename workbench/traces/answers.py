@@ -6,18 +6,23 @@ from pathlib import Path
 from workbench.device import Device
 from workbench.traces import breakdown as parts
 from workbench.traces import collectives as exchanged
+from workbench.traces import copies as moved
 from workbench.traces import critical as ceilings
 from workbench.traces import flame as calls
 from workbench.traces import idle as pauses
+from workbench.traces import kernels as launched
 from workbench.traces import launches as queues
 from workbench.traces import memory_curve as filled
 from workbench.traces import modules as tree
 from workbench.traces import ops as operators
 from workbench.traces import overlap as overlapping
+from workbench.traces import repeating as repeated
 from workbench.traces import roofline as roofs
+from workbench.traces import walking as walked
 from workbench.traces.breakdown import Breakdown
 from workbench.traces.collectives import Collectives
 from workbench.traces.columns import Columns
+from workbench.traces.copies import Copies
 from workbench.traces.counting import Counted, counted
 from workbench.traces.critical import Critical
 from workbench.traces.details import Details
@@ -25,6 +30,7 @@ from workbench.traces.details import details as detailed
 from workbench.traces.flame import Flame
 from workbench.traces.idle import Idle
 from workbench.traces.intervals import Spans
+from workbench.traces.kernels import Kernels
 from workbench.traces.kinds import Kinds
 from workbench.traces.launches import Launches
 from workbench.traces.memory_curve import MemoryCurve
@@ -33,7 +39,9 @@ from workbench.traces.mfu import mfu as utilization
 from workbench.traces.modules import Modules
 from workbench.traces.ops import Operators, Which
 from workbench.traces.overlap import Overlap
+from workbench.traces.path import CriticalPath
 from workbench.traces.roofline import Roofline
+from workbench.traces.sequences import Sequences
 from workbench.traces.shown import Shown
 from workbench.traces.stream_idle import GAP
 from workbench.traces.windows import Step, Windows, hosted, marked, windows
@@ -139,6 +147,30 @@ class Answers(Shown):
     def critical(self) -> Critical:
         """Which resource holds the step back: what the step would take, at least, if one of them took no time."""
         return ceilings.critical(self.kinds, self.windows, self.notes)
+
+    def critical_path(self) -> CriticalPath:
+        """Of what each step's length consists: the chain of work, launches and waits from its end back to its beginning."""
+        return walked.critical_path(self.columns, self.kinds, self.windows, self.notes)
+
+    def kernels(self) -> Kernels:
+        """How well the kernels fill the device: occupancy, blocks per multiprocessor, tensor cores, and who could use those."""
+        return launched.kernels(self.columns, self.kinds, self.windows, self.details)
+
+    def copies(self) -> Copies:
+        """Copies between host and device and within it: bytes, bandwidth over time, and how much hides behind computing."""
+        return moved.copies(self.columns, self.kinds)
+
+    def sequences(self, operator: str | None = None, *, length: int = 3) -> Sequences:
+        """Kernels (on a CPU: operators) that follow each other again and again, and the gaps between them.
+
+        Args:
+            operator: of the calls whose names have this in them, the outermost; None = of consecutive ones, wherever they come from.
+            length: how many make a sequence; of an operator's calls, at least.
+
+        Raises:
+            ValueError: the length is below 2, or no operator has that in its name.
+        """
+        return repeated.sequences(self.columns, self.kinds, self.windows.spans, operator, length)
 
     def roofline(self, device: str | Device | None = None) -> Roofline:
         """FLOPs, bytes and speed of each operator and shape, under the roof of the device.

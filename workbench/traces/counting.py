@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from workbench.traces.columns import Columns
 from workbench.traces.details import Details
-from workbench.traces.formulas import FORMULAS, OTHERWISE, WIDTHS, work
+from workbench.traces.formulas import FORMATS, FORMULAS, OTHERWISE, WIDTHS, work
 from workbench.traces.intervals import Numbers, Spans, covered, union
 from workbench.traces.kinds import Kinds
 from workbench.traces.launching import callers
@@ -18,25 +18,41 @@ BUSY = ("operator", "backward", "optimizer", "collective_call")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
-    """Calls of one operator on inputs of one shape and type; per step."""
+class RoofPoint:
+    """All calls of an operator on inputs of one shape and type; per step."""
 
     name: str
     shapes: str
+    """Of the inputs, as the file has them."""
     dtype: str
-    """As torch writes it into the trace."""
+    """Number format of the first input, as `Device.flops_per_sec` names it where it has one."""
     calls: float
     seconds: float
+    """Of kernels where a device computes, else of the operator on the CPU with all that it calls."""
     flops: float
     bytes: float | None
+    """Of inputs and output, each once: the least that has to move; None where types were not recorded."""
     matrix: bool
+    """Is it one of the operators that MFU counts: products of matrices, convolutions, attention?"""
+    peak: float | None = None
+    """FLOP/s that the device can do in this format at best; None where that is not known."""
+
+    @property
+    def flops_per_sec(self) -> float:
+        """Reached; nan where it took no time."""
+        return self.flops / self.seconds if self.seconds else float("nan")
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs per byte."""
+        return self.flops / self.bytes if self.bytes else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
     """All of them."""
 
-    rows: tuple[Count, ...]
+    rows: tuple[RoofPoint, ...]
     unaccounted: float | None
     """Fraction 0..1 of the time of operators (of kernels, where a device computes) outside of these; None where there is none."""
     notes: tuple[str, ...]
@@ -62,7 +78,8 @@ def counted(columns: Columns, kinds: Kinds, steps: Spans, details: Details) -> C
     chosen = _outermost(calls, [key[0] for key in keys], np.array([one is not None for one in found], dtype=np.bool_), code)
     owner = calls.nearest(chosen)
     time, other = _device_time(columns, kinds, calls, owner, inside) if kinds.device else _host_time(columns, kinds, calls, owner, cover)
-    rows, count = [], max(1, len(steps))
+    rows: list[RoofPoint] = []
+    count = max(1, len(steps))
     picked = np.flatnonzero(chosen & inside)
     for at in np.unique(code[picked]).tolist():
         result = found[at]
@@ -73,10 +90,10 @@ def counted(columns: Columns, kinds: Kinds, steps: Spans, details: Details) -> C
         moved = None if read is None else read + done.elements * WIDTHS[call.dtype]
         each = len(places) / count
         rows.append(
-            Count(
+            RoofPoint(
                 name=keys[at][0],
                 shapes=keys[at][1],
-                dtype=call.dtype,
+                dtype=FORMATS.get(call.dtype, call.dtype),
                 calls=each,
                 seconds=float(time[places].sum()) / 1e9 / count,
                 flops=done.flops * each,
@@ -143,7 +160,7 @@ def _device_time(columns: Columns, kinds: Kinds, calls: Nesting, owner: Numbers,
     return found, float(lengths[seen].sum())
 
 
-def _notes(columns: Columns, details: Details, rows: list[Count]) -> tuple[str, ...]:
+def _notes(columns: Columns, details: Details, rows: list[RoofPoint]) -> tuple[str, ...]:
     said = list(details.notes)
     if not any(columns.shapes):
         said.append("shapes were not recorded, and without them there are no FLOPs: profile with record_shapes=True")

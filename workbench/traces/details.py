@@ -55,6 +55,10 @@ class Details:
     input: NDArray[np.int32]
     inputs: tuple[Inputs, ...]
     requests: Requests
+    occupancy: NDArray[np.float64]
+    """Of kernels, "est. achieved occupancy %"; nan = not told."""
+    blocks: NDArray[np.float64]
+    """Of kernels, "blocks per SM"; likewise."""
     notes: tuple[str, ...] = ()
 
 
@@ -77,7 +81,8 @@ class _Gathering:
             self.first = min(self.first, int(np.rint((start - self.origin) * 1e3).min()))
             args = [e.args or NO_DETAIL for e in found]
             codes = [self.inputs[bytes(a.types), bytes(a.concrete)] for a in args]
-            self.events.append((integers([a.sequence for a in args]), np.array(codes, dtype=np.int32)))
+            of_kernels = (np.array([a.occupancy for a in args], np.float64), np.array([a.blocks for a in args], np.float64))
+            self.events.append((integers([a.sequence for a in args]), np.array(codes, dtype=np.int32), *of_kernels))
         if len(found) < len(batch):
             self._requests([e for e in batch if e.name == "[memory]" and e.args and e.args.size is not None])
 
@@ -114,15 +119,21 @@ def details(path: Path, columns: Columns) -> Details:
     except TraceError as error:
         found, why = _Gathering({}), str(error)
     if sum(len(part[0]) for part in found.events) != len(columns):
-        nothing = np.full(len(columns), -1, dtype=np.int64)
-        note = f"shapes' types, sequence numbers and memory could not be read ({why})"
+        nothing, unknown = np.full(len(columns), -1, dtype=np.int64), np.full(len(columns), np.nan)
+        note = f"shapes' types, sequence numbers, memory and occupancy could not be read ({why})"
         bare = (Inputs("", ""),)
         return Details(
-            sequence=nothing, input=np.zeros(len(columns), dtype=np.int32), inputs=bare, requests=_Gathering({}).found(), notes=(note,)
+            sequence=nothing,
+            input=np.zeros(len(columns), dtype=np.int32),
+            inputs=bare,
+            requests=_Gathering({}).found(),
+            occupancy=unknown,
+            blocks=unknown,
+            notes=(note,),
         )
-    sequence, codes = (np.concatenate(column) for column in zip(*found.events, strict=True))
+    sequence, codes, occupancy, blocks = (np.concatenate(column) for column in zip(*found.events, strict=True))
     inputs = tuple(Inputs(types.decode("utf-8", "replace"), concrete.decode("utf-8", "replace")) for types, concrete in found.inputs)
-    return Details(sequence=sequence, input=codes, inputs=inputs, requests=found.found())
+    return Details(sequence=sequence, input=codes, inputs=inputs, requests=found.found(), occupancy=occupancy, blocks=blocks)
 
 
 def _device(kind: int | None, number: int | None) -> str:

@@ -143,7 +143,7 @@ def idle(columns: Columns, kinds: Kinds, windows: Windows, notes: Sequence[str] 
         raise ValueError(f"gap={gap!r}: seconds are allowed, from 0 on; 30e-6 is what HolisticTraceAnalysis has in effect")
     spans = windows.spans
     cover, count = union(spans), max(1, len(spans))
-    lane = _trains(columns, kinds)
+    lane = trains(columns, kinds)
     who, busy, order = (
         ("device", np.flatnonzero(kinds.where(*DEVICE)), ON_DEVICE)
         if kinds.device
@@ -182,7 +182,7 @@ def _said(kinds: Kinds, columns: Columns) -> list[str]:
     return ["what Python does meanwhile was not recorded: profile with_stack=True"]
 
 
-def _trains(columns: Columns, kinds: Kinds) -> int:
+def trains(columns: Columns, kinds: Kinds) -> int:
     """The thread that marks the steps or, without marks, calls most operators."""
     for chosen in (kinds.where("step"), kinds.where("operator"), np.ones(len(columns), dtype=np.bool_)):
         if chosen.any():

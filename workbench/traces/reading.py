@@ -26,6 +26,8 @@ TRIES = 8
 """Cuts that are tried before a piece is taken for damaged."""
 AHEAD = 2 * PIECE
 """Bytes behind events that lie in another value, in which those of the trace itself are looked for."""
+CHECKS = tuple(f"Error -3 while decompressing data: incorrect {what} check" for what in ("data", "length"))
+"""What zlib says where it has unpacked all, and checksum or length, which follow the text, do not fit."""
 BEGIN = re.compile(rb'"traceEvents"\s*:\s*\[')
 BETWEEN = re.compile(rb'(?<=\})\s*,\s*(?=\{\s*"(?:ph|cat|name|pid|tid|ts|dur|id|args)"\s*:)')
 """Between two events of a piece that is damaged."""
@@ -51,6 +53,8 @@ class Reading(Generic[E]):
     """Events whose args could not be read."""
     cut: str = ""
     """Why the file ends early, if it does."""
+    changed: bool = False
+    """Is the checksum of a packed file another one?"""
     inner: bool = False
     """Do the events lie in another value of the file?"""
 
@@ -74,6 +78,8 @@ class Reading(Generic[E]):
     def notes(self) -> tuple[str, ...]:
         """What is missing, in words."""
         said = [self.cut] if self.cut else []
+        if self.changed:
+            said.append("the checksum of the packed file does not fit its text: none of it is missing, but something in it was changed")
         if self.dropped:
             said.append(f"the file is damaged at {self.dropped:,} place{'s' if self.dropped > 1 else ''}: what stands there is missing")
         if self.inner:
@@ -85,7 +91,9 @@ class Reading(Generic[E]):
     def _more(self, file: Readable) -> bytes:
         text = file.read(PIECE)
         self.size += len(text)
-        if isinstance(file, Unpacked) and file.trouble:
+        if isinstance(file, Unpacked) and file.trouble in CHECKS:
+            self.changed = True
+        elif isinstance(file, Unpacked) and file.trouble:
             self.cut = (
                 f"the file ends early or is damaged after {units.bytes_(self.size)} of text ({file.trouble}): later events are missing"
             )

@@ -7,44 +7,12 @@ from typing import Any
 
 from workbench import display, units
 from workbench.device import Device
-from workbench.traces.counting import Counted
-from workbench.traces.formulas import FORMATS
+from workbench.traces.counting import Counted, RoofPoint
 from workbench.traces.ops import SHOWN, short
 from workbench.traces.shown import Shown
 
 GIVE = "give one: device=wb.Device(name=…, memory=…, bandwidth=…, flops_per_sec={'fp32': …}, source=…)"
 """What to do about a device that is not known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoofPoint:
-    """All calls of an operator on inputs of one shape and type; per step."""
-
-    name: str
-    shapes: str
-    """Of the inputs, as the file has them."""
-    dtype: str
-    """Number format of the first input, as `Device.flops_per_sec` names it where it has one."""
-    calls: float
-    seconds: float
-    """Of kernels where a device computes, else of the operator on the CPU with all that it calls."""
-    flops: float
-    bytes: float | None
-    """Of inputs and output, each once: the least that has to move; None where types were not recorded."""
-    matrix: bool
-    """Is it one of the operators that MFU counts: products of matrices, convolutions, attention?"""
-    peak: float | None
-    """FLOP/s that the device can do in this format at best; None where that is not known."""
-
-    @property
-    def flops_per_sec(self) -> float:
-        """Reached; nan where it took no time."""
-        return self.flops / self.seconds if self.seconds else float("nan")
-
-    @property
-    def intensity(self) -> float | None:
-        """FLOPs per byte."""
-        return self.flops / self.bytes if self.bytes else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,20 +98,7 @@ class Roofline(Shown):
 def roofline(counted: Counted, device: Device | None, notes: tuple[str, ...] = ()) -> Roofline:
     """Set what was counted under the roof of a device."""
     peaks = dict(device.flops_per_sec) if device else {}
-    points = [
-        RoofPoint(
-            name=one.name,
-            shapes=one.shapes,
-            dtype=FORMATS.get(one.dtype, one.dtype),
-            calls=one.calls,
-            seconds=one.seconds,
-            flops=one.flops,
-            bytes=one.bytes,
-            matrix=one.matrix,
-            peak=peaks.get(FORMATS.get(one.dtype, "")),
-        )
-        for one in counted.rows
-    ]
+    points = [dataclasses.replace(one, peak=peaks.get(one.dtype)) for one in counted.rows]
     return Roofline(
         points=tuple(sorted(points, key=lambda one: -one.seconds)),
         device=device.name if device else None,

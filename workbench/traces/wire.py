@@ -23,6 +23,7 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     ranks: int | None = msgspec.field(default=None, name="Group size")
     dtype: str | None = None
     bytes: int | None = None
+    bandwidth: float | None = msgspec.field(default=None, name="memory bandwidth (GB/s)")
     shapes: msgspec.Raw = msgspec.field(default=NO_SHAPES, name="Input Dims")
     label: Name = msgspec.field(default=None, name="name")
 
@@ -60,6 +61,8 @@ class Detail(msgspec.Struct, gc=False, frozen=True):
     device_type: int | None = msgspec.field(default=None, name="Device Type")
     device: int | None = msgspec.field(default=None, name="Device Id")
     address: int | None = msgspec.field(default=None, name="Addr")
+    occupancy: float | None = msgspec.field(default=None, name="est. achieved occupancy %")
+    blocks: float | None = msgspec.field(default=None, name="blocks per SM")
 
 
 NO_DETAIL = Detail()

@@ -1,0 +1,44 @@
+"""Sequences of a trace: what follows what again and again, and the gaps between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workbench.plot.canvas import prepared
+from workbench.plot.colors import PHASES
+from workbench.plot.stack import WIDTH, Bar, height, legend, stacked
+from workbench.traces import Sequences, Trace
+from workbench.traces.sequences import brief, folded
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST, LINES = 8, 4
+"""Sequences that are drawn, and lines of a label."""
+COLORS = {"the work itself": PHASES["forward"], "gaps between": PHASES["data_wait"]}
+
+
+def sequences(result: Trace | Sequences, ax: Axes | None = None) -> Axes:
+    """A bar per sequence: the time of its kernels or operators, and of the gaps between them.
+
+    Args:
+        result: a trace, or its sequences.
+        ax: the Axes to draw into; None makes a figure.
+
+    Raises:
+        ValueError: no sequence comes again.
+    """
+    found = result.sequences() if isinstance(result, Trace) else result
+    if not found.rows:
+        raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes)}")
+    bars = [Bar(label=_label(one.names), pieces=[one.seconds, one.gaps], end=f"{one.count:,} times") for one in found.rows[:MOST]]
+    ax = prepared(ax, WIDTH, height([bar.label for bar in bars]))
+    stacked(ax, bars, "all occurrences", COLORS)
+    legend(ax, ax.containers)
+    return ax
+
+
+def _label(names: tuple[str, ...]) -> str:
+    lines = [brief(name) for name in folded(names)]
+    lines = lines if len(lines) <= LINES else [*lines[: LINES - 1], f"… {len(lines) - LINES + 1} more"]
+    return "\n".join(one if len(one) <= 34 else f"{one[:20]}…{one[-13:]}" for one in lines)

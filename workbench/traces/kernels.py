@@ -1,0 +1,217 @@
+"""Kernels: how well those of a trace fill the device, by occupancy, blocks per multiprocessor and tensor cores."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench import display, units
+from workbench.traces.columns import Columns
+from workbench.traces.details import Details
+from workbench.traces.filling import Products, highest, products
+from workbench.traces.intervals import covered, union
+from workbench.traces.kinds import Kinds
+from workbench.traces.nesting import named
+from workbench.traces.ops import SHOWN, short
+from workbench.traces.shown import Shown
+from workbench.traces.tensor_cores import uses
+from workbench.traces.windows import Windows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """All launches of one kernel; means by time."""
+
+    name: str
+    count: int
+    seconds: float
+    share: float
+    """Fraction 0..1 of the time of all kernels."""
+    occupancy: float | None
+    """Fraction 0..1 of the warps that fit a multiprocessor which this launch can have there, as the profiler estimates; None where the
+    file does not tell. A low one may be all it needs, as of a product of matrices."""
+    blocks_per_sm: float | None
+    """Blocks of the grid per multiprocessor: below 1, some of them have nothing to do."""
+    tensor_cores: bool
+    """Does its name say that it computes on them?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels(Shown):
+    """The kernels that compute, those that take longest first; collectives and copies have answers of their own.
+
+    Get them from `trace.kernels()`.
+    """
+
+    rows: tuple[Kernel, ...]
+    products: tuple[Products, ...]
+    """Operators that could use tensor cores, those with most kernel time first."""
+    seconds: float
+    """Of all kernels of the file."""
+    utilization: float | None
+    """Fraction 0..1 of the steps in which a kernel runs, as nvidia-smi would have it; None without a device."""
+    sm_efficiency: float | None
+    """The same, but a kernel with fewer blocks than the device has multiprocessors counts as the share of them that it can keep busy;
+    None where the file does not tell."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def occupancy(self) -> float | None:
+        """Mean over the time of the kernels that tell; None where none does."""
+        return _mean([(one.seconds, one.occupancy) for one in self.rows])
+
+    @property
+    def blocks_per_sm(self) -> float | None:
+        """Likewise."""
+        return _mean([(one.seconds, one.blocks_per_sm) for one in self.rows])
+
+    @property
+    def tensor_share(self) -> float | None:
+        """Fraction 0..1 of kernel time on tensor cores, at least; None without kernels."""
+        return sum(one.seconds for one in self.rows if one.tensor_cores) / self.seconds if self.seconds else None
+
+    @property
+    def eligible_share(self) -> float | None:
+        """Fraction 0..1 of kernel time that operators launched which could use tensor cores; None without kernels."""
+        return sum(one.seconds for one in self.products) / self.seconds if self.seconds else None
+
+    @property
+    def caption(self) -> str:
+        """What they are together."""
+        if not self.rows:
+            return "; ".join(self.notes)
+        said = [
+            f"kernels run in {units.percent(self.utilization)} of the steps",
+            f"SM efficiency {units.percent(self.sm_efficiency)}",
+            f"occupancy {units.percent(self.occupancy)}",
+            f"{units.percent(self.tensor_share)} of kernel time on tensor cores, by their names",
+            f"{units.percent(self.eligible_share)} launched by operators that could use them",
+        ]
+        return "; ".join([*said, *self.notes])
+
+    @property
+    def table(self) -> display.Table:
+        """The first 15 kernels, then the operators that could use tensor cores."""
+        rows = [
+            [
+                short(one.name),
+                f"{one.count:,}",
+                units.seconds(one.seconds),
+                units.percent(one.share),
+                units.percent(one.occupancy),
+                units.count(one.blocks_per_sm),
+                "yes" if one.tensor_cores else "no",
+            ]
+            for one in self.rows[:SHOWN]
+        ]
+        for many in self.products[: SHOWN // 3]:
+            name = f"by {many.name}{f' in {many.dtype}' if many.dtype else ''}"
+            share = units.percent(many.seconds / self.seconds if self.seconds else None)
+            told = [f"{many.count:,}", units.seconds(many.seconds), share, units.MISSING, units.MISSING, units.percent(many.tensor_share)]
+            rows.append([name, *told])
+        columns = ("kernel", "launches", "time", "share", "occupancy", "blocks per SM", "tensor cores")
+        return display.Table(columns=columns, rows=rows, title="Kernels, and how they fill the device", note=self.caption or None)
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per kernel; seconds and fractions."""
+        return display.frame([dataclasses.asdict(one) for one in self.rows], columns=[field.name for field in dataclasses.fields(Kernel)])
+
+    def plot(self, ax: Any = None) -> Any:
+        """The bars of `plot.kernels`; returns the Axes."""
+        return display.picture("kernels")(self, ax=ax)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; seconds and fractions."""
+        lists = {name: [dataclasses.asdict(one) for one in getattr(self, name)] for name in ("rows", "products")}
+        return {**dataclasses.asdict(self), **lists, "notes": list(self.notes)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Kernels":
+        """Inverse of `to_json`."""
+        rows, many = tuple(Kernel(**one) for one in value["rows"]), tuple(Products(**one) for one in value["products"])
+        return cls(**{**value, "rows": rows, "products": many, "notes": tuple(value["notes"])})
+
+    def __repr__(self) -> str:
+        return f"Kernels({len(self.rows)} kernels, {units.percent(self.tensor_share)} of their time on tensor cores)"
+
+
+def _mean(rows: Sequence[tuple[float, float | None]]) -> float | None:
+    told = [(weight, value) for weight, value in rows if value is not None]
+    whole = sum(weight for weight, _ in told)
+    return sum(weight * value for weight, value in told) / whole if whole else None
+
+
+def kernels(columns: Columns, kinds: Kinds, windows: Windows, details: Details) -> Kernels:
+    """Of a whole file; utilization and SM efficiency are of its steps."""
+    events = np.flatnonzero(kinds.where("kernel"))
+    if not len(events):
+        note = "the trace has no kernels: a CPU's has operators, trace.ops()"
+        return Kernels(rows=(), products=(), seconds=0.0, utilization=None, sm_efficiency=None, notes=(note,))
+    lengths = (columns.end - columns.start)[events]
+    blocks, occupancy = _known(details.blocks[events], 1.0), _known(details.occupancy[events], 100.0)
+    with np.errstate(invalid="ignore"):
+        failed = (occupancy == 0) & (blocks >= 1)
+    occupancy[failed] = np.nan
+    told, codes = named(columns)
+    keys, at = np.unique(codes[columns.label[events]], return_inverse=True)
+    sums = np.bincount(at, weights=lengths) / 1e9
+    whole = float(lengths.sum()) / 1e9
+    counts = np.bincount(at)
+    means = [_by(at, len(keys), lengths, values) for values in (occupancy, blocks)]
+    rows = tuple(
+        Kernel(
+            name=told[keys[i]],
+            count=int(counts[i]),
+            seconds=float(sums[i]),
+            share=float(sums[i]) / whole if whole else 0.0,
+            occupancy=means[0][i],
+            blocks_per_sm=means[1][i],
+            tensor_cores=uses(told[keys[i]]),
+        )
+        for i in np.argsort(-sums, kind="stable").tolist()
+    )
+    steps = union(windows.spans)
+    length = int((steps[:, 1] - steps[:, 0]).sum())
+    busy = int(covered(kinds.cover("kernel"), steps).sum())
+    full: float | None = None
+    if length and np.isfinite(blocks).any():
+        pieces, values = highest(columns.spans[events], np.minimum(np.nan_to_num(blocks), 1.0))
+        full = float((covered(steps, pieces) * values).sum()) / length
+    return Kernels(
+        rows=rows,
+        products=products(columns, kinds, events, details),
+        seconds=whole,
+        utilization=busy / length if length else None,
+        sm_efficiency=full,
+        notes=(*details.notes, *_notes(blocks, occupancy), *_failed(int(lengths[failed].sum()), int(lengths.sum()))),
+    )
+
+
+def _known(values: NDArray[np.float64], whole: float) -> NDArray[np.float64]:
+    """What is below 0 the profiler could not tell either (it overflows there, in some versions)."""
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isfinite(values) & (values >= 0), values / whole, np.nan)
+
+
+def _by(at: NDArray[np.int64], size: int, lengths: NDArray[np.int64], values: NDArray[np.float64]) -> list[float | None]:
+    """Means by time; kernels of no length count evenly where there are no others."""
+    told = np.isfinite(values)
+    weights = np.maximum(lengths, 1)[told]
+    over = np.bincount(at[told], weights=weights, minlength=size)
+    sums = np.bincount(at[told], weights=weights * values[told], minlength=size)
+    return [float(value / weight) if weight else None for value, weight in zip(sums, over, strict=True)]
+
+
+def _failed(lost: int, whole: int) -> tuple[str, ...]:
+    """An estimate of 0 for a kernel that has a block on each multiprocessor is none: it is wrong where much shared memory is asked for."""
+    if not lost:
+        return ()
+    return (f"for {units.percent(lost / whole)} of kernel time the profiler's occupancy is 0, which cannot be: it counts as not told",)
+
+
+def _notes(blocks: NDArray[np.float64], occupancy: NDArray[np.float64]) -> tuple[str, ...]:
+    silent = [name for name, values in (("occupancy", occupancy), ("blocks per SM", blocks)) if not np.isfinite(values).any()]
+    return (f"the file does not tell {' and '.join(silent)} (NVIDIA's profiler does)",) if silent else ()
