@@ -23,7 +23,8 @@ from workbench.planning.space import Layouts, layouts
 from workbench.planning.subject import Subject, of_transformer
 from workbench.planning.timing import Pace, seconds
 
-CLUSTER, PEAK, ROOM = Cluster.named("DGX-A100"), 312e12, 80e9 * 0.95
+CLUSTER, PEAK, MEMORY = Cluster.named("DGX-A100"), 312e12, 80e9
+ROOM = MEMORY * 0.95
 GRADIENTS = 2
 """Bytes of a gradient there: 13B on single GPUs of 80 GB leaves no room for more."""
 
@@ -44,6 +45,20 @@ class Row:
     said: Range
     fits: bool
     """Do we say so?"""
+    needed: tuple[float, float]
+    """Bytes of the fullest GPU, low and high."""
+
+    @property
+    def told(self) -> bool:
+        """Does the range of its memory allow what happened?"""
+        low, high = self.needed
+        return low <= MEMORY if math.isfinite(self.measured) else high > MEMORY
+
+    @property
+    def open(self) -> bool:
+        """Does the range leave it open?"""
+        low, high = self.needed
+        return low <= MEMORY < high
 
 
 @cache
@@ -60,7 +75,7 @@ def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
     )
     everything = layouts(subject, CLUSTER, [grid.gpus], grid.batch, ["zero1"], Counter())
     everything = everything.chosen(everything.chunks == 1)
-    used = memory(subject, everything, CLUSTER.device.name).total
+    held = memory(subject, everything, CLUSTER.device.name)
     spans = ranges(subject, everything)
     kinds = list(subject.computed)
     found = {}
@@ -68,7 +83,8 @@ def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
         at = [int(getattr(everything, name)[place]) for name in ("tensor", "pipeline", "micro_batch", "checkpointing")]
         key = (at[0], at[1], at[2], kinds[at[3]])
         if key in grid.seconds:
-            found[key] = Row(measured=grid.seconds[key], said=span, fits=bool(used[place] <= ROOM))
+            needed = (float(held.low[place]), float(held.high[place]))
+            found[key] = Row(measured=grid.seconds[key], said=span, fits=bool(held.total[place] <= ROOM), needed=needed)
     return found
 
 
@@ -168,6 +184,8 @@ def summary() -> dict[str, float]:
         "step covered": sum(row.measured in row.said for row in ran) / len(ran),
         "step error": statistics.median(abs(row.said.mid / row.measured - 1) for row in ran),
         "memory right": sum(row.fits == math.isfinite(row.measured) for row in every) / len(every),
+        "memory covered": sum(row.told for row in every) / len(every),
+        "memory open": sum(row.open for row in every) / len(every),
     }
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -158,8 +159,17 @@ def test_a_cluster_of_one_s_own() -> None:
     assert mine.nodes(6) == 3
     assert mine.nodes(1) == 1
     measured = mine.with_links(inter=Link(latency=1e-4, bandwidth=1e8))
-    assert measured.measured
-    assert "links measured" in str(measured)
+    assert (measured.measured, measured.measured_links) == (False, ("inter",))
+    assert "links between nodes measured, inside a node at best, by datasheet" in str(measured)
+    both = measured.with_links(intra=LINK)
+    assert both.measured
+    assert "links measured" in str(both)
+    assert "links at best, by datasheet" in str(mine)
+    assert all(Cluster.from_json(one.to_json()) == one for one in (mine, measured, both))
+    older = {name: value for name, value in both.to_json().items() if name != "measured_links"} | {"measured": True}
+    assert Cluster.from_json(older) == both
+    with pytest.raises(CostError, match=r"measured_links=\('nvlink',\): some of"):
+        replace(mine, measured_links=("nvlink",))
     assert measured.all_reduce(1e9, 4) > mine.all_reduce(1e9, 4)
     assert mine.all_reduce(1e9, 2) == all_reduce(1e9, 2, LINK)
     assert repr(mine) == "Cluster('mine')"

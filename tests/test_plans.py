@@ -14,8 +14,10 @@ import workbench as wb
 from workbench.cost import Cluster, CostError, Layout, Link, Sweep, Transformer, broadcast, bubble, gather_seconds, sharded_step, volume
 from workbench.device import Device
 from workbench.memory import formulas
-from workbench.planning import LINKS, Plan, PlanError, Plans, Range
+from workbench.memory.outside import outside_of
+from workbench.planning import EFFICIENCY, HELD, LINKS, Plan, PlanError, Plans, Range
 from workbench.planning.memory import memory
+from workbench.planning.ranges import MEASURED_LINKS, share_of
 from workbench.planning.space import SHARINGS, Layouts, layouts
 from workbench.planning.subject import Subject, of_transformer
 from workbench.planning.timing import UPDATE, Pace, Seconds, seconds
@@ -371,6 +373,16 @@ def test_given_shares_make_no_range_and_measured_links_a_narrow_one() -> None:
     loose = plans(efficiency=0.45, cluster=A100, tensor=8).best.seconds
     assert 0 < links.high - links.low < loose.high - loose.low
     assert LINKS.mid < 1
+    half = A100.with_links(intra=A100.intra)
+    assert (share_of(half, "intra"), share_of(half, "inter")) == (MEASURED_LINKS, LINKS)
+    assert "(reckoned 100 %) of the links' bandwidth inside nodes, 60 % … 95 % (reckoned 80 %) between them" in str(
+        plans(model=GPT, cluster=half)
+    )
+    far: dict[str, Any] = {"tensor": 1, "pipeline": 1, "gpus": 64, "efficiency": 0.45, "top": 1, "model": GPT, "sharing": "zero2"}
+    by_datasheet, near, both = (
+        plans(**far, cluster=one).best.spans["communication"] for one in (A100, half, half.with_links(inter=A100.inter))
+    )
+    assert near.mid == by_datasheet.mid > both.mid  # between nodes the datasheet's 80 % are reckoned with still
 
 
 def test_a_cluster_of_ones_own_from_what_was_measured() -> None:
@@ -441,10 +453,111 @@ def test_it_says_what_limits() -> None:
     assert bound(cluster=tight, **wide) == "memory"
 
 
+def test_every_part_of_a_step_lies_between_what_slow_and_fast_hardware_make_of_it() -> None:
+    """Bare communication is the most where kernels are fast and links are slow; bubbles, where both are slow."""
+    whole = plans(model=GPT, cluster=A100, tensor=4, pipeline=4, gpus=64, top=1).best
+    layout = one(
+        64,
+        tensor=4,
+        pipeline=4,
+        chunks=whole.chunks,
+        micro=whole.micro_batch,
+        batch=whole.global_batch,
+        sharing=whole.sharing,
+        kind=["none", "full"].index(whole.checkpointing),
+    )
+    corners = {
+        (efficiency, links): timed(layout, GPT, Pace.of(A100, PEAK, getattr(EFFICIENCY, efficiency), getattr(LINKS, links)))
+        for efficiency in ("low", "high")
+        for links in ("low", "high")
+    }
+    total = {ends: found["compute"] + found["communication"] + found["bubble"] for ends, found in corners.items()}
+    for name in ("compute", "communication", "bubble"):
+        span, share = whole.spans[name], whole.shares[name]
+        assert span.mid == whole.parts[name]
+        taken = [found[name] for found in corners.values()]
+        assert (span.low, span.high) == (pytest.approx(min(taken)), pytest.approx(max(taken)))
+        assert share.mid == pytest.approx(whole.parts[name] / whole.seconds.mid)
+        assert share.low == pytest.approx(min(found[name] / total[ends] for ends, found in corners.items()))
+        assert 0 < share.low < share.mid < share.high < 1
+    assert whole.spans["communication"].high == pytest.approx(corners["high", "low"]["communication"])
+    assert whole.spans["bubble"].high == pytest.approx(corners["low", "low"]["bubble"])
+    assert whole.seconds.high == pytest.approx(total["low", "low"])
+    exact = plans(model=GPT, cluster=A100, tensor=4, pipeline=4, gpus=64, top=1, efficiency=0.5, links=0.8).best
+    assert all(span.low == span.high == exact.parts[name] for name, span in exact.spans.items())
+    row = whole.row()
+    for name, span in {**whole.spans, "mfu": whole.mfu, "bytes": whole.needed, "samples_per_sec": whole.samples_per_sec}.items():
+        assert (row[f"{name}_low"], row[name], row[f"{name}_high"]) == (span.low, span.mid, span.high)
+
+
+def test_memory_lies_between_the_ends_of_the_allocator_and_of_what_is_outside() -> None:
+    found = one(8, batch=8)
+    held = memory(subject(), found, "A100-80GB")
+    around = outside_of("A100-80GB", 2)
+    inside = held.total[0] - around.mid
+    assert held.low[0] == pytest.approx(HELD.low * inside + around.low)
+    assert held.high[0] == pytest.approx(HELD.high * inside + around.high)
+    more = memory(subject(), found, "A100-80GB", Range(low=1.0, mid=1.1, high=1.2))
+    assert more.total[0] == pytest.approx(1.1 * inside + around.mid)
+
+
+def test_a_plan_is_tight_where_its_upper_end_does_not_fit() -> None:
+    only: dict[str, Any] = {
+        "model": GPT,
+        "gpus": 8,
+        "tensor": 1,
+        "pipeline": 1,
+        "sharing": "ddp",
+        "checkpointing": "none",
+        "global_batch": 64,
+    }
+    roomy = plans(**only, cluster=A100)
+    assert not any(one.tight for one in roomy)
+    assert "safe" not in roomy.roles
+    wanted = roomy["fastest"]
+
+    def with_room(room: float, **changes: Any) -> Plans:
+        device = dataclasses.replace(A100.device, memory=math.ceil(room / (1 - 0.05)) + 1)
+        return plans(**{**only, **changes}, cluster=dataclasses.replace(A100, device=device))
+
+    tight = with_room(wanted.needed.mid)
+    same = tight["fastest"]
+    assert (same.tight, same.batch, same.needed) == (True, wanted.batch, wanted.needed)
+    assert ", tight" in str(tight)
+    assert "tight" in str(same)
+    assert tight.to_frame()["tight"].tolist() == [one.tight for one in tight]
+    assert [front.tight for front in tight.front] == [True]
+    without = with_room(wanted.needed.mid - 1e6, checkpointing=["none", "full"])
+    assert all(one.batch != wanted.batch for one in without)
+    assert without.ruled_out["memory, though its lower end fits"] >= 1
+    assert not with_room(wanted.needed.high)["fastest"].tight
+    known = plans(**only, cluster=A100, held=1.0).best
+    assert known.needed.low < known.needed.mid  # what lies outside of the allocator is a range still
+
+
+def test_beside_the_fastest_that_is_tight_stands_the_fastest_that_is_not() -> None:
+    sizes = {"layers": 32, "hidden": 4096, "feed_forward": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 128_256, "sequence": 8192}
+    found = wb.plan(Transformer(**sizes, gated=True, tied=False), "DGX-H100", gpus=256, global_batch=512)
+    assert found["fastest"].tight
+    assert not found["safe"].tight
+    assert found["safe"].seconds.mid >= found["fastest"].seconds.mid
+    assert all(one.tight for one in found if one.seconds.mid < found["safe"].seconds.mid)
+    assert "fits by its upper end too" in str(found)
+
+
 def test_it_shows_itself() -> None:
     found = plans(price=2.5)
     text = str(found)
-    for words in ("fastest", "ruled out", "by memory", "money of 1,000 steps", "reckoned 50 %", "dp "):
+    for words in (
+        "fastest",
+        "ruled out",
+        "by memory",
+        "memory between: the allocator holds 0.95 … 1.25 times",
+        "tight: the upper end",
+        "money of 1,000 steps",
+        "reckoned 50 %",
+        "dp ",
+    ):
         assert words in text
     assert "<table>" in found._repr_html_()
     frame = found.to_frame()
@@ -470,7 +583,19 @@ def test_pictures_of_plans() -> None:
     for place, plan in enumerate(found):
         row = [patch for patch in ax.patches if isinstance(patch, Rectangle) and patch.get_y() < place < patch.get_y() + patch.get_height()]
         assert sum(patch.get_width() for patch in row) == pytest.approx(unit * plan.seconds.mid)
+    for place, plan in enumerate(found):
+        lines = [line for line in ax.get_lines() if round(float(line.get_ydata()[0])) == place]  # type: ignore[index,arg-type]
+        reaches = {str(line.get_label()): [float(x) for x in line.get_xdata()] for line in lines}  # type: ignore[union-attr]
+        assert reaches["_range"] == pytest.approx([unit * plan.seconds.low, unit * plan.seconds.high])
+        assert ("_bubble" in reaches) == (plan.pipeline > 1)
+        if plan.parts["communication"]:
+            began = plan.parts["compute"]
+            ends = [unit * (began + getattr(plan.spans["communication"], end)) for end in ("low", "high")]
+            assert reaches["_communication"] == pytest.approx(ends)
     held_ax = plot.plan_memory(found, ax=Figure().subplots())
+    drawn_needs = [[float(x) for x in line.get_xdata()] for line in held_ax.get_lines() if line.get_label() == "_range"]  # type: ignore[union-attr]
+    assert drawn_needs == [pytest.approx([plan.needed.low / 2**30, plan.needed.high / 2**30]) for plan in found]
+    assert [", tight" in text.get_text() for text in held_ax.texts] == [plan.tight for plan in found]
     assert held_ax.get_xlabel() == "predicted memory of the fullest GPU (GiB)"
     front = plot.plan_front(found, ax=Figure().subplots())
     (drawn,) = [line for line in front.get_lines() if line.get_label() == "fastest plan"]
@@ -583,7 +708,8 @@ def units_of(name: str) -> str:
         ({"tensor": 3}, "can have 1, 2, 4, 8"),
         ({"pipeline": 7}, "can have 1, 2, 4, 5, 8"),
         ({"efficiency": 50}, "above 0 is wanted, such as 0.5"),
-        ({"efficiency": "half"}, "a share of the peak is wanted"),
+        ({"efficiency": "half"}, "a share of the datasheet.s peak is wanted"),
+        ({"held": "more"}, "what the allocator holds over what is reckoned is wanted, such as 1.05"),
         ({"links": (0.9, 0.5, 0.8)}, "low ≤ mid ≤ high"),
         ({"margin": 1}, "a share of the memory"),
         ({"optimizer": "sgd"}, "a Transformer has sizes only"),
@@ -668,7 +794,7 @@ def test_one_money_and_ranges_from_the_fastest_step_to_the_slowest() -> None:
     assert used.low is not None
     assert used.high is not None
     each = whole.gpus * whole.steps
-    assert used.low == pytest.approx(each * whole.computing.low * 700)
+    assert used.low == pytest.approx(each * whole.spans["compute"].low * 700)
     assert used.high == pytest.approx(each / 8 * whole.seconds.high * 10_200)
     assert whole.kwh == Range(low=used.low * 1.2 / 3.6e6, mid=used.kwh, high=used.high * 1.2 / 3.6e6)
     assert whole.grams.high == pytest.approx(300 * whole.kwh.high)

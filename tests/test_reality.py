@@ -89,6 +89,8 @@ def test_plans_on_published_sweeps_over_layouts(reality: Any) -> None:
     assert found["best listed"] >= 7
     assert 0.85 <= found["step covered"] <= 0.97
     assert found["memory right"] >= 0.8
+    assert found["memory covered"] >= 0.95
+    assert found["memory open"] <= 0.25
     for name, said, measured in plans.iteration_ranges():
         assert 0.7 <= measured / said.mid <= 1.1, name
     worst = next(one for one in plans.GRIDS if one.model == "65B")

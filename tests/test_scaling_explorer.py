@@ -42,12 +42,20 @@ def test_a_curve_is_of_any_device_until_one_is_named() -> None:
     assert (made.place.watts, made.place.kwh(1e6)) == (None, None)
     face = made._repr_mimebundle_()["text/html"]
     assert "money" in face
-    assert not re.search("energy|carbon|H100", face)
+    assert not re.search("energy|carbon|H100|GPU", face)
+    assert "128 processes: " in face
+    assert "samples per second against processes" in made.curve.value
+    assert "process hours" in made.figures.value
+    assert "at 2 per process and hour" in made.figures.value
+    assert made.gpus.description == "processes"
     made.cluster.value = "DGX-A100"
     assert made.gpus.value == 128
     assert "design power of A100-80GB (DGX-A100)" in made.figures.value
+    assert made.gpus.description == "GPUs"
+    assert "GPU hours" in made.figures.value
     made.cluster.value = "not said"
     assert "design power" not in made.figures.value
+    assert made.gpus.description == "processes"
 
 
 @pytest.mark.parametrize("lost", [0.05, 0.6])
@@ -80,7 +88,7 @@ def test_plans_are_shown_as_their_front() -> None:
     (front,) = [one for one in plans.front if one.gpus == 256]
     assert made.place.mid == pytest.approx(2048 / front.seconds.mid)
     assert (made.place.low, made.place.high) == pytest.approx((2048 / front.seconds.high, 2048 / front.seconds.low))
-    assert (made.place.bound, made.place.layout) == (front.bound, front.layout)
+    assert (made.place.bound, made.place.layout) == (front.bound, front.layout + ", memory tight" * front.tight)
     assert made.place.naive == pytest.approx(2048 / plans.front[0].seconds.mid / plans.front[0].gpus * 256)
     assert made.cluster.disabled
     assert "DGX-A100" in made.title
@@ -124,7 +132,7 @@ def test_what_limits_is_said_in_words_everywhere() -> None:
 
 def test_the_picture_has_words_the_band_and_no_colour_alone() -> None:
     made = turned(CURVE, 64)
-    assert re.search(r'aria-label="throughput against GPUs; 64 GPUs: [^"]+ of the naive line"', made.curve.value)
+    assert re.search(r'aria-label="throughput against processes; 64 processes: [^"]+ of the naive line"', made.curve.value)
     assert made.curve.value.count("<circle") == 4  # three sizes that were measured, and the slider
     assert "stroke-dasharray" in made.curve.value
     assert words(made.place) in made.curve.value

@@ -18,6 +18,9 @@ NVLINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 14e-6
 """Seconds per hop of a ring, inside and between nodes, that NCCL reckons with when it chooses algorithms.
 Source: github.com/NVIDIA/nccl, src/graph/tuning.cc, `hwLat`, Ring/Simple."""
 
+LINKS = ("intra", "inter")
+_PLACES = {"intra": "inside a node", "inter": "between nodes"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
@@ -42,13 +45,20 @@ class Cluster:
     """Two GPUs of different nodes, when all GPUs of both send."""
     source: str
     """Where the figures stand."""
-    measured: bool = False
-    """Were the links measured? A datasheet's bandwidth is reached by nobody."""
+    measured_links: tuple[str, ...] = ()
+    """Those of LINKS that were measured. A datasheet's bandwidth is reached by nobody."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, Device):
             raise CostError(f"device={self.device!r}: a Device is wanted, such as Device.named('H100-SXM')")
         checked_ranks(self.gpus_per_node)
+        if isinstance(self.measured_links, str) or not set(self.measured_links) <= set(LINKS):
+            raise CostError(f"measured_links={self.measured_links!r}: some of {LINKS} are wanted")
+
+    @property
+    def measured(self) -> bool:
+        """Were all links measured?"""
+        return set(self.measured_links) == set(LINKS)
 
     @classmethod
     def named(cls, name: str) -> "Cluster":
@@ -97,15 +107,19 @@ class Cluster:
             intra=_link(intra),
             inter=_link(inter),
             source=source,
-            measured=measured,
+            measured_links=LINKS if measured else (),
         )
 
     def with_links(
         self, *, intra: "Link | Sweep | Links | None" = None, inter: "Link | Sweep | Links | None" = None, source: str = "measured"
     ) -> "Cluster":
-        """The same nodes with links that were measured: Links, a Sweep, or a link such as by `Link.from_sweep`; their intervals stay."""
+        """The same nodes with links that were measured: Links, a Sweep, or a link such as by `Link.from_sweep`; their intervals stay.
+
+        One that is not given stays as it was, by its datasheet if so.
+        """
         links = {name: _link(one) for name, one in (("intra", intra), ("inter", inter)) if one is not None}
-        return replace(self, **links, source=f"{source}; {self.source}", measured=True)  # type: ignore[arg-type]
+        known = tuple(name for name in LINKS if name in links or name in self.measured_links)
+        return replace(self, **links, source=f"{source}; {self.source}", measured_links=known)  # type: ignore[arg-type]
 
     def nodes(self, gpus: int) -> int:
         """Nodes that so many GPUs take.
@@ -141,19 +155,29 @@ class Cluster:
             ["inside a node, each way", _words(self.intra)],
             ["between nodes, per GPU", _words(self.inter)],
         ]
-        kind = "links measured" if self.measured else "links at best, by datasheet: measured ones are slower"
-        return display.Table(columns=("cluster", self.name), rows=rows, note=f"{kind}; {self.source}")
+        return display.Table(columns=("cluster", self.name), rows=rows, note=f"{self.how}; {self.source}")
+
+    @property
+    def how(self) -> str:
+        """Whether the links were measured, in words."""
+        by_datasheet = "at best, by datasheet: measured ones are slower"
+        if self.measured or not self.measured_links:
+            return "links measured" if self.measured else f"links {by_datasheet}"
+        known, other = sorted(_PLACES, key=lambda name: name not in self.measured_links)
+        return f"links {_PLACES[known]} measured, {_PLACES[other]} {by_datasheet}"
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        own = {name: getattr(self, name) for name in ("name", "gpus_per_node", "source", "measured")}
+        own = {name: getattr(self, name) for name in ("name", "gpus_per_node", "source")} | {"measured_links": list(self.measured_links)}
         return {**own, "device": asdict(self.device), "intra": self.intra.to_json(), "inter": self.inter.to_json()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Cluster":
         """Inverse of `to_json`."""
-        links = {name: Link.from_json(value[name]) for name in ("intra", "inter")}
-        return cls(**{**value, **links, "device": Device(**{**value["device"], "aliases": tuple(value["device"]["aliases"])})})
+        links: dict[str, Any] = {name: Link.from_json(value[name]) for name in LINKS}
+        links["measured_links"] = tuple(value.get("measured_links", LINKS if value.get("measured") else ()))
+        own = {name: kept for name, kept in value.items() if name != "measured"}  # which older files have
+        return cls(**{**own, **links, "device": Device(**{**value["device"], "aliases": tuple(value["device"]["aliases"])})})
 
     def __repr__(self) -> str:
         return f"Cluster({self.name!r})"

@@ -12,7 +12,7 @@ def measured(found: Mapping[str, Any], *, ranks: int, machines: int = 1, **input
     """Of what the counters said.
 
     Args:
-        found: `seconds`, `joules` by counter and `gpus`, as the run wrote them on its first machine.
+        found: `seconds`, `joules` by counter, `gpus` and `lives`, as the run wrote them on its first machine.
         ranks: that are paid for.
         machines: of the run; what the first one drew counts for each.
         inputs: `price`, `electricity`, `intensity` and `pue` of `Energy`.
@@ -22,7 +22,7 @@ def measured(found: Mapping[str, Any], *, ranks: int, machines: int = 1, **input
     """
     try:
         joules, seconds = {str(name): float(value) for name, value in found["joules"].items()}, float(found["seconds"])
-        gpus = int(found["gpus"])
+        gpus, lives = int(found["gpus"]), int(found.get("lives", 1))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CostError(f"these are no figures of energy: {found!r:.80}") from error
     words = [f"counted by {', '.join(joules)}"]
@@ -30,6 +30,8 @@ def measured(found: Mapping[str, Any], *, ranks: int, machines: int = 1, **input
         words.append("the GPUs did not tell (package nvidia-ml-py), and are left out")
     if any(name.startswith("RAPL") for name in joules):
         words.append("CPU packages are counted whole, whoever used them")
+    if lives > 1:
+        words.append(f"over the {lives} lives of the run, what was computed twice included")
     if machines > 1:
         words.append(f"of the first machine, taken {machines} times")
     return Energy(joules=sum(joules.values()) * machines, seconds=seconds, gpus=ranks, measured=True, source="; ".join(words), **inputs)

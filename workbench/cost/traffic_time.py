@@ -76,7 +76,7 @@ class TrafficTime:
             ]
             for (phase, kind, axis, ranks), pairs in sorted(rows.items())
         ]
-        kind = "links measured" if self.cluster.measured else "links at best, by datasheet"
+        kind = self.cluster.how
         note = "\n".join(
             [f"predicted: {units.seconds(self.seconds)} in all, {units.seconds(self.waited)} that nothing hides; {kind}", *self.notes]
         )

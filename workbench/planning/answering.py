@@ -11,12 +11,13 @@ import numpy as np
 from workbench import units
 from workbench.cost import Cluster, CostError
 from workbench.cost.energy import Energy
+from workbench.memory.outside import outside_of
 from workbench.planning import choosing
 from workbench.planning.choosing import Chosen
 from workbench.planning.memory import Memory, memory
 from workbench.planning.plans import Plan
 from workbench.planning.power import Power
-from workbench.planning.ranges import PlanError, Range
+from workbench.planning.ranges import PlanError, Range, between, hull
 from workbench.planning.short_list import Front, Plans
 from workbench.planning.space import MEGATRON, SHARINGS, Floats, Layouts, layouts
 from workbench.planning.subject import Subject
@@ -35,8 +36,10 @@ class Question:
     """FLOP/s of a GPU in the precision."""
     efficiency: Range
     """Share of it while it computes."""
-    links: Range
-    """Share of the links' bandwidth."""
+    links: tuple[Range, Range]
+    """Share of the links' bandwidth, inside nodes and between them."""
+    held: Range
+    """What the allocator holds over what is reckoned."""
     room: float
     """Bytes that may be used of a GPU."""
     steps: int
@@ -51,7 +54,8 @@ class Question:
     """Was the efficiency given?"""
 
     def answer(self, sizes: Sequence[int], sharings: Sequence[str]) -> Plans:
-        """The short list for some numbers of GPUs.
+        """The short list for some numbers of GPUs: of layouts whose memory fits as it is reckoned. One whose upper end does not is tight,
+        and stays; one of which only the lower end fits is ruled out, and counted by itself.
 
         Raises:
             PlanError: nothing can be made, or nothing fits.
@@ -60,7 +64,8 @@ class Question:
         everything = layouts(self.subject, self.cluster, sizes, self.batch, sharings, out)
         if not len(everything):
             raise PlanError(self._no_layout(sizes, sharings, out))
-        held = memory(self.subject, everything, self.cluster.device.name)
+        considered = len(everything) + sum(out.values())
+        held = self.memory(everything)
         used = held.total
         fits = used <= self.room
         if not fits.any():
@@ -70,14 +75,17 @@ class Question:
         where = np.flatnonzero(fits)
         found = everything.chosen(where)
         gpu_seconds = found.gpus * total[where]
-        picks = choosing.short_list(found, total[where], used[where], gpu_seconds, top=self.top, one_size=len(sizes) == 1)
+        sure = held.high[where] <= self.room
+        picks = choosing.short_list(found, total[where], used[where], gpu_seconds, sure, top=self.top, one_size=len(sizes) == 1)
         plans = [self._plan(one, everything, int(where[one.place]), parts, held, fits, total) for one in picks]
-        out["memory"] = int((~fits).sum())
+        perhaps = ~fits & (held.low <= self.room)
+        out["memory"] = int((~fits & ~perhaps).sum())
+        out["memory, though its lower end fits"] = int(perhaps.sum())
         out["a faster plan"] = len(where) - len(plans)
         return Plans(
             plans=tuple(plans),
-            front=self._front(everything, where, total, parts, fits),
-            considered=len(everything) + sum(out.values()) - out["memory"] - out["a faster plan"],
+            front=self._front(everything, where, total, parts, held),
+            considered=considered,
             ruled_out={reason: count for reason, count in out.items() if count},
             name=self.subject.name,
             cluster=self.cluster,
@@ -87,22 +95,34 @@ class Question:
 
     def seconds(self, found: Layouts, end: str) -> Seconds:
         """Of a step, at one end of what the hardware reaches, or in the middle."""
-        pace = Pace.of(self.cluster, self.peak, getattr(self.efficiency, end), getattr(self.links, end))
-        return seconds(self.subject, found, pace, self.cluster.gpus_per_node)
+        return seconds(self.subject, found, self._pace(end, end), self.cluster.gpus_per_node)
 
-    def _ranges(self, found: Layouts, mid: Floats) -> list[Range]:
-        slow, fast = self.seconds(found, "low").total, self.seconds(found, "high").total
-        return _between(fast, mid, slow)
+    def _pace(self, efficiency: str, links: str) -> Pace:
+        intra, inter = (getattr(one, links) for one in self.links)
+        return Pace.of(self.cluster, self.peak, getattr(self.efficiency, efficiency), (intra, inter))
+
+    def corners(self, found: Layouts) -> list[Seconds]:
+        """Of a step, at both ends of both ranges: fast kernels and slow links leave the most communication bare, for instance."""
+        paces = [self._pace(efficiency, links) for efficiency in ("low", "high") for links in ("low", "high")]
+        return [seconds(self.subject, found, pace, self.cluster.gpus_per_node) for pace in paces]
+
+    def memory(self, found: Layouts) -> Memory:
+        """Of the fullest GPU."""
+        return memory(self.subject, found, self.cluster.device.name, self.held)
 
     def _plan(self, chosen: Chosen, found: Layouts, place: int, parts: Seconds, held: Memory, fits: Any, total: Floats) -> Plan:
         one = found.chosen(np.array([place]))
-        span = self._ranges(one, total[[place]])[0]
+        corners = self.corners(one)
+        span = hull([corner.total for corner in corners], total[[place]])[0]
         numbers = {name: int(getattr(one, name)[0]) for name in ("gpus", "data", "tensor", "pipeline", "chunks", "micro_batch")}
         useful = self.subject.flops * self.batch / numbers["gpus"] / self.peak
         sharing = SHARINGS[int(one.sharing[0])]
-        shares = {name: float(getattr(parts, name)[place]) for name in PARTS}
-        ends = (self.seconds(one, end).compute for end in ("high", "low"))
-        computing = _between(next(ends), parts.compute[[place]], next(ends))[0]
+        taken = {name: float(getattr(parts, name)[place]) for name in PARTS}
+        spans, shares = {}, {}
+        for name, mid in taken.items():
+            each = [getattr(corner, name) for corner in corners]
+            spans[name] = hull(each, np.array([mid]))[0]
+            shares[name] = hull([part / corner.total for part, corner in zip(each, corners, strict=True)], mid / total[[place]])[0]
         return Plan(
             **numbers,
             accumulation=int(one.accumulation[0]),
@@ -111,14 +131,16 @@ class Question:
             checkpointing=list(self.subject.computed)[int(one.checkpointing[0])],
             precision=self.subject.precision,
             seconds=span,
-            parts=shares,
+            parts=taken,
+            spans=spans,
+            shares=shares,
             hidden=float(parts.hidden[place]),
             memory={name: float(values[place]) for name, values in held.groups.items()},
+            needed=Range(low=float(held.low[place]), mid=float(held.total[place]), high=float(held.high[place])),
             capacity=self.room,
             mfu=span.of(lambda value: useful / value),
             steps=self.steps,
-            energy=self._energy(numbers["gpus"], span, computing),
-            computing=computing,
+            energy=self._energy(numbers["gpus"], span, spans["compute"]),
             power=self.power,
             node=self.cluster.name,
             broadcasts=self.subject.broadcasts > 0,
@@ -147,10 +169,12 @@ class Question:
                 return None
             raise PlanError(str(error)) from error
 
-    def _front(self, found: Layouts, where: Any, total: Floats, parts: Seconds, fits: Any) -> tuple[Front, ...]:
+    def _front(self, found: Layouts, where: Any, total: Floats, parts: Seconds, held: Memory) -> tuple[Front, ...]:
+        fits = held.total <= self.room
         best = [where[found.gpus[where] == size] for size in np.unique(found.gpus[where])]
         places = np.array([some[np.argmin(total[some])] for some in best])
         some = found.chosen(places)
+        spans = hull([corner.total for corner in self.corners(some)], total[places])
         return tuple(
             Front(
                 gpus=int(some.gpus[i]),
@@ -158,8 +182,9 @@ class Question:
                 bound=choosing.bounds(found, total, fits, parts, int(place)),
                 layout=f"dp {some.data[i]} × tp {some.tensor[i]} × pp {some.pipeline[i]}",
                 compute=float(parts.compute[place]),
+                tight=bool(held.high[place] > self.room),
             )
-            for i, (place, span) in enumerate(zip(places, self._ranges(some, total[places]), strict=True))
+            for i, (place, span) in enumerate(zip(places, spans, strict=True))
         )
 
     # --- what to say
@@ -170,11 +195,18 @@ class Question:
             if self.own
             else "as published runs on A100 and H100 imply; with a measured step: efficiency=plan.implied_efficiency(seconds)"
         )
-        ends = [f"{units.percent(getattr(self.efficiency, end))}" for end in ("low", "mid", "high")]
-        share = [f"{units.percent(getattr(self.links, end))}" for end in ("low", "mid", "high")]
+        kernels, intra, inter = (
+            "{} … {} (reckoned {})".format(*(units.percent(getattr(one, end)) for end in ("low", "high", "mid")))
+            for one in (self.efficiency, *self.links)
+        )
+        links = (
+            f"{intra} of the links' bandwidth" if intra == inter else f"{intra} of the links' bandwidth inside nodes, {inter} between them"
+        )
+        beside = outside_of(self.cluster.device.name, 2)
         return (
-            f"between: kernels reach {ends[0]} … {ends[2]} (reckoned {ends[1]}) of the dense peak ({reached}), and collectives "
-            f"{share[0]} … {share[2]} (reckoned {share[1]}) of the links' bandwidth",
+            f"between: kernels reach {kernels} of the dense peak ({reached}), and collectives {links}",
+            f"memory between: the allocator holds {self.held.low:g} … {self.held.high:g} times what is reckoned, as measured steps imply, "
+            f"and context and NCCL {units.bytes_(beside.low)} … {units.bytes_(beside.high)}; tight: the upper end does not fit",
             "left out: what stages have beside layers, stragglers, the loader, checkpoints on disk",
             *([MEGATRON] if any(one.megatron for one in plans) else []),
             *self.subject.notes,
@@ -195,6 +227,8 @@ class Question:
         least = int(np.argmin(used))
         size, gpus = used[least], int(found.gpus[least])
         one = found.chosen(np.array([least]))
+        ends = self.memory(one)
+        span = Range(low=float(ends.low[0]), mid=float(size), high=float(ends.high[0]))
         said = (
             f"dp {one.data[0]} ({SHARINGS[int(one.sharing[0])]}) × tp {one.tensor[0]} × pp {one.pipeline[0]}, {one.micro_batch[0]} at once"
         )
@@ -202,7 +236,7 @@ class Question:
         cures = "; or ".join(self._cures(gpus, math.ceil(size / room), sharings))
         return (
             f"{self.subject.name} fits nowhere on {gpus:,} × {device.name}: of {len(found):,} layouts the nearest ({said}) takes "
-            f"{units.bytes_(size)} of each GPU, {units.bytes_(size - room)} more than the {units.bytes_(room)} that may be used. "
+            f"{between(span, units.bytes_)} of each GPU, {units.bytes_(size - room)} more than the {units.bytes_(room)} that may be used. "
             f"It would fit {cures}; or try a shorter sequence"
         )
 
@@ -223,8 +257,4 @@ class Question:
 
     def _fits(self, subject: Subject, gpus: int, sharings: Sequence[str]) -> bool:
         found = layouts(subject, self.cluster, [gpus], self.batch, sharings, Counter())
-        return bool(len(found) and (memory(subject, found, self.cluster.device.name).total <= self.room).any())
-
-
-def _between(low: Floats, mid: Floats, high: Floats) -> list[Range]:
-    return [Range(low=float(a), mid=float(b), high=float(c)) for a, b, c in zip(low, mid, high, strict=True)]
+        return bool(len(found) and (memory(subject, found, self.cluster.device.name, self.held).total <= self.room).any())

@@ -24,15 +24,25 @@ class Chosen:
     why: str
 
 
-def short_list(found: Layouts, total: Floats, used: Floats, gpu_seconds: Floats, *, top: int, one_size: bool) -> list[Chosen]:
-    """The fastest; the cheapest, the best value and the fewest GPUs where their number is open; the leanest; the simplest; and then the
-    fastest of each other kind, until there are `top`.
+def short_list(
+    found: Layouts,
+    total: Floats,
+    used: Floats,
+    gpu_seconds: Floats,
+    sure: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    *,
+    top: int,
+    one_size: bool,
+) -> list[Chosen]:
+    """The fastest, and if its memory is tight, the fastest whose upper end fits too; the cheapest, the best value and the fewest GPUs where
+    their number is open; the leanest; the simplest; and then the fastest of each other kind, until there are `top`.
 
     Args:
         found: layouts that fit.
         total: seconds of a step of each.
         used: bytes of each.
         gpu_seconds: GPUs × seconds of each.
+        sure: does the upper end of its memory fit too?
         top: how many to choose.
         one_size: have all as many GPUs?
     """
@@ -41,6 +51,8 @@ def short_list(found: Layouts, total: Floats, used: Floats, gpu_seconds: Floats,
     soon = total <= (1 + SLACK) * total[fastest]
     kinds = complexity(found)
     picks: list[tuple[str, int, str]] = [("fastest", fastest, "the least time per step")]
+    if sure.any() and not sure[fastest]:
+        picks.append(("safe", _first(np.where(sure, total, np.inf), used), "the fastest whose memory fits by its upper end too"))
     if not one_size:
         cheapest = _first(gpu_seconds, total)
         cheap = np.where(gpu_seconds <= (1 + SLACK) * gpu_seconds[cheapest], total, np.inf)

@@ -9,7 +9,7 @@ from workbench.fitting.places import MARGIN
 from workbench.planning.answering import Question
 from workbench.planning.peaks import peak_of
 from workbench.planning.power import Power
-from workbench.planning.ranges import EFFICIENCY, PlanError, given, share_of
+from workbench.planning.ranges import EFFICIENCY, HELD, PlanError, given, share_of
 from workbench.planning.short_list import Plans
 from workbench.planning.space import SHARINGS, checked_gpus
 from workbench.planning.subject import Subject, of_transformer
@@ -38,6 +38,7 @@ def plan(
     watts: float | None = None,
     efficiency: Any = None,
     links: Any = None,
+    held: Any = None,
     margin: float = MARGIN,
     tensor: int | None = None,
     pipeline: int | None = None,
@@ -53,8 +54,11 @@ def plan(
 ) -> Plans:
     """Find the layouts of a model on a cluster that fit and are fast: data × tensor × pipeline × sharing × micro-batch × checkpointing.
 
-    Nothing is run: step times and memory are closed forms, each with its source, at shares of the hardware's peaks that come with a range.
-    A measured step of your own narrows it: `efficiency=` what it reached.
+    Nothing is run: step times and memory are closed forms, each with its source, at shares of the hardware's peaks that come with a range;
+    so every figure has one. A measured step of your own narrows it: `efficiency=` what it reached, `held=` the allocator's bytes over ours.
+
+    A plan fits if the memory that is reckoned is at most what may be used of a GPU (its own less `margin`). Where the upper end is more,
+    the plan is listed and marked tight; and beside the fastest, if it is tight, stands the fastest that is not ("safe").
 
     Args:
         model: a `cost.Transformer` with its sizes; or a Task, a RunSpec, a module or a function that builds one, of which parameters, FLOPs
@@ -74,6 +78,7 @@ def plan(
         watts: of a GPU under load, if the table does not have it.
         efficiency: share of the GPU's dense peak while it computes: a number, or (low, mid, high); None = as published runs imply.
         links: share of the links' bandwidth that collectives reach, likewise.
+        held: what PyTorch's allocator holds over what is reckoned, likewise; None = as measured steps imply.
         margin: share of a GPU's memory that stays free.
         tensor: ranks that split each layer; None = any.
         pipeline: stages; None = any.
@@ -118,7 +123,8 @@ def plan(
         batch=size,
         peak=peak_of(where.device, subject.precision),
         efficiency=given(efficiency, "efficiency", EFFICIENCY),
-        links=given(links, "links", share_of(where)),
+        links=(given(links, "links", share_of(where, "intra")), given(links, "links", share_of(where, "inter"))),
+        held=given(held, "held", HELD, "what the allocator holds over what is reckoned", "1.05"),
         room=where.device.memory * (1 - _margin(margin)),
         steps=_whole("steps", steps),
         top=_whole("top", top),

@@ -1,4 +1,4 @@
-"""Memory of layouts: bytes of the fullest GPU, by what holds them."""
+"""Memory of layouts: bytes of the fullest GPU, by what holds them, and between which ends they lie."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.memory.outside import outside_of
+from workbench.planning.ranges import HELD, Range
 from workbench.planning.space import SHARINGS, Floats, Layouts
 from workbench.planning.subject import Subject
 
@@ -20,6 +21,10 @@ class Memory:
 
     groups: Mapping[str, Floats]
     """GROUPS → bytes."""
+    low: Floats
+    """All of it at least: the allocator's and what lies outside of it, both at their lower ends."""
+    high: Floats
+    """All of it at most: both at their upper ends."""
 
     @property
     def total(self) -> Floats:
@@ -28,13 +33,20 @@ class Memory:
         return total
 
 
-def memory(subject: Subject, found: Layouts, device: str) -> Memory:
+def memory(subject: Subject, found: Layouts, device: str, held: Range = HELD) -> Memory:
     """What the fullest GPU holds: on the first stage most micro-batches are under way, on the last one are the logits.
 
     Model states per parameter as in `Subject.states`, split by ZeRO's stages (Rajbhandari et al. 2020, figure 1); with ZeRO-3 also the
     weights of two layers that are gathered, and one layer's gradients. Activations: a stage of 1F1B keeps those of min(p, m) micro-batches
     (Narayanan et al. 2021, section 2.2), an interleaved one (1 + (p−1)/(p v)) times all layers' (Korthikanti et al. 2022, section 4.2.3).
-    Beside lie the context and NCCL's buffers (`memory.outside`). Left out: fragmentation, for which a margin is kept free.
+    All of that is PyTorch's allocator's, and in truth `held` times as much, for fragmentation and what no formula has. Beside lie the
+    context and NCCL's buffers (`memory.outside`), which are known as a range.
+
+    Args:
+        subject: what is trained.
+        found: its layouts.
+        device: name of each GPU.
+        held: what the allocator holds over what is reckoned.
     """
     t = found.tensor
     own = ((subject.parameters - subject.shared) * found.share(subject.layers) + subject.shared) / t
@@ -43,15 +55,25 @@ def memory(subject: Subject, found: Layouts, device: str) -> Memory:
     layer: Floats = (subject.parameters - subject.shared) / subject.layers / t
     gathered = np.where((stage == 3) & (found.data > 1), layer * (2 * weights + gradients), 0.0)
     buckets = np.where((stage < 2) & (found.data > 1), own * subject.buckets, 0.0)
-    around = outside_of(device, 2).mid * (found.gpus > 1) + outside_of(device, 1).mid * (found.gpus == 1)
-    groups = {
+    alone, several = outside_of(device, 1), outside_of(device, 2)
+    reckoned = {
         "weights": own * weights / np.where(stage >= 3, found.shard, 1) + gathered,
         "gradients": own * gradients / np.where(stage >= 2, found.shard, 1) + buckets,
         "optimizer states": own * states / np.where(stage >= 1, found.shard, 1),
         "activations": _activations(subject, found),
-        "outside": around + np.zeros(len(found)),
     }
-    return Memory(groups=groups)
+    inside: Floats = np.sum(list(reckoned.values()), 0)
+
+    def outside(end: str) -> Floats:
+        around: Floats = np.where(found.gpus > 1, float(getattr(several, end)), float(getattr(alone, end)))
+        return around
+
+    groups = {name: held.mid * size for name, size in reckoned.items()}
+    return Memory(
+        groups={**groups, "outside": outside("mid")},
+        low=held.low * inside + outside("low"),
+        high=held.high * inside + outside("high"),
+    )
 
 
 def _activations(subject: Subject, found: Layouts) -> Floats:

@@ -7,7 +7,7 @@ from typing import Any
 from workbench import display, units
 from workbench.cost.energy import Energy
 from workbench.planning.power import Power, at_ends
-from workbench.planning.ranges import PlanError, Range
+from workbench.planning.ranges import PlanError, Range, between
 from workbench.planning.space import MEGATRON
 from workbench.planning.timing import PARTS
 
@@ -48,10 +48,16 @@ class Plan:
     """Of a step."""
     parts: Mapping[str, float]
     """What the middle of `seconds` is made of: compute, communication that nothing hides, bubble."""
+    spans: Mapping[str, Range]
+    """The same with their ends, which do not add up: the most communication is bare where kernels are fast and links are slow."""
+    shares: Mapping[str, Range]
+    """Part → its share of the step."""
     hidden: float
     """Seconds of communication beside computing, per step."""
     memory: Mapping[str, float]
     """What holds bytes of the fullest GPU → bytes."""
+    needed: Range
+    """Bytes of the fullest GPU. The middle decides whether a plan fits; where the upper end does not, the plan is `tight`."""
     capacity: float
     """Bytes that may be used of a GPU."""
     mfu: Range
@@ -60,8 +66,6 @@ class Plan:
     """That `energy` is of."""
     energy: Energy | None
     """Of `steps` steps: estimated; None = the device's power is not known."""
-    computing: Range
-    """Seconds of a step in which GPUs compute, at the ends of `seconds` and in its middle."""
     power: Power
     """Prices and power that `energy` was reckoned with."""
     node: str
@@ -93,8 +97,13 @@ class Plan:
 
     @property
     def bytes(self) -> float:
-        """Of the fullest GPU."""
-        return sum(self.memory.values())
+        """Of the fullest GPU, as reckoned."""
+        return self.needed.mid
+
+    @property
+    def tight(self) -> bool:
+        """Does its memory fit as it is reckoned, but not by its upper end?"""
+        return self.needed.high > self.capacity
 
     @property
     def gpu_seconds(self) -> float:
@@ -125,7 +134,7 @@ class Plan:
             gpus=self.gpus,
             steps=self.steps if steps is None else steps,
             seconds=self.seconds,
-            computing=self.computing,
+            computing=self.spans["compute"],
             device=self.device,
             node=self.node,
             per_node=self.gpus_per_node,
@@ -202,18 +211,18 @@ class Plan:
             ["GPUs", f"{self.gpus:,}"],
             ["layout", self.layout],
             ["micro-batch × accumulation", self.batch],
-            ["step", _between(self.seconds, units.seconds)],
-            *([f"  {name}", f"{units.seconds(self.parts[name])} ({units.percent(self.parts[name] / self.seconds.mid)})"] for name in PARTS),
-            ["throughput", _between(self.samples_per_sec, units.rate)],
-            ["MFU", _between(self.mfu, units.percent)],
-            ["memory of a GPU", f"{units.bytes_(self.bytes)} of {units.bytes_(self.capacity)}"],
+            ["step", between(self.seconds, units.seconds)],
+            *([f"  {name}", f"{between(self.spans[name], units.seconds)}, {between(self.shares[name], units.percent)}"] for name in PARTS),
+            ["throughput", between(self.samples_per_sec, units.rate)],
+            ["MFU", between(self.mfu, units.percent)],
+            ["memory of a GPU", f"{between(self.needed, units.bytes_)} of {units.bytes_(self.capacity)}{', tight' * self.tight}"],
             *([f"  {name}", units.bytes_(held)] for name, held in self.memory.items()),
         ]
-        rows += [[f"money of {self.steps:,} steps", _between(self.money, lambda value: f"{value:,.4g}")]] if self.money else []
+        rows += [[f"money of {self.steps:,} steps", between(self.money, lambda value: f"{value:,.4g}")]] if self.money else []
         if self.kwh:
-            rows.append([f"energy of {self.steps:,} steps", f"{_between(self.kwh, lambda kwh: units.count(1000 * kwh, 'Wh'))}, estimated"])
+            rows.append([f"energy of {self.steps:,} steps", f"{between(self.kwh, lambda kwh: units.count(1000 * kwh, 'Wh'))}, estimated"])
         if self.grams:
-            rows.append([f"carbon of {self.steps:,} steps", f"{_between(self.grams, lambda grams: units.count(grams, 'g'))} CO2e"])
+            rows.append([f"carbon of {self.steps:,} steps", f"{between(self.grams, lambda grams: units.count(grams, 'g'))} CO2e"])
         rows.append(["bound", f"{self.bound}: {BOUNDS[self.bound]}"])
         return display.Table(columns=("plan", ", ".join(self.roles)), rows=rows, note=f"predicted; {self.why}")
 
@@ -221,11 +230,11 @@ class Plan:
         """As a row of a DataFrame."""
         plain = ("gpus", "data", "tensor", "pipeline", "chunks", "micro_batch", "accumulation", "global_batch", "sharing", "checkpointing")
         found: dict[str, Any] = {"roles": ", ".join(self.roles), **{name: getattr(self, name) for name in plain}}
-        found |= {"seconds": self.seconds.mid, "seconds_low": self.seconds.low, "seconds_high": self.seconds.high, **self.parts}
-        found |= {"samples_per_sec": self.samples_per_sec.mid, "mfu": self.mfu.mid, "bytes": self.bytes, "capacity": self.capacity}
-        for name in ("money", "kwh", "grams"):
-            span: Range | None = getattr(self, name)
+        spans: dict[str, Range | None] = {"seconds": self.seconds, **self.spans, "samples_per_sec": self.samples_per_sec, "mfu": self.mfu}
+        spans |= {"bytes": self.needed, "money": self.money, "kwh": self.kwh, "grams": self.grams}
+        for name, span in spans.items():
             found |= {name: span and span.mid, f"{name}_low": span and span.low, f"{name}_high": span and span.high}
+        found |= {"capacity": self.capacity, "tight": self.tight}
         return {**found, "gpu_seconds": self.gpu_seconds, "bound": self.bound, "why": self.why}
 
     def to_frame(self) -> Any:
@@ -240,9 +249,3 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return self.table._repr_html_()
-
-
-def _between(value: Range, words: Any) -> str:
-    if value.low == value.high:
-        return str(words(value.mid))
-    return f"{words(value.mid)} ({words(value.low)} … {words(value.high)})"

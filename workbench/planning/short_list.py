@@ -7,7 +7,7 @@ from typing import Any
 from workbench import display, units
 from workbench.cost import Cluster
 from workbench.planning.plans import Plan
-from workbench.planning.ranges import Range
+from workbench.planning.ranges import Range, between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,8 @@ class Front:
     layout: str
     compute: float
     """Seconds of the middle that compute."""
+    tight: bool
+    """Does its memory not fit by its upper end?"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,7 @@ class Plans(Sequence[Plan]):
 
     @property
     def table(self) -> display.Table:
-        """One row per plan; below, what was ruled out by what."""
+        """One row per plan, each figure with its ends; below, what was ruled out by what."""
         priced = any(one.money for one in self.plans)
         columns = ["plan", "GPUs", "layout", "micro-batch × accumulation", "step", "between", "throughput", "MFU", "memory"]
         columns += ["exposed", "bubble", f"money of {self.best.steps:,} steps" if priced else "GPU s a sample", "bound"]
@@ -84,12 +86,12 @@ class Plans(Sequence[Plan]):
                 one.batch,
                 units.seconds(one.seconds.mid),
                 f"{units.seconds(one.seconds.low)} … {units.seconds(one.seconds.high)}",
-                units.rate(one.samples_per_sec.mid),
-                units.percent(one.mfu.mid),
-                units.bytes_(one.bytes),
-                units.percent(one.parts["communication"] / one.seconds.mid),
-                units.percent(one.parts["bubble"] / one.seconds.mid),
-                f"{one.money.mid:,.4g}" if one.money else f"{one.gpu_seconds:.3g}",
+                between(one.samples_per_sec, units.rate),
+                between(one.mfu, units.percent),
+                between(one.needed, units.bytes_) + ", tight" * one.tight,
+                between(one.shares["communication"], units.percent),
+                between(one.shares["bubble"], units.percent),
+                between(one.money, lambda value: f"{value:,.4g}") if one.money else f"{one.gpu_seconds:.3g}",
                 one.bound,
             ]
             for one in self.plans

@@ -44,9 +44,13 @@ class Pace:
     inter: Link
 
     @classmethod
-    def of(cls, cluster: Cluster, peak: float, efficiency: float, links: float) -> "Pace":
-        """A cluster's, at shares of its peaks."""
-        intra, inter = (Link(latency=one.latency, bandwidth=one.bandwidth * links) for one in (cluster.intra, cluster.inter))
+    def of(cls, cluster: Cluster, peak: float, efficiency: float, links: float | tuple[float, float]) -> "Pace":
+        """A cluster's, at shares of its peaks; that of its links for both, or inside nodes and between them."""
+        shares = links if isinstance(links, tuple) else (links, links)
+        intra, inter = (
+            Link(latency=one.latency, bandwidth=one.bandwidth * share)
+            for one, share in zip((cluster.intra, cluster.inter), shares, strict=True)
+        )
         return cls(flops_per_sec=peak * efficiency, memory=cluster.device.bandwidth, intra=intra, inter=inter)
 
 

@@ -28,6 +28,7 @@ HELD = {
 
 def plan(result: Plan | Plans, ax: Axes | None = None) -> Axes:
     """A bar per plan: computing, communication that nothing hides, the pipeline's bubble; a line from the low to the high end of the step.
+    Below it, thinner and from where each begins, how far communication and bubble may reach.
 
     Args:
         result: a short list, or one plan.
@@ -42,12 +43,18 @@ def plan(result: Plan | Plans, ax: Axes | None = None) -> Axes:
     for place, one in enumerate(plans):
         span = (scale * one.seconds.low, scale * one.seconds.high)
         ax.plot(span, (place, place), color=INK, linewidth=1.4, marker="|", markersize=9, label="_range")
+        start = 0.0
+        for name in COLORS:
+            if name != "compute" and one.spans[name].high > 0:
+                reach = (scale * (start + one.spans[name].low), scale * (start + one.spans[name].high))
+                ax.plot(reach, (place + 0.22, place + 0.22), color=INK, linewidth=0.9, marker="|", markersize=5, label=f"_{name}")
+            start += one.parts[name]
     legend(ax, list(ax.containers))
     return ax
 
 
 def plan_memory(result: Plan | Plans, ax: Axes | None = None) -> Axes:
-    """A bar per plan: the fullest GPU's memory by what holds it; the dashed line is what may be used of a GPU.
+    """A bar per plan: the fullest GPU's memory by what holds it, a line from its low to its high end; dashed, what may be used of a GPU.
 
     Args:
         result: a short list, or one plan.
@@ -55,7 +62,7 @@ def plan_memory(result: Plan | Plans, ax: Axes | None = None) -> Axes:
     """
     plans = _plans(result)
     capacity = plans[0].capacity
-    scale, unit = scale_of_bytes(max(capacity, *(one.bytes for one in plans)))
+    scale, unit = scale_of_bytes(max(capacity, *(one.needed.high for one in plans)))
     labels = [wrapped(_label(one)) for one in plans]
     ax = prepared(ax, WIDTH, height(labels) + 0.3)
     starts = [0.0] * len(plans)
@@ -64,7 +71,11 @@ def plan_memory(result: Plan | Plans, ax: Axes | None = None) -> Axes:
         ax.barh(range(len(plans)), widths, left=starts, height=0.62, color=color, label=name)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     limit = ax.axvline(capacity / scale, color=INK, linestyle="--", linewidth=1.4, label="may be used")
-    ends(ax, [max(capacity / scale, start) for start in starts], [units.percent(one.bytes / capacity) for one in plans])
+    for place, one in enumerate(plans):
+        span = (one.needed.low / scale, one.needed.high / scale)
+        ax.plot(span, (place, place), color=INK, linewidth=1.4, marker="|", markersize=9, label="_range")
+    texts = [units.percent(one.bytes / capacity) + ", tight" * one.tight for one in plans]
+    ends(ax, [max(capacity, one.needed.high) / scale for one in plans], texts)
     rows(ax, labels)
     ax.set_xlabel(f"predicted memory of the fullest GPU ({unit})")
     legend(ax, [*ax.containers, limit])

@@ -114,6 +114,7 @@ class ScalingExplorer:
 
     def _redraw(self) -> None:
         place, source = self.place, self._sources[self._name]
+        self.gpus.description = place.counted
         self.head.value = drawn.head(self.title)
         self.light.value = drawn.light(place)
         self.figures.value = drawn.figures(place, self._samples, self._price, self._intensity)

@@ -44,14 +44,14 @@ def figures(place: Place, samples: float, price: float | None, intensity: float 
     """Throughput, efficiency, time, money, energy and carbon of so many samples."""
     kwh = place.kwh(samples)
     tiles = [
-        ("GPUs", f"{place.gpus:,}", ""),
+        (place.counted, f"{place.gpus:,}", ""),
         ("throughput", units.rate(place.mid), f"{units.rate(place.low)} … {units.rate(place.high)}"),
         ("of the naive line", units.percent(place.mid / place.naive), f"naive {units.rate(place.naive)}"),
         (f"time of {units.count(samples)} samples", units.seconds(samples / place.mid), _span(samples, place)),
-        ("GPU hours", f"{place.gpus * samples / place.mid / 3600:,.4g}", ""),
+        (f"{place.each} hours", f"{place.gpus * samples / place.mid / 3600:,.4g}", ""),
     ]
     if price is not None:
-        tiles.append(("money", f"{place.money(samples, price):,.4g}", f"at {price:g} per GPU and hour"))
+        tiles.append(("money", f"{place.money(samples, price):,.4g}", f"at {price:g} per {place.each} and hour"))
     if kwh is not None:
         tiles.append(("energy", units.count(1000 * kwh, "Wh"), f"estimated by design power of {place.device}"))
     if kwh is not None and intensity is not None:
@@ -71,7 +71,7 @@ def _tile(label: str, value: str, small: str) -> str:
 
 
 def picture(places: Sequence[Place], measured: Sequence[tuple[int, float]], now: Place) -> str:
-    """Throughput against GPUs, both logarithmic: the band, the naive line dashed, measured points, and where the slider stands."""
+    """Throughput against GPUs or processes, logarithmic: the band, the naive line dashed, measured points, and where the slider stands."""
     across, up = _scales(places, measured)
 
     def line(points: Sequence[tuple[float, float]]) -> str:
@@ -88,11 +88,11 @@ def picture(places: Sequence[Place], measured: Sequence[tuple[int, float]], now:
         f'<line x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{HIGH - LOW}" stroke="{INK}" stroke-width="1"/>'
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6.5" fill="{COLORS[now.bound]}" stroke="{INK}"/>'
     )
-    label = f"throughput against GPUs; {words(now)}"
+    label = f"throughput against {now.counted}; {words(now)}"
     return (
-        f'<div class="wb-steps"><div class="wb-label">samples per second against GPUs</div>'
+        f'<div class="wb-steps"><div class="wb-label">samples per second against {now.counted}</div>'
         f'<svg class="wb-scaling-curve" viewBox="0 0 {WIDE} {HIGH}" width="100%" role="img" aria-label="{escape(label)}" '
-        f'style="max-width:{WIDE}px;height:auto">{_axes(places, measured, across, up)}{shown}</svg>{_legend()}</div>'
+        f'style="max-width:{WIDE}px;height:auto">{_axes(places, measured, across, up)}{shown}</svg>{_legend(now)}</div>'
     )
 
 
@@ -128,7 +128,7 @@ def _axes(places: Sequence[Place], measured: Sequence[tuple[int, float]], across
     return (
         f'<line x1="{LEFT}" x2="{WIDE - 12}" y1="{base}" y2="{base}" stroke="{INK}"/>'
         f'<line x1="{LEFT}" x2="{LEFT}" y1="10" y2="{base}" stroke="{INK}"/>{text}'
-        f'<text x="{WIDE - 12}" y="{HIGH - 2}" text-anchor="end" {style}>GPUs</text>'
+        f'<text x="{WIDE - 12}" y="{HIGH - 2}" text-anchor="end" {style}>{places[0].counted}</text>'
     )
 
 
@@ -136,8 +136,8 @@ def _anchor(x: float) -> str:
     return "end" if x > WIDE - 40 else "middle"
 
 
-def _legend() -> str:
-    keys = (("predicted, with its band", LINE), ("naive: each GPU goes on so (dashed)", INK))
+def _legend(now: Place) -> str:
+    keys = (("predicted, with its band", LINE), (f"naive: each {now.each} goes on so (dashed)", INK))
     return (
         '<div class="wb-legend" style="margin-top:4px">'
         + "".join(
@@ -156,7 +156,7 @@ def limits(places: Sequence[Place]) -> str:
         if not pieces or pieces[-1][0] != one.bound:
             pieces.append((one.bound, []))
         pieces[-1][1].append(one.gpus)
-    said = "; ".join(f"{bound or 'not known'} from {sizes[0]:,} GPUs on" for bound, sizes in pieces)
+    said = "; ".join(f"{bound or 'not known'} from {sizes[0]:,} {places[0].counted} on" for bound, sizes in pieces)
     blocks = "".join(
         f'<span style="flex:{len(sizes)} 1 0;background-color:{COLORS[bound]};height:10px" title="{escape(bound)}"></span>'
         for bound, sizes in pieces
@@ -176,7 +176,7 @@ def table(places: Sequence[Place], rows: int = 8) -> Table:
     """
     some = [*places[: -1 : max(1, -(-len(places) // rows))], places[-1]]
     return Table(
-        columns=("GPUs", "throughput", "between", "naive", "of it", "limited by"),
+        columns=(places[0].counted, "throughput", "between", "naive", "of it", "limited by"),
         rows=[
             [
                 f"{one.gpus:,}",

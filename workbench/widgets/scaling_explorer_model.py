@@ -19,6 +19,8 @@ POINTS = 60
 """Places of the band."""
 HALF = 0.5
 """Efficiency from which on the larger part of a curve's step is what a process took in the smallest point."""
+GPUS, PROCESSES = "GPUs", "processes"
+_ONE = {GPUS: "GPU", PROCESSES: "process"}
 OWN, LOST = "own work", "lost in scaling"
 """What limits, as far as a curve can tell."""
 
@@ -44,6 +46,13 @@ class Place:
     """Of all GPUs, estimated; None = not known."""
     device: str = ""
     """That has them."""
+    counted: str = GPUS
+    """What `gpus` counts: "processes" of a curve on devices that nobody named."""
+
+    @property
+    def each(self) -> str:
+        """One of them, in words."""
+        return _ONE[self.counted]
 
     def money(self, samples: float, price: float) -> float:
         """For so many samples at a price per GPU and hour."""
@@ -104,6 +113,7 @@ class Curve:
                 naive=one.naive,
                 bound=OWN if one.efficiency >= HALF else LOST,
                 said=_said(one),
+                counted=PROCESSES if self.cluster is None else GPUS,
                 **_power(self.cluster, one.world_size),
             )
             for one in self.fit.forecasts(sizes)
@@ -155,7 +165,7 @@ def places_of(made: Plans) -> dict[int, Place]:
             high=made.global_batch / one.seconds.low,
             naive=rate * one.gpus,
             bound=one.bound,
-            layout=one.layout,
+            layout=one.layout + ", memory tight" * one.tight,
             **_power(made.cluster, one.gpus),
         )
         for one in made.front
@@ -223,6 +233,6 @@ def _power(cluster: Cluster | None, gpus: int) -> dict[str, Any]:
 def words(place: Place) -> str:
     """One place in a sentence, for readers that cannot see the picture."""
     return (
-        f"{place.gpus:,} GPUs: {units.rate(place.mid)} ({units.rate(place.low)} … {units.rate(place.high)}), "
+        f"{place.gpus:,} {place.counted}: {units.rate(place.mid)} ({units.rate(place.low)} … {units.rate(place.high)}), "
         f"{units.percent(place.mid / place.naive)} of the naive line"
     )
