@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -189,8 +190,45 @@ def test_steps_are_metered_by_the_first_rank_only(tmp_path: Path, monkeypatch: p
     assert found.joules == 6.0
     assert "taken 2 times" in found.source
     assert "GPUs did not tell" in measured({**seen, "gpus": 8}, ranks=8).source
+    assert "lives" not in found.source
     with metered(tmp_path / "gone", rank=0, gpus=0):
         pass  # nowhere to write to: said, and no failure
+
+
+def test_a_run_that_goes_on_adds_to_what_its_earlier_lives_have_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lives = iter([[Counter("RAPL a", [1.0, 4.0, 4.0])], [Counter("RAPL a", [10.0, 12.0]), Counter("RAPL b", [0.0, 7.0])]])
+    monkeypatch.setattr("workbench.measure.energy.meters", lambda gpus: next(lives))
+    for _ in range(2):
+        with metered(tmp_path, rank=0, gpus=0):
+            pass
+    seen = rundir.read_json(tmp_path / rundir.ENERGY)
+    assert (seen["joules"], seen["lives"]) == ({"RAPL a": 5.0, "RAPL b": 7.0}, 2)
+    found = measured(seen, ranks=1)
+    assert found.joules == 12.0
+    assert "over the 2 lives of the run, what was computed twice included" in found.source
+
+
+def test_a_life_that_is_killed_has_told_what_it_drew(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+    heard = threading.Event()
+
+    def tell(seen: dict[str, Any]) -> None:
+        told.append(seen)
+        heard.set()
+
+    log = EnergyLog([Counter("good", [10.0, *[12.0] * 10_000])], every=0.001, tell=tell)
+    assert heard.wait(60)  # before its end
+    assert told[0]["joules"] == {"good": 2.0}
+    log.close()
+
+
+def test_a_damaged_file_of_an_earlier_life_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.measure.energy.meters", lambda gpus: [Counter("RAPL a", [1.0, 4.0])])
+    for text in ("{", '{"joules": 3}'):
+        (tmp_path / rundir.ENERGY).write_text(text)
+        with metered(tmp_path, rank=0, gpus=0):
+            pass
+        assert rundir.read_json(tmp_path / rundir.ENERGY)["lives"] == 1
 
 
 # --- runs and plans

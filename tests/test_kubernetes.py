@@ -1,4 +1,9 @@
-"""Manifests for Kubernetes, held against the structure that its API wants; no cluster is asked."""
+"""Manifests for Kubernetes, held against the schemas of its API; no cluster is asked.
+
+Jobs, Services and all pods against those of the package kubernetes-validate, which come from the API's own definition, strictly: a field
+that they do not name is refused. They have no JobSet and no PyTorchJob: of these the Jobs and pods inside are held against them, and the
+rest against CRDS, re-keyed from the definitions that are installed into clusters.
+"""
 
 import json
 import os
@@ -7,10 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 from hypothesis import given
@@ -42,20 +49,147 @@ def pod_of(one: dict[str, Any]) -> dict[str, Any]:
     return template
 
 
+def fields(required: str = "", **properties: object) -> dict[str, Any]:
+    """A schema of an object that has these fields and no other."""
+    return {"type": "object", "properties": properties, "additionalProperties": False, "required": required.split()}
+
+
+TEXT, NUMBER, ANYTHING = {"type": "string"}, {"type": "integer"}, {"type": "object"}
+CRDS = {
+    "JobSet": fields(  # github.com/kubernetes-sigs/jobset at 08dfbdf, config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml, v1alpha2
+        network=fields(enableDNSHostnames={"type": "boolean"}, publishNotReadyAddresses={"type": "boolean"}, subdomain=TEXT),
+        failurePolicy=fields(maxRestarts=NUMBER, restartStrategy={"enum": ["Recreate", "BlockingRecreate"]}, rules={"type": "array"}),
+        replicatedJobs={
+            "type": "array",
+            "items": fields("name template", name=TEXT, replicas=NUMBER, groupName=TEXT, template=fields(metadata=ANYTHING, spec=ANYTHING)),
+        },
+        suspend={"type": "boolean"},
+        ttlSecondsAfterFinished=NUMBER,
+    ),
+    "PyTorchJob": fields(  # github.com/kubeflow/training-operator at 374e88a, manifests/base/crds/kubeflow.org_pytorchjobs.yaml, v1
+        "pytorchReplicaSpecs",
+        elasticPolicy=fields(
+            **dict.fromkeys(("minReplicas", "maxReplicas", "maxRestarts", "nProcPerNode", "rdzvPort"), NUMBER),
+            **dict.fromkeys(("rdzvBackend", "rdzvHost", "rdzvId"), TEXT),
+            standalone={"type": "boolean"},
+        ),
+        nprocPerNode=TEXT,
+        pytorchReplicaSpecs={"type": "object", "additionalProperties": fields(replicas=NUMBER, restartPolicy=TEXT, template=ANYTHING)},
+        runPolicy=ANYTHING,
+    ),
+}
+VERSIONS = {"JobSet": "jobset.x-k8s.io/v1alpha2", "PyTorchJob": "kubeflow.org/v1"}
+"""Kind → the version that this is."""
+
+
+@pytest.fixture
+def strictly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], object]:
+    """Hold an object against the schemas."""
+    read = kubernetes_validate.utils.schema_contents
+    monkeypatch.setattr(
+        kubernetes_validate.utils,
+        "schema_contents",
+        lambda *words: _schemas[words] if words in _schemas else _schemas.setdefault(words, read(*words)),
+    )
+
+    def check(one: Mapping[str, Any]) -> None:
+        for each in parts_of(json.loads(json.dumps(one))):
+            kubernetes_validate.validate(each, "1.37", strict=True)
+
+    return check
+
+
+_schemas: dict[tuple[str, ...], Any] = {}
+
+
+def parts_of(one: dict[str, Any]) -> list[dict[str, Any]]:
+    """What of an object the API itself knows, as objects of their own; the rest of a JobSet or a PyTorchJob is held against CRDS here."""
+    if one["kind"] not in CRDS:
+        return [one]
+    kind, name = one["kind"], one["metadata"]["name"]
+    whole = fields("metadata spec", apiVersion={"const": VERSIONS[kind]}, kind={"const": kind}, metadata=ANYTHING, spec=CRDS[kind])
+    jsonschema.Draft202012Validator(whole).validate(one)
+    jobs = [{"apiVersion": "batch/v1", "kind": "Job", **each["template"]} for each in one["spec"].get("replicatedJobs", [])]
+    pods = one["spec"].get("pytorchReplicaSpecs", {}).values()
+    outer = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": one["metadata"]}  # any kind: for its metadata
+    return [
+        outer,
+        *jobs,
+        *({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": pod["template"]} for pod in pods),
+    ]
+
+
+MANIFESTS: list[dict[str, Any]] = [
+    {},
+    {"claim": "runs", "memory": "64Gi", "cpu": "500m", "namespace": "ml", "nodes": 128},
+    {"spec": ScriptSpec(script="train.py", args=("--n", "3", "$(HOME)"), nnodes=2), "gpus": 0, "shm": "0.5Gi"},
+    {"spec": wb.RunSpec(task="fashion-mlp", device="cpu"), "memory": "1e9", "name": "alone"},
+]
+
+
+@pytest.mark.parametrize("options", MANIFESTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_object_keeps_to_the_schemas_of_the_api(kind: str, options: dict[str, Any], strictly: Callable[..., object]) -> None:
+    manifest = wb.kubernetes(**{"spec": SPEC, "image": "registry/team/train:1", "kind": kind, **options})
+    for one in yaml.safe_load_all(manifest.text):
+        strictly(one)
+
+
+def changed(one: Mapping[str, Any], path: str, value: object) -> dict[str, Any]:
+    """An object with another value at a path; None takes it away."""
+    copy: Any = json.loads(json.dumps(one))
+    *way, last = [int(word) if word.isdigit() else word for word in path.split(".")]
+    place = copy
+    for word in way:
+        place = place[word]
+    place[last] = value
+    if value is None:
+        del place[last]
+    return dict(copy)
+
+
+POD = {
+    "Job": "spec.template.spec",
+    "JobSet": "spec.replicatedJobs.0.template.spec.template.spec",
+    "PyTorchJob": "spec.pytorchReplicaSpecs.Worker.template.spec",
+}
+
+
+@pytest.mark.parametrize(
+    ("which", "path", "value"),
+    [
+        *((kind, f"{pod}.{path}", value) for kind, pod in POD.items() for path, value in [
+            ("containers.0.comand", ["torchrun"]), ("containers.0.env.0.value", 1), ("containers.0.command", "torchrun"),
+            ("containers.0.name", None), ("volumes.0.emptyDir", "yes"), ("containers.0.ports.0.containerPort", "29400"),
+        ]),
+        *((kind, "metadata.lables", {}) for kind in POD),
+        ("Job", "spec.completions", "two"), ("Job", "spec.completionMod", "Indexed"), ("Job", "spec.template", None),
+        ("Service", "spec.publishNotReadyAddresses", "true"), ("Service", "spec.ports.0.port", "29400"),
+        ("Service", "spec.cluster_ip", "None"),
+        ("JobSet", "spec.replicatedJobs.0.template.spec.parallelism", "2"), ("JobSet", "spec.replicatedJobs.0.replicas", "1"),
+        ("JobSet", "spec.network.enableDNS", True), ("JobSet", "spec.replicatedJobs.0.name", None),
+        ("PyTorchJob", "spec.elasticPolicy.nProcPerNode", "8"), ("PyTorchJob", "spec.pytorchReplicaSpecs.Worker.replica", 2),
+        ("PyTorchJob", "spec.rdzvId", "x"),
+    ],
+)  # fmt: skip
+def test_a_planted_mistake_is_refused(which: str, path: str, value: object, strictly: Callable[..., object]) -> None:
+    kind = "job" if which == "Service" else which.lower()
+    good = named([dict(one) for one in wb.kubernetes(SPEC, image="i", kind=kind).objects])[which]
+    strictly(good)
+    with pytest.raises(jsonschema.ValidationError):
+        strictly(changed(good, path, value))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_what_the_api_wants(kind: str) -> None:
     manifest = wb.kubernetes(SPEC, image="registry/team/train:1", kind=kind, claim="runs", memory="64Gi", cpu="8", namespace="ml")
     objects = list(yaml.safe_load_all(manifest.text))
     assert objects == json.loads(manifest.to_json())["items"] == list(manifest.objects)
     for one in objects:
-        assert {"apiVersion", "kind", "metadata", "spec"} == set(one)
         assert DNS_1123.fullmatch(one["metadata"]["name"])
         assert one["metadata"]["namespace"] == "ml"
     template = pod_of(objects[-1])
     container = template["spec"]["containers"][0]
-    assert set(container) >= {"name", "image", "command", "env", "resources", "volumeMounts"}
-    assert all(isinstance(entry["value"], str) for entry in container["env"] if "valueFrom" not in entry)
-    assert all(isinstance(word, str) for word in container["command"])
     assert container["resources"]["limits"] == {"memory": "64Gi", "cpu": "8", "nvidia.com/gpu": 8} == container["resources"]["requests"]
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in template["spec"]["volumes"]} == {"runs", "shm"}

@@ -67,12 +67,12 @@ def test_the_interval_of_a_bandwidth_goes_with_the_link_into_a_plan() -> None:
     assert Sweep.from_json(json.loads(json.dumps(noisy["all_reduce"].to_json()))) == noisy["all_reduce"]
     for given_one in (noisy, noisy["all_reduce"], noisy.link):
         cluster = wb.Cluster.of("H100-SXM", gpus_per_node=8, intra=given_one, inter=link)
-        assert share_of(cluster).low == pytest.approx(slow / cluster.intra.bandwidth)
-        assert share_of(cluster).high == pytest.approx(fast / cluster.intra.bandwidth)
+        assert share_of(cluster, "intra").low == pytest.approx(slow / cluster.intra.bandwidth)
+        assert share_of(cluster, "intra").high == pytest.approx(fast / cluster.intra.bandwidth)
         assert wb.Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
         assert " … " in str(cluster)
     steady = wb.Cluster.of("H100-SXM", gpus_per_node=8, intra=once, inter=link)
-    assert share_of(steady) == MEASURED_LINKS
+    assert share_of(steady, "intra") == MEASURED_LINKS
     model = Transformer(layers=8, hidden=1024, vocabulary=32_000, sequence=1024)
     wide, narrow = (wb.plan(model, one, gpus=8, global_batch=8, sharing="ddp", tensor=1)[0].seconds for one in (cluster, steady))
     assert wide.low < narrow.low < narrow.high < wide.high
@@ -109,7 +109,7 @@ def test_two_real_ranks(tmp_path: Path) -> None:
     assert "no network of a cluster" in shown
     assert len(links.to_frame()) == 54
     measured = wb.Cluster.named("DGX-H100").with_links(intra=links.link)
-    assert measured.measured
+    assert measured.measured_links == ("intra",)
 
 
 def test_the_picture_has_a_colour_for_each_kind() -> None:

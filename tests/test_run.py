@@ -123,6 +123,22 @@ def test_a_damaged_directory(tmp_path: Path, text: str | None, said: str) -> Non
         Run.load(tmp_path)
 
 
+@pytest.mark.parametrize("row", ['{"step": 3, "forward": "x"}', '{"step": "x"}', '{"profiled": 3}', '{"step": 3, "forward": null}'])
+def test_a_row_that_is_no_step(by_hand: Make, row: str) -> None:
+    made = by_hand().steps(3)
+    with open(made.path / "rank0.jsonl", "a") as file:
+        file.write(row + "\n")
+    with pytest.raises(rundir.DamagedRunError, match=r"rank0\.jsonl is damaged: a row of it is no step"):
+        _ = Run.load(made.path).timelines
+
+
+def test_a_row_of_figures_without_a_step(by_hand: Make) -> None:
+    made = by_hand()
+    (made.path / "metrics.jsonl").write_text('{"loss": 3.0}\n')
+    with pytest.raises(rundir.DamagedRunError, match=r"metrics\.jsonl is damaged: a row of it has no number of its step: \{'loss'"):
+        _ = Run.load(made.path).metrics
+
+
 def test_an_unfinished_last_line_is_not_read(by_hand: Make) -> None:
     made = by_hand().steps(3)
     with open(made.path / "rank0.jsonl", "a") as file:

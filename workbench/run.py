@@ -287,13 +287,22 @@ class Run:
     def timelines(self) -> list[Timeline]:
         """One Timeline per rank, by rank; those of ranks that have not written yet are missing."""
         numbers = sorted(int(m[1]) for path in self.path.glob("rank*.jsonl") if (m := re.fullmatch(r"rank(\d+)\.jsonl", path.name)))
-        return [Timeline.from_lines(self._read(rundir.rank_file(rank))) for rank in numbers]
+        return [self._timeline(rundir.rank_file(rank)) for rank in numbers]
+
+    def _timeline(self, name: str) -> Timeline:
+        rows = self._read(name)
+        try:
+            return Timeline.from_lines(rows)
+        except (TypeError, ValueError) as error:
+            raise rundir.DamagedRunError(f"{self.path / name} is damaged: a row of it is no step: {error}") from error
 
     @property
     def metrics(self) -> Any:
         """A DataFrame of what rank 0 reported: step, loss, lr, samples, seconds, and evaluation figures where there are any."""
         rows: dict[int, dict[str, Any]] = {}
         for row in self.metric_rows:  # the evaluation after a step goes into that step's row
+            if not isinstance(row.get("step"), int):
+                raise rundir.DamagedRunError(f"{self.path / rundir.METRICS} is damaged: a row of it has no number of its step: {row!r:.80}")
             rows.setdefault(row["step"], {}).update(row)
         return display.frame(rows.values(), columns=None if rows else sorted(rundir.METRIC_KEYS))
 
@@ -339,6 +348,8 @@ class Run:
 
     def energy(self, **inputs: Any) -> "Energy":
         """What the steps drew: as counters of the hardware told while it ran, else estimated by the design power of its GPUs.
+
+        Of a run that went on from a checkpoint the counters have all lives; the estimate has the steps on record, each once.
 
         Args:
             inputs: `price` (money per rank and hour), `electricity` (money per kWh), `intensity` (gCO2e per kWh), `pue`; `watts` of a

@@ -34,7 +34,7 @@ def explore(spec: RunSpec, *, budget_s: float, runs_dir: str | os.PathLike[str] 
         LaunchError, TaskError: it cannot run here. Nothing was written.
     """
     check(spec)
-    return _launched(spec, f"{label(spec)} diagnose", {"kind": "diagnose", "budget_s": budget_s}, runs_dir)
+    return launched(spec, f"{label(spec)} diagnose", {"kind": "diagnose", "budget_s": budget_s}, runs_dir)
 
 
 def contend(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
@@ -57,7 +57,7 @@ def contend(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, runs
         check(one)
     both = max(spec, changed, key=lambda one: one.nproc_per_node)
     order = {"kind": "prove", "budget_s": budget_s, "baseline": spec.to_json(), "changed": changed.to_json()}
-    return _launched(both, f"{label(spec)} prove {name}", order, runs_dir)
+    return launched(both, f"{label(spec)} prove {name}", order, runs_dir)
 
 
 def weigh(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None = None) -> Run:
@@ -74,7 +74,7 @@ def weigh(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None 
     """
     check(spec)
     order = {"kind": "memory", "budget_s": STEP * steps, "steps": steps}
-    return _launched(spec, f"{label(spec)} memory", order, runs_dir, program="workbench.train.memory")
+    return launched(spec, f"{label(spec)} memory", order, runs_dir, program="workbench.train.memory")
 
 
 def measure_communication(
@@ -109,7 +109,7 @@ def measure_communication(
         "seconds": seconds,
         "specs": [one.to_json() for one in specs],
     }
-    return _launched(most, f"{label(most)} communication", order, runs_dir, program="workbench.train.communication", tick=tick)
+    return launched(most, f"{label(most)} communication", order, runs_dir, program="workbench.train.communication", tick=tick)
 
 
 def range_test(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | os.PathLike[str] | None = None) -> Run:
@@ -129,7 +129,7 @@ def range_test(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | os.
     check(spec)
     steps = (options["sweeps"] + 1) * options["iterations"] + _RACES * options["race_steps"]
     order = {"kind": "lr_range", "budget_s": STEP * steps, **options}
-    return _launched(spec, f"{label(spec)} find_lr", order, runs_dir, program="workbench.train.lr_range", show=_left)
+    return launched(spec, f"{label(spec)} find_lr", order, runs_dir, program="workbench.train.lr_range", show=_left)
 
 
 _RACES = 20
@@ -145,7 +145,7 @@ def _left(run: Run) -> str:
     return f"{run.path.name}: {done} of about {steps} steps · {units.seconds(seconds * max(0, steps - done) / done)} left"
 
 
-def _launched(
+def launched(
     spec: RunSpec,
     name: str,
     order: Mapping[str, Any],
@@ -155,6 +155,21 @@ def _launched(
     show: Callable[[Run], str] | None = None,
     tick: Callable[[], object] = int,
 ) -> Run:
+    """Launch an experiment, and wait for its end.
+
+    Args:
+        spec: to launch.
+        name: of the run, for people.
+        order: what to try; its `budget_s` is the seconds that it may take, about.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+        program: a module of `workbench.train` that carries the order out.
+        show: how far it is, in words; None = nothing is shown.
+        tick: called again and again meanwhile.
+
+    Raises:
+        RunError: it failed; the run directory stays.
+        LaunchError: it cannot run here. Nothing was written.
+    """
     new = NewRun(runs_dir, name)
     run = new.start(spec, ["-m", program, str(new.path)], timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
     line = ProgressLine(lambda: show(run) if show else run.path.name)

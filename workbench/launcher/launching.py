@@ -10,6 +10,7 @@ from typing import Any
 from workbench import task
 from workbench.launcher import environment
 from workbench.launcher.rendezvous import TIMEOUT, Rendezvous, free_endpoint
+from workbench.launcher.resuming import go_on, resumable
 from workbench.launcher.slurm import Slurm
 from workbench.launcher.start import LaunchError, NewRun
 from workbench.run import Run
@@ -17,8 +18,9 @@ from workbench.spec import RunSpec, ScriptSpec, Spec, check_profile
 
 
 def launch(
-    target: RunSpec | str | os.PathLike[str],
+    target: RunSpec | str | os.PathLike[str] | None = None,
     *,
+    resume: Run | str | os.PathLike[str] | None = None,
     args: Sequence[str] = (),
     nproc_per_node: int | None = None,
     watch: bool = False,
@@ -39,7 +41,10 @@ def launch(
     directory, and to have the same Python and files.
 
     Args:
-        target: a RunSpec, or the path of a script.
+        target: a RunSpec, or the path of a script; left out with `resume`.
+        resume: a run of this machine (or its directory) that was killed, stopped or failed, with checkpoints (`checkpoint_every=`): it
+            goes on from the last one, in its directory and with its spec. Order of samples, weights and schedule go on where they were;
+            random numbers of dropout and augmentation begin anew. What its processes printed before is in `attempts/`.
         args: the script's arguments.
         nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
         watch: find the script's loaders, modules and optimizers as it runs and write a Timeline per rank (a RunSpec always has one).
@@ -58,12 +63,30 @@ def launch(
         SpecError: no such knob, or a value it does not take; fewer steps than `profile` needs.
         TaskError: the task's file or function is not there.
     """
+    if resume is not None:
+        given: dict[str, Any] = {
+            "args": args,
+            "nproc_per_node": nproc_per_node,
+            "watch": watch,
+            "runs_dir": runs_dir,
+            "name": name,
+            "nnodes": nnodes,
+        }
+        given |= {"rdzv_endpoint": rdzv_endpoint, "on": on, **knobs}
+        if changed := [f"{knob}={value!r}" for knob, value in given.items() if value]:
+            raise LaunchError(
+                f"{changed[0]} with resume=…: a run goes on as it was launched, with its own spec; launch a new run for another"
+            )
+        check_timeout(timeout)
+        old = resumable(resume, target)
+        check(old.spec)
+        return go_on(old, timeout)
+    if target is None:
+        raise LaunchError("launch() of what? A RunSpec, the path of a script, or resume= with a run that was ended is wanted")
     if isinstance(target, RunSpec):
         if args or watch:
-            given = f"args={list(args)!r}" if args else "watch=True"
-            raise LaunchError(
-                f"{given} with a RunSpec: only a script takes it. Turn the spec's knobs instead: launch(spec, micro_batch=64)"
-            )
+            odd = f"args={list(args)!r}" if args else "watch=True"
+            raise LaunchError(f"{odd} with a RunSpec: only a script takes it. Turn the spec's knobs instead: launch(spec, micro_batch=64)")
         ranks = {"nproc_per_node": nproc_per_node, "nnodes": nnodes}
         spec: Spec = target.replace(**knobs | {knob: value for knob, value in ranks.items() if value is not None})
     else:

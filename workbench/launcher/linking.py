@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench import units
-from workbench.launcher.experimenting import _launched
+from workbench.launcher.experimenting import launched
 from workbench.launcher.launching import check
 from workbench.run import Run
 from workbench.spec import RunSpec
@@ -25,7 +25,7 @@ def link_sweep(spec: RunSpec, order: Mapping[str, Any], *, runs_dir: str | os.Pa
     """
     check(spec)
     wanted = {"kind": "links", "budget_s": order["measuring_s"], **order}
-    return _launched(spec, "collectives", wanted, runs_dir, program="workbench.train.links", show=_left)
+    return launched(spec, "collectives", wanted, runs_dir, program="workbench.train.links", show=_left)
 
 
 def _left(run: Run) -> str:

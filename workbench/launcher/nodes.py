@@ -6,7 +6,6 @@ workbench join RUN_DIR    by hand, on each further machine; in a job of Slurm se
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +15,12 @@ from typing import Any
 from workbench import rundir
 from workbench.launcher import environment
 from workbench.launcher.rendezvous import Rendezvous, free_endpoint
+from workbench.launcher.resuming import lives, put_away
 from workbench.launcher.start import GRACE, LaunchError, open_lock
 from workbench.run import Run
 from workbench.spec import Spec, spec_from_json
 
 ENV_ENDPOINT = "WORKBENCH_RUN_RDZV"
-_ATTEMPTS = "attempts"
 _GUARD = str(Path(__file__).with_name("guard.py"))
 
 
@@ -82,22 +81,10 @@ def begin(path: Path) -> str:
     What its machines and ranks said in an earlier life moves to `attempts/<n>`; steps, metrics and checkpoints stay, and it goes on there.
     """
     if (path / rundir.NODES).exists():
-        old = path / _ATTEMPTS / str(_lives(path))
-        old.mkdir(parents=True)
-        for name in (rundir.NODES, rundir.LOGS, rundir.ERRORS, rundir.LAUNCHER_LOG):
-            if (path / name).exists():
-                shutil.move(path / name, old / name)
-        for name in (rundir.ERRORS, rundir.LOGS):
-            (path / name).mkdir()
-        for rows in path.glob("*.jsonl"):
-            rundir.cut_to_whole_lines(rows)
+        put_away(path)
     rundir.write_json(path / rundir.RUN_JSON, rundir.read_json(path / rundir.RUN_JSON) | {"outcome": None})
     (path / rundir.NODES).mkdir()
     return free_endpoint()
-
-
-def _lives(path: Path) -> int:
-    return len([*(path / _ATTEMPTS).glob("*")])
 
 
 def step(path: Path) -> None:
@@ -126,7 +113,7 @@ def _prepared(
     program = [str(path) if word == info["path"] else word for word in info["program"]]  # the shared folder may be mounted elsewhere
     logs = path / rundir.NODES / str(rank) / rundir.LOGS if rank else path / rundir.LOGS
     environ, _, _ = environment.for_ranks(path, info["id"], spec.threads)
-    life = f"{info['id']}-{_lives(path)}" if info["batch"] else info["id"]
+    life = f"{info['id']}-{lives(path)}" if info["batch"] else info["id"]
     config = {
         "run_dir": str(path),
         "id": info["id"],

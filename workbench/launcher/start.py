@@ -182,10 +182,22 @@ class NewRun:
         os.pwrite(lock, str(guard.pid).encode(), 0)
 
 
-def open_lock(folder: Path) -> int:
-    """The lock that says "alive", taken: a file descriptor. It belongs to the open file, so the guard, which inherits it, holds it on."""
+def open_lock(folder: Path, *, wait: bool = True) -> int:
+    """The lock that says "alive", taken: a file descriptor. It belongs to the open file, so the guard, which inherits it, holds it on.
+
+    Args:
+        folder: of the run.
+        wait: until nobody has it.
+
+    Raises:
+        LaunchError: somebody has it, and `wait` is off.
+    """
     lock = os.open(folder / rundir.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise LaunchError(f"{folder} is that of a run that is still running") from None
     os.pwrite(lock, b" " * 20, 0)  # room for the guard's pid, even if the disk is full by then
     return lock
 
@@ -204,11 +216,17 @@ def _make_unique(runs: Path, base: str) -> Path:
     return path
 
 
+def wait_for_reaped(run_id: str) -> None:
+    """Wait until nothing is left here of a guard that has ended: the next one of its run takes its place."""
+    while run_id in _guards:
+        time.sleep(0.01)
+
+
 def _reap(run_id: str) -> None:
     """Wait for a guard, so that it leaves no zombie, and close our end of its pipe."""
     guard = _guards[run_id]
     guard.wait()
     assert guard.stdin
     guard.stdin.close()
-    del _guards[run_id]
     forget_stopper(run_id)
+    del _guards[run_id]

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -113,12 +113,14 @@ class EnergyLog:
         meters: counters that are read; one that stops answering is left out.
     """
 
-    def __init__(self, found: list[Meter], every: float = EVERY) -> None:
+    def __init__(self, found: list[Meter], every: float = EVERY, tell: Callable[[dict[str, Any]], object] = bool) -> None:
         """
         Args:
             found: counters.
             every: seconds between two looks.
+            tell: hears after each look what `so_far` says.
         """
+        self._tell = tell
         self.meters: dict[str, Meter] = {}
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
@@ -143,6 +145,13 @@ class EnergyLog:
     def _watch(self, every: float) -> None:
         while not self._over.wait(every):
             self.look()
+            self._tell(self.so_far())
+
+    def so_far(self) -> dict[str, Any]:
+        """Seconds, and the joules of each counter that has answered till now, as of the last look."""
+        with self._lock:
+            joules = {name: self._last[name] - self._first[name] for name in self.meters}
+        return {"seconds": time.perf_counter() - self._began, "joules": joules}
 
     def close(self) -> dict[str, Any]:
         """Read for the last time: seconds, and the joules of each counter that answered to the end."""
@@ -150,15 +159,15 @@ class EnergyLog:
         if self._thread.is_alive():
             self._thread.join(5)
         self.look()
-        joules = {name: self._last[name] - self._first[name] for name in self.meters}
-        return {"seconds": time.perf_counter() - self._began, "joules": joules}
+        return self.so_far()
 
 
 @contextlib.contextmanager
 def metered(run_dir: Path, *, rank: int, gpus: int) -> Iterator[None]:
     """Write what the steps inside draw into a run directory; rank 0 of a machine's reads for all its GPUs, and the first one's counts.
 
-    Where nothing can be read nothing is written, and a full disk is no reason to fail.
+    Where nothing can be read nothing is written, and a full disk is no reason to fail. It is written now and then while the run goes on, so
+    that one that is killed has told nearly all; one that goes on from a checkpoint adds to what its earlier lives have drawn.
 
     Args:
         run_dir: of the run.
@@ -169,13 +178,40 @@ def metered(run_dir: Path, *, rank: int, gpus: int) -> Iterator[None]:
     if not found:
         yield
         return
-    log = EnergyLog(found)
+    before = _before(run_dir)
+
+    def tell(seen: Mapping[str, Any]) -> None:
+        if seen["joules"]:
+            rundir.write_json(run_dir / rundir.ENERGY, {**_added(before, seen), "gpus": gpus})
+
+    def meanwhile(seen: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            tell(seen)
+
+    log = EnergyLog(found, tell=meanwhile)
     try:
         yield
     finally:
-        seen = log.close()
-        if seen["joules"]:
-            try:
-                rundir.write_json(run_dir / rundir.ENERGY, {**seen, "gpus": gpus})
-            except OSError as error:
-                print(f"the energy was not written: {json.dumps(str(error))}", file=sys.stderr)
+        try:
+            tell(log.close())
+        except OSError as error:
+            print(f"the energy was not written: {json.dumps(str(error))}", file=sys.stderr)
+
+
+def _before(run_dir: Path) -> dict[str, Any]:
+    """What earlier lives of the run have drawn."""
+    nothing: dict[str, Any] = {"seconds": 0.0, "joules": {}, "lives": 0}
+    if not (run_dir / rundir.ENERGY).exists():
+        return nothing
+    try:
+        found = rundir.read_json(run_dir / rundir.ENERGY)
+        return {"seconds": float(found["seconds"]), "joules": dict(found["joules"]), "lives": int(found.get("lives", 1))}
+    except (rundir.DamagedRunError, KeyError, TypeError, ValueError):
+        return nothing
+
+
+def _added(before: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:
+    """Both together, counter by counter."""
+    names = dict.fromkeys([*before["joules"], *seen["joules"]])
+    joules = {name: before["joules"].get(name, 0.0) + seen["joules"].get(name, 0.0) for name in names}
+    return {"seconds": before["seconds"] + seen["seconds"], "joules": joules, "lives": before["lives"] + 1}
