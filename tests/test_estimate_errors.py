@@ -65,6 +65,16 @@ def test_an_operator_that_does_not_say_what_comes_out() -> None:
     assert 'torch.library.register_fake("workbench_test::twice")' in text
 
 
+def test_a_custom_operator_without_a_fake() -> None:
+    @torch.library.custom_op("workbench_test::thrice", mutates_args=())
+    def thrice(x: Tensor) -> Tensor:
+        return x * 3
+
+    assert 'torch.library.register_fake("workbench_test::thrice")' in refused(thrice)
+    thrice.register_fake(torch.empty_like)
+    wb.estimate_memory(lambda: whole(lambda x: x + thrice(x.detach())), X)
+
+
 def test_a_model_that_does_not_accept_the_batch() -> None:
     with pytest.raises(ValueError, match=r"the module '0' \(Linear\) does not accept the batch \(float32 4 × 5\): RuntimeError"):
         wb.estimate_memory(lambda: whole(torch.relu), torch.randn(4, 5))

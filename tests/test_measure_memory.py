@@ -262,6 +262,7 @@ def test_an_error_of_the_step_comes_as_it_is_and_leaves_nothing() -> None:
     assert measure(train, Made(vectors, 16)).total  # and the profiler is free again
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 says so of every profiler
 def test_while_another_profiler_runs() -> None:
     model = perceptron()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):

@@ -177,6 +177,7 @@ def test_only_one_kind_of_device_if_asked() -> None:
     assert not recorder.log.records
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 warns although they are asked for
 def test_sparse_tensors_have_two_storages() -> None:
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]), (4,), check_invariants=True)
     assert sorted(storage.nbytes() for storage in storages(sparse)) == [8, 16]

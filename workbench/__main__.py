@@ -204,9 +204,10 @@ def main(argv: list[str] | None = None) -> int:
     if given.command == "lab":
         return subprocess.call([sys.executable, "-m", "jupyterlab", *rest])
     if rest:
-        parser.error(
-            f"unknown arguments: {' '.join(rest)} (what is meant for the script comes after --: workbench launch train.py -- --epochs 1)"
-        )
+        hint = "what is meant for the script comes after --: workbench launch train.py -- --epochs 1"
+        if given.command == "estimate":
+            hint = f"knobs are turned with --set: workbench estimate {given.target} --set micro_batch=16 precision=amp_bf16"
+        parser.error(f"unknown arguments: {' '.join(rest)} ({hint})")
     try:
         if given.command == "doctor":
             print(doctor())

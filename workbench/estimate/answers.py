@@ -1,6 +1,7 @@
 """Answers: what a dry run says where a program asks a tensor for its value, which it has not."""
 
 import operator
+import os
 import sys
 import weakref
 from collections import Counter
@@ -53,6 +54,7 @@ class Answers:
     def __init__(self) -> None:
         self.asked = 0
         self.moment: Callable[[], object] = lambda: None
+        self._first = ""  # the place that asked first
         self._places: Counter[tuple[str, int]] = Counter()  # file and line → questions there at this moment
         self._last: object = None
         self._truth: dict[int, bool] = {}  # address of a storage of truth values → what they say
@@ -64,7 +66,8 @@ class Answers:
         if not self.asked:
             return ()
         times = "once" if self.asked == 1 else f"{self.asked} times"
-        return (f"the program asked for the value of a tensor {times} (.item(), bool()): answered 1, and no to what is unusual",)
+        where = f"; first in {self._first}" if self._first else ""
+        return (f"the program asked for the value of a tensor {times} (.item(), bool()): answered 1, and no to what is unusual{where}",)
 
     def of(self, tensor: Any, *, count: bool = True) -> Any:
         """The value of a fake tensor with one element.
@@ -102,6 +105,7 @@ class Answers:
         if frame is None:
             return
         place = frame.f_code.co_filename, frame.f_lineno
+        self._first = self._first or f"{os.path.basename(place[0])}:{place[1]}"
         self._places[place] += 1
         if self._places[place] >= ENDLESS:
             raise EstimateError(

@@ -37,6 +37,13 @@ _TORCHS = re.compile(r"[\\/](torch|workbench[\\/](estimate|measure|train))[\\/]"
 _NOT_THEIRS = re.compile(r"[\\/](torch|workbench[\\/](estimate|measure|train)|workbench[\\/]estimating\.py)([\\/]|$)")
 """In the path of a file that is not the user's."""
 
+_FAKE_IS_MISSING = (
+    r"no fake impl registered for \D*?(\w+::\w+)",
+    r"(\w+::\w+)[^\n]*(?:fake impl|fake kernel|Meta|no fake)",
+    r"Could not run '(\w+::\w+)",
+)
+"""In an error about an operator that does not say what comes out of it: of `torch.library.custom_op`, and of others."""
+
 
 class EstimateError(ValueError):
     """A program whose memory cannot be estimated; the message says where it went wrong and what to try."""
@@ -171,10 +178,13 @@ def _without_fake(error: BaseException) -> str | None:
     text = str(error)
     if type(error).__name__ == "UnsupportedOperatorException":
         return _operator(error) or "an operator"
-    found = re.search(r"(\w+::\w+)[^\n]*(?:fake impl|fake kernel|Meta|no fake)", text) or re.search(r"Could not run '(\w+::\w+)", text)
+    found = next(filter(None, (re.search(pattern, text) for pattern in _FAKE_IS_MISSING)), None)
     return found[1] if found and ("Meta" in text or "fake" in text.lower()) else None
 
 
 def _wants_values(error: BaseException) -> bool:
     text = str(error)
-    return any(sign in text for sign in ("data pointer", "data_ptr", ".numpy()", "numpy() is not supported", "storage has been released"))
+    return any(
+        sign in text
+        for sign in ("data pointer", "data_ptr", ".numpy()", "numpy() is not supported", "storage has been released", "from Triton")
+    )

@@ -15,6 +15,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.estimate.semantics_overrides import Overrides, composed, replaced
+from workbench.measure import interrupts
 
 CPU = torch.device("cpu")
 
@@ -116,6 +117,7 @@ class CallsMeanHome(TorchFunctionMode):
         self._home = home
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        interrupts.here()
         kwargs = kwargs or {}
         if func is Tensor.cuda:
             return args[0].to(self._home)

@@ -15,6 +15,7 @@ from workbench import units
 from workbench.measure.allocations import Allocations, allocations
 from workbench.measure.feed import Exhausted, Feed
 from workbench.measure.found import Found, name_of
+from workbench.measure.interrupts import waiting
 from workbench.measure.keep import Keep
 from workbench.measure.stepping import Stepping
 from workbench.measure.storages import Recorder, collected_before
@@ -178,7 +179,7 @@ def recorded(
     notes: list[str] = []
     found = look_around(step, model, optimizer, loader, notes)
     device = device_of(found.models)
-    with contextlib.ExitStack() as undo:
+    with waiting(), contextlib.ExitStack() as undo:
         undo.callback(Keep(found).restore)
         feed = undo.enter_context(Feed(loader))
         for weight in {weight for one in found.models for weight in one.parameters()}:

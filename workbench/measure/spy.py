@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from workbench.measure.batches import tensors_of
+from workbench.measure.interrupts import waiting
 
 
 @contextlib.contextmanager
@@ -93,7 +94,7 @@ COLLECTIVES = {
 def collectives() -> Iterator[set[str]]:
     """Inside, the names of the collectives that are called gather: DDP's, FSDP's, an optimizer's and the step's own."""
     listener = _Listener()
-    with as_written(), listener:
+    with waiting(), as_written(), listener:
         yield listener.heard
 
 

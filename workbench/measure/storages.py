@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from workbench.measure import private
+from workbench.measure import interrupts, private
 from workbench.measure.accumulating import Sums
 from workbench.measure.whose import Whose
 from workbench.memory.log import ALLOC, FREE, MARK, RESIZE, Event, Mark, MemoryLog, Record
@@ -148,6 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if phase in ("between", "optimizer", "end"):
             for parameter in self._parameters:
                 self._has_gradient(parameter)
+        interrupts.here()
         if phase == "forward":
             self.whose.begin_forward()
         self._phase = phase

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from workbench.measure import private
+from workbench.measure import interrupts, private
 
 LARGEST = 1 << 62
 """Above any number of a node that a forward makes; those that accumulate gradients have a larger one."""
@@ -76,6 +76,7 @@ class Whose:
         return [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True)]
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
+        interrupts.here()
         self._stack.append(self._names.get(module, self._stack[-1]))
         self._note()
 

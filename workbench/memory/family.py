@@ -88,12 +88,15 @@ class Family:
         return dataclasses.replace(self._log, records=records, events=self._events(sizes))
 
     def _events(self, sizes: Numbers) -> list[Event]:
-        kinds, indices = self._lists
-        return list(map(Event, kinds, indices, sizes.tolist()))
+        made = self._log.events.copy()
+        for position in np.flatnonzero(sizes != self._lowest).tolist():
+            kind, index, _ = made[position]
+            made[position] = Event(kind, index, int(sizes[position]))
+        return made
 
     @cached_property
-    def _lists(self) -> tuple[list[int], list[int]]:
-        return self._table[:, 0].tolist(), self._table[:, 1].tolist()
+    def _lowest(self) -> Numbers:
+        return np.where(self._changing, self._table[:, 2], 0)
 
     def _totals(self, x: int, granularity: int) -> tuple[Numbers, Numbers]:
         delta = changes(self.sizes(x, granularity), self._before)
@@ -157,7 +160,8 @@ class Family:
             x: the value.
             fields: of `MemoryBreakdown.from_log`; `kind` is "predicted" unless said otherwise.
         """
-        return MemoryBreakdown.from_log(self.log(x), **{"kind": "predicted", **fields})
+        log = dataclasses.replace(self._log, events=self._events(self.sizes(x)))  # only the events' sizes are read: no records are made
+        return MemoryBreakdown.from_log(log, **{"kind": "predicted", **fields})
 
     def kinks(self, low: int, high: int, granularity: int = 1) -> list[int]:
         """The values in `low` + 1 … `high` at which the peak is at another moment than at the value before: where its curve bends.
