@@ -1,15 +1,17 @@
 """What always-on phase timing costs: CPU microseconds added to a training step, beside TraceML 0.5.0 (auto mode) in the same run.
 
-    python benchmarks/timer_cost.py [--rounds 60] [--steps 500]
+    python benchmarks/timer_cost.py [--rounds 200] [--steps 200]
 
 Needs `pip install traceml-ai==0.5.0`. Every tool does its work on the same small step (forward, loss, backward, SGD, a DataLoader without
 workers). Tools that patch torch for good (our auto-watch, TraceML) have a process of their own; blocks of steps take turns across all
-processes, in an order that changes, and every block is compared with the block without a tool of the same round. The figure is the CPU time
-of the whole process, so the writer thread's share is in it; what TraceML does in its separate aggregator process is not.
+processes, in an order that changes, and every block is compared with the block without a tool of the same round. Blocks are short, so that
+what else the machine does hits both alike. The figure is the CPU time of the whole process, so the writer thread's share is in it; what
+TraceML does in its separate aggregator process is not.
 """
 
 import argparse
 import importlib.util
+import math
 import os
 import platform
 import random
@@ -157,11 +159,17 @@ class Worker:
         self.process.wait(60)
 
 
+def interval(values: list[float]) -> tuple[float, float]:
+    """The values between which the median lies with 95 % confidence: so many ranks to both sides, by the binomial distribution."""
+    ordered, half, reach = sorted(values), len(values) / 2, math.sqrt(len(values)) * 0.98
+    return ordered[max(0, math.floor(half - reach))], ordered[min(len(values) - 1, math.ceil(half + reach))]
+
+
 def main() -> None:
     """Print one table."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    options.add_argument("--rounds", type=int, default=60)
-    options.add_argument("--steps", type=int, default=500)
+    options.add_argument("--rounds", type=int, default=200)
+    options.add_argument("--steps", type=int, default=200)
     options.add_argument("--worker", help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.worker:
@@ -183,10 +191,11 @@ def main() -> None:
     peer = statistics.median(added["TraceML 0.5.0 auto"])
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}, one thread;")
     print(f"{given.rounds} rounds of {given.steps} steps; without a tool {statistics.median(spent['nothing']):.1f} µs of CPU per step\n")
-    print("| tool | added µs per step (median) | middle half | TraceML / tool |\n|---|---|---|---|")
+    print("| tool | added µs per step (median) | 95 % interval of the median | middle half | TraceML / tool |\n|---|---|---|---|---|")
     for arm in list(ARMS)[1:]:
         low, middle, high = statistics.quantiles(added[arm], n=4)
-        print(f"| {arm} | {middle:.1f} | {low:.1f} … {high:.1f} | {peer / middle:.0f} × |")
+        below, above = interval(added[arm])
+        print(f"| {arm} | {middle:.1f} | {below:.1f} … {above:.1f} | {low:.1f} … {high:.1f} | {peer / middle:.0f} × |")
 
 
 if __name__ == "__main__":

@@ -243,6 +243,25 @@ def test_what_other_threads_do_is_not_part_of_the_loop(clock: Clock, model: Net,
     assert phases(loop.timeline) == [STEP | {"other": 12}] * 2
 
 
+def test_an_optimizer_that_has_others_step_within_its_step(clock: Clock, model: Net) -> None:
+    inner, elsewhere = Slow(Net(clock)), Slow(Net(clock))
+
+    class Outer(Slow):
+        def step(self, closure: Any = None) -> None:
+            thread = threading.Thread(target=elsewhere.step)
+            thread.start()
+            thread.join()
+            inner.step()
+            super().step(closure)
+
+    optimizer = Outer(model)
+    loop = watched(clock, 1, 1, model=model, optimizer=[optimizer, inner, elsewhere])
+    for x in loop:
+        update(model, optimizer, x)
+        clock.sleep(2)
+    assert phases(loop.timeline) == [STEP | {"optimizer": 33, "other": 2}] * 2
+
+
 def test_cuda_is_not_asked_for_before_the_script_does(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("this may initialise the driver"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("this may initialise the driver"))
@@ -424,6 +443,22 @@ def test_an_exception_in_forward_that_the_loop_survives(clock: Clock, model: Net
         update(model, optimizer, x)
     assert [step.seconds for step in loop.timeline.steps] == [127.0] * 2
     assert {step["forward"] for step in phases(loop.timeline)} == {108}  # between a forward and a backward
+
+
+def test_a_loop_that_is_left_within_a_call_of_the_model(clock: Clock, model: Net, optimizer: Slow) -> None:
+    class Leaving(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            batches.close()
+            return super().forward(x)
+
+    last = Leaving(clock)
+    loop = watched(clock, 1, 1, 1, model=[model, last], optimizer=optimizer)
+    batches: Any = iter(loop)
+    update(model, optimizer, next(batches))
+    last(next(batches))
+    assert phases(loop.timeline) == [STEP]
+    assert not loop._recording._loops
+    assert_nothing_left(last)
 
 
 def test_copies_of_a_watched_model_are_free_of_us(clock: Clock) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.run import Run
-from workbench.rundir import LineWriter, rank_file
+from workbench.rundir import DamagedRunError, LineWriter, rank_file
 from workbench.spec import RunSpec, ScriptSpec
 from workbench.timeline import PHASES
 from workbench.widgets import LogView, RunPanel, faces, run_panel
@@ -82,6 +82,14 @@ def test_a_snapshot_says_what_the_run_says(by_hand: ByHand) -> None:
     assert now.memory == 2**20
     assert now.losses[-1] == (8, 0.25)
     assert now.left == pytest.approx(10 * 0.065)
+
+
+def test_a_row_that_is_no_step_is_named(by_hand: ByHand) -> None:
+    made = by_hand().alive().steps(3)
+    with (made.path / rank_file(0)).open("a") as file:
+        file.write('{"step": 3, "data_wait": "soon"}\n')
+    with pytest.raises(DamagedRunError, match=r"rank0.jsonl is damaged: a row of it is no step"):
+        Follower(Run.load(made.path)).snapshot()
 
 
 def test_what_cannot_be_told_is_missing() -> None:

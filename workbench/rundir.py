@@ -72,7 +72,7 @@ def write_json(path: Path, value: object) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         if error.errno in _FULL:
-            raise DiskFullError(error.errno, full_message(path)) from error
+            raise DiskFullError(error.errno, full_message(path, error.errno)) from error
         raise
 
 
@@ -93,8 +93,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def full_message(path: Path) -> str:
-    """What to say when `path` could not grow: how much is free, and what to do."""
+def full_message(path: Path, code: int | None = None) -> str:
+    """What to say when `path` could not grow: how much is free, and what to do; `code` is the `errno` of the attempt, if known."""
+    if code == errno.EFBIG:
+        return f"{path} may not grow any more: files of this process have a limit (ulimit -f). Raise it before the program starts"
     free = "unknown"
     with contextlib.suppress(OSError):
         stat = os.statvfs(path.parent)
@@ -158,7 +160,7 @@ class LineWriter:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)
             if error.errno in _FULL:
-                raise DiskFullError(error.errno, full_message(self.path)) from error
+                raise DiskFullError(error.errno, full_message(self.path, error.errno)) from error
             raise
         self._size += len(data)
 
@@ -191,7 +193,7 @@ def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], object]) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         if error.errno in _FULL:
-            raise DiskFullError(error.errno, full_message(path)) from error
+            raise DiskFullError(error.errno, full_message(path, error.errno)) from error
         raise
 
 

@@ -8,7 +8,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
-from itertools import compress
+from itertools import chain, compress
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from workbench.measure import hooks, ranklog
@@ -76,7 +77,6 @@ class Auto:
         self._leader: Callable[[], torch.optim.Optimizer | None] = lambda: None  # its steps end those of the bare loop
         self._strangers = 0  # steps of other optimizers since the leader's last
         self._models = weakref.WeakSet[torch.nn.Module]()
-        self._forward_seen = False
         self._without_forward = 0  # optimizer steps since one was seen
         self._searches = [*SEARCH_AFTER]
         self._borders = Borders(profile, self._recording.leave_out) if profile else None
@@ -121,8 +121,8 @@ class Auto:
             loop.mark(NEXT)
             batches = iterate(loader)  # starts the workers now, as it would without us; the first batch may be asked for much later
             loop.mark(IDLE)
-            measured = loop.run(hooks.NEST, batches)
-            return _Batches(self._borders.between(loop, measured) if self._borders else measured, batches)
+            measured = loop.run(hooks.NEST, batches, sized_by=loader)
+            return _Batches.of(self._borders.between(loop, measured) if self._borders else measured, batches)
 
         return watched
 
@@ -141,7 +141,7 @@ class Auto:
 
     def _optimizer_ends(self, optimizer: "torch.optim.Optimizer", _args: object, _kwargs: object, /) -> None:
         nest = hooks.NEST
-        if nest.top is not None and threading.get_ident() != nest.thread:
+        if get_ident() != nest.thread and nest.top is not None:
             if nest.top is self._bare:
                 self._strangers += 1
                 if self._strangers >= NEW_LEADER:  # training goes on in another thread
@@ -153,8 +153,8 @@ class Auto:
         nest.marks.extend((now(), END_PHASE))
         if self._borders:
             self._borders.stepped(nest.top)
-        if self._forward_seen:
-            self._forward_seen, self._without_forward = False, 0
+        if nest.forward:
+            nest.forward, self._without_forward = False, 0
         else:
             self._without_forward += 1
             if self._without_forward >= next(iter(self._searches), math.inf):
@@ -189,15 +189,13 @@ class Auto:
         for module in modules:
             if id(module) not in inner and module not in self._models and next(module.parameters(), None) is not None:
                 self._models.add(module)
-                self._undo.callback(hooks.on_model(module, self._forward_begins).remove)
+                self._undo.callback(hooks.on_model(module, self._forward_alone).remove)
 
-    def _forward_begins(self) -> None:
-        thread = hooks.NEST.thread
-        if thread is None and threading.current_thread() is threading.main_thread():  # another may serve, or fill a queue
+    def _forward_alone(self) -> None:
+        """A model is called, and no loop runs."""
+        hooks.NEST.forward = True
+        if threading.current_thread() is threading.main_thread():  # another may serve, or fill a queue
             self._begin_bare()
-            self._forward_seen = True
-        elif thread is None or threading.get_ident() == thread:
-            self._forward_seen = True
 
     def _new_tape(self) -> Tape:
         """By the clock of the device that the models are on; of several, the current one."""
@@ -207,17 +205,20 @@ class Auto:
         return new_tape(None if any(device.index == current for device in devices) else min(devices, key=str, default=None))
 
 
-class _Batches:
-    """What an unedited script gets from `iter(loader)`: batches that are measured, and for all else the loader's own iterator."""
+class _Batches(chain[Any]):
+    """What an unedited script gets from `iter(loader)`: batches that are measured, and for all else the loader's own iterator.
 
-    def __init__(self, measured: Iterator[Any], own: Iterator[Any]) -> None:
-        self._measured, self._own = measured, own
+    It is a chain of one because that hands batches on without a line of Python.
+    """
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
+    _own: Iterator[Any]
 
-    def __next__(self) -> Any:
-        return next(self._measured)
+    @classmethod
+    def of(cls, measured: Iterator[Any], own: Iterator[Any]) -> "_Batches":
+        """The batches of `measured`, which come from `own`."""
+        batches = cls(measured)
+        batches._own = own
+        return batches
 
     def __len__(self) -> int:
         return len(self._own)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ os.register_at_fork(after_in_child=NEST.clear)
 
 
 def on_model(module: "torch.nn.Module", begin: Callable[[], None] | None = None) -> "Patch":
-    """Mark the calls of a module, also those that end by an exception; `begin` is called before the first mark.
+    """Mark the calls of a module, also those that end by an exception; `begin` is called where no loop runs, and may begin one.
 
     It sits where `module.compile()` puts the compiled call. Forward hooks cost 5 µs more in the midst of a training step, they travel with
     copies and pickles of the module, and would be compiled as well.
@@ -32,17 +32,17 @@ def on_model(module: "torch.nn.Module", begin: Callable[[], None] | None = None)
         call = compiled or module._call_impl
 
         def marked(*args: Any, **kwargs: Any) -> Any:
-            if begin:
+            if begin and NEST.thread is None:
                 begin()
             if get_ident() != NEST.thread:
                 return call(*args, **kwargs)
-            now = NEST.now
-            NEST.marks.extend((now(), FORWARD))
+            NEST.forward = True
+            now, marks = NEST.now, NEST.marks
+            marks.extend((now(), FORWARD))
             try:
                 return call(*args, **kwargs)
             finally:
-                now = NEST.now
-                NEST.marks.extend((now(), END_FORWARD))
+                marks.extend((now(), END_FORWARD))
 
         return marked
 
@@ -106,13 +106,12 @@ def wrap_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
     def marked(*args: Any, **kwargs: Any) -> Any:
         if get_ident() != NEST.thread:
             return backward(*args, **kwargs)
-        now = NEST.now
-        NEST.marks.extend((now(), BACKWARD))
+        now, marks = NEST.now, NEST.marks
+        marks.extend((now(), BACKWARD))
         try:
             return backward(*args, **kwargs)
         finally:
-            now = NEST.now
-            NEST.marks.extend((now(), END_PHASE))
+            marks.extend((now(), END_PHASE))
 
     return marked
 

@@ -98,13 +98,19 @@ class Loop:
         self._next_size: Callable[[], int | None] = self._sizes.popleft
         self._assembler = Assembler(rules)
 
-    def run(self, nest: "Nest", loader: Iterable[T], watching: AbstractContextManager[object] | None = None) -> Iterator[T]:
+    def run(
+        self, nest: "Nest", loader: Iterable[T], watching: AbstractContextManager[object] | None = None, *, sized_by: object = None
+    ) -> Iterator[T]:
         """Yield the batches of a loader. Worker start-up counts as waiting for the first one; leaving the loop early ends it at once.
 
-        `watching` is entered as long as the loop is open.
+        Args:
+            nest: the open loops, this one while it runs.
+            loader: gives the batches.
+            watching: entered as long as the loop is open.
+            sized_by: the DataLoader that tells how many samples are in them, where `loader` is only its iterator.
         """
         now, marks = self.tape.now, self.tape.marks
-        if foretold := sizes_of(loader):
+        if foretold := sizes_of(loader if sized_by is None else sized_by):
             self._next_size = foretold.__next__
         read = self.tape.read if self.tape.clock == "device" else None
         with watching or nullcontext():
@@ -156,10 +162,12 @@ class Nest:
     `now`, `marks` and `thread` are those of the one that runs. What may be called by another thread has to look at the latter.
     """
 
-    __slots__ = ("_open", "marks", "now", "thread", "top")
+    __slots__ = ("_open", "forward", "marks", "now", "thread", "top")
 
     def __init__(self) -> None:
         self._open: list[Loop] = []
+        self.forward = False
+        """Has a model been called since somebody set this to False?"""
         self._turn()
 
     def mark(self, code: int) -> None:

@@ -145,14 +145,15 @@ class Assembler:
         before, *turns = self._codes.split(_NEXT)
         if not turns:
             return []
-        last = turns.pop()  # is under way, or has the END
+        last, end, _ = turns.pop().partition(_END)  # is under way, or has the END; what was open then may leave marks behind it
+        last += end
         ns, start = self._times, len(before)
         rows: list[Row] = []
         for codes_of_turn, run in groupby(turns):
             this, count = turn(codes_of_turn), len([*run])
-            end = start + count * len(this.columns)
-            done = this.rows(ns[start : end + 1], [next_size() for _ in range(count)] if this.batch else repeat(0))
-            start = end
+            stop = start + count * len(this.columns)
+            done = this.rows(ns[start : stop + 1], [next_size() for _ in range(count)] if this.batch else repeat(0))
+            start = stop
             if not this.batch:
                 self._startup = done[-1]
             elif this.updated:
@@ -161,7 +162,7 @@ class Assembler:
             else:
                 for row in done:
                     self._add(row, False, rows)
-        if last.endswith(_END):
+        if end:
             this = turn(last)
             if this.updated:  # cut short by a break or an exception, but with its optimizer step
                 self._add(this.rows(ns[start:], [next_size()])[0], True, rows)

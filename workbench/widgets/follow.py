@@ -97,8 +97,11 @@ class _RankSums:
         for row in rows:
             if "step" not in row:
                 continue
-            phases = [float(row.get(phase, 0.0)) for phase in PHASES]
-            samples = row.get("samples")
+            try:
+                phases = [float(row.get(phase, 0.0)) for phase in PHASES]
+                samples = None if row.get("samples") is None else float(row["samples"])
+            except (TypeError, ValueError) as error:
+                raise rundir.DamagedRunError(f"{self._tail.path} is damaged: a row of it is no step: {error}") from error
             values = [*phases, samples or 0, 0.0 if samples is None else sum(phases)]
             if self._steps < MOST_WARMUP:
                 self._first.append(values)
