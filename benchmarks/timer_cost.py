@@ -2,11 +2,14 @@
 
     python benchmarks/timer_cost.py [--rounds 200] [--steps 200]
 
-Needs `pip install traceml-ai==0.5.0`. Every tool does its work on the same small step (forward, loss, backward, SGD, a DataLoader without
-workers). Tools that patch torch for good (our auto-watch, TraceML) have a process of their own; blocks of steps take turns across all
-processes, in an order that changes, and every block is compared with the block without a tool of the same round. Blocks are short, so that
-what else the machine does hits both alike. The figure is the CPU time of the whole process, so the writer thread's share is in it; what
-TraceML does in its separate aggregator process is not.
+Needs `pip install traceml-ai==0.5.0`. Every tool does its work on the same two steps with a DataLoader without workers: an empty one (a
+model of two empty layers, backward of one number, an optimizer that does nothing), which shows the cost of the tool's code; and a small one
+(two linear layers, loss, backward, SGD), whose work drives that code out of the caches, so that the same takes longer there.
+
+Tools that patch torch for good (our auto-watch, TraceML) have a process of their own; blocks of steps take turns across all processes, in
+an order that changes, and every block is compared with the block without a tool of the same round. Blocks are short, so that what else the
+machine does hits both alike. The figure is the CPU time of the whole process, so the writer thread's share is in it; what TraceML does in
+its separate aggregator process is not.
 """
 
 import argparse
@@ -35,10 +38,11 @@ ARMS = {
     "TraceML 0.5.0 auto": "peer",
 }
 """What is compared, and the process it runs in."""
+STEPS = ("an empty step", "a small step")
 
 
 def arms_of(role: str, steps: int, folder: str) -> dict[str, Callable[[], None]]:
-    """What a process can run: a block of steps by the name of its tool, with whatever the tool has to do later for them."""
+    """What a process can run: a block of steps by their kind and tool, with whatever the tool has to do later for them."""
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
@@ -54,58 +58,82 @@ def arms_of(role: str, steps: int, folder: str) -> dict[str, Callable[[], None]]
         import traceml_ai
 
         traceml_ai.init(mode="auto")
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     dataset = TensorDataset(torch.randn(4 * steps, 64), torch.randint(0, 10, (4 * steps,)))
     loader: Iterable[Any] = DataLoader(dataset, batch_size=4)
 
-    def train(loader: Iterable[Any]) -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.weight = nn.Sequential(nn.Identity(), nn.Identity()), nn.Parameter(torch.zeros(()))
+
+        def forward(self, _x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.layers(self.weight)
+            return loss
+
+    class Nothing(torch.optim.Optimizer):
+        def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, closure: Any = None) -> None:
+            pass
+
+    empty, small = Empty(), nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizers = {empty: Nothing(empty.parameters()), small: torch.optim.SGD(small.parameters(), 1e-3)}
+    losses = {empty: lambda y, _: y, small: nn.functional.cross_entropy}
+
+    def train(model: nn.Module, loader: Iterable[Any]) -> None:
+        optimizer, loss_of = optimizers[model], losses[model]
         for x, y in loader:
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
+            loss = loss_of(model(x), y)
             loss.backward()
             optimizer.step()
 
-    def train_marked(timer: wb.StepTimer) -> None:
+    def train_marked(model: nn.Module, timer: wb.StepTimer) -> None:
+        optimizer, loss_of = optimizers[model], losses[model]
         for x, y in timer.batches(loader):
             optimizer.zero_grad()
             with timer("forward"):
-                loss = nn.functional.cross_entropy(model(x), y)
+                loss = loss_of(model(x), y)
             with timer("backward"):
                 loss.backward()
             with timer("optimizer"):
                 optimizer.step()
         timer._recording.settle()
 
-    def train_traced() -> None:
+    def train_traced(model: nn.Module) -> None:
+        optimizer, loss_of = optimizers[model], losses[model]
         for x, y in loader:
             with traceml_ai.trace_step(model):
                 optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(x), y)
+                loss = loss_of(model(x), y)
                 loss.backward()
                 optimizer.step()
 
-    def train_watched(loader: wb.measure.watched.Watch[Any]) -> None:
-        train(loader)
+    def train_watched(model: nn.Module, loader: wb.measure.watched.Watch[Any]) -> None:
+        train(model, loader)
         loader._recording.settle()
 
-    def train_auto() -> None:
-        train(loader)
+    def train_auto(model: nn.Module) -> None:
+        train(model, loader)
         watching._recording.settle()
 
-    if role == "peer":
-        return {"TraceML 0.5.0 auto": train_traced}
-    if role == "auto":
-        return {"auto-watch + rank log": train_auto}
-    timer, watched = wb.StepTimer(), wb.watch(loader, model=model, optimizer=optimizer)
-    os.environ["WORKBENCH_RUN_DIR"] = folder
-    logged = wb.watch(loader, model=model, optimizer=optimizer)
-    return {
-        "nothing": partial(train, loader),
-        "StepTimer": partial(train_marked, timer),
-        "wb.watch": partial(train_watched, watched),
-        "wb.watch + rank log": partial(train_watched, logged),
-    }
+    arms: dict[str, Callable[[], None]] = {}
+    for kind, model in zip(STEPS, (empty, small), strict=True):
+        if role == "peer":
+            arms[f"{kind}: TraceML 0.5.0 auto"] = partial(train_traced, model)
+        elif role == "auto":
+            arms[f"{kind}: auto-watch + rank log"] = partial(train_auto, model)
+        else:
+            os.environ.pop("WORKBENCH_RUN_DIR", None)
+            timer, watched = wb.StepTimer(), wb.watch(loader, model=model, optimizer=optimizers[model])
+            os.environ["WORKBENCH_RUN_DIR"] = folder
+            logged = wb.watch(loader, model=model, optimizer=optimizers[model])
+            arms[f"{kind}: nothing"] = partial(train, model, loader)
+            arms[f"{kind}: StepTimer"] = partial(train_marked, model, timer)
+            arms[f"{kind}: wb.watch"] = partial(train_watched, model, watched)
+            arms[f"{kind}: wb.watch + rank log"] = partial(train_watched, model, logged)
+    return arms
 
 
 def worker(role: str, steps: int) -> None:
@@ -166,7 +194,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print one table."""
+    """Print a table for each kind of step."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--rounds", type=int, default=200)
     options.add_argument("--steps", type=int, default=200)
@@ -179,23 +207,31 @@ def main() -> None:
         sys.exit("traceml-ai not installed: pip install traceml-ai==0.5.0")
     import torch
 
-    spent: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    spent: dict[str, list[float]] = {f"{kind}: {tool}": [] for kind in STEPS for tool in ARMS}
     with tempfile.TemporaryDirectory() as folder:
         workers = {role: Worker(role, Path(folder), given.steps) for role in dict.fromkeys(ARMS.values())}
         for _ in range(given.rounds):
-            for arm in random.sample(list(ARMS), len(ARMS)):
-                spent[arm].append(workers[ARMS[arm]].block(arm))
+            for kind in STEPS:
+                for tool in random.sample(list(ARMS), len(ARMS)):
+                    spent[f"{kind}: {tool}"].append(workers[ARMS[tool]].block(f"{kind}: {tool}"))
         for one in workers.values():
             one.close()
-    added = {arm: [b - a for a, b in zip(spent["nothing"], values, strict=True)] for arm, values in spent.items()}
-    peer = statistics.median(added["TraceML 0.5.0 auto"])
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}, one thread;")
-    print(f"{given.rounds} rounds of {given.steps} steps; without a tool {statistics.median(spent['nothing']):.1f} µs of CPU per step\n")
-    print("| tool | added µs per step (median) | 95 % interval of the median | middle half | TraceML / tool |\n|---|---|---|---|---|")
-    for arm in list(ARMS)[1:]:
-        low, middle, high = statistics.quantiles(added[arm], n=4)
-        below, above = interval(added[arm])
-        print(f"| {arm} | {middle:.1f} | {below:.1f} … {above:.1f} | {low:.1f} … {high:.1f} | {peer / middle:.0f} × |")
+    print(f"{given.rounds} rounds of {given.steps} steps")
+    for kind in STEPS:
+        show(kind, {tool: spent[f"{kind}: {tool}"] for tool in ARMS})
+
+
+def show(kind: str, spent: dict[str, list[float]]) -> None:
+    """Print one table."""
+    added = {tool: [b - a for a, b in zip(spent["nothing"], values, strict=True)] for tool, values in spent.items()}
+    peer = statistics.median(added["TraceML 0.5.0 auto"])
+    print(f"\nadded to {kind} of {statistics.median(spent['nothing']):.1f} µs of CPU:\n")
+    print("| tool | µs per step (median) | 95 % interval of the median | middle half | TraceML / tool |\n|---|---|---|---|---|")
+    for tool in list(ARMS)[1:]:
+        low, middle, high = statistics.quantiles(added[tool], n=4)
+        below, above = interval(added[tool])
+        print(f"| {tool} | {middle:.1f} | {below:.1f} … {above:.1f} | {low:.1f} … {high:.1f} | {peer / middle:.0f} × |")
 
 
 if __name__ == "__main__":

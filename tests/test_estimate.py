@@ -63,6 +63,21 @@ class Reader(nn.Module):
         return self.out(self.lstm(self.words(tokens))[0])
 
 
+class Cut(nn.Module):
+    """Leaves out what lies behind the longest text, and the head's work on what is no label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(50, 32), nn.Linear(32, 50)
+
+    def forward(self, tokens: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+        longest = int(lengths.max())
+        x = self.words(tokens[:, :longest]).tanh()
+        inside = torch.arange(longest)[None] < lengths[:, None]
+        wanted = inside & (labels[:, :longest] != -100)
+        return F.cross_entropy(self.out(x[wanted]), labels[:, :longest][wanted])
+
+
 def tokens(samples: int = 4, length: int = 24) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 50, (samples, length)), torch.randint(0, 50, (samples, length))
 
@@ -85,6 +100,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "cnn": (lambda: ResNet(classes=5, width=4), (torch.randn(4, 3, 32, 32), torch.randint(0, 5, (4,))), label_loss),
     "lstm": (Reader, tokens(), text_loss),
     "tied encoder": (Tagger, tokens(), text_loss),
+    "values": (
+        Cut,
+        (tokens()[0], torch.tensor([3, 11, 7, 20]), torch.where(torch.arange(24) % 3 == 0, -100, tokens()[1])),
+        lambda model, batch: model(*batch),
+    ),
 }
 
 
@@ -151,6 +171,7 @@ def story(log: MemoryLog) -> list[Any]:
         ("cnn", "sgd(momentum=0.9, foreach=True)"),
         ("lstm", "rmsprop"),
         ("tied encoder", "adagrad"),
+        ("values", "adamw"),
     ],
 )
 def test_a_dry_run_is_a_real_run_byte_for_byte(case: str, optimizer: str) -> None:

@@ -43,13 +43,14 @@ def estimate_memory(
     """Predict the memory of a training step, without running it and without a GPU.
 
     The step runs on tensors that have a shape but no values, with the memory behaviour of a GPU: a second or so, whatever the sizes.
-    Eager mode only; values decide nothing: where the program asks for one, it is told 1.
+    Eager mode only. Of values, what follows from the batch's own whole numbers is known (lengths, masks, labels that are left out);
+    where the program asks for another, it is told 1, and a note says so.
 
     Args:
         target: a RunSpec, a Task, a function that builds a model, or a model (which is not touched; one in
             evaluation mode is estimated in training mode).
         batch: tensors in a tuple, a list or a dict, for a model or a function; for a RunSpec or Task None takes samples of its dataset.
-            Only shapes count: tensors on the meta device will do.
+            Shapes are enough: tensors on the meta device, or of zeros, will do where lengths or masks decide nothing.
         loss: with a model or function: `loss(model, batch)` → a tensor with one number; None: see `estimate.examples.DefaultLoss`.
         optimizer: a name with options, such as "sgd(momentum=0.9)", or a function of the parameters; None = that of the spec or task,
             "adamw" for a model.

@@ -70,7 +70,7 @@ class Answers:
         return (f"the program asked for the value of a tensor {times} (.item(), bool()): answered 1, and no to what is unusual{where}",)
 
     def of(self, tensor: Any, *, count: bool = True) -> Any:
-        """The value of a fake tensor with one element.
+        """The value of a fake tensor with one element, of which nothing is known.
 
         Args:
             tensor: asked for its value.
@@ -79,8 +79,6 @@ class Answers:
         Raises:
             EstimateError: the program asks again and again.
         """
-        if tensor.constant is not None:  # such as torch.tensor(3)
-            return tensor.constant.item()
         if count:
             self._count()
         address = tensor.untyped_storage()._cdata

@@ -16,6 +16,7 @@ from workbench.estimate import building, compat
 from workbench.estimate.answers import Answers, name_of
 from workbench.estimate.reals import Reals
 from workbench.estimate.semantics import cuda_semantics
+from workbench.estimate.values import Values
 from workbench.measure import private
 from workbench.measure.batches import map_tensors
 from workbench.measure.storages import Recorder
@@ -44,11 +45,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     Attributes:
         answers: what was said.
         reals: tensors with values that the program reached.
+        values: what is known of those that are fake.
     """
 
     def __init__(self, gpu: Gpu | None) -> None:
         super().__init__(host_counters=gpu is not None)
-        self.answers = Answers()
+        self.answers, self.values = Answers(), Values()
         self.reals = Reals(_bytes_like, lambda tensor, category: self.track(tensor, category, module=""), self._is_dry)
         self._workspace = gpu.workspace if gpu else 0
         self._handles: set[bool] = set()
@@ -58,14 +60,16 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         name = name_of(func)
         args, kwargs = self.reals.instead(name, func, args, kwargs)
         if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
-            return self.answers.of(args[0], count=self.now != "optimizer")
+            number = self.values.number(args[0])
+            return self.answers.of(args[0], count=self.now != "optimizer") if number is None else number
         if name == "equal":
-            return self.answers.same(args[0], args[1])
+            same = self.values.same(args[0], args[1])
+            return self.answers.same(args[0], args[1]) if same is None else same
         if name == "mkldnn_rnn_layer" and _RECURRENT not in self.log.notes:
             self.log.notes.append(_RECURRENT)
         if self._workspace and name in _PRODUCTS:
             self._take_workspace()
-        out = _AS_THEY_ARE.get(name, _plainly)(func, args, kwargs)
+        out = self.values.call(func, args, kwargs, _AS_THEY_ARE.get(name, _plainly))
         self.answers.learn(name, args, out)
         self.reals.made(out, args)
         return out
@@ -153,6 +157,7 @@ class DryRun:
         def make(tensor: Tensor) -> Tensor:
             with self.recorder.pause():
                 fake = building.fake_like(tensor)
+            self.recorder.values.know(fake, tensor)
             self.recorder.track(fake, "input")
             return fake
 

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
 from workbench.estimate.refusals import EstimateError, described
+from workbench.estimate.values import LIMIT, tells
 from workbench.measure.batches import map_tensors, tensors_of
 from workbench.measure.loop import samples_in
 from workbench.task import Task
@@ -56,7 +58,8 @@ def sample_batch(task: Task, count: int) -> Any:
 
 
 def resized(batch: Any, *, samples: int | None = None, sequence: int | None = None, image: int | None = None) -> Any:
-    """A batch of the same kind with other shapes; tensors in it have shapes only (torch's meta device) where they change.
+    """A batch of the same kind with other shapes; tensors in it that change have shapes only (torch's meta device) or, where values may
+    decide what is done (lengths, masks), the values of samples that repeat, with as much of each sequence filled as before.
 
     Args:
         batch: of tensors in any containers.
@@ -85,9 +88,28 @@ def resized(batch: Any, *, samples: int | None = None, sequence: int | None = No
             shape[1:] = [sequence if size == length else size for size in shape[1:]]
         if image is not None and len(shape) == 4:
             shape[2:] = [image, image]
-        return tensor if shape == list(tensor.shape) else torch.empty(shape, dtype=tensor.dtype, device="meta")
+        told = tells(tensor)
+        if told and sequence is not None and tensor.dim() == 1 and int(tensor.max()) == length:
+            tensor = tensor * sequence // length  # lengths, of which the longest is the batch's
+        if shape == list(tensor.shape):
+            return tensor
+        return _stretched(tensor, shape) if told else torch.empty(shape, dtype=tensor.dtype, device="meta")
 
     return map_tensors(other, batch)
+
+
+def _stretched(tensor: Tensor, shape: list[int]) -> Tensor:
+    """Its rows over and over, each stretched to its new length; more than are worth knowing have shapes only."""
+    if math.prod(shape) > LIMIT:
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+    rows, *places = (
+        torch.arange(new) * old // new if at else torch.arange(new) % old
+        for at, (new, old) in enumerate(zip(shape, tensor.shape, strict=True))
+    )
+    tensor = tensor.cpu()[rows]
+    for dim, index in enumerate(places, 1):
+        tensor = tensor.index_select(dim, index)
+    return tensor
 
 
 def _length(tensors: list[Tensor]) -> int | None:

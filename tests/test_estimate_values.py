@@ -1,0 +1,144 @@
+"""A dry run knows what follows from the batch's whole numbers: lengths, masks, labels that are left out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import workbench as wb
+from workbench.estimate.examples import resized
+from workbench.estimate.values import GREATEST, LIMIT, tells
+
+X, LENGTHS = torch.zeros(4, 64, 32), torch.tensor([8, 16, 32, 8])
+
+
+class Program(nn.Module):
+    """Does with a batch what it is told to."""
+
+    def __init__(self, does: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.does = nn.Linear(32, 32), does
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        out: Tensor = self.does(self.layer, x, lengths)
+        return out.sum()
+
+
+def estimate(does: Callable[..., Any], lengths: Tensor = LENGTHS, **knobs: Any) -> Any:
+    return wb.estimate_memory(lambda: Program(does), (X, lengths), device="cpu", loss=lambda model, batch: model(*batch), **knobs)
+
+
+def cut(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+    """Pads to the longest of a batch only."""
+    out: Tensor = layer(x[:, : int(lengths.max())]).tanh()
+    return out
+
+
+def note_of(found: Any) -> str:
+    return " ".join(note for note in found.notes if "asked for the value" in note)
+
+
+@pytest.mark.parametrize("longest", [1, 8, 32, 64])
+def test_a_batch_is_as_long_as_its_lengths_say(longest: int) -> None:
+    found = estimate(cut, torch.tensor([1, longest, 1, 1]))
+    assert found.largest == estimate(lambda layer, x, lengths: layer(x[:, :longest]).tanh()).largest
+    assert not note_of(found)
+
+
+@pytest.mark.parametrize("lengths", [torch.zeros(4, dtype=torch.int64), torch.tensor([GREATEST, 1, 1, 1]), torch.ones(4).long().to("meta")])
+def test_what_only_stands_for_a_shape_tells_nothing(lengths: Tensor) -> None:
+    found = estimate(cut, lengths)
+    assert "answered 1" in note_of(found)
+    assert found.total == estimate(cut, torch.ones(4, dtype=torch.int64)).total
+
+
+def _questions(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+    mask = torch.zeros(4, 64, dtype=torch.bool)
+    mask[:, :16] = True
+    assert int(mask.sum()) == 64
+    changed = lengths.clone()
+    changed[0] = 5
+    assert changed.add_(1).tolist() == [6, 17, 33, 9]
+    own = torch.tensor([1, 2])
+    own += 1
+    assert own.tolist() == [2, 3]
+    assert torch.unique(lengths).tolist() == [8, 16, 32]
+    assert lengths.nonzero().shape == (4, 1)
+    assert torch.repeat_interleave(lengths).shape == (64,)
+    assert [len(part) for part in x[0].split(lengths.tolist())] == [8, 16, 32, 8]
+    assert torch.equal(lengths, lengths.clone())
+    assert not torch.equal(lengths, lengths + 1)
+    assert torch.zeros(2, dtype=torch.int64)[lengths].shape == (4,), "where values cannot be had, it goes on without"
+    picked: Tensor = layer(x[mask])
+    return picked
+
+
+def test_values_are_followed_through_operators() -> None:
+    before = LENGTHS.clone()
+    found = estimate(_questions)
+    assert not note_of(found)
+    assert torch.equal(LENGTHS, before)
+
+
+def _unknown(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+    written = lengths.clone()
+    tail = written[1:]
+    tail[0] = layer(x).sum().long()  # known to the GPU only
+    asked = written.sum().item()
+    assert asked == 1, "what was written to by somebody unknown is not known, by whatever view"
+    assert torch.randint(0, 9, (4,)).add(5).max().item() == 1, "chance is not known"
+    assert torch.empty(3, dtype=torch.int64).sum().item() == 1
+    return layer(x) * asked
+
+
+def test_what_is_not_known_is_not_guessed() -> None:
+    assert "3 times" in note_of(estimate(_unknown, steps=1))
+
+
+def test_a_mask_with_gaps_is_not_taken_for_a_full_one() -> None:
+    def attend(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        mask = torch.arange(64)[None] < lengths[:, None]
+        hidden = layer(x).unsqueeze(1)
+        shown = None if mask.all() else mask[:, None, None].expand(4, 1, 64, 64)  # as Hugging Face's models do
+        return nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, attn_mask=shown)
+
+    full, gaps = (
+        wb.estimate_memory(
+            lambda: Program(attend), (X, lengths), loss=lambda model, batch: model(*batch), device="L4", precision="amp_bf16"
+        )
+        for lengths in (torch.full((4,), 64), LENGTHS)
+    )
+    assert gaps.total > full.total
+
+
+@given(st.integers(1, 40), st.integers(1, 70), st.lists(st.integers(0, 9), min_size=2, max_size=6))
+def test_other_sizes_repeat_samples_and_stretch_sequences(samples: int, length: int, filled: list[int]) -> None:
+    filled = [*filled, 10]
+    lengths = torch.tensor(filled)
+    mask = (torch.arange(10)[None] < lengths[:, None]).long()
+    other = resized({"mask": mask, "lengths": lengths}, samples=samples, sequence=length)
+    assert other["mask"].shape == (samples, length)
+    if not other["lengths"].is_meta:
+        assert other["lengths"].tolist() == [filled[row % len(filled)] * length // 10 for row in range(samples)]
+    for row, part in enumerate(other["mask"].tolist()):
+        assert abs(sum(part) - filled[row % len(filled)] * length / 10) < 1
+        assert part == sorted(part, reverse=True)
+
+
+def test_more_than_is_worth_knowing_has_a_shape_only() -> None:
+    lengths = torch.tensor([4, 64])
+    assert resized((torch.zeros(2, 64, 8), lengths), samples=LIMIT + 1)[1].is_meta
+    assert not tells(torch.ones(LIMIT + 1, dtype=torch.int64))
+    assert not tells(torch.ones(3))
+
+
+def test_knobs_change_it_as_they_change_a_run() -> None:
+    def activations(**knobs: Any) -> int:
+        return int(estimate(cut, torch.tensor([64, 32, 8, 8]), **knobs).largest["activations"]) - 4  # without the loss
+
+    assert activations(micro_batch=16) == 4 * activations()
+    assert activations(sequence=32) * 2 == activations()
