@@ -8,6 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+# pytest's 5 means that no test was chosen: where ARGS choose some, those may all be in the other half
+CHOSEN = $(if $(ARGS),|| [ $$? = 5 ])
+.NOTPARALLEL:
 # what fails is tried once more, since others may compute on the machine; the summary names it (RERUN)
 AGAIN := --reruns 1 --reruns-delay 1
 test unit together alone notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
@@ -43,10 +46,10 @@ lint: setup ## ruff (code and notebooks) and mypy --strict
 unit: together alone ## library, process and documentation tests
 
 together: setup ## of these, what may run two files at a time
-	$(BIN)/python -m pytest -m "not gpu and not browser and not alone" -n 2 --dist loadfile $(AGAIN) --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not browser and not alone" -n 2 --dist loadfile $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 alone: setup ## of these, what judges times, so that nothing may run beside it
-	$(BIN)/python -m pytest -m alone $(AGAIN) --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -m alone $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 notebooks: setup ## execute every notebook and compare what it shows (strict nbval)
 	$(BIN)/python -m tests.notebooks $(ARGS)

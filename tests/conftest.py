@@ -29,6 +29,9 @@ with contextlib.suppress(ImportError):  # make test-gpu does without
 
 MARK = "WORKBENCH_TEST_SESSION"
 SESSION = uuid.uuid4().hex
+LEFT = "processes left behind by the tests"
+PATIENCE = 10.0
+"""Seconds that the last processes of a session may take to go."""
 
 
 def processes_with(name: str, value: str) -> list[int]:
@@ -45,22 +48,29 @@ def processes_with(name: str, value: str) -> list[int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ[MARK] = SESSION  # every process started from here on carries it
+    if not _is_worker(config):  # those of pytest-xdist carry the mark of their session
+        os.environ[MARK] = SESSION  # every process started from here on carries it
     os.environ["WORKBENCH_CACHE"] = tempfile.mkdtemp(prefix="workbench-tests-")  # what tests prove says nothing about this machine
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
 
 
 @pytest.hookimpl(trylast=True)  # pytest-xdist ends its workers first
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Fail the whole session if a process of ours is left; a few seconds are allowed for the last ones to go."""
+    """Fail the whole session if a process of ours is left."""
     shutil.rmtree(os.environ["WORKBENCH_CACHE"], ignore_errors=True)
-    limit = time.monotonic() + 10
+    if _is_worker(session.config):
+        return  # what it says now nobody hears
+    limit = time.monotonic() + PATIENCE
     while (left := processes_with(MARK, SESSION)) and time.monotonic() < limit:
         time.sleep(0.1)
     if left:
         commands = [
             Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:150] for pid in left if Path(f"/proc/{pid}").exists()
         ]
-        print("\nprocesses left behind by the tests:", *commands, sep="\n  ")
+        print(f"\n{LEFT}:", *commands, sep="\n  ")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -112,6 +112,39 @@ def test_every_way_to_spread_a_step_gives_the_same_norms(tmp_path: Path) -> None
 # --- one process
 
 
+def test_a_layer_may_be_frozen_in_the_midst_of_a_training() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    step = step_with(model, optimizer, 2)
+    with NoiseWatch(model, optimizer, micro_batch=4, every=2) as watch:
+        for number, batch in enumerate(batches(80, 8)):
+            if number == 3:
+                next(model.parameters()).requires_grad_(False)
+            step(batch)
+    assert len(watch.rows) == 40
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_watch_that_has_ended_looks_at_nothing(every: int) -> None:
+    model = nn.Linear(4, 2)
+    watch = NoiseWatch(model, None, micro_batch=2, every=every)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for _ in range(2):
+                (model(torch.randn(2, 4)).square().mean() / 2).backward()
+            watch.step()
+            model.zero_grad()
+
+    with watch:
+        steps(4)
+    seen = len(watch.rows)
+    steps(4)
+    assert len(watch.rows) == seen == 4 // every
+    assert not model._forward_pre_hooks
+    assert not model.weight._backward_hooks
+
+
 def test_each_third_step_only() -> None:
     def watched(every: int) -> NoiseScale:
         torch.manual_seed(0)

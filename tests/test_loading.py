@@ -13,9 +13,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from workbench.diagnosis.evidence import Loading
 from workbench.measure.feed import Feed
-from workbench.measure.fetching import InWorker, slow_share
+from workbench.measure.fetching import InWorker, Made, slow_share
 from workbench.measure.loaders import rebuilt
-from workbench.measure.loading import probe
+from workbench.measure.loading import _cpu_here, probe
 
 BATCH = 4
 
@@ -154,6 +154,17 @@ def test_what_a_batch_would_take_here_is_known_from_a_worker() -> None:
     assert there.cpu is not None
     assert there.collate is not None
     assert there.cpu < 0.7 * there.collate  # that of the worker
+
+
+def test_a_short_last_batch_tells_nothing_of_a_full_one() -> None:
+    def made(size: int, collate: float) -> Made:
+        return Made(
+            wall=0.01, cpu=0.01, fetch_cpu=0.0, fetch_blocked=0.0, blocked=0.0, collate_here=collate, size=size, read_bytes=0, files=0,
+            clock=0.0, samples=(), lines=(),
+        )  # fmt: skip
+
+    turn = [made(16, 0.009), made(16, 0.008), made(1, 0.002)]
+    assert _cpu_here([turn, turn, turn[2:]]) == pytest.approx(0.008)
 
 
 def test_small_files_are_counted(tmp_path: Path) -> None:

@@ -192,3 +192,12 @@ def test_a_loader_s_times_are_corrected_once() -> None:
     model = StepModel.of(dataclasses.replace(evidence, arms=arms, step=1.2 * world.loader))
     assert model.unexplained == pytest.approx(0, abs=1e-4)
     assert model.parts(num_workers=2).step == pytest.approx(max(0.6 * world.loader, world.cached + world.handover), rel=0.02)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_threads_that_were_not_tried_change_nothing(device: str) -> None:
+    world = quiet(num_workers=1, cpu=0.009, worker=0.0005, cores=2.0)
+    model = StepModel.of(dataclasses.replace(world.evidence(), device=device))
+    two = model.parts(threads=2)
+    assert two.step == pytest.approx(model.parts().step, rel=1e-6)
+    assert any("threads=2 was not tried" in note for note in two.notes)

@@ -752,3 +752,9 @@ def test_samples_of_a_data_loader_are_foretold_right(count: int, drop_last: bool
     timer = wb.StepTimer()
     sizes = [len(batch) for (batch,) in timer.batches(loader)]
     assert [step.samples for step in timer.timeline.steps] == sizes
+
+
+def test_samples_that_a_collate_function_leaves_out_are_not_counted() -> None:
+    loader = DataLoader(range(8), batch_size=4, collate_fn=lambda numbers: torch.tensor([one for one in numbers if one % 4 != 3]))
+    timer = wb.StepTimer()
+    assert [len(batch) for batch in timer.batches(loader)] == [step.samples for step in timer.timeline.steps] == [3, 3]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.run import Run
-from workbench.rundir import DamagedRunError, LineWriter, rank_file
+from workbench.rundir import METRICS, DamagedRunError, LineWriter, rank_file
 from workbench.spec import RunSpec, ScriptSpec
 from workbench.timeline import PHASES
 from workbench.widgets import LogView, RunPanel, faces, run_panel
@@ -84,12 +84,31 @@ def test_a_snapshot_says_what_the_run_says(by_hand: ByHand) -> None:
     assert now.left == pytest.approx(10 * 0.065)
 
 
-def test_a_row_that_is_no_step_is_named(by_hand: ByHand) -> None:
+@pytest.mark.parametrize(
+    "row",
+    ['{"step": 3, "data_wait": "soon"}', '{"step": "x"}', '{"step": null}', '{"step": 3, "memory": "big"}', '{"step": 3, "h2d": null}'],
+)
+def test_a_row_that_is_no_step_is_named(by_hand: ByHand, row: str) -> None:
     made = by_hand().alive().steps(3)
     with (made.path / rank_file(0)).open("a") as file:
-        file.write('{"step": 3, "data_wait": "soon"}\n')
+        file.write(row + "\n")
+    follower = Follower(Run.load(made.path))
+    for _ in range(2):
+        with pytest.raises(DamagedRunError, match=r"rank0.jsonl is damaged: a row of it is no step"):
+            follower.snapshot()
     with pytest.raises(DamagedRunError, match=r"rank0.jsonl is damaged: a row of it is no step"):
-        Follower(Run.load(made.path)).snapshot()
+        _ = Run.load(made.path).timelines
+
+
+@pytest.mark.parametrize("row", ['{"step": "x"}', '{"loss": 1}', '{"step": 1, "loss": "low"}', '{"step": 1, "steps": []}'])
+def test_a_row_that_is_no_metric_is_named(by_hand: ByHand, row: str) -> None:
+    made = by_hand().alive().steps(3).losses(2)
+    with (made.path / METRICS).open("a") as file:
+        file.write(row + "\n")
+    follower = Follower(Run.load(made.path))
+    for _ in range(2):
+        with pytest.raises(DamagedRunError, match=r"metrics.jsonl is damaged: the number of a step"):
+            follower.snapshot()
 
 
 def test_what_cannot_be_told_is_missing() -> None:

@@ -14,6 +14,9 @@ PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer", "other")
 `forward`: from the model's call to the call of backward, the loss included. `backward`: under DDP the reduction of the gradients is in it.
 `other`: the rest, never dropped."""
 
+_READ = ("samples", "memory", "cpu")
+"""What a step has besides its phases, where it was read."""
+
 Clock = Literal["host", "device"]
 
 MOST_WARMUP = 10
@@ -39,6 +42,22 @@ class Step:
     """Peak bytes of this process so far, where it was read (not at every step)."""
     cpu: float | None = None
     """CPU seconds of this process and its workers so far, where they were read (not at every step)."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Step":
+        """From a row of a `rank<r>.jsonl` file; a phase that is not in it took no time.
+
+        Raises:
+            ValueError: its number is none, or a value is not a number.
+        """
+        if type(row["step"]) is not int or row["step"] < 0:
+            raise ValueError(f"step is {row['step']!r}, expected a number from 0")
+        for name in (*PHASES, *_READ):
+            value = row.get(name)
+            if type(value) not in (int, float) and (value is not None or (name in PHASES and name in row)):
+                raise ValueError(f"{name} of step {row['step']} is {value!r}, expected a number")
+        phases = tuple(float(row.get(phase, 0.0)) for phase in PHASES)
+        return cls(index=row["step"], phases=phases, **{name: row.get(name) for name in _READ})
 
     @property
     def seconds(self) -> float:
@@ -74,21 +93,14 @@ class Timeline:
         last, before = -1, 0
         for row in rows:
             if "step" in row:
-                if row["step"] <= last:  # a run that went on from a checkpoint: its process counts anew
+                step = Step.of(row)
+                if step.index <= last:  # a run that went on from a checkpoint: its process counts anew
                     before += last + 1
                     profiled = [number for number in profiled if number < before]  # it ended before the others
-                last = row["step"]
+                last = step.index
                 profiled += [before + number for pair in told for number in range(pair[0], pair[1] + 1)]
                 told.clear()
-                steps.append(
-                    Step(
-                        index=before + last,
-                        phases=tuple(float(row.get(phase, 0.0)) for phase in PHASES),
-                        samples=row.get("samples"),
-                        memory=row.get("memory"),
-                        cpu=row.get("cpu"),
-                    )
-                )
+                steps.append(dataclasses.replace(step, index=before + last) if before else step)
             elif "profiled" in row:
                 told.append(tuple(row["profiled"]))  # before the first step of its process, or among them
             elif "note" in row:

@@ -229,7 +229,9 @@ class StepModel:
             _times(self.feeding, size, knobs["nproc_per_node"] / e.world_size), (inner + fresh) / knobs["accumulation"], self.costs.cached
         )
         feeding = dataclasses.replace(feeding, accumulation=knobs["accumulation"], ranks=knobs["nproc_per_node"])
-        if knobs["threads"] != e.threads:  # while an operator lasts they keep a core each, those that wait for the others, too
+        if (
+            e.device == "cpu" and f"threads={knobs['threads']}" in e.arms
+        ):  # while an operator lasts they keep a core each, those that wait for the others, too
             feeding = dataclasses.replace(feeding, compute_cpu=knobs["threads"] * feeding.compute)
         wait = feeding.step(**_defaults(knobs)) - inner
         kept = 0.0  # of what the formulas do not give: all, if the workers are the same; none, if they are others

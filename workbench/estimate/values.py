@@ -93,7 +93,7 @@ class Values:
         if any(value is None and leaf is not None for value, leaf in zip(values, leaves, strict=True)):
             return None
         if func._schema.is_mutable:  # what is real is not written to
-            values = [_copy(value) if type(leaf) is Tensor else value for value, leaf in zip(values, leaves, strict=True)]
+            values = [_copy(leaf) if type(leaf) is Tensor else value for value, leaf in zip(values, leaves, strict=True)]
         found: tuple[Any, Any] = tree_unflatten(values, tree)
         return found
 

@@ -29,6 +29,8 @@ class Made(NamedTuple):
     """The same, collate included."""
     collate_here: float | None
     """CPU of collating it once more as the training process would, which does not do so into shared memory; None = not known."""
+    size: int
+    """Samples that were collated; 0 = not known."""
     read_bytes: int
     files: int
     """Opened since the last batch."""
@@ -64,6 +66,7 @@ class FetchMeter:
         self._fetch, self._collate, self._sampler, self._alone = fetcher.fetch, fetcher.collate_fn, sampler, alone
         self._again = not alone and _collates_as_torch(fetcher)
         self._raw: Any = None
+        self._size = 0
         self._extra = 0.0
         self._lines: tuple[tuple[str, float], ...] = ()
         self._looked = 0.0
@@ -97,6 +100,7 @@ class FetchMeter:
             fetch_blocked=fetch_blocked,
             blocked=fetch_blocked + collate_blocked,
             collate_here=self._collate_here(),
+            size=self._size,
             read_bytes=max(0, self._read - self._own_read),
             files=_opened.take(),
             clock=clock,
@@ -107,7 +111,7 @@ class FetchMeter:
     def collate(self, data: Any) -> Any:
         """What the fetcher's collate function makes of it."""
         self._read = bytes_read() - self._read
-        self._raw = data if self._again else None
+        self._raw, self._size = data if self._again else None, len(data) if isinstance(data, list) else 0
         self._fetched = now()
         return self._collate(data)
 

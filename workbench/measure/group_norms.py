@@ -73,7 +73,7 @@ class GroupNorms:
         self._hooked: dict[int, Tensor] = {}
         self._bare: list[Tensor] = []
         self._handles: list[Any] = []
-        self._looking = False
+        self._looking = self._closed = False
         _watched.add(model)
         self.look(True)
 
@@ -84,13 +84,14 @@ class GroupNorms:
 
     def look(self, wanted: bool) -> None:
         """Say between two steps whether the gradients of those to come are wanted."""
-        if wanted is not self._looking:
+        if wanted is not self._looking and not self._closed:
             self._looking = wanted
             self._attach() if wanted else self._detach()
 
     def close(self) -> None:
-        """Detach."""
+        """Detach, for good."""
         self.look(False)
+        self._closed = True
         _watched.discard(self._model)
 
     def step(self, scale: Tensor | None = None) -> Row | None:
@@ -154,7 +155,7 @@ class GroupNorms:
 
     def _hook(self, weight: Tensor) -> None:
         key = id(weight)
-        if key in self._hooked or not weight.is_leaf:
+        if key in self._hooked or not weight.is_leaf or not weight.requires_grad:  # some are frozen in the midst of a training
             return
         self._hooked[key] = weight
         if weight._backward_hooks is None:

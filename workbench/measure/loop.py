@@ -43,9 +43,13 @@ def _search(batch: Any) -> int | None:
 
 
 def sizes_of(loader: Any) -> Iterator[int | None] | None:
-    """Samples per batch as a DataLoader over a map-style dataset foretells them, which costs less than looking; None for others."""
+    """Samples per batch as a DataLoader over a map-style dataset that collates as torch does foretells them, which costs less than looking;
+    None for others: a collate function of one's own may leave samples out, or pack them.
+    """
     data = sys.modules.get("torch.utils.data")
     if data is None or type(loader) is not data.DataLoader or not loader.batch_size or isinstance(loader.dataset, data.IterableDataset):
+        return None
+    if loader.collate_fn is not data.default_collate:
         return None
     try:
         batches, last = len(loader), loader.batch_size

@@ -10,7 +10,7 @@ from typing import Any
 from workbench import rundir
 from workbench.failure import Failure
 from workbench.run import ACTIVE, Run, State
-from workbench.timeline import MOST_WARMUP, PHASES, warmup_of
+from workbench.timeline import MOST_WARMUP, PHASES, Step, warmup_of
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colours and cursor movements of a terminal
 LOG_START = 64 * 1024
@@ -89,8 +89,14 @@ class _RankSums:
         self._sums = [0.0] * (len(PHASES) + 2)  # the phases, then samples, then the seconds of the steps whose samples are known
         self._steps = 0
         self._memory: int | None = None
+        self._damage = ""
 
     def read(self) -> None:
+        """Take the steps that are new.
+
+        Raises:
+            DamagedRunError: a row is no step, now or before; all others count.
+        """
         rows = self._tail.read()
         if self._tail.anew:  # the run went on from a checkpoint: its file begins anew, without what came after that
             self._first, self._sums, self._steps = [], [0.0] * len(self._sums), 0
@@ -98,17 +104,19 @@ class _RankSums:
             if "step" not in row:
                 continue
             try:
-                phases = [float(row.get(phase, 0.0)) for phase in PHASES]
-                samples = None if row.get("samples") is None else float(row["samples"])
-            except (TypeError, ValueError) as error:
-                raise rundir.DamagedRunError(f"{self._tail.path} is damaged: a row of it is no step: {error}") from error
-            values = [*phases, samples or 0, 0.0 if samples is None else sum(phases)]
+                step = Step.of(row)
+            except ValueError as error:
+                self._damage = self._damage or f"{self._tail.path} is damaged: a row of it is no step: {error}"
+                continue
+            values = [*step.phases, step.samples or 0, 0.0 if step.samples is None else step.seconds]
             if self._steps < MOST_WARMUP:
                 self._first.append(values)
             self._sums = [a + b for a, b in zip(self._sums, values, strict=True)]
             self._steps += 1
-            if row.get("memory") is not None:
-                self._memory = max(self._memory or 0, row["memory"])
+            if step.memory is not None:
+                self._memory = max(self._memory or 0, step.memory)
+        if self._damage:
+            raise rundir.DamagedRunError(self._damage)
 
     def share(self, rank: int) -> RankShare:
         left_out = warmup_of(self._steps)
@@ -135,6 +143,7 @@ class Follower:
         self._losses: list[tuple[int, float]] = []
         self._figures: dict[str, float] = {}
         self._progress: tuple[int, int | None] = (0, getattr(run.spec, "steps", None))
+        self._damage = ""
 
     def snapshot(self) -> Snapshot:
         """The run as it is now.
@@ -148,6 +157,8 @@ class Follower:
             self._losses.clear()
         for row in rows:
             self._take(row)
+        if self._damage:
+            raise rundir.DamagedRunError(self._damage)
         for sums in self._sums.values():
             sums.read()
         ranks = [sums.share(rank) for rank, sums in self._sums.items()]
@@ -164,6 +175,12 @@ class Follower:
         )
 
     def _take(self, row: Mapping[str, Any]) -> None:
+        step, loss, steps = (row.get(name) for name in ("step", "loss", "steps"))
+        numbered = type(step) is int or (step is None and loss is None)
+        if not numbered or not all(value is None or type(value) in (int, float) for value in (loss, steps)):
+            told = f"{self._metrics.path} is damaged: the number of a step, or its loss, is no number: {row!r:.80}"
+            self._damage = self._damage or told
+            return
         if "step" in row:
             self._progress = row["step"], row.get("steps")
         if row.get("loss") is not None:
