@@ -242,6 +242,17 @@ def test_costs_add_up_to_the_step(parts: dict[str, float]) -> None:
     assert whole == pytest.approx(c.step, rel=0.02)
 
 
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.004, "inconclusive"), (0.02, "communication-bound")])
+def test_ranks_that_share_their_cores_with_others_wait_in_reductions_for_that_alone(seconds: float, verdict: str) -> None:
+    """Measured: a healthy step of 2 ranks, beside others that took 0.6 of 2 cores, got 18 % shorter without its reductions; alone 9 %."""
+    evidence = World(communication=seconds, late_input=(0.0, 0.0), cores=2.0).evidence()
+    assert judge(evidence).verdict == "communication-bound"
+    busy = dataclasses.replace(evidence, noise=Noise(cores=2.0, foreign=0.6, spread=0.1))
+    assert judge(busy).verdict == verdict
+    room = dataclasses.replace(evidence, noise=Noise(cores=8.0, foreign=0.6, spread=0.1))
+    assert judge(room).verdict == "communication-bound"
+
+
 BUSY = Noise(cores=2.0, foreign=0.8, spread=0.1)
 
 

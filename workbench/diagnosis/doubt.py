@@ -49,6 +49,16 @@ def noises(e: Evidence) -> list[str]:
     return said
 
 
+def beside_others(e: Evidence, saved: Interval) -> Interval:
+    """The fraction that reductions take, no more certain than other processes let it be: while they have the core of one rank, the others
+    wait for it in the reduction.
+    """
+    if e.noise is None or e.device != "cpu" or e.noise.foreign <= FOREIGN:
+        return saved
+    crowded = min(e.noise.foreign, e.world_size * e.threads + e.noise.foreign - e.noise.cores)
+    return Interval(low=saved.low - max(0.0, crowded) / e.noise.cores, mid=saved.mid, high=saved.high)
+
+
 def in_turn(data: Interval, loader: float, clean: float) -> Interval:
     """What a loader without workers adds: what it takes, which noise spoils less than the difference of two long steps, and a bit more."""
     more = FRESH * (clean - data.mid)

@@ -11,7 +11,7 @@ from workbench import units
 from workbench.diagnosis import causes, hosts
 from workbench.diagnosis.causes import Cause
 from workbench.diagnosis.costs import NOTHING, Costs
-from workbench.diagnosis.doubt import noises
+from workbench.diagnosis.doubt import at_least_0, beside_others, noises
 from workbench.diagnosis.evidence import Evidence, Interval
 from workbench.diagnosis.judgement import Judgement
 from workbench.diagnosis.sources import sources_of
@@ -137,7 +137,9 @@ def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
         ("transfer-bound", "transfer", c.transfer, causes.transfer_cause),
     ):
         if seconds != NOTHING:
-            found.append(Candidate(verdict=verdict, part=part, saved=c.share(c.saves(seconds)), cause=cause_of(e, c)))
+            saved = c.share(c.saves(seconds))
+            saved = at_least_0(beside_others(e, saved)) if part == "communication" else saved
+            found.append(Candidate(verdict=verdict, part=part, saved=saved, cause=cause_of(e, c)))
     if e.stalls.at:
         stalled = c.share(c.stalls)
         if pausing is None:
