@@ -100,9 +100,24 @@ def test_kernels_and_copies(tmp_path: Path) -> None:
     ]
     assert [[round(bar.get_width()) for bar in container] for container in ax.containers] == [[30, 0], [0, 10]]
     assert texts(ax) == ["occupancy 25 %", "10.0 µs"]
-    (line,) = plot.copies(trace).lines
-    assert max(line.get_ydata()) == pytest.approx(2)
+
+
+def test_copies_over_time(tmp_path: Path) -> None:
+    """A copy at each end and a pause between, from the very beginning to the very end, and each where it is."""
+    rows = [
+        one for i, at in enumerate((60, 90)) for one in launched("Memcpy HtoD (Pinned -> Device)", i, at, 10, i, "gpu_memcpy", bytes=20_000)
+    ]
+    ax = plot.copies(Trace.load(write(tmp_path / "a.json", rows)))
+    (line,) = ax.patches
+    heights, edges, _ = line.get_data()
+    assert len(heights) == len(edges) - 1 == 600
+    assert (edges[0], edges[-1]) == (0, pytest.approx(40)) == ax.get_xlim()
+    assert heights[[0, 149, 450, 599]] == pytest.approx([2, 2, 2, 2])
+    assert heights[[150, 449]] == pytest.approx([0, 0], abs=1e-6)
+    assert ax.get_xlabel() == "time since the first copy (µs)"
     assert "HtoD (Pinned → Device): 2.00 GB/s while it copies" in str(line.get_label())
+    (key,) = ax.get_legend().get_texts()
+    assert key.get_text() == line.get_label()
 
 
 def test_sequences(tmp_path: Path) -> None:
@@ -115,8 +130,13 @@ def test_sequences(tmp_path: Path) -> None:
 
 def test_queues(device: Trace) -> None:
     ax = device.launches().plot()
-    (line,) = ax.lines
-    assert float(np.max(line.get_ydata())) <= 3
+    (line,) = ax.patches
+    heights, edges, _ = line.get_data()
+    assert len(heights) == len(edges) - 1
+    assert (edges[0], edges[-1]) == (0, pytest.approx(200)) == ax.get_xlim()
+    calls, starts = (np.array([at + one for at in (0, 100, 200) for one in ones]) for ones in ((10, 12, 15, 30, 40), (20, 30, 50, 80, 110)))
+    waiting = [((calls <= moment) & (starts > moment)).sum() for moment in np.arange(120, 320) + 0.5]
+    assert heights[1::3] == pytest.approx(waiting), "three pieces a microsecond"
     assert ax.get_ylabel() == "launches that wait"
 
 

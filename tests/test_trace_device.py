@@ -84,7 +84,34 @@ def test_collectives_and_copies_are_no_kernels(tmp_path: Path) -> None:
     assert {one.name for one in found.rows} == {"sgemm_128x64", "multi_tensor_apply_kernel"}
     assert "the file does not tell occupancy and blocks per SM" in found.notes[0]
     assert (found.occupancy, found.sm_efficiency) == (None, None)
-    assert found.utilization == pytest.approx(0.5)
+    assert found.utilization == pytest.approx(0.6)
+
+
+def test_a_collective_keeps_the_device_busy(tmp_path: Path) -> None:
+    """Of 100 µs a product runs for 30, NCCL for 60, of which 10 beside it: its blocks are few."""
+    rows = [
+        op("aten::mm", 0, 100),
+        *launched("gemm", 0, 10, 30, 1, **told(2)),
+        *launched("ncclDevKernel_AllReduce", 2, 30, 60, 2, **told(0.2)),
+    ]
+    found = load(tmp_path, *rows).kernels()
+    assert found.utilization == pytest.approx(0.8)
+    assert found.sm_efficiency == pytest.approx((30 * 1 + 50 * 0.2) / 100)
+    assert ([one.name for one in found.rows], found.seconds) == (["gemm"], pytest.approx(30 * US))
+    assert "kernels run in 80 % of the steps, those of collectives included" in found.caption
+    alone = load(tmp_path, *rows[:1], *rows[3:]).kernels()
+    assert (alone.rows, alone.utilization, alone.sm_efficiency) == ((), pytest.approx(0.6), pytest.approx(0.12))
+    assert alone.caption == "the trace has no kernels that compute"
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "N/A", ""])
+def test_blocks_that_are_no_number(tmp_path: Path, value: Any) -> None:
+    """Where the number of multiprocessors is not known; what else the kernel tells is there all the same."""
+    rows = [*launched("strange", 0, 10, 10, 1, **told(value, 20)), *launched("other", 2, 20, 10, 2, **told(0.5, value))]
+    trace = load(tmp_path, *rows)
+    found = {one.name: (one.blocks_per_sm, one.occupancy) for one in trace.kernels().rows}
+    assert found == {"strange": (None, 0.2), "other": (0.5, None)}
+    assert trace.details.notes == trace.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -165,6 +192,36 @@ def test_bytes_over_time(tmp_path: Path) -> None:
     piece = found.times[1] - found.times[0]
     assert [sum(one) * piece for one in found.curves] == pytest.approx([40_000, 0, 1000], rel=1e-6)
     assert max(found.curves[0]) == pytest.approx(3e9)
+    assert len(found.times) == len(found.curves[0]) + 1, "edges"
+    assert (found.times[0], found.times[-1]) == (pytest.approx(10 * US), pytest.approx(61 * US))
+
+
+def test_a_rate_of_no_time(tmp_path: Path) -> None:
+    """Kineto writes "N/A" for the bandwidth of what has no length; everything else of the event is there, and the file is whole."""
+    rate = "memory bandwidth (GB/s)"
+    rows = [
+        *launched("Memset (Device)", 0, 10, 0, 1, "gpu_memset", bytes=300, **{rate: "N/A"}),
+        *launched("Memset (Device)", 2, 20, 10, 2, "gpu_memset", bytes=1000, **{rate: 0.5}),
+        *launched("Memset (Device)", 4, 40, 10, 3, "gpu_memset", bytes=5000, **{rate: "0.5"}),
+    ]
+    path = write(tmp_path / "a.json", rows)
+    trace = Trace.load(path)
+    assert trace.notes == ()
+    assert trace.columns.correlation.tolist() == [1, 1, 2, 2, 3, 3]
+    (row,) = trace.copies().rows
+    assert (row.count, row.bytes) == (3, 6300)
+    assert (row.bandwidth, row.best) == (pytest.approx(5e8), pytest.approx(5e8))
+    for _ in range(2):
+        assert Trace.load(path, cache=True).copies() == trace.copies()
+
+
+@pytest.mark.parametrize(("size", "sum", "rate"), [(2**64 - 1, None, None), (2**63 - 1, 2**64 - 2, 2**63 / 5e-6)])
+def test_bytes_that_do_not_fit(tmp_path: Path, size: int, sum: int | None, rate: float | None) -> None:
+    """Who overflows tells nothing; what fits is added up without overflowing."""
+    rows = [one for i in range(2) for one in launched("Memset (Device)", 2 * i, 10 + 10 * i, 5, i, "gpu_memset", bytes=size)]
+    found = load(tmp_path, *rows).copies()
+    assert (found.rows[0].bytes, found.rows[0].bandwidth) == (sum, pytest.approx(rate))
+    assert str(found)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(100, 10**6), st.integers(0, 10**6)), max_size=8))

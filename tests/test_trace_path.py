@@ -1,9 +1,11 @@
 """The critical path of a trace, and what follows what in it: exact on files written by hand, and always a whole step."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -212,12 +214,35 @@ def test_sequences_of_a_cpu(tmp_path: Path) -> None:
 
 def test_sequences_that_are_none(tmp_path: Path) -> None:
     trace = load(tmp_path, *on_cpu())
-    with pytest.raises(ValueError, match="length=1"):
-        trace.sequences(length=1)
-    with pytest.raises(ValueError, match="no operator has that in its name; some that there are: Optimizer"):
-        trace.sequences("aten::conv")
+    for length in (1, -3, 2.5, 3.0, True, "3", None):
+        with pytest.raises(ValueError, match=re.escape(f"length={length!r}): a whole number is allowed, from 2 on; try length=3")):
+            trace.sequences(length=length)  # type: ignore[arg-type]
+    assert trace.sequences(length=np.int64(2)) == trace.sequences(length=2)  # type: ignore[arg-type]
+    for operator in (3, "", ["aten::mm"]):
+        with pytest.raises(ValueError, match="a name or a part of one is allowed; try 'aten::linear', or None"):
+            trace.sequences(operator)  # type: ignore[arg-type]
     assert "too little" in str(load(tmp_path, op("aten::a", 0, 1)).sequences())
     assert "no 3 in a row come twice" in str(load(tmp_path, *stream(*"abcd")).sequences())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "first"), [("liner", "aten::Linear"), ("ADDMMM", "aten::addmm"), ("Activity Buffer", None), ("cudaLaunchKernel", None)]
+)
+def test_names_that_no_operator_has(tmp_path: Path, wanted: str, first: str | None) -> None:
+    """Those that are offered are accepted, the nearest first; a call that launches is no operator."""
+    others = [op(name, 400, 5) for name in ("aten::addmm", "aten::Linear", *(f"aten::o{i}" for i in range(20)))]
+    trace = load(tmp_path, event("Activity Buffer Request", "cuda_runtime", 1, 1), *on_device(), *others)
+    with pytest.raises(ValueError, match="no operator has that in its name; the nearest that there are: ") as failed:
+        trace.sequences(wanted)
+    offered = str(failed.value).partition("there are: ")[2].split(", ")
+    assert len(offered) == 8
+    assert [trace.sequences(one).operator for one in offered] == offered
+    assert offered[0] == (first or offered[0])
+
+
+def test_names_where_there_is_no_operator(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no operator has that in its name; the trace has none at all"):
+        load(tmp_path, *stream(*"abc")).sequences("a")
 
 
 def test_they_survive_json(tmp_path: Path) -> None:

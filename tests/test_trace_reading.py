@@ -299,6 +299,7 @@ def test_bytes_that_are_changed_anywhere(tmp_path: Path, data: st.DataObject) ->
     check_every_answer(trace)
 
 
+RATES = ["memory bandwidth (GB/s)", "blocks per SM", "est. achieved occupancy %"]
 DETAILS = ["Sequence number", "Input Dims", "Input type", "Concrete Inputs", "Bytes", "Total Allocated", "Device Type", "Device Id", "Addr"]
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=2) | st.just({})
 NAMES = st.sampled_from(
@@ -319,7 +320,7 @@ EVENTS = st.fixed_dictionaries(
         "pid": VALUES,
         "tid": VALUES,
         "args": VALUES
-        | st.dictionaries(st.sampled_from(["correlation", "External id", "Collective name", "bytes", "dtype", *DETAILS]), VALUES),
+        | st.dictionaries(st.sampled_from(["correlation", "External id", "Collective name", "bytes", "dtype", *RATES, *DETAILS]), VALUES),
     },
 )
 
@@ -355,6 +356,10 @@ def check_every_answer(trace: Trace) -> None:
         trace.launches(),
         trace.idle(),
         trace.memory_curve(),
+        trace.critical_path(),
+        trace.kernels(),
+        trace.copies(),
+        trace.sequences(length=2),
     ):
         assert str(answer)
         assert answer._repr_html_()

@@ -20,7 +20,7 @@ COLORS = (PHASES["h2d"], PHASES["forward"], PHASES["data_wait"], PHASES["optimiz
 
 
 def copies(result: Trace | Copies, ax: Axes | None = None) -> Axes:
-    """Bytes per second over the time of the trace, pauses included, a curve for each kind of copy.
+    """Bytes per second from the first copy to the end of the last, pauses included, a curve for each kind of copy.
 
     Args:
         result: a trace, or its copies.
@@ -36,14 +36,15 @@ def copies(result: Trace | Copies, ax: Axes | None = None) -> Axes:
     ax = prepared(ax, WIDTH, 3.2)
     times = np.array(found.times)
     scale, unit = scale_of(float(times[-1] - times[0]) or 1.0)
+    places = (times - times[0]) * scale
     drawn = []
     for (row, curve), color in zip(shown, COLORS, strict=False):
         name = f"{row.kind} ({row.memory})" if row.memory else row.kind
         label = f"{name}: {units.count(row.bandwidth, 'B/s')} while it copies"
-        drawn += ax.step((times - times[0]) * scale, np.array(curve) / 1e9, where="pre", color=color, linewidth=1.1, label=label)
-    ax.set_xlim(0, float(times[-1] - times[0]) * scale or 1.0)
+        drawn.append(ax.stairs(np.array(curve) / 1e9, places, baseline=None, color=color, linewidth=1.1, label=label))
+    ax.set_xlim(0, float(places[-1]) or 1.0)
     ax.set_ylim(bottom=0)
-    ax.set_xlabel(f"time of the trace ({unit})")
+    ax.set_xlabel(f"time since the first copy ({unit})")
     ax.set_ylabel("copied (GB/s)")
     legend(ax, drawn)
     return ax

@@ -39,7 +39,7 @@ def launches(result: Trace | Launches, ax: Axes | None = None) -> Axes:
     drawn = []
     for row, curve, color in zip(found.rows, found.queues, COLORS, strict=False):
         label = f"{row.stream.strip()}: {units.count(row.queue_mean)} on average"
-        drawn += ax.step(places, curve, where="pre", color=color, linewidth=1.1, label=label)
+        drawn.append(ax.stairs(curve, places, baseline=None, color=color, linewidth=1.1, label=label))
     ax.set_xlim(0, float(places[-1]) or 1.0)
     ax.set_ylim(bottom=0)
     ax.set_xlabel(f"time of the steps ({unit})")

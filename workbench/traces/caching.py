@@ -21,7 +21,7 @@ from workbench.traces.columns import Columns, Label, Lane, Message
 from workbench.traces.loading import Loaded, read
 from workbench.traces.wire import NO_SHAPES, Args
 
-FORMAT = 4
+FORMAT = 5
 """Version: a number up whenever columns change, or what is read into them."""
 ENDS = 2**16
 """Bytes of the beginning and of the end that are hashed."""

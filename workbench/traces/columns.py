@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.traces.intervals import Numbers, Spans
-from workbench.traces.wire import NO_ARGS, NO_SHAPES, Args, Bare, Event
+from workbench.traces.wire import NO_ARGS, NO_SHAPES, Args, Bare, Event, Number
 
 B = TypeVar("B", bound=Bare)
 
@@ -161,7 +161,7 @@ class Gathering:
 
 def possible(found: list[B]) -> tuple[list[B], NDArray[np.float64], NDArray[np.float64]]:
     """The events whose times can be, and their beginnings and lengths in microseconds."""
-    start, dur = _floats([e.ts for e in found]), _floats([e.dur for e in found])
+    start, dur = floats([e.ts for e in found]), floats([e.dur for e in found])
     with np.errstate(invalid="ignore"):
         sound = (np.abs(start) < LATEST) & (dur >= 0) & (dur < LONGEST)
     if sound.all():
@@ -195,8 +195,23 @@ def _codes(codes: Codes, keys: Iterable[Any], count: int) -> NDArray[np.int32]:
     return np.fromiter(map(codes.__getitem__, keys), dtype=np.int32, count=count)
 
 
-def _floats(values: list[float | None]) -> NDArray[np.float64]:
-    return np.array(values, dtype=np.float64)
+def floats(values: Sequence[Number]) -> NDArray[np.float64]:
+    """As an array; nan for what is missing or no number.
+
+    >>> floats([1.5, None, "N/A", "2"]).tolist()
+    [1.5, nan, nan, 2.0]
+    """
+    try:
+        return np.array(values, dtype=np.float64)
+    except ValueError:
+        return np.array([_float(value) for value in values], dtype=np.float64)
+
+
+def _float(value: Number) -> float:
+    try:
+        return np.nan if value is None else float(value)
+    except ValueError:
+        return np.nan
 
 
 def integers(values: list[int | None]) -> Numbers:

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
-from workbench.traces.columns import Columns
+from workbench.traces.columns import Columns, floats, integers
 from workbench.traces.intervals import Numbers, Spans, covered
 from workbench.traces.kinds import Kinds
 from workbench.traces.shown import Shown
+from workbench.traces.wire import NO_ARGS
 
 POINTS = 600
 """Pieces of time that a curve has."""
@@ -36,7 +37,7 @@ class Copy:
     """From where to where, "Pinned → Device"; as much as the name tells."""
     count: int
     bytes: int | None
-    """Of all; None where the file does not tell (ROCm's do not)."""
+    """Of all that tell; None where none does (ROCm's files do not)."""
     seconds: float
     """Sum."""
     overlapped: float
@@ -54,7 +55,7 @@ class Copies(Shown):
 
     rows: tuple[Copy, ...]
     times: tuple[float, ...] = ()
-    """Seconds from the first event on: the ends of the pieces of the curves."""
+    """Seconds from the first event on: where the pieces of the curves begin, and the end of the last."""
     curves: tuple[tuple[float, ...], ...] = ()
     """Bytes per second in each piece, pauses included, a curve for each row."""
     notes: tuple[str, ...] = ()
@@ -126,16 +127,15 @@ def copies(columns: Columns, kinds: Kinds) -> Copies:
     edges = np.linspace(columns.start[events].min(), columns.end[events].max(), POINTS + 1)
     found = []
     for (kind, memory), many in groups.items():
-        args = [told.get(event) for event in many]
-        sizes = np.array([-1 if one is None or one.bytes is None or one.bytes < 0 else one.bytes for one in args], dtype=np.int64)
-        rates = np.array([np.nan if one is None else one.bandwidth for one in args], dtype=np.float64)
+        args = [told.get(event, NO_ARGS) for event in many]
+        sizes, rates = integers([one.bytes for one in args]), floats([one.bandwidth for one in args])
         found.append(_row(columns, kinds, kind, memory, np.array(many), sizes, rates, edges))
     found.sort(key=lambda one: -one[0].seconds)
     rows = tuple(row for row, _ in found)
     notes = [WAITS] if any("Pageable" in one.memory and one.kind in ("HtoD", "DtoH") for one in rows) else []
     if any(one.bytes is None for one in rows):
         notes.append("where bytes are missing the file does not tell them")
-    times = tuple((edges[1:] / 1e9).tolist())
+    times = tuple((edges / 1e9).tolist())
     return Copies(rows=rows, times=times, curves=tuple(tuple(curve.tolist()) for _, curve in found), notes=tuple(notes))
 
 
@@ -162,10 +162,10 @@ def _row(
         kind=kind,
         memory=memory,
         count=len(events),
-        bytes=int(sizes[known].sum()) if known.any() else None,
+        bytes=sum(sizes[known].tolist()) if known.any() else None,
         seconds=float(lengths.sum()),
         overlapped=float(covered(kinds.cover("kernel"), spans).sum()) / 1e9,
-        bandwidth=float(sizes[moved].sum()) / took if took else None,
+        bandwidth=float(sizes[moved].sum(dtype=np.float64)) / took if took else None,
         median=float(np.median(rates[moved])) if moved.any() else None,
         best=float(rates[moved].max()) if moved.any() else None,
     )

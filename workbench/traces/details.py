@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.traces.columns import Codes, Columns, integers, possible, uncollected
+from workbench.traces.columns import Codes, Columns, floats, integers, possible, uncollected
 from workbench.traces.intervals import Numbers
 from workbench.traces.reading import Reading, TraceError
 from workbench.traces.wire import DETAILS, NO_DETAIL, Detailed
@@ -81,7 +81,7 @@ class _Gathering:
             self.first = min(self.first, int(np.rint((start - self.origin) * 1e3).min()))
             args = [e.args or NO_DETAIL for e in found]
             codes = [self.inputs[bytes(a.types), bytes(a.concrete)] for a in args]
-            of_kernels = (np.array([a.occupancy for a in args], np.float64), np.array([a.blocks for a in args], np.float64))
+            of_kernels = floats([a.occupancy for a in args]), floats([a.blocks for a in args])
             self.events.append((integers([a.sequence for a in args]), np.array(codes, dtype=np.int32), *of_kernels))
         if len(found) < len(batch):
             self._requests([e for e in batch if e.name == "[memory]" and e.args and e.args.size is not None])

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,7 @@ def idle(columns: Columns, kinds: Kinds, windows: Windows, notes: Sequence[str] 
     Raises:
         ValueError: gap is no time.
     """
-    if not 0 <= gap < float("inf"):
+    if not isinstance(gap, Real) or not 0 <= gap < float("inf"):
         raise ValueError(f"gap={gap!r}: seconds are allowed, from 0 on; 30e-6 is what HolisticTraceAnalysis has in effect")
     spans = windows.spans
     cover, count = union(spans), max(1, len(spans))

@@ -12,13 +12,16 @@ from workbench import display, units
 from workbench.traces.columns import Columns
 from workbench.traces.details import Details
 from workbench.traces.filling import Products, highest, products
-from workbench.traces.intervals import covered, union
+from workbench.traces.intervals import Spans, covered, length, union
 from workbench.traces.kinds import Kinds
 from workbench.traces.nesting import named
 from workbench.traces.ops import SHOWN, short
 from workbench.traces.shown import Shown
 from workbench.traces.tensor_cores import uses
 from workbench.traces.windows import Windows
+
+RUNNING = ("kernel", "communication")
+"""Kinds of events that are kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,7 @@ class Kernel:
     count: int
     seconds: float
     share: float
-    """Fraction 0..1 of the time of all kernels."""
+    """Fraction 0..1 of the time of all kernels that compute."""
     occupancy: float | None
     """Fraction 0..1 of the warps that fit a multiprocessor which this launch can have there, as the profiler estimates; None where the
     file does not tell. A low one may be all it needs, as of a product of matrices."""
@@ -43,6 +46,8 @@ class Kernel:
 class Kernels(Shown):
     """The kernels that compute, those that take longest first; collectives and copies have answers of their own.
 
+    Kernels of collectives keep the device busy too: only `utilization` and `sm_efficiency` count them, as torch-tb-profiler does.
+
     Get them from `trace.kernels()`.
     """
 
@@ -50,12 +55,13 @@ class Kernels(Shown):
     products: tuple[Products, ...]
     """Operators that could use tensor cores, those with most kernel time first."""
     seconds: float
-    """Of all kernels of the file."""
+    """Of all these kernels."""
     utilization: float | None
-    """Fraction 0..1 of the steps in which a kernel runs, as nvidia-smi would have it; None without a device."""
+    """Fraction 0..1 of the steps in which a kernel runs, also one of a collective, as nvidia-smi would have it; None without any."""
     sm_efficiency: float | None
-    """The same, but a kernel with fewer blocks than the device has multiprocessors counts as the share of them that it can keep busy;
-    None where the file does not tell."""
+    """The same, but a kernel with fewer blocks than the device has multiprocessors counts as the share of them that it can keep busy, and
+    one that does not tell its blocks as none; of several at a time the largest counts. None where no kernel tells.
+    Source: torch-tb-profiler, gpu_metrics_parser.py."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -84,7 +90,7 @@ class Kernels(Shown):
         if not self.rows:
             return "; ".join(self.notes)
         said = [
-            f"kernels run in {units.percent(self.utilization)} of the steps",
+            f"kernels run in {units.percent(self.utilization)} of the steps, those of collectives included",
             f"SM efficiency {units.percent(self.sm_efficiency)}",
             f"occupancy {units.percent(self.occupancy)}",
             f"{units.percent(self.tensor_share)} of kernel time on tensor cores, by their names",
@@ -147,9 +153,10 @@ def _mean(rows: Sequence[tuple[float, float | None]]) -> float | None:
 def kernels(columns: Columns, kinds: Kinds, windows: Windows, details: Details) -> Kernels:
     """Of a whole file; utilization and SM efficiency are of its steps."""
     events = np.flatnonzero(kinds.where("kernel"))
+    utilization, efficiency = _busy(columns, kinds, union(windows.spans), details)
     if not len(events):
-        note = "the trace has no kernels: a CPU's has operators, trace.ops()"
-        return Kernels(rows=(), products=(), seconds=0.0, utilization=None, sm_efficiency=None, notes=(note,))
+        note = "the trace has no kernels that compute" if kinds.device else "the trace has no kernels: a CPU's has operators, trace.ops()"
+        return Kernels(rows=(), products=(), seconds=0.0, utilization=utilization, sm_efficiency=efficiency, notes=(note,))
     lengths = (columns.end - columns.start)[events]
     blocks, occupancy = _known(details.blocks[events], 1.0), _known(details.occupancy[events], 100.0)
     with np.errstate(invalid="ignore"):
@@ -173,21 +180,28 @@ def kernels(columns: Columns, kinds: Kinds, windows: Windows, details: Details) 
         )
         for i in np.argsort(-sums, kind="stable").tolist()
     )
-    steps = union(windows.spans)
-    length = int((steps[:, 1] - steps[:, 0]).sum())
-    busy = int(covered(kinds.cover("kernel"), steps).sum())
-    full: float | None = None
-    if length and np.isfinite(blocks).any():
-        pieces, values = highest(columns.spans[events], np.minimum(np.nan_to_num(blocks), 1.0))
-        full = float((covered(steps, pieces) * values).sum()) / length
     return Kernels(
         rows=rows,
         products=products(columns, kinds, events, details),
         seconds=whole,
-        utilization=busy / length if length else None,
-        sm_efficiency=full,
+        utilization=utilization,
+        sm_efficiency=efficiency,
         notes=(*details.notes, *_notes(blocks, occupancy), *_failed(int(lengths[failed].sum()), int(lengths.sum()))),
     )
+
+
+def _busy(columns: Columns, kinds: Kinds, steps: Spans, details: Details) -> tuple[float | None, float | None]:
+    """Utilization and SM efficiency: of the steps, by all kernels, collectives' too."""
+    running = np.flatnonzero(kinds.where(*RUNNING))
+    whole = length(steps)
+    if not len(running) or not whole:
+        return None, None
+    busy = int(covered(kinds.cover(*RUNNING), steps).sum()) / whole
+    blocks = _known(details.blocks[running], 1.0)
+    if not np.isfinite(blocks).any():
+        return busy, None
+    pieces, values = highest(columns.spans[running], np.minimum(np.nan_to_num(blocks), 1.0))
+    return busy, float((covered(steps, pieces) * values).sum()) / whole
 
 
 def _known(values: NDArray[np.float64], whole: float) -> NDArray[np.float64]:

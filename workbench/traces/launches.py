@@ -57,7 +57,7 @@ class Launches(Shown):
 
     rows: tuple[StreamLaunches, ...]
     times: tuple[float, ...] = ()
-    """Seconds from the first event on: the ends of the pieces of the curves."""
+    """Seconds from the first event on: where the pieces of the curves begin, and the end of the last."""
     queues: tuple[tuple[float, ...], ...] = ()
     """Mean length of the queue in each piece, a curve for each row."""
     notes: tuple[str, ...] = ()
@@ -177,7 +177,7 @@ def launches(columns: Columns, kinds: Kinds, spans: Spans, notes: Sequence[str] 
         curves.append(tuple(curve.tolist()))
     unlinked = int(kinds.where(*DEVICE).sum()) - len(found.work)
     said = [f"{unlinked:,} pieces of the device's work have no call in the file: they are left out"] if unlinked else []
-    times = tuple((edges[1:] / 1e9).tolist())
+    times = tuple((edges / 1e9).tolist())
     return Launches(rows=tuple(rows), times=times, queues=tuple(curves), notes=(*said, *notes))
 
 

@@ -2,7 +2,10 @@
 
 import heapq
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import SequenceMatcher
+from numbers import Integral
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +19,8 @@ from workbench.traces.sequences import LEAST, Pattern, Sequences
 
 MOST = 100
 """Sequences that are kept."""
+NEAR = 8
+"""Names that an error offers."""
 
 
 def sequences(columns: Columns, kinds: Kinds, steps: Spans, operator: str | None, length: int) -> Sequences:
@@ -28,10 +33,14 @@ def sequences(columns: Columns, kinds: Kinds, steps: Spans, operator: str | None
     Raises:
         ValueError: the length is none, or no operator has that in its name.
     """
-    if length < 2:
-        raise ValueError(f"sequences(length={length!r}): at least 2 are a sequence")
+    if not isinstance(length, Integral) or length < 2:
+        raise ValueError(f"sequences(length={length!r}): a whole number is allowed, from 2 on; try length=3")
     if operator is None:
         return _consecutive(columns, kinds, steps, length)
+    if not isinstance(operator, str) or not operator:
+        raise ValueError(
+            f"sequences({operator!r}): a name or a part of one is allowed; try 'aten::linear', or None for all that is consecutive"
+        )
     return _of_calls(columns, kinds, operator, length)
 
 
@@ -147,10 +156,12 @@ def _of_calls(columns: Columns, kinds: Kinds, operator: str, length: int) -> Seq
     told, codes = named(columns)
     calls = nested(columns, kinds.where("operator", "backward", "optimizer", "collective_call", "runtime", "wait"))
     has = np.array([operator in name for name in told] or [False])[codes[columns.label[calls.events]]]
-    asked = has & ~kinds.where("runtime", "wait")[calls.events]
+    allowed = ~kinds.where("runtime", "wait")[calls.events]
+    asked = has & allowed
     if not asked.any():
-        known = ", ".join(sorted({told[code] for code in codes[columns.label[calls.events]].tolist()})[:8]) or "none"
-        raise ValueError(f"sequences({operator!r}): no operator has that in its name; some that there are: {known}")
+        near = _nearest(operator, {told[code] for code in codes[columns.label[calls.events[allowed]]].tolist()})
+        known = f"the nearest that there are: {', '.join(near)}" if near else "the trace has none at all"
+        raise ValueError(f"sequences({operator!r}): no operator has that in its name; {known}")
     above = np.where(calls.parent >= 0, calls.nearest(asked)[calls.parent], -1)
     roots = asked & (above < 0)
     members = _launched(columns, kinds, calls, roots) if kinds.device else _children(calls, roots)
@@ -183,6 +194,17 @@ def _of_calls(columns: Columns, kinds: Kinds, operator: str, length: int) -> Seq
     notes = (said,) if rows else (f"none of its calls {what} {length} or more",)
     rows.sort(key=lambda one: (-one.seconds, one.names))
     return Sequences(rows=tuple(rows), operator=operator, device="device" if kinds.device else "cpu", notes=notes)
+
+
+def _nearest(wanted: str, names: Iterable[str]) -> list[str]:
+    """Those that are most like what is wanted, first; upper case or lower."""
+    match = SequenceMatcher(None, "", wanted.lower())
+
+    def unlike(name: str) -> tuple[float, str]:
+        match.set_seq1(name.lower())
+        return -match.ratio(), name
+
+    return sorted(names, key=unlike)[:NEAR]
 
 
 def _launched(columns: Columns, kinds: Kinds, calls: Nesting, roots: NDArray[np.bool_]) -> dict[int, Numbers]:

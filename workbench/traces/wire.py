@@ -8,6 +8,12 @@ import msgspec
 
 Name = str | int | float | None
 
+Number = float | str | None
+"""What Kineto writes as text where it is no number: "N/A" for a rate of what took no time, "inf" blocks of no multiprocessors.
+
+Source: libkineto, `bandwidth` in CuptiActivity.cpp and in XPU's plugin.
+"""
+
 NO_SHAPES = msgspec.Raw(b"")
 
 
@@ -23,7 +29,7 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     ranks: int | None = msgspec.field(default=None, name="Group size")
     dtype: str | None = None
     bytes: int | None = None
-    bandwidth: float | None = msgspec.field(default=None, name="memory bandwidth (GB/s)")
+    bandwidth: Number = msgspec.field(default=None, name="memory bandwidth (GB/s)")
     shapes: msgspec.Raw = msgspec.field(default=NO_SHAPES, name="Input Dims")
     label: Name = msgspec.field(default=None, name="name")
 
@@ -61,8 +67,8 @@ class Detail(msgspec.Struct, gc=False, frozen=True):
     device_type: int | None = msgspec.field(default=None, name="Device Type")
     device: int | None = msgspec.field(default=None, name="Device Id")
     address: int | None = msgspec.field(default=None, name="Addr")
-    occupancy: float | None = msgspec.field(default=None, name="est. achieved occupancy %")
-    blocks: float | None = msgspec.field(default=None, name="blocks per SM")
+    occupancy: Number = msgspec.field(default=None, name="est. achieved occupancy %")
+    blocks: Number = msgspec.field(default=None, name="blocks per SM")
 
 
 NO_DETAIL = Detail()
