@@ -9,15 +9,18 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from published_layouts import GRIDS, SIZES, Grid
 from published_scaling import ITERATIONS, Iteration
+from scipy.optimize import minimize
+from scipy.stats import norm
 
 import workbench as wb
 from workbench import display
 from workbench.cost import Cluster, Transformer
-from workbench.planning import EFFICIENCY, LINKS, PlanError, Plans, Range
+from workbench.planning import EFFICIENCY, HELD, LINKS, PlanError, Plans, Range
 from workbench.planning.memory import memory
 from workbench.planning.space import Layouts, layouts
 from workbench.planning.subject import Subject, of_transformer
@@ -47,6 +50,8 @@ class Row:
     """Do we say so?"""
     needed: tuple[float, float]
     """Bytes of the fullest GPU, low and high."""
+    room: float
+    """Times what the allocator is reckoned to hold, for which the GPU had room."""
 
     @property
     def told(self) -> bool:
@@ -84,7 +89,9 @@ def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
         key = (at[0], at[1], at[2], kinds[at[3]])
         if key in grid.seconds:
             needed = (float(held.low[place]), float(held.high[place]))
-            found[key] = Row(measured=grid.seconds[key], said=span, fits=bool(held.total[place] <= ROOM), needed=needed)
+            outside, total = float(held.groups["outside"][place]), float(held.total[place])
+            room = HELD.mid * (MEMORY - outside) / (total - outside)
+            found[key] = Row(measured=grid.seconds[key], said=span, fits=bool(total <= ROOM), needed=needed, room=room)
     return found
 
 
@@ -172,6 +179,28 @@ def implied_efficiency() -> tuple[float, float, float]:
     return low, mid, high
 
 
+def rooms() -> tuple[list[float], list[float]]:
+    """Rising, `room` of the layouts that ran, and of those that ran out of memory."""
+    every = [row for grid in GRIDS for row in rows(grid).values()]
+    ran, out = ([row.room for row in every if math.isfinite(row.measured) == wanted] for wanted in (True, False))
+    return sorted(ran), sorted(out)
+
+
+def implied_held() -> tuple[float, float, float]:
+    """5th percentile, median and 95th of the allocator's bytes over ours, if their logarithms follow a normal law: the likeliest one, by
+    which of the layouts ran.
+    """
+    ran, out = (np.log(room) for room in rooms())
+
+    def unlikely(law: Any) -> float:
+        mid, width = law[0], math.exp(law[1])
+        return -float(norm.logcdf((ran - mid) / width).sum() + norm.logsf((out - mid) / width).sum())
+
+    mid, width = minimize(unlikely, [0.0, -2.0], method="Nelder-Mead").x
+    low, high = (math.exp(mid + sign * norm.ppf(0.95) * math.exp(width)) for sign in (-1, 1))
+    return low, math.exp(mid), high
+
+
 def summary() -> dict[str, float]:
     """Figures that must not become worse; the first word says in which direction."""
     every = [row for grid in GRIDS for row in rows(grid).values()]
@@ -219,6 +248,9 @@ def main() -> None:
     print(table())
     print(", ".join(f"{name} {value:.4g}" for name, value in summary().items()))
     print("efficiency that published steps imply: " + " … ".join(f"{share:.2f}" for share in implied_efficiency()))
+    ran, out = rooms()
+    print(f"room over what is reckoned: {len(ran)} ran, with {ran[0]:.2f} or more; {len(out)} did not, with {out[-3]:.2f} or less, but for")
+    print(f"{out[-2]:.2f} and {out[-1]:.2f}; a normal law: " + " … ".join(f"{share:.2f}" for share in implied_held()))
     for name, said, measured in iteration_ranges():
         print(f"  {name}: said {said.mid:.1f} s ({said.low:.1f} … {said.high:.1f}), measured {measured:.1f}")
 

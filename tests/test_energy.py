@@ -224,11 +224,14 @@ def test_a_life_that_is_killed_has_told_what_it_drew(tmp_path: Path) -> None:
 
 def test_a_damaged_file_of_an_earlier_life_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workbench.measure.energy.meters", lambda gpus: [Counter("RAPL a", [1.0, 4.0])])
-    for text in ("{", '{"joules": 3}'):
+    values = ("null", '"much"', "[]", "NaN", "1e999", "1" + 400 * "0")
+    each = [f'{{"seconds": 1, "joules": {{"RAPL a": {value}}}, "gpus": 0}}' for value in values]
+    for text in ("{", '{"joules": 3}', '{"seconds": null, "joules": {}}', '{"seconds": 1, "joules": {}, "lives": 1e999}', *each):
         (tmp_path / rundir.ENERGY).write_text(text)
         with metered(tmp_path, rank=0, gpus=0):
-            pass
-        assert rundir.read_json(tmp_path / rundir.ENERGY)["lives"] == 1
+            pass  # the end of a training that is done: it must not fail
+        seen = rundir.read_json(tmp_path / rundir.ENERGY)
+        assert (seen["joules"], seen["lives"]) == ({"RAPL a": 3.0}, 1)
 
 
 # --- runs and plans

@@ -328,6 +328,23 @@ def test_what_is_ruled_out_adds_up() -> None:
     assert found.considered == sum(found.ruled_out.values()) + len(found)
 
 
+@pytest.mark.parametrize("gpus", [256, None])
+def test_no_more_plans_than_the_most_and_the_first_roles_stay(gpus: int | None) -> None:
+    sizes = {"layers": 32, "hidden": 4096, "feed_forward": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 128_256, "sequence": 8192}
+    model = Transformer(**sizes, gated=True, tied=False)
+    whole = plans(model=model, gpus=gpus, top=12)
+    for top in range(1, 13):
+        found = plans(model=model, gpus=gpus, top=top)
+        assert len(found) == top  # so many kinds there are
+        assert found.best.layout == whole.best.layout
+        assert found.considered == sum(found.ruled_out.values()) + top
+        assert "cheapest" in found.roles or gpus is not None or top <= 2
+    two = plans(model=model, gpus=256, top=2)
+    assert (two["fastest"].tight, two["safe"].tight) == (True, False)
+    with pytest.raises(KeyError, match=r"there are fastest, simplest, safe; a larger top= may list more"):
+        two["leanest"]
+
+
 memories = st.floats(20e9, 400e9)
 
 
@@ -410,6 +427,17 @@ def test_a_measured_step_narrows_the_next_plan() -> None:
     assert same.seconds.low == same.seconds.high
     with pytest.raises(PlanError, match="nothing is left to compute"):
         first.implied_efficiency(1e-3)
+
+
+def test_the_allocators_share_says_where_it_comes_from() -> None:
+    def said(**changes: Any) -> str:
+        (note,) = [note for note in plans(**{"model": GPT, "gpus": 8, **changes}).notes if note.startswith("memory between: ")]
+        return note.removeprefix("memory between: the allocator holds ").split(", and context")[0]
+
+    assert said() == "0.95 … 1.25 times what is reckoned, as 344 published layouts of Transformers bear out"
+    assert said(held=0.9) == "0.9 times what is reckoned, as given"
+    assert said(held=(0.9, 1.0, 1.1)) == "0.9 … 1.1 times what is reckoned, as given"
+    assert said(held=HELD) == "0.95 … 1.25 times what is reckoned, as given"
 
 
 def test_choices_are_narrowed() -> None:
@@ -622,6 +650,7 @@ def test_a_module_is_counted_and_planned() -> None:
     count = 4 * (256 * 256 + 256) + 2570
     assert units_of(found.name) == f"{count / 1e3:.0f} k"
     assert {plan.checkpointing for plan in found} <= {"none", "full"}
+    assert "0.95 … 1.25 times what is reckoned, as 19 published steps of programs imply" in str(found)
     assert found.best.memory["weights"] <= 4 * count + 1e6
     whole = wb.RunSpec(task="text-gpt").replace(**found.changes())
     assert whole.global_batch == 1024
@@ -710,7 +739,10 @@ def units_of(name: str) -> str:
         ({"efficiency": 50}, "above 0 is wanted, such as 0.5"),
         ({"efficiency": "half"}, "a share of the datasheet.s peak is wanted"),
         ({"held": "more"}, "what the allocator holds over what is reckoned is wanted, such as 1.05"),
-        ({"links": (0.9, 0.5, 0.8)}, "low ≤ mid ≤ high"),
+        ({"links": (0.9, 0.5, 0.8)}, r"^links=\(0.9, 0.5, 0.8\): low ≤ mid ≤ high is wanted, or one number such as 0.5$"),
+        ({"held": (1.2, 1.0, 1.1)}, r"^held=\(1.2, 1.0, 1.1\): low ≤ mid ≤ high is wanted, or one number such as 1.05$"),
+        ({"held": math.nan}, "^held=nan: low ≤ mid ≤ high"),
+        ({"efficiency": 10**400}, "^efficiency=1000.*: a share of the datasheet.s peak is wanted"),
         ({"margin": 1}, "a share of the memory"),
         ({"optimizer": "sgd"}, "a Transformer has sizes only"),
         ({"global_batch": 7, "gpus": 64, "tensor": 1, "pipeline": 1}, "no layout of 64 GPUs makes a batch of 7 samples"),

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from workbench.planning import HELD
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -93,6 +95,12 @@ def test_plans_on_published_sweeps_over_layouts(reality: Any) -> None:
     assert found["memory open"] <= 0.25
     for name, said, measured in plans.iteration_ranges():
         assert 0.7 <= measured / said.mid <= 1.1, name
+    ran, out = plans.rooms()
+    assert (len(ran), len(out)) == (179, 165)
+    assert HELD.low <= ran[0]  # whose lower end does not fit did not run
+    assert sum(room > HELD.high for room in out) <= 2  # and of those whose upper end fits, two did not
+    low, mid, high = plans.implied_held()
+    assert (low, mid, high) == (pytest.approx(0.92, abs=0.006), pytest.approx(1.14, abs=0.006), pytest.approx(1.41, abs=0.006))
     worst = next(one for one in plans.GRIDS if one.model == "65B")
     assert plans.regret(worst).first < 0.01
     assert set(plans.rows(worst)) == set(worst.seconds)

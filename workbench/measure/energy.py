@@ -6,6 +6,7 @@ GPUs: NVML's total energy since the driver was loaded (Volta and later), by the 
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -199,15 +200,24 @@ def metered(run_dir: Path, *, rank: int, gpus: int) -> Iterator[None]:
 
 
 def _before(run_dir: Path) -> dict[str, Any]:
-    """What earlier lives of the run have drawn."""
+    """What earlier lives of the run have drawn; nothing where their file is damaged: what was written there cannot be told then."""
     nothing: dict[str, Any] = {"seconds": 0.0, "joules": {}, "lives": 0}
     if not (run_dir / rundir.ENERGY).exists():
         return nothing
     try:
         found = rundir.read_json(run_dir / rundir.ENERGY)
-        return {"seconds": float(found["seconds"]), "joules": dict(found["joules"]), "lives": int(found.get("lives", 1))}
-    except (rundir.DamagedRunError, KeyError, TypeError, ValueError):
+        joules = {name: _number(value) for name, value in found["joules"].items()}
+        return {"seconds": _number(found["seconds"]), "joules": joules, "lives": int(found.get("lives", 1))}
+    except (OSError, rundir.DamagedRunError, AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return nothing
+
+
+def _number(value: Any) -> float:
+    """Joules or seconds; ValueError or TypeError where they cannot be added to."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r:.40}: a finite number is wanted")
+    return number
 
 
 def _added(before: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,8 +117,9 @@ def _reduces(bench: Bench, feed: Feed, found: Found, notes: list[str]) -> bool:
     """Does the arm without reductions take any communication away? What it leaves is noted: then it is not all that it costs."""
     heard = []
     for arm in (contextlib.nullcontext(), arms.without_reduction(found.models)):
+        batch = feed.next()
         with arm, collectives() as called:
-            bench.warm([feed.next()])
+            bench.warm([batch])
         heard.append(set[str]().union(*bench.peers.gather(called)))
     usual, left = heard
     if left:

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -20,51 +20,126 @@ _NOT_THEIRS = {"torch", "workbench", "numpy", *sys.stdlib_module_names}
 """Packages whose code may be called by torch from where no exception may come."""
 
 
-class _Waiting:
-    """The interrupt that waits, of which there is one in a process; signals are handled in its main thread."""
+class _Block:
+    """A block inside which an interrupt waits. The main thread, which alone handles signals, has one at most."""
 
-    def __init__(self) -> None:
-        self.handler: Any = None
-        self.since: float | None = None
+    def __init__(self, before: Any) -> None:
+        self._before = before  # the handler that was there
+        self._since: float | None = None  # when the interrupt came that waits
+        self.at_once = False
+
+    def __enter__(self) -> None:
+        global _waiting
+        try:
+            _waiting = self
+            signal.signal(signal.SIGINT, self.note)
+        except BaseException:  # one that came just before is handled here, as it would have been before
+            _waiting = None
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        global _waiting
+        try:
+            if signal.getsignal(signal.SIGINT) == self.note:  # else the block has set a handler of its own, which is to stay
+                signal.signal(signal.SIGINT, self._before)
+        finally:
+            _waiting = None
+        self.here(sys._getframe())
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """The handler of the signal."""
-        impatient = self.since is not None and time.monotonic() - self.since > PATIENCE
-        if impatient or (frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THEIRS):
-            self.deliver(frame)
-        elif self.since is None:
-            self.since = time.monotonic()
+        if self._may_come(frame):
+            self._deliver(frame)
+        elif self._since is None:
+            self._since = time.monotonic()
+            _tell()
 
-    def deliver(self, frame: FrameType | None) -> None:
+    def _may_come(self, frame: FrameType | None) -> bool:
+        if _waiting is not self:
+            return True  # the block is over, and somebody has kept its handler
+        package = _package(frame)
+        if frame is None or frame.f_globals is globals():
+            return False  # the block begins or ends
+        if self._since is not None and time.monotonic() - self._since > PATIENCE:
+            return True
+        return not _in_callback(frame) if self.at_once else package not in _NOT_THEIRS
+
+    def here(self, frame: FrameType | None) -> None:
+        """Let an interrupt that waits come."""
+        if self._since is not None:
+            self._deliver(frame)
+
+    def _deliver(self, frame: FrameType | None) -> None:
         """Let the handler that was there before have it; as a rule it raises KeyboardInterrupt."""
-        self.since = None
-        self.handler(signal.SIGINT, frame)
+        self._since = None
+        self._before(signal.SIGINT, frame)
 
 
-_waiting = _Waiting()
+_waiting: _Block | None = None
 
 
-@contextlib.contextmanager
-def waiting() -> Iterator[None]:
-    """Inside, an interrupt waits for `here`, for code of the user's own, or for the end of the block; elsewhere than in the main thread
-    nothing is changed, and where interrupts are not handled in Python.
+class _Within:
+    """A part of a block in which interrupts come at once, or, in a part of that, wait as before."""
+
+    def __init__(self, block: _Block, at_once: bool) -> None:
+        self._block, self._at_once, self._before = block, at_once, block.at_once
+
+    def __enter__(self) -> None:
+        self._here()
+        self._block.at_once = self._at_once
+
+    def __exit__(self, *_: object) -> None:
+        self._block.at_once = self._before
+        self._here()
+
+    def _here(self) -> None:
+        if self._at_once:
+            self._block.here(sys._getframe(1))
+
+
+def _package(frame: FrameType | None) -> str:
+    return "" if frame is None else str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _in_callback(frame: FrameType | None) -> bool:
+    """Does a weak reference call this, so that an exception would be swallowed?"""
+    while frame is not None and _package(frame) != "weakref":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _tell() -> None:
+    """Say that the interrupt was not lost; a stream that cannot be written to just now is no reason to raise from here."""
+    with contextlib.suppress(Exception):
+        print(
+            f"interrupt noted: it comes after the module that is running; another one after {PATIENCE:.0f} s comes at once",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def waiting() -> AbstractContextManager[None]:
+    """Inside, an interrupt waits for `here`, for code of the user's own, or for the end of the block, and a line on stderr says so.
+
+    Elsewhere than in the main thread nothing is changed, nor where interrupts are not handled in Python. A handler that is set inside is
+    heard at once, and stays. `asyncio.run` inside sets none, since it looks for Python's own: there an interrupt waits as elsewhere.
     """
     before = signal.getsignal(signal.SIGINT)
-    if _waiting.handler is not None or threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    _waiting.handler = before
-    signal.signal(signal.SIGINT, _waiting.note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        _waiting.handler, came, _waiting.since = None, _waiting.since is not None, None
-        if came:
-            before(signal.SIGINT, sys._getframe())
+    if not _in_main_thread() or (_waiting is None and not callable(before)):
+        return contextlib.nullcontext()
+    return _Block(before) if _waiting is None else _Within(_waiting, at_once=False)
+
+
+def at_once() -> AbstractContextManager[None]:
+    """Inside, an interrupt comes at once, also one that waits: for parts of `waiting` in which torch is not asked for anything."""
+    return _Within(_waiting, at_once=True) if _waiting is not None and _in_main_thread() else contextlib.nullcontext()
 
 
 def here() -> None:
     """A moment at which an exception may be raised: an interrupt that waits is delivered. Within the call of an operator there is none."""
-    if _waiting.since is not None and threading.current_thread() is threading.main_thread():
-        _waiting.deliver(sys._getframe(1))
+    if _waiting is not None and _in_main_thread():
+        _waiting.here(sys._getframe(1))

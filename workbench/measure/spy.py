@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from workbench.measure.batches import tensors_of
-from workbench.measure.interrupts import waiting
+from workbench.measure.interrupts import here, waiting
 
 
 @contextlib.contextmanager
@@ -95,7 +96,11 @@ def collectives() -> Iterator[set[str]]:
     """Inside, the names of the collectives that are called gather: DDP's, FSDP's, an optimizer's and the step's own."""
     listener = _Listener()
     with waiting(), as_written(), listener:
-        yield listener.heard
+        handle = register_module_forward_pre_hook(lambda *_: here())  # between modules an interrupt may come
+        try:
+            yield listener.heard
+        finally:
+            handle.remove()
 
 
 class _Listener(TorchDispatchMode):

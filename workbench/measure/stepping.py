@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from workbench.measure import interrupts
 from workbench.measure.hooks import Patch
 from workbench.measure.storages import Recorder
 from workbench.memory.log import Mark
@@ -57,7 +58,8 @@ class Stepping:
         recorder = self._recorder
         recorder.step = number
         self._mark("data")
-        batch = fetch()  # without the recorder, which a worker that is forked here would inherit
+        with interrupts.at_once():  # a loader may hang
+            batch = fetch()  # without the recorder, which a worker that is forked here would inherit
         take_in(recorder, batch)
         self._began = len(recorder.log.records), len(recorder.log.marks) - 1
         begin()

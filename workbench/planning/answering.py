@@ -17,7 +17,7 @@ from workbench.planning.choosing import Chosen
 from workbench.planning.memory import Memory, memory
 from workbench.planning.plans import Plan
 from workbench.planning.power import Power
-from workbench.planning.ranges import PlanError, Range, between, hull
+from workbench.planning.ranges import HELD_SOURCES, PlanError, Range, between, hull
 from workbench.planning.short_list import Front, Plans
 from workbench.planning.space import MEGATRON, SHARINGS, Floats, Layouts, layouts
 from workbench.planning.subject import Subject
@@ -52,6 +52,8 @@ class Question:
     """`subject` with all that it can have, nothing narrowed."""
     own: bool
     """Was the efficiency given?"""
+    own_held: bool
+    """Was `held` given?"""
 
     def answer(self, sizes: Sequence[int], sharings: Sequence[str]) -> Plans:
         """The short list for some numbers of GPUs: of layouts whose memory fits as it is reckoned. One whose upper end does not is tight,
@@ -202,10 +204,12 @@ class Question:
         links = (
             f"{intra} of the links' bandwidth" if intra == inter else f"{intra} of the links' bandwidth inside nodes, {inter} between them"
         )
-        beside = outside_of(self.cluster.device.name, 2)
+        beside, held = outside_of(self.cluster.device.name, 2), self.held
+        times = f"{held.low:g}" if held.low == held.high else f"{held.low:g} … {held.high:g}"
+        source = "as given" if self.own_held else HELD_SOURCES[bool(self.subject.counted)]
         return (
             f"between: kernels reach {kernels} of the dense peak ({reached}), and collectives {links}",
-            f"memory between: the allocator holds {self.held.low:g} … {self.held.high:g} times what is reckoned, as measured steps imply, "
+            f"memory between: the allocator holds {times} times what is reckoned, {source}, "
             f"and context and NCCL {units.bytes_(beside.low)} … {units.bytes_(beside.high)}; tight: the upper end does not fit",
             "left out: what stages have beside layers, stragglers, the loader, checkpoints on disk",
             *([MEGATRON] if any(one.megatron for one in plans) else []),

@@ -35,7 +35,7 @@ def short_list(
     one_size: bool,
 ) -> list[Chosen]:
     """The fastest, and if its memory is tight, the fastest whose upper end fits too; the cheapest, the best value and the fewest GPUs where
-    their number is open; the leanest; the simplest; and then the fastest of each other kind, until there are `top`.
+    their number is open; the simplest; the leanest; and then the fastest of each other kind, until there are `top`.
 
     Args:
         found: layouts that fit.
@@ -43,7 +43,7 @@ def short_list(
         used: bytes of each.
         gpu_seconds: GPUs × seconds of each.
         sure: does the upper end of its memory fit too?
-        top: how many to choose.
+        top: how many to choose at most; roles of one layout count once.
         one_size: have all as many GPUs?
     """
     fastest = _first(total, used)
@@ -67,7 +67,8 @@ def short_list(
     picks.append(("leanest", leanest, f"the least memory within {100 * SLACK:.0f} % of the fastest"))
     places: dict[int, list[tuple[str, str]]] = {}
     for role, place, why in picks:
-        places.setdefault(place, []).append((role, why))
+        if place in places or len(places) < top:
+            places.setdefault(place, []).append((role, why))
     for place in _others(found, total, set(places)):
         if len(places) >= top:
             break

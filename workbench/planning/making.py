@@ -58,7 +58,7 @@ def plan(
     so every figure has one. A measured step of your own narrows it: `efficiency=` what it reached, `held=` the allocator's bytes over ours.
 
     A plan fits if the memory that is reckoned is at most what may be used of a GPU (its own less `margin`). Where the upper end is more,
-    the plan is listed and marked tight; and beside the fastest, if it is tight, stands the fastest that is not ("safe").
+    the plan is listed and marked tight; and beside the fastest, if it is tight, stands the fastest that is not ("safe"), unless `top` is 1.
 
     Args:
         model: a `cost.Transformer` with its sizes; or a Task, a RunSpec, a module or a function that builds one, of which parameters, FLOPs
@@ -69,7 +69,7 @@ def plan(
         sequence: tokens of a sample, if others than the Transformer's, or than those of the batch.
         precision: "fp32", "amp_bf16" or "amp_fp16"; None = that of a RunSpec, else "amp_bf16".
         batch: an example of it, for a module.
-        top: plans to return at most.
+        top: plans to return at most. The fastest comes first, then the safe one, those of other roles, and other kinds of layout.
         steps: that money, energy and carbon are of.
         price: money per GPU and hour.
         electricity: money per kWh, where it is paid beside.
@@ -78,7 +78,7 @@ def plan(
         watts: of a GPU under load, if the table does not have it.
         efficiency: share of the GPU's dense peak while it computes: a number, or (low, mid, high); None = as published runs imply.
         links: share of the links' bandwidth that collectives reach, likewise.
-        held: what PyTorch's allocator holds over what is reckoned, likewise; None = as measured steps imply.
+        held: what PyTorch's allocator holds over what is reckoned, likewise; None = as published steps and layouts imply (`planning.HELD`).
         margin: share of a GPU's memory that stays free.
         tensor: ranks that split each layer; None = any.
         pipeline: stages; None = any.
@@ -131,6 +131,7 @@ def plan(
         power=Power(price=price, electricity=electricity, intensity=intensity, pue=pue, watts=watts),
         whole=subject,
         own=efficiency is not None,
+        own_held=held is not None,
     )
     sizes = checked_gpus(where, gpus, min(_whole("most_gpus", most_gpus), MOST * 16))
     return question.answer(sizes, _several("sharing", sharing, SHARINGS))

@@ -48,7 +48,7 @@ class Plans(Sequence[Plan]):
         if isinstance(place, str):
             found = [one for one in self.plans if place in one.roles]
             if not found:
-                raise KeyError(f"no plan is the {place!r} one: there are {', '.join(self.roles)}")
+                raise KeyError(f"no plan is the {place!r} one: there are {', '.join(self.roles)}; a larger top= may list more")
             return found[0]
         return self.plans[place]
 
