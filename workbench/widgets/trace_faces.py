@@ -22,7 +22,7 @@ SHOWN = 15
 _BINS, _MOST = 150, 500  # of the picture that needs no kernel
 _STRIPS, _ROWS = 4, 4  # of it, at most
 _NAMED = 0.09  # of its width: an event says its name from here on
-_LABEL, _ROOM = 92, 76
+_LABEL, _ROOM, _NAME = 92, 76, 172
 
 
 def head(title: str) -> str:
@@ -147,9 +147,10 @@ def _lane(shown: Scene, strip: Strip, start: int, end: int, colors: dict[str, st
         pieces[row].append(_piece(shown, place, (until - begin) / (end - start), count, (until - begin) / 1e9, colors))
         reached[row] = until
     lines = "".join(f'<div style="display:flex;height:15px;margin-bottom:1px">{"".join(one)}</div>' for one in pieces.values())
+    name = escape(_named(strip))
     return (
-        f'<div style="display:flex;margin-top:5px"><span style="width:{_LABEL}px;flex-shrink:0;overflow:hidden;white-space:nowrap;'
-        f'font-size:11px">{escape(_named(strip))}</span><div style="width:100%;overflow:hidden">{lines}</div></div>'
+        f'<div style="display:flex;margin-top:5px"><span title="{name}" style="width:{_NAME}px;flex-shrink:0;overflow:hidden;'
+        f'white-space:nowrap;text-overflow:ellipsis;font-size:11px">{name}</span><div style="width:100%;overflow:hidden">{lines}</div></div>'
     )
 
 
