@@ -214,3 +214,24 @@ def small_memory() -> Iterator[tuple[str, ...]]:
 def test_memory_kills_are_counted(guarded: Callable[..., Guarded], small_memory: tuple[str, ...]) -> None:
     outcome = guarded("data = bytearray(256 << 20)", prefix=small_memory).outcome()
     assert (outcome["returncode"], outcome["oom_kills"]) == (-signal.SIGKILL, 1)
+
+
+AT_ONCE = """
+import os, signal, sys, time
+from workbench.launcher import guard
+signal.signal(signal.SIGTERM, lambda *_: None)
+os.setsid = lambda: time.sleep(0.3)
+pid, limit = guard.start([sys.executable, "-c", "import time; time.sleep(60)"]), time.monotonic() + 5
+os.kill(pid, signal.SIGTERM)
+while (code := guard.reap(pid)) is None:
+    if time.monotonic() > limit:
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(0.01)
+print(code)
+"""
+
+
+def test_a_stop_that_comes_before_torchrun_is_there_is_not_lost() -> None:
+    """Else it lives through the whole grace period."""
+    done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == -signal.SIGTERM

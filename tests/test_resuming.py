@@ -1,18 +1,28 @@
 """A run that was killed goes on from its last checkpoint as if nothing had been, or says why it cannot."""
 
+import ast
+import errno
 import os
+import re
 import signal
+import threading
 import time
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import HandMade
 
 import workbench as wb
 from workbench import rundir
-from workbench.launcher import LaunchError
+from workbench.launcher import LaunchError, environment, start
+from workbench.launcher.resuming import _Again
 from workbench.launcher.start import open_lock
+from workbench.run import Run
 from workbench.spec import ScriptSpec
+from workbench.widgets import run_panel
 
 TASK = """
 import time, torch
@@ -47,10 +57,12 @@ def ranks_of(run: wb.Run) -> list[int]:
     return found
 
 
-def test_a_killed_run_goes_on_and_ends_where_one_that_was_never_killed_does(tmp_path: Path) -> None:
-    task = tmp_path / "task.py"
-    task.write_text(TASK)
-    spec = wb.RunSpec(task=f"{task}:build", device="cpu", micro_batch=4, steps=300, checkpoint_every=20, schedule="cosine")
+def test_a_killed_run_goes_on_and_ends_where_one_that_was_never_killed_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "task.py").write_text("def build():\n    raise RuntimeError('another file')\n")
+    monkeypatch.chdir(tmp_path)
+    spec = wb.RunSpec(task="task.py:build", device="cpu", micro_batch=4, steps=300, checkpoint_every=20, schedule="cosine")
     run = wb.launch(spec, runs_dir=tmp_path / "runs")
     limit = time.monotonic() + 120
     while not list(run.path.glob(f"{rundir.CHECKPOINTS}/step*.pt")):
@@ -65,7 +77,12 @@ def test_a_killed_run_goes_on_and_ends_where_one_that_was_never_killed_does(tmp_
     assert run.state == "failed"
     done = run.progress[0]
     assert 0 < done < 300
+    seconds = run.seconds
+    monkeypatch.chdir(tmp_path / "elsewhere")
     again = wb.launch(spec, resume=run).wait(120, check=True)
+    assert (run.state, run.seconds) == ("finished", again.seconds)  # the same run, looked at by who had seen it end
+    assert again.seconds == pytest.approx(seconds + rundir.read_json(run.path / rundir.RUN_JSON)["outcome"]["seconds"])
+    monkeypatch.chdir(tmp_path)
     assert (again.path, again.id, again.state, again.progress) == (run.path, run.id, "finished", (300, 300))
     whole = wb.launch(spec, runs_dir=tmp_path / "whole").wait(120, check=True)
     losses = {row["step"]: row["loss"] for row in again.metric_rows}
@@ -87,7 +104,8 @@ SPEC = wb.RunSpec(task="text-gpt", device="cpu", checkpoint_every=5)
 def ended(path: Path, of: wb.RunSpec = SPEC, **more: Any) -> Path:
     """A run that was stopped after its first checkpoint."""
     (path / rundir.CHECKPOINTS).mkdir(parents=True)
-    (path / rundir.CHECKPOINTS / "step00000005.pt").touch()
+    with zipfile.ZipFile(path / rundir.CHECKPOINTS / "step00000005.pt", "w") as file:
+        file.writestr("data.pkl", "")
     info = {"format": 1, "id": "x", "name": "x", "created": 0.0, "host": "h", "launch_dir": ".", "command": ["torchrun", str(path)]}
     outcome = {"state": "stopped", "returncode": None, "seconds": 1.0}
     rundir.write_json(path / rundir.RUN_JSON, info | {"spec": of.to_json(), "outcome": outcome} | more)
@@ -101,6 +119,9 @@ def ended(path: Path, of: wb.RunSpec = SPEC, **more: Any) -> Path:
         ({"alone": True}, "was not launched as a run of its own in this place"),
         ({"experiment": {"kind": "links"}}, "was not launched as a run of its own"),
         ({"command": ["torchrun", "/elsewhere"]}, "was not launched as a run of its own"),
+        ({"command": None}, "was not launched as a run of its own"),
+        ({"command": []}, "was not launched as a run of its own"),
+        ({"cwd": "/was/deleted"}, "was launched in /was/deleted, which is gone"),
         ({"spec": ScriptSpec(script="train.py").to_json()}, "is a script, whose checkpoints are its own"),
         ({"spec": SPEC.replace(nnodes=2).to_json()}, "is of 2 machines"),
         ({"outcome": {"state": "finished", "seconds": 1.0}}, "has finished"),
@@ -137,6 +158,182 @@ def test_a_run_goes_on_as_it_was_launched(tmp_path: Path) -> None:
         wb.launch()
 
 
+@pytest.mark.parametrize(
+    "knob",
+    [
+        "gc=False",
+        "evaluate=False",
+        "lr=0.0",
+        "checkpoint_every=None",
+        "no_such_knob=0",
+        "rdzv_timeout=5",
+        "nproc_per_node=0",
+        "args=['-v']",
+    ],
+)
+def test_nothing_that_was_asked_for_is_passed_over(tmp_path: Path, knob: str) -> None:
+    path, (name, value) = ended(tmp_path / "run"), knob.split("=")
+    knobs: dict[str, Any] = {name: ast.literal_eval(value)}
+    with pytest.raises(LaunchError, match=re.escape(f"{knob} with resume=…: a run goes on as it was launched")):
+        wb.launch(resume=path, **knobs)
+
+
+def test_damaged_checkpoints_are_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    path = ended(tmp_path / "run")
+    (path / rundir.CHECKPOINTS / "step00000005.pt").write_bytes(b"")
+    with pytest.raises(LaunchError, match=r"has no whole checkpoint to go on from: step00000005\.pt in .* cannot be read"):
+        wb.launch(resume=path)
+    assert not (path / "attempts").exists()
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the guards of lives would have started from: none starts."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(_Again, "_start_guard", lambda again, info, environ, lock: found.append(info | {"path": again.path}))
+    return found
+
+
+def test_a_run_that_somebody_else_has_resumed_meanwhile_does_not_begin_twice(tmp_path: Path, begun: list[dict[str, Any]]) -> None:
+    path = ended(tmp_path / "run")
+    lock = open_lock(path)
+
+    def finish() -> None:
+        time.sleep(0.3)  # by now it has been looked at; where it has not, it is refused, too, as finished
+        rundir.write_json(path / rundir.RUN_JSON, rundir.read_json(path / rundir.RUN_JSON) | {"outcome": {"state": "finished"}})
+        os.close(lock)
+
+    other = threading.Thread(target=finish)
+    other.start()
+    with pytest.raises(LaunchError, match=r"has gone on meanwhile, by somebody else's resume, and is finished now|has finished"):
+        wb.launch(resume=path)
+    other.join()
+    assert not begun
+    assert not (path / "attempts").exists()
+
+
+def test_a_lost_run_of_another_machine_goes_on_there(tmp_path: Path, begun: list[dict[str, Any]]) -> None:
+    path = ended(tmp_path / "run", outcome=None)
+    (path / rundir.LOCK).touch()
+    with pytest.raises(LaunchError, match=r"was launched on h, and this is .*: from here nobody can see whether it still runs there"):
+        wb.launch(resume=path)
+    (path / rundir.LOCK).unlink()  # the way out that it names
+    wb.launch(resume=path)
+    assert len(begun) == 1
+
+
+def test_another_life_says_what_it_runs_on_and_counts_the_time_of_those_before(
+    tmp_path: Path, begun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Git:
+        def __init__(self, folder: Path) -> None:
+            asked.append(folder)
+
+        def answer(self, timeout: float) -> dict[str, Any]:
+            return {"commit": "new", "dirty": False}
+
+    monkeypatch.setattr(environment, "GitQuery", Git)
+    path = ended(tmp_path / "run", cwd=str(tmp_path), git={"commit": "old", "dirty": False}, seconds_before=2.0, begun=100.0)
+    run = Run.load(path)
+    assert run.seconds == 3.0
+    before = time.time()
+    wb.launch(resume=run)
+    info = begun[0]
+    assert (info["git"], asked, info["cwd"]) == ({"commit": "new", "dirty": False}, [tmp_path], str(tmp_path))
+    assert info["seconds_before"] == 3.0
+    assert before <= info["begun"] <= time.time()
+    lock = open_lock(path, wait=False)
+    assert run.state == "running"  # the run that was given goes on
+    assert 3.0 <= run.seconds <= 3.0 + time.time() - before
+    os.close(lock)
+
+
+def test_a_link_leads_to_the_run(tmp_path: Path, begun: list[dict[str, Any]]) -> None:
+    path = ended(tmp_path / "run")
+    (tmp_path / "link").symlink_to(path)
+    assert wb.launch(resume=tmp_path / "link").path == path
+    assert begun[0]["path"] == path
+
+
+def test_a_life_whose_folder_was_deleted_leaves_its_number(tmp_path: Path, begun: list[dict[str, Any]]) -> None:
+    path = ended(tmp_path / "run")
+    (path / "attempts" / "1").mkdir(parents=True)
+    wb.launch(resume=path)
+    assert sorted(folder.name for folder in (path / "attempts").iterdir()) == ["1", "2"]
+    assert len(begun) == 1
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    path = ended(tmp_path / "run")
+    (path / rundir.LOCK).mkdir()  # nothing else keeps root from writing
+    with pytest.raises(LaunchError, match=f"{path} cannot be written to, and a run goes on in its own directory"):
+        wb.launch(resume=path)
+
+
+def test_a_lock_that_cannot_be_written_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ended(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", raising(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(LaunchError, match="No space left on device"):
+            wb.launch(resume=path)
+    assert not rundir.is_locked(path / rundir.LOCK)
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "expected"),
+    [
+        ("workbench.launcher.start.subprocess.Popen", OSError(errno.EAGAIN, "Resource temporarily unavailable"), LaunchError),
+        ("workbench.launcher.start.subprocess.Popen", KeyboardInterrupt(), KeyboardInterrupt),
+        ("workbench.launcher.resuming.rundir.cut_to_whole_lines", rundir.DiskFullError(errno.ENOSPC, "full"), LaunchError),
+        ("workbench.launcher.start.remember_stopper", KeyboardInterrupt(), KeyboardInterrupt),  # the guard is there already
+        ("workbench.launcher.start.threading.Thread", RuntimeError("can't start new thread"), RuntimeError),
+    ],
+)
+def test_a_life_that_cannot_begin_leaves_the_run_as_it_had_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException, expected: type[BaseException]
+) -> None:
+    path = tmp_path / "run"
+    outcome = {"state": "failed", "returncode": 1, "seconds": 1.0, "exits": {}, "stopped_ns": None}
+    ended(path, outcome=outcome, command=["/bin/sh", "-c", "sleep 60", str(path)], id=f"resumed-{tmp_path.name}")
+    for name in (rundir.ERRORS, rundir.LOGS):
+        (path / name).mkdir()
+        (path / name / "rank0").write_text(name)
+    (path / rundir.LAUNCHER_LOG).write_text("what torchrun said\n")
+    (path / rundir.METRICS).write_text('{"step": 1}\n')
+    before = files_of(path)
+    monkeypatch.setattr(environment, "GitQuery", lambda folder: NoGit())
+    with monkeypatch.context() as patch:
+        patch.setattr(where, raising(error))
+        with pytest.raises(expected):
+            wb.launch(resume=path)
+    assert files_of(path) == before
+    assert (Run.load(path).state, rundir.is_locked(path / rundir.LOCK)) == ("failed", False)
+    assert not start._guards
+    assert not (path / "attempts").exists()
+
+
+class NoGit:
+    """In the place of `GitQuery`, which starts a process, too."""
+
+    def answer(self, timeout: float) -> None:
+        return None
+
+
+def files_of(path: Path) -> dict[Path, Any]:
+    """Their contents; of run.json its values, and nothing of the lock."""
+    found: dict[Path, Any] = {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != rundir.LOCK}
+    return found | {path / rundir.RUN_JSON: rundir.read_json(path / rundir.RUN_JSON)}
+
+
 def test_a_run_that_somebody_else_holds_does_not_begin_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workbench.launcher.resuming.PATIENCE", 0.0)
     path = ended(tmp_path / "run")
@@ -147,3 +344,26 @@ def test_a_run_that_somebody_else_holds_does_not_begin_twice(tmp_path: Path, mon
     finally:
         os.close(lock)
     assert not (path / "attempts").exists()
+
+
+def test_a_run_that_goes_on_has_a_panel_that_is_live_again(by_hand: Callable[..., HandMade]) -> None:
+    made = by_hand().ended("stopped")
+    before = run_panel(Run.load(made.path))
+    rundir.write_json(made.path / rundir.RUN_JSON, rundir.read_json(made.path / rundir.RUN_JSON) | {"outcome": None})
+    made.alive()
+    again = run_panel(Run.load(made.path))
+    assert (before.now.state, before.stop.layout.display) == ("stopped", "none")
+    assert (again.now.state, again.stop.layout.display) == ("running", None)
+    made.ended("stopped")
+    limit = time.monotonic() + 20
+    while again.now.state == "running":  # its thread looks
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    assert run_panel(Run.load(made.path)) is again
+
+
+def test_the_time_of_a_life_that_nobody_saw_end_ends_with_its_last_sign(by_hand: Callable[..., HandMade]) -> None:
+    made = by_hand(created=time.time() - 1e6, begun=time.time() - 1000, seconds_before=50.0).steps(3)
+    for path in made.path.iterdir():
+        os.utime(path, (0, time.time() - 990))
+    assert Run.load(made.path).seconds == pytest.approx(60, abs=5)

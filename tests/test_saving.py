@@ -18,6 +18,7 @@ from workbench.timeline import Timeline
 from workbench.train import loop
 from workbench.train.loader import micro_batches
 from workbench.train.ranks import Ranks
+from workbench.train.saving import Checkpoints
 from workbench.train.trainer import Trainer
 
 
@@ -93,6 +94,80 @@ def test_a_damaged_one_is_passed_over(alone: Ranks, tmp_path: Path, capsys: pyte
     assert [row["step"] for row in rundir.LineTail(tmp_path / rundir.METRICS).read()] == list(range(1, 21))
 
 
+def test_damaged_ones_are_set_aside(alone: Ranks, tmp_path: Path) -> None:
+    loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    (tmp_path / rundir.CHECKPOINTS / "step00000018.pt").write_bytes(b"half of it")
+    loop.train(spec_of(steps=17), toy_tasks.numbers(), alone, tmp_path)  # as if it had been ended after step 17
+    assert names(tmp_path) == ["step00000012.pt", "step00000018.pt.damaged"]
+
+
+def test_one_of_a_later_step_does_not_drive_out_the_present_ones(alone: Ranks, tmp_path: Path) -> None:
+    checkpoints, trainer = Checkpoints(tmp_path, alone, 6), Trainer(spec_of(), toy_tasks.numbers(), alone)
+    for step in (30, 36, 6, 12, 18):
+        checkpoints.write(step, trainer)
+    assert names(tmp_path)[:2] == ["step00000012.pt", "step00000018.pt"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), MemoryError(), OSError(errno.EIO, "Input/output error"),
+     RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"), None],
+)  # fmt: skip
+def test_what_cannot_be_read_now_takes_nothing_away(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """None: every file is damaged."""
+    spec, task = spec_of(noise_scale=1, accumulation=2), toy_tasks.numbers()
+    loop.train(spec, task, alone, tmp_path)
+    if error is None:
+        for path in (tmp_path / rundir.CHECKPOINTS).iterdir():
+            path.write_bytes(path.read_bytes()[:600])
+
+    def load(*_: object, **options: object) -> None:
+        assert error
+        raise error
+
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    expected = type(error) if error else rundir.DamagedRunError
+    if error:
+        monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(expected) as raised:
+        loop.train(spec, task, alone, tmp_path)
+    assert "Nothing of the run was changed" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+
+    def stale(path: Path) -> Iterator[Path]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "iterdir", stale)
+    with pytest.raises(OSError, match="Stale"):
+        loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    assert len(rundir.LineTail(tmp_path / rundir.METRICS).read()) == 20
+
+
+def test_a_run_that_goes_on_keeps_the_micro_batch_that_was_chosen(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, task = spec_of(micro_batch="auto"), toy_tasks.numbers()
+    for size in (8, 4):  # less memory is free the second time
+        monkeypatch.setattr(loop, "choose", lambda spec, ranks, size=size: size)
+        loop.train(spec, task, alone, tmp_path)
+        (tmp_path / rundir.CHECKPOINTS / "step00000018.pt").unlink()
+    rows = rundir.LineTail(tmp_path / rundir.METRICS).read()
+    assert [row["samples"] for row in rows if "samples" in row] == [8 * step for step in range(1, 21)]
+    assert {row["micro_batch"] for row in rows if "micro_batch" in row} == {8}
+
+
+def test_a_row_without_its_step_goes_away(alone: Ranks, tmp_path: Path) -> None:
+    loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    with open(tmp_path / rundir.METRICS, "a") as file:
+        file.write('{"loss": 1.0}\n{"step": null}\n')
+    loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    assert [row["step"] for row in rundir.LineTail(tmp_path / rundir.METRICS).read()] == list(range(1, 21))
+
+
 def test_a_panel_that_follows_a_run_that_goes_on_counts_no_step_twice(alone: Ranks, tmp_path: Path) -> None:
     from workbench.widgets.follow import Follower
 
@@ -106,11 +181,11 @@ def test_a_panel_that_follows_a_run_that_goes_on_counts_no_step_twice(alone: Ran
     assert after.losses == before.losses
 
 
-def test_without_a_sound_one_it_begins_anew(alone: Ranks, tmp_path: Path) -> None:
+def test_without_any_it_begins_anew(alone: Ranks, tmp_path: Path) -> None:
     spec, task = spec_of(evaluate=False, noise_scale=1, accumulation=2), toy_tasks.numbers()
     loop.train(spec, task, alone, tmp_path)
     for path in (tmp_path / rundir.CHECKPOINTS).iterdir():
-        path.write_bytes(b"")
+        path.unlink()
     loop.train(spec, task, alone, tmp_path)
     for name in (rundir.METRICS, rundir.noise_file(0)):
         assert [row["step"] for row in rundir.LineTail(tmp_path / name).read() if "step" in row] == list(range(1, 21))

@@ -76,9 +76,13 @@ class Run:
         self.name: str = info["name"]
         self.created: float = info["created"]
         self.spec: Spec = spec_from_json(info["spec"])
-        self._host: str = info["host"]
         self._launch_dir = (path / info["launch_dir"]).resolve()
-        self._outcome: Mapping[str, Any] | None = None if info.get("batch") else info.get("outcome")
+        self._host: str = info["host"]
+        self._outcome: Mapping[str, Any] | None = None
+        self._written: tuple[int, int] | None = None
+        self._take(info)
+        if info.get("batch"):
+            self._outcome = None
         self._job = Job.of(path) if info.get("batch") else None
         self._meeting: Mapping[str, Any] | None = info.get("rendezvous")
         self._tails: dict[Path, rundir.LineTail] = {}
@@ -115,15 +119,35 @@ class Run:
 
     # --- how it stands
 
+    def _take(self, info: Mapping[str, Any]) -> None:
+        """What run.json says, and what changes when a run goes on from a checkpoint."""
+        self._host = info.get("host", self._host)
+        self._outcome = info.get("outcome")
+        self._begun: float = info.get("begun", self.created)
+        self._before: float = info.get("seconds_before", 0.0)
+
+    def _read_info(self) -> None:
+        self._written = self._last_written()  # before it is read: whatever is written later is read another time
+        self._take(rundir.read_json(self.path / rundir.RUN_JSON))
+
+    def _last_written(self) -> tuple[int, int] | None:
+        """Which run.json is there; None where none can be seen, as when it was deleted after the end."""
+        with contextlib.suppress(OSError):
+            stat = os.stat(self.path / rundir.RUN_JSON)
+            return stat.st_ino, stat.st_mtime_ns
+        return None
+
     @property
     def state(self) -> State:
         """How the run stands at this moment."""
         if self._job is not None and not is_final(self._outcome):
             state, self._outcome = self._job.standing(rundir.read_json(self.path / rundir.RUN_JSON).get("outcome"))
             return cast(State, state)
+        if self._job is None and self._outcome is not None and self._last_written() not in (None, self._written):
+            self._read_info()  # it goes on from a checkpoint, maybe
         if self._outcome is None:
             alive = rundir.is_locked(self._launch_dir / rundir.LOCK)  # first the lock, then the file: the guard writes, then lets go
-            self._outcome = rundir.read_json(self.path / rundir.RUN_JSON).get("outcome")
+            self._read_info()
             if self._outcome is None and self._launch_dir != self.path:  # one of a sweep: what ended the launch ended it
                 self._outcome = rundir.read_json(self._launch_dir / rundir.RUN_JSON).get("outcome")
             if self._outcome is None:
@@ -154,12 +178,15 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Seconds from launch to end; so far, while it runs; to its last sign of life, where nobody saw its end."""
+        """Seconds from launch to end; so far, while it runs; to its last sign of life, where nobody saw its end.
+
+        Of a run that was resumed (`launch(resume=run)`) the sum over its lives, without the time between them.
+        """
         if self.state in ACTIVE:
-            return time.time() - self.created
+            return self._before + time.time() - self._begun
         if self._outcome is not None and self._outcome.get("seconds", math.nan) is not None:
-            return float(self._outcome.get("seconds", math.nan))
-        return max(path.stat().st_mtime for path in self.path.iterdir()) - self.created
+            return self._before + float(self._outcome.get("seconds", math.nan))
+        return self._before + max(path.stat().st_mtime for path in self.path.iterdir()) - self._begun
 
     @property
     def progress(self) -> tuple[int, int | None]:
@@ -238,7 +265,7 @@ class Run:
             wait(timeout)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"{self!r} has not ended {units.seconds(timeout)} after stop()") from None
-        self._outcome = {"state": "stopped", "returncode": None, "seconds": time.time() - self.created}
+        self._outcome = {"state": "stopped", "returncode": None, "seconds": time.time() - self._begun}
         return self
 
     def _cancelled(self, timeout: float) -> "Run":

@@ -334,8 +334,10 @@ def write_outcome(run_dir: Path, outcome: dict[str, Any]) -> None:
 def start(command: list[str]) -> int:
     """Start torchrun in a session of its own, without what the guard has changed for itself; returns its pid."""
     guard = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a stop that comes at once must not go to our handler in the child
     pid = os.fork()  # not subprocess: only wait statuses tell the truth where a subreaper reaps everybody
     if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         return pid
     try:
         os.setsid()

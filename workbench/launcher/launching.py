@@ -43,8 +43,9 @@ def launch(
     Args:
         target: a RunSpec, or the path of a script; left out with `resume`.
         resume: a run of this machine (or its directory) that was killed, stopped or failed, with checkpoints (`checkpoint_every=`): it
-            goes on from the last one, in its directory and with its spec. Order of samples, weights and schedule go on where they were;
-            random numbers of dropout and augmentation begin anew. What its processes printed before is in `attempts/`.
+            goes on from the last sound one, in its directory, from the folder where it was launched and with its spec; nothing but
+            `timeout` can be given with it. Order of samples, weights and schedule go on where they were; random numbers of dropout and
+            augmentation begin anew. What its processes printed before is in `attempts/`.
         args: the script's arguments.
         nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
         watch: find the script's loaders, modules and optimizers as it runs and write a Timeline per rank (a RunSpec always has one).
@@ -64,23 +65,13 @@ def launch(
         TaskError: the task's file or function is not there.
     """
     if resume is not None:
-        given: dict[str, Any] = {
-            "args": args,
-            "nproc_per_node": nproc_per_node,
-            "watch": watch,
-            "runs_dir": runs_dir,
-            "name": name,
-            "nnodes": nnodes,
-        }
-        given |= {"rdzv_endpoint": rdzv_endpoint, "on": on, **knobs}
-        if changed := [f"{knob}={value!r}" for knob, value in given.items() if value]:
-            raise LaunchError(
-                f"{changed[0]} with resume=…: a run goes on as it was launched, with its own spec; launch a new run for another"
-            )
+        given: dict[str, Any] = {"args": list(args), "nproc_per_node": nproc_per_node, "watch": watch, "runs_dir": runs_dir, "name": name}
+        given |= {"nnodes": nnodes, "rdzv_endpoint": rdzv_endpoint, "rdzv_timeout": rdzv_timeout, "on": on}
+        _refuse_changes(given, knobs)
         check_timeout(timeout)
-        old = resumable(resume, target)
-        check(old.spec)
-        return go_on(old, timeout)
+        ended = resumable(resume, target)
+        check(ended.spec)
+        return go_on(ended, timeout)
     if target is None:
         raise LaunchError("launch() of what? A RunSpec, the path of a script, or resume= with a run that was ended is wanted")
     if isinstance(target, RunSpec):
@@ -111,6 +102,19 @@ def launch(
     meeting = Rendezvous(nnodes=spec.nnodes, endpoint=rdzv_endpoint or free_endpoint(), timeout=rdzv_timeout) if several else None
     new = NewRun(runs_dir, name or label(spec))
     return new.start(spec, program(spec, new.path), timeout, rendezvous=meeting)
+
+
+def _refuse_changes(given: dict[str, Any], knobs: dict[str, Any]) -> None:
+    """Refuse what a run that goes on would have to be another one for: any knob, and any argument that is not at its default.
+
+    Raises:
+        LaunchError: there is one.
+    """
+    usual = {"args": [], "watch": False, "rdzv_timeout": TIMEOUT}
+    for name, value in ({name: value for name, value in given.items() if value != usual.get(name)} | knobs).items():
+        raise LaunchError(
+            f"{name}={value!r} with resume=…: a run goes on as it was launched, with its own spec; launch a new run for another"
+        )
 
 
 def script_spec(script: str | os.PathLike[str], knobs: dict[str, Any], **fields: Any) -> ScriptSpec:

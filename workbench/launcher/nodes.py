@@ -14,8 +14,8 @@ from typing import Any
 
 from workbench import rundir
 from workbench.launcher import environment
+from workbench.launcher.lives import lives, put_away
 from workbench.launcher.rendezvous import Rendezvous, free_endpoint
-from workbench.launcher.resuming import lives, put_away
 from workbench.launcher.start import GRACE, LaunchError, open_lock
 from workbench.run import Run
 from workbench.spec import Spec, spec_from_json

@@ -90,9 +90,7 @@ class NewRun:
             finally:
                 os.close(lock)
         except BaseException as error:
-            if guard := _guards.get(self.id):
-                guard.terminate()
-                guard.wait()
+            end_guard(self.id)
             shutil.rmtree(self.path, ignore_errors=True)
             if isinstance(error, OSError):
                 reason = f"{self.path.parent} is full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else str(error)
@@ -133,6 +131,7 @@ class NewRun:
             "launch_dir": ".",
             "command": environment.torchrun(spec.nproc_per_node, self.path / rundir.LOGS, program, *meeting),
             "timeout": timeout,
+            "cwd": str(Path.cwd()),
             "environment": {"set": added, "removed": removed},
             "versions": environment.versions(),
             "git": git.answer(GIT_PATIENCE),
@@ -172,13 +171,14 @@ class NewRun:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=environ,
+                    cwd=info["cwd"],
                     pass_fds=(lock,),
                     start_new_session=True,  # jupyter_client signals the kernel's whole process group
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         remember_stopper(self.id, guard.terminate, guard.wait)
-        threading.Thread(target=_reap, args=(self.id,), name=f"reap {self.name}", daemon=True).start()
+        threading.Thread(target=_reap, args=(self.id, guard), name=f"reap {self.name}", daemon=True).start()
         os.pwrite(lock, str(guard.pid).encode(), 0)
 
 
@@ -198,7 +198,11 @@ def open_lock(folder: Path, *, wait: bool = True) -> int:
     except BlockingIOError:
         os.close(lock)
         raise LaunchError(f"{folder} is that of a run that is still running") from None
-    os.pwrite(lock, b" " * 20, 0)  # room for the guard's pid, even if the disk is full by then
+    try:
+        os.pwrite(lock, b" " * 20, 0)  # room for the guard's pid, even if the disk is full by then
+    except OSError:
+        os.close(lock)
+        raise
     return lock
 
 
@@ -222,11 +226,18 @@ def wait_for_reaped(run_id: str) -> None:
         time.sleep(0.01)
 
 
-def _reap(run_id: str) -> None:
+def end_guard(run_id: str) -> None:
+    """Stop what a launch has started that failed after that, and wait until it is gone; nothing where nothing was."""
+    if guard := _guards.get(run_id):
+        guard.terminate()
+        _reap(run_id, guard)
+
+
+def _reap(run_id: str, guard: "subprocess.Popen[bytes]") -> None:
     """Wait for a guard, so that it leaves no zombie, and close our end of its pipe."""
-    guard = _guards[run_id]
     guard.wait()
     assert guard.stdin
     guard.stdin.close()
-    forget_stopper(run_id)
-    del _guards[run_id]
+    if _guards.get(run_id) is guard:  # else it was reaped before, and its run may have another one
+        forget_stopper(run_id)
+        _guards.pop(run_id, None)

@@ -27,7 +27,8 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
     """Train, and write the steps and the report into a run directory.
 
     Args:
-        spec: every knob. A micro_batch that is "auto" is chosen first, and the figures of the last step have it as `micro_batch`.
+        spec: every knob. A micro_batch that is "auto" is chosen first, and the figures of the last step have it as `micro_batch`; a run
+            that goes on from a checkpoint keeps it.
         task: what is trained.
         ranks: this process among the others.
         run_dir: for `rank<r>.jsonl`, `noise<r>.jsonl` where it is asked for and, from rank 0, `metrics.jsonl`.
@@ -40,20 +41,23 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
         TaskError: the task's functions do not return what they should.
         SpecError: a knob does not fit this machine or this task, or a micro_batch could not be chosen.
         DiskFullError: the steps or the report could not be written.
+        DamagedRunError: it is to go on, and none of its checkpoints can be read.
     """
     if spec.evaluate and task.evaluate is None:
         raise TaskError(f"evaluate=True, and the task {spec.task!r} has no evaluation: try wb.Task(…, evaluate=…), or evaluate=False")
     check_profile(spec)
+    checkpoints = Checkpoints(run_dir, ranks, spec.checkpoint_every) if spec.checkpoint_every else None
+    found = checkpoints.found() if checkpoints else None
     chosen: dict[str, float] = {}
-    if spec.micro_batch == AUTO:
-        spec = spec.replace(micro_batch=choose(spec, ranks))
+    if spec.micro_batch == AUTO:  # a run that goes on keeps what it had: its place in the data is counted in that
+        spec = spec.replace(micro_batch=(found and found[1].get("micro_batch")) or choose(spec, ranks))
         chosen = {"micro_batch": spec.micro_batch}
     trainer = Trainer(spec, task, ranks, group, halving=bool(chosen))
     weights = sum(weight.numel() for weight in trainer.module.parameters())
     print(f"rank {ranks.rank} of {ranks.world_size} on {ranks.device}: {units.count(weights)} parameters, batches of {spec.micro_batch}")
     samples_per_step = spec.micro_batch * spec.accumulation * trainer.layout.readers.world_size
-    checkpoints = Checkpoints(run_dir, ranks, spec.checkpoint_every) if spec.checkpoint_every else None
-    done = checkpoints.resume(trainer) if checkpoints else 0  # before the files are opened: it cuts them
+    done = checkpoints.resume(trainer, found) if checkpoints else 0  # before the files are opened: it cuts them
+    del found  # as large as the model and its optimizer
     trainer.phase = timer = StepTimer(run_dir / rundir.rank_file(ranks.rank), device=ranks.device.type)
     if checkpoints:
         timer.go_on(done)

@@ -109,8 +109,8 @@ _panels: dict[tuple[Path, str], RunPanel] = {}
 
 
 def run_panel(run: Run) -> RunPanel:
-    """The panel of a run: always the same one, however often the run is shown."""
+    """The panel of a run: always the same one, however often the run is shown; a new one when it goes on after its end."""
     key = (run.path, run.id)
-    if key not in _panels:
+    if key not in _panels or (_panels[key].now.state not in ACTIVE and run.state in ACTIVE):
         _panels[key] = RunPanel(run)
     return _panels[key]

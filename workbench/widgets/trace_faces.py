@@ -150,7 +150,8 @@ def _lane(shown: Scene, strip: Strip, start: int, end: int, colors: dict[str, st
     name = escape(_named(strip))
     return (
         f'<div style="display:flex;margin-top:5px"><span title="{name}" style="width:{_NAME}px;flex-shrink:0;overflow:hidden;'
-        f'white-space:nowrap;text-overflow:ellipsis;font-size:11px">{name}</span><div style="width:100%;overflow:hidden">{lines}</div></div>'
+        f'white-space:nowrap;text-overflow:ellipsis;font-size:11px">{name}</span>'
+        f'<div style="width:100%;overflow:hidden">{lines}</div></div>'
     )
 
 
