@@ -164,7 +164,7 @@ class RunSpec(_Spec):
     """Run the task's evaluation after the last step."""
     checkpoint_every: int | None = None
     """Steps between two checkpoints in the run directory, from which a job goes on that Slurm puts back into its queue (`Slurm(requeue=
-    True)`); any other run that ended early is launched anew; None = none are written. With parallel="ddp"; see `train.saving`."""
+    True)`), and a run of this machine with `wb.launch(resume=run)`; None = none are written. With parallel="ddp"; see `train.saving`."""
     noise_scale: bool | int = False
     """Write the norms of which `run.noise_scale` is made: n = of each n-th step, at 1/n of the cost (1 = of each, in a long run 10 is
     plenty), True = of each fourth, or of fewer where that took more than 5 % of the time. Needs two groups of samples in a step: ranks, or
