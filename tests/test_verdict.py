@@ -253,6 +253,17 @@ def test_ranks_that_share_their_cores_with_others_wait_in_reductions_for_that_al
     assert judge(room).verdict == "communication-bound"
 
 
+@pytest.mark.parametrize(("handover", "verdict"), [(0.0, "input-bound"), (0.002, "compute-bound")])
+def test_taking_batches_over_from_workers_that_keep_up_is_no_bottleneck(handover: float, verdict: str) -> None:
+    """Measured: a worker busy for half of a healthy 12 ms step; without the loader 16 % would be saved, 8 of them the taking over."""
+    world = World(num_workers=1, cpu=0.008, worker=0.0005, handover=0.0035)
+    evidence = world.evidence()
+    assert evidence.loading is not None
+    found = judge(dataclasses.replace(evidence, loading=dataclasses.replace(evidence.loading, handover=handover)))
+    assert found.verdict == verdict
+    assert found.shares["data_wait"].mid == pytest.approx(0.155, abs=0.02)
+
+
 BUSY = Noise(cores=2.0, foreign=0.8, spread=0.1)
 
 

@@ -5,6 +5,7 @@ part is taken away, in an experiment or in arithmetic over experiments, and the 
 can be taken computes, and is left in peace.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 from workbench import units
@@ -126,9 +127,18 @@ def _surest(standing: list[Candidate], noisy: bool) -> Candidate:
     return max((one for one in standing if one.saved.high >= first.saved.low), key=lambda one: one.saved.low)
 
 
+def _input_limit(e: Evidence, c: Costs, cause: Cause) -> Limit:
+    """Where workers keep up, taking batches over from them is a part of having them: no deeper queue takes that off."""
+    if cause.cause != "prefetch" or e.loading is None or not e.loading.handover:
+        return USUAL
+    taken = e.loading.handover * e.accumulation / c.step
+    return dataclasses.replace(USUAL, least=USUAL.least + taken, floor=USUAL.floor + taken)
+
+
 def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
     """Every part that could be taken away, with what that saves."""
-    found = [Candidate(verdict="input-bound", part="data_wait", saved=c.share(c.data), cause=causes.input_cause(e, c))]
+    cause = causes.input_cause(e, c)
+    found = [Candidate(verdict="input-bound", part="data_wait", saved=c.share(c.data), cause=cause, limit=_input_limit(e, c, cause))]
     pausing = causes.pausing_rank(e)
     if c.slow:
         late = c.straggler if c.slow.input >= c.slow.compute else c.saves(c.straggler)
