@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -97,6 +99,83 @@ def _unknown(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
 
 def test_what_is_not_known_is_not_guessed() -> None:
     assert "3 times" in note_of(estimate(_unknown, steps=1))
+
+
+def test_nothing_of_the_users_is_written_to() -> None:
+    array, number = np.ones(3), torch.tensor(5)
+
+    def writes(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        weights = torch.as_tensor(array)
+        weights[0] = 77
+        weights /= weights.sum()
+        number.view(1).fill_(9)
+        number.unsqueeze(0).add_(1)
+        out: Tensor = layer(x)
+        return out * weights[0]
+
+    estimate(writes)
+    assert array.tolist() == [1, 1, 1]
+    assert number.item() == 5
+
+
+def _written_elsewhere(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+    unknown = layer(x).sum().long()
+    out = lengths.clone()
+    torch.add(lengths, unknown, out=out)
+    assert out.sum().item() == 1
+    values, places = lengths.clone(), lengths.clone()
+    torch.sort(unknown.expand(4), out=(values, places))
+    assert values.sum().item() == 1
+    other = lengths.clone()
+    other.data = unknown.expand(4).clone()
+    assert other.sum().item() == 1
+    sparse = torch.diag(lengths).to_sparse()
+    layer(x).mul_(2)
+    del sparse
+    return layer(x)
+
+
+def test_whatever_way_something_unknown_is_written_it_is_not_known() -> None:
+    estimate(_written_elsewhere)
+
+
+def test_what_other_ranks_say_is_not_known() -> None:
+    def gathers(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        mine = lengths.sum()
+        every = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
+        dist.all_gather(every, mine)
+        dist.all_reduce(mine)
+        assert [one.item() for one in (*every, mine)] == [1, 1, 1]
+        out: Tensor = layer(x)
+        return out
+
+    assert "answered 1" in note_of(estimate(gathers, world_size=2, parallel="ddp"))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint8, torch.int16])
+def test_whole_numbers_of_any_size(dtype: torch.dtype) -> None:
+    batch = X, torch.tensor([64, 32, 8, 8]).to(dtype)
+    assert estimate(lambda layer, x, lengths: layer(x), batch[1]).total
+    assert resized(batch, sequence=1024)[1].tolist() == [64, 32, 8, 8]  # too small a type to be stretched: as it is
+
+
+def test_a_batch_may_be_sparse() -> None:
+    assert estimate(lambda layer, x, lengths: layer(x), torch.eye(4).long().to_sparse()).total
+
+
+def test_values_do_not_come_from_a_default_device() -> None:
+    with torch.device("meta"):
+        other = resized((X, LENGTHS), samples=6)
+    assert other[1].tolist() == [8, 16, 32, 8, 8, 16]
+
+
+def test_what_a_mask_selects() -> None:
+    def selects(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        mask = (torch.arange(64)[None] < lengths[:, None])[..., None].expand(4, 64, 32)
+        assert layer(x).masked_select(mask).shape == (64 * 32,)
+        return layer(x).masked_select(mask)
+
+    assert not note_of(estimate(selects))
 
 
 def test_a_mask_with_gaps_is_not_taken_for_a_full_one() -> None:

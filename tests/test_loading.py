@@ -156,7 +156,7 @@ def test_what_a_batch_would_take_here_is_known_from_a_worker() -> None:
     assert there.cpu < 0.7 * there.collate  # that of the worker
 
 
-def test_a_short_last_batch_tells_nothing_of_a_full_one() -> None:
+def test_collating_is_told_by_the_sample_whatever_size_batches_have() -> None:
     def made(size: int, collate: float) -> Made:
         return Made(
             wall=0.01, cpu=0.01, fetch_cpu=0.0, fetch_blocked=0.0, blocked=0.0, collate_here=collate, size=size, read_bytes=0, files=0,
@@ -164,7 +164,9 @@ def test_a_short_last_batch_tells_nothing_of_a_full_one() -> None:
         )  # fmt: skip
 
     turn = [made(16, 0.009), made(16, 0.008), made(1, 0.002)]
-    assert _cpu_here([turn, turn, turn[2:]]) == pytest.approx(0.008)
+    assert _cpu_here([turn, turn]) == pytest.approx(0.008 / 16 * 11)
+    uneven = [made(8, 0.001), made(8, 0.0011), made(64, 0.009)]
+    assert _cpu_here([uneven]) == pytest.approx(0.001 / 8 * 80 / 3)
 
 
 def test_small_files_are_counted(tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def estimate_memory(
     """Predict the memory of a training step, without running it and without a GPU.
 
     The step runs on tensors that have a shape but no values, with the memory behaviour of a GPU: a second or so, whatever the sizes.
-    Eager mode only. Of values, what follows from the batch's own whole numbers is known (lengths, masks, labels that are left out);
-    where the program asks for another, it is told 1, and a note says so.
+    Eager mode only. Of values, what follows from the batch's own whole numbers is known (lengths, masks, labels that are left out; of
+    tensors up to 4 million elements); where the program asks for another, it is told 1, and a note says so.
 
     Args:
         target: a RunSpec, a Task, a function that builds a model, or a model (which is not touched; one in

@@ -79,10 +79,6 @@ class Costs:
             elif e.device == "cpu" and noises(e):
                 optimizer = between(optimizer, traced)
         communication = _saved(e, "no_sync", clean)
-        if communication.mid > 0 and not math.isnan(loader):  # what a fresh batch costs beyond its loader, ranks wait for, too
-            beyond = max(0.0, data.mid - loader)
-            data = less(data, beyond * communication.mid / cached)
-            communication = scaled(communication, 1 + beyond / cached)
         transfer = _saved(e, "device_batch", clean)
         host, sleeping, called = _host(e, cached, optimizer.mid, communication.mid)
         rest = cached - transfer.mid - optimizer.mid - communication.mid - (slow.compute if slow else 0.0)

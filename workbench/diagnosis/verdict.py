@@ -51,7 +51,7 @@ LIMITS = {
 WIDE = 0.2
 """An interval of a saving as wide as this decides nothing near a limit."""
 EXPLAINS = 0.4
-"""More threads than cores slow down everything else; they are blamed if they explain so much of the largest saving (measured: 0.5 to 0.75
+"""More threads than cores slow down everything else; they are blamed if they explain so much of the largest saving (measured: 0.6 to 0.75
 of what reductions seem to cost then)."""
 
 

@@ -89,8 +89,8 @@ def resized(batch: Any, *, samples: int | None = None, sequence: int | None = No
         if image is not None and len(shape) == 4:
             shape[2:] = [image, image]
         told = tells(tensor)
-        if told and sequence is not None and tensor.dim() == 1 and int(tensor.max()) == length:
-            tensor = tensor * sequence // length  # lengths, of which the longest is the batch's
+        if told and sequence is not None and length is not None and _is_lengths(tensor, length):
+            tensor = (tensor.long() * sequence // length).to(tensor.dtype)
         if shape == list(tensor.shape):
             return tensor
         return _stretched(tensor, shape) if told else torch.empty(shape, dtype=tensor.dtype, device="meta")
@@ -98,14 +98,22 @@ def resized(batch: Any, *, samples: int | None = None, sequence: int | None = No
     return map_tensors(other, batch)
 
 
+def _is_lengths(tensor: Tensor, length: int) -> bool:
+    """The lengths of sequences, of which the longest is the batch's? (Or classes, whose values decide nothing.)"""
+    return tensor.dim() == 1 and tensor.dtype in (torch.int32, torch.int64) and int(tensor.max()) == length
+
+
+def _positions(new: int, old: int, *, repeat: bool) -> Tensor:
+    places = torch.arange(new, device="cpu")
+    return places % old if repeat else places * old // new
+
+
 def _stretched(tensor: Tensor, shape: list[int]) -> Tensor:
     """Its rows over and over, each stretched to its new length; more than are worth knowing have shapes only."""
     if math.prod(shape) > LIMIT:
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
-    rows, *places = (
-        torch.arange(new) * old // new if at else torch.arange(new) % old
-        for at, (new, old) in enumerate(zip(shape, tensor.shape, strict=True))
-    )
+    sides = zip(shape, tensor.shape, strict=True)
+    rows, *places = (_positions(new, old, repeat=not dim) for dim, (new, old) in enumerate(sides))
     tensor = tensor.cpu()[rows]
     for dim, index in enumerate(places, 1):
         tensor = tensor.index_select(dim, index)

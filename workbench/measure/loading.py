@@ -274,14 +274,13 @@ def _mean(turns: list[list[Made]], value: Callable[[Made], float]) -> float:
 
 
 def _cpu_here(turns: list[list[Made]]) -> float:
-    """CPU of making a batch in the training process, from a worker. The least that collating a full one took counts: there, memory is used
+    """CPU of making a batch in the training process, from a worker. The least that collating a sample took counts: there, memory is used
     again, and nothing sends the last batch beside it.
     """
     if turns[0][0].collate_here is None:
         return _mean(turns, lambda m: m.cpu)
-    full = max(m.size for turn in turns for m in turn)
-    collate = [[m.collate_here for m in turn if m.collate_here is not None and m.size == full] for turn in turns]
-    return _mean(turns, lambda m: m.fetch_cpu) + statistics.median(min(turn) for turn in collate if turn)
+    each = statistics.median(min((m.collate_here or 0.0) / max(1, m.size) for m in turn) for turn in turns)
+    return _mean(turns, lambda m: m.fetch_cpu) + each * statistics.fmean(max(1, m.size) for turn in turns for m in turn)
 
 
 def touch(batch: Any) -> None:
