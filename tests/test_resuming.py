@@ -2,6 +2,7 @@
 
 import ast
 import errno
+import fcntl
 import os
 import re
 import signal
@@ -328,6 +329,26 @@ class NoGit:
         return None
 
 
+def test_a_life_that_does_not_begin_leaves_the_time_of_a_lost_run(
+    by_hand: Callable[..., HandMade], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = by_hand(created=time.time() - 1000, spec=SPEC.to_json()).steps(3).log(0, "hello\n").path
+    rundir.write_json(path / rundir.RUN_JSON, rundir.read_json(path / rundir.RUN_JSON) | {"command": ["torchrun", str(path)]})
+    ended(path.with_name("other"))
+    (path.with_name("other") / rundir.CHECKPOINTS).rename(path / rundir.CHECKPOINTS)
+    with open(path / rundir.rank_file(0), "a") as file:
+        file.write('{"step": 3, "forw')  # it is cut off
+    for file_or_folder in path.rglob("*"):
+        os.utime(file_or_folder, (0, time.time() - 900))
+    assert Run.load(path).seconds == pytest.approx(100, abs=5)
+    monkeypatch.setattr(_Again, "_start_guard", raising(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(LaunchError, match="could not go on"):
+        wb.launch(resume=path)
+    assert Run.load(path).seconds == pytest.approx(100, abs=5)
+    os.close(open_lock(path, wait=False))
+    assert Run.load(path).seconds == pytest.approx(100, abs=5)
+
+
 def files_of(path: Path) -> dict[Path, Any]:
     """Their contents; of run.json its values, and nothing of the lock."""
     found: dict[Path, Any] = {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != rundir.LOCK}
@@ -344,6 +365,22 @@ def test_a_run_that_somebody_else_holds_does_not_begin_twice(tmp_path: Path, mon
     finally:
         os.close(lock)
     assert not (path / "attempts").exists()
+
+
+def test_who_asks_whether_a_run_lives_is_waited_for(tmp_path: Path, begun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ended(tmp_path / "run")
+    tried: list[bool] = []
+
+    def lock_of(folder: Path, *, wait: bool = True) -> int:
+        with open(folder / rundir.LOCK, "a") as asking:
+            if not tried:  # just then somebody asks
+                fcntl.flock(asking, fcntl.LOCK_SH)
+            tried.append(True)
+            return open_lock(folder, wait=wait)
+
+    monkeypatch.setattr("workbench.launcher.resuming.open_lock", lock_of)
+    wb.launch(resume=path)
+    assert (len(tried), len(begun)) == (2, 1)
 
 
 def test_a_run_that_goes_on_has_a_panel_that_is_live_again(by_hand: Callable[..., HandMade]) -> None:

@@ -75,6 +75,21 @@ def test_the_clock_of_a_lost_run_stands_still(by_hand: Make) -> None:
     assert Run.load(made.path).seconds == pytest.approx(10, abs=2)
 
 
+def test_the_last_sign_of_a_lost_run_is_of_its_ranks(by_hand: Make) -> None:
+    made = by_hand(created=time.time() - 1000)
+    run = Run.load(made.path)
+    assert run.seconds == 0  # they have not written anything, and run.json and the lock are not theirs
+    made.log(0, "starting\n")
+    for log in made.path.glob("logs/*/*/*/*"):
+        os.utime(log, (0, run.created + 5))
+    assert run.seconds == pytest.approx(5, abs=1e-3)
+    (made.steps(3).path / "checkpoints").mkdir()
+    (made.path / "checkpoints" / "step00000003.pt").touch()
+    for path, seconds in ((made.path / "rank0.jsonl", 10), (made.path / "checkpoints" / "step00000003.pt", 9)):
+        os.utime(path, (0, run.created + seconds))
+    assert run.seconds == pytest.approx(10, abs=1e-3)
+
+
 def test_a_run_of_another_machine_is_not_stopped_from_here(by_hand: Make) -> None:
     with pytest.raises(ValueError, match=r"runs on elsewhere, and this is .*: stop it there"):
         Run.load(by_hand(host="elsewhere").alive().path).stop()

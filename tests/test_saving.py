@@ -1,6 +1,7 @@
 """Checkpoints: a run that goes on ends where one that was never ended does, and no file is ever half there."""
 
 import errno
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import toy_tasks
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from workbench import rundir
 from workbench.run import Run
@@ -158,6 +160,33 @@ def test_a_run_that_goes_on_keeps_the_micro_batch_that_was_chosen(alone: Ranks, 
     rows = rundir.LineTail(tmp_path / rundir.METRICS).read()
     assert [row["samples"] for row in rows if "samples" in row] == [8 * step for step in range(1, 21)]
     assert {row["micro_batch"] for row in rows if "micro_batch" in row} == {8}
+
+
+def test_one_that_does_not_say_its_micro_batch_is_not_there_while_one_is_chosen(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, task = spec_of(micro_batch="auto", steps=6), toy_tasks.numbers()
+    monkeypatch.setattr(loop, "choose", lambda spec, ranks: 8)
+    whole = weights(loop.train(spec, task, alone, tmp_path))
+    path = tmp_path / rundir.CHECKPOINTS / "step00000006.pt"
+    state = torch.load(path, weights_only=True)
+    del state["micro_batch"]  # as an earlier version has written it
+    torch.save(state, path)
+    read, found = Checkpoints.read, []
+
+    def noted(checkpoints: Checkpoints, path: Path) -> dict[str, Any]:
+        state = read(checkpoints, path)
+        found.extend(weakref.ref(leaf) for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+        return state
+
+    def choose(spec: RunSpec, ranks: Ranks) -> int:
+        assert found
+        assert not any(tensor() is not None for tensor in found)
+        return 8
+
+    monkeypatch.setattr(Checkpoints, "read", noted)
+    monkeypatch.setattr(loop, "choose", choose)
+    assert torch.equal(weights(loop.train(spec, task, alone, tmp_path)), whole)  # it goes on from there
 
 
 def test_a_row_without_its_step_goes_away(alone: Ranks, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.run import Run
-from workbench.rundir import METRICS, DamagedRunError, LineWriter, rank_file
+from workbench.rundir import METRICS, RUN_JSON, DamagedRunError, LineWriter, keep_rows, rank_file
 from workbench.spec import RunSpec, ScriptSpec
 from workbench.timeline import PHASES
 from workbench.widgets import LogView, RunPanel, faces, run_panel
@@ -109,6 +109,19 @@ def test_a_row_that_is_no_metric_is_named(by_hand: ByHand, row: str) -> None:
     for _ in range(2):
         with pytest.raises(DamagedRunError, match=r"metrics.jsonl is damaged: the number of a step"):
             follower.snapshot()
+
+
+def test_a_file_that_begins_anew_is_not_damaged_any_more(by_hand: ByHand) -> None:
+    made = by_hand().alive().steps(3).losses(2)
+    follower = Follower(Run.load(made.path))
+    for name, row in ((METRICS, '{"step": 9, "loss": "low"}'), (rank_file(0), '{"step": 9, "data_wait": "soon"}')):
+        with (made.path / name).open("a") as file:
+            file.write(row + "\n")
+        with pytest.raises(DamagedRunError, match=f"{name} is damaged"):
+            follower.snapshot()
+        keep_rows(made.path / name, lambda row: row.get("step") != 9)
+        now = follower.snapshot()
+        assert (now.ranks[0].steps, len(now.losses)) == (3, 2)
 
 
 def test_what_cannot_be_told_is_missing() -> None:
@@ -258,6 +271,23 @@ def test_a_directory_that_goes_away_ends_the_thread_with_a_word(by_hand: ByHand)
     shutil.rmtree(made.path)
     until(lambda: not followers(panel.run))
     assert "run.json is missing" in panel.problem.value
+
+
+def test_a_panel_whose_thread_has_ended_while_the_run_goes_on_is_replaced(by_hand: ByHand) -> None:
+    made = by_hand(name="mended").alive()
+    run = Run.load(made.path)
+    before = run_panel(run)
+    assert run_panel(run) is before
+    shutil.move(made.path / RUN_JSON, made.path / "elsewhere")
+    until(lambda: not followers(run))
+    shutil.move(made.path / "elsewhere", made.path / RUN_JSON)
+    assert before.now.state == "running"
+    after = run_panel(run)
+    assert after is not before
+    assert run_panel(run) is after
+    made.ended("finished")
+    until(lambda: not followers(run))
+    assert run_panel(run) is after
 
 
 def test_log_windows_overlap_and_stay_small() -> None:

@@ -37,6 +37,17 @@ ACTIVE = ("queued", "running")
 _TICK = 0.05
 _CANCELLING = 60.0
 """Seconds that Slurm may take to end a job, at least."""
+_OUTPUT = f"{rundir.LOGS}/*/attempt_*/*/std*.log"
+_WRITTEN_BY_RANKS = (
+    "*.jsonl",
+    rundir.ENERGY,
+    f"{rundir.CHECKPOINTS}/*",
+    f"{rundir.TRACES}/*",
+    f"{rundir.ERRORS}/*",
+    _OUTPUT,
+    f"{rundir.NODES}/*/{_OUTPUT}",
+)
+"""Files that only the ranks of a run write: all others change also when somebody tries to let it go on."""
 
 
 _tell: ContextVar[Callable[["Run"], None] | None] = ContextVar("tell", default=None)
@@ -186,7 +197,15 @@ class Run:
             return self._before + time.time() - self._begun
         if self._outcome is not None and self._outcome.get("seconds", math.nan) is not None:
             return self._before + float(self._outcome.get("seconds", math.nan))
-        return self._before + max(path.stat().st_mtime for path in self.path.iterdir()) - self._begun
+        return self._before + self._last_sign() - self._begun
+
+    def _last_sign(self) -> float:
+        """When its ranks wrote last in its last life; when that began, if they have not written yet."""
+        times = [self._begun]
+        for path in (path for pattern in _WRITTEN_BY_RANKS for path in self.path.glob(pattern)):
+            with contextlib.suppress(OSError):  # deleted while we look
+                times.append(path.stat().st_mtime)
+        return max(times)
 
     @property
     def progress(self) -> tuple[int, int | None]:

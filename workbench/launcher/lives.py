@@ -1,6 +1,7 @@
 """Lives: of a run that goes on from a checkpoint, what its processes said in each earlier one, in a folder `attempts/<n>` each."""
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
 
@@ -16,9 +17,14 @@ def lives(path: Path) -> int:
     return max((int(folder.name) + 1 for folder in (path / ATTEMPTS).glob("*") if folder.name.isdecimal()), default=0)
 
 
-def put_away(path: Path) -> None:
-    """What processes said in an earlier life moves to `attempts/<n>`; steps, metrics and checkpoints stay, cut to whole lines."""
-    old = path / ATTEMPTS / str(lives(path))
+def put_away(path: Path, number: int | None = None) -> None:
+    """What processes said in an earlier life moves to `attempts/<n>`; steps, metrics and checkpoints stay, cut to whole lines.
+
+    Args:
+        path: of the run.
+        number: of that life; None = what `lives` says.
+    """
+    old = path / ATTEMPTS / str(lives(path) if number is None else number)
     old.mkdir(parents=True)
     for name in _SAID:
         if (path / name).exists():
@@ -26,7 +32,9 @@ def put_away(path: Path) -> None:
     for name in (rundir.ERRORS, rundir.LOGS):
         (path / name).mkdir()
     for rows in path.glob("*.jsonl"):
+        before = rows.stat()
         rundir.cut_to_whole_lines(rows)
+        os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))  # when its rank wrote last
 
 
 def bring_back(path: Path, number: int) -> None:

@@ -74,13 +74,7 @@ def go_on(ended: Ended, timeout: float | None = None) -> Run:
         LaunchError: somebody else let it go on meanwhile, or there is no room. The run stays as it had ended.
     """
     run = ended.run
-    limit = time.monotonic() + PATIENCE
-    while rundir.is_locked(run.path / rundir.LOCK) and time.monotonic() < limit:  # how it ended is written; its guard is about to leave
-        time.sleep(0.02)
-    try:
-        lock = open_lock(run.path, wait=False)
-    except OSError as error:
-        raise LaunchError(f"{run.path} cannot be written to, and a run goes on in its own directory: {error}") from error
+    lock = _lock(run.path)
     try:
         now = rundir.read_json(run.path / rundir.RUN_JSON)
         if now != ended.info:
@@ -90,6 +84,20 @@ def go_on(ended: Ended, timeout: float | None = None) -> Run:
     finally:
         os.close(lock)
     return Run.load(run.path)
+
+
+def _lock(path: Path) -> int:
+    """The lock of a run that has ended. Its guard may be about to leave, and who asks whether anybody holds it does so for a moment."""
+    limit = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return open_lock(path, wait=False)
+        except LaunchError:
+            if time.monotonic() >= limit:
+                raise
+        except OSError as error:
+            raise LaunchError(f"{path} cannot be written to, and a run goes on in its own directory: {error}") from error
+        time.sleep(0.02)
 
 
 def _checked_spec(run: Run, info: dict[str, Any], target: Any) -> RunSpec:
@@ -158,7 +166,7 @@ class _Again(NewRun):
         info, environ = self._anew(ended, timeout)
         number, reserved = lives(self.path), (self.path / rundir.RESERVE).exists()
         try:
-            put_away(self.path)
+            put_away(self.path, number)
             (self.path / rundir.RESERVE).write_bytes(os.urandom(rundir.RESERVE_BYTES))
             rundir.write_json(self.path / rundir.RUN_JSON, info)
             self._start_guard(info, environ, lock)

@@ -102,7 +102,10 @@ def _package(frame: FrameType | None) -> str:
 
 
 def _in_callback(frame: FrameType | None) -> bool:
-    """Does a weak reference call this, so that an exception would be swallowed?"""
+    """Does module `weakref` call this, a weak dictionary or a finalizer of it, so that an exception would be swallowed?
+
+    What a plain `weakref.ref(object, callback)` calls is not seen: no frame tells it. Python itself ignores a KeyboardInterrupt there.
+    """
     while frame is not None and _package(frame) != "weakref":
         frame = frame.f_back
     return frame is not None

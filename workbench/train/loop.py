@@ -50,7 +50,14 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
     found = checkpoints.found() if checkpoints else None
     chosen: dict[str, float] = {}
     if spec.micro_batch == AUTO:  # a run that goes on keeps what it had: its place in the data is counted in that
-        spec = spec.replace(micro_batch=(found and found[1].get("micro_batch")) or choose(spec, ranks))
+        size = found and found[1].get("micro_batch")
+        if not size:  # there is none to go on from, or an earlier version has written it
+            path, found = found and found[0], None
+            if path:
+                torch.cuda.empty_cache()  # it lay on the device, where nothing is to be when a size is chosen
+            size = choose(spec, ranks)
+            found = (path, checkpoints.read(path)) if checkpoints and path else None
+        spec = spec.replace(micro_batch=size)
         chosen = {"micro_batch": spec.micro_batch}
     trainer = Trainer(spec, task, ranks, group, halving=bool(chosen))
     weights = sum(weight.numel() for weight in trainer.module.parameters())

@@ -48,13 +48,13 @@ class Checkpoints:
         name = self._ranks.share("checkpoint", path.name.encode() if path else b"")[0].decode()
         if not name:
             return None
-        return self._folder / name, state or self._read(self._folder / name)
+        return self._folder / name, state or self.read(self._folder / name)
 
     def _sound(self) -> tuple[Path | None, dict[str, Any]]:
         passed: dict[Path, str] = {}
         for path in reversed(self._all()):
             try:
-                state = self._read(path)
+                state = self.read(path)
             except Exception as error:
                 if not is_damage(error):
                     error.add_note(f"That was while {path} was read. Nothing of the run was changed: it can go on from there later.")
@@ -73,7 +73,8 @@ class Checkpoints:
             )
         return None, {}
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def read(self, path: Path) -> dict[str, Any]:
+        """What is in one, on the device of this rank; an error of the disk, of memory or of torch where it cannot be read."""
         with open(path, "rb") as file:  # opened here, what the disk says is an OSError; torch's own reader makes a RuntimeError of it
             state: dict[str, Any] = torch.load(file, map_location=self._ranks.device, weights_only=True)
         if state["step"] != _step_of(path):

@@ -95,11 +95,11 @@ class _RankSums:
         """Take the steps that are new.
 
         Raises:
-            DamagedRunError: a row is no step, now or before; all others count.
+            DamagedRunError: a row of the file is no step, now or before; all others count.
         """
         rows = self._tail.read()
         if self._tail.anew:  # the run went on from a checkpoint: its file begins anew, without what came after that
-            self._first, self._sums, self._steps = [], [0.0] * len(self._sums), 0
+            self._first, self._sums, self._steps, self._damage = [], [0.0] * len(self._sums), 0, ""
         for row in rows:
             if "step" not in row:
                 continue
@@ -155,6 +155,7 @@ class Follower:
         rows = self._metrics.read()
         if self._metrics.anew:
             self._losses.clear()
+            self._damage = ""
         for row in rows:
             self._take(row)
         if self._damage:

@@ -45,8 +45,14 @@ class RunPanel:
         top = ipywidgets.HBox([self.status, self.stop]).add_class("wb-top")
         self.widget = ipywidgets.VBox([top, self.words, self.problem, self.figures, self.phases, self.log]).add_class("wb-panel")
         self.now = self.refresh()
+        self._thread = threading.Thread(target=self._follow, name=f"follow {run.name}", daemon=True)
         if self.now.state in ACTIVE:
-            threading.Thread(target=self._follow, name=f"follow {run.name}", daemon=True).start()
+            self._thread.start()
+
+    @property
+    def live(self) -> bool:
+        """Does it go on looking at the run? Not after the run's end, nor once its directory could not be read."""
+        return self.now.state in ACTIVE and self._thread.is_alive()
 
     def refresh(self) -> Snapshot:
         """Look at the run and show what is new.
@@ -109,8 +115,8 @@ _panels: dict[tuple[Path, str], RunPanel] = {}
 
 
 def run_panel(run: Run) -> RunPanel:
-    """The panel of a run: always the same one, however often the run is shown; a new one when it goes on after its end."""
+    """The panel of a run: always the same one, however often the run is shown; a new one when that does not follow it any more."""
     key = (run.path, run.id)
-    if key not in _panels or (_panels[key].now.state not in ACTIVE and run.state in ACTIVE):
+    if key not in _panels or (not _panels[key].live and run.state in ACTIVE):
         _panels[key] = RunPanel(run)
     return _panels[key]
