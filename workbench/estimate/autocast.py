@@ -64,8 +64,15 @@ PROMOTE = _names(
 )
 """Run in the widest type among their arguments."""
 
-UNREACHED = ("cudnn_convolution", "cudnn_convolution_transpose")
+UNREACHED = ("cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn")
 """Registered beside the lists, in lower precision; on CPU tensors nobody calls them."""
+
+NAMED = _names(
+    """
+    cumprod.dimname cumsum.dimname log_softmax.Dimname norm.names_ScalarOpt_dim prod.dim_Dimname softmax.Dimname sum.dim_DimnameList
+    """
+)
+"""Of tensors whose dimensions have names, in full precision: torch 2.11 has them still, and nobody trains with them."""
 
 BANNED = ("binary_cross_entropy",)
 """Refused under CUDA's autocast."""
@@ -85,7 +92,7 @@ def on_cpu() -> frozenset[str]:
 
 def unlisted() -> frozenset[str]:
     """Operators that this torch autocasts on CUDA and this module knows nothing of; they run uncast."""
-    return on_cuda() - {*LOWER_PRECISION, *FULL_PRECISION, *FULL_PRECISION_RESULT, *NORMS, *PROMOTE, *BANNED, *UNREACHED}
+    return on_cuda() - {*LOWER_PRECISION, *FULL_PRECISION, *FULL_PRECISION_RESULT, *NORMS, *PROMOTE, *BANNED, *UNREACHED, *NAMED}
 
 
 def eligible(value: Any) -> bool:

@@ -11,29 +11,60 @@ from what was kept beside it.
 
 `Trace` is the noun that has the answers (`answers`), `TraceSet` that of several ranks; `intervals` is the arithmetic under them, exact on
 whole nanoseconds. For panels, `scene` lays events out in rows, `tiles` says what a window on them shows, `ranking` ranks any part of them.
+
+Nothing is imported before it is asked for: a training that writes a trace needs none of what reads one.
 """
 
-from workbench.traces.breakdown import Breakdown
-from workbench.traces.collectives import Collectives
-from workbench.traces.copies import Copies
-from workbench.traces.critical import Critical
-from workbench.traces.difference import TraceDifference
-from workbench.traces.explanation import Explanation
-from workbench.traces.flame import Flame
-from workbench.traces.idle import Idle
-from workbench.traces.kernels import Kernels
-from workbench.traces.launches import Launches
-from workbench.traces.memory_curve import MemoryCurve
-from workbench.traces.mfu import Mfu
-from workbench.traces.modules import Modules
-from workbench.traces.ops import Operators
-from workbench.traces.overlap import Overlap
-from workbench.traces.path import CriticalPath
-from workbench.traces.ranks import TraceSet
-from workbench.traces.reading import TraceError
-from workbench.traces.roofline import Roofline
-from workbench.traces.sequences import Sequences
-from workbench.traces.trace import Trace
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.traces.breakdown import Breakdown
+    from workbench.traces.collectives import Collectives
+    from workbench.traces.copies import Copies
+    from workbench.traces.critical import Critical
+    from workbench.traces.difference import TraceDifference
+    from workbench.traces.explanation import Explanation
+    from workbench.traces.flame import Flame
+    from workbench.traces.idle import Idle
+    from workbench.traces.kernels import Kernels
+    from workbench.traces.launches import Launches
+    from workbench.traces.memory_curve import MemoryCurve
+    from workbench.traces.mfu import Mfu
+    from workbench.traces.modules import Modules
+    from workbench.traces.ops import Operators
+    from workbench.traces.overlap import Overlap
+    from workbench.traces.path import CriticalPath
+    from workbench.traces.ranks import TraceSet
+    from workbench.traces.reading import TraceError
+    from workbench.traces.roofline import Roofline
+    from workbench.traces.sequences import Sequences
+    from workbench.traces.trace import Trace
+
+_HOMES = {
+    "Breakdown": "breakdown",
+    "Collectives": "collectives",
+    "Copies": "copies",
+    "Critical": "critical",
+    "TraceDifference": "difference",
+    "Explanation": "explanation",
+    "Flame": "flame",
+    "Idle": "idle",
+    "Kernels": "kernels",
+    "Launches": "launches",
+    "MemoryCurve": "memory_curve",
+    "Mfu": "mfu",
+    "Modules": "modules",
+    "Operators": "ops",
+    "Overlap": "overlap",
+    "CriticalPath": "path",
+    "TraceSet": "ranks",
+    "TraceError": "reading",
+    "Roofline": "roofline",
+    "Sequences": "sequences",
+    "Trace": "trace",
+}
+"""Name → the file that it is in."""
 
 __all__ = [
     "Trace",
@@ -58,3 +89,9 @@ __all__ = [
     "Idle",
     "Modules",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
