@@ -27,6 +27,8 @@ class World:
     """What a fused implementation of the optimizer would take; None = there is none."""
     transfer: float = 0.0
     communication: float = 0.0
+    fresh: float = 0.0
+    """What the reductions of fresh batches take longer than those of a replayed one."""
     cpu: float = 0.001
     """Of making a batch."""
     blocked: float = 0.0
@@ -79,7 +81,7 @@ class World:
     @property
     def clean(self) -> float:
         if not self.num_workers:
-            return self.cached + self.loader
+            return self.cached + self.loader + self.fresh
         started = 0.0 if self.persistent else self.start_up / self.epoch
         return max(self.loader, self.cached + self.handover) + started
 
@@ -119,7 +121,7 @@ class World:
     def ranks(self) -> tuple[RankEvidence, ...]:
         found = []
         for rank in range(self.world_size):
-            wait = (self.clean - self.cached if not self.num_workers else 0.0) - max(self.late_input)
+            wait = (self.clean - self.cached - self.fresh if not self.num_workers else 0.0) - max(self.late_input)
             wait += self.late_input[rank] if rank < len(self.late_input) else 0.0
             compute = self.train + (self.late_compute[rank] if rank < len(self.late_compute) else 0.0)
             phases = (self.clean - self.cached, self.transfer, 0.3 * self.work, 0.7 * self.work, self.optimizer, self.host)

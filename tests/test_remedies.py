@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.made import World
+from workbench.diagnosis.costs import Costs
 from workbench.diagnosis.evidence import Arm, Evidence, Gradients, Noise, Stalls
 from workbench.diagnosis.model import StepModel
 from workbench.diagnosis.remedies import remedies_for
@@ -218,3 +219,11 @@ def test_where_knobs_can_be_turned() -> None:
 
 def test_nothing_is_promised_when_nothing_is_known() -> None:
     assert not remedies(Evidence(step=0.02))
+
+
+def test_what_arms_save_is_not_more_for_reductions_of_fresh_batches() -> None:
+    world = World(communication=0.02, fresh=0.01, optimizer=0.01, fused=0.002, late_input=(0.0, 0.0), noise=0.0)
+    c = Costs.of(world.evidence())
+    assert (c.replayed, c.cached) == pytest.approx((world.cached, world.cached + 0.01))
+    assert c.optimizer.mid == pytest.approx(0.01)
+    assert remedies(world.evidence())["optimizer=fused"].speedup == pytest.approx(world.step / (world.step - 0.008), rel=1e-3)

@@ -13,6 +13,7 @@ from workbench.diagnosis.evidence import Evidence, Gradients, Loading, Noise, St
 from workbench.diagnosis.judgement import VERDICTS, Judgement
 from workbench.diagnosis.verdict import LIMITS, USUAL, judge
 
+BUSY = Noise(cores=2.0, foreign=0.8, spread=0.1)
 HEALTHY = {
     "plain": World(),
     "adamw takes a fifth": World(work=0.015, optimizer=0.004),
@@ -83,7 +84,8 @@ def test_the_verdict_is_the_part_whose_removal_saves_most(parts: dict[str, float
     saved = {part: 1 - world.without(**{part: 0.0}).step / world.step for part in ("optimizer", "host", "transfer")}
     saved["loader"] = 1 - world.cached / world.step
     saved["host"] -= PYTHON_IN_OPTIMIZER * world.optimizer / world.step  # which a trace cannot tell from Python in the optimizer
-    clear = [share for part, share in saved.items() if share >= LIMITS.get(part, USUAL).least + 0.02]
+    least = {**saved, "host": saved["host"] - (1 - PYTHON_IN_OPTIMIZER) * world.optimizer / world.step}
+    clear = [share for part, share in least.items() if share >= LIMITS.get(part, USUAL).least + 0.02]
     if found.verdict in REMOVED:
         assert saved[REMOVED[found.verdict]] >= max([0.13, *(share - 0.03 for share in clear)])
     else:
@@ -238,8 +240,7 @@ def test_sources_and_json() -> None:
 def test_costs_add_up_to_the_step(parts: dict[str, float]) -> None:
     world = World(stall=(0.2, 20, None), **parts)  # type: ignore[arg-type]
     c = Costs.of(world.evidence())
-    whole = c.data.mid + c.transfer.mid + c.optimizer.mid + c.communication.mid + c.host.mid + c.compute + c.straggler.mid + c.stalls.mid
-    assert whole == pytest.approx(c.step, rel=0.02)
+    assert whole(c) == pytest.approx(c.step, rel=0.02)
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(0.004, "inconclusive"), (0.02, "communication-bound")])
@@ -253,6 +254,62 @@ def test_ranks_that_share_their_cores_with_others_wait_in_reductions_for_that_al
     assert judge(room).verdict == "communication-bound"
 
 
+def whole(c: Costs) -> float:
+    """Seconds of all parts together."""
+    return c.data.mid + c.transfer.mid + c.optimizer.mid + c.communication.mid + c.host.mid + c.compute + c.straggler.mid + c.stalls.mid
+
+
+def test_what_ranks_wait_longer_for_each_other_with_fresh_batches_is_the_reductions() -> None:
+    """Measured: two ranks with a loader of 0.3 ms took 118 ms for a fresh batch and 108 for a replayed one; alone they took the same."""
+    evidence = World(communication=0.02, fresh=0.006, late_input=(0.0, 0.0), noise=0.0).evidence()
+    c = Costs.of(evidence)
+    assert c.communication.mid == pytest.approx(0.026)
+    assert c.data.mid == pytest.approx(0.001)
+    assert whole(c) == pytest.approx(c.step)
+    cold = dataclasses.replace(evidence, ranks=tuple(dataclasses.replace(one, alone=one.alone + 0.004) for one in evidence.ranks))
+    c = Costs.of(cold)  # a fresh batch costs a rank more that waits for nobody, too: it is not in the caches
+    assert (c.communication.mid, c.data.mid) == pytest.approx((0.022, 0.005))
+    assert whole(c) == pytest.approx(c.step)
+    unknown = dataclasses.replace(evidence, ranks=tuple(dataclasses.replace(one, alone=float("nan")) for one in evidence.ranks))
+    assert Costs.of(unknown).communication.mid == pytest.approx(0.02)
+    uneven = dataclasses.replace(evidence, longest_wait=0.007)  # now one rank waits for its loader and now the other
+    assert (Costs.of(uneven).communication.mid, Costs.of(uneven).data.mid) == pytest.approx((0.02, 0.007))
+    busy = dataclasses.replace(evidence, noise=BUSY)
+    assert Costs.of(busy).communication.mid == pytest.approx(0.02)
+
+
+def test_what_a_queue_costs_ranks_is_not_the_reductions() -> None:
+    evidence = World(communication=0.02, num_workers=1, cpu=0.06, late_input=(0.0, 0.0), noise=0.0).evidence()
+    assert Costs.of(evidence).communication.mid == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("alone", "moved"),
+    [
+        (Stalls(steps=400), 0.003),
+        (Stalls(steps=400, at=(5, 90), extra=0.1), 0.003 - 2 * 2 * 0.1 / 400),
+        (Stalls(steps=400, at=(5, 90, 130, 200), extra=0.1), 0.0),
+        (Stalls(steps=200), 0.0),
+        (None, 0.0),
+    ],
+    ids=["none", "two", "a third of them", "too few steps", "as many"],
+)
+def test_stalls_that_no_rank_has_on_its_own_are_the_reductions(alone: Stalls | None, moved: float) -> None:
+    evidence = World(communication=0.02, late_input=(0.0, 0.0), noise=0.0).evidence()
+    found = Stalls(steps=300, at=(3, 8, 50, 61, 170, 171, 211, 266, 290), extra=0.1, share=0.003 / (evidence.step + 0.003))
+    ranks = tuple(dataclasses.replace(one, stalls=alone or found) for one in evidence.ranks)
+    stalling = dataclasses.replace(evidence, step=evidence.step + 0.003, stalls=found, ranks=ranks)
+    c = Costs.of(stalling)
+    assert c.communication.mid == pytest.approx(0.02 + moved)
+    assert c.stalls.mid == pytest.approx(0.003 - moved)
+    assert whole(c) == pytest.approx(c.step)
+    assert c.communication.low <= c.communication.mid <= c.communication.high
+    if moved:
+        assert c.communication.high > 0.0205 + moved  # nobody counts so few stalls exactly
+        uneven = dataclasses.replace(stalling, longest_wait=evidence.ranks[0].wait + 0.01)
+        assert Costs.of(uneven).communication.mid == pytest.approx(0.02)  # the others waited for one that waited for its data
+
+
 @pytest.mark.parametrize(("handover", "verdict"), [(0.0, "input-bound"), (0.002, "compute-bound")])
 def test_taking_batches_over_from_workers_that_keep_up_is_no_bottleneck(handover: float, verdict: str) -> None:
     """Measured: a worker busy for half of a healthy 12 ms step; without the loader 16 % would be saved, 8 of them the taking over."""
@@ -262,9 +319,6 @@ def test_taking_batches_over_from_workers_that_keep_up_is_no_bottleneck(handover
     found = judge(dataclasses.replace(evidence, loading=dataclasses.replace(evidence.loading, handover=handover)))
     assert found.verdict == verdict
     assert found.shares["data_wait"].mid == pytest.approx(0.155, abs=0.02)
-
-
-BUSY = Noise(cores=2.0, foreign=0.8, spread=0.1)
 
 
 def inside_of(evidence: Evidence, **more: object) -> Evidence:

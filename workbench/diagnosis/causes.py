@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 
 from workbench import units
-from workbench.diagnosis.costs import Costs, level, saved_by
+from workbench.diagnosis.costs import Costs
+from workbench.diagnosis.doubt import widened
 from workbench.diagnosis.evidence import Evidence, Interval, Loading
 from workbench.diagnosis.feeding import Feeding
 
@@ -174,10 +175,11 @@ def communication_cause(e: Evidence, c: Costs) -> Cause:
     """Why the reduction of gradients takes so long; exposed, contention and true cost told apart."""
     told = ""
     if e.inside and e.inside.collectives is not None and e.inside.step:
-        exposed = min(c.communication.mid, e.inside.collectives / e.inside.step * c.cached)
+        exposed = min(c.communication.mid, e.inside.collectives / e.inside.step * c.replayed)
         told = (
             f" Of the {units.seconds(c.communication.mid)} that it costs, {units.seconds(exposed)} are exposed (nothing else runs); "
-            f"the rest, {units.seconds(c.communication.mid - exposed)}, is contention: it slows down what runs beside it."
+            f"the rest, {units.seconds(c.communication.mid - exposed)}, is contention (it slows down what runs beside it)"
+            + (", and ranks that fresh batches keep waiting for each other." if c.cached > c.replayed else ".")
         )
     g = e.gradients
     if g is None:
@@ -266,7 +268,6 @@ def growths(e: Evidence) -> Interval:
     doubled = e.arm("doubled")
     if doubled is None or doubled.samples <= 1:
         return Interval(low=1.0, mid=1.0, high=1.0)
-    saved, more = saved_by(e, doubled, 1.0), doubled.samples - 1
-    whole = level(e, doubled.baseline, 1.0)
-    low, mid, high = (max(0.0, -end / whole / more) for end in (saved.high, saved.mid, saved.low))
+    saved, more = widened(e, doubled), doubled.samples - 1
+    low, mid, high = (max(0.0, -end / more) for end in (saved.high, saved.mid, saved.low))
     return Interval(low=low, mid=mid, high=high)

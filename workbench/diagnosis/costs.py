@@ -8,7 +8,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from workbench.diagnosis.doubt import at_least_0, between, capped, in_turn, less, noises, scaled, widened
+from workbench.diagnosis.doubt import at_least_0, between, capped, in_turn, less, noises, plus, scaled, widened
 from workbench.diagnosis.evidence import Arm, Evidence, Inside, Interval
 from workbench.diagnosis.slow import Slow, slowest
 from workbench.timeline import PHASES
@@ -16,6 +16,8 @@ from workbench.timeline import PHASES
 NOTHING = Interval(low=0.0, mid=0.0, high=0.0)
 DOUBTFUL = 0.15
 """Fraction of the step: a loader that costs more at the lower end of its interval is sure to cost much, noise or not."""
+SEEN, FEWER = 10, 4
+"""Stalls that ranks would have had on their own if those were theirs, to say that they are not; and they had so many times fewer there."""
 PYTHON_IN_OPTIMIZER = 0.5
 """Share of an optimizer's step with no operator running, where the trace could not tell: 0.3 to 0.6 for torch's own loops over tensors,
 about 0.1 for fused ones. It belongs to the optimizer, not to the host."""
@@ -28,9 +30,12 @@ class Costs:
     step: float
     """As it is, stalls included."""
     clean: float
-    """Without stalls."""
+    """Without stalls, but for those of the reductions."""
     cached: float
-    """On batches that are there already: no loader."""
+    """Of it, without the loader."""
+    replayed: float
+    """The same on a batch that is there already: the baseline of most arms, and the step of the trace. Reductions of fresh batches take
+    longer."""
     loader: float
     """What the loader takes for a step's batches, on its own."""
     overlap: float
@@ -61,44 +66,49 @@ class Costs:
         ratio = e.arms["cached"].saved if "cached" in e.arms else NOTHING
         data = at_least_0(scaled(ratio, clean))
         loader = _loader(e)
-        if noises(e) and e.loading and not e.loading.num_workers and loader < data.mid and data.low < DOUBTFUL * clean:
+        noise, met = (e.noise.spread if e.noise else 0.05) / 2, NOTHING
+        if not noises(e):
+            met = _met(e, data, loader, noise)
+        elif e.loading and not e.loading.num_workers and loader < data.mid and data.low < DOUBTFUL * clean:
             data = in_turn(data, loader, clean)
-        cached = clean - data.mid
+        data, replayed = less(data, met.mid), clean - data.mid
         slow = slowest(e.ranks)
         by_input = min(max(slow.input, slow.odd * data.mid), data.mid) if slow else 0.0
-        noise = (e.noise.spread if e.noise else 0.05) / 2
         straggler = NOTHING
         if slow:
             late = by_input + slow.compute
             straggler = at_least_0(Interval(low=late - noise * slow.alone, mid=late, high=late + noise * slow.alone))
-        optimizer = _saved(e, "no_optimizer", clean)
+        optimizer = _saved(e, "no_optimizer", clean, replayed)
         if e.inside and e.inside.optimizer is not None and e.inside.step:
-            traced = e.inside.optimizer / e.inside.step * cached
+            traced = e.inside.optimizer / e.inside.step * replayed
             if "no_optimizer" not in e.arms:
                 optimizer = Interval(low=max(0.0, traced * (1 - max(0.0, e.inside.slowdown))), mid=traced, high=traced)
             elif e.device == "cpu" and noises(e):
                 optimizer = between(optimizer, traced)
-        communication = _saved(e, "no_sync", clean)
-        transfer = _saved(e, "device_batch", clean)
-        host, sleeping, called = _host(e, cached, optimizer.mid, communication.mid)
-        rest = cached - transfer.mid - optimizer.mid - communication.mid - (slow.compute if slow else 0.0)
+        communication = _saved(e, "no_sync", clean, replayed)
+        transfer = _saved(e, "device_batch", clean, replayed)
+        host, sleeping, called = _host(e, replayed, optimizer.mid, communication.mid)
+        rest = replayed - transfer.mid - optimizer.mid - communication.mid - (slow.compute if slow else 0.0)
         host, called = capped(host, max(0.0, rest)), capped(called, max(0.0, rest))
+        stuck = _stuck(e)
+        more = plus(met, stuck)
         return cls(
             step=e.step,
-            clean=clean,
-            cached=cached,
+            clean=clean + stuck.mid,
+            cached=replayed + more.mid,
+            replayed=replayed,
             loader=loader,
-            overlap=_overlap(clean, cached, loader),
+            overlap=_overlap(clean - met.mid, replayed, loader),
             data=less(data, by_input),
             transfer=transfer,
             optimizer=optimizer,
-            communication=communication,
+            communication=plus(communication, more),
             straggler=straggler,
             host=host,
             sleeping=sleeping,
             called=called,
-            fixed=_fixed(e, cached, optimizer.mid, communication.mid),
-            stalls=_stalls(e),
+            fixed=_fixed(e, replayed, optimizer.mid, communication.mid),
+            stalls=less(_stalls(e), stuck.mid),
             slow=slow,
         )
 
@@ -133,10 +143,12 @@ def _observed(e: Evidence) -> Costs:
     fair = (clean - wait) / working if working > 0 else 0.0  # stalls, and what ranks wait for each other, lie in the phases
     late = min(slow.excess, clean - wait) if slow else 0.0
     beside = bool(e.loading and e.loading.num_workers) and wait > 0.05 * clean
+    cached = clean - wait - min(slow.input if slow else 0.0, late)
     return Costs(
         step=e.step,
         clean=clean,
-        cached=clean - wait - min(slow.input if slow else 0.0, late),
+        cached=cached,
+        replayed=cached,
         loader=clean if beside else math.nan,  # whatever training saved, it would wait for its loader
         overlap=1.0 if beside else 0.0,
         data=_roughly(wait),
@@ -158,12 +170,14 @@ def _roughly(seconds: float) -> Interval:
     return Interval(low=0.8 * seconds, mid=seconds, high=1.1 * seconds)
 
 
-def level(e: Evidence, name: str, full: float) -> float:
-    """Seconds of an arm, chained through its baselines to the full step."""
+def level(e: Evidence, name: str, full: float, cached: float) -> float:
+    """Seconds of an arm, chained through its baselines to the full or the cached step."""
+    if name == "cached":
+        return cached
     if name not in e.arms:
         return full
     arm = e.arms[name]
-    return level(e, arm.baseline, full) * (1 - mean_saved(arm))
+    return level(e, arm.baseline, full, cached) * (1 - mean_saved(arm))
 
 
 def mean_saved(arm: Arm) -> float:
@@ -172,13 +186,13 @@ def mean_saved(arm: Arm) -> float:
     return 1 - sum(changed for _, changed in arm.pairs) / base if base else 0.0
 
 
-def saved_by(e: Evidence, arm: Arm, clean: float) -> Interval:
+def saved_by(e: Evidence, arm: Arm, full: float, cached: float) -> Interval:
     """Seconds that an arm saves of its baseline; negative where it costs time."""
-    return scaled(widened(e, arm), level(e, arm.baseline, clean))
+    return scaled(widened(e, arm), level(e, arm.baseline, full, cached))
 
 
-def _saved(e: Evidence, name: str, clean: float) -> Interval:
-    return at_least_0(saved_by(e, e.arms[name], clean)) if name in e.arms else NOTHING
+def _saved(e: Evidence, name: str, full: float, cached: float) -> Interval:
+    return at_least_0(saved_by(e, e.arms[name], full, cached)) if name in e.arms else NOTHING
 
 
 def _loader(e: Evidence) -> float:
@@ -202,6 +216,38 @@ def _stalls(e: Evidence) -> Interval:
     seconds = e.step * e.stalls.share
     loose = 0.1 if e.stalls.every else 1 / math.sqrt(len(e.stalls.at) or 1)
     return Interval(low=seconds * (1 - min(1.0, loose)), mid=seconds, high=seconds * (1 + loose))
+
+
+def _met(e: Evidence, data: Interval, loader: float, noise: float) -> Interval:
+    """Seconds by which the reductions of fresh batches take longer than those of a replayed one, with a loader in the ranks themselves.
+
+    Ranks that replay a batch find a rhythm. What a fresh one costs them beyond the slowest loader, and beyond what it costs a rank that
+    waits for no other (it is not in the caches), they wait for each other.
+    """
+    if "no_sync" not in e.arms or e.loading is None or e.loading.num_workers or not e.ranks:
+        return NOTHING
+    if math.isnan(loader + sum(one.alone + one.compute for one in e.ranks)):
+        return NOTHING
+    alone = max(one.alone - one.wait for one in e.ranks)
+    colder = max(0.0, alone - max(one.compute for one in e.ranks))
+    more = less(data, max(loader, e.longest_wait) + colder)
+    if not more.mid:
+        return NOTHING
+    return at_least_0(Interval(low=more.low - noise * alone, mid=more.mid, high=more.high + noise * alone))
+
+
+def _stuck(e: Evidence) -> Interval:
+    """Seconds per step of the stalls that no rank has on its own: reductions that now and then take far longer than most."""
+    s, alone = e.stalls, [one.stalls for one in e.ranks]
+    if "no_sync" not in e.arms or not s.steps or s.every or s.kind or not alone:
+        return NOTHING
+    for one in alone:
+        expected = len(s.at) / s.steps * one.steps
+        if expected < SEEN or len(one.at) > expected / FEWER:
+            return NOTHING
+    unevenly = max(0.0, e.longest_wait - min(one.wait for one in e.ranks))  # and the others wait for who waits for data
+    own = sum(one.extra * len(one.at) / one.steps for one in alone)
+    return less(_stalls(e), own + unevenly)
 
 
 def _fixed(e: Evidence, cached: float, optimizer: float, communication: float) -> float:

@@ -29,7 +29,19 @@ def at_least_0(one: Interval) -> Interval:
 
 def less(one: Interval, by: float) -> Interval:
     """The interval moved down, but not below 0."""
-    return at_least_0(Interval(low=one.low - by, mid=one.mid - by, high=one.high - by))
+    return at_least_0(raised(one, -by))
+
+
+def raised(one: Interval, by: float) -> Interval:
+    """The interval moved up."""
+    return Interval(low=one.low + by, mid=one.mid + by, high=one.high + by)
+
+
+def plus(one: Interval, two: Interval) -> Interval:
+    """The sum of two parts whose errors have nothing to do with each other."""
+    down, up = math.hypot(one.mid - one.low, two.mid - two.low), math.hypot(one.high - one.mid, two.high - two.mid)
+    mid = one.mid + two.mid
+    return Interval(low=mid - down, mid=mid, high=mid + up)
 
 
 def capped(one: Interval, most: float) -> Interval:

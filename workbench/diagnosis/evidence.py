@@ -244,6 +244,8 @@ class Evidence:
     gradients: Gradients | None = None
     ranks: tuple[RankEvidence, ...] = ()
     noise: Noise | None = None
+    longest_wait: float = math.nan
+    """Mean seconds, over full steps, that the rank which waits longest for data waits: all others wait for it."""
     padding: float | None = None
     """Fraction of the batch that is padding; None = no padding was recognised."""
     observed: bool = False

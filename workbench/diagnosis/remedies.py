@@ -77,7 +77,7 @@ def _batch(case: Case) -> Iterator[Remedy]:
     larger = round(size * arm.samples)
     speedup = model.speedup(micro_batch=larger)
     new = model.parts(micro_batch=larger).step
-    loose = arm.saved.width / 2 * c.cached
+    loose = arm.saved.width / 2 * c.replayed
     yield from _worth_a_batch(
         Remedy(
             name=f"micro_batch={larger}",
@@ -142,7 +142,7 @@ def _compute(case: Case) -> Iterator[Remedy]:
     arm = e.arm("trimmed")
     if arm is None or not e.padding:
         return
-    seconds = saved_by(e, arm, case.costs.clean)
+    seconds = saved_by(e, arm, case.costs.clean, case.costs.replayed)
     one = Remedy(
         name="batches by length",
         what="Put samples of like length into one batch (sort chunks of the shuffled order), and pad to the longest of each batch only.",

@@ -24,7 +24,7 @@ def _clock(e: Evidence, phase: str) -> float | None:
 
 def _traced(c: Costs, seconds: float | None, step: float) -> float | None:
     """From a cached step to the whole one."""
-    return None if seconds is None or not step else seconds / step * c.cached / c.step
+    return None if seconds is None or not step else seconds / step * c.replayed / c.step
 
 
 def _arm(e: Evidence, c: Costs, name: str, seconds: float) -> float | None:

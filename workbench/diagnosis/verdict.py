@@ -176,7 +176,7 @@ def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
 def _optimizer(e: Evidence, c: Costs) -> Candidate:
     """It cannot be left out, so the usual limit holds for what another implementation saves; or it is most of the step."""
     cheaper = [e.arms[name].saved for name in ("optimizer=fused", "optimizer=foreach") if name in e.arms]
-    real = any(one.mid * c.cached / c.step >= USUAL.least and one.low * c.cached / c.step >= USUAL.floor for one in cheaper)
+    real = any(one.mid * c.replayed / c.step >= USUAL.least and one.low * c.replayed / c.step >= USUAL.floor for one in cheaper)
     return Candidate(
         verdict="optimizer-bound",
         part="optimizer",

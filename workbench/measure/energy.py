@@ -91,7 +91,7 @@ def _gpus(count: int) -> Iterator[Meter]:
     if not count:
         return
     try:
-        import pynvml  # type: ignore[import-not-found,unused-ignore]
+        import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
         return
     with contextlib.suppress(pynvml.NVMLError, OSError):
