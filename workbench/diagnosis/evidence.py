@@ -245,7 +245,7 @@ class Evidence:
     ranks: tuple[RankEvidence, ...] = ()
     noise: Noise | None = None
     longest_wait: float = math.nan
-    """Mean seconds, over full steps, that the rank which waits longest for data waits: all others wait for it."""
+    """Mean seconds, over steps, of the longest wait for data of any rank while none waits for another: with reductions, all wait for it."""
     padding: float | None = None
     """Fraction of the batch that is padding; None = no padding was recognised."""
     observed: bool = False

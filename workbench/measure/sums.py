@@ -135,7 +135,7 @@ class Sums:
         weights = [weight for weight in weights_of(models) if weight.requires_grad]
         updated = {id(weight) for one in found.optimizers for group in one.param_groups for weight in group["params"]}
         counts = [one for *_, one in everyone if one is not None]
-        full = timings.blocks.get("full", ())
+        own = timings.blocks.get("alone" if peers.world_size > 1 else "full", ())
         return Evidence(
             step=steady / (1 - together.share) if together.share < 1 else steady,
             device=self.bench.device.type,
@@ -153,7 +153,7 @@ class Sums:
             inside=look,
             stalls=together,
             ranks=tuple(self._rank(rank, timeline, alone) for rank, (timeline, _, alone, *_) in enumerate(everyone)),
-            longest_wait=_mean([max(waits) for block in full for waits in zip(*(laps.waits for laps in block.laps), strict=False)]),
+            longest_wait=_mean([max(waits) for block in own for waits in zip(*(laps.waits for laps in block.laps), strict=False)]),
             padding=padding,
             seconds=self.bench.elapsed,
             steps=self.bench.called,
