@@ -39,6 +39,7 @@ class StepModel:
 
         forward + backward = fixed + samples × the rest         (from the doubled batch)
         reductions = measured × (latency × buckets (n − 1) + size × per_byte × 2 (n − 1) / n, now over then)
+        reductions after micro-batches without one = measured × DRIFTED   (ranks that share cores)
     """
 
     evidence: Evidence
