@@ -170,14 +170,14 @@ def _roughly(seconds: float) -> Interval:
     return Interval(low=0.8 * seconds, mid=seconds, high=1.1 * seconds)
 
 
-def level(e: Evidence, name: str, full: float, cached: float) -> float:
-    """Seconds of an arm, chained through its baselines to the full or the cached step."""
+def level(e: Evidence, name: str, full: float, replayed: float) -> float:
+    """Seconds of an arm, chained through its baselines to the full or the replayed step."""
     if name == "cached":
-        return cached
+        return replayed
     if name not in e.arms:
         return full
     arm = e.arms[name]
-    return level(e, arm.baseline, full, cached) * (1 - mean_saved(arm))
+    return level(e, arm.baseline, full, replayed) * (1 - mean_saved(arm))
 
 
 def mean_saved(arm: Arm) -> float:
@@ -186,13 +186,13 @@ def mean_saved(arm: Arm) -> float:
     return 1 - sum(changed for _, changed in arm.pairs) / base if base else 0.0
 
 
-def saved_by(e: Evidence, arm: Arm, full: float, cached: float) -> Interval:
+def saved_by(e: Evidence, arm: Arm, full: float, replayed: float) -> Interval:
     """Seconds that an arm saves of its baseline; negative where it costs time."""
-    return scaled(widened(e, arm), level(e, arm.baseline, full, cached))
+    return scaled(widened(e, arm), level(e, arm.baseline, full, replayed))
 
 
-def _saved(e: Evidence, name: str, full: float, cached: float) -> Interval:
-    return at_least_0(saved_by(e, e.arms[name], full, cached)) if name in e.arms else NOTHING
+def _saved(e: Evidence, name: str, full: float, replayed: float) -> Interval:
+    return at_least_0(saved_by(e, e.arms[name], full, replayed)) if name in e.arms else NOTHING
 
 
 def _loader(e: Evidence) -> float:

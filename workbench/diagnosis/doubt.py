@@ -29,12 +29,7 @@ def at_least_0(one: Interval) -> Interval:
 
 def less(one: Interval, by: float) -> Interval:
     """The interval moved down, but not below 0."""
-    return at_least_0(raised(one, -by))
-
-
-def raised(one: Interval, by: float) -> Interval:
-    """The interval moved up."""
-    return Interval(low=one.low + by, mid=one.mid + by, high=one.high + by)
+    return at_least_0(Interval(low=one.low - by, mid=one.mid - by, high=one.high - by))
 
 
 def plus(one: Interval, two: Interval) -> Interval:
