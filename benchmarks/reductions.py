@@ -92,7 +92,8 @@ def run(case: str, seconds: float) -> dict[str, Any]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__]
         command += [case, "--seconds", str(seconds), "--out", str(out)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6"}
-        subprocess.run(command, env=env, check=True, timeout=LIMIT, capture_output=True)
+        if (done := subprocess.run(command, env=env, timeout=LIMIT, capture_output=True, text=True)).returncode:
+            sys.exit(f"{case} failed:\n{done.stderr[-3000:]}")
         found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -105,6 +106,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12, help="of turns, before the diagnosis and after it")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if unknown := set(given.cases) - set(CASES):
+        parser.error(f"no case {', '.join(sorted(unknown))}: there are {', '.join(CASES)}")
     if given.out:
         rank(given.cases[0], given.seconds, given.out)
         return

@@ -306,6 +306,8 @@ def test_two_ranks(mode: str, tmp_path: Path) -> None:
     assert CHECKS[mode](found), found
     assert not any("true cost was not measured" in note for note in found.notes)
     assert (found.world_size, len(found.ranks), found.samples) == (2, 2, 16.0)
+    waits = [one.wait for one in found.ranks]
+    assert 0.999 * max(waits) <= found.longest_wait <= 1.001 * sum(waits)
     assert found.gradients is not None
     assert (found.gradients.size, found.gradients.buckets > 0) == (4 * (found.parameters or 0), True)
 

@@ -179,7 +179,7 @@ def communication_cause(e: Evidence, c: Costs) -> Cause:
         told = (
             f" Of the {units.seconds(c.communication.mid)} that it costs, {units.seconds(exposed)} are exposed (nothing else runs); "
             f"the rest, {units.seconds(c.communication.mid - exposed)}, is contention (it slows down what runs beside it)"
-            + (", and ranks that fresh batches keep waiting for each other." if c.cached > c.replayed else ".")
+            + (", and what keeps ranks waiting only with fresh batches or now and then." if c.cached > c.replayed else ".")
         )
     g = e.gradients
     if g is None:

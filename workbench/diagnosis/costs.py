@@ -30,12 +30,12 @@ class Costs:
     step: float
     """As it is, stalls included."""
     clean: float
-    """Without stalls, but for those of the reductions."""
+    """Without stalls, but for those of the reductions (where experiments told them apart)."""
     cached: float
     """Of it, without the loader."""
     replayed: float
-    """The same on a batch that is there already: the baseline of most arms, and the step of the trace. Reductions of fresh batches take
-    longer."""
+    """The same on a batch that is there already, without any stall: the baseline of most arms, and the step of the trace. Reductions of
+    fresh batches take longer, and stall now and then."""
     loader: float
     """What the loader takes for a step's batches, on its own."""
     overlap: float
@@ -78,15 +78,15 @@ class Costs:
         if slow:
             late = by_input + slow.compute
             straggler = at_least_0(Interval(low=late - noise * slow.alone, mid=late, high=late + noise * slow.alone))
-        optimizer = _saved(e, "no_optimizer", clean, replayed)
+        optimizer = _saved(e, "no_optimizer", replayed)
         if e.inside and e.inside.optimizer is not None and e.inside.step:
             traced = e.inside.optimizer / e.inside.step * replayed
             if "no_optimizer" not in e.arms:
                 optimizer = Interval(low=max(0.0, traced * (1 - max(0.0, e.inside.slowdown))), mid=traced, high=traced)
             elif e.device == "cpu" and noises(e):
                 optimizer = between(optimizer, traced)
-        communication = _saved(e, "no_sync", clean, replayed)
-        transfer = _saved(e, "device_batch", clean, replayed)
+        communication = _saved(e, "no_sync", replayed)
+        transfer = _saved(e, "device_batch", replayed)
         host, sleeping, called = _host(e, replayed, optimizer.mid, communication.mid)
         rest = replayed - transfer.mid - optimizer.mid - communication.mid - (slow.compute if slow else 0.0)
         host, called = capped(host, max(0.0, rest)), capped(called, max(0.0, rest))
@@ -127,7 +127,7 @@ class Costs:
 
     @property
     def compute(self) -> float:
-        """What is left of a cached step: operators of forward and backward."""
+        """What is left of the step without its loader: operators of forward and backward."""
         late = self.slow.compute if self.slow else 0.0
         return max(0.0, self.cached - self.transfer.mid - self.optimizer.mid - self.communication.mid - self.host.mid - late)
 
@@ -170,29 +170,19 @@ def _roughly(seconds: float) -> Interval:
     return Interval(low=0.8 * seconds, mid=seconds, high=1.1 * seconds)
 
 
-def level(e: Evidence, name: str, full: float, replayed: float) -> float:
-    """Seconds of an arm, chained through its baselines to the full or the replayed step."""
-    if name == "cached":
-        return replayed
-    if name not in e.arms:
-        return full
-    arm = e.arms[name]
-    return level(e, arm.baseline, full, replayed) * (1 - mean_saved(arm))
-
-
 def mean_saved(arm: Arm) -> float:
     """`arm.saved.mid`, without the trouble of its interval."""
     base = sum(base for base, _ in arm.pairs)
     return 1 - sum(changed for _, changed in arm.pairs) / base if base else 0.0
 
 
-def saved_by(e: Evidence, arm: Arm, full: float, replayed: float) -> Interval:
-    """Seconds that an arm saves of its baseline; negative where it costs time."""
-    return scaled(widened(e, arm), level(e, arm.baseline, full, replayed))
+def saved_by(e: Evidence, arm: Arm, replayed: float) -> Interval:
+    """Seconds that an arm saves of its baseline, the replayed step; negative where it costs time."""
+    return scaled(widened(e, arm), replayed)
 
 
-def _saved(e: Evidence, name: str, full: float, replayed: float) -> Interval:
-    return at_least_0(saved_by(e, e.arms[name], full, replayed)) if name in e.arms else NOTHING
+def _saved(e: Evidence, name: str, replayed: float) -> Interval:
+    return at_least_0(saved_by(e, e.arms[name], replayed)) if name in e.arms else NOTHING
 
 
 def _loader(e: Evidence) -> float:

@@ -28,7 +28,7 @@ def oversubscription(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
         return None
     best = max(tried, key=lambda arm: arm.saved.mid)
     ranks = f"{e.world_size} ranks × " if e.world_size > 1 else ""
-    return saved_by(e, best, c.clean, c.replayed), Cause(
+    return saved_by(e, best, c.replayed), Cause(
         cause="oversubscribed threads",
         why=f"{ranks}{e.threads} threads share {cores:.0f} cores; with {best.name} the step without its loader takes "
         f"{units.percent(best.saved.mid)} less.",
@@ -39,7 +39,7 @@ def collection(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
     """Python's cyclic garbage collector, where it is at work in most steps."""
     arm, inside = e.arm("no_gc"), e.inside
     if arm:
-        saved = saved_by(e, arm, c.clean, c.replayed)
+        saved = saved_by(e, arm, c.replayed)
     elif inside and inside.step and inside.gc:
         seconds = inside.gc * (1 + inside.slowdown) / inside.step * c.replayed
         saved = Interval(low=0.8 * seconds, mid=seconds, high=1.2 * seconds)

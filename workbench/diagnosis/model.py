@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.diagnosis.costs import Costs, level, mean_saved
+from workbench.diagnosis.costs import Costs, mean_saved
 from workbench.diagnosis.doubt import FRESH
 from workbench.diagnosis.evidence import Evidence, Gradients
 from workbench.diagnosis.feeding import Feeding
@@ -28,7 +28,7 @@ LOOPBACK = Gradients(size=0, buckets=1, latency=3e-4, per_byte=1e-9)
 """What a reduction between two processes of one machine costs (gloo, order of magnitude), where none was measured: a run of one rank."""
 
 DRIFTED = 1.15
-"""A reduction after micro-batches without one takes so much longer: ranks that share cores have drifted apart meanwhile. (Measured on
+"""A reduction after micro-batches without one takes so much longer: ranks on CPUs have drifted apart meanwhile. (Measured on
 two cores, with gloo, three programs: 0.96, 1.13 and 1.34, four micro-batches per reduction against steps with and without `no_sync`.)"""
 
 
@@ -39,7 +39,7 @@ class StepModel:
 
         forward + backward = fixed + samples × the rest         (from the doubled batch)
         reductions = measured × (latency × buckets (n − 1) + size × per_byte × 2 (n − 1) / n, now over then)
-        reductions after micro-batches without one = measured × DRIFTED   (ranks that share cores)
+        reductions after micro-batches without one = measured × DRIFTED   (ranks on CPUs)
     """
 
     evidence: Evidence
@@ -193,7 +193,7 @@ class StepModel:
         if arm not in e.arms:
             notes.append(f"{name}={value} was not tried: its effect is not known and left out")
             return 0.0
-        return level(e, e.arms[arm].baseline, self.costs.clean, self.costs.replayed) * mean_saved(e.arms[arm])
+        return self.costs.replayed * mean_saved(e.arms[arm])
 
     def _reduced(self, ranks: int, notes: list[str]) -> float:
         e = self.evidence

@@ -8,10 +8,10 @@ from typing import Any
 from workbench import display, units
 
 PARTS = ("data_wait", "transfer", "compute", "host", "optimizer", "communication", "straggler", "stalls")
-"""What a step's length is the sum of. `data_wait`: what the loader adds to the step on cached batches. `transfer`: copies to the device
+"""What a step's length is the sum of. `data_wait`: what the loader adds to the step. `transfer`: copies to the device
 that nothing hides. `compute`: operators of forward and backward. `host`: Python, launches, sleeping: no operator runs. `optimizer`: its
-step. `communication`: what the reduction of the gradients adds. `straggler`: what the slowest rank adds. `stalls`: pauses, spread over
-all steps."""
+step. `communication`: what the reduction of the gradients adds, its own stalls included. `straggler`: what the slowest rank adds.
+`stalls`: pauses, spread over all steps."""
 
 WORDS = {
     "data_wait": "waiting for data",

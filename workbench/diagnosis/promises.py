@@ -62,7 +62,7 @@ def tried(case: Case, arm: str, change: Mapping[str, Any], what: str, costs: str
     e, model = case.evidence, case.model
     if arm not in e.arms:
         return None
-    seconds = saved_by(e, e.arms[arm], case.costs.clean, case.costs.replayed)
+    seconds = saved_by(e, e.arms[arm], case.costs.replayed)
     remedy = Remedy(
         name=", ".join(f"{name}={value}" for name, value in change.items()),
         change=case.turnable(change),

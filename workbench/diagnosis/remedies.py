@@ -142,7 +142,7 @@ def _compute(case: Case) -> Iterator[Remedy]:
     arm = e.arm("trimmed")
     if arm is None or not e.padding:
         return
-    seconds = saved_by(e, arm, case.costs.clean, case.costs.replayed)
+    seconds = saved_by(e, arm, case.costs.replayed)
     one = Remedy(
         name="batches by length",
         what="Put samples of like length into one batch (sort chunks of the shuffled order), and pad to the longest of each batch only.",

@@ -23,7 +23,7 @@ def _clock(e: Evidence, phase: str) -> float | None:
 
 
 def _traced(c: Costs, seconds: float | None, step: float) -> float | None:
-    """From a cached step to the whole one."""
+    """From the replayed step to the whole one."""
     return None if seconds is None or not step else seconds / step * c.replayed / c.step
 
 
