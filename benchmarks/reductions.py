@@ -2,6 +2,7 @@
 
     python benchmarks/reductions.py [CASE…] [--runs 3] [--seconds 12]
 
+glibc keeps what was freed, as in launched experiments: else the truth changes in the life of a process, and cannot be measured twice.
 The truth is measured before and after `wb.diagnose` in the same processes, as gloo finds another rhythm from time to time: how far the two
 lie apart is how well the truth is known. About 80 seconds per case and run. Nothing else should run.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 from workbench import units
 from workbench.display import Table
+from workbench.launcher import environment
 
 GALLERY = Path(__file__).parents[1] / "tests" / "gallery"
 sys.path.insert(0, str(GALLERY))
@@ -91,7 +93,7 @@ def run(case: str, seconds: float) -> dict[str, Any]:
         out = Path(folder) / "found.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__]
         command += [case, "--seconds", str(seconds), "--out", str(out)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6"}
+        env = {**os.environ, **environment.steady(), "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6"}
         if (done := subprocess.run(command, env=env, timeout=LIMIT, capture_output=True, text=True)).returncode:
             sys.exit(f"{case} failed:\n{done.stderr[-3000:]}")
         found: dict[str, Any] = json.loads(out.read_text())

@@ -258,6 +258,7 @@ def test_a_spec_is_diagnosed_and_its_remedy_proved(tmp_path: Path, capfd: pytest
     for folder in (tmp_path / "runs").iterdir():
         run = wb.Run.load(folder)
         assert run.ok
+        assert "MALLOC_TRIM_THRESHOLD_" in rundir.read_json(folder / rundir.RUN_JSON)["environment"]["set"]
         nothing_left(run.id)
     assert capfd.readouterr() == ("", "")  # a notebook shows the result and nothing else
 

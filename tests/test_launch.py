@@ -1,6 +1,7 @@
 """Launching: what is refused before anything is written, what run.json says, hostile surroundings, several runs at once, full disks."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -209,6 +210,27 @@ def test_a_checkout_that_is_not_installed_reaches_the_ranks(tmp_path: Path, monk
     monkeypatch.setattr(environment, "versions", dict)
     root = Path(wb.__file__).parents[1]
     assert environment.for_ranks(tmp_path, "id", 1)[0]["PYTHONPATH"] == f"/mine{os.pathsep}{root}"
+
+
+FAULTS = """
+import resource, torch
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step = [torch.empty(size).fill_(1) for size in (4_000_000, 4_000_000, 2_000_000)]
+    del step
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(sum([faults() for _ in range(40)][-10:]))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
+def test_experiments_with_time_keep_the_memory_that_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    done = subprocess.run([sys.executable, "-c", FAULTS], env={**os.environ, **environment.steady()}, capture_output=True, text=True)
+    assert int(done.stdout) < 1000, done.stderr  # of 98,000, if they were mapped anew each time
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
+    assert environment.steady() == {}
 
 
 def test_the_commit_is_noted(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.made import World
 from workbench.diagnosis.costs import PYTHON_IN_OPTIMIZER, Costs
 from workbench.diagnosis.evidence import Evidence, Gradients, Loading, Noise, Stalls
+from workbench.diagnosis.interval import interval_of
 from workbench.diagnosis.judgement import VERDICTS, Judgement
 from workbench.diagnosis.verdict import LIMITS, USUAL, judge
 
@@ -257,6 +258,15 @@ def test_ranks_that_share_their_cores_with_others_wait_in_reductions_for_that_al
 def whole(c: Costs) -> float:
     """Seconds of all parts together."""
     return c.data.mid + c.transfer.mid + c.optimizer.mid + c.communication.mid + c.host.mid + c.compute + c.straggler.mid + c.stalls.mid
+
+
+def test_one_pair_of_blocks_is_not_certain() -> None:
+    one = interval_of([(0.02, 0.01)], lambda base, arm: 1 - arm / base)
+    assert (one.low, one.mid, one.high) == pytest.approx((0.375, 0.5, 0.625))
+    found = judge(World(cpu=0.003, noise=0.0, pairs=1).evidence())
+    assert found.shares["data_wait"].width > 0.1
+    sure = judge(World(cpu=0.003, noise=0.0, pairs=8).evidence())
+    assert sure.shares["data_wait"].width < 0.05
 
 
 def test_what_ranks_wait_longer_for_each_other_with_fresh_batches_is_the_reductions() -> None:

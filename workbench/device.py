@@ -42,9 +42,9 @@ class Device:
                 return device
         names = [device.name for device in DEVICES]
         near = difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = f"did you mean {near[0]!r}? Known" if near else "known"
         raise ValueError(
-            f"unknown device {name!r}: {hint}Known are {', '.join(names)}. For another one make it: "
+            f"unknown device {name!r}: {hint} are {', '.join(names)}. For another one make it: "
             "Device(name=…, memory=bytes, bandwidth=bytes_per_sec, flops_per_sec={'bf16': …}, source='its datasheet')"
         )
 

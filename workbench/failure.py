@@ -41,7 +41,7 @@ class Failure:
     message: str
     """Type and text of the error, or how the process ended."""
     traceback: str | None
-    """Its traceback; the last lines on its stderr, where it left no traceback."""
+    """Its traceback; the last lines on its stderr, where it left no record; None where the message says all."""
     hint: str | None
     """What to do, where that is known."""
     memory: "OutOfMemory | None" = None
@@ -105,7 +105,7 @@ def record(
         "time_ns": now,
         "kind": symptom.kind if symptom else "exit" if isinstance(error, SystemExit) else "exception",
         "message": message,
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": _traceback(error),
         "consequence": is_consequence(message),
     }
     if symptom and symptom.kind == "out-of-memory":
@@ -117,6 +117,13 @@ def record(
         with contextlib.suppress(OSError):  # what was raised must not be covered by what cannot be written
             rundir.free_reserve(Path(os.environ.get(rundir.ENV_RUN_DIR, path.parents[1])))
             rundir.write_json(path, value)
+
+
+def _traceback(error: BaseException) -> str | None:
+    """Where it was raised. An error of ours says all by itself: of it, where what led to it was raised, in code that is the user's."""
+    if type(error).__module__.partition(".")[0] != __package__:
+        return "".join(traceback.format_exception(error))
+    return _traceback(error.__cause__) if error.__cause__ else None
 
 
 def _explain(error: BaseException, message: str, held: "Callable[[BaseException], Held] | None") -> dict[str, Any] | None:

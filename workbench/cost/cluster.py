@@ -70,9 +70,9 @@ class Cluster:
         known = {one.name.lower(): one for one in CLUSTERS}
         if str(name).lower() not in known:
             near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.4)
-            hint = f"did you mean {known[near[0]].name!r}? " if near else ""
+            hint = f"did you mean {known[near[0]].name!r}? Known" if near else "known"
             raise CostError(
-                f"unknown cluster {name!r}: {hint}Known are {', '.join(one.name for one in CLUSTERS)}. For another one make it: "
+                f"unknown cluster {name!r}: {hint} are {', '.join(one.name for one in CLUSTERS)}. For another one make it: "
                 "Cluster(name=…, device=Device.named(…), gpus_per_node=…, intra=Link(latency=…, bandwidth=…), inter=Link(…), source=…)"
             )
         return known[str(name).lower()]

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+ONE_PAIR = 0.25
+"""A single pair does not show how far blocks differ: by this fraction, from which on they count as noisy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
@@ -21,6 +24,7 @@ class Interval:
 
 def interval_of(pairs: Sequence[tuple[float, float]], what: Any, *, draws: int = 400, level: float = 0.9) -> Interval:
     """`what(base, arm)` of the pairs' sums, with its bootstrap interval over the pairs (the same draws each time: no chance in a result).
+    Of a single pair it is as wide as if the arm's block were off by `ONE_PAIR`.
 
     Args:
         pairs: neighbours in time: (baseline, arm).
@@ -35,7 +39,9 @@ def interval_of(pairs: Sequence[tuple[float, float]], what: Any, *, draws: int =
         raise ValueError("an interval of no pairs: measure at least one")
     mid = what(sum(base for base, _ in pairs), sum(arm for _, arm in pairs))
     if len(pairs) == 1:
-        return Interval(low=mid, mid=mid, high=mid)
+        base, arm = pairs[0]
+        ends = sorted(what(base, arm * by) for by in (1 - ONE_PAIR, 1 + ONE_PAIR))
+        return Interval(low=min(ends[0], mid), mid=mid, high=max(ends[1], mid))
     chance = random.Random(0)
     drawn = [chance.choices(pairs, k=len(pairs)) for _ in range(draws)]
     values = sorted(what(sum(base for base, _ in some), sum(arm for _, arm in some)) for some in drawn)

@@ -132,7 +132,12 @@ def device_name(device: str | Device) -> str:
         return device.name
     if not isinstance(device, str):
         raise ValueError(f'device={device!r}: "cuda" (any GPU), "cpu", a name such as "H200", or a wb.Device is allowed')
-    return device if device in ("cpu", "cuda") else Device.named(device).name
+    if device in ("cpu", "cuda"):
+        return device
+    try:
+        return Device.named(device).name
+    except ValueError as error:
+        raise ValueError(f'{error}. Allowed, too: "cuda", any GPU, and "cpu"') from None
 
 
 def _spec_and_task(target: Any, batch: Any, loss: Any, optimizer: Any, knobs: dict[str, Any], asked: str) -> tuple[RunSpec, Task]:

@@ -29,6 +29,8 @@ GRACE = environment.SHUTDOWN + 2
 """Seconds from SIGTERM to torchrun until the guard kills what is left; torchrun kills its ranks earlier."""
 GIT_PATIENCE = 0.02
 """Seconds to wait for git once everything else is ready: a large repository is not worth a slow launch."""
+TIMED = ("diagnose", "prove", "communication")
+"""Experiments that compare times, and so get `environment.steady`."""
 
 _guards: dict[str, "subprocess.Popen[bytes]"] = {}
 """Run id → guard, whose stdin we hold open. When this process ends, however it ends, the pipes end and the guards stop their runs."""
@@ -114,6 +116,9 @@ class NewRun:
             (self.path / sub).mkdir()
         git = environment.GitQuery(Path(spec.script).parent if isinstance(spec, ScriptSpec) else Path.cwd())
         environ, added, removed = environment.for_ranks(self.path, self.id, spec.threads)
+        if experiment is not None and experiment["kind"] in TIMED:
+            steady = environment.steady()
+            environ, added = environ | steady, added | steady
         meeting = [rendezvous.flags(self.id, 0)] if rendezvous else []
         if batch:  # the endpoint is chosen when the job begins
             meeting = [["--nnodes", str(spec.nnodes), "--rdzv-backend", "c10d"]]
