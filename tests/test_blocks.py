@@ -2,6 +2,8 @@
 
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from workbench.measure.arms import Treatment
 from workbench.measure.blocks import Bench, Block, Laps, StepFailed, Timings, nothing
 from workbench.measure.peers import Peers
 from workbench.measure.replay import Replay
+from workbench.measure.sums import Sums
 from workbench.measure.trials import FEW_PAIRS, MOST_OF_REMEDIES, MOST_PAIRS, PAIRS, Trials, thread_counts, treatments
 
 
@@ -50,6 +53,27 @@ def test_the_slowest_rank_counts_and_a_new_pass_does_not() -> None:
     some = timings(*[(laps(0.01, 0.01, fresh=(0,)), laps(0.03, 0.03))] * 3)
     assert some.slowest("full") == pytest.approx([0.03] * 3)
     assert timings((laps(9.0, 0.01, fresh=(0,)),)).slowest("full") == [0.01]
+
+
+@pytest.mark.parametrize(
+    ("workers", "persistent", "extra", "stalls"), [(2, False, 0.19, 0), (2, True, 0.1, 5), (0, False, 0.1, 5)], ids=str
+)
+def test_what_a_new_pass_costs_is_spread_over_its_steps(workers: int, persistent: bool, extra: float, stalls: int) -> None:
+    """Also the copies of the pages that training shares with workers that were just forked: a call that is long for another reason is a
+    stall.
+    """
+    first = replace(laps(0.1, *[0.01] * 7, fresh=(0,)), waits=array("d", [0.102, *[0.002] * 7]))
+    feed = SimpleNamespace(num_workers=workers, persistent=persistent, start_ups=[0.1])
+    rounds = SimpleNamespace(pairs=5, steps_per_pass=8)
+    found = Timings()
+    for i in range(5):
+        for arm, start, some in (("full", 1, first), ("cached", 9, laps(*[0.01] * 40))):
+            found.add(Block(arm=arm, first=start + 48 * i, laps=(some,)))
+    peers = SimpleNamespace(rank=0, world_size=1)
+    bench = SimpleNamespace(timings=found, peers=peers, sampler=SimpleNamespace(places=lambda _: {}))
+    sums = Sums(bench, feed, rounds)  # type: ignore[arg-type]
+    assert [base for base, _ in sums.pairs("full", "cached")] == pytest.approx([0.012 + extra / 8] * 5)
+    assert len(sums.stalls().at) == stalls
 
 
 def test_calls_that_are_known_to_have_stalled_are_left_out() -> None:

@@ -80,6 +80,11 @@ class Feed:
         return int(getattr(self._source, "num_workers", 0) or 0) if self.kind == "DataLoader" else 0
 
     @property
+    def persistent(self) -> bool:
+        """Do its workers stay from one pass to the next?"""
+        return bool(getattr(self._source, "persistent_workers", False))
+
+    @property
     def queue(self) -> int:
         """How many batches its workers make ahead at most."""
         return self.num_workers * int(getattr(self._source, "prefetch_factor", None) or 0)
@@ -183,7 +188,7 @@ class Feed:
         if self._iterator is None or self.kind == "once":
             return
         start = self._clock()
-        if not getattr(self._source, "persistent_workers", False):
+        if not self.persistent:
             shut_down(self._iterator)
         self._iterator = None
         self.ends.append(self._clock() - start)

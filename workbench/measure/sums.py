@@ -45,30 +45,31 @@ class Sums:
     def pairs(self, base: str, arm: str) -> tuple[tuple[float, float], ...]:
         """Neighbours of the rounds. What a new pass of the loader costs is spread over the steps of a pass."""
         timings, count = self.bench.timings, self.rounds.pairs
-        extra = self._per_step_of_passes()
-        left = [value + extra for value in timings.slowest(base)[:count]]
-        right = [value + (extra if arm == "loader" else 0.0) for value in timings.slowest(arm)[:count]]
+        left, right = ([value + self._per_step_of_passes(name) for value in timings.slowest(name)[:count]] for name in (base, arm))
         return paired(left[: len(right)], right[: len(left)])
 
     def arm(self, name: str) -> Arm:
         """One of the rounds' arms beside the full step."""
         return Arm(name=name, baseline="full", pairs=self.pairs("full", name))
 
-    def _per_step_of_passes(self) -> float:
+    def _per_step_of_passes(self, arm: str) -> float:
         """Seconds per step that beginning new passes adds: blocks leave such steps out, or some would have one and others none."""
-        if not SHORT <= self.rounds.steps_per_pass < math.inf:
+        if not SHORT <= self.rounds.steps_per_pass < math.inf or arm not in ("full", "loader"):
             return 0.0
-        blocks = self.bench.timings.blocks
-        waits = [
-            block.laps[rank].waits[i]
-            for rank in range(self.peers.world_size)
-            for arm in ("full", "loader")
-            for block in blocks.get(arm, ())
-            for i in block.laps[rank].fresh
-        ]
-        usual = _mean([w for block in blocks.get("full", ()) for laps in block.laps for w in laps.waits])
-        cost = (statistics.median(waits) if waits else self.feed.start_ups[0]) - usual
-        return max(0.0, cost) / self.rounds.steps_per_pass
+        began, usual = list[float](), list[float]()
+        for block in self.bench.timings.blocks.get(arm, ()):
+            for laps in block.laps:
+                for i, (wait, call) in enumerate(zip(laps.waits, laps.calls, strict=True)):
+                    (began if i in laps.fresh else usual).append(wait + (call if self._forks else 0.0))
+        first = statistics.median(began) if began else self.feed.start_ups[0] + _mean(usual)
+        return max(0.0, first - _mean(usual)) / self.rounds.steps_per_pass
+
+    @property
+    def _forks(self) -> bool:
+        """Does each pass start workers? In the call that follows, training copies each page that it writes to and shares with them: this
+        belongs to the pass, and is no stall.
+        """
+        return bool(self.feed.num_workers) and not self.feed.persistent
 
     def spread(self) -> float:
         """Middle half over median of a cached block over the one before: slow changes do no harm to pairs of neighbours."""
@@ -93,6 +94,7 @@ class Sums:
             for block in blocks
             for laps in [block.laps[rank]]
             for i in range(len(laps.calls))
+            if not (self._forks and i in laps.fresh)
         ]
         calls.sort(key=lambda call: call.number)
         wait = _mean([wait for block in self.bench.timings.blocks.get("full", ()) for wait in block.laps[rank].waits])
