@@ -21,6 +21,7 @@ from workbench.diagnosis.proof import Ladder, Proof
 from workbench.diagnosis.remedy import Remedy
 from workbench.diagnosis.turning import turned
 from workbench.failure import Failure
+from workbench.launcher import environment
 from workbench.spec import SpecError
 
 pytestmark = pytest.mark.alone
@@ -258,7 +259,7 @@ def test_a_spec_is_diagnosed_and_its_remedy_proved(tmp_path: Path, capfd: pytest
     for folder in (tmp_path / "runs").iterdir():
         run = wb.Run.load(folder)
         assert run.ok
-        assert "MALLOC_TRIM_THRESHOLD_" in rundir.read_json(folder / rundir.RUN_JSON)["environment"]["set"]
+        assert environment.steady().items() <= rundir.read_json(folder / rundir.RUN_JSON)["environment"]["set"].items()
         nothing_left(run.id)
     assert capfd.readouterr() == ("", "")  # a notebook shows the result and nothing else
 
@@ -291,8 +292,10 @@ def test_specs_that_want_different_numbers_of_ranks_take_turns(tmp_path: Path) -
 def test_an_error_in_the_experiment_is_that_of_the_caller(tmp_path: Path, task: str, said: str) -> None:
     with pytest.raises(wb.RunError, match=said) as raised:
         wb.diagnose(SPEC.replace(task=f"{TASKS}:{task}"), budget_s=10, runs_dir=tmp_path)
-    assert raised.value.failure.traceback is not None
-    assert "slow_task.py" in raised.value.failure.traceback or task == "empty"
+    if task == "empty":
+        assert raised.value.failure.traceback is None  # no line of the user's is to blame, and the message says all
+    else:
+        assert "slow_task.py" in (raised.value.failure.traceback or "")
     (folder,) = tmp_path.iterdir()
     assert str(folder) in raised.value.__notes__[0]
     run = wb.Run.load(folder)

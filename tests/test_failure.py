@@ -12,6 +12,7 @@ import pytest
 
 import workbench as wb
 from workbench import failure, rundir, symptoms
+from workbench.spec import SpecError
 from workbench.task import TaskError
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -47,21 +48,26 @@ def test_the_first_record_stays(rank2: Path) -> None:
     assert [path.name for path in rank2.parent.iterdir()] == ["rank2.json"]
 
 
-def test_an_error_of_ours_says_all_and_only_what_led_to_it_has_a_traceback(rank2: Path) -> None:
-    failure.record(raised(TaskError("micro_batch=512 is more than the 256 samples")))
+def test_an_error_of_ours_says_all_by_itself(rank2: Path) -> None:
+    failure.record(TaskError("micro_batch=512 is more than the 256 samples"))
     assert rundir.read_json(rank2)["traceback"] is None
-    rank2.unlink()
-    try:
-        try:
-            raise KeyError("mine")
-        except KeyError as cause:
-            raise TaskError("build() raised KeyError: 'mine'") from cause
-    except TaskError as error:
-        failure.record(error)
+
+
+def test_of_an_error_of_ours_what_led_to_it_has_a_traceback(rank2: Path) -> None:
+    error = TaskError("build() raised KeyError: 'mine'")
+    error.__cause__ = raised(KeyError("mine"))
+    failure.record(error)
     record = rundir.read_json(rank2)
     assert record["message"] == "TaskError: build() raised KeyError: 'mine'"
     assert record["traceback"].endswith("KeyError: 'mine'\n")
     assert "TaskError" not in record["traceback"]
+
+
+def test_an_error_of_ours_that_a_line_of_the_users_asked_for_names_it(rank2: Path) -> None:
+    with pytest.raises(SpecError) as asked:
+        wb.RunSpec(task="text-gpt", micro_batch=0)
+    failure.record(asked.value)
+    assert "wb.RunSpec(task=" in rundir.read_json(rank2)["traceback"]
 
 
 def test_where_a_record_goes(rank2: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from workbench.failure import RunError
 from workbench.launcher import environment
 from workbench.launcher.nodes import join
 from workbench.run import Run
+from workbench.task import SAMPLES
 
 
 def doctor() -> display.Table:
@@ -77,8 +78,8 @@ def diagnose(given: argparse.Namespace) -> int:
     if target.endswith(".py"):
         raise ValueError(f"{target} is a script, which is diagnosed by a run of it: workbench launch {target}; workbench diagnose runs/…")
     if not (Path(target) / "run.json").is_file():
-        if Path(target).is_dir():
-            raise ValueError(f"{target} is a directory without a run.json, so not that of a run: those are in runs/")
+        if Path(target).is_dir() and target not in SAMPLES:
+            raise ValueError(f"{target} is a directory without a run.json, so not that of a run: such as runs/* has")
         target = workbench.RunSpec(task=given.target).replace(**knobs)
     elif knobs:
         raise ValueError(f"{target} is a run that was made: it has no knobs to turn any more ({', '.join(knobs)})")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-ONE_PAIR = 0.25
-"""A single pair does not show how far blocks differ: by this fraction, from which on they count as noisy."""
+ONE_PAIR = 0.1
+"""A single pair does not show how far blocks differ: by this fraction, about what neighbours do on a machine that others use, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ GRACE = environment.SHUTDOWN + 2
 """Seconds from SIGTERM to torchrun until the guard kills what is left; torchrun kills its ranks earlier."""
 GIT_PATIENCE = 0.02
 """Seconds to wait for git once everything else is ready: a large repository is not worth a slow launch."""
-TIMED = ("diagnose", "prove", "communication")
+TIMED = ("diagnose", "prove")
 """Experiments that compare times, and so get `environment.steady`."""
 
 _guards: dict[str, "subprocess.Popen[bytes]"] = {}

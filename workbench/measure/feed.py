@@ -80,9 +80,11 @@ class Feed:
         return int(getattr(self._source, "num_workers", 0) or 0) if self.kind == "DataLoader" else 0
 
     @property
-    def persistent(self) -> bool:
-        """Do its workers stay from one pass to the next?"""
-        return bool(getattr(self._source, "persistent_workers", False))
+    def forks(self) -> bool:
+        """Does each pass fork workers, who share the pages of this process until one of them writes there?"""
+        context = getattr(self._source, "multiprocessing_context", None) or multiprocessing
+        how = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+        return self.num_workers > 0 and not getattr(self._source, "persistent_workers", False) and how == "fork"
 
     @property
     def queue(self) -> int:
@@ -188,7 +190,7 @@ class Feed:
         if self._iterator is None or self.kind == "once":
             return
         start = self._clock()
-        if not self.persistent:
+        if not getattr(self._source, "persistent_workers", False):
             shut_down(self._iterator)
         self._iterator = None
         self.ends.append(self._clock() - start)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -92,6 +93,12 @@ class Rounds:
             self.steps, self.loads, self.warm = min(self.steps, ONCE), 1, 1
         self.cost = self.steps * 2 * step + self.loads * alone + self.warm * 2 * step
         """Seconds of a round, about."""
+        self._agree_on_start_up()
+
+    def _agree_on_start_up(self) -> None:
+        starts = self.feed.start_ups[1:] or self.feed.start_ups  # the very first imports, and fills caches
+        self.start_up = self.bench.peers.agree(statistics.median(starts) if starts else 0.0)
+        """Seconds from a new pass to its first batch, on the slowest rank."""
 
     def turn(self) -> None:
         """One round. The order of loader and replay is swapped each time, unless batches differ: then the very same are replayed."""
@@ -100,6 +107,7 @@ class Rounds:
         swapped = self.pairs % 2 == 1 and not varied and self.feed.kind != "once"
         for part in (self._without_loader, self._with_loader) if swapped else (self._with_loader, self._without_loader):
             part(swapped)
+        self._agree_on_start_up()
         self.pairs += 1
 
     def passes(self) -> int:

@@ -44,32 +44,33 @@ class Sums:
 
     def pairs(self, base: str, arm: str) -> tuple[tuple[float, float], ...]:
         """Neighbours of the rounds. What a new pass of the loader costs is spread over the steps of a pass."""
-        timings, count = self.bench.timings, self.rounds.pairs
-        left, right = ([value + self._per_step_of_passes(name) for value in timings.slowest(name)[:count]] for name in (base, arm))
+        left, right = self._with_passes(base), self._with_passes(arm)
         return paired(left[: len(right)], right[: len(left)])
 
     def arm(self, name: str) -> Arm:
         """One of the rounds' arms beside the full step."""
         return Arm(name=name, baseline="full", pairs=self.pairs("full", name))
 
+    def _with_passes(self, arm: str) -> list[float]:
+        extra = self._per_step_of_passes(arm)
+        return [value + extra for value in self.bench.timings.slowest(arm)[: self.rounds.pairs]]
+
     def _per_step_of_passes(self, arm: str) -> float:
-        """Seconds per step that beginning new passes adds: blocks leave such steps out, or some would have one and others none."""
+        """Seconds per step that beginning new passes adds: blocks leave such steps out, or some would have one and others none.
+
+        Where each pass forks workers, the call is a part of it: training then copies each page that it writes to and shares with them.
+        """
         if not SHORT <= self.rounds.steps_per_pass < math.inf or arm not in ("full", "loader"):
             return 0.0
-        began, usual = list[float](), list[float]()
-        for block in self.bench.timings.blocks.get(arm, ()):
-            for laps in block.laps:
-                for i, (wait, call) in enumerate(zip(laps.waits, laps.calls, strict=True)):
-                    (began if i in laps.fresh else usual).append(wait + (call if self._forks else 0.0))
-        first = statistics.median(began) if began else self.feed.start_ups[0] + _mean(usual)
-        return max(0.0, first - _mean(usual)) / self.rounds.steps_per_pass
-
-    @property
-    def _forks(self) -> bool:
-        """Does each pass start workers? In the call that follows, training copies each page that it writes to and shares with them: this
-        belongs to the pass, and is no stall.
-        """
-        return bool(self.feed.num_workers) and not self.feed.persistent
+        first, waits, calls = list[float](), list[float](), list[float]()
+        for laps in (laps for block in self.bench.timings.blocks.get(arm, ()) for laps in block.laps):
+            fresh = set(laps.fresh)
+            first += [laps.waits[i] + (laps.calls[i] if self.feed.forks else 0.0) for i in fresh]
+            waits += [wait for i, wait in enumerate(laps.waits) if i not in fresh]
+            calls += [call for i, call in enumerate(laps.calls) if i not in fresh] if self.feed.forks else []
+        usual = _mean(waits) + (statistics.median(calls) if calls else 0.0)  # some of the calls may have stalled
+        cost = statistics.median(first) - usual if first else self.rounds.start_up - _mean(waits)
+        return max(0.0, cost) / self.rounds.steps_per_pass
 
     def spread(self) -> float:
         """Middle half over median of a cached block over the one before: slow changes do no harm to pairs of neighbours."""
@@ -94,7 +95,7 @@ class Sums:
             for block in blocks
             for laps in [block.laps[rank]]
             for i in range(len(laps.calls))
-            if not (self._forks and i in laps.fresh)
+            if not (self.feed.forks and i in laps.fresh)  # a part of the pass, as `_per_step_of_passes` has it
         ]
         calls.sort(key=lambda call: call.number)
         wait = _mean([wait for block in self.bench.timings.blocks.get("full", ()) for wait in block.laps[rank].waits])
