@@ -158,7 +158,7 @@ class _Experiment:
             if max(self.peers.gather(self.feed.exhausted)) or bench.elapsed + rounds.cost > self._until("rounds"):
                 break
             cached = self.sums.arm("cached")
-            if len(cached.pairs) >= PAIRS and _clear(cached.saved):
+            if self.peers.agree(len(cached.pairs) >= PAIRS and _clear(cached.saved), all):  # passes may have other lengths elsewhere
                 break
         if not rounds.watched:
             rounds.clocked(50)
