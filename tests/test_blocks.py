@@ -55,7 +55,7 @@ def test_the_slowest_rank_counts_and_a_new_pass_does_not() -> None:
     assert timings((laps(9.0, 0.01, fresh=(0,)),)).slowest("full") == [0.01]
 
 
-def sums_of(first: Laps, *, forks: bool = False, start_up: float = 0.0) -> Sums:
+def sums_of(first: Laps, *, forks: bool = False, start_up: float = 0.0, accumulation: int = 1) -> Sums:
     """Rounds of a full block with a pass of 8 steps and of replayed steps, on one rank."""
     found = Timings()
     for i in range(5):
@@ -64,7 +64,7 @@ def sums_of(first: Laps, *, forks: bool = False, start_up: float = 0.0) -> Sums:
     peers = SimpleNamespace(rank=0, world_size=1)
     bench = SimpleNamespace(timings=found, peers=peers, sampler=SimpleNamespace(places=lambda _: {}))
     rounds = SimpleNamespace(pairs=5, steps_per_pass=8, start_up=start_up)
-    return Sums(bench, SimpleNamespace(forks=forks), rounds)  # type: ignore[arg-type]
+    return Sums(bench, SimpleNamespace(forks=forks, accumulation=accumulation), rounds)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("forks", "extra", "stalls"), [(True, 0.19, 0), (False, 0.1, 5)])
@@ -83,6 +83,8 @@ def test_stalls_take_nothing_from_what_a_new_pass_costs() -> None:
 def test_a_new_pass_that_no_block_saw_costs_what_starting_took_beyond_a_usual_wait() -> None:
     sums = sums_of(laps(*[0.01] * 8, wait=0.002), start_up=0.082)
     assert [base for base, _ in sums.pairs("full", "cached")] == pytest.approx([0.012 + 0.08 / 8] * 5)
+    sums = sums_of(laps(*[0.01] * 8, wait=0.004), start_up=0.082, accumulation=2)  # it gives one batch, and a step takes two
+    assert [base for base, _ in sums.pairs("full", "cached")] == pytest.approx([0.014 + 0.08 / 8] * 5)
 
 
 def test_calls_that_are_known_to_have_stalled_are_left_out() -> None:

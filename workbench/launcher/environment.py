@@ -24,6 +24,7 @@ _INHERITED = re.compile(
 )
 """Variables of the launching process that would lead a run astray. Every option of torchrun is also a variable PET_<OPTION>, and an
 inherited PET_NNODES=2 makes it wait for ever; an outer torchrun or Slurm step leaves ranks; a kernel leaves its inline MPLBACKEND."""
+_KEEP = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(4 * 2**30)}
 
 
 def torchrun(nproc_per_node: int, logs: Path, program: list[str], rendezvous: Sequence[str] = ("--standalone",)) -> list[str]:
@@ -80,9 +81,6 @@ def steady() -> dict[str, str]:
     had 9,700 page faults or none, and took 84 or 56 ms, in one process and the next. With these it keeps all but blocks above 32 MiB.
     """
     return {} if any(name in os.environ for name in (*_KEEP, "GLIBC_TUNABLES")) else dict(_KEEP)
-
-
-_KEEP = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(4 * 2**30)}
 
 
 def _installed() -> bool:

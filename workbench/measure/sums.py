@@ -62,14 +62,15 @@ class Sums:
         """
         if not SHORT <= self.rounds.steps_per_pass < math.inf or arm not in ("full", "loader"):
             return 0.0
+        forks = self.feed.forks
         first, waits, calls = list[float](), list[float](), list[float]()
         for laps in (laps for block in self.bench.timings.blocks.get(arm, ()) for laps in block.laps):
             fresh = set(laps.fresh)
-            first += [laps.waits[i] + (laps.calls[i] if self.feed.forks else 0.0) for i in fresh]
+            first += [laps.waits[i] + (laps.calls[i] if forks else 0.0) for i in fresh]
             waits += [wait for i, wait in enumerate(laps.waits) if i not in fresh]
-            calls += [call for i, call in enumerate(laps.calls) if i not in fresh] if self.feed.forks else []
+            calls += [call for i, call in enumerate(laps.calls) if i not in fresh] if forks else []
         usual = _mean(waits) + (statistics.median(calls) if calls else 0.0)  # some of the calls may have stalled
-        cost = statistics.median(first) - usual if first else self.rounds.start_up - _mean(waits)
+        cost = statistics.median(first) - usual if first else self.rounds.start_up - _mean(waits) / self.feed.accumulation
         return max(0.0, cost) / self.rounds.steps_per_pass
 
     def spread(self) -> float:
@@ -87,7 +88,7 @@ class Sums:
         Args:
             alone: only while no rank waits for another.
         """
-        rank = self.peers.rank
+        rank, forks = self.peers.rank, self.feed.forks
         calls = [
             Call(number=block.first + i, seconds=laps.calls[i], arm=arm, delay=laps.delays[i], gc=laps.gcs[i])
             for arm, blocks in self.bench.timings.blocks.items()
@@ -95,7 +96,7 @@ class Sums:
             for block in blocks
             for laps in [block.laps[rank]]
             for i in range(len(laps.calls))
-            if not (self.feed.forks and i in laps.fresh)  # a part of the pass, as `_per_step_of_passes` has it
+            if not (forks and i in laps.fresh)  # a part of the pass, as `_per_step_of_passes` has it
         ]
         calls.sort(key=lambda call: call.number)
         wait = _mean([wait for block in self.bench.timings.blocks.get("full", ()) for wait in block.laps[rank].waits])
