@@ -16,6 +16,7 @@ FLOORS = (
     ("memory", "batch", "laws", "cost", "traces"),
     ("rundir", "spec", "symptoms"),
     ("failure", "job"),
+    ("root_cause",),
     ("run",),
     ("comparison",),
     ("diagnosis", "scaling"),
@@ -30,7 +31,7 @@ FLOORS = (
     ("__main__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-LIGHT = {name for rooms in FLOORS[:8] for name in rooms} | {
+LIGHT = {name for rooms in FLOORS[:9] for name in rooms} | {
     "launcher",
     "diagnosing",
     "growing",

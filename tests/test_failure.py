@@ -12,6 +12,7 @@ import pytest
 
 import workbench as wb
 from workbench import failure, rundir, symptoms
+from workbench.root_cause import first_failure
 from workbench.spec import SpecError
 from workbench.task import TaskError
 
@@ -197,7 +198,7 @@ def failed(**exits: float) -> dict[str, Any]:
 
 
 def first(run_dir: Path, outcome: dict[str, Any]) -> tuple[int | None, str, str]:
-    found = failure.first_failure(run_dir, outcome)
+    found = first_failure(run_dir, outcome)
     assert found is not None
     assert found.kind in symptoms.KINDS
     return found.rank, found.kind, found.message
@@ -251,7 +252,7 @@ def test_how_a_silent_rank_died(run_dir: Path, code: int, oom_kills: int, kind: 
     log.parent.mkdir(parents=True)
     log.write_text("".join(f"line {i}\n" for i in range(30)))
     assert first(run_dir, {**failed(r1=1.0), "oom_kills": oom_kills}) == (1, kind, message)
-    found = failure.first_failure(run_dir, failed())
+    found = first_failure(run_dir, failed())
     assert found is not None
     assert found.traceback == "\n".join(f"line {i}" for i in range(10, 30))
 
@@ -283,7 +284,7 @@ def test_what_a_rank_says_when_it_is_stopped_is_not_why(run_dir: Path) -> None:
 @pytest.mark.parametrize("state", ["finished", "stopped"])
 def test_no_failure(run_dir: Path, state: str) -> None:
     recorded(run_dir, 0, 1.0, "ValueError: boom")
-    assert failure.first_failure(run_dir, {"state": state}) is None
+    assert first_failure(run_dir, {"state": state}) is None
 
 
 def test_the_error_shows_the_traceback_of_the_rank() -> None:

@@ -13,9 +13,9 @@ from conftest import HandMade, processes_with
 
 import workbench as wb
 from workbench import job, rundir
-from workbench.failure import first_failure
 from workbench.launcher import LaunchError, guard, nodes
 from workbench.launcher.rendezvous import Rendezvous, RendezvousError, free_endpoint
+from workbench.root_cause import first_failure
 from workbench.spec import ScriptSpec, SpecError
 
 SCRIPTS = Path(__file__).parent / "scripts"

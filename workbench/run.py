@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from workbench import display, progress, rundir, units
-from workbench.failure import Failure, RunError, first_failure
+from workbench.failure import Failure, RunError
 from workbench.job import Job, is_final
+from workbench.root_cause import first_failure
 from workbench.spec import AUTO, RunSpec, Spec, SpecError, spec_from_json
 from workbench.timeline import Timeline
 

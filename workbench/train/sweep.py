@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from workbench import failure, rundir
 from workbench.measure.holding import held
+from workbench.root_cause import first_failure
 from workbench.spec import AUTO, RunSpec, SpecError
 from workbench.task import resolve
 from workbench.train.loop import train
@@ -87,7 +88,7 @@ def reset_peak(device: torch.device) -> None:
 def write_outcome(run_dir: Path, ok: bool, seconds: float) -> None:
     """Add the outcome to a run's run.json, with the error of the rank that failed first."""
     outcome: dict[str, object] = {"state": "finished" if ok else "failed", "seconds": seconds}
-    found = failure.first_failure(run_dir, outcome)
+    found = first_failure(run_dir, outcome)
     if found:
         outcome["error"] = dataclasses.asdict(found)
     path = run_dir / rundir.RUN_JSON
