@@ -10,7 +10,8 @@ import workbench as wb
 from workbench.estimate.plan import plan_of
 from workbench.estimating import record
 from workbench.measure.accumulating import Sums, is_dense
-from workbench.measure.storages import Recorder, collected_before
+from workbench.measure.collector import collected_before
+from workbench.measure.storages import Recorder
 
 WIDTH, SAMPLES = 64, 512
 

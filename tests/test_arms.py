@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.measure import arms
+from workbench.measure.collector import without_gc
 
 
 class Setup:
@@ -148,12 +149,12 @@ def test_threads_and_collector() -> None:
     with arms.threads(before + 1):
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
-    with arms.without_gc():
+    with without_gc():
         assert not gc.isenabled()
     assert gc.isenabled()
     gc.disable()
     try:
-        with arms.without_gc():
+        with without_gc():
             pass
         assert not gc.isenabled()
     finally:
@@ -167,7 +168,7 @@ def test_all_is_given_back_when_the_step_raises() -> None:
         lambda: arms.implementation([setup.optimizer], "fused"),
         lambda: arms.channels_last([setup.model], [setup.optimizer]),
         lambda: arms.threads(2),
-        arms.without_gc,
+        without_gc,
         lambda: arms.without_reduction([setup.model]),
     ]
     reduce, threads, addresses = dist.all_reduce, torch.get_num_threads(), [weight.data_ptr() for weight in setup.model.parameters()]

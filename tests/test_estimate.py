@@ -21,7 +21,8 @@ from workbench.estimate import building, compat
 from workbench.estimate.plan import Plan, plan_of
 from workbench.estimate.semantics_overrides import replaced
 from workbench.measure.batches import map_tensors
-from workbench.measure.storages import Recorder, collected_before
+from workbench.measure.collector import RECENT, collected_before
+from workbench.measure.storages import Recorder
 from workbench.memory.log import MARK, MemoryLog
 from workbench.memory.replay import canonical, classify
 from workbench.train import checkpointing
@@ -130,7 +131,7 @@ def real(plan: Plan) -> MemoryLog:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     threads = torch.get_num_threads()
     try:
-        with collected_before():
+        with collected_before(RECENT):
             ranks = Ranks(rank=0, world_size=1, device=torch.device("cpu"), store=HashStore())
             model, layout = plan.task.model(), Layout.of(spec, ranks)
             recorder = Recorder()
@@ -379,6 +380,29 @@ def test_the_process_is_left_as_it_was(collecting: bool) -> None:
         assert state() == before
     finally:
         gc.enable() if was else gc.disable()
+
+
+def test_what_else_lives_in_the_process_costs_nothing_and_nothing_is_left() -> None:
+    """A full run of the collector goes over all objects of the process, which took longer than the estimate itself."""
+    text, full = tokens(), list[int]()
+
+    def seen(phase: str, about: dict[str, int]) -> None:
+        if phase == "start" and about["generation"] == 2:
+            full.append(1)
+
+    def estimated() -> int:
+        wb.estimate_memory(gpt, text, loss=text_loss, world_size=4, parallel="zero1")
+        return sum(type(one) is Trainer for one in gc.get_objects())
+
+    first = estimated()
+    gc.disable()  # or it runs by itself in between
+    gc.callbacks.append(seen)
+    try:
+        assert [estimated() for _ in range(3)] == [first] * 3
+    finally:
+        gc.callbacks.remove(seen)
+        gc.enable()
+    assert not full
 
 
 def test_another_default_device_does_not_matter() -> None:

@@ -1,6 +1,7 @@
 """Memory that grows: the classic leaks are found with the variable that keeps them, and a healthy step is not blamed."""
 
 import copy
+import gc
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,14 @@ def test_losses_with_their_graph() -> None:
     assert leak.holder == "BY_ALL (a list, a global variable of test_leaks.py)"
     assert (leak.graph, leak.tensors, leak.per_step) == (True, 1, 4)
     assert BY_ALL == []  # put back
+
+
+def test_a_holder_that_the_collector_leaves_alone() -> None:
+    kept: list[Tensor] = []
+    train = trained(network(), lambda loss: kept.append(loss))
+    gc.freeze()
+    assert only(find(train, DATA)).holder == "kept (a list in test_a_holder_that_the_collector_leaves_alone())"
+    assert gc.get_freeze_count()
 
 
 def test_a_graph_that_no_backward_has_used() -> None:

@@ -1,5 +1,6 @@
 """Out of memory, explained: the wordings that torch has had, real ones on this machine, and the kernel's own kill."""
 
+import gc
 import os
 import resource
 import signal
@@ -22,6 +23,7 @@ from workbench.launcher import guard
 from workbench.measure.holding import held
 from workbench.memory.held import Held, HeldBy
 from workbench.memory.oom import HOST, OutOfMemory, kernel_kills
+from workbench.root_cause import first_failure
 
 TASKS = Path(__file__).parent / "scripts" / "hungry_task.py"
 GIB, MIB = 2**30, 2**20
@@ -218,22 +220,24 @@ class Net(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_held_at_that_moment(checkpointed: bool) -> None:
+@pytest.mark.parametrize(("checkpointed", "frozen"), [(False, False), (True, True)])
+def test_held_at_that_moment(checkpointed: bool, frozen: bool) -> None:
     """In a process of its own: everything that lives is looked at, what other tests have left as well."""
-    code = f"import test_oom; test_oom.check_held({checkpointed})"
+    code = f"import test_oom; test_oom.check_held({checkpointed}, {frozen})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-def check_held(checkpointed: bool) -> None:
+def check_held(checkpointed: bool, frozen: bool) -> None:
     net = Net(checkpointed)
     model, batch = nn.Sequential(net), torch.randn(512, 256)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     model(batch).sum().backward()
     optimizer.step()
     net.greedy = True
+    if frozen:  # as programs do that want no pauses of the collector
+        gc.freeze()
     with pytest.raises(RuntimeError) as raised:
         model(batch)
     found = held(raised.value)
@@ -266,7 +270,7 @@ def test_a_failure_explains_itself_and_survives_json(tmp_path: Path) -> None:
         failure.record(error, run_dir=tmp_path, rank=0, held=held)
     record = rundir.read_json(tmp_path / rundir.ERRORS / "rank0.json")
     assert record["kind"] == "out-of-memory"
-    found = failure.first_failure(tmp_path, {"state": "failed"})
+    found = first_failure(tmp_path, {"state": "failed"})
     assert found is not None
     assert found.memory is not None
     assert found.memory.asked == 2**52
@@ -329,12 +333,12 @@ def test_the_kernels_kill(tmp_path: Path) -> None:
     writer.close()
     line = "Memory cgroup out of memory: Killed process 7 (python) total-vm:9kB, anon-rss:4194304kB, file-rss:0kB, shmem-rss:0kB"
     outcome = {"state": "failed", "returncode": 1, "exits": {"0": 1}, "oom_kills": 1, "memory_limit": 4 * GIB, "kernel": [line]}
-    found = failure.first_failure(tmp_path, outcome)
+    found = first_failure(tmp_path, outcome)
     assert found is not None
     assert found.memory is not None
     assert (found.kind, found.memory.this_process, found.memory.capacity) == ("killed", 4 * GIB, 4 * GIB)
     assert "which has 4.00 GiB.\nThis process had 4.00 GiB there." in str(found)
-    found = failure.first_failure(tmp_path, {**outcome, "kernel": []})
+    found = first_failure(tmp_path, {**outcome, "kernel": []})
     assert found is not None
     assert found.memory is not None
     assert found.memory.this_process == 3 * GIB  # its last report

@@ -107,11 +107,11 @@ def record(plan: "Plan", *, watch: Watch | None = None) -> tuple[MemoryLog, int]
     """
     from workbench.estimate.building import BuildError
     from workbench.estimate.dry import kept_state
+    from workbench.measure.collector import RECENT, collected_before
     from workbench.measure.interrupts import waiting
-    from workbench.measure.storages import collected_before
 
     rank = plan.rank or 0
-    with waiting(), collected_before(), kept_state():
+    with waiting(), collected_before(RECENT), kept_state():
         try:
             log, fullest = _attempt(plan, rank, on_meta=True, watch=watch)
             on_meta = True

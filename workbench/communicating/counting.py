@@ -78,10 +78,10 @@ def counted(plan: "Plan") -> Traffic:
     """
     from workbench.estimate.building import BuildError
     from workbench.estimate.dry import kept_state
+    from workbench.measure.collector import RECENT, collected_before
     from workbench.measure.interrupts import waiting
-    from workbench.measure.storages import collected_before
 
-    with waiting(), collected_before(), kept_state():
+    with waiting(), collected_before(RECENT), kept_state():
         try:
             return _counted(plan, on_meta=True)
         except BuildError:

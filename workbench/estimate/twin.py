@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workbench.cost.twin_run import TwinBucket, TwinLayer
 from workbench.estimate import compat
 from workbench.estimate.world import WorldError
+from workbench.measure.collector import RECENT, without_gc
 
 WARM_UP = 2
 """Steps before the first that counts: DDP puts its buckets into the order of the first one's gradients before the second."""
@@ -167,7 +168,7 @@ def steps_of(
             "init_process_group, after destroy_process_group, or in a process of its own"
         )
     clock: Any = VirtualClock(seconds_of) if scale is None else RealClock(seconds_of, scale)
-    with compat.fake_process_group(ranks, 0), warnings.catch_warnings():
+    with compat.fake_process_group(ranks, 0), warnings.catch_warnings(), without_gc():
         warnings.simplefilter("ignore")
         twin = _Twin(layers, clock, bucket_cap_mb)
         try:
@@ -175,7 +176,7 @@ def steps_of(
         finally:
             clock.close()
             del twin
-            gc.collect()  # a reducer in a cycle would keep the process group
+            gc.collect(RECENT)  # a reducer in a cycle would keep the process group
     alone = statistics.median(one.backward for one in found)
     return [replace(one, backward=alone) for one in found]
 

@@ -1,7 +1,6 @@
 """Arms: one thing taken away from a training step, or changed in it, and given back; the step is any function of the user's."""
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from workbench.measure.batches import map_tensors
+from workbench.measure.collector import without_gc
 
 Step = Callable[[Any], Any]
 Switch = Callable[[], AbstractContextManager[Any]]
@@ -204,18 +204,6 @@ def schedules_at_rest(objects: Sequence[Any]) -> Iterator[None]:
 
 
 def _rest(*_: Any, **__: Any) -> None: ...
-
-
-@contextlib.contextmanager
-def without_gc() -> Iterator[None]:
-    """Inside, Python's cyclic garbage collector rests."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextlib.contextmanager

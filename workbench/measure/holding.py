@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from workbench.measure.collector import thawed
 from workbench.measure.graph import name_of, saved
 from workbench.measure.storages import storages
 from workbench.memory.held import Held, HeldBy
@@ -96,6 +97,7 @@ class _Stock:
         return sorted((one for one in found if one.bytes), key=lambda one: -one.bytes)
 
 
+@thawed()
 def _living() -> tuple[list[nn.Module], list[Optimizer], list[Tensor]]:
     modules: list[nn.Module] = []
     optimizers: list[Optimizer] = []

@@ -13,12 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from workbench import units
 from workbench.measure.allocations import Allocations, allocations
+from workbench.measure.collector import collected_before
 from workbench.measure.feed import Exhausted, Feed
 from workbench.measure.found import Found, name_of
 from workbench.measure.interrupts import waiting
 from workbench.measure.keep import Keep
 from workbench.measure.stepping import Stepping
-from workbench.measure.storages import Recorder, collected_before
+from workbench.measure.storages import Recorder
 from workbench.measure.subject import check, device_of, look_around
 from workbench.memory.breakdown import CUDA_GRANULARITY, MemoryBreakdown
 from workbench.memory.log import MemoryLog

@@ -1,9 +1,8 @@
 """Recorder: the births, resizings and deaths of all storages of a training step, on real or fake tensors, as a MemoryLog."""
 
 import contextlib
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down what happens to every storage while it is active; enter it, and `hooks()` inside of it.
 
     Say where the steps are with `mark`, or let a Trainer say it (`trainer.phase = recorder.phase`). Between steps count `step` up. Garbage
-    collection should be off (`collected_before`): storages that die in cycles would do so at moments that differ from run to run.
+    collection should be off (`collector.collected_before`): storages that die in cycles would do so at moments that differ from run to run.
 
     Attributes:
         log: what has been written so far.
@@ -296,16 +295,3 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
     elif tensor.layout == torch.sparse_coo:
         yield from (part.untyped_storage() for part in (tensor._indices(), tensor._values()))
-
-
-@contextlib.contextmanager
-def collected_before(collect: Callable[[], object] = gc.collect) -> Iterator[None]:
-    """Inside, the cyclic garbage collector is off, so that storages die in the order of the program; it has run before."""
-    collect()
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -15,6 +15,7 @@ from workbench.measure import arms
 from workbench.measure.arms import Treatment
 from workbench.measure.batches import bytes_of, doubled, padding_of, tensors_of, trimmed
 from workbench.measure.blocks import Bench, StepFailed, length, paired
+from workbench.measure.collector import without_gc
 from workbench.measure.replay import Replay
 
 BLOCK = 0.15
@@ -75,7 +76,7 @@ def treatments(
     if device.type == "cpu":
         found += [_with_threads(count) for count in thread_counts() if count < torch.get_num_threads()]  # are there too many?
     if gc_share > GC_SHARE:
-        found.append(Treatment(name="no_gc", on=arms.without_gc))
+        found.append(Treatment(name="no_gc", on=without_gc))
     if each(padding_of)(first) is not None and each(trimmed)(first) is not None:
         found.append(Treatment(name="trimmed", batch=each(trimmed)))
     if device.type == "cpu" and foreign <= TAKEN:

@@ -13,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workbench import rundir
 from workbench.measure.allocations import allocations
+from workbench.measure.collector import collected_before
 from workbench.measure.memory import Borders, breakdown
 from workbench.measure.stepping import take_in
-from workbench.measure.storages import Recorder, collected_before
+from workbench.measure.storages import Recorder
 from workbench.memory.breakdown import MemoryBreakdown
 from workbench.memory.log import ALLOC, Event
 from workbench.spec import RunSpec
