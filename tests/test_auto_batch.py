@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from workbench import fitting, rundir
 from workbench.estimating import estimate_memory
+from workbench.launcher.launching import own
 from workbench.run import Run
 from workbench.spec import RunSpec, SpecError
 from workbench.task import Task
@@ -397,7 +398,7 @@ def test_one_of_two_ranks_runs_out_of_memory(by_hand: Callable[..., Any]) -> Non
     made = [by_hand(spec=spec.replace(evaluate=True).to_json()) for spec in specs]
     folder = made[0].path.parent
     environment = {**os.environ, "OMP_NUM_THREADS": "1", rundir.ENV_RUN_DIR: str(folder)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "workbench.train"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *own("workbench.train.__main__")]
     command += [str(directory.path) for directory in made]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench import rundir
-from workbench.failure import first_failure
+from workbench.launcher.launching import own
+from workbench.root_cause import first_failure
 from workbench.run import Run
 from workbench.spec import RunSpec, SpecError
 from workbench.task import Task, TaskError
@@ -54,7 +55,7 @@ Make = Callable[..., Any]
 def torchrun(directories: list[Path], ranks: int = 2) -> subprocess.CompletedProcess[str]:
     """Train what the directories say, as the launcher would; the launch directory is the first one's parent."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", rundir.ENV_RUN_DIR: str(directories[0].parent)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "workbench.train"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *own("workbench.train.__main__")]
     return subprocess.run([*command, *map(str, directories)], env=environment, capture_output=True, text=True, timeout=120)
 
 

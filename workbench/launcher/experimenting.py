@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench import units
 from workbench.failure import Failure, RunError
-from workbench.launcher.launching import check, label
+from workbench.launcher.launching import check, label, own
 from workbench.launcher.start import NewRun
 from workbench.progress import ProgressLine
 from workbench.run import Run
@@ -171,7 +171,7 @@ def launched(
         LaunchError: it cannot run here. Nothing was written.
     """
     new = NewRun(runs_dir, name)
-    run = new.start(spec, ["-m", program, str(new.path)], timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
+    run = new.start(spec, own(program, new.path), timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
     line = ProgressLine(lambda: show(run) if show else run.path.name)
     try:
         while run.state == "running":

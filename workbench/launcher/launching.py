@@ -187,10 +187,15 @@ def label(spec: Spec) -> str:
     return task.label(spec.task) if isinstance(spec, RunSpec) else Path(spec.script).stem
 
 
+def own(program: str, *run_dirs: Path) -> list[str]:
+    """What torchrun starts in every rank for a program of `workbench.train`."""
+    return ["-m", "workbench.train.start", program, *map(str, run_dirs)]
+
+
 def program(spec: Spec, *run_dirs: Path) -> list[str]:
-    """What torchrun starts in every rank."""
+    """What torchrun starts in every rank for a spec."""
     if isinstance(spec, RunSpec):
-        return ["-m", "workbench.train", *map(str, run_dirs)]
+        return own("workbench.train.__main__", *run_dirs)
     traced = ["--profile", json.dumps(dataclasses.asdict(spec.profile))] if spec.profile else []
     # behind "--": else a script's own --n or --log counts as an abbreviation of torchrun's options
     return ["-m", "--", "workbench.train.script", *["--watch"] * spec.watch, *traced, spec.script, *spec.args]

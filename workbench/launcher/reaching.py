@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench.batch.reaching import StepsToTarget
 from workbench.failure import Failure, RunError
-from workbench.launcher.launching import check, label
+from workbench.launcher.launching import check, label, own
 from workbench.launcher.start import NewRun
 from workbench.progress import ProgressLine
 from workbench.run import Run
@@ -41,8 +41,7 @@ def reach(
     """
     check(spec)
     new = NewRun(runs_dir, f"{label(spec)} steps to target")
-    program = ["-m", "workbench.train.reach", str(new.path)]
-    run = new.start(spec, program, experiment={"kind": "reach", "order": dict(order)})
+    run = new.start(spec, own("workbench.train.reach", new.path), experiment={"kind": "reach", "order": dict(order)})
     line = ProgressLine(lambda: words(run))
     try:
         while run.state == "running":

@@ -1,0 +1,51 @@
+"""How a rank of ours starts: what is there before the task is out of the collector's way, and nothing else is."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import workbench as wb
+from workbench.launcher.launching import own
+
+PROGRAM = """
+import gc, json, sys, weakref
+import torch
+
+class Task: ...
+
+def main():
+    task = Task()
+    task.itself, dead = task, weakref.ref(task)
+    frozen = gc.get_freeze_count()
+    seen = any(one is task for one in gc.get_objects())
+    del task
+    swept = len(gc.get_objects())
+    gc.collect()
+    print(json.dumps([sys.argv, gc.isenabled(), frozen, swept, seen, dead() is None, "torch._dynamo" in sys.modules]))
+"""
+
+
+def test_libraries_are_frozen_and_what_a_task_makes_is_collected(tmp_path: Path) -> None:
+    (tmp_path / "program_of_a_rank.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, *own("program_of_a_rank", tmp_path / "one", tmp_path / "two")],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    argv, enabled, frozen, swept, seen, dead, loaded = json.loads(done.stdout)
+    assert argv == ["program_of_a_rank", f"{tmp_path / 'one'}", f"{tmp_path / 'two'}"]
+    assert enabled
+    assert frozen > 100 * swept
+    assert seen
+    assert dead
+    assert loaded
+
+
+def test_a_launch_starts_so(tmp_path: Path) -> None:
+    run = wb.launch(wb.RunSpec(task=f"{Path(__file__).with_name('toy_tasks.py')}:numbers", device="cpu", steps=2), runs_dir=tmp_path)
+    assert json.loads((run.path / "run.json").read_text())["command"][-2:] == ["workbench.train.__main__", str(run.path)]
+    assert run.wait(timeout=120).ok, run.error
