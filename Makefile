@@ -55,7 +55,7 @@ notebooks: setup ## execute every notebook and compare what it shows (strict nbv
 	$(BIN)/python -m tests.notebooks $(ARGS)
 
 browser: setup ## drive JupyterLab in Chromium; screenshots in shots/
-	$(BIN)/python -m pytest -m browser tests/browser $(AGAIN) $(ARGS)
+	$(BIN)/python -m pytest -m browser tests/browser -n 2 --maxschedchunk 1 $(AGAIN) $(ARGS)
 
 test-gpu: ## the tests that need an NVIDIA GPU, with whatever Python has torch (PYTHON=…)
 	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m pytest -m gpu tests/gpu $(ARGS)

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import platform
@@ -51,6 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if not _is_worker(config):  # those of pytest-xdist carry the mark of their session
         os.environ[MARK] = SESSION  # every process started from here on carries it
     os.environ["WORKBENCH_CACHE"] = tempfile.mkdtemp(prefix="workbench-tests-")  # what tests prove says nothing about this machine
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays to the end: leave it out of the full collections that estimates of real steps ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_worker(config: pytest.Config) -> bool:
