@@ -109,7 +109,7 @@ def test_a_first_line_says_what_a_file_is_for() -> None:
 
 def test_the_only_late_calls_upward_are_those_of_display() -> None:
     users = {room(path) for path in MODULES if "import_module" in path.read_text()}
-    assert users <= {"__init__", "display", "task", "diagnosis", "traces"}  # Diagnosis.prove; traces has its own files only
+    assert users <= {"__init__", "display", "task", "diagnosis", "traces", "train"}  # Diagnosis.prove; traces and train: their own files
 
 
 def test_import_is_light() -> None:
