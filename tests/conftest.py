@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there before the first test stays to the end: leave it out of the full collections that estimates of real steps ask for."""
+    """What is there before the first test stays to the end: leave it out of the full collections that measurements of memory ask for."""
     gc.collect()
     gc.freeze()
 

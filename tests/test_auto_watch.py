@@ -228,6 +228,18 @@ def test_a_second_model_later_on_is_found(tmp_path: Path) -> None:
     assert all(step["forward"] > 0.004 for step in steps[-8:])
 
 
+def test_a_model_that_was_frozen_is_found(tmp_path: Path) -> None:
+    code = """
+    import gc
+    loss_function = nn.CrossEntropyLoss()
+    gc.freeze()
+    for x, y in loader:
+        train_on(x, y)
+    """
+    steps = Watched(tmp_path, code).steps()
+    assert all(step["forward"] > 0.004 for step in steps[-2:])
+
+
 def test_what_the_script_measures_itself_wins(tmp_path: Path) -> None:
     code = """
     import workbench as wb

@@ -392,13 +392,13 @@ def test_what_else_lives_in_the_process_costs_nothing_and_nothing_is_left() -> N
 
     def estimated() -> int:
         wb.estimate_memory(gpt, text, loss=text_loss, world_size=4, parallel="zero1")
-        return sum(type(one) is Trainer for one in gc.get_objects())
+        return sum(issubclass(type(one), Trainer | Recorder | nn.Module) for one in gc.get_objects())
 
-    first = estimated()
+    estimated()
     gc.disable()  # or it runs by itself in between
     gc.callbacks.append(seen)
     try:
-        assert [estimated() for _ in range(3)] == [first] * 3
+        assert len({estimated() for _ in range(3)}) == 1
     finally:
         gc.callbacks.remove(seen)
         gc.enable()

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -347,3 +349,27 @@ def test_a_loader_that_ends() -> None:
     model = perceptron()
     found = measure(stepping(model, adam(model)), iter([vectors(16)]))
     assert any("the loader ended after 1 of 3 steps" in note for note in found.notes)
+
+
+def looked_at(look: str) -> "weakref.ref[nn.Module]":
+    """A model that somebody has looked at, and that has gone."""
+    model = perceptron()
+    optimizer, batch = torch.optim.SGD(model.parameters()), vectors(4)
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    if look == "estimate_memory":
+        wb.estimate_memory(model, batch)
+    else:
+        getattr(wb, look)(step, [batch] * 8)
+    return weakref.ref(model)
+
+
+@pytest.mark.parametrize("look", ["measure_memory", "find_leaks", "estimate_memory"])
+def test_the_model_is_not_kept_alive(look: str) -> None:
+    model = looked_at(look)
+    gc.collect()
+    assert model() is None

@@ -241,6 +241,7 @@ def check_held(checkpointed: bool, frozen: bool) -> None:
     with pytest.raises(RuntimeError) as raised:
         model(batch)
     found = held(raised.value)
+    assert not gc.get_freeze_count()  # else what failed could never be freed
     weights = sum(weight.nbytes for weight in model.parameters())
     of_model = {one.name: one.bytes for one in found.holders if one.group == "parameters" and one.name.startswith("0.")}
     assert of_model == {"0.first": weights // 2, "0.last": weights // 2}

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import workbench as wb
+from workbench import rundir
 from workbench.launcher.launching import own
 
 PROGRAM = """
@@ -45,7 +46,21 @@ def test_libraries_are_frozen_and_what_a_task_makes_is_collected(tmp_path: Path)
     assert loaded
 
 
+def test_an_import_that_fails_is_on_record(tmp_path: Path) -> None:
+    (tmp_path / "program_of_a_rank.py").write_text("raise ImportError('no such library')")
+    done = subprocess.run(
+        [sys.executable, *own("program_of_a_rank", tmp_path)],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}", rundir.ENV_RUN_DIR: str(tmp_path), "RANK": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    found = rundir.read_json(tmp_path / rundir.ERRORS / "rank1.json")
+    assert (found["rank"], found["message"]) == (1, "ImportError: no such library")
+    assert "program_of_a_rank.py" in found["traceback"]
+
+
 def test_a_launch_starts_so(tmp_path: Path) -> None:
     run = wb.launch(wb.RunSpec(task=f"{Path(__file__).with_name('toy_tasks.py')}:numbers", device="cpu", steps=2), runs_dir=tmp_path)
-    assert json.loads((run.path / "run.json").read_text())["command"][-2:] == ["workbench.train.__main__", str(run.path)]
+    assert json.loads((run.path / "run.json").read_text())["command"][-4:] == own("workbench.train.__main__", run.path)
     assert run.wait(timeout=120).ok, run.error

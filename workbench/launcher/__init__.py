@@ -3,7 +3,7 @@
 `launch` starts one run and returns at once, on this machine, on several, or as a job of `Slurm`; `kubernetes` writes a manifest; `sweep`
 runs many, several in one launch where they can share it.
 
-    this process -> guard (`guard.py`) -> torchrun -> ranks (`workbench.train`, or an unedited script)
+    this process -> guard (`guard.py`) -> torchrun -> ranks (`workbench.train.start`, or an unedited script)
 """
 
 from workbench.launcher.launching import launch

@@ -12,7 +12,7 @@ from itertools import chain, compress
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from workbench.measure import hooks, ranklog
+from workbench.measure import collector, hooks, ranklog
 from workbench.measure.borders import Borders
 from workbench.measure.loop import Loop
 from workbench.measure.recording import Recording
@@ -183,11 +183,12 @@ class Auto:
             kind = more.pop()
             more += [] if kind in kinds else type.__subclasses__(kind)
             kinds.add(kind)
-        living = gc.get_objects()
-        modules = [found for found in compress(living, map(kinds.__contains__, map(type, living))) if "_parameters" in vars(found)]
+        modules = _modules(gc.get_objects(), kinds)
+        if not self._models and gc.get_freeze_count() and not any(map(_has_weights, modules)):
+            modules = _modules(collector.living(), kinds)  # only then: a program that freezes wants no pauses of the collector
         inner = {id(child) for module in modules if module not in self._models for child in module.children()}
         for module in modules:
-            if id(module) not in inner and module not in self._models and next(module.parameters(), None) is not None:
+            if id(module) not in inner and module not in self._models and _has_weights(module):
                 self._models.add(module)
                 self._undo.callback(hooks.on_model(module, self._forward_alone).remove)
 
@@ -203,6 +204,15 @@ class Auto:
         devices = {weight.device for weight in weights if weight is not None and weight.device.type == "cuda"}
         current = ranklog.current_device()
         return new_tape(None if any(device.index == current for device in devices) else min(devices, key=str, default=None))
+
+
+def _modules(objects: list[object], kinds: set[type]) -> list[Any]:
+    """The modules among objects, by their classes: `isinstance` would ask proxies what they are."""
+    return [found for found in compress(objects, map(kinds.__contains__, map(type, objects))) if "_parameters" in vars(found)]
+
+
+def _has_weights(module: Any) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 class _Batches(chain[Any]):

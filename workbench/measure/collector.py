@@ -3,11 +3,12 @@
 import contextlib
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 EVERYTHING = 2
 """Python's oldest generation: a run for it goes over all objects."""
 RECENT = 1
-"""What was made since the collector ran last, or while it rested; what is older is left alone."""
+"""What was made since the last run for this generation or an older one, and all that was made while the collector rested."""
 
 
 @contextlib.contextmanager
@@ -24,26 +25,20 @@ def without_gc() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collected_before(generation: int = EVERYTHING) -> Iterator[None]:
-    """Inside, the collector rests, so that storages die in the order of the program; it has run before.
+    """Run the collector, and let it rest inside, so that storages die in the order of the program.
 
     Args:
-        generation: up to which it has: `RECENT` where only what the last one of many has left matters.
+        generation: the oldest that it looks at: `RECENT` where only what the last one of many has left matters.
     """
     gc.collect(generation)
     with without_gc():
         yield
 
 
-@contextlib.contextmanager
-def thawed() -> Iterator[None]:
-    """Inside, the collector knows of what was frozen (`gc.freeze`), too, and so do `gc.get_objects` and `gc.get_referrers`.
+def living() -> list[Any]:
+    """All objects that the collector knows of, and those that a program has frozen (`gc.freeze`): they are thawed for that.
 
-    Afterwards all that lives is frozen, if something was before.
+    They stay so. Frozen once more, what lies in cycles at this moment would never be freed.
     """
-    frozen = gc.get_freeze_count()
     gc.unfreeze()
-    try:
-        yield
-    finally:
-        if frozen:
-            gc.freeze()
+    return gc.get_objects()

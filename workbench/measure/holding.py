@@ -1,7 +1,6 @@
 """Holding: what this process held in tensors when memory ran out, seen from the error that says so."""
 
 import contextlib
-import gc
 import resource
 import sysconfig
 import traceback
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from workbench.measure.collector import thawed
+from workbench.measure import collector
 from workbench.measure.graph import name_of, saved
 from workbench.measure.storages import storages
 from workbench.memory.held import Held, HeldBy
@@ -97,12 +96,11 @@ class _Stock:
         return sorted((one for one in found if one.bytes), key=lambda one: -one.bytes)
 
 
-@thawed()
 def _living() -> tuple[list[nn.Module], list[Optimizer], list[Tensor]]:
     modules: list[nn.Module] = []
     optimizers: list[Optimizer] = []
     tensors: list[Tensor] = []
-    for one in gc.get_objects():
+    for one in collector.living():
         kind = type(one)  # not isinstance, which asks proxies what they are
         if issubclass(kind, Tensor):
             tensors.append(one)

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from workbench import display, units
-from workbench.measure.collector import thawed
 from workbench.measure.found import name_of as name_of_step
 from workbench.measure.graph import saved
 from workbench.measure.memory import freed_by_collector, recorded
@@ -114,7 +113,6 @@ _UNKNOWN = (
 )
 
 
-@thawed()
 def find(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None, optimizer: Any = None, steps: int = 8) -> Leaks:
     """Take some steps, look for what is left behind, and put everything back.
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from workbench.measure import collector
+
 MOST_DEEP = 10
 """How many containers inside each other are followed."""
 MOST_SEEN = 20_000
@@ -31,8 +33,8 @@ class Holding:
 
 
 def living() -> list[Tensor]:
-    """All tensors that Python knows of, without those that have no memory."""
-    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]  # not isinstance, which asks proxies what they are
+    """All tensors that Python knows of, without those that have no memory. What was frozen is thawed, and `Referrers` see it."""
+    found = [one for one in collector.living() if issubclass(type(one), Tensor)]  # not isinstance, which asks proxies what they are
     return [one for one in found if not one.is_meta]
 
 

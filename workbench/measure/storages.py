@@ -92,8 +92,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if index is None:
                 if self._paused or self._device not in (None, storage.device.type):
                     continue
-                index = self._live[address] = self.charge(size, category, op)
-                weakref.finalize(storage, self._died, address, index).atexit = False
+                index = self._follow(storage, self.charge(size, category, op))
             record = self.log.records[index]
             record.category = category or record.category
             record.module = record.module if module is None else module
@@ -116,8 +115,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for storage in storages(tensor):
             index = self._live.get(storage._cdata)
             if index is None:
-                index = self._live[storage._cdata] = self.charge(0, "other")
-                weakref.finalize(storage, self._died, storage._cdata, index).atexit = False
+                index = self._follow(storage, self.charge(0, "other"))
             self._elsewhere.add(index)
             record = self.log.records[index]
             record.size = self._sizes[index] = 0
@@ -194,9 +192,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _hand_over(self, tensor: Tensor, heir: Tensor) -> None:
         """What was a tensor's storage is its heir's, as if that had none of its own."""
         if (index := self._live.pop(tensor.untyped_storage()._cdata, None)) is not None:
-            storage = heir.untyped_storage()
-            self._live[storage._cdata] = index
-            weakref.finalize(storage, self._died, storage._cdata, index).atexit = False
+            self._follow(heir.untyped_storage(), index)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator; those who know better than it what comes out may do so here."""
@@ -277,11 +273,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             record.size = max(record.size, size)
             self.log.events.append(Event(RESIZE, index, size))
 
-    def _died(self, address: int, index: int) -> None:
-        if self._live.get(address) == index and not self._closed:
-            del self._live[address]
-            self.log.records[index].died = len(self.log.events)
-            self.log.events.append(Event(FREE, index, 0))
+    def _follow(self, storage: torch.UntypedStorage, index: int) -> int:
+        """Note the death of a storage, whose record this is. Python keeps a finalizer, and all it knows of, for as long as the storage."""
+        self._live[storage._cdata] = index
+        weakref.finalize(storage, _died, weakref.ref(self), storage._cdata, index).atexit = False
+        return index
+
+
+def _died(recorder: "weakref.ref[Recorder]", address: int, index: int) -> None:
+    one = recorder()
+    if one is not None and one._live.get(address) == index and not one._closed:
+        del one._live[address]
+        one.log.records[index].died = len(one.log.events)
+        one.log.events.append(Event(FREE, index, 0))
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
