@@ -33,7 +33,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 lab: setup ## open JupyterLab on the first notebook (ARGS=--no-browser where there is no screen)
 	@$(BIN)/jupyter trust notebooks/*.ipynb > /dev/null
-	$(BIN)/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/01_where_does_the_time_go.ipynb $(ARGS)
+	$(BIN)/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=notebooks \
+	  --LabApp.default_url=/lab/tree/01_where_does_the_time_go.ipynb $(ARGS)
 
 test: lint unit notebooks browser ## everything CI runs
 	@echo "all of make test passed"

@@ -2,8 +2,14 @@
 
 import importlib.metadata
 import re
+import shlex
+import socket
 import subprocess
+import sys
+import time
 import tomllib
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import yaml
@@ -54,3 +60,35 @@ def test_readme_lists_every_notebook() -> None:
     readme = (ROOT / "README.md").read_text()
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         assert f"notebooks/{path.name}" in readme
+
+
+def _status(url: str) -> int:
+    """Of the answer; a server says where it is a moment before it listens."""
+    limit = time.monotonic() + 30
+    while True:
+        try:
+            with urllib.request.urlopen(url) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except urllib.error.URLError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(0.1)
+
+
+def test_make_lab_prints_a_url_that_opens_the_first_notebook() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    rule = subprocess.run(["make", "-n", "lab", f"ARGS=--no-browser --port={port}"], cwd=ROOT, capture_output=True, text=True, check=True)
+    words = shlex.split(rule.stdout.replace("\\\n", " ").splitlines()[-1])
+    with subprocess.Popen([sys.executable, *words[1:]], cwd=ROOT, stderr=subprocess.PIPE, text=True) as lab:
+        assert lab.stderr is not None
+        try:
+            url = next(found[0] for line in lab.stderr if (found := re.search(r"http://127\S+", line)))
+            notebook = url.replace("/lab/tree/", "/api/contents/") + "&content=0"
+            assert "01_where_does_the_time_go.ipynb" in url
+            assert [_status(address) for address in (url, notebook)] == [200, 200]
+        finally:
+            lab.terminate()
+            lab.stderr.read()
