@@ -80,7 +80,13 @@ def _status(url: str) -> int:
 def test_make_lab_prints_a_url_that_opens_the_first_notebook() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    rule = subprocess.run(["make", "-n", "lab", f"ARGS=--no-browser --port={port}"], cwd=ROOT, capture_output=True, text=True, check=True)
+    rule = subprocess.run(
+        ["make", "--no-print-directory", "-n", "lab", f"ARGS=--no-browser --port={port}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     words = shlex.split(rule.stdout.replace("\\\n", " ").splitlines()[-1])
     with subprocess.Popen([sys.executable, *words[1:]], cwd=ROOT, stderr=subprocess.PIPE, text=True) as lab:
         assert lab.stderr is not None
