@@ -12,9 +12,8 @@ import statistics
 import time
 
 import workbench as wb
-from workbench import units
+from workbench import collector, units
 from workbench.launcher import environment
-from workbench.measure import collector
 
 SPEC = wb.RunSpec(task="text-gpt", micro_batch=64, nproc_per_node=1)
 BESIDE = 1_000_000

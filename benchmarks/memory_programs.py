@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from workbench.collector import collected_before
 from workbench.estimate import building
 from workbench.estimate.dry import DryRun, Gpu, dry_run, kept_state
-from workbench.measure.collector import collected_before
 from workbench.memory.allocator import CachingAllocator
 from workbench.memory.outside import cublas_workspace
 from workbench.memory.replay import Replay

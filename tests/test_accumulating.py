@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import workbench as wb
+from workbench.collector import collected_before
 from workbench.estimate.plan import plan_of
 from workbench.estimating import record
 from workbench.measure.accumulating import Sums, is_dense
-from workbench.measure.collector import collected_before
 from workbench.measure.storages import Recorder
 
 WIDTH, SAMPLES = 64, 512

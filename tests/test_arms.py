@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from workbench.collector import without_gc
 from workbench.measure import arms
-from workbench.measure.collector import without_gc
 
 
 class Setup:

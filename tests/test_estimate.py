@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import workbench as wb
 from workbench import estimating
+from workbench.collector import RECENT, collected_before
 from workbench.estimate import building, compat
 from workbench.estimate.plan import Plan, plan_of
 from workbench.estimate.semantics_overrides import replaced
 from workbench.measure.batches import map_tensors
-from workbench.measure.collector import RECENT, collected_before
 from workbench.measure.storages import Recorder
 from workbench.memory.log import MARK, MemoryLog
 from workbench.memory.replay import canonical, classify

@@ -11,7 +11,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils.checkpoint import checkpoint
 
-from workbench.measure.collector import collected_before
+from workbench.collector import collected_before
 from workbench.measure.storages import Recorder, storages
 from workbench.memory.log import ALLOC, FREE, MARK, RESIZE, MemoryLog
 

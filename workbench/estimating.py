@@ -105,9 +105,9 @@ def record(plan: "Plan", *, watch: Watch | None = None) -> tuple[MemoryLog, int]
     Raises:
         ValueError: it cannot run without values; the message says where and what to try.
     """
+    from workbench.collector import RECENT, collected_before
     from workbench.estimate.building import BuildError
     from workbench.estimate.dry import kept_state
-    from workbench.measure.collector import RECENT, collected_before
     from workbench.measure.interrupts import waiting
 
     rank = plan.rank or 0

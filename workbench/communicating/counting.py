@@ -76,9 +76,9 @@ def counted(plan: "Plan") -> Traffic:
     Raises:
         ValueError: it cannot run without values.
     """
+    from workbench.collector import RECENT, collected_before
     from workbench.estimate.building import BuildError
     from workbench.estimate.dry import kept_state
-    from workbench.measure.collector import RECENT, collected_before
     from workbench.measure.interrupts import waiting
 
     with waiting(), collected_before(RECENT), kept_state():

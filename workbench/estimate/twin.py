@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from workbench.collector import RECENT, without_gc
 from workbench.cost.twin_run import TwinBucket, TwinLayer
 from workbench.estimate import compat
 from workbench.estimate.world import WorldError
-from workbench.measure.collector import RECENT, without_gc
 
 WARM_UP = 2
 """Steps before the first that counts: DDP puts its buckets into the order of the first one's gradients before the second."""

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from workbench.collector import without_gc
 from workbench.measure.batches import map_tensors
-from workbench.measure.collector import without_gc
 
 Step = Callable[[Any], Any]
 Switch = Callable[[], AbstractContextManager[Any]]

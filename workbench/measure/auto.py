@@ -12,7 +12,8 @@ from itertools import chain, compress
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from workbench.measure import collector, hooks, ranklog
+from workbench import collector
+from workbench.measure import hooks, ranklog
 from workbench.measure.borders import Borders
 from workbench.measure.loop import Loop
 from workbench.measure.recording import Recording

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from workbench.measure import collector
+from workbench import collector
 from workbench.measure.graph import name_of, saved
 from workbench.measure.storages import storages
 from workbench.memory.held import Held, HeldBy

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from workbench import units
+from workbench.collector import collected_before
 from workbench.measure.allocations import Allocations, allocations
-from workbench.measure.collector import collected_before
 from workbench.measure.feed import Exhausted, Feed
 from workbench.measure.found import Found, name_of
 from workbench.measure.interrupts import waiting

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from workbench.measure import collector
+from workbench import collector
 
 MOST_DEEP = 10
 """How many containers inside each other are followed."""

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from workbench.collector import without_gc
 from workbench.diagnosis.evidence import Arm, interval_of
 from workbench.measure import arms
 from workbench.measure.arms import Treatment
 from workbench.measure.batches import bytes_of, doubled, padding_of, tensors_of, trimmed
 from workbench.measure.blocks import Bench, StepFailed, length, paired
-from workbench.measure.collector import without_gc
 from workbench.measure.replay import Replay
 
 BLOCK = 0.15

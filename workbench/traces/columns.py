@@ -1,14 +1,13 @@
 """Columns: the events of a trace as arrays, every name, lane and shape told once; nanoseconds from the first event on."""
 
-import gc
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.collector import without_gc
 from workbench.traces.intervals import Numbers, Spans
 from workbench.traces.wire import NO_ARGS, NO_SHAPES, Args, Bare, Event, Number
 
@@ -172,23 +171,11 @@ def possible(found: list[B]) -> tuple[list[B], NDArray[np.float64], NDArray[np.f
 def gathered(batches: Iterable[list[Event]]) -> Gathering:
     """Of all batches. The cyclic collector rests meanwhile: it would look at hundreds of thousands of objects again and again."""
     found = Gathering()
-    with uncollected():
+    with without_gc():
         for batch in batches:
             found.add(batch)
             batch.clear()  # now, not when the next one is there
     return found
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without the cyclic collector."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _codes(codes: Codes, keys: Iterable[Any], count: int) -> NDArray[np.int32]:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.traces.columns import Codes, Columns, floats, integers, possible, uncollected
+from workbench.collector import without_gc
+from workbench.traces.columns import Codes, Columns, floats, integers, possible
 from workbench.traces.intervals import Numbers
 from workbench.traces.reading import Reading, TraceError
 from workbench.traces.wire import DETAILS, NO_DETAIL, Detailed
@@ -112,7 +113,7 @@ def details(path: Path, columns: Columns) -> Details:
     found = _Gathering({(lane.process, lane.thread): i for i, lane in enumerate(columns.lanes)})
     why = "the file has changed since it was loaded, or is damaged"
     try:
-        with uncollected():
+        with without_gc():
             for batch in reading.batches():
                 found.add(batch)
                 batch.clear()

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench import rundir
+from workbench.collector import collected_before
 from workbench.measure.allocations import allocations
-from workbench.measure.collector import collected_before
 from workbench.measure.memory import Borders, breakdown
 from workbench.measure.stepping import take_in
 from workbench.measure.storages import Recorder
