@@ -63,7 +63,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutsideCalibration:
+class OutsideCalibration(display.Shown):
     """What lies outside of the allocator on this machine's GPU, learned from runs; `estimate_memory(device=…)` uses it from now on."""
 
     points: tuple[Point, ...]
@@ -116,12 +116,6 @@ class OutsideCalibration:
 
     def __repr__(self) -> str:
         return f"OutsideCalibration({self.fit.device!r}, {len(self.points)} runs)"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def calibrate(models: int = 4, *, tell: Callable[[str], None] | None = None) -> OutsideCalibration:

@@ -10,7 +10,7 @@ from workbench.timeline import PHASES
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(display.Shown):
     """Runs side by side. The first is the baseline."""
 
     runs: tuple[Run, ...]
@@ -72,18 +72,10 @@ class Comparison:
             ]
         )
 
-    def plot(self, ax: Any = None) -> Any:
-        """`plot.compare`: the stacked steps on the same axes; returns the Axes."""
-        return display.picture("compare")(self, ax=ax)
+    plot = display.plot_method("compare")
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(self.labels)})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def _word(value: object) -> str:

@@ -8,7 +8,7 @@ from workbench import display, units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class Device(display.Shown):
     """One accelerator, measured in nothing but its datasheet.
 
     >>> Device.named("h200").memory
@@ -54,12 +54,6 @@ class Device:
         rows = [["memory", units.bytes_(self.memory)], ["bandwidth", units.count(self.bandwidth, "B/s")]]
         rows += [[f"{dtype}, dense", units.count(peak, "FLOP/s")] for dtype, peak in self.flops_per_sec.items()]
         return display.Table(columns=("figure", "at best"), rows=rows, title=self.name, note=self.source)
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def _key(name: str) -> str:

@@ -496,9 +496,7 @@ class Run:
         rows = [{"rank": t.rank, **row} for t in self.timelines for row in t.to_frame().to_dict("records")]
         return display.frame(rows)
 
-    def plot(self, ax: Any = None) -> Any:
-        """The stacked bars of `plot.step_time`, one per rank; returns the Axes."""
-        return display.picture("step_time")(self, ax=ax)
+    plot = display.plot_method("step_time")
 
     def __repr__(self) -> str:
         several = f"nnodes={self.spec.nnodes}, " if self.spec.nnodes > 1 else ""

@@ -147,9 +147,7 @@ class LrFound:
         race = [{"kind": "race", "name": one.name, "lr": one.lr, "loss": one.mean(len(one.scores))} for one in self.race]
         return display.frame([*rules, *race], columns=("kind", "name", "lr", "low", "high", "loss"))
 
-    def plot(self, ax: Any = None) -> Any:
-        """`plot.lr_range`; returns the Axes."""
-        return display.picture("lr_range")(self, ax=ax)
+    plot = display.plot_method("lr_range")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""

@@ -31,7 +31,7 @@ LEVEL = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoiseScale:
+class NoiseScale(display.Shown):
     """The gradient noise scale with its interval, and whether the steps were enough to know it."""
 
     b_simple: float
@@ -206,13 +206,8 @@ class NoiseScale:
         title = "Gradient noise scale" + (", exact" if self.exact else "")
         return display.Table(columns=("", "value", ""), rows=rows, title=title, note="; ".join(self.notes) or None)
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per stretch of the training: its steps, the estimate and the interval."""
-        return display.frame([asdict(block) for block in self.over_time], columns=("first", "last", "b_simple", "low", "high"))
-
-    def plot(self, ax: Any = None) -> Any:
-        """`plot.noise_scale`; returns the Axes."""
-        return display.picture("noise_scale")(self, ax=ax)
+    to_frame = display.frame_method("over_time", NoiseBlock)
+    plot = display.plot_method("noise_scale")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; inf is None."""
@@ -240,12 +235,6 @@ class NoiseScale:
 
     def __repr__(self) -> str:
         return f"NoiseScale({samples(self.b_simple)}, {self._between}, {self.word})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 _PLAIN = (

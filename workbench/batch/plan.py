@@ -17,7 +17,7 @@ _GIVEN = "as given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlan:
+class BatchPlan(display.Shown):
     """How a global batch is made up, and the learning rate that goes with it.
 
     >>> plan = BatchPlan(micro_batch=32, accumulation=1, world_size=2, lr=0.1, optimizer="sgd(momentum=0.9)")
@@ -244,9 +244,3 @@ class BatchPlan:
     def __repr__(self) -> str:
         product = " × ".join(str(getattr(self, name)) for name in _KNOBS)
         return f"BatchPlan({product} = {self.global_batch}, lr={number(self.lr)})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()

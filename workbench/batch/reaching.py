@@ -24,7 +24,7 @@ TRIALS = "trials.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepsToTarget:
+class StepsToTarget(display.Shown):
     """Trials at several batches, each until a target was reached, or until there was no hope."""
 
     task: str
@@ -221,13 +221,8 @@ class StepsToTarget:
             raise ValueError(f"optimizer={given!r}: those that were tried are {', '.join(map(repr, self.optimizers))}")
         return given
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per trial."""
-        return display.frame([{**dataclasses.asdict(trial), "samples": trial.samples} for trial in self.trials])
-
-    def plot(self, ax: Any = None, *, samples: bool = False) -> Any:
-        """`plot.steps_to_target`, in steps or in samples; returns the Axes."""
-        return display.picture("steps_to_target")(self, ax=ax, samples=samples)
+    to_frame = display.frame_method("trials", Trial, "samples")
+    plot = display.plot_method("steps_to_target")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -245,9 +240,3 @@ class StepsToTarget:
 
     def __repr__(self) -> str:
         return f"StepsToTarget({self.task!r}, {self.target}, {len(self.trials)} trials)"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()

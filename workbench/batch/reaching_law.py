@@ -44,7 +44,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticalBatch:
+class CriticalBatch(display.Shown):
     """The fitted law. Below `b_crit` a larger batch saves steps nearly in proportion; beyond, it buys little.
 
     At it, training takes twice the fewest steps and twice the fewest samples.
@@ -173,9 +173,7 @@ class CriticalBatch:
         """A DataFrame with one row."""
         return display.frame([{**self.to_json(), "points": len(self.points)}])
 
-    def plot(self, ax: Any = None) -> Any:
-        """`plot.critical_batch`; returns the Axes."""
-        return display.picture("critical_batch")(self, ax=ax)
+    plot = display.plot_method("critical_batch")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; an infinite limit is None."""
@@ -190,12 +188,6 @@ class CriticalBatch:
 
     def __repr__(self) -> str:
         return f"CriticalBatch(s_min={_rounded(self.s_min):g}, b_crit={_rounded(self.b_crit):g})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
     @functools.cached_property
     def _cloud(self) -> Fits:

@@ -44,7 +44,7 @@ class TimedBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimeToTarget:
+class TimeToTarget(display.Shown):
     """Time to a target over batches and numbers of processes."""
 
     target: str
@@ -103,13 +103,8 @@ class TimeToTarget:
             columns=("world_size", "batch", "throughput", "steps", "time", "90 %"), rows=rows, title=f"Time to {self.target}", note=note
         )
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per batch and number of processes."""
-        return display.frame([dataclasses.asdict(row) for row in self.rows])
-
-    def plot(self, ax: Any = None) -> Any:
-        """`plot.time_to_target`; returns the Axes."""
-        return display.picture("time_to_target")(self, ax=ax)
+    to_frame = display.frame_method("rows", TimedBatch)
+    plot = display.plot_method("time_to_target")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -123,12 +118,6 @@ class TimeToTarget:
 
     def __repr__(self) -> str:
         return f"TimeToTarget({self.target}, {len(self.rows)} batches)"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def rates_of(given: Any, micro_batch: int | None = None) -> list[Rate]:

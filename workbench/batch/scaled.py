@@ -24,7 +24,7 @@ LIGHTS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaledLr:
+class ScaledLr(display.Shown):
     """A learning rate for another batch."""
 
     lr: float
@@ -118,9 +118,7 @@ class ScaledLr:
         """A DataFrame with one row."""
         return display.frame([{**self.to_json(), "notes": "; ".join(self.notes)}])
 
-    def plot(self, ax: Any = None) -> Any:
-        """`plot.scaled_lr`: what each rule would make of it; returns the Axes."""
-        return display.picture("scaled_lr")(self, ax=ax)
+    plot = display.plot_method("scaled_lr")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -135,12 +133,6 @@ class ScaledLr:
 
     def __repr__(self) -> str:
         return f"ScaledLr({number(self.lr)}, {self.rule}, {self.valid})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def number(value: float | None) -> str:

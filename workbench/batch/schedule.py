@@ -10,7 +10,7 @@ from workbench.batch.scaled import number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class Schedule(display.Shown):
     """A learning rate for each optimizer step."""
 
     steps: tuple[int, ...]
@@ -75,9 +75,7 @@ class Schedule:
         rows = zip(self.steps, samples, self.lrs, strict=True)
         return display.frame(({"step": step, "samples": seen, "lr": lr} for step, seen, lr in rows), columns=("step", "samples", "lr"))
 
-    def plot(self, ax: Any = None) -> Any:
-        """`plot.schedule`; returns the Axes."""
-        return display.picture("schedule")(self, ax=ax)
+    plot = display.plot_method("schedule")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -90,9 +88,3 @@ class Schedule:
 
     def __repr__(self) -> str:
         return f"Schedule({len(self.steps)} steps, peak {number(self.peak[1])})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()

@@ -14,7 +14,7 @@ TOLERANCE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanProof:
+class PlanProof(display.Shown):
     """The old plan and the new one, run for the same samples, with each seed once; prediction and measurement side by side."""
 
     old: BatchPlan
@@ -125,9 +125,7 @@ class PlanProof:
             for seen, loss in zip(course.samples, course.losses, strict=True)
         )
 
-    def plot(self, ax: Any = None) -> Any:
-        """`plot.plan_proof`: the loss against the samples under both plans; returns the Axes."""
-        return display.picture("plan_proof")(self, ax=ax)
+    plot = display.plot_method("plan_proof")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -154,12 +152,6 @@ class PlanProof:
 
     def __repr__(self) -> str:
         return f"PlanProof(batch {self.old.global_batch} to {self.new.global_batch})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def _words(plan: BatchPlan) -> str:

@@ -123,9 +123,6 @@ class ProposedPlan(BatchPlan):
     def __repr__(self) -> str:
         return BatchPlan.__repr__(self).replace("BatchPlan", "ProposedPlan", 1)
 
-    def __str__(self) -> str:
-        return str(self.table)
-
 
 _SHOWN = 8  # candidates in the table
 

@@ -16,7 +16,7 @@ MOST_ONCE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Throughput:
+class Throughput(display.Shown):
     """Samples per second of some ranks together, at several micro-batches.
 
     Between them the seconds of a step are a straight line; beyond the largest the rate stays what it was. More ranks are as fast as these,
@@ -193,12 +193,6 @@ class Throughput:
 
     def __repr__(self) -> str:
         return f"Throughput(micro_batches={self.micro_batches}, world_size={self.world_size}, {self.kind})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 SLOWEST = 0.1

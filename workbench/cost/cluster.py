@@ -23,7 +23,7 @@ _PLACES = {"intra": "inside a node", "inter": "between nodes"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class Cluster(display.Shown):
     """Equal nodes of equal GPUs.
 
     >>> cluster = Cluster.named("DGX-H100")
@@ -181,12 +181,6 @@ class Cluster:
 
     def __repr__(self) -> str:
         return f"Cluster({self.name!r})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def _link(one: "Link | Sweep | Links") -> Link:

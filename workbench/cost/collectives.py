@@ -21,7 +21,7 @@ class CostError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Link(display.Shown):
     """What joins ranks: a message of S bytes takes latency + S / bandwidth.
 
     >>> link = Link(latency=3.4e-6, bandwidth=450e9)
@@ -82,12 +82,6 @@ class Link:
         """Inverse of `to_json`."""
         interval = value.get("bandwidths")
         return cls(**{**value, "bandwidths": None if interval is None else (interval[0], interval[1])})
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def all_reduce(size: float, ranks: int, link: Link, algorithm: str = "ring") -> float:

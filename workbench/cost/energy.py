@@ -40,7 +40,7 @@ NODE_WATTS: Mapping[str, tuple[float, str]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Energy:
+class Energy(display.Shown):
     """What something drew, or would draw.
 
     >>> used = Energy(joules=7.2e6, seconds=3600, gpus=2, measured=True, source="NVML", price=2.5, intensity=400)
@@ -134,12 +134,6 @@ class Energy:
     def from_json(cls, value: Mapping[str, Any]) -> "Energy":
         """Inverse of `to_json`."""
         return cls(**value)
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 _UNITS = {

@@ -34,7 +34,7 @@ class LinkPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
+class Links(display.Shown):
     """What joins some ranks, as measured. Get one from `wb.measure_collectives`; `links["all_reduce"]` is a `Sweep`."""
 
     points: tuple[LinkPoint, ...]
@@ -134,9 +134,7 @@ class Links:
             columns=("kind", "size", "repeat", "seconds"),
         )
 
-    def plot(self, ax: Any = None) -> Any:
-        """The curves of `plot.links`; returns the Axes."""
-        return display.picture("links")(self, ax=ax)
+    plot = display.plot_method("links")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -150,12 +148,6 @@ class Links:
 
     def __repr__(self) -> str:
         return f"Links({self.ranks} ranks, {self.backend}, {', '.join(self.kinds)})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def _middle_half(values: tuple[float, ...]) -> str:

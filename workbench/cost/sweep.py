@@ -11,7 +11,7 @@ from workbench.cost.collectives import CostError, Link, bus_factor, collective_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
+class Sweep(display.Shown):
     """Seconds of one collective by size, measured on some ranks.
 
     Between sizes it interpolates (straight lines between logarithms): on a published sweep, each size left out in turn, that errs by 6 % in
@@ -95,9 +95,3 @@ class Sweep:
             collective=value["collective"],
             bandwidths=None if interval is None else (interval[0], interval[1]),
         )
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()

@@ -48,7 +48,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class Traffic(display.Shown):
     """The collectives of one optimizer step of one rank, in their order. Get one from `wb.collectives`; iterates over its `Sent`.
 
     >>> one = Sent(kind="all_reduce", size=4 * 10**6, ranks=8, phase="backward", waited=True)
@@ -191,9 +191,7 @@ class Traffic:
         """A DataFrame with one row per collective."""
         return display.frame([one.to_json() | {"sent": one.sent} for one in self.calls])
 
-    def plot(self, ax: Any = None) -> Any:
-        """The bars of `plot.traffic`; returns the Axes."""
-        return display.picture("traffic")(self, ax=ax)
+    plot = display.plot_method("traffic")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -209,12 +207,6 @@ class Traffic:
 
     def __repr__(self) -> str:
         return f"Traffic({self.title!r}, {len(self.calls)} collectives, {units.bytes_(self.sent())} sent by a rank)"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 _PLAIN = ("world_size", "parameters", "title", "parallel", "blocks", "looks_for_unused")

@@ -12,7 +12,7 @@ from workbench.cost.sent import PHASES, Sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficTime:
+class TrafficTime(display.Shown):
     """What the collectives of a step take on a cluster. Get one from `Traffic.on`."""
 
     calls: tuple[Sent, ...]
@@ -93,12 +93,6 @@ class TrafficTime:
 
     def __repr__(self) -> str:
         return f"TrafficTime({self.title!r}, {self.cluster.name!r}, {units.seconds(self.seconds)})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def timed_on(calls: Sequence[Sent], cluster: Cluster, *, title: str, world_size: int, algorithm: str = "best") -> TrafficTime:

@@ -48,7 +48,7 @@ class TwinBucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TwinRun:
+class TwinRun(display.Shown):
     """A step of the twin. Get one from `wb.ddp_twin`."""
 
     ranks: int
@@ -100,13 +100,8 @@ class TwinRun:
         title = f"DDP's reducer on {units.count(self.ranks)} emulated ranks{': ' if self.title else ''}{self.title}"
         return display.Table(columns=("bucket", "bytes", "ready", "starts", "ends"), rows=rows, title=title, note=note)
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per bucket, in bytes and seconds since the backward began."""
-        return display.frame([asdict(one) for one in self.buckets], columns=("size", "ready", "start", "end"))
-
-    def plot(self, ax: Any = None) -> Any:
-        """The timeline of `plot.twin`; returns the Axes."""
-        return display.picture("twin")(self, ax=ax)
+    to_frame = display.frame_method("buckets", TwinBucket)
+    plot = display.plot_method("twin")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -122,12 +117,6 @@ class TwinRun:
 
     def __repr__(self) -> str:
         return f"TwinRun({self.ranks} ranks, step {units.seconds(self.step)}, exposed {units.seconds(self.exposed)})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def seconds_on(network: Network, ranks: int) -> Callable[[float], float]:

@@ -22,7 +22,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WouldFit:
+class WouldFit(display.Shown):
     """Which changes would have kept a run from running out of memory, predicted by fake runs."""
 
     run: str
@@ -89,12 +89,6 @@ class WouldFit:
 
     def __repr__(self) -> str:
         return f"WouldFit({self.run!r}, {changes_in_words(self.changes) or 'no changes'}, fits={self.ladder.fits})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 _SURPRISE = (

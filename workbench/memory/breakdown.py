@@ -21,7 +21,7 @@ Kind = Literal["predicted", "measured"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class MemoryBreakdown:
+class MemoryBreakdown(display.Shown):
     """Bytes by group at the moment of the peak, who holds them, and what they were at other moments."""
 
     kind: Kind
@@ -279,9 +279,7 @@ class MemoryBreakdown:
         }
         return cls(**{**value, **made})
 
-    def plot(self, ax: Any = None) -> Any:
-        """The stacked bar of `plot.memory`; returns the Axes."""
-        return display.picture("memory")(self, ax=ax)
+    plot = display.plot_method("memory")
 
     def plot_timeline(self, ax: Any = None) -> Any:
         """The stacked areas of `plot.memory_timeline`; returns the Axes."""
@@ -289,9 +287,3 @@ class MemoryBreakdown:
 
     def __repr__(self) -> str:
         return f"MemoryBreakdown({self.kind}, {units.bytes_(self.total)} allocated on {self.device})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()

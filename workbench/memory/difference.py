@@ -14,7 +14,7 @@ _NAMES = {"total": "allocated", "device_used": "device used"}
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryDifference:
+class MemoryDifference(display.Shown):
     """`this - other`, in bytes."""
 
     this: "MemoryBreakdown"
@@ -89,12 +89,6 @@ class MemoryDifference:
 
     def __repr__(self) -> str:
         return f"MemoryDifference({_signed(self.total)}, {100 * self.error:+.2f} %)"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def _signed(value: int) -> str:

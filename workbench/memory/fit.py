@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class Fit(display.Shown):
     """True if it fits: `if breakdown.fits("H200"): …`."""
 
     device: str
@@ -78,9 +78,6 @@ class Fit:
         """A DataFrame with one row."""
         names = ("device", "capacity", "margin", "needed", "low", "high", "spare", "certain")
         return display.frame([{**{name: getattr(self, name) for name in names}, "fits": bool(self)}])
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def fit(breakdown: "MemoryBreakdown", name: str, capacity: int, outside: Outside | None, margin: float) -> Fit:

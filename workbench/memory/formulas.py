@@ -13,7 +13,7 @@ Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Formula:
+class Formula(display.Shown):
     """What a formula gives: named terms in bytes, and where it holds."""
 
     title: str
@@ -40,12 +40,6 @@ class Formula:
     def to_frame(self) -> Any:
         """A DataFrame with one row per term, in bytes."""
         return display.frame(({"term": name, "bytes": held} for name, held in self.terms.items()), columns=("term", "bytes"))
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def korthikanti(

@@ -30,7 +30,7 @@ class MemoryRung:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLadder:
+class MemoryLadder(display.Shown):
     """The cheapest changes in time that make a step fit a device, one on top of another."""
 
     start: MemoryBreakdown
@@ -101,18 +101,10 @@ class MemoryLadder:
         ]
         return display.frame([start, *rows])
 
-    def plot(self, ax: Any = None) -> Any:
-        """The memory after each rung, against the device's capacity; returns the Axes."""
-        return display.picture("memory_ladder")(self, ax=ax)
+    plot = display.plot_method("memory_ladder")
 
     def __repr__(self) -> str:
         return f"MemoryLadder({self.device!r}, {changes_in_words(self.changes) or SAME}, fits={self.fits})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def _time(slowdown: float) -> str:

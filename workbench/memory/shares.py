@@ -30,7 +30,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class Shares(display.Shown):
     """Who holds how much, the largest first. Iterates over its rows; `shares["blocks.0"]` finds one."""
 
     key: str
@@ -87,12 +87,6 @@ class Shares:
 
     def __repr__(self) -> str:
         return f"Shares({len(self.rows)} rows by {self.key}, {units.bytes_(self.total)})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def shares(holders: Iterable[Holder], name: Callable[[Holder], str], key: str, title: str, note: str) -> Shares:

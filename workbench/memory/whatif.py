@@ -29,7 +29,7 @@ class WhatIf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryComparison:
+class MemoryComparison(display.Shown):
     """What each of several changes does to the memory of a step. The first row is the step as it is."""
 
     rows: tuple[WhatIf, ...]
@@ -90,12 +90,6 @@ class MemoryComparison:
 
     def __repr__(self) -> str:
         return f"MemoryComparison({', '.join(row.label for row in self.rows)})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def needed(breakdown: MemoryBreakdown) -> int:

@@ -21,7 +21,7 @@ BOUNDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(display.Shown):
     """One layout. gpus = data × tensor × pipeline; micro_batch × accumulation × data = global_batch."""
 
     gpus: int
@@ -243,9 +243,3 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({self.gpus} GPUs, {self.layout}, {self.batch}, {units.seconds(self.seconds.mid)})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()

@@ -26,7 +26,7 @@ class Front:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plans(Sequence[Plan]):
+class Plans(Sequence[Plan], display.Shown):
     """The short list, best first; `plans[0]` is the fastest."""
 
     plans: tuple[Plan, ...]
@@ -110,15 +110,7 @@ class Plans(Sequence[Plan]):
         """A DataFrame with one row per plan; seconds and bytes."""
         return display.frame([one.row() for one in self.plans])
 
-    def plot(self, ax: Any = None) -> Any:
-        """The stacked bars of `plot.plan`; returns the Axes."""
-        return display.picture("plan")(self, ax=ax)
+    plot = display.plot_method("plan")
 
     def __repr__(self) -> str:
         return f"Plans({self.name!r} on {self.cluster.name}: {', '.join(repr(one)[5:-1] for one in self.plans[:2])} …)"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
