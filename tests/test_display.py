@@ -2,11 +2,13 @@
 
 import html
 import re
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench import display
 from workbench.display import Table
 
 CELLS = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=8)
@@ -41,3 +43,41 @@ def test_a_row_of_the_wrong_length_is_refused() -> None:
 
 def test_an_empty_table_has_its_heads() -> None:
     assert str(Table(columns=("a", "b"), rows=[])) == "a  b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    name: str
+    seconds: float
+
+    @property
+    def milliseconds(self) -> float:
+        return 1000 * self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts(display.Shown):
+    """A result as the packages have them: rows, a table, the methods made for it."""
+
+    parts: tuple[Part, ...]
+    to_frame = display.frame_method("parts", Part, "milliseconds")
+    plot = display.plot_method("of_parts")
+
+    @property
+    def table(self) -> Table:
+        return Table(columns=("name", "seconds"), rows=[(one.name, one.seconds) for one in self.parts], title="Parts")
+
+
+def test_a_result_shows_itself_by_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts(parts=(Part(name="<a>", seconds=0.5), Part(name="b", seconds=2.0)))
+    assert str(parts) == str(parts.table) and parts._repr_html_() == parts.table._repr_html_()
+    assert not hasattr(parts, "__dict__")
+    assert parts.to_frame().to_dict("list") == {"name": ["<a>", "b"], "seconds": [0.5, 2.0], "milliseconds": [500.0, 2000.0]}
+    assert list(Parts(parts=()).to_frame().columns) == ["name", "seconds", "milliseconds"]  # columns also without rows
+    monkeypatch.setattr("workbench.plot.of_parts", lambda *given, **options: (given, options), raising=False)
+    assert parts.plot() == ((parts,), {"ax": None}) and parts.plot(1, small=True) == ((parts,), {"ax": 1, "small": True})
+
+
+def test_a_result_without_a_table_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="Bare has no table"):
+        str(type("Bare", (display.Shown,), {})())

@@ -1,9 +1,9 @@
-"""Table: one table with three faces (text, HTML, DataFrame); and the two late calls by which a result shows itself."""
+"""How results show themselves: `Table` (text, HTML, DataFrame), `Shown`, methods `to_frame` and `plot`, late calls of plots and panels."""
 
 import html
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -75,6 +75,68 @@ def frame(rows: Iterable[Mapping[str, object]], columns: Sequence[str] | None = 
     import pandas as pd
 
     return pd.DataFrame(list(rows), columns=None if columns is None else list(columns))
+
+
+class Shown:
+    """A result that shows itself as text and HTML by its `table`. Works with slotted and frozen dataclasses.
+
+    >>> @dataclass(frozen=True, slots=True)
+    ... class Speed(Shown):
+    ...     name: str
+    ...     seconds: float
+    ...     @property
+    ...     def table(self) -> Table:
+    ...         return Table(columns=("name", "seconds"), rows=[(self.name, self.seconds)])
+    >>> print(Speed("forward", 1.5))
+    name     seconds
+    forward      1.5
+    """
+
+    __slots__ = ()
+
+    @property
+    def table(self) -> Table:
+        """The result as a table."""
+        raise NotImplementedError(f"{type(self).__name__} has no table")
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+
+def frame_method(rows: str, kind: type, *derived: str) -> Callable[[Any], Any]:
+    """A method `to_frame`: one row per item of the attribute `rows`, whose columns are the fields of `kind`, then `derived` properties.
+
+    >>> @dataclass(frozen=True, slots=True)
+    ... class Part:
+    ...     name: str
+    ...     seconds: float
+    >>> @dataclass(frozen=True, slots=True)
+    ... class Parts:
+    ...     parts: tuple[Part, ...]
+    ...     to_frame = frame_method("parts", Part)
+    >>> Parts((Part("forward", 1.5),)).to_frame().to_dict("records")
+    [{'name': 'forward', 'seconds': 1.5}]
+    """
+    columns = [*(field.name for field in fields(kind)), *derived]
+
+    def to_frame(self: Any) -> Any:
+        return frame(({**asdict(row), **{name: getattr(row, name) for name in derived}} for row in getattr(self, rows)), columns=columns)
+
+    to_frame.__doc__ = f"One row per item of `{rows}`, base units: {', '.join(columns)}."
+    return to_frame
+
+
+def plot_method(name: str) -> Callable[..., Any]:
+    """A method `plot` that draws the result with `workbench.plot.<name>`."""
+
+    def plot(self: Any, ax: Any = None, **options: Any) -> Any:
+        return picture(name)(self, ax=ax, **options)
+
+    plot.__doc__ = f"Draw it on `ax` (a new one by default) with `workbench.plot.{name}`, which takes the `options`; returns the Axes."
+    return plot
 
 
 def picture(name: str) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from functools import cached_property
 from pathlib import Path
 
 from workbench.device import Device
+from workbench.display import Shown
 from workbench.traces import breakdown as parts
 from workbench.traces import collectives as exchanged
 from workbench.traces import copies as moved
@@ -42,7 +43,6 @@ from workbench.traces.overlap import Overlap
 from workbench.traces.path import CriticalPath
 from workbench.traces.roofline import Roofline
 from workbench.traces.sequences import Sequences
-from workbench.traces.shown import Shown
 from workbench.traces.stream_idle import GAP
 from workbench.traces.windows import Step, Windows, hosted, marked, windows
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.columns import Columns
 from workbench.traces.intervals import Numbers
 from workbench.traces.kinds import Kinds
-from workbench.traces.shown import Shown
 from workbench.traces.windows import Windows
 
 AGREE = 1e-3

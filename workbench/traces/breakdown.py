@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.intervals import NONE, covered, union
 from workbench.traces.kinds import Kinds
-from workbench.traces.shown import Shown
 from workbench.traces.windows import Windows
 
 PARTS = ("data_wait", "h2d", "compute", "communication", "host", "idle", "other")

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.columns import Columns
 from workbench.traces.details import Details
 from workbench.traces.formulas import WIDTHS
 from workbench.traces.kinds import HOST_COLLECTIVE, Kinds
-from workbench.traces.shown import Shown
 from workbench.traces.wire import Args
 
 BYTES = {

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.intervals import Spans, covered, intersection, subtract, union
 from workbench.traces.kinds import Kinds
-from workbench.traces.shown import Shown
 from workbench.traces.windows import Windows
 
 RESOURCES = ("data", "host", "transfer", "device", "communication")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.breakdown import PARTS, Breakdown
 from workbench.traces.ops import SHOWN, short
-from workbench.traces.shown import Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.columns import Columns
 from workbench.traces.intervals import Numbers, Spans, covered, union
 from workbench.traces.kinds import Kinds
 from workbench.traces.modules import MODULE
 from workbench.traces.nesting import Merged, Nesting, merged, named, nested
 from workbench.traces.ops import CALLERS, SHOWN, short
-from workbench.traces.shown import Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

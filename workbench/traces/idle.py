@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.columns import Columns
 from workbench.traces.intervals import Numbers, Spans, covered, intersection, subtract, union
 from workbench.traces.kinds import DEVICE, Kinds
 from workbench.traces.ops import CALLERS, short
-from workbench.traces.shown import Shown
 from workbench.traces.stream_idle import GAP, WAITS, StreamIdle, streams
 from workbench.traces.windows import Windows
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.columns import Columns
 from workbench.traces.details import Details
 from workbench.traces.filling import Products, highest, products
@@ -16,7 +17,6 @@ from workbench.traces.intervals import Spans, covered, length, union
 from workbench.traces.kinds import Kinds
 from workbench.traces.nesting import named
 from workbench.traces.ops import SHOWN, short
-from workbench.traces.shown import Shown
 from workbench.traces.tensor_cores import uses
 from workbench.traces.windows import Windows
 

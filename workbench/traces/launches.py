@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.columns import Columns
 from workbench.traces.intervals import Numbers, Spans, covered, union
 from workbench.traces.kinds import DEVICE, Kinds
 from workbench.traces.launching import callers
-from workbench.traces.shown import Shown
 
 POINTS = 600
 """Pieces of time that a curve of a queue has."""

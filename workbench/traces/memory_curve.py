@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.columns import Columns
 from workbench.traces.details import Details, Requests
 from workbench.traces.intervals import Numbers
@@ -17,7 +18,6 @@ from workbench.traces.kinds import Kinds
 from workbench.traces.modules import MODULE
 from workbench.traces.nesting import Nesting, nested
 from workbench.traces.ops import CALLERS, short
-from workbench.traces.shown import Shown
 
 POINTS = 1_500
 """Points of a curve: the highest of each piece of time."""

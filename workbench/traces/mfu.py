@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.roofline import Roofline
-from workbench.traces.shown import Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

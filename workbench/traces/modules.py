@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.columns import Columns
 from workbench.traces.details import Details
 from workbench.traces.intervals import Numbers, Spans, covered, union
@@ -17,7 +18,6 @@ from workbench.traces.kinds import DEVICE, Kinds
 from workbench.traces.launching import callers
 from workbench.traces.nesting import Merged, Nesting, merged, named, nested
 from workbench.traces.ops import CALLERS, short
-from workbench.traces.shown import Shown
 
 MODULE = re.compile(r"nn\.Module: ")
 """What torch writes before the class of a module and a number that tells modules of one class apart, with_stack=True."""

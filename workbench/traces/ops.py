@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.columns import Columns
 from workbench.traces.intervals import Numbers, Spans
 from workbench.traces.kinds import DEVICE, Kinds
 from workbench.traces.nesting import named, nested
-from workbench.traces.shown import Shown
 
 Which = Literal["operator", "kernel"]
 SHOWN = 15

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.breakdown import ON_CPU, ON_DEVICE
 from workbench.traces.intervals import Spans, covered, union
 from workbench.traces.kinds import Kinds
-from workbench.traces.shown import Shown
 from workbench.traces.windows import Windows
 
 

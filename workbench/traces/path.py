@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.ops import SHOWN, short
-from workbench.traces.shown import Shown
 
 WAYS = {
     "data_wait": "blocked in next(loader)",

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.breakdown import PARTS, Breakdown
-from workbench.traces.shown import Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.arrivals import Arrivals, Seen, arrivals
 from workbench.traces.captured import DEARER
 from workbench.traces.explanation import Explanation
@@ -16,7 +17,6 @@ from workbench.traces.loading import NAMES, traces_in
 from workbench.traces.rank_parts import RankParts, rank_parts
 from workbench.traces.rank_words import explain_ranks, slower
 from workbench.traces.reading import TraceError
-from workbench.traces.shown import Shown
 from workbench.traces.stragglers import Stragglers, stragglers
 from workbench.traces.trace import Trace
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from workbench import display, units
 from workbench.device import Device
+from workbench.display import Shown
 from workbench.traces.counting import Counted, RoofPoint
 from workbench.traces.ops import SHOWN, short
-from workbench.traces.shown import Shown
 
 GIVE = "give one: device=wb.Device(name=…, memory=…, bandwidth=…, flops_per_sec={'fp32': …}, source=…)"
 """What to do about a device that is not known."""

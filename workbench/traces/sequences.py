@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.ops import SHOWN, short
-from workbench.traces.shown import Shown
 
 LEAST = 2
 """Times that a sequence has to occur."""

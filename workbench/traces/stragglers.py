@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
+from workbench.display import Shown
 from workbench.traces.breakdown import PARTS
 from workbench.traces.rank_parts import RankParts
-from workbench.traces.shown import Shown
 
 CLEAR = 0.05
 """Fraction of the step from which on waiting for a rank is worth a name."""
