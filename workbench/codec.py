@@ -199,6 +199,8 @@ def _read_list(kind: Any, inner: tuple[Any, ...], value: Any, where: str) -> Any
         _checked(value, len(value) == len(inner), where, f"a list of {len(inner)}")
         kinds = inner
     else:
+        if inner and inner[0] in _SCALARS and all(type(item) is inner[0] for item in value):  # long lists of numbers, at once
+            return list(value) if kind is list else tuple(value)
         kinds = (inner or (Any,))[:1] * len(value)
     items = [_read(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(value)]
     return items if kind is list else tuple(items)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from workbench.codec import JsonDataclass, OrInf
+
 ITERATIONS = 100
 """Steps of a sweep."""
 BETA = 0.98
@@ -62,12 +64,12 @@ def still(losses: Sequence[float]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LrSweep:
+class LrSweep(JsonDataclass):
     """Losses of one seed while the learning rate grows from step to step."""
 
     lrs: tuple[float, ...]
     """Learning rate of each step that was taken."""
-    losses: tuple[float, ...]
+    losses: tuple[OrInf, ...]
     """Loss of each step's batch, before its update; the last may be no finite number."""
     planned: int = ITERATIONS
     """Steps that the sweep would have had without stopping."""
@@ -114,22 +116,6 @@ class LrSweep:
         means = [statistics.fmean(finite[i : i + ten]) for i in range(ten, len(finite) - ten + 1)]
         error = self.noise * math.sqrt(2 / ten)
         return min(means) < self.start - max(_ERRORS * error, _LEAST * abs(self.start))
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; what is not finite becomes None."""
-        return {
-            "lrs": list(self.lrs),
-            "losses": [loss if math.isfinite(loss) else None for loss in self.losses],
-            "planned": self.planned,
-            "seed": self.seed,
-            "stopped": self.stopped,
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "LrSweep":
-        """Inverse of `to_json`."""
-        losses = tuple(math.inf if loss is None else loss for loss in value["losses"])
-        return cls(**{**value, "lrs": tuple(value["lrs"]), "losses": losses})
 
 
 _ERRORS, _LEAST = 3.0, 0.005

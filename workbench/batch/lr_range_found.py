@@ -2,12 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from workbench import display
 from workbench.batch.lr_range import RULES, LrSweep, suggestions
+from workbench.codec import JsonDataclass, OrInf
 
 NEAR = 0.9
 """A candidate whose loss fell at least so much of what the winner's fell is as good: `low` and `high` are the outermost of them."""
@@ -42,7 +43,7 @@ class Candidate:
     """Constant through it."""
     name: str
     """Where it comes from."""
-    scores: tuple[float, ...] = ()
+    scores: tuple[OrInf, ...] = ()
     """Of each round the mean loss over the second half of its steps; infinite = it diverged. In a round all see equal batches."""
 
     def mean(self, rounds: int) -> float:
@@ -65,7 +66,7 @@ def says(sweeps: Sequence[LrSweep]) -> tuple[RuleSays, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LrFound:
+class LrFound(JsonDataclass):
     """A learning rate, and what speaks for it."""
 
     lr: float | None
@@ -78,20 +79,20 @@ class LrFound:
     """Was it chosen by a race? Else it is only what a rule suggests."""
     why: str = ""
     """How it was chosen, or why none was."""
-    suggestions: tuple[RuleSays, ...] = ()
-    """Of each rule."""
-    race: tuple[Candidate, ...] = ()
-    """All candidates, by learning rate."""
     race_steps: int = 0
     """Of one round."""
-    start: float = math.nan
-    """Loss before."""
-    sweeps: tuple[LrSweep, ...] = ()
-    """One per seed."""
     batch: int | None = None
     """Samples per step over all ranks, where they could be told: the learning rate is one for this batch."""
     steps: int = 0
     """Taken for all of it."""
+    start: float = math.nan
+    """Loss before."""
+    suggestions: tuple[RuleSays, ...] = ()
+    """Of each rule."""
+    race: tuple[Candidate, ...] = ()
+    """All candidates, by learning rate."""
+    sweeps: tuple[LrSweep, ...] = ()
+    """One per seed."""
     notes: tuple[str, ...] = ()
     """What a reader should know."""
 
@@ -148,34 +149,6 @@ class LrFound:
         return display.frame([*rules, *race], columns=("kind", "name", "lr", "low", "high", "loss"))
 
     plot = display.plot_method("lr_range")
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        race = [{**asdict(one), "scores": [score if math.isfinite(score) else None for score in one.scores]} for one in self.race]
-        return {
-            **{name: getattr(self, name) for name in ("lr", "low", "high", "verified", "why", "race_steps", "batch", "steps")},
-            "start": self.start if math.isfinite(self.start) else None,
-            "suggestions": [asdict(one) for one in self.suggestions],
-            "race": race,
-            "sweeps": [one.to_json() for one in self.sweeps],
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "LrFound":
-        """Inverse of `to_json`."""
-        race = (
-            Candidate(lr=one["lr"], name=one["name"], scores=tuple(math.inf if score is None else score for score in one["scores"]))
-            for one in value["race"]
-        )
-        made = {
-            "start": math.nan if value["start"] is None else value["start"],
-            "suggestions": tuple(RuleSays(**one) for one in value["suggestions"]),
-            "race": tuple(race),
-            "sweeps": tuple(map(LrSweep.from_json, value["sweeps"])),
-            "notes": tuple(value["notes"]),
-        }
-        return cls(**{**value, **made})
 
     def __repr__(self) -> str:
         return f"LrFound({figure(self.lr)}{'' if self.verified or self.lr is None else ', not verified'})"

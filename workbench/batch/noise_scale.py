@@ -19,26 +19,27 @@ samples stop paying; `wb.steps_to_target` measures that directly.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench import display, units
 from workbench.batch.noise_steps import ENOUGH, NoiseBlock, NoiseScaleError, NoiseSteps, relative_width
 from workbench.batch.noise_words import advice, left_out, samples
+from workbench.codec import JsonDataclass, OrInf
 
 LEVEL = 0.9
 """Share of intervals that hold the truth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoiseScale(display.Shown):
+class NoiseScale(display.Shown, JsonDataclass):
     """The gradient noise scale with its interval, and whether the steps were enough to know it."""
 
-    b_simple: float
+    b_simple: OrInf
     """tr Σ / |G|², in samples; inf where |G|² did not come out above 0."""
     low: float
     """Lower end of its interval."""
-    high: float
+    high: OrInf
     """Upper end; inf where it is not known that |G|² is above 0."""
     squares: float
     """|G|², the square of the true gradient."""
@@ -60,15 +61,15 @@ class NoiseScale(display.Shown):
     """Steps at the beginning that were left out, as their gradients were of another size."""
     dataset_size: int | None = None
     """Samples that steps are dealt out of without repetition; None = drawn independently."""
-    optimizer: Mapping[str, Any] | None = None
-    """Settings of the optimizer that trained meanwhile."""
     exact: bool = False
     """From the gradients of single samples, at one moment."""
+    optimizer: Mapping[str, Any] | None = None
+    """Settings of the optimizer that trained meanwhile."""
     over_time: tuple[NoiseBlock, ...] = ()
     """Over the training, stretch by stretch."""
     notes: tuple[str, ...] = ()
     """What a reader should know."""
-    pairs: tuple[tuple[float, float], ...] = field(default=(), repr=False)
+    pairs: tuple[tuple[OrInf, OrInf], ...] = field(default=(), repr=False)
     """Step by step, the mean square of a group's gradient, and the square of the mean gradient; inf where it was no number."""
 
     @classmethod
@@ -209,62 +210,12 @@ class NoiseScale(display.Shown):
     to_frame = display.frame_method("over_time", NoiseBlock)
     plot = display.plot_method("noise_scale")
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; inf is None."""
-        return {
-            **{name: _plain(getattr(self, name)) for name in _PLAIN},
-            "optimizer": None if self.optimizer is None else dict(self.optimizer),
-            "over_time": [{name: _plain(value) for name, value in asdict(block).items()} for block in self.over_time],
-            "notes": list(self.notes),
-            "pairs": [[_plain(one) for one in pair] for pair in self.pairs],
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "NoiseScale":
-        """Inverse of `to_json`."""
-        fields = {name: value[name] for name in _PLAIN} | {name: _full(value[name]) for name in ("b_simple", "high")}
-        return cls(
-            **fields,
-            optimizer=value["optimizer"],
-            over_time=tuple(
-                NoiseBlock(**block | {name: _full(block[name]) for name in ("b_simple", "high")}) for block in value["over_time"]
-            ),
-            notes=tuple(value["notes"]),
-            pairs=tuple((_full(small), _full(big)) for small, big in value["pairs"]),
-        )
-
     def __repr__(self) -> str:
         return f"NoiseScale({samples(self.b_simple)}, {self._between}, {self.word})"
 
 
-_PLAIN = (
-    "b_simple",
-    "low",
-    "high",
-    "squares",
-    "trace",
-    "steps",
-    "steps_needed",
-    "micro_batch",
-    "groups",
-    "every",
-    "level",
-    "left_out",
-    "dataset_size",
-    "exact",
-)
-
-
 def _variance(ratio: float, groups: int) -> float:
     return ((1 + ratio) ** 2 / (groups - 1) + 1) / groups
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _full(value: float | None) -> float:
-    return math.inf if value is None else value
 
 
 def _number(value: float) -> float:

@@ -9,6 +9,7 @@ from typing import Self
 import numpy as np
 
 from workbench.batch.noise_interval import Numbers, beginning, block_length, blocks, fieller, quantile, relative_error
+from workbench.codec import OrInf
 
 ENOUGH = 0.08
 """Half the width of the interval, as a fraction of the estimate, below which it is good enough: then 19 of 20 estimates are within 10 % of
@@ -33,11 +34,11 @@ class NoiseBlock:
     """Its first step, from 1."""
     last: int
     """Its last one."""
-    b_simple: float
+    b_simple: OrInf
     """Samples; inf where the true gradient was lost in the noise."""
     low: float
     """Lower end of the interval."""
-    high: float
+    high: OrInf
     """Upper end of it; inf where there is none."""
 
 

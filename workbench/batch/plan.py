@@ -11,13 +11,14 @@ from workbench.batch.described import Described
 from workbench.batch.dividing import divided
 from workbench.batch.rules import scale_lr
 from workbench.batch.scaled import LIGHTS, ScaledLr, number
+from workbench.codec import JsonDataclass
 
 _KNOBS = ("micro_batch", "accumulation", "world_size")
 _GIVEN = "as given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlan(display.Shown):
+class BatchPlan(display.Shown, JsonDataclass):
     """How a global batch is made up, and the learning rate that goes with it.
 
     >>> plan = BatchPlan(micro_batch=32, accumulation=1, world_size=2, lr=0.1, optimizer="sgd(momentum=0.9)")
@@ -228,18 +229,6 @@ class BatchPlan(display.Shown):
                 f"{self!r} was not scaled from another one, so there is nothing to draw: scaled_to(global_batch=…) makes one that was"
             )
         return self.scaled.plot(ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        found = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        scaled = None if self.scaled is None else self.scaled.to_json()
-        return {**found, "reasons": dict(self.reasons), "notes": list(self.notes), "scaled": scaled}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "BatchPlan":
-        """Inverse of `to_json`."""
-        scaled = None if value["scaled"] is None else ScaledLr.from_json(value["scaled"])
-        return cls(**{**value, "notes": tuple(value["notes"]), "scaled": scaled})
 
     def __repr__(self) -> str:
         product = " × ".join(str(getattr(self, name)) for name in _KNOBS)

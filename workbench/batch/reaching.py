@@ -6,7 +6,7 @@ The nouns: a `Trial` is one training; a `Mark` is what the seeds of one configur
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from workbench.batch.reaching_marks import Mark, best_marks, marks_of
 from workbench.batch.reaching_notes import notes_of
 from workbench.batch.reaching_time import TimeToTarget, rates_of
 from workbench.batch.reaching_trial import Target, Trial
+from workbench.codec import JsonDataclass
 
 TRIALS = "trials.jsonl"
 """Name of the file in a run directory that trials are written to while they are made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepsToTarget(display.Shown):
+class StepsToTarget(display.Shown, JsonDataclass):
     """Trials at several batches, each until a target was reached, or until there was no hope."""
 
     task: str
@@ -223,20 +224,6 @@ class StepsToTarget(display.Shown):
 
     to_frame = display.frame_method("trials", Trial, "samples")
     plot = display.plot_method("steps_to_target")
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        found = dataclasses.asdict(self)
-        lists = {name: list(found[name]) for name in ("trials", "rules")}
-        return {**found, **lists, "fitted": None if self.fitted is None else list(self.fitted)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "StepsToTarget":
-        """Inverse of `to_json`."""
-        own = {"target": Target(**value["target"]), "trials": tuple(Trial.from_json(trial) for trial in value["trials"])}
-        return cls(
-            **{**value, **own, "rules": tuple(value["rules"]), "fitted": None if value["fitted"] is None else tuple(value["fitted"])}
-        )
 
     def __repr__(self) -> str:
         return f"StepsToTarget({self.task!r}, {self.target}, {len(self.trials)} trials)"

@@ -16,6 +16,7 @@ import numpy as np
 
 from workbench import display, units
 from workbench.batch.reaching_fit import GRID, LEVEL, PRIOR_WEIGHT, Fits, Point, centre_of, fits, grid_of, quantiles, refined
+from workbench.codec import JsonDataclass, OrInf
 
 _EDGE = 0.03
 """Of its probability at the end of that range: there is no limit on that side."""
@@ -44,7 +45,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticalBatch(display.Shown):
+class CriticalBatch(display.Shown, JsonDataclass):
     """The fitted law. Below `b_crit` a larger batch saves steps nearly in proportion; beyond, it buys little.
 
     At it, training takes twice the fewest steps and twice the fewest samples.
@@ -58,7 +59,7 @@ class CriticalBatch(display.Shown):
     s_min_high: float
     """Its 90 % interval."""
     b_crit_low: float
-    b_crit_high: float
+    b_crit_high: OrInf
     """The same of b_crit; 0 or infinite where the points set no limit on that side."""
     scatter: float
     """How far points lie from the curve, as a fraction: a standard deviation in logarithms."""
@@ -174,17 +175,6 @@ class CriticalBatch(display.Shown):
         return display.frame([{**self.to_json(), "points": len(self.points)}])
 
     plot = display.plot_method("critical_batch")
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; an infinite limit is None."""
-        found = dataclasses.asdict(self)
-        return {**found, "points": list(found["points"]), "b_crit_high": None if math.isinf(self.b_crit_high) else self.b_crit_high}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "CriticalBatch":
-        """Inverse of `to_json`."""
-        high = math.inf if value["b_crit_high"] is None else value["b_crit_high"]
-        return cls(**{**value, "points": tuple(Point(**one) for one in value["points"]), "b_crit_high": high})
 
     def __repr__(self) -> str:
         return f"CriticalBatch(s_min={_rounded(self.s_min):g}, b_crit={_rounded(self.b_crit):g})"

@@ -7,11 +7,12 @@ was best for its neighbour, times the square root of the ratio: between what sma
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from workbench.batch.reaching_marks import mark_of_best
 from workbench.batch.reaching_trial import Target, Trial
+from workbench.codec import JsonDataclass
 
 TUNED = "tuned"
 """The rule's name of learning rates that were searched for."""
@@ -34,7 +35,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class Order(JsonDataclass):
     """What is wanted of an experiment."""
 
     target: Target
@@ -62,16 +63,6 @@ class Order:
     noise_scale: float | None
     critical_batch: float | None
     """For the rules that use them, in samples."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Order":
-        """Inverse of `to_json`."""
-        lists = {name: tuple(value[name]) for name in ("batches", "rules", "optimizers", "retune")}
-        return cls(**{**value, **lists, "target": Target(**value["target"])})
 
 
 class Agenda:

@@ -8,6 +8,7 @@ from typing import Any
 
 from workbench import display, units
 from workbench.batch.reaching_law import CriticalBatch
+from workbench.codec import JsonDataclass
 
 _FORMS = (
     "{batch: samples_per_sec}, {(world_size, batch): samples_per_sec}, runs of wb.sweep, or points with batch, samples_per_sec and perhaps "
@@ -44,7 +45,7 @@ class TimedBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimeToTarget(display.Shown):
+class TimeToTarget(display.Shown, JsonDataclass):
     """Time to a target over batches and numbers of processes."""
 
     target: str
@@ -105,16 +106,6 @@ class TimeToTarget(display.Shown):
 
     to_frame = display.frame_method("rows", TimedBatch)
     plot = display.plot_method("time_to_target")
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {"target": self.target, "law": self.law.to_json(), "rows": [dataclasses.asdict(row) for row in self.rows]}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "TimeToTarget":
-        """Inverse of `to_json`."""
-        rows = tuple(TimedBatch(**row) for row in value["rows"])
-        return cls(target=value["target"], law=CriticalBatch.from_json(value["law"]), rows=rows)
 
     def __repr__(self) -> str:
         return f"TimeToTarget({self.target}, {len(self.rows)} batches)"

@@ -1,12 +1,12 @@
 """ScaledLr: a learning rate that was taken from one batch to another, with what else changed, why, and whether the rule holds there."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from workbench import display, units
 from workbench.batch.described import Described
+from workbench.codec import JsonDataclass
 
 RULES = ("auto", "linear", "sqrt", "adam", "damped", "none")
 """Rules that `scale_lr` knows; "auto" chooses one of the others."""
@@ -24,7 +24,7 @@ LIGHTS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaledLr(display.Shown):
+class ScaledLr(display.Shown, JsonDataclass):
     """A learning rate for another batch."""
 
     lr: float
@@ -119,17 +119,6 @@ class ScaledLr(display.Shown):
         return display.frame([{**self.to_json(), "notes": "; ".join(self.notes)}])
 
     plot = display.plot_method("scaled_lr")
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        found = dataclasses.asdict(self)
-        return {**found, "betas": None if self.betas is None else list(self.betas), "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "ScaledLr":
-        """Inverse of `to_json`."""
-        betas = None if value["betas"] is None else tuple(value["betas"])
-        return cls(**{**value, "betas": betas, "notes": tuple(value["notes"])})
 
     def __repr__(self) -> str:
         return f"ScaledLr({number(self.lr)}, {self.rule}, {self.valid})"

@@ -1,16 +1,16 @@
 """Schedule: the learning rate over the steps of a run, as its scheduler really gives it."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
 from workbench.batch.scaled import number
+from workbench.codec import JsonDataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule(display.Shown):
+class Schedule(display.Shown, JsonDataclass):
     """A learning rate for each optimizer step."""
 
     steps: tuple[int, ...]
@@ -76,15 +76,6 @@ class Schedule(display.Shown):
         return display.frame(({"step": step, "samples": seen, "lr": lr} for step, seen, lr in rows), columns=("step", "samples", "lr"))
 
     plot = display.plot_method("schedule")
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {"steps": list(self.steps), "lrs": list(self.lrs), "label": self.label, "batch": self.batch, "end": self.end}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Schedule":
-        """Inverse of `to_json`."""
-        return cls(**{**value, "steps": tuple(value["steps"]), "lrs": tuple(value["lrs"])})
 
     def __repr__(self) -> str:
         return f"Schedule({len(self.steps)} steps, peak {number(self.peak[1])})"

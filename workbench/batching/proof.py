@@ -1,20 +1,21 @@
 """PlanProof: a plan that was run beside the one it is to replace; what was predicted of it, and what was measured."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from workbench import display, units
 from workbench.batch.plan import BatchPlan
 from workbench.batching.course import Course, Gain
+from workbench.codec import JsonDataclass
 
 TOLERANCE = 0.25
 """A prediction this far off did not hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanProof(display.Shown):
+class PlanProof(display.Shown, JsonDataclass):
     """The old plan and the new one, run for the same samples, with each seed once; prediction and measurement side by side."""
 
     old: BatchPlan
@@ -126,29 +127,6 @@ class PlanProof(display.Shown):
         )
 
     plot = display.plot_method("plan_proof")
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {
-            "old": self.old.to_json(),
-            "new": self.new.to_json(),
-            "predicted": self.predicted.to_json(),
-            "samples": self.samples,
-            "courses": [course.to_json() for course in self.courses],
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`."""
-        return cls(
-            old=BatchPlan.from_json(value["old"]),
-            new=BatchPlan.from_json(value["new"]),
-            predicted=Gain.from_json(value["predicted"]),
-            samples=value["samples"],
-            courses=tuple(Course.from_json(one) for one in value["courses"]),
-            notes=tuple(value["notes"]),
-        )
 
     def __repr__(self) -> str:
         return f"PlanProof(batch {self.old.global_batch} to {self.new.global_batch})"

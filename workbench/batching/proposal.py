@@ -2,11 +2,11 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from workbench import display, units
+from workbench import codec, display, units
 from workbench.batch.plan import BatchPlan
 from workbench.batching.choosing import Candidate, worth
 from workbench.batching.course import Gain
@@ -95,30 +95,7 @@ class ProposedPlan(BatchPlan):
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; what it was chosen from is left out."""
-        plain = {name: getattr(self, name) for name in BatchPlan.__dataclass_fields__}
-        return {
-            **BatchPlan(**plain).to_json(),
-            "spec": self.spec.to_json(),
-            "before": self.before.to_json(),
-            "throughput": None if self.throughput is None else self.throughput.to_json(),
-            "noise": self.noise,
-            "proof": None if self.proof is None else self.proof.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "ProposedPlan":
-        """Inverse of `to_json`."""
-        found = dict(value)
-        spec, before = RunSpec.from_json(found.pop("spec")), BatchPlan.from_json(found.pop("before"))
-        curve, noise, proof = (found.pop(name) for name in ("throughput", "noise", "proof"))
-        return rebuilt(
-            BatchPlan.from_json(found),
-            spec=spec,
-            before=before,
-            throughput=None if curve is None else Throughput.from_json(curve),
-            noise=noise,
-            proof=None if proof is None else PlanProof.from_json(proof),
-        )
+        return {item.name: codec.to_json(getattr(self, item.name)) for item in fields(self) if item.name != "candidates"}
 
     def __repr__(self) -> str:
         return BatchPlan.__repr__(self).replace("BatchPlan", "ProposedPlan", 1)

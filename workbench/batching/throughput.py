@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 from workbench.run import Run
 from workbench.spec import RunSpec
 
@@ -16,7 +17,7 @@ MOST_ONCE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Throughput(display.Shown):
+class Throughput(display.Shown, JsonDataclass):
     """Samples per second of some ranks together, at several micro-batches.
 
     Between them the seconds of a step are a straight line; beyond the largest the rate stays what it was. More ranks are as fast as these,
@@ -173,23 +174,6 @@ class Throughput(display.Shown):
             {"micro_batch": micro, "samples_per_sec": rate, "step": self.step(micro)}
             for micro, rate in zip(self.micro_batches, self.rates, strict=True)
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {
-            "micro_batches": list(self.micro_batches),
-            "rates": list(self.rates),
-            "world_size": self.world_size,
-            "per_step": self.per_step,
-            "kind": self.kind,
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`."""
-        lists = {name: tuple(value[name]) for name in ("micro_batches", "rates", "notes")}
-        return cls(**{**value, **lists})
 
     def __repr__(self) -> str:
         return f"Throughput(micro_batches={self.micro_batches}, world_size={self.world_size}, {self.kind})"

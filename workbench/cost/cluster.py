@@ -2,10 +2,11 @@
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from workbench import display, units
+from workbench.codec import JsonDataclass, fields_from_json
 from workbench.cost.collectives import CostError, Link, all_reduce, checked_ranks
 from workbench.cost.hierarchy import hierarchical_all_reduce
 from workbench.cost.sweep import Sweep
@@ -23,7 +24,7 @@ _PLACES = {"intra": "inside a node", "inter": "between nodes"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster(display.Shown):
+class Cluster(display.Shown, JsonDataclass):
     """Equal nodes of equal GPUs.
 
     >>> cluster = Cluster.named("DGX-H100")
@@ -166,18 +167,11 @@ class Cluster(display.Shown):
         known, other = sorted(_PLACES, key=lambda name: name not in self.measured_links)
         return f"links {_PLACES[known]} measured, {_PLACES[other]} {by_datasheet}"
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        own = {name: getattr(self, name) for name in ("name", "gpus_per_node", "source")} | {"measured_links": list(self.measured_links)}
-        return {**own, "device": asdict(self.device), "intra": self.intra.to_json(), "inter": self.inter.to_json()}
-
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Cluster":
-        """Inverse of `to_json`."""
-        links: dict[str, Any] = {name: Link.from_json(value[name]) for name in LINKS}
-        links["measured_links"] = tuple(value.get("measured_links", LINKS if value.get("measured") else ()))
-        own = {name: kept for name, kept in value.items() if name != "measured"}  # which older files have
-        return cls(**{**own, **links, "device": Device(**{**value["device"], "aliases": tuple(value["device"]["aliases"])})})
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Inverse of `to_json`; older files say `measured` of both links at once."""
+        own = {name: kept for name, kept in value.items() if name != "measured"}
+        return fields_from_json(cls, {"measured_links": LINKS if value.get("measured") else (), **own})
 
     def __repr__(self) -> str:
         return f"Cluster({self.name!r})"

@@ -6,11 +6,12 @@ Left out: achieved bandwidth falls with the number of nodes, so that one measure
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 
 BUS_FACTORS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
 """Collectives whose bus bandwidth is defined."""
@@ -21,7 +22,7 @@ class CostError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link(display.Shown):
+class Link(display.Shown, JsonDataclass):
     """What joins ranks: a message of S bytes takes latency + S / bandwidth.
 
     >>> link = Link(latency=3.4e-6, bandwidth=450e9)
@@ -76,12 +77,6 @@ class Link(display.Shown):
         """As plain JSON values."""
         interval = {} if self.bandwidths is None else {"bandwidths": list(self.bandwidths)}
         return {"latency": self.latency, "bandwidth": self.bandwidth, **interval}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Link":
-        """Inverse of `to_json`."""
-        interval = value.get("bandwidths")
-        return cls(**{**value, "bandwidths": None if interval is None else (interval[0], interval[1])})
 
 
 def all_reduce(size: float, ranks: int, link: Link, algorithm: str = "ring") -> float:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 from workbench.cost.cluster import NOT_READ
 from workbench.cost.collectives import CostError
 
@@ -40,7 +41,7 @@ NODE_WATTS: Mapping[str, tuple[float, str]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Energy(display.Shown):
+class Energy(display.Shown, JsonDataclass):
     """What something drew, or would draw.
 
     >>> used = Energy(joules=7.2e6, seconds=3600, gpus=2, measured=True, source="NVML", price=2.5, intensity=400)
@@ -125,15 +126,6 @@ class Energy(display.Shown):
     def to_frame(self) -> Any:
         """A DataFrame with one row."""
         return display.frame([{**asdict(self), "kwh": self.kwh, "watts": self.watts, "money": self.money, "grams": self.grams}])
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Energy":
-        """Inverse of `to_json`."""
-        return cls(**value)
 
 
 _UNITS = {

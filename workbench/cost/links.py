@@ -2,11 +2,11 @@
 
 import random
 import statistics
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 from workbench.cost.collectives import CostError, Link, bus_factor
 from workbench.cost.sweep import Sweep
 
@@ -34,7 +34,7 @@ class LinkPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Links(display.Shown):
+class Links(display.Shown, JsonDataclass):
     """What joins some ranks, as measured. Get one from `wb.measure_collectives`; `links["all_reduce"]` is a `Sweep`."""
 
     points: tuple[LinkPoint, ...]
@@ -135,16 +135,6 @@ class Links(display.Shown):
         )
 
     plot = display.plot_method("links")
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Links":
-        """Inverse of `to_json`."""
-        points = tuple(LinkPoint(kind=one["kind"], size=one["size"], seconds=tuple(one["seconds"])) for one in value["points"])
-        return cls(**{**value, "points": points, "notes": tuple(value["notes"])})
 
     def __repr__(self) -> str:
         return f"Links({self.ranks} ranks, {self.backend}, {', '.join(self.kinds)})"

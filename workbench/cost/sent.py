@@ -1,10 +1,9 @@
 """Sent: one collective of a training step, as a rank takes part in it; and where in a cluster its ranks sit."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
+from workbench.codec import JsonDataclass
 from workbench.cost.cluster import Cluster
 from workbench.cost.collectives import BUS_FACTORS, CostError, bus_factor, checked_ranks, collective_seconds
 from workbench.cost.hierarchy import hierarchical_all_reduce
@@ -16,7 +15,7 @@ ALGORITHMS = ("best", "ring", "tree")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class Sent(JsonDataclass):
     """One collective.
 
     >>> one = Sent(kind="all_gather", size=2**20, ranks=8, phase="forward")
@@ -72,15 +71,6 @@ class Sent:
         if self.kind not in BUS_FACTORS:
             return 0.0
         return group_seconds(self.kind, self.size, cluster, ranks=self.ranks, stride=self.stride, algorithm=algorithm)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Sent":
-        """Inverse of `to_json`."""
-        return cls(**value)
 
 
 def placed(cluster: Cluster, ranks: int, stride: int = 1) -> tuple[int, int]:

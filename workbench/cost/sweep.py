@@ -2,16 +2,17 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 from workbench.cost.collectives import CostError, Link, bus_factor, collective_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep(display.Shown):
+class Sweep(display.Shown, JsonDataclass):
     """Seconds of one collective by size, measured on some ranks.
 
     Between sizes it interpolates (straight lines between logarithms): on a published sweep, each size left out in turn, that errs by 6 % in
@@ -84,14 +85,3 @@ class Sweep(display.Shown):
         """As plain JSON values."""
         interval = {} if self.bandwidths is None else {"bandwidths": list(self.bandwidths)}
         return {"points": [list(point) for point in self.points], "ranks": self.ranks, "collective": self.collective, **interval}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Sweep":
-        """Inverse of `to_json`."""
-        interval = value.get("bandwidths")
-        return cls(
-            points=[(size, seconds) for size, seconds in value["points"]],
-            ranks=value["ranks"],
-            collective=value["collective"],
-            bandwidths=None if interval is None else (interval[0], interval[1]),
-        )

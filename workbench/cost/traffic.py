@@ -1,11 +1,12 @@
 """Traffic: all collectives of a training step of one rank, with their bytes; exact where a program's own calls were counted."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 from workbench.cost.cluster import Cluster
 from workbench.cost.collectives import CostError
 from workbench.cost.sent import PHASES, Sent
@@ -48,7 +49,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic(display.Shown):
+class Traffic(display.Shown, JsonDataclass):
     """The collectives of one optimizer step of one rank, in their order. Get one from `wb.collectives`; iterates over its `Sent`.
 
     >>> one = Sent(kind="all_reduce", size=4 * 10**6, ranks=8, phase="backward", waited=True)
@@ -193,20 +194,5 @@ class Traffic(display.Shown):
 
     plot = display.plot_method("traffic")
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        own = {name: getattr(self, name) for name in _PLAIN}
-        return own | {"calls": [one.to_json() for one in self.calls], "unused": list(self.unused), "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Traffic":
-        """Inverse of `to_json`."""
-        plain: dict[str, Any] = {name: value[name] for name in _PLAIN}
-        calls = tuple(map(Sent.from_json, value["calls"]))
-        return cls(calls=calls, unused=tuple(value["unused"]), notes=tuple(value["notes"]), **plain)
-
     def __repr__(self) -> str:
         return f"Traffic({self.title!r}, {len(self.calls)} collectives, {units.bytes_(self.sent())} sent by a rank)"
-
-
-_PLAIN = ("world_size", "parameters", "title", "parallel", "blocks", "looks_for_unused")

@@ -1,11 +1,11 @@
 """TwinRun: a backward of DDP's real reducer over a network that is only reckoned, bucket by bucket, beside the closed form."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 from workbench.cost.cluster import Cluster
 from workbench.cost.collectives import CostError, Link, all_reduce, checked_ranks
 from workbench.cost.overlap import Overlap, buckets, overlap
@@ -48,7 +48,7 @@ class TwinBucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TwinRun(display.Shown):
+class TwinRun(display.Shown, JsonDataclass):
     """A step of the twin. Get one from `wb.ddp_twin`."""
 
     ranks: int
@@ -102,18 +102,6 @@ class TwinRun(display.Shown):
 
     to_frame = display.frame_method("buckets", TwinBucket)
     plot = display.plot_method("twin")
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "TwinRun":
-        """Inverse of `to_json`."""
-        closed = value["closed"]
-        known = Overlap(starts=tuple(closed["starts"]), ends=tuple(closed["ends"]), backward=closed["backward"])
-        made = tuple(TwinBucket(**one) for one in value["buckets"])
-        return cls(**{**value, "buckets": made, "closed": known})
 
     def __repr__(self) -> str:
         return f"TwinRun({self.ranks} ranks, step {units.seconds(self.step)}, exposed {units.seconds(self.exposed)})"

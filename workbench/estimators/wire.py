@@ -1,9 +1,10 @@
 """What goes over the wire to a worker and back: one line of JSON for a question, one for its answer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from workbench.codec import JsonDataclass
 from workbench.device import Device
 from workbench.memory.log import Event, Mark, MemoryLog, Record
 from workbench.spec import RunSpec
@@ -13,7 +14,7 @@ AXES = ("micro_batch", "sequence", "image")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Question(JsonDataclass):
     """What is to be run on fake tensors."""
 
     spec: RunSpec
@@ -40,19 +41,6 @@ class Question:
     def key(self) -> str:
         """Equal for equal questions."""
         return repr(self)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        device = self.device if isinstance(self.device, str) else asdict(self.device)
-        return {"spec": self.spec.to_json(), "device": device, "sequence": self.sequence, "image": self.image}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Question":
-        """Inverse of `to_json`."""
-        device = value["device"]
-        if not isinstance(device, str):
-            device = Device(**{**device, "aliases": tuple(device["aliases"])})
-        return cls(spec=RunSpec.from_json(value["spec"]), device=device, sequence=value["sequence"], image=value["image"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,15 @@
 """MemoryBreakdown: what the fullest moment of a training step is made of. Measured and predicted breakdowns have this same type."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 from workbench.device import Device
 from workbench.memory.difference import MemoryDifference
 from workbench.memory.fit import Fit, fit
-from workbench.memory.holders import Holder, holder_from_json, holder_to_json
+from workbench.memory.holders import Holder
 from workbench.memory.log import GROUPS, MemoryLog
 from workbench.memory.outside import Outside, outside_of
 from workbench.memory.over_time import EMPTY, MemoryTimeline
@@ -21,7 +21,7 @@ Kind = Literal["predicted", "measured"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class MemoryBreakdown(display.Shown):
+class MemoryBreakdown(display.Shown, JsonDataclass):
     """Bytes by group at the moment of the peak, who holds them, and what they were at other moments."""
 
     kind: Kind
@@ -254,30 +254,6 @@ class MemoryBreakdown(display.Shown):
         rows.append({"memory": "allocated", "at_peak": self.total, "largest": self.total})
         rows += [{"memory": name, "at_peak": held, "largest": held} for name, held in self._on_device]
         return display.frame(rows, columns=("memory", "at_peak", "largest"))
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; bytes."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {
-            **plain,
-            "outside": self.outside and self.outside.to_json(),
-            "largest": dict(self.largest),
-            "phases": dict(self.phases),
-            "holders": [holder_to_json(h) for h in self.holders],
-            "timeline": self.timeline.to_json(),
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "MemoryBreakdown":
-        """Inverse of `to_json`."""
-        made = {
-            "outside": value["outside"] and Outside.from_json(value["outside"]),
-            "holders": tuple(map(holder_from_json, value["holders"])),
-            "timeline": MemoryTimeline.from_json(value["timeline"]),
-            "notes": tuple(value["notes"]),
-        }
-        return cls(**{**value, **made})
 
     plot = display.plot_method("memory")
 

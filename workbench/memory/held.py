@@ -1,10 +1,11 @@
 """Held: what a rank held at the moment at which memory ran out, as far as it could be seen."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 from workbench import units
+from workbench.codec import JsonDataclass, fields_from_json
 from workbench.memory.log import GROUPS
 
 MOST_LISTED = 3
@@ -25,7 +26,7 @@ class HeldBy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Held(JsonDataclass):
     """What was held, by looking at the living tensors: each storage counts once."""
 
     groups: Mapping[str, int]
@@ -59,10 +60,6 @@ class Held:
         line = f", at {self.line}" if self.line else ""
         return f"It was in the {self.phase or 'step'}{module}{line}"
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self) | {"groups": dict(self.groups), "holders": [asdict(one) for one in self.holders]}
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Inverse of `to_json`; groups that are not known become "other"."""
@@ -70,4 +67,4 @@ class Held:
         for group, size in value["groups"].items():
             name = group if group in GROUPS else "other"
             groups[name] = groups.get(name, 0) + size
-        return cls(**{**value, "groups": groups, "holders": tuple(HeldBy(**one) for one in value.get("holders") or ())})
+        return fields_from_json(cls, {**value, "groups": groups})

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Self
 
 from workbench import units
+from workbench.codec import JsonDataclass
 from workbench.memory.held import Held
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "KB": 2**10, "MiB": 2**20, "MB": 2**20, "GiB": 2**30, "GB": 2**30, "TiB": 2**40, "TB": 2**40}
@@ -34,7 +35,7 @@ EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutOfMemory:
+class OutOfMemory(JsonDataclass):
     """Why memory ran out. Sizes in bytes, as exact as the message gives them (two decimals of its unit); None = it does not say.
 
     >>> print(OutOfMemory.parse("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB "
@@ -172,17 +173,6 @@ class OutOfMemory:
             return f"{asked} on {self.device}, which has {units.bytes_(self.capacity)}{limit}."
         of = "" if self.capacity is None else f" of {units.bytes_(self.capacity)}"
         return f"{asked} on {self.device}, where {units.bytes_(self.free)}{of} was free{limit}."
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self) | {"processes": {str(number): size for number, size in self.processes.items()}}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`."""
-        held = value.get("held")
-        processes = {int(number): size for number, size in (value.get("processes") or {}).items()}
-        return cls(**{**value, "processes": processes, "held": Held.from_json(held) if held else None})
 
 
 def _bytes(number: str, unit: str) -> int:

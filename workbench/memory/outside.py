@@ -9,13 +9,13 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from workbench import units
+from workbench.codec import JsonDataclass
 from workbench.device import Device
 
 MIB = 2**20
@@ -28,7 +28,7 @@ _DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outside:
+class Outside(JsonDataclass):
     """Bytes on the device that are not in the caching allocator's segments."""
 
     low: int
@@ -39,15 +39,6 @@ class Outside:
     """At most."""
     source: str
     """Where the figures come from."""
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Outside":
-        """Inverse of `to_json`."""
-        return cls(**value)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; bytes."""
-        return asdict(self)
 
     def __add__(self, other: "Outside") -> "Outside":
         return Outside(
@@ -122,7 +113,7 @@ def cublas_workspace(capability: tuple[int, int] | None) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutsideFit:
+class OutsideFit(JsonDataclass):
     """device used = base + slope · reserved, on one GPU with one driver and one torch. The slope is near 1; its excess grows along."""
 
     device: str
@@ -157,16 +148,6 @@ class OutsideFit:
         )
         low, high = (max(0, round(mid + reach)) for reach in self.spread)
         return Outside(low=low, mid=max(0, round(mid)), high=high, source=source)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "OutsideFit":
-        """Inverse of `to_json`."""
-        low, high = value["spread"]
-        return cls(**{**value, "residuals": tuple(value["residuals"]), "spread": (low, high)})
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; bytes."""
-        return {**asdict(self), "residuals": list(self.residuals), "spread": list(self.spread)}
 
 
 def fit_outside(points: Sequence[tuple[int, int]], device: str, *, driver: str = "", torch: str = "") -> OutsideFit:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from workbench import display
+from workbench.codec import JsonDataclass
 from workbench.memory.log import GROUPS
 from workbench.memory.replay import Numbers, Replay
 
@@ -16,7 +17,7 @@ MOST = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryTimeline:
+class MemoryTimeline(JsonDataclass):
     """Columns, one entry per point. Time is counted in events (births and deaths of storages): a prediction knows no seconds."""
 
     position: tuple[int, ...] = ()
@@ -88,28 +89,6 @@ class MemoryTimeline:
         rows = zip(self.position, self.phase, self.step, self.micro, *(self.held[g] for g in GROUPS), self.total, strict=True)
         names = ("position", "phase", "step", "micro", *GROUPS, "total")
         return display.frame((dict(zip(names, row, strict=True)) for row in rows), columns=names)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; bytes."""
-        return {
-            **{name: list(getattr(self, name)) for name in ("position", "phase", "step", "micro")},
-            "held": {group: list(values) for group, values in self.held.items()},
-            "peak": self.peak,
-            "moment": self.moment,
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "MemoryTimeline":
-        """Inverse of `to_json`."""
-        return cls(
-            position=tuple(value["position"]),
-            phase=tuple(value["phase"]),
-            step=tuple(value["step"]),
-            micro=tuple(value["micro"]),
-            held={group: tuple(values) for group, values in value["held"].items()},
-            peak=value["peak"],
-            moment=value["moment"],
-        )
 
     def __repr__(self) -> str:
         return f"MemoryTimeline({len(self.position)} points, {self.step[-1] + 1 if self.step else 0} steps)"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 from workbench.memory.breakdown import MemoryBreakdown
 
 SAME = "as it is"
@@ -29,7 +30,7 @@ class WhatIf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryComparison(display.Shown):
+class MemoryComparison(display.Shown, JsonDataclass):
     """What each of several changes does to the memory of a step. The first row is the step as it is."""
 
     rows: tuple[WhatIf, ...]
@@ -78,15 +79,6 @@ class MemoryComparison(display.Shown):
         """Stacked bars, one per change; returns the Axes."""
         found = [row for row in self.rows if row.breakdown is not None]
         return display.picture("memory")([r.breakdown for r in found], labels=[r.label for r in found], device=self.capacity, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {"rows": [_to_json(row) for row in self.rows], "capacity": self.capacity, "device": self.device}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "MemoryComparison":
-        """Inverse of `to_json`."""
-        return cls(rows=tuple(map(_from_json, value["rows"])), capacity=value["capacity"], device=value["device"])
 
     def __repr__(self) -> str:
         return f"MemoryComparison({', '.join(row.label for row in self.rows)})"
