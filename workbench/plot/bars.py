@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from workbench import units
 from workbench.comparison import Comparison
 from workbench.comparison import compare as compared
-from workbench.plot.canvas import prepared
 from workbench.plot.colors import PHASES as COLORS
-from workbench.plot.stack import WIDTH, Bar, height, legend, stacked
+from workbench.plot.stack import Bar, bar_chart
 from workbench.run import Run
 from workbench.timeline import PHASES, Timeline
 
@@ -42,7 +41,7 @@ def step_time(result: Run | Timeline | Sequence[Timeline], ax: Axes | None = Non
         )
         for t in shown
     ]
-    return _drawn(ax, bars, f"mean step, {' and '.join(sorted(kinds))}")
+    return bar_chart(ax, bars, f"mean step, {' and '.join(sorted(kinds))}", COLORS)
 
 
 def compare(result: Comparison | Sequence[Run], ax: Axes | None = None) -> Axes:
@@ -57,14 +56,7 @@ def compare(result: Comparison | Sequence[Run], ax: Axes | None = None) -> Axes:
     ends = [f"{up}  ·  {units.rate(run.samples_per_sec)}" for run, up in zip(comparison.runs, ups, strict=True)]
     labels = [label.replace(", ", ",\n") for label in comparison.labels]
     bars = [Bar(label=label, pieces=mean, end=end) for label, mean, end in zip(labels, means, ends, strict=True)]
-    return _drawn(ax, bars, "mean step over all ranks, measured")
-
-
-def _drawn(ax: Axes | None, bars: Sequence[Bar], what: str) -> Axes:
-    ax = prepared(ax, WIDTH, height([bar.label for bar in bars]))
-    stacked(ax, bars, what, COLORS)
-    legend(ax, ax.containers)
-    return ax
+    return bar_chart(ax, bars, "mean step over all ranks, measured", COLORS)
 
 
 def _nothing(result: object) -> str:

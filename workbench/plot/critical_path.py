@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from workbench import units
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import PARTS, PHASES
-from workbench.plot.stack import PALE, WIDTH, ends, height, legend, rows, scale_of
+from workbench.plot.stack import PALE, WIDTH, ends, height, legend, rows, scale_of, shortened
 from workbench.traces import CriticalPath, Trace
 
 if TYPE_CHECKING:
@@ -64,5 +64,4 @@ def critical_path(result: Trace | CriticalPath, ax: Axes | None = None) -> Axes:
 
 
 def _short(name: str) -> str:
-    name = name.removeprefix("void ")
-    return name if len(name) <= 34 else f"{name[:20]}…{name[-13:]}"
+    return shortened(name.removeprefix("void "))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workbench import units
-from workbench.plot.canvas import prepared
 from workbench.plot.colors import PARTS, PHASES
-from workbench.plot.stack import WIDTH, Bar, height, legend, stacked
+from workbench.plot.stack import Bar, bar_chart
 from workbench.traces import Idle, Trace
 
 if TYPE_CHECKING:
@@ -45,8 +44,5 @@ def idle(result: Trace | Idle, ax: Axes | None = None) -> Axes:
     pieces = [*(seconds[name] for name in used), rest]
     end = f"idle {units.percent(found.share)} of {units.seconds(found.step_seconds)}"
     bars = [Bar(label="device" if found.who == "device" else "the thread\nthat trains", pieces=pieces, end=end)]
-    ax = prepared(ax, WIDTH, height([bar.label for bar in bars]) + 0.2)
     last = "something is computed"
-    stacked(ax, bars, "mean traced step", {**used, last: COLORS[last]})
-    legend(ax, ax.containers)
-    return ax
+    return bar_chart(ax, bars, "mean traced step", {**used, last: COLORS[last]}, more=0.2)

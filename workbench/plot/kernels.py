@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workbench import units
-from workbench.plot.canvas import prepared
 from workbench.plot.colors import PHASES
-from workbench.plot.stack import WIDTH, Bar, height, legend, stacked
+from workbench.plot.stack import Bar, bar_chart, shortened
 from workbench.traces import Kernels, Trace
 from workbench.traces.sequences import brief
 
@@ -34,21 +33,14 @@ def kernels(result: Trace | Kernels, ax: Axes | None = None) -> Axes:
         raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes)}")
     bars = [
         Bar(
-            label=_label(one.name),
+            label=shortened(brief(one.name)),
             pieces=[one.seconds, 0.0] if one.tensor_cores else [0.0, one.seconds],
             end=f"occupancy {units.percent(one.occupancy)}" if one.occupancy is not None else units.seconds(one.seconds),
         )
         for one in found.rows[:MOST]
     ]
-    ax = prepared(ax, WIDTH, height([bar.label for bar in bars]) * 0.75 + 0.3)
-    stacked(ax, bars, "all launches", COLORS)
+    ax = bar_chart(ax, bars, "all launches", COLORS, row=0.75, more=0.3)
     for text in list(ax.texts):
         if text.get_text() == "100 %":  # a bar has one colour only
             text.remove()
-    legend(ax, ax.containers)
     return ax
-
-
-def _label(name: str) -> str:
-    short = brief(name)
-    return short if len(short) <= 34 else f"{short[:20]}…{short[-13:]}"

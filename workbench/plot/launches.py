@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from workbench import units
-from workbench.plot.canvas import prepared
 from workbench.plot.colors import PARTS, PHASES
-from workbench.plot.stack import WIDTH, legend, scale_of
+from workbench.plot.stack import curves_over_time
 from workbench.traces import Launches, Trace
 
 if TYPE_CHECKING:
@@ -32,17 +29,8 @@ def launches(result: Trace | Launches, ax: Axes | None = None) -> Axes:
     found = result.launches() if isinstance(result, Trace) else result
     if not found.rows:
         raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes)}")
-    ax = prepared(ax, WIDTH, 3.2)
-    times = np.array(found.times)
-    scale, unit = scale_of(float(times[-1] - times[0]) or 1.0)
-    places = (times - times[0]) * scale
-    drawn = []
-    for row, curve, color in zip(found.rows, found.queues, COLORS, strict=False):
-        label = f"{row.stream.strip()}: {units.count(row.queue_mean)} on average"
-        drawn.append(ax.stairs(curve, places, baseline=None, color=color, linewidth=1.1, label=label))
-    ax.set_xlim(0, float(places[-1]) or 1.0)
-    ax.set_ylim(bottom=0)
+    labels = [f"{row.stream.strip()}: {units.count(row.queue_mean)} on average" for row in found.rows]
+    ax, unit = curves_over_time(ax, found.times, list(zip(labels, found.queues, strict=False)), COLORS)
     ax.set_xlabel(f"time of the steps ({unit})")
     ax.set_ylabel("launches that wait")
-    legend(ax, drawn)
     return ax

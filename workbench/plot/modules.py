@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workbench import units
-from workbench.plot.canvas import prepared
 from workbench.plot.colors import PHASES
-from workbench.plot.stack import WIDTH, Bar, height, legend, stacked
+from workbench.plot.stack import Bar, bar_chart
 from workbench.traces import Modules, Trace
 
 if TYPE_CHECKING:
@@ -43,11 +42,9 @@ def modules(result: Trace | Modules, ax: Axes | None = None) -> Axes:
         Bar(label="  " * found.rows[at].depth + _short(found.rows[at].name), pieces=pieces(at), end=units.seconds(sum(pieces(at))))
         for at in sorted(longest)
     ]
-    ax = prepared(ax, WIDTH, height([bar.label for bar in bars]) * 0.7 + 0.4)
-    stacked(ax, bars, "mean step, with all that is called", ON_DEVICE if device else COLORS)
+    ax = bar_chart(ax, bars, "mean step, with all that is called", ON_DEVICE if device else COLORS, row=0.7, more=0.4)
     ax.set_yticks(ax.get_yticks(), [bar.label for bar in bars], ha="left")
     ax.tick_params(axis="y", pad=6 * max(len(bar.label) for bar in bars))
-    legend(ax, ax.containers)
     return ax
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workbench import units
-from workbench.plot.canvas import prepared
-from workbench.plot.stack import WIDTH, Bar, height, legend, stacked
+from workbench.plot.stack import Bar, bar_chart
 from workbench.plot.trace import COLORS
 from workbench.traces import TraceSet
 from workbench.traces.breakdown import PARTS
@@ -41,7 +40,4 @@ def ranks(result: TraceSet | RankParts, ax: Axes | None = None) -> Axes:
         )
         for rank in parts.ranks[:MOST_BARS]
     ]
-    ax = prepared(ax, WIDTH, height([bar.label for bar in bars]))
-    stacked(ax, bars, "traced step", COLORS)
-    legend(ax, ax.containers)
-    return ax
+    return bar_chart(ax, bars, "traced step", COLORS)

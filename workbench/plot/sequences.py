@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workbench.plot.canvas import prepared
 from workbench.plot.colors import PHASES
-from workbench.plot.stack import WIDTH, Bar, height, legend, stacked
+from workbench.plot.stack import Bar, bar_chart, shortened
 from workbench.traces import Sequences, Trace
 from workbench.traces.sequences import brief, folded
 
@@ -32,13 +31,10 @@ def sequences(result: Trace | Sequences, ax: Axes | None = None) -> Axes:
     if not found.rows:
         raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes)}")
     bars = [Bar(label=_label(one.names), pieces=[one.seconds, one.gaps], end=f"{one.count:,} times") for one in found.rows[:MOST]]
-    ax = prepared(ax, WIDTH, height([bar.label for bar in bars]))
-    stacked(ax, bars, "all occurrences", COLORS)
-    legend(ax, ax.containers)
-    return ax
+    return bar_chart(ax, bars, "all occurrences", COLORS)
 
 
 def _label(names: tuple[str, ...]) -> str:
     lines = [brief(name) for name in folded(names)]
     lines = lines if len(lines) <= LINES else [*lines[: LINES - 1], f"… {len(lines) - LINES + 1} more"]
-    return "\n".join(one if len(one) <= 34 else f"{one[:20]}…{one[-13:]}" for one in lines)
+    return "\n".join(map(shortened, lines))

@@ -8,14 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from workbench import units
 from workbench.diagnosis.evidence import Interval
+from workbench.plot.canvas import prepared
 from workbench.plot.colors import INK, text_on
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.container import Container, ErrorbarContainer
+    from numpy.typing import NDArray
 
 WIDTH = 7.6
 """Inches of a picture: the width of a notebook's column."""
@@ -86,6 +90,51 @@ def stacked(ax: Axes, bars: Sequence[Bar], what: str, colors: Mapping[str, str])
     return scale
 
 
+def bar_chart(ax: Axes | None, bars: Sequence[Bar], what: str, colors: Mapping[str, str], *, row: float = 1.0, more: float = 0.0) -> Axes:
+    """Stacked bars with their legend as a whole picture.
+
+    Args:
+        ax: the Axes to draw into; None makes a figure.
+        bars: with as many pieces as there are colours.
+        what: the axis label, without the unit.
+        colors: name → colour of the pieces.
+        row: of a new figure, its height as a fraction of the usual one.
+        more: inches that are added to it.
+    """
+    ax = prepared(ax, WIDTH, height([bar.label for bar in bars]) * row + more)
+    stacked(ax, bars, what, colors)
+    legend(ax, ax.containers)
+    return ax
+
+
+def curves_over_time(
+    ax: Axes | None, times: Sequence[float], curves: Sequence[tuple[str, Sequence[float] | NDArray[np.float64]]], colors: Sequence[str]
+) -> tuple[Axes, str]:
+    """Step curves over the time since the first of `times`, with a legend.
+
+    Args:
+        ax: the Axes to draw into; None makes a figure.
+        times: edges of the curves' intervals, in seconds.
+        curves: label and heights, one less than `times`.
+        colors: of the curves; those beyond are not drawn.
+
+    Returns:
+        The Axes, and the unit of its time axis.
+    """
+    ax = prepared(ax, WIDTH, 3.2)
+    since = np.array(times) - times[0]
+    scale, unit = scale_of(float(since[-1]) or 1.0)
+    places = since * scale
+    drawn = [
+        ax.stairs(heights, places, baseline=None, color=color, linewidth=1.1, label=label)
+        for (label, heights), color in zip(curves, colors, strict=False)
+    ]
+    ax.set_xlim(0, float(places[-1]) or 1.0)
+    ax.set_ylim(bottom=0)
+    legend(ax, drawn)
+    return ax, unit
+
+
 def ends(ax: Axes, reaches: Sequence[float], texts: Sequence[str]) -> None:
     """A text at the right of what each row shows, and an axis with room for all of them."""
     for place, (reach, text) in enumerate(zip(reaches, texts, strict=True)):
@@ -138,6 +187,11 @@ def lines_of(names: Sequence[str]) -> int:
         if sum(max(map(len, names[column::columns])) + _HANDLE for column in range(columns)) <= _LINE:
             return lines
     return max(1, len(names))
+
+
+def shortened(name: str) -> str:
+    """A name of a kernel in one line of at most 34 letters: its beginning and its end."""
+    return name if len(name) <= 34 else f"{name[:20]}…{name[-13:]}"
 
 
 def wrapped(label: str) -> str:

@@ -12,7 +12,7 @@ from workbench import units
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import PARTS as OF_PARTS
 from workbench.plot.colors import PHASES
-from workbench.plot.stack import WIDTH, Bar, height, legend, rows, scale_of, stacked
+from workbench.plot.stack import WIDTH, Bar, bar_chart, legend, rows, scale_of
 from workbench.traces import Breakdown, Trace
 from workbench.traces.breakdown import ON_CPU, ON_DEVICE, PARTS
 from workbench.traces.intervals import Spans, covered, union
@@ -80,10 +80,7 @@ def breakdown(result: Trace | Breakdown, ax: Axes | None = None) -> Axes:
     ]
     pieces = [sum(getattr(one, part) for one in steps) / len(steps) for part in PARTS]
     bars.append(Bar(label=f"mean of {len(steps)}", pieces=pieces, end=units.seconds(sum(pieces))))
-    ax = prepared(ax, WIDTH, height([bar.label for bar in bars]))
-    stacked(ax, bars, "traced step", COLORS)
-    legend(ax, ax.containers)
-    return ax
+    return bar_chart(ax, bars, "traced step", COLORS)
 
 
 def timeline(
