@@ -70,12 +70,14 @@ class Parts(display.Shown):
 
 def test_a_result_shows_itself_by_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Parts(parts=(Part(name="<a>", seconds=0.5), Part(name="b", seconds=2.0)))
-    assert str(parts) == str(parts.table) and parts._repr_html_() == parts.table._repr_html_()
+    assert str(parts) == str(parts.table)
+    assert parts._repr_html_() == parts.table._repr_html_()
     assert not hasattr(parts, "__dict__")
     assert parts.to_frame().to_dict("list") == {"name": ["<a>", "b"], "seconds": [0.5, 2.0], "milliseconds": [500.0, 2000.0]}
     assert list(Parts(parts=()).to_frame().columns) == ["name", "seconds", "milliseconds"]  # columns also without rows
     monkeypatch.setattr("workbench.plot.of_parts", lambda *given, **options: (given, options), raising=False)
-    assert parts.plot() == ((parts,), {"ax": None}) and parts.plot(1, small=True) == ((parts,), {"ax": 1, "small": True})
+    assert parts.plot() == ((parts,), {"ax": None})
+    assert parts.plot(1, small=True) == ((parts,), {"ax": 1, "small": True})
 
 
 def test_a_result_without_a_table_says_so() -> None:
