@@ -1,10 +1,12 @@
-"""Table: one table with three faces (text, HTML, DataFrame); and the two late calls by which a result shows itself."""
+"""Table: one table with three faces (text, HTML, DataFrame)."""
 
 import html
-import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from workbench.late import panel as panel
+from workbench.late import picture as picture
 
 
 def escape(value: object) -> str:
@@ -75,19 +77,3 @@ def frame(rows: Iterable[Mapping[str, object]], columns: Sequence[str] | None = 
     import pandas as pd
 
     return pd.DataFrame(list(rows), columns=None if columns is None else list(columns))
-
-
-def picture(name: str) -> Callable[..., Any]:
-    """`workbench.plot.<name>`, imported at the call: a noun may show itself although its picture lives on a higher floor."""
-    found: Callable[..., Any] = getattr(importlib.import_module("workbench.plot"), name)
-    return found
-
-
-def panel(name: str) -> Callable[..., Any]:
-    """`workbench.widgets.<name>`, imported at the call, for the same reason as `picture`.
-
-    Raises:
-        ImportError: ipywidgets is not installed (a machine without the `notebooks` extra).
-    """
-    found: Callable[..., Any] = getattr(importlib.import_module("workbench.widgets"), name)
-    return found

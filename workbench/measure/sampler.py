@@ -13,8 +13,8 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Self
 
-from workbench.diagnosis.stalls import Place
 from workbench.measure.innermost import in_torch
+from workbench.place import Place
 
 EVERY = 5e-3
 """Seconds between two looks."""

@@ -10,7 +10,8 @@ from workbench import units
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import PARTS, PHASES
 from workbench.plot.stack import WIDTH, legend, scale_of
-from workbench.traces import Copies, Trace
+from workbench.traces.copies import Copies
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

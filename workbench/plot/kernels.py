@@ -8,8 +8,9 @@ from workbench import units
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import PHASES
 from workbench.plot.stack import WIDTH, Bar, height, legend, stacked
-from workbench.traces import Kernels, Trace
+from workbench.traces.kernels import Kernels
 from workbench.traces.sequences import brief
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from workbench import units
 from workbench.device import Device
-from workbench.memory import MemoryBreakdown
+from workbench.memory.breakdown import MemoryBreakdown
 from workbench.memory.log import GROUPS
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import GROUPS as COLORS

@@ -12,8 +12,8 @@ from workbench.plot.colors import INK, PARTS, PHASES
 from workbench.plot.memory import scale_of
 from workbench.plot.stack import WIDTH, legend
 from workbench.plot.stack import scale_of as time_scale
-from workbench.traces import MemoryCurve, Trace
-from workbench.traces.memory_curve import DeviceMemory
+from workbench.traces.memory_curve import DeviceMemory, MemoryCurve
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from workbench.memory import MemoryBreakdown
+from workbench.memory.breakdown import MemoryBreakdown
 from workbench.memory.log import GROUPS
 from workbench.memory.over_time import MemoryTimeline
 from workbench.plot.canvas import prepared

@@ -8,7 +8,8 @@ from workbench import units
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import PHASES
 from workbench.plot.stack import WIDTH, Bar, height, legend, stacked
-from workbench.traces import Modules, Trace
+from workbench.traces.modules import Modules
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

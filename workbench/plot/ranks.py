@@ -8,9 +8,9 @@ from workbench import units
 from workbench.plot.canvas import prepared
 from workbench.plot.stack import WIDTH, Bar, height, legend, stacked
 from workbench.plot.trace import COLORS
-from workbench.traces import TraceSet
 from workbench.traces.breakdown import PARTS
 from workbench.traces.rank_parts import RankParts
+from workbench.traces.ranks import TraceSet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import PHASES
 from workbench.plot.stack import WIDTH, Bar, height, legend, stacked
-from workbench.traces import Sequences, Trace
-from workbench.traces.sequences import brief, folded
+from workbench.traces.sequences import Sequences, brief, folded
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

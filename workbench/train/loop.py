@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from workbench import failure, rundir, units
-from workbench.measure import StepTimer
 from workbench.measure.energy import metered
 from workbench.measure.holding import held
 from workbench.measure.profiled import Profiled
+from workbench.measure.timer import StepTimer
 from workbench.spec import AUTO, RunSpec, check_profile
 from workbench.task import Task, TaskError
 from workbench.train.choosing import choose
