@@ -384,7 +384,8 @@ def test_counts_fit_the_time() -> None:
 
 SCRIPT = """
 import os, sys, torch
-from workbench.measure.inside import look, without_kineto_lines
+from workbench.measure.inside import look
+from workbench.measure.profiler import without_kineto_lines
 {first}
 step = lambda: torch.ones(3).sum()
 look(step, traced=2, plain=2); look(step, traced=2, plain=2)

@@ -19,9 +19,9 @@ from traced import on_cpu, write
 import workbench as wb
 from workbench import rundir
 from workbench.measure.borders import Borders
-from workbench.measure.inside import hindrance, without_kineto_lines
 from workbench.measure.loop import Loop as OtherLoop
 from workbench.measure.profiled import Profiled
+from workbench.measure.profiler import hindrance, without_kineto_lines
 from workbench.measure.steps import Rules
 from workbench.measure.tape import new_tape
 from workbench.profiling import Profile

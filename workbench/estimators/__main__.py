@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import workbench
 from workbench.estimators.wire import Answer, Question
 from workbench.spec import SHARDED
 
@@ -104,7 +103,7 @@ class Files:
     def __init__(self) -> None:
         paths = sysconfig.get_paths()
         self._others = tuple({str(Path(paths[name]).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-        self._others += (str(Path(workbench.__file__).resolve().parent),)
+        self._others += (str(Path(__file__).resolve().parent.parent),)
         self._seen: dict[str, int] = {}
 
     def note(self) -> None:

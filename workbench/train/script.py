@@ -111,11 +111,13 @@ if __name__ == "__main__":
     sys.meta_path.insert(0, _TeardownWatch())  # before anything imports torch
     if words[0] == "--watch":
         words.pop(0)
-        profile = None
+        borders = None
         if words[0] == "--profile":
-            profile = Profile.of(json.loads(words[1]))
+            from workbench.measure.borders import Borders
+
+            borders = functools.partial(Borders, Profile.of(json.loads(words[1])))
             del words[:2]
         from workbench.measure import auto
 
-        auto.install(profile)
+        auto.install(borders)
     run(words[0], words[1:])
