@@ -11,7 +11,7 @@ import workbench
 
 ROOT = Path(workbench.__file__).parent
 FLOORS = (
-    ("late",),
+    ("late", "package"),
     ("units", "display", "place", "system_load"),
     ("device", "task", "timeline", "progress", "profiling", "collector"),
     ("memory", "batch", "laws", "cost", "traces"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench import rundir
+from workbench.package import ROOT
 from workbench.symptoms import is_consequence, symptom_of
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _traceback(error: BaseException) -> str | None:
 
 
 def _is_the_users(path: str) -> bool:
-    libraries = (str(Path(__file__).parent), str(Path(os.__file__).parent), "<frozen")
+    libraries = (str(ROOT), str(Path(os.__file__).parent), "<frozen")
     return not path.startswith(libraries) and not {"site-packages", "dist-packages"} & set(Path(path).parts)
 
 

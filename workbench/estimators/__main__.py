@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.estimators.wire import Answer, Question
+from workbench.package import ROOT
 from workbench.spec import SHARDED
 
 TICK = 1.0
@@ -103,7 +104,7 @@ class Files:
     def __init__(self) -> None:
         paths = sysconfig.get_paths()
         self._others = tuple({str(Path(paths[name]).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-        self._others += (str(Path(__file__).resolve().parent.parent),)
+        self._others += (str(ROOT.resolve()),)
         self._seen: dict[str, int] = {}
 
     def note(self) -> None:
