@@ -117,7 +117,7 @@ def record(
 
 def _traceback(error: BaseException) -> str | None:
     """Where it was raised. An error of ours that came from no line of the user's says all by itself: of it, that of what led to it."""
-    ours = type(error).__module__.partition(".")[0] == __package__
+    ours = type(error).__module__.partition(".")[0] == "workbench"
     if not ours or any(_is_the_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
         return "".join(traceback.format_exception(error))
     return _traceback(error.__cause__) if error.__cause__ else None

@@ -115,7 +115,8 @@ if __name__ == "__main__":
         if words[0] == "--profile":
             from workbench.measure.borders import Borders
 
-            borders = functools.partial(Borders, Profile.of(json.loads(words[1])))
+            profile = Profile.of(json.loads(words[1]))
+            borders = functools.partial(Borders, profile) if profile else None
             del words[:2]
         from workbench.measure import auto
 
