@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from workbench.diagnosis.evidence import Inside
-from workbench.measure.events import Events, outermost, read, union
+from workbench.measure.events import Events, outermost, read
 from workbench.measure.inside import counts_for, look
 
 US = 1000
@@ -206,14 +206,6 @@ def test_kinds_are_told_from_names_where_torch_does_not_tell_them() -> None:
 
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=12)
-
-
-@given(spans)
-def test_a_union_covers_the_same_moments(pairs: list[tuple[int, int]]) -> None:
-    joined = union(np.array(pairs, dtype=np.int64).reshape(-1, 2))
-    moments = {moment for start, end in pairs for moment in range(start, end)}
-    assert {moment for start, end in joined for moment in range(start, end)} == moments
-    assert all(a[1] < b[0] for a, b in itertools.pairwise(joined))
 
 
 @given(spans)
