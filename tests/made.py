@@ -4,7 +4,9 @@ import dataclasses
 import random
 from dataclasses import dataclass
 
-from workbench.diagnosis.evidence import Arm, Evidence, Gradients, Inside, Loading, Noise, RankEvidence, Stalls
+from workbench.arm import Arm
+from workbench.diagnosis.evidence import Evidence, Gradients, Inside, Loading, RankEvidence, Stalls
+from workbench.system_load import Noise
 from workbench.timeline import Step, Timeline
 
 

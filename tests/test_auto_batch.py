@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from workbench import fitting, rundir
 from workbench.estimating import estimate_memory
+from workbench.fitting.choosing import choose_micro_batch
 from workbench.launcher.launching import own
 from workbench.run import Run
 from workbench.spec import RunSpec, SpecError
@@ -324,19 +325,19 @@ def test_the_chosen_number_is_the_largest_that_fits(tmp_path: Path, monkeypatch:
 
 
 def test_the_dataset_sets_a_limit() -> None:
-    found = fitting.choose_micro_batch(auto_of("wide", accumulation=3), device="cpu", room=2**40)
+    found = choose_micro_batch(auto_of("wide", accumulation=3), device="cpu", room=2**40)
     assert (found["micro_batch"], found["most"], found["stream"]) == (21, 21, False)
     assert "the dataset has no more for one optimizer step" in choosing.words(found)
-    streams = fitting.choose_micro_batch(auto_of("streamed"), device="H200", room=2**40)
+    streams = choose_micro_batch(auto_of("streamed"), device="H200", room=2**40)
     assert (streams["micro_batch"], streams["stream"]) == (choosing.STREAM_MOST, True)
     assert f"a stream gets no more than {choosing.STREAM_MOST}" in choosing.words(streams)
 
 
 def test_none_can_be_chosen() -> None:
     with pytest.raises(ValueError, match=r"one sample takes [\d,]+ bytes, and 950,000 may be used"):
-        fitting.choose_micro_batch(auto_of("wide"), device="cpu", room=1_000_000)
+        choose_micro_batch(auto_of("wide"), device="cpu", room=1_000_000)
     with pytest.raises(SpecError, match=r"one optimizer step takes at least 80 samples .*the dataset has 64"):
-        fitting.choose_micro_batch(auto_of("wide", accumulation=80), device="cpu", room=2**40)
+        choose_micro_batch(auto_of("wide", accumulation=80), device="cpu", room=2**40)
 
 
 def test_a_choice_that_fails_says_why(alone: Ranks) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import workbench as wb
 from workbench import estimating
 from workbench.collector import RECENT, collected_before
-from workbench.estimate import building, compat
+from workbench.estimate import building
 from workbench.estimate.plan import Plan, plan_of
 from workbench.estimate.semantics_overrides import replaced
 from workbench.measure.batches import map_tensors
@@ -412,10 +412,6 @@ def test_another_default_device_does_not_matter() -> None:
         assert torch.get_default_device().type == "meta"
     finally:
         torch.set_default_device(None)
-
-
-def test_this_torch_can_do_all_of_it() -> None:
-    assert compat.check() == []
 
 
 def test_a_model_that_is_copied_shares_its_tensors() -> None:

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.diagnosis.evidence import Arm, Evidence, Inside, Loading, Noise
+from workbench.arm import Arm
+from workbench.diagnosis.evidence import Evidence, Inside, Loading
 from workbench.diagnosis.feeding import MOST_WORKERS, Feeding, LoaderCurve, blind_window
 from workbench.diagnosis.loader_curve import TERMS
 from workbench.diagnosis.uneven import paced
+from workbench.system_load import Noise
 
 SLEEPS = Feeding(cpu=0.001, blocked=0.039, worker_cpu=0.001, compute=0.010, cores=4)
 """A loader that waits for storage: 40 ms per batch, training 10 ms."""

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from traced import on_cpu, write
 
-from workbench.traces import Trace, TraceSet
+from workbench.traces.ranks import TraceSet
+from workbench.traces.trace import Trace
 from workbench.widgets import perfetto
 from workbench.widgets.perfetto import NOBODY, OUTSIDE, Perfetto
 

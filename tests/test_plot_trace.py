@@ -9,8 +9,8 @@ from traced import on_cpu, on_device, op, step, write
 
 from workbench import plot
 from workbench.plot.trace import BINS, COLORS
-from workbench.traces import Trace
 from workbench.traces.breakdown import PARTS
+from workbench.traces.trace import Trace
 
 matplotlib.use("Agg")
 

@@ -9,7 +9,7 @@ import pytest
 from traced import event, launched, on_cpu, on_device, op, step, write
 
 from workbench import plot
-from workbench.traces import Trace
+from workbench.traces.trace import Trace
 
 matplotlib.use("Agg")
 

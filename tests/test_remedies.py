@@ -7,13 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.made import World
+from workbench.arm import Arm
 from workbench.diagnosis.costs import Costs
-from workbench.diagnosis.evidence import Arm, Evidence, Gradients, Noise, Stalls
+from workbench.diagnosis.evidence import Evidence, Gradients, Stalls
 from workbench.diagnosis.model import StepModel
 from workbench.diagnosis.remedies import remedies_for
 from workbench.diagnosis.remedy import Remedy
 from workbench.diagnosis.verdict import judge
 from workbench.spec import RunSpec, ScriptSpec
+from workbench.system_load import Noise
 
 
 def remedies(evidence: Evidence, spec: RunSpec | ScriptSpec | None = None) -> dict[str, Remedy]:

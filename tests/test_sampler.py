@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from workbench.diagnosis.stalls import Place
 from workbench.measure.sampler import StackSampler, place_of
+from workbench.place import Place
 
 pytestmark = pytest.mark.alone
 

@@ -10,11 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traced import DEVICE, data, event, launched, on_cpu, on_device, op, profiled, step, write
 
-from workbench.traces import Breakdown, Collectives, Explanation, Operators, Overlap, Trace, TraceDifference
-from workbench.traces.breakdown import ON_CPU, ON_DEVICE, PARTS, breakdown
-from workbench.traces.collectives import bus_factor
+from workbench.traces.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown, breakdown
+from workbench.traces.collectives import Collectives, bus_factor
 from workbench.traces.columns import Label
+from workbench.traces.difference import TraceDifference
+from workbench.traces.explanation import Explanation
 from workbench.traces.kinds import KINDS, kind_of
+from workbench.traces.ops import Operators
+from workbench.traces.overlap import Overlap
+from workbench.traces.trace import Trace
 
 US = 1e-6
 

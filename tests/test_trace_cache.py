@@ -9,8 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from traced import on_cpu, on_device, torn, write
 
-from workbench.traces import Trace, TraceError, TraceSet, caching
+from workbench.traces import caching
 from workbench.traces.caching import kept
+from workbench.traces.ranks import TraceSet
+from workbench.traces.reading import TraceError
+from workbench.traces.trace import Trace
 
 
 @pytest.fixture(autouse=True)

@@ -19,18 +19,18 @@ from traced import on_cpu, write
 import workbench as wb
 from workbench import rundir
 from workbench.measure.borders import Borders
-from workbench.measure.inside import hindrance, without_kineto_lines
 from workbench.measure.loop import Loop as OtherLoop
 from workbench.measure.profiled import Profiled
+from workbench.measure.profiler import hindrance, without_kineto_lines
 from workbench.measure.steps import Rules
 from workbench.measure.tape import new_tape
 from workbench.profiling import Profile
 from workbench.run import Run
 from workbench.spec import RunSpec, ScriptSpec, SpecError, check_profile, spec_from_json
 from workbench.timeline import PHASES, Step, Timeline
-from workbench.traces import TraceError
 from workbench.traces.captured import Captured
-from workbench.traces.ranks import TRACES
+from workbench.traces.loading import TRACES
+from workbench.traces.reading import TraceError
 
 TOYS = Path(__file__).with_name("toy_tasks.py")
 LATE = RunSpec(task=f"{TOYS}:late_data_on_rank_1", micro_batch=4, nproc_per_node=2, device="cpu")

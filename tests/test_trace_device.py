@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traced import event, launched, on_cpu, on_device, op, write
 
-from workbench.traces import Copies, Kernels, Trace
-from workbench.traces.copies import curve, kind_of
+from workbench.traces.copies import Copies, curve, kind_of
 from workbench.traces.filling import highest
+from workbench.traces.kernels import Kernels
 from workbench.traces.tensor_cores import eligible, uses
+from workbench.traces.trace import Trace
 
 US = 1e-6
 

@@ -8,8 +8,10 @@ import pytest
 from traced import on_cpu, on_device, op, step, write
 
 from workbench.plot.trace import COLORS, kind_colors
-from workbench.traces import Trace, TraceError, TraceSet
 from workbench.traces.kinds import KINDS
+from workbench.traces.ranks import TraceSet
+from workbench.traces.reading import TraceError
+from workbench.traces.trace import Trace
 from workbench.widgets import TraceExplorer, trace_faces
 
 

@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 from traced import event, launched, on_cpu, on_device, op, step, write
 
 import workbench as wb
-from workbench.traces import Critical, Idle, Launches, Mfu, Roofline, Trace
+from workbench.traces.critical import Critical
 from workbench.traces.formulas import FORMULAS, OTHERWISE, work
-from workbench.traces.launches import pairs, queue
+from workbench.traces.idle import Idle
+from workbench.traces.launches import Launches, pairs, queue
+from workbench.traces.mfu import Mfu
+from workbench.traces.roofline import Roofline
+from workbench.traces.trace import Trace
 
 US = 1e-6
 

@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from traced import BACKWARD, DEVICE, data, event, launched, on_cpu, on_device, op, step, write
 
-from workbench.traces import CriticalPath, Sequences, Trace
+from workbench.traces.path import CriticalPath
+from workbench.traces.sequences import Sequences
+from workbench.traces.trace import Trace
 
 US = 1e-6
 

@@ -15,11 +15,13 @@ from traced import data, event, launched, op, step, write
 
 import workbench as wb
 from workbench import plot
-from workbench.traces import Trace, TraceError, TraceSet
 from workbench.traces.arrivals import Arrivals
 from workbench.traces.captured import Captured
 from workbench.traces.rank_parts import RankParts
+from workbench.traces.ranks import TraceSet
+from workbench.traces.reading import TraceError
 from workbench.traces.stragglers import Stragglers
+from workbench.traces.trace import Trace
 
 matplotlib.use("Agg")
 

@@ -15,7 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from traced import event, on_cpu, on_device, op, profiled, step, torn, write
 
-from workbench.traces import Trace, TraceError, reading
+from workbench.traces import reading
+from workbench.traces.reading import TraceError
+from workbench.traces.trace import Trace
 
 
 def test_a_real_trace(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import workbench as wb
-from workbench.traces import Trace
+from workbench.traces.trace import Trace
 
 
 class Block(torch.nn.Module):

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traced import event, on_cpu, on_device, op, step, write
 
-from workbench.traces import Trace
 from workbench.traces.kinds import KINDS
 from workbench.traces.ranking import Ranking
 from workbench.traces.scene import Scene, scene
 from workbench.traces.tiles import Tiles, tiles
+from workbench.traces.trace import Trace
 
 CALLS = st.lists(
     st.tuples(st.integers(0, 300), st.integers(0, 60), st.integers(1, 3), st.sampled_from(["aten::a", "aten::b", "aten::mm"])),

@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traced import BACKWARD, event, launched, on_cpu, on_device, op, step, write
 
-from workbench.traces import Flame, MemoryCurve, Modules, Trace
+from workbench.traces.flame import Flame
+from workbench.traces.memory_curve import MemoryCurve
+from workbench.traces.modules import Modules
 from workbench.traces.nesting import merged, named, nested
+from workbench.traces.trace import Trace
 
 US = 1e-6
 CALLS = st.lists(

@@ -125,7 +125,7 @@ def test_options(tmp_path: Path) -> None:
 
 
 def test_a_profiler_that_runs_already(tmp_path: Path) -> None:
-    from workbench.measure.inside import without_kineto_lines
+    from workbench.measure.profiler import without_kineto_lines
 
     with without_kineto_lines(), torch.autograd.profiler.profile(), pytest.raises(ValueError, match="a profiler is running already"):
         wb.trace(Training().step, [torch.ones(4, 8)], into=tmp_path)

@@ -38,153 +38,119 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workbench import plot as plot
     from workbench import widgets as widgets
-    from workbench.batch import BatchPlan, scale_lr
-    from workbench.batching import batch_plan, find_lr, noise_scale, scaling_law, steps_to_target
-    from workbench.calibrating import calibrate
-    from workbench.communicating import collectives, ddp_twin, measure_collectives
-    from workbench.comparison import Comparison, compare
-    from workbench.cost import Cluster
-    from workbench.device import Device
-    from workbench.diagnosing import climb, diagnose
-    from workbench.diagnosis import Diagnosis, Evidence, Proof
-    from workbench.estimating import estimate_memory
-    from workbench.failure import Failure, RunError
-    from workbench.fitting import compare_memory, max_micro_batch, memory_ladder, would_fit
-    from workbench.growing import scaling_curve
-    from workbench.launcher import Slurm, kubernetes, launch, sweep
-    from workbench.laws import ScalingLaw
-    from workbench.measure import StepTimer, watch
-    from workbench.measuring import find_leaks, measure_memory
-    from workbench.memory import MemoryBreakdown
-    from workbench.planning import energy, plan
-    from workbench.run import Run
-    from workbench.scaling import ScalingCurve
-    from workbench.spec import RunSpec
-    from workbench.task import Task
-    from workbench.timeline import Timeline
-    from workbench.traces import Trace, TraceSet
-    from workbench.tracing import trace
+    from workbench.batch.plan import BatchPlan as BatchPlan
+    from workbench.batch.rules import scale_lr as scale_lr
+    from workbench.batching.laws import scaling_law as scaling_law
+    from workbench.batching.lr import find_lr as find_lr
+    from workbench.batching.noise import noise_scale as noise_scale
+    from workbench.batching.planning import batch_plan as batch_plan
+    from workbench.batching.reaching import steps_to_target as steps_to_target
+    from workbench.calibrating import calibrate as calibrate
+    from workbench.communicating.counting import collectives as collectives
+    from workbench.communicating.emulating import ddp_twin as ddp_twin
+    from workbench.communicating.timing import measure_collectives as measure_collectives
+    from workbench.comparison import Comparison as Comparison
+    from workbench.comparison import compare as compare
+    from workbench.cost.cluster import Cluster as Cluster
+    from workbench.device import Device as Device
+    from workbench.diagnosing import climb as climb
+    from workbench.diagnosing import diagnose as diagnose
+    from workbench.diagnosis.diagnosis import Diagnosis as Diagnosis
+    from workbench.diagnosis.evidence import Evidence as Evidence
+    from workbench.diagnosis.proof import Proof as Proof
+    from workbench.estimating import estimate_memory as estimate_memory
+    from workbench.failure import Failure as Failure
+    from workbench.failure import RunError as RunError
+    from workbench.fitting.advising import would_fit as would_fit
+    from workbench.fitting.climbing import memory_ladder as memory_ladder
+    from workbench.fitting.comparing import compare_memory as compare_memory
+    from workbench.fitting.largest import max_micro_batch as max_micro_batch
+    from workbench.growing.curves import scaling_curve as scaling_curve
+    from workbench.launcher.launching import launch as launch
+    from workbench.launcher.manifests import kubernetes as kubernetes
+    from workbench.launcher.slurm import Slurm as Slurm
+    from workbench.launcher.sweeping import sweep as sweep
+    from workbench.laws.law import ScalingLaw as ScalingLaw
+    from workbench.measure.timer import StepTimer as StepTimer
+    from workbench.measure.watched import watch as watch
+    from workbench.measuring import find_leaks as find_leaks
+    from workbench.measuring import measure_memory as measure_memory
+    from workbench.memory.breakdown import MemoryBreakdown as MemoryBreakdown
+    from workbench.planning.drawing import energy as energy
+    from workbench.planning.making import plan as plan
+    from workbench.run import Run as Run
+    from workbench.scaling.curve import ScalingCurve as ScalingCurve
+    from workbench.spec import RunSpec as RunSpec
+    from workbench.task import Task as Task
+    from workbench.timeline import Timeline as Timeline
+    from workbench.traces.ranks import TraceSet as TraceSet
+    from workbench.traces.trace import Trace as Trace
+    from workbench.tracing import trace as trace
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "BatchPlan": "batch",
-    "Cluster": "cost",
-    "Comparison": "comparison",
-    "Device": "device",
-    "Diagnosis": "diagnosis",
-    "Evidence": "diagnosis",
-    "Failure": "failure",
-    "MemoryBreakdown": "memory",
-    "Proof": "diagnosis",
-    "Run": "run",
-    "RunError": "failure",
-    "RunSpec": "spec",
-    "ScalingCurve": "scaling",
-    "ScalingLaw": "laws",
-    "Slurm": "launcher",
-    "StepTimer": "measure",
-    "Task": "task",
-    "Timeline": "timeline",
-    "Trace": "traces",
-    "TraceSet": "traces",
-    "batch_plan": "batching",
-    "calibrate": "calibrating",
-    "climb": "diagnosing",
-    "collectives": "communicating",
-    "compare": "comparison",
-    "compare_memory": "fitting",
-    "ddp_twin": "communicating",
-    "diagnose": "diagnosing",
-    "energy": "planning",
-    "estimate_memory": "estimating",
-    "find_leaks": "measuring",
-    "find_lr": "batching",
-    "kubernetes": "launcher",
-    "launch": "launcher",
-    "max_micro_batch": "fitting",
-    "measure_collectives": "communicating",
-    "measure_memory": "measuring",
-    "memory_ladder": "fitting",
-    "noise_scale": "batching",
-    "plan": "planning",
-    "plot": "",
-    "scale_lr": "batch",
-    "scaling_curve": "growing",
-    "scaling_law": "batching",
-    "steps_to_target": "batching",
-    "sweep": "launcher",
-    "trace": "tracing",
-    "watch": "measure",
-    "widgets": "",
-    "would_fit": "fitting",
+_NAMES = {
+    "workbench.batch.plan": "BatchPlan",
+    "workbench.batch.rules": "scale_lr",
+    "workbench.batching.laws": "scaling_law",
+    "workbench.batching.lr": "find_lr",
+    "workbench.batching.noise": "noise_scale",
+    "workbench.batching.planning": "batch_plan",
+    "workbench.batching.reaching": "steps_to_target",
+    "workbench.calibrating": "calibrate",
+    "workbench.communicating.counting": "collectives",
+    "workbench.communicating.emulating": "ddp_twin",
+    "workbench.communicating.timing": "measure_collectives",
+    "workbench.comparison": "Comparison compare",
+    "workbench.cost.cluster": "Cluster",
+    "workbench.device": "Device",
+    "workbench.diagnosing": "climb diagnose",
+    "workbench.diagnosis.diagnosis": "Diagnosis",
+    "workbench.diagnosis.evidence": "Evidence",
+    "workbench.diagnosis.proof": "Proof",
+    "workbench.estimating": "estimate_memory",
+    "workbench.failure": "Failure RunError",
+    "workbench.fitting.advising": "would_fit",
+    "workbench.fitting.climbing": "memory_ladder",
+    "workbench.fitting.comparing": "compare_memory",
+    "workbench.fitting.largest": "max_micro_batch",
+    "workbench.growing.curves": "scaling_curve",
+    "workbench.launcher.launching": "launch",
+    "workbench.launcher.manifests": "kubernetes",
+    "workbench.launcher.slurm": "Slurm",
+    "workbench.launcher.sweeping": "sweep",
+    "workbench.laws.law": "ScalingLaw",
+    "workbench.measure.timer": "StepTimer",
+    "workbench.measure.watched": "watch",
+    "workbench.measuring": "find_leaks measure_memory",
+    "workbench.memory.breakdown": "MemoryBreakdown",
+    "workbench.planning.drawing": "energy",
+    "workbench.planning.making": "plan",
+    "workbench.run": "Run",
+    "workbench.scaling.curve": "ScalingCurve",
+    "workbench.spec": "RunSpec",
+    "workbench.task": "Task",
+    "workbench.timeline": "Timeline",
+    "workbench.traces.ranks": "TraceSet",
+    "workbench.traces.trace": "Trace",
+    "workbench.tracing": "trace",
+    "workbench.plot": "plot",
+    "workbench.widgets": "widgets",
 }
-"""Public name → the room it lives in; an empty one is a room itself."""
+"""Module → the public names that it has; the last two are modules themselves. The block above says the same to type checkers."""
 
-__all__ = [
-    "BatchPlan",
-    "Cluster",
-    "Comparison",
-    "Device",
-    "Diagnosis",
-    "Evidence",
-    "Failure",
-    "MemoryBreakdown",
-    "Proof",
-    "Run",
-    "RunError",
-    "RunSpec",
-    "ScalingCurve",
-    "ScalingLaw",
-    "Slurm",
-    "StepTimer",
-    "Task",
-    "Timeline",
-    "Trace",
-    "TraceSet",
-    "batch_plan",
-    "calibrate",
-    "climb",
-    "collectives",
-    "compare",
-    "compare_memory",
-    "ddp_twin",
-    "diagnose",
-    "energy",
-    "estimate_memory",
-    "find_leaks",
-    "find_lr",
-    "kubernetes",
-    "launch",
-    "max_micro_batch",
-    "measure_collectives",
-    "measure_memory",
-    "memory_ladder",
-    "noise_scale",
-    "plan",
-    "plot",
-    "scale_lr",
-    "scaling_curve",
-    "scaling_law",
-    "steps_to_target",
-    "sweep",
-    "trace",
-    "watch",
-    "widgets",
-    "would_fit",
-]
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'workbench' has no attribute {name!r}: it offers {', '.join(_HOMES)}")
-    home = _HOMES[name]
-    if not home:
-        return importlib.import_module(f"workbench.{name}")
-    value = getattr(importlib.import_module(f"workbench.{home}"), name)
-    globals()[name] = value
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}: it offers {', '.join(__all__)}")
+    home = importlib.import_module(_HOMES[name])
+    value = globals()[name] = home if home.__name__ == f"workbench.{name}" else getattr(home, name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOMES, "__version__"])
+    return sorted([*__all__, "__version__"])

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from workbench import rundir, task, units
+from workbench.arm import Arm
 from workbench.diagnosis import calibration
 from workbench.diagnosis.calibration import Calibration
 from workbench.diagnosis.diagnosis import Diagnosis
-from workbench.diagnosis.evidence import Arm, Evidence, Interval
+from workbench.diagnosis.evidence import Evidence, Interval
 from workbench.diagnosis.observed import observe
 from workbench.diagnosis.proof import Ladder, Proof, Rung
 from workbench.diagnosis.remedy import Remedy

@@ -1,10 +1,12 @@
 """How results show themselves: `Table` (text, HTML, DataFrame), `Shown`, methods `to_frame` and `plot`, late calls of plots and panels."""
 
 import html
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from workbench.late import panel as panel
+from workbench.late import picture as picture
 
 
 def escape(value: object) -> str:
@@ -137,19 +139,3 @@ def plot_method(name: str) -> Callable[..., Any]:
 
     plot.__doc__ = f"Draw it on `ax` (a new one by default) with `workbench.plot.{name}`, which takes the `options`; returns the Axes."
     return plot
-
-
-def picture(name: str) -> Callable[..., Any]:
-    """`workbench.plot.<name>`, imported at the call: a noun may show itself although its picture lives on a higher floor."""
-    found: Callable[..., Any] = getattr(importlib.import_module("workbench.plot"), name)
-    return found
-
-
-def panel(name: str) -> Callable[..., Any]:
-    """`workbench.widgets.<name>`, imported at the call, for the same reason as `picture`.
-
-    Raises:
-        ImportError: ipywidgets is not installed (a machine without the `notebooks` extra).
-    """
-    found: Callable[..., Any] = getattr(importlib.import_module("workbench.widgets"), name)
-    return found

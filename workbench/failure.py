@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench import rundir
+from workbench.package import ROOT
 from workbench.symptoms import is_consequence, symptom_of
 
 if TYPE_CHECKING:
@@ -116,14 +117,14 @@ def record(
 
 def _traceback(error: BaseException) -> str | None:
     """Where it was raised. An error of ours that came from no line of the user's says all by itself: of it, that of what led to it."""
-    ours = type(error).__module__.partition(".")[0] == __package__
+    ours = type(error).__module__.partition(".")[0] == "workbench"
     if not ours or any(_is_the_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
         return "".join(traceback.format_exception(error))
     return _traceback(error.__cause__) if error.__cause__ else None
 
 
 def _is_the_users(path: str) -> bool:
-    libraries = (str(Path(__file__).parent), str(Path(os.__file__).parent), "<frozen")
+    libraries = (str(ROOT), str(Path(os.__file__).parent), "<frozen")
     return not path.startswith(libraries) and not {"site-packages", "dist-packages"} & set(Path(path).parts)
 
 

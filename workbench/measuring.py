@@ -11,7 +11,7 @@ from workbench.task import Task
 
 if TYPE_CHECKING:
     from workbench.measure.leaks import Leaks
-    from workbench.memory import MemoryBreakdown
+    from workbench.memory.breakdown import MemoryBreakdown
 
 STEPS = 3
 """Steps that are measured where nobody says: the optimizer's states are born in the first; the second and the third should agree."""

@@ -15,19 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
-from workbench import display, progress, rundir, units
+from workbench import display, late, progress, rundir, units
 from workbench.failure import Failure, RunError
 from workbench.job import Job, is_final
 from workbench.root_cause import first_failure
 from workbench.spec import AUTO, RunSpec, Spec, SpecError, spec_from_json
 from workbench.timeline import Timeline
-
-if TYPE_CHECKING:
-    from workbench.batch.noise_scale import NoiseScale
-    from workbench.cost.energy import Energy
-    from workbench.memory import MemoryBreakdown
 
 State = Literal["queued", "running", "finished", "failed", "stopped", "timeout", "abandoned", "lost"]
 """How a run stands. `queued`: Slurm has not begun it yet. `abandoned`: the process that launched it went away. `lost`: its guard was
@@ -369,15 +364,14 @@ class Run:
         """Peak bytes of each rank: allocated on its GPU, or resident in main memory where there is none."""
         return [timeline.memory for timeline in self.timelines]
 
-    def memory_breakdown(self, rank: int | None = None) -> "MemoryBreakdown":
-        """What filled the memory of a rank (None: of the fullest one) at its fullest moment; of a run that `measure_memory(spec)` has made.
+    def memory_breakdown(self, rank: int | None = None) -> Any:
+        """The MemoryBreakdown of a rank (None: of the fullest one) at its fullest moment; of a run that `measure_memory(spec)` has made.
 
         Raises:
             ValueError: the run was not made by it, or has no such rank.
         """
-        from workbench.memory import MemoryBreakdown
-
-        found = [MemoryBreakdown.from_json(rundir.read_json(path)) for path in sorted(self.path.glob(f"{rundir.MEMORY}/rank*.json"))]
+        read = late.load("MemoryBreakdown").from_json
+        found = [read(rundir.read_json(path)) for path in sorted(self.path.glob(f"{rundir.MEMORY}/rank*.json"))]
         if not found:
             raise ValueError(
                 f"{self!r} has no breakdown of its memory: measure_memory(spec) makes one, in a launch of its own. Its peaks are run.memory"
@@ -393,8 +387,8 @@ class Run:
         found = {path: re.match(r"rank(\d+)_", path.name) for path in sorted((self.path / rundir.TRACES).glob("*.pt.trace.json.gz"))}
         return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
 
-    def energy(self, **inputs: Any) -> "Energy":
-        """What the steps drew: as counters of the hardware told while it ran, else estimated by the design power of its GPUs.
+    def energy(self, **inputs: Any) -> Any:
+        """The Energy that the steps drew: as counters of the hardware told while it ran, else estimated by the design power of its GPUs.
 
         Of a run that went on from a checkpoint the counters have all lives; the estimate has the steps on record, each once.
 
@@ -405,14 +399,12 @@ class Run:
         Raises:
             CostError: nothing was counted, and the device's power is not known.
         """
-        from workbench.cost import energy_of_run
-
         ranks, machines = self.spec.world_size, getattr(self.spec, "nnodes", 1)
         if (self.path / rundir.ENERGY).exists() and inputs.get("watts") is None:
             told = {name: value for name, value in inputs.items() if name != "watts"}
-            return energy_of_run.measured(rundir.read_json(self.path / rundir.ENERGY), ranks=ranks, machines=machines, **told)
+            return late.load("Energy.measured")(rundir.read_json(self.path / rundir.ENERGY), ranks=ranks, machines=machines, **told)
         first, rows = self.timelines[:1], self._read(rundir.rank_file(0))[:1]
-        return energy_of_run.by_time(
+        return late.load("Energy.by_time")(
             seconds=sum(step.seconds for one in first for step in one.steps),
             ranks=ranks,
             device=rows[0].get("device", "cpu") if rows else "cpu",
@@ -421,21 +413,19 @@ class Run:
         )
 
     @property
-    def noise_scale(self) -> "NoiseScale":
-        """The gradient noise scale so far, of a run with `noise_scale=True`; while it runs, and of what it had seen when it failed.
+    def noise_scale(self) -> Any:
+        """The NoiseScale of the gradients so far, of a run with `noise_scale=True`; while it runs, and of what it had seen when it failed.
 
         Raises:
             ValueError: the run does not measure it, or there are too few steps yet, or its gradients were NaN from the first.
         """
-        from workbench.batch.noise_rows import combined
-
         if not getattr(self.spec, "noise_scale", False):
             raise ValueError(
                 f"{self!r} does not measure its noise scale: launch it with noise_scale=True, or ask wb.noise_scale(spec). In a loop of "
                 "your own: workbench.measure.gradient_noise.NoiseWatch"
             )
         ranks = [self._read(rundir.noise_file(rank)) for rank in range(self.spec.world_size)]
-        return combined([rows for rows in ranks if rows])
+        return late.load("NoiseScale.of_run")([rows for rows in ranks if rows])
 
     def log_files(self) -> dict[int, list[Path]]:
         """Files with what each rank printed, by rank."""

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -63,6 +63,47 @@ class Step:
     def seconds(self) -> float:
         """Length of the step, waiting for data included."""
         return sum(self.phases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSums:
+    """Sums over steps, of which means are made; they can be added up as steps come, and taken from each other."""
+
+    count: int = 0
+    phases: tuple[float, ...] = (0.0,) * len(PHASES)
+    """Seconds per phase, in the order of PHASES."""
+    samples: int = 0
+    timed: float = 0.0
+    """Seconds of the steps whose samples are known."""
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> "StepSums":
+        """Of some steps."""
+        known = [step for step in steps if step.samples is not None]
+        return cls(
+            count=len(steps),
+            phases=tuple(sum(step.phases[column] for step in steps) for column in range(len(PHASES))),
+            samples=sum(step.samples or 0 for step in known),
+            timed=sum(step.seconds for step in known),
+        )
+
+    def __add__(self, other: "StepSums") -> "StepSums":
+        phases = tuple(a + b for a, b in zip(self.phases, other.phases, strict=True))
+        return StepSums(count=self.count + other.count, phases=phases, samples=self.samples + other.samples, timed=self.timed + other.timed)
+
+    def __sub__(self, other: "StepSums") -> "StepSums":
+        phases = tuple(max(0.0, a - b) for a, b in zip(self.phases, other.phases, strict=True))  # rounding may end below 0
+        return StepSums(count=self.count - other.count, phases=phases, samples=self.samples - other.samples, timed=self.timed - other.timed)
+
+    @property
+    def means(self) -> tuple[float, ...]:
+        """Mean seconds per phase; nan without a step."""
+        return tuple(seconds / self.count if self.count else float("nan") for seconds in self.phases)
+
+    @property
+    def samples_per_sec(self) -> float:
+        """Samples over the time of the steps whose samples are known; nan without one."""
+        return self.samples / self.timed if self.timed > 0 else float("nan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,9 +242,7 @@ class Timeline:
     @property
     def samples_per_sec(self) -> float:
         """Samples of this rank over the measured time, slow steps included; nan if the sizes of the batches are not known."""
-        known = [step for step in self.measured if step.samples is not None]
-        whole = sum(step.seconds for step in known)
-        return sum(step.samples or 0 for step in known) / whole if whole else float("nan")
+        return StepSums.of(self.measured).samples_per_sec
 
     @property
     def cpu_per_sample(self) -> float:

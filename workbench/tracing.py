@@ -13,8 +13,10 @@ from workbench.profiling import ALL, STEPS, Profile
 from workbench.run import Run
 from workbench.spec import RunSpec, ScriptSpec, SpecError
 from workbench.task import Task
-from workbench.traces import Trace, TraceError, TraceSet
 from workbench.traces.captured import notes_in
+from workbench.traces.ranks import TraceSet
+from workbench.traces.reading import TraceError
+from workbench.traces.trace import Trace
 
 Ranks = Literal["all"] | int | Iterable[int]
 

@@ -4,12 +4,10 @@
 * `find_lr`: a learning rate, by a range test with several seeds and a short race.
 * `steps_to_target`: the direct experiment: many trainings, each until the target, and the law of steps against batch.
 * `batch_plan`: from memory, throughput and noise to a `ProposedPlan`, each number with its reason; `prove_plan` runs it against another.
-* `scaling_law`: many small runs of several sizes of a model, and the law of their losses.
 * `Throughput`: samples per second against the micro-batch, given or measured.
 """
 
 from workbench.batching.course import Gain as Gain
-from workbench.batching.laws import scaling_law as scaling_law
 from workbench.batching.lr import find_lr as find_lr
 from workbench.batching.noise import noise_scale as noise_scale
 from workbench.batching.planning import batch_plan as batch_plan

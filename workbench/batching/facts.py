@@ -57,8 +57,7 @@ def largest_of(spec: RunSpec, device: str | Device | None, largest: Any, ranks: 
         return whole("largest", largest, 1), f"at most {largest}, as given"
     if device is None:
         return None, ""
-    from workbench.fitting import max_micro_batch
-    from workbench.fitting.largest import WholeDataset
+    from workbench.fitting.largest import WholeDataset, max_micro_batch
 
     found = max_micro_batch(spec.replace(accumulation=1), device, world_size=ranks * spec.tensor_parallel)
     if not found.micro_batch:

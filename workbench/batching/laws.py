@@ -9,9 +9,10 @@ from numbers import Integral
 from typing import Any
 
 from workbench import task
-from workbench.launcher import sweep
-from workbench.laws import Points, PointsError, ScalingLaw
+from workbench.launcher.sweeping import sweep
 from workbench.laws.doubt import narrow
+from workbench.laws.law import ScalingLaw
+from workbench.laws.points import Points, PointsError
 from workbench.spec import RunSpec, SpecError
 from workbench.task import TaskError
 

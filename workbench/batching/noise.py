@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from workbench.failure import Failure, RunError
-from workbench.launcher import launch
+from workbench.launcher.launching import launch
 from workbench.run import Run
 from workbench.spec import AUTO, RunSpec, ScriptSpec, SpecError
 from workbench.task import Task

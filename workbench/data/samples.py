@@ -19,6 +19,7 @@ from torch.nn.functional import avg_pool2d
 from torch.utils.data import Dataset
 
 from workbench.data.shards import read_entry, read_index
+from workbench.package import ROOT
 
 ENV_SAMPLES = "WORKBENCH_DATA_SAMPLES"
 """Environment variable: folder of the sample data, where it is not the checkout's."""
@@ -37,7 +38,7 @@ def folder(name: str) -> Path:
     Raises:
         SamplesMissingError: it is not there; says where it was looked for and what to do.
     """
-    root = Path(os.environ.get(ENV_SAMPLES) or Path(__file__).parents[2] / "data_samples")
+    root = Path(os.environ.get(ENV_SAMPLES) or ROOT.parent / "data_samples")
     if not (root / name).is_dir():
         raise SamplesMissingError(
             f"the sample data are not in {root / name}: they are part of the repository, not of the installed package. "

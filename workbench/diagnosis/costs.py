@@ -8,8 +8,9 @@ import math
 import statistics
 from dataclasses import dataclass
 
+from workbench.arm import Arm
 from workbench.diagnosis.doubt import at_least_0, between, capped, in_turn, less, noises, plus, scaled, widened
-from workbench.diagnosis.evidence import Arm, Evidence, Inside, Interval
+from workbench.diagnosis.evidence import Evidence, Inside, Interval
 from workbench.diagnosis.slow import Slow, slowest
 from workbench.timeline import PHASES
 

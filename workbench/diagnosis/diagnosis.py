@@ -1,13 +1,12 @@
 """Diagnosis: what holds a step back, what would help and by how much, and what was proved of it."""
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
-from workbench import display, units
+from workbench import display, late, units
 from workbench.codec import NOT_STORED, JsonDataclass
 from workbench.diagnosis.doubt import FOREIGN
 from workbench.diagnosis.evidence import Evidence
@@ -148,7 +147,7 @@ class Diagnosis(JsonDataclass):
         remedy = self.remedy(which)
         if not remedy.provable:
             raise ValueError(f"{remedy.name} is not ours to turn: {remedy.what} Then diagnose again")
-        proof = cast(Proof, importlib.import_module("workbench.diagnosing").prove(self, remedy, budget_s=budget_s))
+        proof: Proof = late.load("prove")(self, remedy, budget_s=budget_s)
         self.proofs.append(proof)
         return proof
 

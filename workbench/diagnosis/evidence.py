@@ -6,16 +6,17 @@ those of the slowest one: the job's.
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from workbench.arm import Arm
 from workbench.codec import JsonDataclass
 from workbench.diagnosis.interval import Interval, interval_of
+from workbench.system_load import Noise
 from workbench.timeline import Timeline
 
 __all__ = [
-    "ARMS", "SMALL_OP", "Arm", "Evidence", "Gradients", "Inside", "Interval", "Loading", "Noise", "RankEvidence", "Stalls", "interval_of"
+    "ARMS", "SMALL_OP", "Evidence", "Gradients", "Inside", "Interval", "Loading", "RankEvidence", "Stalls", "interval_of"
 ]  # fmt: skip
 
 ARMS = {
@@ -35,37 +36,6 @@ ARMS = {
     "trimmed": "batches cut to the mean length of their samples: no padding",
 }
 """What an arm changes in the step, by name; a name that ends in "=" is followed by a value."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """One thing taken away from the step (or changed in it), and how long the step takes then. Blocks alternate with the baseline's."""
-
-    name: str
-    """Of ARMS."""
-    baseline: str
-    """What it was paired with: "full" or another arm's name."""
-    pairs: tuple[tuple[float, float], ...]
-    """Seconds per step, (baseline, arm), of neighbouring blocks; single steps that stalled are left out."""
-    samples: float = 1.0
-    """Samples per step, relative to the baseline's."""
-    note: str | None = None
-    """What is special about it."""
-
-    @property
-    def seconds(self) -> float:
-        """Mean seconds per step."""
-        return statistics.fmean(arm for _, arm in self.pairs)
-
-    @property
-    def saved(self) -> Interval:
-        """Fraction of the baseline's step that it saves; negative if it costs time."""
-        return interval_of(self.pairs, lambda base, arm: 1 - arm / base)
-
-    @property
-    def speedup(self) -> Interval:
-        """Throughput in samples over that of the baseline."""
-        return interval_of(self.pairs, lambda base, arm: self.samples * base / arm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,20 +168,6 @@ class RankEvidence:
     compute: float = math.nan
     """Cached batches, no reduction."""
     stalls: Stalls = Stalls()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Noise:
-    """What else went on. Above the limits of the verdict it spoils the result."""
-
-    cores: float
-    """That this process may use (affinity, cgroup quota)."""
-    foreign: float = 0.0
-    """Cores taken by processes that are not ours, on average."""
-    waiting: float = 0.0
-    """Fraction of the time that the training thread was ready and waited for a core."""
-    spread: float = 0.0
-    """Middle half over median of the cached blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from workbench.diagnosis.evidence import Stalls
+from workbench.place import Place
 
 LEVELS = (15.0, 7.0, 3.0, 1.5, 0.7)
 """Normal lengths by which a call exceeds the normal one. Those above a level are looked at together, the highest level first, so that a
@@ -28,16 +29,6 @@ FEW = 3
 """Fewer turns show no period."""
 FEW_CALLS = 4
 """So many calls of an arm tell its normal length."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the training thread was when it was looked at."""
-
-    line: str
-    """The innermost line of the user's: "train.py:41 save_checkpoint"."""
-    kind: str | None = None
-    """"checkpoint", "evaluation", "logging", "optimizer" or None, as the functions that it was in tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

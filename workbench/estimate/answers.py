@@ -15,7 +15,7 @@ from workbench.estimate.refusals import EstimateError
 
 ENDLESS = 10_000
 """Answers at one place in one forward or backward, from which on it is taken for a loop that a value has to end."""
-_OURS = ("torch", "workbench.estimate", "workbench.measure", "workbench.train")
+_OURS = ("torch", "workbench")
 """Packages that are not the program."""
 TRUE = ("all", "isfinite", "eq", "ge", "le", "lt", "isclose", "logical_and", "bitwise_and")
 """Questions by the operator that asks them: "are all …", "is it finite", "is it equal". What is asserted is true, masks mask nothing."""

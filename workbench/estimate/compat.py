@@ -1,4 +1,4 @@
-"""What a dry run needs of torch that torch does not promise: context managers that put everything back, and a test of them all."""
+"""What a dry run needs of torch that torch does not promise: context managers that put everything back."""
 
 import contextlib
 import logging
@@ -16,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workbench.estimate.discreet import unrecognised
 from workbench.estimate.semantics_overrides import replaced
-from workbench.measure import private
-from workbench.measure.storages import Recorder
 
 
 @contextlib.contextmanager
@@ -202,96 +200,3 @@ def foreach_on_fakes() -> Iterator[None]:
     finally:
         for types in lists.values():
             types.remove(FakeTensor)
-
-
-def check() -> list[str]:
-    """What a dry run cannot do with this torch, in words; empty where all is well. Takes about a second."""
-    cannot = []
-    for can, test in _TESTS.items():
-        try:
-            failed = test()
-        except Exception as error:  # whatever a future torch may say
-            failed = f"{type(error).__name__}: {error}"
-        if failed:
-            cannot.append(f"torch {torch.__version__}: {can}: {failed[:200]}")
-    return cannot
-
-
-def _step_of(model: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], world: bool = False) -> Recorder:
-    with fake_process_group(2, 0) if world else contextlib.nullcontext(), fake_tensors():
-        recorder = Recorder()
-        with recorder, fake_data_parallel(lambda bucket: recorder.track(bucket, "bucket")):
-            module = model()
-            recorder.attach(module)
-            steps = optimizer(list(module.parameters()))
-            with recorder.hooks():
-                with recorder.phase("forward"):
-                    loss = module(torch.ones(4, 8)).sum()
-                with recorder.phase("backward"):
-                    loss.backward()
-                with recorder.phase("optimizer"):
-                    steps.step()
-        recorder.recognise_unsharded(module)
-    return recorder
-
-
-def _bytes(recorder: Recorder, category: str) -> int:
-    return sum(record.size for record in recorder.log.records if record.category == category)
-
-
-def _expect(found: int, expected: int, what: str) -> str:
-    return "" if found == expected else f"{found} bytes of {what} instead of {expected}"
-
-
-def _test_recorder() -> str:
-    recorder = _step_of(lambda: nn.Linear(8, 4), lambda p: torch.optim.SGD(p, momentum=0.9))
-    found = [_expect(_bytes(recorder, name), 36 * 4, name) for name in ("parameter", "gradient", "optimizer_state")]
-    return next(filter(None, found), "")
-
-
-def _test_data_parallel() -> str:
-    recorder = _step_of(lambda: DistributedDataParallel(nn.Linear(8, 4)), torch.optim.SGD, world=True)
-    return _expect(_bytes(recorder, "bucket"), 36 * 4, "buckets")
-
-
-def _test_fully_shard() -> str:
-    def build() -> nn.Module:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        with real_tensors():
-            mesh = init_device_mesh("cpu", (2,))
-        module = nn.Linear(8, 4)
-        fully_shard(module, mesh=mesh)
-        return module
-
-    recorder = _step_of(build, torch.optim.SGD, world=True)
-    sharded = _expect(_bytes(recorder, "parameter"), 18 * 4, "sharded parameters")
-    return sharded or _expect(_bytes(recorder, "unsharded_parameter"), 36 * 4, "gathered parameters")
-
-
-def _test_foreach() -> str:
-    with foreach_on_fakes():
-        recorder = _step_of(lambda: nn.Linear(8, 4), lambda p: torch.optim.SGD(p, weight_decay=0.1, foreach=True))
-    return "" if any("_foreach_" in record.op for record in recorder.log.records) else "the optimizer took its loop"
-
-
-def _test_movable() -> str:
-    with fake_tensors(), movable_modules():
-        module = nn.Linear(8, 4).to(torch.float64)
-    return "" if module.weight.dtype == torch.float64 else "it stays as it is"
-
-
-def _test_whose() -> str:
-    return "" if private.next_node() is not None else "backward is not told by module"
-
-
-_TESTS: dict[str, Callable[[], str]] = {
-    "record a step on fake tensors": _test_recorder,
-    "run multi-tensor optimizers": _test_foreach,
-    "move a model": _test_movable,
-    "say whose backward runs": _test_whose,
-    "run DDP on fake ranks": _test_data_parallel,
-    "run FSDP2 on fake ranks": _test_fully_shard,
-}
-"""What a dry run does → a test of it, "" if it can."""

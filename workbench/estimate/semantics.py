@@ -53,7 +53,6 @@ from workbench.estimate import (
     semantics_devices,
     semantics_indexing,
     semantics_recurrent,
-    semantics_values,
     workspaces,
 )
 from workbench.estimate.semantics_overrides import Overrides
@@ -67,7 +66,6 @@ _SIMPLE: tuple[ModuleType, ...] = (
     semantics_devices,
     semantics_indexing,
     semantics_recurrent,
-    semantics_values,
 )
 
 _active: list["Semantics"] = []
@@ -123,7 +121,8 @@ def cuda_semantics(
     convolution_workspace: Callable[[workspaces.Convolution, tuple[int, int]], int] = workspaces.convolution_workspace,
     prefer_cudnn: bool = False,
 ) -> Iterator[Semantics]:
-    """Let CPU tensors, fake or real, cost in memory what CUDA tensors would, until the end of the block; then all is as it was.
+    """Let CPU tensors cost in memory what CUDA tensors would, until the end of the block; then all is as it was. They may be real ones,
+    except where attention is fused: those kernels are CUDA's alone.
 
     Args:
         precision: what the program's autocast runs in: torch.bfloat16, torch.float16, or None (or torch.float32) for none. The program

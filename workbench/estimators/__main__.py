@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import workbench
 from workbench.estimators.wire import Answer, Question
+from workbench.package import ROOT
 from workbench.spec import SHARDED
 
 TICK = 1.0
@@ -104,7 +104,7 @@ class Files:
     def __init__(self) -> None:
         paths = sysconfig.get_paths()
         self._others = tuple({str(Path(paths[name]).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-        self._others += (str(Path(workbench.__file__).resolve().parent),)
+        self._others += (str(ROOT.resolve()),)
         self._seen: dict[str, int] = {}
 
     def note(self) -> None:

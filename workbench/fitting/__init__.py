@@ -4,7 +4,6 @@ Every answer is a fake run of the changed program, or exact between fake runs (`
 """
 
 from workbench.fitting.advising import would_fit as would_fit
-from workbench.fitting.choosing import choose_micro_batch as choose_micro_batch
 from workbench.fitting.climbing import memory_ladder as memory_ladder
 from workbench.fitting.climbing import timed_estimate as timed_estimate
 from workbench.fitting.comparing import compare_memory as compare_memory

@@ -17,7 +17,7 @@ from workbench.launcher.experimenting import measure_communication
 from workbench.launcher.launching import check, label
 from workbench.launcher.sweeping import Trial, in_brief, in_turn, plan
 from workbench.progress import ProgressLine
-from workbench.scaling import ScalingCurve
+from workbench.scaling.curve import ScalingCurve
 from workbench.spec import RunSpec
 
 SECONDS = 6.0

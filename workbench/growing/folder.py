@@ -15,7 +15,8 @@ from workbench.launcher.environment import versions
 from workbench.launcher.launching import label
 from workbench.launcher.start import LaunchError
 from workbench.run import Run
-from workbench.scaling import CurveError, ScalingCurve
+from workbench.scaling.curve import ScalingCurve
+from workbench.scaling.point import CurveError
 from workbench.scaling.reading import shown_value
 
 

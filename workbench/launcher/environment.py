@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import rundir
+from workbench.package import ROOT
 
 SHUTDOWN = 4
 """Seconds that torchrun gives its ranks between SIGTERM and SIGKILL (torch's own default is 30)."""
@@ -67,8 +68,7 @@ def for_ranks(run_dir: Path, run_id: str, threads: int) -> tuple[dict[str, str],
         "KINETO_LOG_LEVEL": "6",
     }
     if not _installed():  # imported from a checkout by way of sys.path, which the ranks do not share
-        root = str(Path(__file__).resolve().parents[2])
-        ours["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))
+        ours["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT.parent.resolve())]))
     removed = sorted(name for name in os.environ if _INHERITED.fullmatch(name))
     kept = {name: value for name, value in os.environ.items() if name not in removed}
     return kept | ours, ours, removed

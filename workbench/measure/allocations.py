@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from workbench.measure.inside import without_kineto_lines
+from workbench.measure.profiler import without_kineto_lines
 from workbench.memory.outside import Outside
 
 STEP = "workbench memory step"

@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import chain, compress
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from workbench import collector
 from workbench.measure import hooks, ranklog
-from workbench.measure.borders import Borders
 from workbench.measure.loop import Loop
 from workbench.measure.recording import Recording
 from workbench.measure.tape import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, Tape, new_tape
-from workbench.profiling import Profile
 from workbench.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -34,15 +32,38 @@ NEW_LEADER = 10
 _installed: "Auto | None" = None
 
 
-def install(profile: Profile | None = None) -> "Auto":
+class Borders(Protocol):
+    """What starts and stops a profiler between the steps of the script."""
+
+    def begin(self, loader: Any = None) -> None:
+        """A loop begins."""
+
+    def stepped(self, loop: Loop | None) -> None:
+        """An optimizer step was taken in a loop."""
+
+    def reached(self, loop: Loop) -> bool:
+        """A loop is at a place where a step ends, if one was taken in it: did one?"""
+
+    def between(self, loop: Loop, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a loop, with a border before each."""
+
+    def close(self) -> None:
+        """No step will be traced any more."""
+
+
+MakeBorders = Callable[[Callable[[int, int], None]], Borders]
+"""Makes them of a function that is told which steps will not count."""
+
+
+def install(borders: MakeBorders | None = None) -> "Auto":
     """Watch whatever this process trains, into its rank's file of the run directory; a second call gives the first one's result.
 
     Args:
-        profile: steps that are to be traced, into the folder `traces` of the run directory.
+        borders: what traces some of the steps; None = nothing does.
     """
     global _installed
     if _installed is None:
-        _installed = Auto(profile)
+        _installed = Auto(borders)
     return _installed
 
 
@@ -61,7 +82,7 @@ class Auto:
       would find them, too, but make `torch.compile` compile everything twice.
     """
 
-    def __init__(self, profile: Profile | None = None) -> None:
+    def __init__(self, borders: MakeBorders | None = None) -> None:
         """Begin to watch; see `install`."""
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -80,7 +101,7 @@ class Auto:
         self._models = weakref.WeakSet[torch.nn.Module]()
         self._without_forward = 0  # optimizer steps since one was seen
         self._searches = [*SEARCH_AFTER]
-        self._borders = Borders(profile, self._recording.leave_out) if profile else None
+        self._borders = borders(self._recording.leave_out) if borders else None
         self._undo = contextlib.ExitStack()
         if self._borders:
             self._undo.callback(self._borders.close)

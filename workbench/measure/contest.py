@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from workbench.diagnosis.evidence import Arm
+from workbench.arm import Arm
 from workbench.measure import arms
 from workbench.measure.blocks import DiagnoseError, StepFailed, length
 from workbench.measure.feed import Feed

@@ -1,7 +1,7 @@
 """Events of a trace of torch's profiler, in columns, and what they say about a step."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -9,28 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.diagnosis.evidence import SMALL_OP, Inside
+from workbench.traces.intervals import NONE, Spans, inside, length, union
+from workbench.traces.labels import DEVICE, Label, kind_of
 
-COLLECTIVES = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|c10d::")
-"""On the host; gloo's run in threads of their own."""
-OPERATORS = re.compile(r"(?!autograd::engine::)(.*::|.*Backward\d+$|Torch-Compiled Region|CompiledFunctionBackward)")
+OPERATORS = r"(?!autograd::engine::)(.*::|.*Backward\d+$|Torch-Compiled Region|CompiledFunctionBackward)"
 """The operators among what torch records as such: not the Python of an `autograd.Function`, which has no `::` and no number."""
 ENGINE = "autograd::engine::"
 """Around each node of the backward graph, and around hooks, which may be Python."""
-DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Kinds of what runs on a GPU."""
-SYNCS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "Memcpy")
-"""Calls of the CUDA (or HIP) runtime that wait for the device."""
-
-Spans = NDArray[np.int64]
-"""Nanoseconds: start and end, in two columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Events:
-    """Events by name, kind (as Kineto has it: "cpu_op", "user_annotation", "cuda_runtime", "kernel", …), thread and time."""
+    """Events by label, thread and time."""
 
-    names: tuple[tuple[str, str], ...]
-    """Names and kinds that occur."""
+    labels: tuple[Label, ...]
+    """Labels that occur."""
     codes: NDArray[np.int64]
     """Of each event: which of them."""
     threads: NDArray[np.int64]
@@ -44,14 +37,14 @@ class Events:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[str, str, int, int, int]], *, window: str) -> Self:
-        """From rows (name, kind, start, end, thread), cut to the annotation called `window`.
+        """From rows (name, category, start, end, thread), cut to the annotation called `window`.
 
         Raises:
             ValueError: there is no such annotation.
         """
-        names, kinds, starts, ends, threads = zip(*rows, strict=True) if (rows := list(rows)) else ((),) * 5
+        names, categories, starts, ends, threads = zip(*rows, strict=True) if (rows := list(rows)) else ((),) * 5
         known: dict[tuple[str, str], int] = {}
-        codes = np.array([known.setdefault(one, len(known)) for one in zip(names, kinds, strict=True)], dtype=np.int64)
+        codes = np.array([known.setdefault(pair, len(known)) for pair in zip(names, categories, strict=True)], dtype=np.int64)
         if (code := known.get((window, "user_annotation"))) is None:
             raise ValueError(f"the trace has no annotation {window!r}")
         at = int(np.flatnonzero(codes == code)[0])
@@ -59,7 +52,7 @@ class Events:
         spans = np.array([starts, ends], dtype=np.int64).T
         kept = (spans[:, 0] < end) & (spans[:, 1] > begin) & (codes != code)
         return cls(
-            names=tuple(known),
+            labels=tuple(Label(name, category, False) for name, category in known),
             codes=codes[kept],
             threads=np.array(threads, dtype=np.int64)[kept],
             spans=spans[kept].clip(begin, end),
@@ -70,18 +63,18 @@ class Events:
     @classmethod
     def recorded(cls, events: Sequence[Any], *, window: str) -> Self:
         """From the events of Kineto's results."""
-        kind = (lambda event: event.activity_type()) if events and hasattr(events[0], "activity_type") else _kind
-        rows = ((e.name(), kind(e), (start := e.start_ns()), start + e.duration_ns(), e.start_thread_id()) for e in events)
+        category = (lambda event: event.activity_type()) if events and hasattr(events[0], "activity_type") else _category
+        rows = ((e.name(), category(e), (start := e.start_ns()), start + e.duration_ns(), e.start_thread_id()) for e in events)
         return cls.of(rows, window=window)
 
-    def where(self, chosen: Callable[[str, str], object]) -> NDArray[np.bool_]:
-        """Which events have a name and a kind that are chosen."""
-        answers = np.array([bool(chosen(name, kind)) for name, kind in self.names], dtype=np.bool_)
-        return answers[self.codes]
+    def where(self, *kinds: str, name: str = "") -> NDArray[np.bool_]:
+        """Which events are of one of some kinds (none = of any) and have a name that a regular expression matches."""
+        answers = [(not kinds or kind_of(label) in kinds) and re.match(name, label.name) is not None for label in self.labels]
+        return np.array(answers, dtype=np.bool_)[self.codes]
 
 
-def _kind(event: Any) -> str:
-    """The kind of an event, for a torch that does not tell."""
+def _category(event: Any) -> str:
+    """The category of an event, for a torch that does not tell."""
     name = event.name()
     if event.is_user_annotation():
         return "user_annotation"
@@ -101,56 +94,41 @@ def read(events: Events, steps: int, *, ranks: bool = False) -> Inside:
         steps: how many there were.
         ranks: do others compute along?
     """
-    on_device = events.where(lambda name, kind: kind in DEVICE)
-    optimizer = union(events.spans[events.where(lambda name, kind: kind == "user_annotation" and name.startswith("Optimizer.step"))])
+    on_device = events.where(*DEVICE)
+    optimizer = union(events.spans[events.where("optimizer", name=r"Optimizer\.step")])
     if on_device.any():
-        collective = on_device & events.where(lambda name, kind: re.search("nccl|rccl", name, re.IGNORECASE))
+        collective = events.where("communication")
         ops = events.spans[on_device & ~collective]
         busy = union(ops)
-        syncs = events.where(lambda name, kind: kind == "cuda_runtime" and name.endswith(SYNCS)).sum()
+        syncs = events.where("wait").sum()
     else:
-        collective = events.where(lambda name, kind: COLLECTIVES.match(name))
-        found = ~collective & events.where(lambda name, kind: kind == "cpu_op" and OPERATORS.match(name))
-        nodes = events.where(lambda name, kind: name.startswith(ENGINE))
-        tops, around = [], []
+        collective = events.where("host_communication", "collective_call")  # gloo's run in threads of their own
+        found = events.where("operator", name=OPERATORS)
+        nodes = events.where(name=ENGINE)
+        tops, around = [NONE], []
         for thread in np.unique(events.threads[found]):
             here = events.threads == thread
             tops.append(outermost(events.spans[found & here]))
             around.append(_around(tops[-1], outermost(events.spans[nodes & here])))
-        ops = np.concatenate([*tops, _NONE])
-        busy = union(np.concatenate([ops, *around]))
-        items = events.spans[events.where(lambda name, kind: name == "aten::_local_scalar_dense"), 0]
-        syncs = len(items) - (_covered(items, optimizer)).sum()
-    own = optimizer if not on_device.any() else _NONE  # on a GPU its kernels run later than its Python
-    lengths = (ops[:, 1] - ops[:, 0])[~_covered(ops[:, 0], own)]
-    both = _length(busy) + _length(own) - _length(union(np.concatenate([busy, own])))
-    exposed = _length(union(np.concatenate([busy, events.spans[collective]]))) - _length(busy)
+        ops = np.concatenate(tops)
+        busy = union(ops, *around)
+        items = events.spans[events.where(name="aten::_local_scalar_dense$"), 0]
+        syncs = len(items) - inside(items, optimizer).sum()
+    own = optimizer if not on_device.any() else NONE  # on a GPU its kernels run later than its Python
+    lengths = (ops[:, 1] - ops[:, 0])[~inside(ops[:, 0], own)]
+    both = length(busy) + length(own) - length(union(busy, own))
+    exposed = length(union(busy, events.spans[collective])) - length(busy)
     nano = 1e-9 / steps
     return Inside(
         step=(events.end - events.begin) * nano,
-        ops=_length(busy) * nano,
+        ops=length(busy) * nano,
         op_count=len(ops) / steps,
         small_ops=int(lengths[lengths < SMALL_OP * 1e9].sum()) * nano,
-        optimizer=_length(optimizer) * nano if len(optimizer) else None,
+        optimizer=length(optimizer) * nano if len(optimizer) else None,
         optimizer_ops=both * nano if len(own) else None,
         collectives=exposed * nano if ranks else None,
         syncs=int(syncs) / steps,
     )
-
-
-_NONE: Spans = np.empty((0, 2), dtype=np.int64)
-
-
-def union(spans: Spans) -> Spans:
-    """The same time as spans that do not touch, in order."""
-    if not len(spans):
-        return _NONE
-    spans = spans[np.argsort(spans[:, 0], kind="stable")]
-    until: NDArray[np.int64] = np.maximum.accumulate(spans[:, 1])
-    first = np.concatenate([[True], spans[1:, 0] > until[:-1]])
-    last = np.concatenate([first[1:], [True]])
-    joined: Spans = np.stack([spans[first, 0], until[last]], axis=1)
-    return joined
 
 
 def outermost(spans: Spans) -> Spans:
@@ -167,14 +145,4 @@ def _around(ops: Spans, nodes: Spans) -> Spans:
     edges = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
     gaps: Spans = np.stack([np.maximum.accumulate(edges[:-1, 1]), edges[1:, 0]], axis=1)
     lengths = gaps[:, 1] - gaps[:, 0]
-    return gaps[(lengths > 0) & (lengths < SMALL_OP * 1e9) & _covered(gaps[:, 0], nodes)]
-
-
-def _covered(times: NDArray[np.int64], spans: Spans) -> NDArray[np.bool_]:
-    """Which times lie in one of some spans that do not overlap."""
-    at = np.searchsorted(spans[:, 0], times, side="right") - 1
-    return (at >= 0) & (times < spans[np.maximum(at, 0), 1]) if len(spans) else np.zeros(len(times), dtype=np.bool_)
-
-
-def _length(spans: Spans) -> int:
-    return int((spans[:, 1] - spans[:, 0]).sum())
+    return gaps[(lengths > 0) & (lengths < SMALL_OP * 1e9) & inside(gaps[:, 0], nodes)]

@@ -18,6 +18,7 @@ from workbench import collector
 from workbench.measure.graph import name_of, saved
 from workbench.measure.storages import storages
 from workbench.memory.held import Held, HeldBy
+from workbench.package import ROOT
 
 MOST_HOLDERS = 40
 """So many holders are written down, the largest."""
@@ -152,9 +153,8 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 
 def _line(error: BaseException) -> str | None:
-    ours = str(Path(__file__).parent.parent)
     for entry in reversed(traceback.extract_tb(error.__traceback__)):
-        if not entry.filename.startswith((*_LIBRARIES, ours, "<")):
+        if not entry.filename.startswith((*_LIBRARIES, str(ROOT), "<")):
             return f"{Path(entry.filename).name}:{entry.lineno}: {entry.line}"
     return None
 

@@ -2,20 +2,16 @@
 
 import contextlib
 import math
-import os
-import re
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from workbench.diagnosis.evidence import Inside
 from workbench.measure.events import Events, read
 from workbench.measure.noise import Collections, Meter
+from workbench.measure.profiler import hindrance, plain_profiler
 from workbench.measure.sampler import StackSampler
 
 WINDOW = "workbench.inside"
@@ -99,76 +95,13 @@ def _trace(call: Callable[[], object], steps: int, wait: Callable[[], object]) -
     return events, seconds, some, None
 
 
-def hindrance() -> str | None:
-    """Why a step cannot be traced, if it cannot."""
-    autograd: Any = torch.autograd
-    if not autograd.kineto_available():
-        return "no trace of the step: this torch is built without Kineto"
-    if autograd._profiler_enabled():
-        return "no trace of the step: a profiler is running already, and torch has only one"
-    try:
-        with _profiler():
-            pass
-    except (RuntimeError, AssertionError) as error:
-        return f"no trace of the step: torch's profiler does not start ({error})"
-    return None
-
-
 def _cycle(call: Callable[[], object], steps: int, wait: Callable[[], object]) -> tuple[Events, float]:
     """Trace some steps: their events, and their seconds."""
     wait()
-    with _profiler() as profiler, torch.autograd.profiler.record_function(WINDOW):
+    with plain_profiler() as profiler, torch.autograd.profiler.record_function(WINDOW):
         start = time.perf_counter()
         for _ in range(steps):
             call()
         wait()
         seconds = time.perf_counter() - start
     return Events.recorded(profiler.kineto_results.events(), window=WINDOW), seconds
-
-
-@contextlib.contextmanager
-def _profiler() -> Iterator[Any]:
-    profiler: Any = torch.autograd.profiler
-    profile = profiler.profile(use_kineto=True, use_device="cuda" if torch.cuda.is_available() else None)
-    with without_kineto_lines():
-        profile.__enter__()
-    try:
-        yield profile
-    finally:
-        with without_kineto_lines():
-            profile.__exit__(None, None, None)
-
-
-KINETO_LINE = re.compile(rb"(USDT|VERBOSE|INFO|WARNING|ERROR|STAGE):\d{4}-\d\d-\d\d .*\.(cpp|h|cu):\d+\] ")
-"""What Kineto says on stderr when a trace begins and ends; a notebook would show it."""
-
-
-@contextlib.contextmanager
-def without_kineto_lines() -> Iterator[None]:
-    """Keep Kineto's lines off stderr. It reads `KINETO_LOG_LEVEL` once, at its first trace in a process; after that only a filter helps.
-
-    All else that is written to stderr meanwhile follows when the filter ends.
-    """
-    if "KINETO_LOG_LEVEL" in os.environ:
-        yield
-        return
-    with contextlib.suppress(Exception):
-        sys.stderr.flush()
-    try:
-        own = os.dup(2)
-    except OSError:  # there is no stderr
-        yield
-        return
-    os.environ["KINETO_LOG_LEVEL"] = "6"
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(own, 2)
-            os.close(own)
-            del os.environ["KINETO_LOG_LEVEL"]
-            file.seek(0)
-            for line in file:
-                if not KINETO_LINE.match(line):
-                    os.write(2, line)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from workbench.diagnosis.evidence import Noise
+from workbench.system_load import Noise
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from workbench.measure.inside import hindrance, without_kineto_lines
 from workbench.measure.laps import Lap, seconds_of
+from workbench.measure.profiler import hindrance, without_kineto_lines
 from workbench.measure.tracing import FETCH, Options, export, file_name, keep, profiling
 from workbench.profiling import PLAIN, Profile
 from workbench.traces.captured import Captured

@@ -13,15 +13,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from workbench import rundir
 from workbench.measure.noise import cpu_of_tree
 from workbench.measure.steps import Row
-from workbench.timeline import PHASES
-
-if TYPE_CHECKING:
-    from workbench.measure.recording import Recording
+from workbench.timeline import PHASES, Clock
 
 INTERVAL = 0.3
 """Seconds between two writes."""
@@ -31,6 +28,20 @@ _LINE = '{"step":%d,' + ",".join(f'"{phase}":%de-9' for phase in PHASES) + ',"sa
 
 _LOGS: dict[Path, "RankLog"] = {}
 """The files of this process: two timers on one path share a writer and go on counting."""
+
+
+class Source(Protocol):
+    """Where the steps of a file come from: a `Recording`."""
+
+    clock: Clock | None
+    device: int | None
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    def harvest(self) -> list[Row]: ...
+
+    def close(self) -> None: ...
 
 
 def rank() -> int:
@@ -44,7 +55,7 @@ def default_path() -> Path | None:
     return Path(run_dir) / rundir.rank_file(rank()) if run_dir else None
 
 
-def attach(path: Path, recording: "Recording") -> "RankLog":
+def attach(path: Path, recording: Source) -> "RankLog":
     """Write the steps of a recording to `path` from now on.
 
     Raises:
@@ -92,7 +103,7 @@ class RankLog:
         self.path = path
         self.failed: Exception | None = None
         """Why it is not written any more; the training goes on without it."""
-        self._recordings: list[Recording] = []
+        self._recordings: list[Source] = []
         self._steps = 0
         self._lock = threading.Lock()
         self._writer: rundir.LineWriter | None = None
@@ -104,7 +115,7 @@ class RankLog:
         """Is no recording attached?"""
         return self._writer is None
 
-    def attach(self, recording: "Recording") -> None:
+    def attach(self, recording: Source) -> None:
         """Take the steps of one more recording."""
         with self._lock:
             if self._writer is None and self.failed is None:
@@ -113,7 +124,7 @@ class RankLog:
                 threading.Thread(target=self._follow, args=(self._stop,), name="workbench-ranklog", daemon=True).start()
             self._recordings.append(recording)
 
-    def detach(self, recording: "Recording") -> None:
+    def detach(self, recording: Source) -> None:
         """Write what a recording still has to say; without any other, close the file."""
         with self._lock:
             if recording in self._recordings:
@@ -151,7 +162,7 @@ class RankLog:
         while not stop.wait(INTERVAL):
             self.flush()
 
-    def _header(self, recording: "Recording") -> str:
+    def _header(self, recording: Source) -> str:
         if self._headed:
             return ""
         self._headed = True

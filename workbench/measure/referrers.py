@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from workbench import collector
+from workbench.package import ROOT
 
 MOST_DEEP = 10
 """How many containers inside each other are followed."""
 MOST_SEEN = 20_000
 """So many objects are asked about."""
-_OURS = str(Path(__file__).parent.parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def _frames() -> Iterator[types.FrameType]:
     """Of the user's functions that are running."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_OURS):
+        if not frame.f_code.co_filename.startswith(str(ROOT)):
             yield frame
         frame = frame.f_back
 

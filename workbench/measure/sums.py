@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import torch
 
-from workbench.diagnosis.evidence import Arm, Evidence, Inside, Loading, RankEvidence, Stalls
+from workbench.arm import Arm
+from workbench.diagnosis.evidence import Evidence, Inside, Loading, RankEvidence, Stalls
 from workbench.diagnosis.stalls import Call, find_stalls
 from workbench.measure import arms
 from workbench.measure.blocks import Bench, paired

@@ -16,9 +16,9 @@ import torch
 
 from workbench import rundir
 from workbench.measure.feed import Exhausted, Feed
-from workbench.measure.inside import hindrance, without_kineto_lines
 from workbench.measure.keep import Keep
 from workbench.measure.laps import Lap, seconds_of
+from workbench.measure.profiler import hindrance, without_kineto_lines
 from workbench.measure.queueing import drain
 from workbench.measure.subject import check, device_of, look_around
 from workbench.traces.captured import Captured

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from workbench.arm import Arm
 from workbench.collector import without_gc
-from workbench.diagnosis.evidence import Arm, interval_of
+from workbench.diagnosis.evidence import interval_of
 from workbench.measure import arms
 from workbench.measure.arms import Treatment
 from workbench.measure.batches import bytes_of, doubled, padding_of, tensors_of, trimmed

@@ -193,7 +193,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
             ValueError: an unknown name; a margin outside 0..1; a GPU, for a breakdown of a CPU's memory.
         """
         if isinstance(device, int):
-            return fit(self, "", device, self.outside, margin)
+            return self._fit(self.outside, "", device, margin)
         found = Device.named(device) if isinstance(device, str) else device
         if self.device == "cpu":
             raise ValueError(
@@ -201,7 +201,13 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
                 f"Predict it: wb.estimate_memory(…, device={found.name!r}); or ask about a number of bytes: fits({found.memory})"
             )
         outside = outside_of(found.name, self.world_size, self.reserved or 0) if self.device == "cuda" else self.outside
-        return fit(self, found.name, found.memory, outside, margin)
+        return self._fit(outside, found.name, found.memory, margin)
+
+    def _fit(self, outside: Outside | None, name: str, capacity: int, margin: float) -> Fit:
+        """Of what is reserved and lies outside, where something is reserved; else of what is allocated."""
+        if self.reserved is None:
+            return fit(self.total, None, name, capacity, margin)
+        return fit(self.reserved, outside, name, capacity, margin)
 
     def __sub__(self, other: "MemoryBreakdown") -> MemoryDifference:
         if not isinstance(other, MemoryBreakdown):

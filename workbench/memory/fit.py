@@ -1,13 +1,10 @@
 """Fit: whether something fits a device, with what is to spare and how sure that is."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench import display, units
 from workbench.memory.outside import Outside
-
-if TYPE_CHECKING:
-    from workbench.memory.breakdown import MemoryBreakdown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +77,14 @@ class Fit(display.Shown):
         return display.frame([{**{name: getattr(self, name) for name in names}, "fits": bool(self)}])
 
 
-def fit(breakdown: "MemoryBreakdown", name: str, capacity: int, outside: Outside | None, margin: float) -> Fit:
-    """Whether a breakdown fits so many bytes.
+def fit(held: int, outside: Outside | None, name: str, capacity: int, margin: float) -> Fit:
+    """Whether memory fits so many bytes.
 
     Args:
-        breakdown: what is needed: reserved and what is outside, where something is reserved, else allocated.
+        held: bytes that the allocator reserves, else those that are allocated.
+        outside: what lies outside the allocator there; None = nothing.
         name: of the device; "" = bytes were asked about.
         capacity: its bytes.
-        outside: what lies outside the allocator there.
         margin: fraction 0..1 of the capacity that is to stay free.
 
     Raises:
@@ -95,8 +92,6 @@ def fit(breakdown: "MemoryBreakdown", name: str, capacity: int, outside: Outside
     """
     if not 0 <= margin < 1:
         raise ValueError(f"margin={margin}: a fraction of the device's memory that is to stay free, from 0 to below 1 (0.1 is ten percent)")
-    held = breakdown.total if breakdown.reserved is None else breakdown.reserved
-    beside = None if breakdown.reserved is None else outside
-    ends = (beside.low, beside.mid, beside.high) if beside else (0, 0, 0)
+    ends = (outside.low, outside.mid, outside.high) if outside else (0, 0, 0)
     low, needed, high = (held + end for end in ends)
     return Fit(device=name, capacity=capacity, margin=margin, needed=needed, low=low, high=high)

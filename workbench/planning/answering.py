@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from workbench import units
-from workbench.cost import Cluster, CostError
+from workbench.cost.cluster import Cluster
+from workbench.cost.collectives import CostError
 from workbench.cost.energy import Energy
 from workbench.memory.outside import outside_of
 from workbench.planning import choosing

@@ -29,7 +29,8 @@ def energy(target: Run | Plan | Plans, *, steps: int | None = None, **inputs: An
     if isinstance(target, Run):
         if steps is not None:
             raise PlanError(f"steps={steps}: a run has the steps that it has; steps are of a plan")
-        return target.energy(**inputs)
+        drawn: Energy = target.energy(**inputs)
+        return drawn
     plan = target.best if isinstance(target, Plans) else target
     if not isinstance(plan, Plan):
         raise PlanError(f"energy({target!r:.60}): a Run, a Plan or Plans is wanted, not a {type(target).__name__}")

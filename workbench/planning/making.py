@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from workbench.cost import Cluster, Transformer
+from workbench.cost.cluster import Cluster
+from workbench.cost.transformer import Transformer
 from workbench.fitting.places import MARGIN
 from workbench.planning.answering import Question
 from workbench.planning.peaks import peak_of

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.cost import Cluster
+from workbench.cost.cluster import Cluster
 
 Floats = NDArray[np.float64]
 ENDS = ("low", "mid", "high")

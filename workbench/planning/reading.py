@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from workbench import units
-from workbench.cost import Cluster
+from workbench.cost.cluster import Cluster
 from workbench.planning.peaks import peak_of
 from workbench.planning.ranges import PlanError
 from workbench.planning.subject import MICRO_BATCHES, Subject

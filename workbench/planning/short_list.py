@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
-from workbench.cost import Cluster
+from workbench.cost.cluster import Cluster
 from workbench.planning.plans import Plan
 from workbench.planning.ranges import Range, between
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.cost import Cluster
+from workbench.cost.cluster import Cluster
 from workbench.planning.ranges import PlanError
 from workbench.planning.subject import Subject
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench import units
-from workbench.cost import Transformer
+from workbench.cost.transformer import Transformer
 from workbench.planning.ranges import PlanError
 
 CHECKPOINTINGS = ("none", "selective", "full")

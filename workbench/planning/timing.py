@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.cost import Cluster, Link
+from workbench.cost.cluster import Cluster
+from workbench.cost.collectives import Link
 from workbench.planning.space import SHARINGS, Floats, Ints, Layouts
 from workbench.planning.subject import ELEMENT, Subject
 

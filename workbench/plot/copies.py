@@ -9,8 +9,8 @@ import numpy as np
 from workbench import units
 from workbench.plot.colors import PARTS, PHASES
 from workbench.plot.stack import curves_over_time
-from workbench.traces import Copies, Trace
-from workbench.traces.copies import Copy
+from workbench.traces.copies import Copies, Copy
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,8 @@ from workbench import units
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import PARTS
 from workbench.plot.stack import PALE, WIDTH, ends, height, legend, rows, scale_of
-from workbench.traces import Critical, Trace
+from workbench.traces.critical import Critical
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,8 @@ from workbench import units
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import PARTS, PHASES
 from workbench.plot.stack import PALE, WIDTH, ends, height, legend, rows, scale_of, shortened
-from workbench.traces import CriticalPath, Trace
+from workbench.traces.path import CriticalPath
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,8 @@ from workbench import units
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import PARTS, PHASES, text_on
 from workbench.plot.stack import WIDTH, legend, scale_of
-from workbench.traces import Flame, Trace
-from workbench.traces.flame import FlameNode
+from workbench.traces.flame import Flame, FlameNode
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

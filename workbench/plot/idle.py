@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from workbench import units
 from workbench.plot.colors import PARTS, PHASES
 from workbench.plot.stack import Bar, bar_chart
-from workbench.traces import Idle, Trace
+from workbench.traces.idle import Idle
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

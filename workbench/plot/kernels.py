@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from workbench import units
 from workbench.plot.colors import PHASES
 from workbench.plot.stack import Bar, bar_chart, shortened
-from workbench.traces import Kernels, Trace
+from workbench.traces import Trace
+from workbench.traces.kernels import Kernels
 from workbench.traces.sequences import brief
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

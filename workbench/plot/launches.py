@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from workbench import units
 from workbench.plot.colors import PARTS, PHASES
 from workbench.plot.stack import curves_over_time
-from workbench.traces import Launches, Trace
+from workbench.traces.launches import Launches
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

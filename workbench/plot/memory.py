@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from workbench import units
 from workbench.device import Device
-from workbench.memory import MemoryBreakdown
+from workbench.memory.breakdown import MemoryBreakdown
 from workbench.memory.log import GROUPS
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import GROUPS as COLORS
 from workbench.plot.colors import INK, text_on
-from workbench.plot.stack import PALE, WIDTH, ends, height, legend, rows, wrapped
+from workbench.plot.stack import PALE, WIDTH, ends, height, legend, rows, scale_of_bytes, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 BESIDE = {"reserved, not allocated": "////", "outside the allocator": "...."}
 """What a device holds beside tensors → its hatch; without a colour, since it belongs to no group."""
-_SCALES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _WIDE_ENOUGH = 0.06  # of the longest: a share is written into a piece from here on
 _LETTER = 0.0145  # of the axis: the width of a letter
 VISIBLE = 0.002
@@ -55,7 +54,7 @@ def memory(
         raise ValueError("no breakdown to draw: give one, or several to be drawn below each other")
     name, capacity = _capacity(shown, device)
     reaches = [_reach(one) for one in shown]
-    scale, unit = scale_of(max(*reaches, capacity or 0))
+    scale, unit = scale_of_bytes(max(*reaches, capacity or 0))
     names = [wrapped(label) for label in labels or labels_of(shown)]
     ax = prepared(ax, WIDTH, height(names) + 0.25)
     mixed = len({one.kind for one in shown}) == 2
@@ -69,11 +68,6 @@ def memory(
     ax.set_xlabel(f"memory at the peak, {' and '.join(sorted({one.kind for one in shown}))} ({unit})")
     legend(ax, drawn)
     return ax
-
-
-def scale_of(most: float) -> tuple[float, str]:
-    """Bytes of the unit that suits an axis that reaches to `most` bytes, and its name."""
-    return next(((float(size), unit) for size, unit in _SCALES if most >= size), (1.0, "B"))
 
 
 def labels_of(shown: Sequence[MemoryBreakdown]) -> list[str]:

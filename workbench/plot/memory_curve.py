@@ -9,11 +9,9 @@ import numpy as np
 from workbench import units
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import INK, PARTS, PHASES
-from workbench.plot.memory import scale_of
-from workbench.plot.stack import WIDTH, legend
-from workbench.plot.stack import scale_of as time_scale
-from workbench.traces import MemoryCurve, Trace
-from workbench.traces.memory_curve import DeviceMemory
+from workbench.plot.stack import WIDTH, legend, scale_of, scale_of_bytes
+from workbench.traces.memory_curve import DeviceMemory, MemoryCurve
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,8 +36,8 @@ def memory_curve(result: Trace | MemoryCurve, ax: Axes | None = None) -> Axes:
     if not shown:
         raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes) or 'nothing was allocated'}")
     ax = prepared(ax, WIDTH, 3.4)
-    scale, unit = scale_of(shown[0].peak)
-    times, seconds = time_scale(max(one.times[-1] for one in shown) or 1.0)
+    scale, unit = scale_of_bytes(shown[0].peak)
+    times, seconds = scale_of(max(one.times[-1] for one in shown) or 1.0)
     drawn = []
     for one, color in zip(shown, COLORS, strict=False):
         places, heights = np.array(one.times) * times, np.array(one.allocated) / scale

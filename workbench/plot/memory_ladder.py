@@ -13,8 +13,8 @@ from workbench.memory.whatif import SAME, needed
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import GROUPS as COLORS
 from workbench.plot.colors import INK
-from workbench.plot.memory import BESIDE, VISIBLE, scale_of
-from workbench.plot.stack import WIDTH, ends, height, legend, rows, wrapped
+from workbench.plot.memory import BESIDE, VISIBLE
+from workbench.plot.stack import WIDTH, ends, height, legend, rows, scale_of_bytes, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -37,7 +37,7 @@ def memory_ladder(result: MemoryLadder, ax: Axes | None = None) -> Axes:
     shown = [result.start, *(rung.breakdown for rung in result.rungs)]
     labels = [SAME, *(wrapped(f"+ {rung.label}") for rung in result.rungs)]
     most = max(result.capacity, *map(needed, shown))
-    scale, unit = scale_of(most)
+    scale, unit = scale_of_bytes(most)
     ax = prepared(ax, WIDTH, height(labels) + 0.25)
     drawn = _bars(ax, shown, scale, most)
     line = ax.axvline(result.capacity / scale, color=LIMIT, linewidth=1.8, label=result.device)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from workbench.memory import MemoryBreakdown
+from workbench.memory.breakdown import MemoryBreakdown
 from workbench.memory.log import GROUPS
 from workbench.memory.over_time import MemoryTimeline
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import GROUPS as COLORS
 from workbench.plot.colors import INK
-from workbench.plot.memory import VISIBLE, scale_of
-from workbench.plot.stack import WIDTH, legend
+from workbench.plot.memory import VISIBLE
+from workbench.plot.stack import WIDTH, legend, scale_of_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ def memory_timeline(result: MemoryBreakdown | MemoryTimeline, ax: Axes | None = 
         )
     ax = prepared(ax, WIDTH, 3.6)
     total = timeline.total
-    scale, unit = scale_of(max(total))
+    scale, unit = scale_of_bytes(max(total))
     groups = [group for group in GROUPS if any(timeline.held[group])]
     areas = ax.stackplot(
         timeline.position,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from workbench import units
 from workbench.plot.colors import PHASES
 from workbench.plot.stack import Bar, bar_chart
-from workbench.traces import Modules, Trace
+from workbench.traces.modules import Modules
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workbench import units
-from workbench.planning import Plan, Plans
+from workbench.planning.plans import Plan
+from workbench.planning.short_list import Plans
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import GROUPS, INK, LINE, PARTS
-from workbench.plot.memory import scale_of as scale_of_bytes
-from workbench.plot.stack import PALE, WIDTH, Bar, ends, height, legend, rows, stacked, wrapped
+from workbench.plot.stack import PALE, WIDTH, Bar, ends, height, legend, rows, scale_of_bytes, stacked, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

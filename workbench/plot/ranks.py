@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from workbench import units
 from workbench.plot.stack import Bar, bar_chart
 from workbench.plot.trace import COLORS
-from workbench.traces import TraceSet
 from workbench.traces.breakdown import PARTS
 from workbench.traces.rank_parts import RankParts
+from workbench.traces.ranks import TraceSet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

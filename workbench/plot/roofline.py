@@ -11,8 +11,9 @@ from workbench import units
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import INK, LINE, PHASES
 from workbench.plot.stack import WIDTH
-from workbench.traces import Roofline, Trace
 from workbench.traces.counting import RoofPoint
+from workbench.traces.roofline import Roofline
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

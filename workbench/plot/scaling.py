@@ -11,8 +11,10 @@ from workbench import units
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import INK, LINE
 from workbench.plot.stack import PALE, WIDTH, legend
-from workbench.scaling import CurveFit, CurveForecast, ScalingCurve, ScalingPoint
-from workbench.scaling.point import PROCESSES
+from workbench.scaling.curve import ScalingCurve
+from workbench.scaling.fitting import CurveFit
+from workbench.scaling.forecast import CurveForecast
+from workbench.scaling.point import PROCESSES, ScalingPoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench import units
-from workbench.laws import HeldOut, Points, ScalingLaw
 from workbench.laws.formula import losses
+from workbench.laws.held_out import HeldOut
+from workbench.laws.law import ScalingLaw
+from workbench.laws.points import Points
 from workbench.laws.reading import read
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import INK, PHASES

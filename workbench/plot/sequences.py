@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from workbench.plot.colors import PHASES
 from workbench.plot.stack import Bar, bar_chart, shortened
-from workbench.traces import Sequences, Trace
-from workbench.traces.sequences import brief, folded
+from workbench.traces.sequences import Sequences, brief, folded
+from workbench.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

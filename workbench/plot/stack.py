@@ -57,6 +57,14 @@ def scale_of(longest: float) -> tuple[float, str]:
     return (1e6, "µs") if longest < 1e-3 else (1e3, "ms") if longest < 1 else (1.0, "s")
 
 
+def scale_of_bytes(most: float) -> tuple[float, str]:
+    """Bytes of the unit that suits an axis that reaches to `most` bytes, and its name."""
+    return next(((float(size), unit) for size, unit in _BYTES if most >= size), (1.0, "B"))
+
+
+_BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
 def stacked(ax: Axes, bars: Sequence[Bar], what: str, colors: Mapping[str, str]) -> float:
     """Draw bars from top to bottom: one container per colour, in their order.
 

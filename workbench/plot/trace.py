@@ -13,10 +13,11 @@ from workbench.plot.canvas import prepared
 from workbench.plot.colors import PARTS as OF_PARTS
 from workbench.plot.colors import PHASES
 from workbench.plot.stack import WIDTH, Bar, bar_chart, legend, rows, scale_of
-from workbench.traces import Breakdown, Trace
-from workbench.traces.breakdown import ON_CPU, ON_DEVICE, PARTS
+from workbench.traces import Trace
+from workbench.traces.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown
 from workbench.traces.intervals import Spans, covered, union
 from workbench.traces.kinds import KINDS
+from workbench.traces.trace import Trace
 from workbench.traces.windows import Step
 
 if TYPE_CHECKING:

@@ -9,22 +9,13 @@ from numpy.typing import NDArray
 
 from workbench.collector import without_gc
 from workbench.traces.intervals import Numbers, Spans
+from workbench.traces.labels import Label as Label
 from workbench.traces.wire import NO_ARGS, NO_SHAPES, Args, Bare, Event, Number
 
 B = TypeVar("B", bound=Bare)
 
 LATEST, LONGEST = 3e15, 1e15
 """Microseconds since 1970, and of one event: later and longer times are none (nanoseconds of them would not fit 64 bits)."""
-
-
-class Label(NamedTuple):
-    """What an event is called."""
-
-    name: str
-    category: str
-    """As Kineto has it: "cpu_op", "user_annotation", "kernel", "cuda_runtime", …"""
-    collective: bool
-    """Does it carry the arguments of a collective?"""
 
 
 class Lane(NamedTuple):

@@ -7,6 +7,8 @@ from workbench.traces import wire
 from workbench.traces.columns import Columns, gathered
 from workbench.traces.reading import Reading, TraceError
 
+TRACES = "traces"
+"""Folder of a run directory."""
 NAMES = (".pt.trace.json", ".pt.trace.json.gz", "trace.json", "trace.json.gz")
 """How files of traces end."""
 
@@ -57,7 +59,21 @@ def read(path: Path) -> Loaded:
     )
 
 
-def traces_in(folder: Path) -> list[Path]:
+def files(where: Path) -> list[Path]:
+    """The traces in a directory, or in the folder for them of a run directory; a file is itself.
+
+    Raises:
+        TraceError: the directory has none.
+    """
+    if not where.is_dir():
+        return [where]
+    found = _traces_in(where) or (_traces_in(where / TRACES) if (where / TRACES).is_dir() else [])
+    if not found:
+        raise TraceError(f"{where} has no traces: such files end in {' or '.join(NAMES[:2])}")
+    return found
+
+
+def _traces_in(folder: Path) -> list[Path]:
     """The files of a directory that are traces by their names; hidden ones are not."""
     return sorted(one for one in folder.iterdir() if one.name.endswith(NAMES) and not one.name.startswith("."))
 

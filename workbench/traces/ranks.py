@@ -12,15 +12,13 @@ from workbench import display, units
 from workbench.traces.arrivals import Arrivals, Seen, arrivals
 from workbench.traces.captured import DEARER
 from workbench.traces.explanation import Explanation
-from workbench.traces.loading import NAMES, traces_in
+from workbench.traces.loading import files
 from workbench.traces.rank_parts import RankParts, rank_parts
 from workbench.traces.rank_words import explain_ranks, slower
 from workbench.traces.reading import TraceError
 from workbench.traces.stragglers import Stragglers, stragglers
 from workbench.traces.trace import Trace
 
-TRACES = "traces"
-"""Folder of a run directory."""
 RANK = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
 
@@ -158,20 +156,6 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
 
     def __repr__(self) -> str:
         return f"TraceSet(ranks={list(self.ranks)})"
-
-
-def files(where: Path) -> list[Path]:
-    """The traces in a directory, or in the folder for them of a run directory; a file is itself.
-
-    Raises:
-        TraceError: the directory has none.
-    """
-    if not where.is_dir():
-        return [where]
-    found = traces_in(where) or (traces_in(where / TRACES) if (where / TRACES).is_dir() else [])
-    if not found:
-        raise TraceError(f"{where} has no traces: such files end in {' or '.join(NAMES[:2])}")
-    return found
 
 
 def _said(notes: Mapping[int, Sequence[str]]) -> tuple[str, ...]:

@@ -3,16 +3,15 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
-from workbench import display, units
+from workbench import display, late, units
 from workbench.traces import caching
 from workbench.traces.answers import Answers
 from workbench.traces.captured import Captured
 from workbench.traces.columns import Columns
 from workbench.traces.difference import Side, TraceDifference, difference
 from workbench.traces.explanation import Explanation, explain
-from workbench.traces.loading import Loaded, read
+from workbench.traces.loading import Loaded, files, read
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -55,11 +54,10 @@ class Trace(Answers):
         """
         where = Path(path)
         if where.is_dir():
-            from workbench.traces.ranks import TraceSet, files  # which has traces in it
-
             first, *others = files(where)
             if others:
-                return cast("Trace", TraceSet.of(cls.load(one, cache=cache) for one in (first, *others)))
+                several: Trace = late.load("TraceSet").of(cls.load(path, cache=cache) for path in (first, *others))
+                return several
             where = first
         return cls._of(caching.load(where) if cache else read(where))
 

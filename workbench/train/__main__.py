@@ -10,6 +10,7 @@ from workbench.measure.holding import held
 from workbench.spec import RunSpec, SpecError, spec_from_json
 from workbench.task import resolve
 from workbench.train.loop import train
+from workbench.train.noise import NoiseLog
 from workbench.train.ranks import Ranks
 from workbench.train.sweep import train_all
 
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if len(specs) == 1:
             task = resolve(specs[0].task)  # before the group: a wrong name needs no peers to be found
             ranks = Ranks.join(specs[0])
-            train(specs[0], task, ranks, run_dirs[0])
+            train(specs[0], task, ranks, run_dirs[0], held=held, noise_log=NoiseLog)
             ranks.agree(True)  # nobody leaves while rank 0 evaluates
         else:
             train_all(specs, run_dirs, Ranks.join(specs[0]))

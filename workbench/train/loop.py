@@ -1,29 +1,48 @@
 """The training loop: a Trainer's optimizer steps, timed, counted and reported, on every rank."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from workbench import failure, rundir, units
-from workbench.measure import StepTimer
 from workbench.measure.energy import metered
-from workbench.measure.holding import held
 from workbench.measure.profiled import Profiled
+from workbench.measure.timer import StepTimer
+from workbench.memory.held import Held
 from workbench.spec import AUTO, RunSpec, check_profile
 from workbench.task import Task, TaskError
 from workbench.train.choosing import choose
 from workbench.train.metrics import Metrics
-from workbench.train.noise import NoiseLog
 from workbench.train.ranks import Ranks
 from workbench.train.saving import Checkpoints
 from workbench.train.trainer import Trainer
 
 
-def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.ProcessGroup | None = None) -> nn.Module:
+class GradientLog(Protocol):
+    """Writes what it sees of each step's gradients."""
+
+    def step(self, step: int) -> None:
+        """The gradients of a step (from 1) are there, and not used yet."""
+
+    def close(self) -> None:
+        """Write the rest."""
+
+
+def train(
+    spec: RunSpec,
+    task: Task,
+    ranks: Ranks,
+    run_dir: Path,
+    group: dist.ProcessGroup | None = None,
+    *,
+    held: Callable[[BaseException], Held],
+    noise_log: Callable[[Trainer, Path], GradientLog],
+) -> nn.Module:
     """Train, and write the steps and the report into a run directory.
 
     Args:
@@ -33,6 +52,8 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
         ranks: this process among the others.
         run_dir: for `rank<r>.jsonl`, `noise<r>.jsonl` where it is asked for and, from rank 0, `metrics.jsonl`.
         group: the process group that reduces the gradients; None = that of all.
+        held: tells what this rank holds; asked if memory has run out.
+        noise_log: writes the norms of gradients, where the spec wants them.
 
     Returns:
         The trained module, without its DDP wrapper; this rank's part of it where the spec shares or splits it.
@@ -69,7 +90,7 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
     if checkpoints:
         timer.go_on(done)
     metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None
-    noise = NoiseLog(trainer, run_dir) if spec.noise_scale else None
+    noise = noise_log(trainer, run_dir) if spec.noise_scale else None
     profiled = None
     if spec.profile:
         about = {"rank": ranks.rank, "queue": spec.queue, "steps": spec.steps}
@@ -83,7 +104,7 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
         with (
             metered(run_dir, rank=ranks.rank, gpus=spec.nproc_per_node if ranks.device.type == "cuda" else 0),
             contextlib.closing(timer),
-            recorded(run_dir, ranks.rank),
+            recorded(run_dir, ranks.rank, held),
             contextlib.closing(trainer.batches(done)) as batches,
         ):
             if profiled:
@@ -124,7 +145,7 @@ def train(spec: RunSpec, task: Task, ranks: Ranks, run_dir: Path, group: dist.Pr
 
 
 @contextlib.contextmanager
-def recorded(run_dir: Path, rank: int) -> Iterator[None]:
+def recorded(run_dir: Path, rank: int, held: Callable[[BaseException], Held]) -> Iterator[None]:
     """Leave an error on record before anything is closed: closing waits for the device, and would cover a CUDA error by its own."""
     try:
         yield

@@ -111,11 +111,14 @@ if __name__ == "__main__":
     sys.meta_path.insert(0, _TeardownWatch())  # before anything imports torch
     if words[0] == "--watch":
         words.pop(0)
-        profile = None
+        borders = None
         if words[0] == "--profile":
+            from workbench.measure.borders import Borders
+
             profile = Profile.of(json.loads(words[1]))
+            borders = functools.partial(Borders, profile) if profile else None
             del words[:2]
         from workbench.measure import auto
 
-        auto.install(profile)
+        auto.install(borders)
     run(words[0], words[1:])

@@ -18,6 +18,7 @@ from workbench.root_cause import first_failure
 from workbench.spec import AUTO, RunSpec, SpecError
 from workbench.task import resolve
 from workbench.train.loop import train
+from workbench.train.noise import NoiseLog
 from workbench.train.ranks import Ranks
 
 WARMUP_STEPS = 3
@@ -56,7 +57,7 @@ def attempt(spec: RunSpec, run_dir: Path, ranks: Ranks) -> bool:
     group = dist.new_group()  # its own: what a failed configuration has left unfinished disturbs no other
     error: Exception | None = None
     try:
-        train(spec, resolve(spec.task), ranks, run_dir, group)
+        train(spec, resolve(spec.task), ranks, run_dir, group, held=held, noise_log=NoiseLog)
     except rundir.DiskFullError:
         raise
     except Exception as raised:

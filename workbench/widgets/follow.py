@@ -10,7 +10,7 @@ from typing import Any
 from workbench import rundir
 from workbench.failure import Failure
 from workbench.run import ACTIVE, Run, State
-from workbench.timeline import MOST_WARMUP, PHASES, Step, warmup_of
+from workbench.timeline import MOST_WARMUP, Step, StepSums, warmup_of
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colours and cursor movements of a terminal
 LOG_START = 64 * 1024
@@ -85,9 +85,8 @@ class _RankSums:
 
     def __init__(self, path: Path) -> None:
         self._tail = rundir.LineTail(path)
-        self._first: list[list[float]] = []
-        self._sums = [0.0] * (len(PHASES) + 2)  # the phases, then samples, then the seconds of the steps whose samples are known
-        self._steps = 0
+        self._first: list[Step] = []
+        self._sums = StepSums()
         self._memory: int | None = None
         self._damage = ""
 
@@ -99,35 +98,31 @@ class _RankSums:
         """
         rows = self._tail.read()
         if self._tail.anew:  # the run went on from a checkpoint: its file begins anew, without what came after that
-            self._first, self._sums, self._steps, self._damage = [], [0.0] * len(self._sums), 0, ""
+            self._first, self._sums, self._damage = [], StepSums(), ""
+        steps = list[Step]()
         for row in rows:
             if "step" not in row:
                 continue
             try:
-                step = Step.of(row)
+                steps.append(Step.of(row))
             except ValueError as error:
                 self._damage = self._damage or f"{self._tail.path} is damaged: a row of it is no step: {error}"
-                continue
-            values = [*step.phases, step.samples or 0, 0.0 if step.samples is None else step.seconds]
-            if self._steps < MOST_WARMUP:
-                self._first.append(values)
-            self._sums = [a + b for a, b in zip(self._sums, values, strict=True)]
-            self._steps += 1
-            if step.memory is not None:
-                self._memory = max(self._memory or 0, step.memory)
+        self._first += steps[: MOST_WARMUP - len(self._first)]
+        self._sums += StepSums.of(steps)
+        peaks = [memory for memory in (self._memory, *(step.memory for step in steps)) if memory is not None]
+        self._memory = max(peaks, default=None)
         if self._damage:
             raise rundir.DamagedRunError(self._damage)
 
     def share(self, rank: int) -> RankShare:
-        left_out = warmup_of(self._steps)
-        count = self._steps - left_out
-        *phases, samples, timed = (a - sum(row[i] for row in self._first[:left_out]) for i, a in enumerate(self._sums))
+        left_out = warmup_of(self._sums.count)
+        measured = self._sums - StepSums.of(self._first[:left_out])
         return RankShare(
             rank=rank,
-            phases=tuple(max(0.0, value) / count if count else math.nan for value in phases),  # a sum minus its parts may end below 0
-            steps=self._steps,
+            phases=measured.means,
+            steps=self._sums.count,
             left_out=left_out,
-            samples_per_sec=samples / timed if timed > 0 else math.nan,
+            samples_per_sec=measured.samples_per_sec,
             memory=self._memory,
         )
 

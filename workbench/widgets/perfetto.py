@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import units
-from workbench.traces import Trace
+from workbench.traces.trace import Trace
 
 POLICY = "; ".join(
     [

@@ -5,9 +5,13 @@ from typing import Any
 import ipywidgets
 
 from workbench import units
-from workbench.cost import Cluster, CostError, Transformer
-from workbench.planning import PlanError, Plans
-from workbench.scaling import CurveFit, ScalingCurve
+from workbench.cost.cluster import Cluster
+from workbench.cost.collectives import CostError
+from workbench.cost.transformer import Transformer
+from workbench.planning.ranges import PlanError
+from workbench.planning.short_list import Plans
+from workbench.scaling.curve import ScalingCurve
+from workbench.scaling.fitting import CurveFit
 from workbench.widgets import faces
 from workbench.widgets import scaling_explorer_faces as drawn
 from workbench.widgets.scaling_explorer_asked import checked_number, checked_options

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.cost import Transformer
-from workbench.planning import PlanError, plan
+from workbench.cost.transformer import Transformer
+from workbench.planning.making import plan
+from workbench.planning.ranges import PlanError
 
 ITS_OWN = ("cluster", "global_batch", "samples", "price", "intensity")
 """What the explorer itself takes."""

@@ -6,10 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from workbench import units
-from workbench.cost import CLUSTERS, Cluster, CostError, Transformer
+from workbench.cost.cluster import CLUSTERS, Cluster
+from workbench.cost.collectives import CostError
 from workbench.cost.energy import estimated
-from workbench.planning import PlanError, Plans, plan
-from workbench.scaling import CurveFit, CurveForecast, ScalingCurve
+from workbench.cost.transformer import Transformer
+from workbench.planning.making import plan
+from workbench.planning.ranges import PlanError
+from workbench.planning.short_list import Plans
+from workbench.scaling.curve import ScalingCurve
+from workbench.scaling.fitting import CurveFit
+from workbench.scaling.forecast import CurveForecast
 
 MOST = 10_000
 """GPUs to which the slider goes; further where more were measured."""

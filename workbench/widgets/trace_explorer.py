@@ -4,8 +4,10 @@ import os
 import threading
 from typing import Any
 
-from workbench.traces import Breakdown, Trace, TraceSet
+from workbench.traces.breakdown import Breakdown
 from workbench.traces.ranking import Ranked
+from workbench.traces.ranks import TraceSet
+from workbench.traces.trace import Trace
 from workbench.widgets import trace_faces
 from workbench.widgets.trace_knobs import TraceKnobs
 from workbench.widgets.trace_model import ALL, Described, Explored, Stretch

@@ -7,8 +7,7 @@ from workbench import units
 from workbench.display import Table, escape
 from workbench.plot.colors import text_on
 from workbench.plot.trace import COLORS, kind_colors
-from workbench.traces import Breakdown
-from workbench.traces.breakdown import PARTS
+from workbench.traces.breakdown import PARTS, Breakdown
 from workbench.traces.kinds import KINDS
 from workbench.traces.ops import Which, short
 from workbench.traces.ranking import Ranked

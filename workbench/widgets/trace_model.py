@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from workbench import units
-from workbench.traces import Breakdown, Trace, TraceSet
+from workbench.traces.breakdown import Breakdown
 from workbench.traces.kinds import KINDS
 from workbench.traces.ops import Which
 from workbench.traces.ranking import Ranked, Ranking
+from workbench.traces.ranks import TraceSet
 from workbench.traces.scene import Scene, scene
 from workbench.traces.tiles import tiles
+from workbench.traces.trace import Trace
 
 WORDS = {
     "step": "a step's mark",
