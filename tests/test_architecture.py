@@ -12,7 +12,7 @@ import workbench
 ROOT = Path(workbench.__file__).parent
 FLOORS = (
     ("units", "display"),
-    ("device", "task", "timeline", "progress", "profiling", "collector"),
+    ("device", "optimizer_table", "task", "timeline", "progress", "profiling", "collector"),
     ("memory", "batch", "laws", "cost", "traces"),
     ("rundir", "spec", "symptoms"),
     ("failure", "job"),
