@@ -11,7 +11,7 @@ import workbench
 
 ROOT = Path(workbench.__file__).parent
 FLOORS = (
-    ("units", "display"),
+    ("units", "display", "vocabulary", "statistics"),
     ("device", "optimizer_table", "task", "timeline", "progress", "profiling", "collector"),
     ("memory", "batch", "laws", "cost", "traces"),
     ("rundir", "spec", "symptoms"),

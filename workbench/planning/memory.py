@@ -10,7 +10,6 @@ from workbench.planning.ranges import HELD, Range
 from workbench.planning.space import SHARINGS, Floats, Layouts
 from workbench.planning.subject import Subject
 
-GROUPS = ("weights", "gradients", "optimizer states", "activations", "outside")
 _STAGE = {sharing: stage for stage, sharing in enumerate(("ddp", "zero1", "zero2", "fsdp"))} | {"hsdp": 3}
 """Sharing → stage of ZeRO."""
 
@@ -20,7 +19,7 @@ class Memory:
     """Bytes of each layout's fullest GPU."""
 
     groups: Mapping[str, Floats]
-    """GROUPS → bytes."""
+    """Of `vocabulary.PLANNED` → bytes."""
     low: Floats
     """All of it at least: the allocator's and what lies outside of it, both at their lower ends."""
     high: Floats

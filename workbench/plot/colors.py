@@ -15,7 +15,7 @@ PHASES = {
     "optimizer": "#9a5680",
     "other": "#bababa",
 }
-"""Phase → colour, in the order of `timeline.PHASES`."""
+"""Phase → colour, in the order of `vocabulary.PHASES`."""
 
 PARTS = {
     "data_wait": PHASES["data_wait"],
@@ -27,7 +27,7 @@ PARTS = {
     "straggler": "#7e2f00",
     "stalls": "#4f4437",
 }
-"""Part of a diagnosed step → colour, in the order of `diagnosis.parts.PARTS`."""
+"""Part of a diagnosed step → colour, in the order of `vocabulary.PARTS`."""
 
 GROUPS = {
     "parameters": PARTS["stalls"],
@@ -39,7 +39,7 @@ GROUPS = {
     "buffers": PARTS["straggler"],
     "other": PHASES["other"],
 }
-"""Group of memory → colour, in the order of `memory.log.GROUPS`; activations have the colour of forward, which makes them, and so on."""
+"""Group of memory → colour, in the order of `vocabulary.GROUPS`; activations have the colour of forward, which makes them, and so on."""
 
 LINE = "#2b8cd6"
 """The one curve of a picture that has one; a blue that reads on white and on near-black."""
