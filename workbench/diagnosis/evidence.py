@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from workbench.diagnosis.interval import Interval, interval_of
 from workbench.diagnosis.plain import plain, read
+from workbench.statistics import Interval, interval_of
 from workbench.timeline import Timeline
 
 __all__ = [
-    "ARMS", "SMALL_OP", "Arm", "Evidence", "Gradients", "Inside", "Interval", "Loading", "Noise", "RankEvidence", "Stalls", "interval_of"
+    "ARMS", "SMALL_OP", "Arm", "Evidence", "Gradients", "Inside", "Loading", "Noise", "RankEvidence", "Stalls"
 ]  # fmt: skip
 
 ARMS = {

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from workbench import display, units
-from workbench.diagnosis.evidence import Interval
+from workbench.statistics import Interval
 
 VERDICTS = {
     "input-bound": "waiting for data",
