@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.diagnosis.evidence import Stalls
-from workbench.diagnosis.stalls import Call, Place, find_stalls
+from workbench.diagnosis.stalls import Call, find_stalls
+from workbench.place import Place
 
 STEP = 0.01
 

@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass
 
-from workbench.diagnosis.interval import Interval, interval_of
+from workbench.statistics import Interval, interval_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

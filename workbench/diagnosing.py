@@ -18,7 +18,7 @@ from workbench.arm import Arm
 from workbench.diagnosis import calibration
 from workbench.diagnosis.calibration import Calibration
 from workbench.diagnosis.diagnosis import Diagnosis
-from workbench.diagnosis.evidence import Evidence, Interval
+from workbench.diagnosis.evidence import Evidence
 from workbench.diagnosis.observed import observe
 from workbench.diagnosis.proof import Ladder, Proof, Rung
 from workbench.diagnosis.remedy import Remedy
@@ -27,6 +27,7 @@ from workbench.failure import RunError
 from workbench.launcher import experimenting
 from workbench.run import Run
 from workbench.spec import RunSpec, ScriptSpec, check_names
+from workbench.statistics import Interval
 from workbench.task import Task
 
 BUDGET = 60.0

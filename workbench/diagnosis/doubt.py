@@ -4,7 +4,8 @@ import math
 
 from workbench import units
 from workbench.arm import Arm
-from workbench.diagnosis.evidence import Evidence, Interval
+from workbench.diagnosis.evidence import Evidence
+from workbench.statistics import Interval
 
 FOREIGN = 0.3
 """Cores taken by others from which on noise may spoil a close decision; the prediction errors of loaders explode there."""

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from workbench.arm import Arm
 from workbench.codec import JsonDataclass
-from workbench.diagnosis.interval import Interval, interval_of
 from workbench.system_load import Noise
 from workbench.timeline import Timeline
 
 __all__ = [
-    "ARMS", "SMALL_OP", "Evidence", "Gradients", "Inside", "Interval", "Loading", "RankEvidence", "Stalls", "interval_of"
+    "ARMS", "SMALL_OP", "Evidence", "Gradients", "Inside", "Loading", "RankEvidence", "Stalls"
 ]  # fmt: skip
 
 ARMS = {

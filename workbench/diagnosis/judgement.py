@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from workbench import display, units
 from workbench.codec import JsonDataclass
-from workbench.diagnosis.evidence import Interval
+from workbench.statistics import Interval
 
 VERDICTS = {
     "input-bound": "waiting for data",

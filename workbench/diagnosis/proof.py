@@ -7,8 +7,8 @@ from typing import Any
 
 from workbench import display, units
 from workbench.codec import JsonDataclass
-from workbench.diagnosis.evidence import Interval
 from workbench.diagnosis.remedy import Remedy
+from workbench.statistics import Interval
 
 TOLERANCE = 0.25
 """A prediction this far off did not hold: the choice of a remedy could have been another one."""

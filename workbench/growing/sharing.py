@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.diagnosis.interval import interval_of
 from workbench.spec import RunSpec
+from workbench.statistics import interval_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,40 +1,11 @@
 """What a law says: a number with its band, the loss of one run, the best use of a compute budget."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from workbench import display, units
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
-    """A number with its interval."""
-
-    low: float
-    """Lower end."""
-    mid: float
-    """The number itself."""
-    high: float
-    """Upper end."""
-
-    def __contains__(self, value: float) -> bool:
-        return self.low <= value <= self.high
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Band":
-        """Inverse of `to_json`."""
-        low, high = value["low"], value["high"]
-        return cls(low=-math.inf if low is None else low, mid=value["mid"], high=math.inf if high is None else high)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; None for an end that there is not (no drawings)."""
-        return {name: one if math.isfinite(one) else None for name, one in asdict(self).items()}
-
-    def cells(self, show: Callable[[float], str]) -> list[str]:
-        """The number, its lower and its upper end as text; a dash for an end that there is not."""
-        return [show(one) if math.isfinite(one) else units.MISSING for one in (self.mid, self.low, self.high)]
+from workbench.statistics import Interval
 
 
 def flops(value: float) -> str:
@@ -69,7 +40,7 @@ class Forecast:
     """It is trained on (D)."""
     flops: float
     """To train it."""
-    loss: Band
+    loss: Interval
     """Predicted: where a single run of this kind ends, its own luck included."""
     naive: float
     """The naive line: the best loss that was measured so far."""
@@ -106,7 +77,7 @@ class Forecast:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Forecast":
         """Inverse of `to_json`."""
-        return cls(**{**value, "loss": Band.from_json(value["loss"]), "notes": tuple(value["notes"])})
+        return cls(**{**value, "loss": Interval.from_json(value["loss"]), "notes": tuple(value["notes"])})
 
     def __repr__(self) -> str:
         mid, low, high = self.loss.cells(_three)
@@ -125,11 +96,11 @@ class Allocation:
 
     flops: float
     """The budget."""
-    parameters: Band
+    parameters: Interval
     """Of the model that a law thinks best."""
-    tokens: Band
+    tokens: Interval
     """To train it on."""
-    loss: Band
+    loss: Interval
     """That the law then predicts, the luck of a single run left out."""
     naive: float
     """The best loss that was measured so far."""
@@ -179,7 +150,7 @@ class Allocation:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Allocation":
         """Inverse of `to_json`."""
-        bands = {name: Band.from_json(value[name]) for name in ("parameters", "tokens", "loss")}
+        bands = {name: Interval.from_json(value[name]) for name in ("parameters", "tokens", "loss")}
         return cls(**{**value, **bands, "notes": tuple(value["notes"])})
 
     def __repr__(self) -> str:

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from workbench.arm import Arm
 from workbench.collector import without_gc
-from workbench.diagnosis.evidence import interval_of
 from workbench.measure import arms
 from workbench.measure.arms import Treatment
 from workbench.measure.batches import bytes_of, doubled, padding_of, tensors_of, trimmed
 from workbench.measure.blocks import Bench, StepFailed, length, paired
 from workbench.measure.replay import Replay
+from workbench.statistics import interval_of
 
 BLOCK = 0.15
 """Seconds of a block, where steps are not longer than that."""

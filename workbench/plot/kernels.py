@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from workbench import units
 from workbench.plot.colors import PHASES
 from workbench.plot.stack import Bar, bar_chart, shortened
-from workbench.traces import Trace
 from workbench.traces.kernels import Kernels
 from workbench.traces.sequences import brief
 from workbench.traces.trace import Trace

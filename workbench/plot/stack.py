@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench import units
-from workbench.diagnosis.evidence import Interval
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import INK, text_on
+from workbench.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

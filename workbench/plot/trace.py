@@ -13,7 +13,6 @@ from workbench.plot.canvas import prepared
 from workbench.plot.colors import PARTS as OF_PARTS
 from workbench.plot.colors import PHASES
 from workbench.plot.stack import WIDTH, Bar, bar_chart, legend, rows, scale_of
-from workbench.traces import Trace
 from workbench.traces.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown
 from workbench.traces.intervals import Spans, covered, union
 from workbench.traces.kinds import KINDS
