@@ -18,7 +18,7 @@ FLOORS = (
     ("failure", "job"),
     ("root_cause",),
     ("run",),
-    ("comparison",),
+    ("comparison", "target"),
     ("diagnosis", "scaling"),
     ("launcher", "measure", "data"),
     ("train", "estimate"),

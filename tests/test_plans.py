@@ -756,7 +756,7 @@ def units_of(name: str) -> str:
         ({"gradient_bytes": 2, "precision": "fp32"}, "gradients have 4 bytes there"),
         ({"model": 5}, r"^plan\(5\): a cost.Transformer, a RunSpec, a Task"),
         ({"model": "x"}, r"^plan\('x'\): a cost.Transformer, a RunSpec, a Task.*not a str"),
-        ({"model": lambda: None}, "a model needs an example of its batch: batch="),
+        ({"model": lambda: None}, "a model needs a batch"),
         ({"gpus": 1024, "global_batch": 10, "tensor": 1, "pipeline": 1}, "try global_batch=1024, or another number of GPUs"),
         ({"gpus": 6, "global_batch": 48, "tensor": 4}, "try another number of GPUs"),
     ],

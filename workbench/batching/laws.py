@@ -13,6 +13,7 @@ from workbench.launcher import sweep
 from workbench.laws import Points, PointsError, ScalingLaw
 from workbench.laws.doubt import narrow
 from workbench.spec import RunSpec, SpecError
+from workbench.target import check_spec
 from workbench.task import TaskError
 
 SIZED = "workbench.train.sized:gpt_"
@@ -58,8 +59,7 @@ def scaling_law(
         PointsError: too few sizes or amounts of data, or too close to each other (nothing was started), or too few runs have finished.
         TaskError: a task that cannot be built. Nothing was started.
     """
-    if not isinstance(spec, RunSpec):
-        raise SpecError(f"scaling_law({type(spec).__name__}): a RunSpec is wanted")
+    check_spec("scaling_law", spec, error=SpecError)
     sizes, samples = None if sizes is None else _plain(sizes), _plain(samples)
     seeds = _plain([seeds])[0]
     names = _tasks(spec, sizes, tasks)

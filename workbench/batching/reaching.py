@@ -13,6 +13,7 @@ from workbench.batch.scaled import RULES
 from workbench.launcher import reaching
 from workbench.run import Run
 from workbench.spec import AUTO, SHARDED, RunSpec
+from workbench.target import check_spec
 
 RETUNE = (0.5, 1.0, 2.0)
 """Factors around the centre where `retune=True`."""
@@ -84,7 +85,8 @@ def steps_to_target(
             path = spec.path if isinstance(spec, Run) else spec
             raise ValueError(f"steps_to_target({os.fspath(path)!r}, batches=…): a run has tried its batches; a RunSpec tries new ones")
         return StepsToTarget.of(spec)
-    _check_spec(spec)
+    check_spec("steps_to_target", spec, instead="a run that it has made is read")
+    _check(spec)
     searched = retune is True or (retune is False and not rules)
     order = Order(
         target=_target(target_loss, target),
@@ -118,9 +120,7 @@ def _words(run: Run) -> str:
     return f"{run.name} {'█' * (_CELLS * done // total):░<{_CELLS}} {done}/~{total} trials{what} · about {left} left"
 
 
-def _check_spec(spec: Any) -> None:
-    if not isinstance(spec, RunSpec):
-        raise ValueError(f"steps_to_target({type(spec).__name__}): a RunSpec is wanted, or a run that it has made, to read")
+def _check(spec: RunSpec) -> None:
     if spec.micro_batch == AUTO:
         raise ValueError(
             'micro_batch="auto": steps to a target need a number, the largest micro-batch; wb.max_micro_batch(spec, device) has one'

@@ -19,6 +19,7 @@ from workbench.estimate.refusals import EstimateError
 from workbench.measure.loop import samples_in
 from workbench.memory.outside import cublas_workspace
 from workbench.spec import SHARDED, RunSpec, check_names
+from workbench.target import check_program, shown
 from workbench.task import Task
 
 CAPABILITIES = {
@@ -111,7 +112,8 @@ def plan_of(
     name = device_name(device)
     if world_size is not None:
         knobs |= {"nproc_per_node": world_size, "nnodes": 1}
-    spec, task = _spec_and_task(target, batch, loss, optimizer, knobs, asked)
+    check_program(asked, target, batch)
+    spec, task = _spec_and_task(target, loss, optimizer, knobs)
     if batch is None:
         batch = sample_batch(task, spec.micro_batch)
     batch = resized(batch, samples=knobs.get("micro_batch"), sequence=sequence, image=image)
@@ -140,14 +142,14 @@ def device_name(device: str | Device) -> str:
         raise ValueError(f'{error}. Allowed, too: "cuda", any GPU, and "cpu"') from None
 
 
-def _spec_and_task(target: Any, batch: Any, loss: Any, optimizer: Any, knobs: dict[str, Any], asked: str) -> tuple[RunSpec, Task]:
+def _spec_and_task(target: Any, loss: Any, optimizer: Any, knobs: dict[str, Any]) -> tuple[RunSpec, Task]:
     chosen: dict[str, Any] = {"optimizer": optimizer} if isinstance(optimizer, str) else {}
     if isinstance(target, RunSpec):
         spec, task = target.replace(**knobs, **chosen), tasks.resolve(target.task)
     elif isinstance(target, Task):
         spec, task = RunSpec(task=target.name or "task", **knobs, **chosen), target
     else:
-        spec, task = RunSpec(task="model", **knobs, **chosen), _task_of(target, batch, asked)
+        spec, task = RunSpec(task="model", **knobs, **chosen), _task_of(target)
     changes: dict[str, Any] = {} if loss is None else {"loss": checked(loss)}
     if optimizer is not None and not chosen:
         changes["optimizer"] = optimizer
@@ -155,18 +157,10 @@ def _spec_and_task(target: Any, batch: Any, loss: Any, optimizer: Any, knobs: di
     return spec, dataclasses.replace(task, **changes)
 
 
-def _task_of(target: Any, batch: Any, asked: str) -> Task:
+def _task_of(target: Any) -> Task:
+    name, make = shown(target), target
     if isinstance(target, nn.Module):
-        name, make = type(target).__name__, lambda: copied(target) if target.training else copied(target).train()
-    elif callable(target):
-        name, make = getattr(target, "__name__", type(target).__name__), target
-    else:
-        raise ValueError(
-            f"{asked}({target!r:.80}): a RunSpec, a Task, a function that builds a model, or a torch.nn.Module is wanted, not a "
-            f"{type(target).__name__}"
-        )
-    if batch is None:
-        raise ValueError(f"{asked}({name}): a model needs a batch: {asked}(model, batch), of tensors on any device, even meta")
+        make = lambda: copied(target) if target.training else copied(target).train()  # noqa: E731
     return Task(model=make, dataset=list, loss=DefaultLoss(), name="" if name == "<lambda>" else name)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 from workbench.scaling.point import PROCESSES, CurveError
 from workbench.scaling.showing import KINDS
 from workbench.spec import AUTO, SHARDED, RunSpec, SpecError, check_names
+from workbench.target import check_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +79,13 @@ def ordered(spec: Any, *, over: str, values: Sequence[Any], kind: str, repeat: i
         SpecError: no RunSpec, no such knob, or a value it does not take.
         CurveError: values that make no curve.
     """
-    if not isinstance(spec, RunSpec):
-        raise SpecError(
-            f"scaling_curve({type(spec).__name__}): a RunSpec is wanted, whose knobs can be turned, or the directory of a curve, "
-            "to read it; for a script: ScalingCurve.from_runs([launch(script, nproc_per_node=n, watch=True).wait() for n in (1, 2)])"
-        )
+    check_spec(
+        "scaling_curve",
+        spec,
+        because="whose knobs can be turned, or the directory of a curve, to read it",
+        instead="for a script: ScalingCurve.from_runs([launch(script, nproc_per_node=n, watch=True).wait() for n in (1, 2)])",
+        error=SpecError,
+    )
     check_names(RunSpec, {over: None})
     if kind not in KINDS:
         raise CurveError(f"kind={kind!r}: allowed are " + " and ".join(f'"{name}" ({what})' for name, what in KINDS.items()))
