@@ -11,6 +11,7 @@ import workbench
 
 ROOT = Path(workbench.__file__).parent
 FLOORS = (
+    ("checks",),
     ("units", "display"),
     ("device", "task", "timeline", "progress", "profiling", "collector"),
     ("memory", "batch", "laws", "cost", "traces"),
@@ -31,7 +32,7 @@ FLOORS = (
     ("__main__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-LIGHT = {name for rooms in FLOORS[:9] for name in rooms} | {
+LIGHT = {name for rooms in FLOORS[:10] for name in rooms} | {
     "launcher",
     "diagnosing",
     "growing",

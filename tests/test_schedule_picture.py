@@ -136,7 +136,7 @@ def test_what_has_no_schedule() -> None:
         scheduled(lambda stepper: stepper, 5)
     with pytest.raises(ValueError, match="the ExponentialLR does not say how many steps it is made for: give steps=…"):
         scheduled(of_torch.ExponentialLR(stepper, 0.9))
-    with pytest.raises(ValueError, match="steps=0: a whole number from 1 on is allowed"):
+    with pytest.raises(ValueError, match="steps=0: a whole number of at least 1 is allowed"):
         scheduled(of_torch.ExponentialLR(stepper, 0.9), 0)
 
     class Unlike(Own):

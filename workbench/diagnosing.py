@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import rundir, task, units
+from workbench.checks import real_number
 from workbench.diagnosis import calibration
 from workbench.diagnosis.calibration import Calibration
 from workbench.diagnosis.diagnosis import Diagnosis
@@ -202,8 +203,7 @@ def check_budget(budget_s: float) -> None:
     Raises:
         ValueError: it is not a positive number.
     """
-    if isinstance(budget_s, bool) or not isinstance(budget_s, int | float) or not 0 < budget_s < float("inf"):
-        raise ValueError(f"budget_s={budget_s!r}: seconds above 0 are allowed; try budget_s=60")
+    real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60")
 
 
 _TARGET = Measured(name="diagnose", verb="diagnosed", script='a script by a run of it, diagnose(wb.launch("train.py", watch=True).wait())')

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from workbench.checks import whole_number
 from workbench.launcher import experimenting
 from workbench.run import Run
 from workbench.spec import RunSpec
@@ -88,7 +89,5 @@ _TARGET = Measured(
 
 
 def _checked(steps: Any) -> int:
-    steps = STEPS if steps is None else steps
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps={steps!r}: a whole number of at least 1 is allowed; with 2 or more the optimizer's states are seen")
-    return steps
+    also = "; with 2 or more the optimizer's states are seen"
+    return whole_number("steps", STEPS if steps is None else steps, least=1, also=also)

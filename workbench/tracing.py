@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from workbench import launcher, rundir
+from workbench.checks import whole_number
 from workbench.launcher.launching import label
 from workbench.launcher.waiting import wait_for
 from workbench.profiling import ALL, STEPS, Profile
@@ -111,8 +112,7 @@ def trace(
     if isinstance(given, RunSpec):
         profile = {"steps": steps, "ranks": 0 if ranks is None else ranks, "wait": wait, **options}
         return of_run(_launched(given, profile, runs_dir))
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
-        raise ValueError(f"steps={steps!r}: a whole number of at least 2 is allowed; with 5 one sees how much they vary")
+    whole_number("steps", steps, least=2, also="; with 5 one sees how much they vary")
     Profile(steps=steps, shapes=shapes, stacks=stacks, memory=memory, flops=flops)  # refuses what is neither True nor False
     from workbench.measure.tracing import Options, capture
 

@@ -1,11 +1,12 @@
 """Described: an optimizer in plain values, read from text such as "adamw(betas=(0.9, 0.95))" or from what a built one has."""
 
 import ast
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from workbench.checks import did_you_mean, nearest
 
 Kin = Literal["sgd", "adam", "other"]
 """What the rules treat alike: "sgd" steps in proportion to the gradient, "adam" divides it by its own size, "other" are adaptive too, but
@@ -139,7 +140,7 @@ def _mapped(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     options = {str(key): _plain(value) for key, value in given.items() if key not in ("name", "params") and value is not None}
     known = {option for several in _OPTIONS.values() for option in several}
     for option in options:
-        if option not in known and difflib.get_close_matches(option, _OPTIONS[name], n=1, cutoff=_MISSPELT):
+        if option not in known and nearest(option, _OPTIONS[name], cutoff=_MISSPELT):
             raise ValueError(_no_option(dict(given), name, option))
     if name == "rmsprop" and "betas" in options:
         options["alpha"] = options.pop("betas")[0]
@@ -155,9 +156,7 @@ def _plain(value: Any) -> Any:
 
 
 def _no_option(given: object, name: str, option: str) -> str:
-    near = difflib.get_close_matches(option, _OPTIONS[name], n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"optimizer={given!r}: {name} has no option {option!r}; {hint}it has {', '.join(_OPTIONS[name])}"
+    return f"optimizer={given!r}: {name} has no option {option!r}; {did_you_mean(option, _OPTIONS[name])}it has {', '.join(_OPTIONS[name])}"
 
 
 def _no_text(given: object) -> str:
@@ -175,8 +174,7 @@ def _no_text(given: object) -> str:
 def _known(name: str, given: object) -> str:
     if name in KNOWN:
         return name
-    near = difflib.get_close_matches(name.lower(), KNOWN, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(name.lower(), KNOWN)
     raise ValueError(
         f"optimizer={given!r}: no rule is known for {name!r}; {hint}known are {', '.join(KNOWN)}; "
         "of another one, give the name of that which it resembles"

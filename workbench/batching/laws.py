@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from workbench import task
+from workbench.checks import is_whole, whole_number
 from workbench.launcher import sweep
 from workbench.laws import Points, PointsError, ScalingLaw
 from workbench.laws.doubt import narrow
@@ -64,8 +65,7 @@ def scaling_law(
     seeds = _plain([seeds])[0]
     names = _tasks(spec, sizes, tasks)
     steps = _steps(spec, samples)
-    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
-        raise SpecError(f"seeds={seeds!r}: a whole number of at least 1 is allowed")
+    whole_number("seeds", seeds, least=1, error=SpecError)
     per = tokens_per_sample if tokens_per_sample is not None else float(WINDOW) if sizes is not None else 1.0
     counts = count(names)
     parameters = {name: float(found["parameters"] or 0) for name, found in counts.items()}
@@ -116,7 +116,7 @@ def _tasks(spec: RunSpec, sizes: Sequence[int] | None, tasks: Sequence[str] | No
             f'sizes= are those of "{SIZED_FROM}", and the task is {spec.task!r}: name a task for each size, tasks=["…:small", …]'
         )
     for width in sizes:
-        if isinstance(width, bool) or not isinstance(width, int) or width < 8 or width % 8:
+        if not is_whole(width, least=8) or width % 8:
             raise SpecError(f"sizes={list(sizes)!r}: widths that are multiples of 8 are wanted, such as [16, 32, 64]")
     if len(set(sizes)) < len(sizes):
         raise SpecError(f"sizes={list(sizes)!r} has one twice: for several runs of each there is seeds=2")

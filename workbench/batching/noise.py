@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from workbench.checks import whole_number
 from workbench.launcher import launch
 from workbench.launcher.waiting import error_of, wait_for
 from workbench.run import Run
@@ -129,7 +130,4 @@ _OWN_MODEL = "of a model of your own: workbench.measure.per_sample.exact_noise_s
 
 
 def _checked(steps: Any) -> int:
-    steps = STEPS if steps is None else steps
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
-        raise ValueError(f"steps={steps!r}: a whole number of at least 2 is allowed; some 100 give an estimate worth having")
-    return steps
+    return whole_number("steps", STEPS if steps is None else steps, least=2, also="; some 100 give an estimate worth having")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from workbench import task as tasks
+from workbench.checks import whole_number
 from workbench.device import Device
 from workbench.estimate.building import copied
 from workbench.estimate.dry import Gpu
@@ -107,8 +108,8 @@ def plan_of(
     """What `workbench.estimating.estimate_memory` estimates, with its arguments; see there. `asked`: what a user called."""
     check_names(RunSpec, knobs)
     for what, value, least in (("steps", steps, 1), ("rank", rank, 0), ("sequence", sequence, 1), ("image", image, 1)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"{what}={value!r}: a whole number of at least {least} is allowed")
+        if value is not None:
+            whole_number(what, value, least=least)
     name = device_name(device)
     if world_size is not None:
         knobs |= {"nproc_per_node": world_size, "nnodes": 1}

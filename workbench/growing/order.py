@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from workbench.checks import whole_number
 from workbench.scaling.point import PROCESSES, CurveError
 from workbench.scaling.showing import KINDS
 from workbench.spec import AUTO, SHARDED, RunSpec, SpecError, check_names
@@ -95,8 +96,7 @@ def ordered(spec: Any, *, over: str, values: Sequence[Any], kind: str, repeat: i
         raise CurveError(f"values={values!r}: a list of what {over} is turned to is wanted, such as (1, 2, 4)")
     if any(value in values[:place] for place, value in enumerate(values)):
         raise CurveError(f"values={list(values)!r} has one twice: to measure each point several times there is repeat=3")
-    if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
-        raise CurveError(f"repeat={repeat!r}: a whole number of at least 1 is wanted; with 1 no point has an interval")
+    whole_number("repeat", repeat, least=1, also="; with 1 no point has an interval", error=CurveError)
     if spec.micro_batch == AUTO and over != "micro_batch":
         raise CurveError(
             'micro_batch="auto" may be another number at each point: give one, such as wb.max_micro_batch(spec, device).micro_batch'

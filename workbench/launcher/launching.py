@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import task
+from workbench.checks import real_number
 from workbench.launcher import environment
 from workbench.launcher.rendezvous import TIMEOUT, Rendezvous, free_endpoint
 from workbench.launcher.resuming import go_on, resumable
@@ -179,8 +180,9 @@ def check_timeout(timeout: float | None, what: str = "timeout") -> None:
     Raises:
         LaunchError: it is not a positive number.
     """
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
-        raise LaunchError(f"{what}={timeout!r}: seconds above 0 are allowed" + (", or None for no limit" if what == "timeout" else ""))
+    if timeout is not None:
+        also = ", or None for no limit" if what == "timeout" else ""
+        real_number(what, timeout, above=0, what="seconds", also=also, error=LaunchError, finite=False)
 
 
 def label(spec: Spec) -> str:

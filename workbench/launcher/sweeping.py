@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import rundir, units
+from workbench.checks import whole_number
 from workbench.launcher.launching import check, label, program
 from workbench.launcher.start import NewRun, child_dir
 from workbench.launcher.waiting import wait_for
@@ -88,8 +89,7 @@ def run_all(
         LaunchError: a configuration cannot run here. Nothing was started.
         TaskError: the task is not there. Nothing was started.
     """
-    if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
-        raise SpecError(f"repeat={repeat!r}: a whole number of at least 1 is allowed")
+    whole_number("repeat", repeat, least=1, error=SpecError)
     for _, each in specs:
         check(each)
         check_profile(each)
