@@ -11,7 +11,7 @@ import workbench
 
 ROOT = Path(workbench.__file__).parent
 FLOORS = (
-    ("checks",),
+    ("checks", "cgroup"),
     ("units", "display"),
     ("device", "task", "timeline", "progress", "profiling", "collector"),
     ("memory", "batch", "laws", "cost", "traces"),
