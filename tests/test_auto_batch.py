@@ -355,7 +355,7 @@ def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free is not None
     assert 0 < free <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     files = {"memory.max": "5000\n", "memory.current": "3000\n", "memory.stat": "anon 2000\ninactive_file 700\n"}
-    monkeypatch.setattr(choosing, "group_files", lambda name, old: [files[name]])
+    monkeypatch.setattr(choosing, "control_groups", lambda controller, names, old: [tuple(files[name] for name in names)])
     assert choosing.available() == 2700
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert choosing.room_of(CPU) == 1350

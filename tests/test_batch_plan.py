@@ -29,7 +29,7 @@ def test_what_cannot_be_divided() -> None:
         divided(100, 8, 32)
     with pytest.raises(ValueError, match=r"global_batch=3 cannot be divided over 8 ranks .* try 8, or other ranks"):
         divided(3, 8, 32)
-    with pytest.raises(ValueError, match=r"micro_batch=0: a whole number from 1 on is allowed"):
+    with pytest.raises(ValueError, match=r"micro_batch=0: a whole number of at least 1 is allowed"):
         divided(8, 8, 0)
 
 
@@ -131,9 +131,9 @@ def test_there_and_back_as_json(plan: BatchPlan) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"micro_batch": 0}, "micro_batch=0: a whole number from 1 on is allowed"),
-        ({"world_size": 2.0}, r"world_size=2\.0: a whole number from 1 on"),
-        ({"warmup_steps": -1}, "warmup_steps=-1: a whole number from 0 on"),
+        ({"micro_batch": 0}, "micro_batch=0: a whole number of at least 1 is allowed"),
+        ({"world_size": 2.0}, r"world_size=2\.0: a whole number of at least 1"),
+        ({"warmup_steps": -1}, "warmup_steps=-1: a whole number of at least 0"),
         ({"lr": -1.0}, r"lr=-1\.0: a number above 0 is allowed"),
         ({"optimizer": "sgdd"}, "did you mean 'sgd'"),
     ],
@@ -148,7 +148,7 @@ def test_what_it_cannot_be_scaled_to() -> None:
         PLAN.scaled_to()
     with pytest.raises(ValueError, match="cannot be divided over 3 ranks without a remainder: try 63 or 66"):
         PLAN.scaled_to(global_batch=64, world_size=3)
-    with pytest.raises(ValueError, match=r"world_size=0: a whole number from 1 on"):
+    with pytest.raises(ValueError, match=r"world_size=0: a whole number of at least 1"):
         PLAN.scaled_to(world_size=0)
     with pytest.raises(ValueError, match="outside the rule's domain"):
         PLAN.scaled_to(global_batch=12800, rule="linear", noise_scale=10, strict=True)

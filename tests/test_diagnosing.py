@@ -76,7 +76,7 @@ class Module:
         (
             (Module(), [1, 2]),
             {},
-            r"diagnose\(Module, …\): a function is wanted that does one .* the module goes into model=",
+            r"diagnose\(Module, …\): a function is wanted that does one .* a module goes into model=",
         ),
         ((3,), {}, r"diagnose\(int, …\): allowed are a step function with its loader, a RunSpec, a Run or the path"),
         ((SPEC, [1]), {}, r"diagnose\(RunSpec, …\) was given a loader, which only goes with a step"),

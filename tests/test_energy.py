@@ -302,7 +302,7 @@ def test_a_plan_keeps_its_prices_and_its_node_whatever_is_asked() -> None:
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        ({"steps": -1}, "steps=-1: a whole number of at least 1 is wanted, or None for the 1,000"),
+        ({"steps": -1}, "steps=-1: a whole number of at least 1 is allowed, or None for the 1,000"),
         ({"steps": "x"}, "steps='x': a whole number"),
         ({"steps": True}, "steps=True: a whole number"),
         ({"prise": 1}, r"prise=1: allowed are price, electricity, intensity, pue, watts; did you mean price\?"),

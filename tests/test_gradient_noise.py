@@ -575,7 +575,7 @@ def test_a_run_that_does_not_measure_it(by_hand: Make) -> None:
     run = Run.load(by_hand(spec=spec_of().to_json()).path)
     with pytest.raises(ValueError, match=r"launch it with noise_scale=True, or ask wb.noise_scale\(spec\)"):
         _ = run.noise_scale
-    with pytest.raises(ValueError, match="a run takes its own steps"):
+    with pytest.raises(ValueError, match="a run has taken its steps"):
         noise_scale(run, steps=5)
     started = Run.load(by_hand(spec=spec_of(accumulation=2, noise_scale=True).to_json()).path)
     with pytest.raises(NoiseScaleError, match="wait until the first steps are done"):
@@ -664,7 +664,7 @@ def test_knobs_that_do_not_go_together() -> None:
         (lambda: noise_scale(spec_of(), steps=1), "a whole number of at least 2"),
         (lambda: noise_scale(lambda batch: None), "a step needs the loader of its batches"),
         (lambda: noise_scale(network(), [1]), "a module goes into model="),
-        (lambda: noise_scale(7), "allowed are a RunSpec"),  # type: ignore[arg-type]
+        (lambda: noise_scale(7), "allowed are a step function with its loader, a RunSpec"),  # type: ignore[arg-type]
         (lambda: noise_scale(spec_of(), samples=7), "it goes with exact=True"),
         (lambda: noise_scale(spec_of(), exact=True, steps=7), "no step is taken"),
         (lambda: noise_scale(lambda batch: None, exact=True), "a RunSpec is wanted"),

@@ -341,13 +341,16 @@ def test_it_shows_itself() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"batch": 0}, r"batch=0: samples per optimizer step, micro_batch × accumulation × world_size: a whole number from 1 on"),
-        ({"to_batch": 1.5}, r"to_batch=1\.5: samples per optimizer step"),
+        (
+            {"batch": 0},
+            "batch=0: a whole number of at least 1 is allowed: samples per optimizer step, micro_batch × accumulation × world_size",
+        ),
+        ({"to_batch": 1.5}, r"to_batch=1\.5: .* samples per optimizer step"),
         ({"lr": 0}, r"lr=0: a number above 0 is allowed"),
         ({"lr": float("nan")}, r"lr=nan: a number above 0"),
-        ({"warmup_steps": -1}, r"warmup_steps=-1: a whole number from 0 on"),
-        ({"dataset_size": 0}, r"dataset_size=0: a whole number from 1 on"),
-        ({"rule": "liner"}, r"rule='liner': did you mean 'linear'\? allowed are auto, linear, sqrt, adam, damped, none"),
+        ({"warmup_steps": -1}, r"warmup_steps=-1: a whole number of at least 0"),
+        ({"dataset_size": 0}, r"dataset_size=0: a whole number of at least 1"),
+        ({"rule": "liner"}, r"rule='liner': allowed are 'auto', 'linear', 'sqrt', 'adam', 'damped', 'none'; did you mean \"linear\""),
         (
             {"rule": "adam"},
             r"rule='adam' is for adam, adamw, nadam, radam, rmsprop, and the optimizer is sgd: try linear or damped, or auto",

@@ -136,7 +136,7 @@ def test_what_has_no_schedule() -> None:
         scheduled(lambda stepper: stepper, 5)
     with pytest.raises(ValueError, match="the ExponentialLR does not say how many steps it is made for: give steps=…"):
         scheduled(of_torch.ExponentialLR(stepper, 0.9))
-    with pytest.raises(ValueError, match="steps=0: a whole number from 1 on is allowed"):
+    with pytest.raises(ValueError, match="steps=0: a whole number of at least 1 is allowed"):
         scheduled(of_torch.ExponentialLR(stepper, 0.9), 0)
 
     class Unlike(Own):
@@ -175,7 +175,7 @@ def test_its_faces() -> None:
     assert (unsteady.warmup_steps, unsteady.peak) == (0, (2, 0.3))
     with pytest.raises(ValueError, match="a schedule of 1 steps and 0 learning rates"):
         Schedule(steps=(1,), lrs=())
-    with pytest.raises(ValueError, match="batch=0: samples per optimizer step"):
+    with pytest.raises(ValueError, match="batch=0: a whole number of samples per optimizer step of at least 1"):
         Schedule(steps=(1,), lrs=(0.1,), batch=0)
 
 

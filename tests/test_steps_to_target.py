@@ -102,7 +102,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no target": ({}, {}, r"no target was given: one is wanted, target_loss=0\.5"),
     "two targets": ({}, {"target_loss": 1.0, "target": {"accuracy": 0.5}}, "both target_loss and target were given"),
     "two figures": ({}, {"target": {"a": 1, "b": 2}}, "one figure of the task's evaluation is wanted"),
-    "no number": ({}, {"target_loss": "low"}, "target loss='low': a number is wanted"),
+    "no number": ({}, {"target_loss": "low"}, "target loss='low': a number is allowed"),
     "no batches": ({}, {"target_loss": 1.0, "batches": []}, r"batches=\[\]: global batches in samples are wanted"),
     "half a sample": ({}, {"target_loss": 1.0, "batches": [0.5]}, r"batches=\[0\.5\]"),
     "no such rule": ({}, {"target_loss": 1.0, "rules": "cubic"}, "no rule 'cubic'; allowed are 'auto', 'linear'"),

@@ -537,8 +537,8 @@ def test_a_rank_without_its_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"loader": [1]}, "was given a loader, which does not go with a spec: a run has its own folder"),
-        ({"into": "x"}, "was given into=, which does not go with a spec"),
+        ({"loader": [1]}, "was given a loader, which only goes with a step"),
+        ({"into": "x"}, "was given into=, which only goes with a step"),
         ({"model": 1}, "was given model="),
         ({"steps": 0}, r"trace\('a:b', …\): steps=0: a whole number of at least 1"),
         ({"ranks": "some"}, "ranks='some'"),
@@ -551,9 +551,9 @@ def test_what_a_spec_does_not_take(given: dict[str, Any], said: str) -> None:
 
 def test_what_a_run_and_a_step_do_not_take(tmp_path: Path) -> None:
     run = written(tmp_path / "a", RunSpec(task="a:b"))
-    with pytest.raises(ValueError, match="was given ranks=, which does not go with a run: its traces are read as they are"):
+    with pytest.raises(ValueError, match="was given ranks=, which only goes with a spec"):
         wb.trace(run, ranks=[0])  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match=r"trace\(step, …, ranks=…\): only a spec takes it"):
+    with pytest.raises(ValueError, match=r"was given ranks=, which only goes with a spec: trace\(spec, …\)"):
         wb.trace(print, [1], ranks="all")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="a task is traced by its spec"):
         wb.trace(ScriptSpec(script="a.py"))  # type: ignore[call-overload]

@@ -137,7 +137,7 @@ def test_a_profiler_that_runs_already(tmp_path: Path) -> None:
         (("trace.json",), r"read by wb.Trace.load"),
         ((torch.nn.Linear(1, 1), [1]), "goes into model="),
         (([1], print), "the other way round"),
-        ((3, [1]), "no step function"),
+        ((3, [1]), "allowed are a step function with its loader, a RunSpec"),
         ((print,), "needs the loader"),
         ((wb.Task,), "needs the loader"),
         ((lambda batch: None, []), "the loader is empty"),

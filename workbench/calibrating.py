@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import display, units
+from workbench.checks import whole_number
 from workbench.failure import RunError
 from workbench.launcher import environment
 from workbench.measuring import measure_memory
@@ -132,8 +133,7 @@ def calibrate(models: int = 4, *, tell: Callable[[str], None] | None = None) -> 
         ValueError: no NVIDIA GPU is here, or not such a number of models.
         RunError: a run failed for another reason than that memory ran out; those are left out, and a note says so.
     """
-    if isinstance(models, bool) or not isinstance(models, int) or not 1 <= models <= len(MODELS):
-        raise ValueError(f"models={models!r}: a whole number from 1 to {len(MODELS)} is allowed, each of them runs at {len(BATCHES)} sizes")
+    whole_number("models", models, least=1, most=len(MODELS), also=f", each of them runs at {len(BATCHES)} sizes")
     look()  # says at once that there is none
     with tempfile.TemporaryDirectory(prefix="workbench-calibrate-") as folder:
         return calibrated(specs_of(models), look, lambda spec: measure_memory(spec, steps=STEPS, runs_dir=folder), tell=tell)

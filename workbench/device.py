@@ -1,10 +1,10 @@
 """Device: what a piece of hardware can do at best, from its maker's datasheet. An unknown device is unknown, never a guess."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from workbench import display, units
+from workbench.checks import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,7 @@ class Device(display.Shown):
         if device := cls.known(name):
             return device
         names = [device.name for device in DEVICES]
-        near = difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? Known" if near else "known"
+        hint = f"{near}Known" if (near := did_you_mean(name.upper(), names, cutoff=0.5)) else "known"
         raise ValueError(
             f"unknown device {name!r}: {hint} are {', '.join(names)}. For another one make it: "
             "Device(name=…, memory=bytes, bandwidth=bytes_per_sec, flops_per_sec={'bf16': …}, source='its datasheet')"

@@ -10,11 +10,11 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from workbench import rundir, task, units
 from workbench.arm import Arm
+from workbench.checks import real_number
 from workbench.diagnosis import calibration
 from workbench.diagnosis.calibration import Calibration
 from workbench.diagnosis.diagnosis import Diagnosis
@@ -28,7 +28,7 @@ from workbench.launcher import experimenting
 from workbench.run import Run
 from workbench.spec import RunSpec, ScriptSpec, check_names
 from workbench.statistics import Interval
-from workbench.task import Task
+from workbench.target import Measured, Step, check_spec
 
 BUDGET = 60.0
 """Seconds that an experiment may take, where nobody says; most need fewer."""
@@ -36,16 +36,6 @@ WORTH = 1.05
 """Predicted speedup from which on a climb tries a remedy."""
 LEAST = 15.0
 """Seconds: with less than that left of its budget, a climb begins nothing new."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Here:
-    """A step and its loader in this process."""
-
-    step: Callable[[Any], Any]
-    loader: Iterable[Any]
-    model: Any = None
-    optimizer: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,24 +76,15 @@ def diagnose(
         RunError: an experiment that was launched failed; its run directory stays.
     """
     check_budget(budget_s)
-    if isinstance(target, RunSpec | Run | str | os.PathLike | Task | ScriptSpec):
-        given = {"a loader": loader, "model=": model, "optimizer=": optimizer}
-        if extra := ", ".join(name for name, value in given.items() if value is not None):
-            raise ValueError(f"diagnose({_shown(target)}, …) was given {extra}, which only goes with a step: diagnose(step, loader)")
-    if isinstance(target, RunSpec):
-        run = experimenting.explore(target, budget_s=budget_s, runs_dir=runs_dir)
-        return _tried(run, Elsewhere(runs_dir=runs_dir))
-    if isinstance(target, Run):
-        return _looked_at(target)
-    if isinstance(target, Task | ScriptSpec):
-        raise ValueError(f"diagnose({_shown(target)}): {_SPEC_WANTED}")
-    if isinstance(target, str | os.PathLike):
-        return _looked_at(Run.load(_run_directory(target)))
-    here = Here(step=_check_step(target, loader), loader=loader, model=model, optimizer=optimizer)  # type: ignore[arg-type]
+    given = _TARGET.read(target, loader, model=model, optimizer=optimizer)
+    if isinstance(given, RunSpec):
+        return _tried(experimenting.explore(given, budget_s=budget_s, runs_dir=runs_dir), Elsewhere(runs_dir=runs_dir))
+    if isinstance(given, Run):
+        return _looked_at(given)
     from workbench.measure.experiment import experiment
 
-    evidence = experiment(here.step, here.loader, model=model, optimizer=optimizer, budget_s=budget_s)
-    return Diagnosis.of(evidence, subject=here, adjust=Calibration.load().adjust)
+    evidence = experiment(given.step, given.loader, model=model, optimizer=optimizer, budget_s=budget_s)
+    return Diagnosis.of(evidence, subject=given, adjust=Calibration.load().adjust)
 
 
 def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> Proof:
@@ -122,7 +103,7 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
         run = experimenting.contend(spec, changed, name=remedy.name, budget_s=budget_s, runs_dir=runs_dir)
         arm, samples = read_contest(run), float(spec.global_batch)
         name = task.label(spec.task)
-    elif isinstance(subject, Here):
+    elif isinstance(subject, Step):
         from workbench.measure.contest import prove_here
 
         arm = prove_here(
@@ -163,8 +144,7 @@ def climb(
         RunError: a diagnosis failed in its launch. A remedy that fails in its proof is only dropped.
     """
     check_budget(budget_s)
-    if not isinstance(spec, RunSpec):
-        raise ValueError(f"climb({_shown(spec)}): a RunSpec is wanted, whose knobs can be turned; {_SPEC_WANTED}")
+    check_spec("climb", spec, because="whose knobs can be turned")
     check_names(RunSpec, dict.fromkeys(leave))
     end = time.monotonic() + budget_s
 
@@ -225,14 +205,10 @@ def check_budget(budget_s: float) -> None:
     Raises:
         ValueError: it is not a positive number.
     """
-    if isinstance(budget_s, bool) or not isinstance(budget_s, int | float) or not 0 < budget_s < float("inf"):
-        raise ValueError(f"budget_s={budget_s!r}: seconds above 0 are allowed; try budget_s=60")
+    real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60")
 
 
-_SPEC_WANTED = (
-    'a task is diagnosed by its spec, diagnose(wb.RunSpec(task="my_task.py:build")); a script by a run of it, '
-    'diagnose(wb.launch("train.py", watch=True).wait())'
-)
+_TARGET = Measured(name="diagnose", verb="diagnosed", script='a script by a run of it, diagnose(wb.launch("train.py", watch=True).wait())')
 
 
 def _tried(run: Run, subject: Elsewhere) -> Diagnosis:
@@ -250,32 +226,3 @@ def _looked_at(run: Run) -> Diagnosis:
     if (run.path / rundir.EVIDENCE).exists():
         return _tried(run, subject)
     return Diagnosis.of(observe(run), spec=run.spec, subject=subject, adjust=Calibration.load().adjust)
-
-
-def _run_directory(given: str | os.PathLike[str]) -> Path:
-    path = Path(given).expanduser()
-    text = os.fspath(given)
-    if not (path / rundir.RUN_JSON).is_file() and (text in task.SAMPLES or ":" in text or text.endswith(".py")):
-        raise ValueError(f"diagnose({text!r}): a text is the path of a run directory; {_SPEC_WANTED}")
-    return path
-
-
-def _check_step(step: Any, loader: Any) -> Callable[[Any], Any]:
-    if hasattr(step, "state_dict") and hasattr(step, "parameters"):
-        raise ValueError(
-            f"diagnose({_shown(step)}, …): a function is wanted that does one whole optimizer step, def step(batch): …; the module goes "
-            "into model="
-        )
-    if not callable(step):
-        if callable(loader) and (hasattr(step, "__iter__") or hasattr(step, "__getitem__")):
-            raise ValueError("diagnose(loader, step): it is the other way round, diagnose(step, loader)")
-        raise ValueError(
-            f"diagnose({_shown(step)}, …): allowed are a step function with its loader, a RunSpec, a Run or the path of a run directory"
-        )
-    if loader is None:
-        raise ValueError(f"diagnose({_shown(step)}): a step needs the loader of its batches: diagnose(step, loader)")
-    return step  # type: ignore[no-any-return]
-
-
-def _shown(target: object) -> str:
-    return getattr(target, "__name__", type(target).__name__)

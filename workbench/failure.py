@@ -43,6 +43,11 @@ class Failure:
     memory: "OutOfMemory | None" = None
     """Why memory ran out, where it did."""
 
+    @classmethod
+    def of_launcher(cls, message: str) -> "Failure":
+        """A failure of no rank and without a record, such as a run that was stopped."""
+        return cls(rank=None, kind="launcher", message=message, traceback=None, hint=None)
+
     def __post_init__(self) -> None:
         if isinstance(self.memory, Mapping):  # as it stands in JSON
             from workbench.memory.oom import OutOfMemory

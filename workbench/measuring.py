@@ -4,10 +4,11 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from workbench.checks import whole_number
 from workbench.launcher import experimenting
 from workbench.run import Run
-from workbench.spec import RunSpec, ScriptSpec
-from workbench.task import Task
+from workbench.spec import RunSpec
+from workbench.target import Measured, check_step
 
 if TYPE_CHECKING:
     from workbench.measure.leaks import Leaks
@@ -48,28 +49,15 @@ def measure_memory(
         ValueError: something else was given, or what was given cannot be measured; the message says why.
         RunError: the launch failed; its run directory stays.
     """
-    if isinstance(target, Task | ScriptSpec):
-        raise ValueError(f"measure_memory({_shown(target)}): {_WANTED}")
-    if isinstance(target, RunSpec | Run | str | os.PathLike):
-        given = {"a loader": loader, "model=": model, "optimizer=": optimizer}
-        if extra := ", ".join(name for name, value in given.items() if value is not None):
-            raise ValueError(
-                f"measure_memory({_shown(target)}, …) was given {extra}, which only goes with a step: measure_memory(step, loader)"
-            )
-    if isinstance(target, RunSpec):
-        return experimenting.weigh(target, steps=_checked(steps), runs_dir=runs_dir).memory_breakdown()
-    if isinstance(target, str | os.PathLike):
-        target = Run.load(target)
-    if isinstance(target, Run):
-        if steps is not None:
-            raise ValueError(
-                f"measure_memory({target!r}, steps={steps!r}): a run has taken its steps; measure_memory(spec, steps=…) takes new ones"
-            )
-        return target.memory_breakdown()
-    _check_step("measure_memory", target, loader)
+    given = _TARGET.read(target, loader, model=model, optimizer=optimizer, steps=steps)
+    if isinstance(given, Run):
+        return given.memory_breakdown()
+    count = _checked(steps)
+    if isinstance(given, RunSpec):
+        return experimenting.weigh(given, steps=count, runs_dir=runs_dir).memory_breakdown()
     from workbench.measure.memory import measure
 
-    return measure(target, loader, model=model, optimizer=optimizer, steps=_checked(steps))  # type: ignore[arg-type]
+    return measure(given.step, given.loader, model=model, optimizer=optimizer, steps=count)
 
 
 def find_leaks(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None, optimizer: Any = None, steps: int = 8) -> "Leaks":
@@ -87,38 +75,19 @@ def find_leaks(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any 
     Raises:
         ValueError: what was given cannot be measured; the message says why.
     """
-    _check_step("find_leaks", step, loader)
+    check_step("find_leaks", step, loader)
     from workbench.measure.leaks import find
 
     return find(step, loader, model=model, optimizer=optimizer, steps=steps)
 
 
-_WANTED = (
-    'a task is measured by its spec, measure_memory(wb.RunSpec(task="my_task.py:build")); of a script only the peak of each rank is known: '
-    'wb.launch("train.py", watch=True).wait().memory'
+_TARGET = Measured(
+    name="measure_memory",
+    verb="measured",
+    script='of a script only the peak of each rank is known: wb.launch("train.py", watch=True).wait().memory',
 )
 
 
 def _checked(steps: Any) -> int:
-    steps = STEPS if steps is None else steps
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps={steps!r}: a whole number of at least 1 is allowed; with 2 or more the optimizer's states are seen")
-    return steps
-
-
-def _check_step(what: str, step: Any, loader: Any) -> None:
-    if hasattr(step, "state_dict") and hasattr(step, "parameters"):
-        raise ValueError(f"{what}({_shown(step)}, …): a function is wanted that does one whole optimizer step; a module goes into model=")
-    if not callable(step):
-        if callable(loader) and (hasattr(step, "__iter__") or hasattr(step, "__getitem__")):
-            raise ValueError(f"{what}(loader, step): it is the other way round, {what}(step, loader)")
-        raise ValueError(
-            f"{what}({_shown(step)}, …): allowed are a step function with its loader"
-            + (", a RunSpec, a Run or the path of a run directory" if what == "measure_memory" else "")
-        )
-    if loader is None:
-        raise ValueError(f"{what}({_shown(step)}): a step needs the loader of its batches: {what}(step, loader)")
-
-
-def _shown(target: object) -> str:
-    return getattr(target, "__name__", type(target).__name__)
+    also = "; with 2 or more the optimizer's states are seen"
+    return whole_number("steps", STEPS if steps is None else steps, least=1, also=also)

@@ -1,9 +1,10 @@
 """Profile: which steps of a run torch's profiler is to trace, on which ranks, and what it writes down."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
+
+from workbench.checks import did_you_mean, is_whole, whole_number
 
 STEPS = 5
 """Steps that are traced where nobody says."""
@@ -39,9 +40,9 @@ class Profile:
     """Let the profiler count FLOPs of operators."""
 
     def __post_init__(self) -> None:
-        _whole("steps", self.steps, 1)
+        whole_number("steps", self.steps, least=1)
         if self.wait is not None:
-            _whole("wait", self.wait, 0)
+            whole_number("wait", self.wait, least=0)
         for name in ("shapes", "stacks", "memory", "flops"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: True or False is allowed")
@@ -67,8 +68,7 @@ class Profile:
         known = [field.name for field in fields(cls)]
         for name in value:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                raise ValueError(f"{name!r} is none of {', '.join(known)}{f'; did you mean {near[0]!r}?' if near else ''}")
+                raise ValueError(f"{name!r} is none of {', '.join(known)}; {did_you_mean(str(name), known)}".rstrip("; "))
         return cls(**value)
 
     def on(self, rank: int) -> bool:
@@ -122,11 +122,6 @@ class Profile:
         )
 
 
-def _whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: a whole number of at least {least} is allowed")
-
-
 def _ranks(value: Any) -> tuple[int, ...]:
     if isinstance(value, int) and not isinstance(value, bool):
         value = (value,)
@@ -134,7 +129,7 @@ def _ranks(value: Any) -> tuple[int, ...]:
         raise ValueError(f'ranks={value!r}: "all" is allowed, or a list of ranks such as [0, 1]')
     found = tuple(value)
     for one in found:
-        if isinstance(one, bool) or not isinstance(one, int) or one < 0:
+        if not is_whole(one, least=0):
             raise ValueError(f"ranks={list(found)!r}: {one!r} is no rank; they are counted from 0")
     if not found or len(set(found)) < len(found):
         raise ValueError(f"ranks={list(found)!r}: at least one is wanted, and each once")

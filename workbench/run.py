@@ -226,7 +226,7 @@ class Run:
             RunError: `check` is set and the run failed; it shows the failing rank's traceback.
         """
         limit = math.inf if timeout is None else time.monotonic() + timeout
-        line = progress.ProgressLine(self._progress_words)
+        line = progress.ProgressLine(self.progress_words)
         try:
             while self.state in ACTIVE:
                 if time.monotonic() > limit:
@@ -239,9 +239,7 @@ class Run:
         finally:
             line.close(self)
         if check and not self.ok:
-            raise RunError(
-                self.error or Failure(rank=None, kind="launcher", message=f"{self!r} was {self.state}", traceback=None, hint=None)
-            )
+            raise RunError(self.error or Failure.of_launcher(f"{self!r} was {self.state}"))
         return self
 
     def stop(self, timeout: float = 20.0) -> "Run":
@@ -474,7 +472,8 @@ class Run:
         have, want = len(self.nodes), self.spec.nnodes
         return f"{have} of {want} machines are here; on each of the others: {self.join_command}" if have < want else ""
 
-    def _progress_words(self) -> str:
+    def progress_words(self) -> str:
+        """How it gets on, in a line."""
         done, steps = self.progress
         state = self.state
         if waiting := str(self.queue) if state == "queued" else self._missing(state, done):

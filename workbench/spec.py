@@ -1,11 +1,11 @@
 """RunSpec: every knob of a run as a field. A what-if is a changed spec: `spec.replace(num_workers=2)`."""
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
+from workbench.checks import choice, did_you_mean, real_number, whole_number
 from workbench.profiling import Profile
 
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16")
@@ -182,22 +182,21 @@ class RunSpec(_Spec):
             _whole(self, "micro_batch", 1, ', or "auto"')
         for name in ("accumulation", "nproc_per_node", "nnodes", "steps", "threads", "tensor_parallel"):
             _whole(self, name, 1)
-        for name in ("num_workers", "warmup_steps", "seed"):
+        for name in ("num_workers", "warmup_steps"):
             _whole(self, name, 0)
         for name in ("prefetch_factor", "shard_ranks", "checkpoint_every"):
             if getattr(self, name) is not None:
                 _whole(self, name, 1)
         for name in ("lr", "clip_grad_norm", "bucket_cap_mb"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf")):
-                raise SpecError(f"{name}={value!r}: a number above 0 is allowed, or None")
+            if value is not None:
+                real_number(name, value, above=0, also=", or None", error=SpecError)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"{name}={getattr(self, name)!r}: True or False is allowed")
         if self.optimizer is not None and (not isinstance(self.optimizer, str) or not self.optimizer):
             raise SpecError(f'optimizer={self.optimizer!r}: a name with options is allowed, such as "sgd(momentum=0.9)", or None')
-        if self.seed >= 2**32:
-            raise SpecError(f"seed={self.seed}: a whole number from 0 to 4294967295 is allowed")
+        whole_number("seed", self.seed, least=0, most=2**32 - 1, error=SpecError)
         for name, allowed in _CHOICES.items():
             _one_of(self, name, allowed)
         if not self.num_workers and (self.prefetch_factor is not None or self.persistent_workers):
@@ -297,9 +296,7 @@ def check_names(cls: type, names: Mapping[str, Any]) -> None:
     known = [field.name for field in dataclasses.fields(cls)]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise SpecError(f"{cls.__name__} has no knob {name!r}: {hint}It has {', '.join(known)}")
+            raise SpecError(f"{cls.__name__} has no knob {name!r}: {did_you_mean(name, known)}It has {', '.join(known)}")
 
 
 _CHOICES = {
@@ -420,18 +417,8 @@ def _nearest_divisor(whole: int, wanted: int) -> int:
 
 
 def _whole(spec: Spec, name: str, least: int, other: str = "") -> None:
-    value = getattr(spec, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SpecError(f"{name}={value!r}: a whole number of at least {least} is allowed{other}")
+    whole_number(name, getattr(spec, name), least=least, also=other, error=SpecError)
 
 
 def _one_of(spec: Spec, name: str, allowed: tuple[str, ...]) -> None:
-    value = getattr(spec, name)
-    if value not in allowed:
-        near = (
-            [_MEANT[value]]
-            if isinstance(value, str) and _MEANT.get(value) in allowed
-            else difflib.get_close_matches(str(value), allowed, n=1)
-        )
-        hint = f'; did you mean "{near[0]}"?' if near else ""
-        raise SpecError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}{hint}")
+    choice(name, getattr(spec, name), allowed, meant=_MEANT, error=SpecError)

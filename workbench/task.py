@@ -1,7 +1,6 @@
 """Task: what is trained; and finding one by its name, `"file.py:function"`, `"package.module:function"` or a sample's name."""
 
 import ast
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from workbench.checks import did_you_mean, nearest
 
 SAMPLES = {
     "clipart-resnet": "workbench.train.tasks:clipart_resnet",
@@ -186,8 +187,8 @@ def label(name: str) -> str:
 def _split(name: str) -> tuple[str, str]:
     where, colon, function = name.rpartition(":")
     if not colon or not where or not function.isidentifier():
-        near = difflib.get_close_matches(name, SAMPLES, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else "."
+        near = nearest(name, SAMPLES)
+        hint = f'; did you mean "{near}"?' if near else "."
         raise TaskError(f"task={name!r}: no such task{hint} A task is named {_FORMS}")
     return where, function
 
@@ -221,9 +222,9 @@ def _load(path: Path) -> ModuleType:
 
 
 def _missing(function: str, where: str, functions: list[str]) -> str:
-    near = difflib.get_close_matches(function, functions, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{where} has no function {function!r}: {hint}It defines {', '.join(functions[:8]) or 'no function'}"
+    return (
+        f"{where} has no function {function!r}: {did_you_mean(function, functions)}It defines {', '.join(functions[:8]) or 'no function'}"
+    )
 
 
 def _takes_arguments(name: str, function: str, needed: list[str]) -> str:

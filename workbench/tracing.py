@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from workbench import launcher, rundir
-from workbench.failure import Failure, RunError
+from workbench.checks import whole_number
 from workbench.launcher.launching import label
+from workbench.launcher.waiting import wait_for
 from workbench.profiling import ALL, STEPS, Profile
 from workbench.run import Run
-from workbench.spec import RunSpec, ScriptSpec, SpecError
-from workbench.task import Task
+from workbench.spec import RunSpec, SpecError
+from workbench.target import Measured
 from workbench.traces.captured import notes_in
 from workbench.traces.ranks import TraceSet
 from workbench.traces.reading import TraceError
@@ -49,9 +50,9 @@ def trace(
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Any: ...
 @overload
-def trace(step: Run) -> Any: ...
+def trace(step: Run | str | os.PathLike[str]) -> Any: ...
 def trace(
-    step: Callable[[Any], Any] | RunSpec | Run,
+    step: Callable[[Any], Any] | RunSpec | Run | str | os.PathLike[str],
     loader: Iterable[Any] | None = None,
     *,
     steps: int = STEPS,
@@ -76,7 +77,7 @@ def trace(
     `slowdown` of a trace says what the profiler cost, against other steps of the same run.
 
     Args:
-        step: `step(batch)` does one whole optimizer step; or a RunSpec, or a Run.
+        step: `step(batch)` does one whole optimizer step; or a RunSpec, a Run, or the path of a run directory.
         loader: with a step: its batches, from a DataLoader or any other iterable.
         steps: how many are traced.
         ranks: with a spec: which, a number, a list or "all"; None = the first.
@@ -100,22 +101,27 @@ def trace(
         TraceError: the profiler wrote nothing that can be read, or the run has no traces.
     """
     options = {"shapes": shapes, "stacks": stacks, "memory": memory, "flops": flops}
-    if isinstance(step, Run):
-        _refuse(step, loader=loader, ranks=ranks, wait=wait, into=into, model=model, optimizer=optimizer, runs_dir=runs_dir)
-        return of_run(step)
-    if isinstance(step, RunSpec):
-        _refuse(step, loader=loader, into=into, model=model, optimizer=optimizer)
+    given = _TARGET.read(
+        step,
+        loader,
+        model=model,
+        optimizer=optimizer,
+        step_only={"into": into},
+        spec_only={"ranks": ranks, "wait": wait, "runs_dir": runs_dir},
+    )
+    if isinstance(given, Run):
+        return of_run(given)
+    if isinstance(given, RunSpec):
         profile = {"steps": steps, "ranks": 0 if ranks is None else ranks, "wait": wait, **options}
-        return of_run(_launched(step, profile, runs_dir))
-    _check(step, loader, steps)
-    if extra := [name for name, value in (("ranks", ranks), ("wait", wait), ("runs_dir", runs_dir)) if value is not None]:
-        raise ValueError(f"trace(step, …, {extra[0]}=…): only a spec takes it, trace(spec, {extra[0]}=…)")
-    assert loader is not None
+        return of_run(_launched(given, profile, runs_dir))
+    whole_number("steps", steps, least=2, also="; with 5 one sees how much they vary")
     Profile(steps=steps, shapes=shapes, stacks=stacks, memory=memory, flops=flops)  # refuses what is neither True nor False
     from workbench.measure.tracing import Options, capture
 
     folder = Path("traces" if into is None else into)
-    return Trace.load(capture(step, loader, steps=steps, into=folder, options=Options(**options), model=model, optimizer=optimizer).path)
+    return Trace.load(
+        capture(given.step, given.loader, steps=steps, into=folder, options=Options(**options), model=model, optimizer=optimizer).path
+    )
 
 
 def of_run(run: Run) -> Trace | TraceSet:
@@ -158,43 +164,12 @@ def _launched(spec: RunSpec, profile: dict[str, Any], runs_dir: str | os.PathLik
     steps = wanted.good(spec.queue)
     changed = spec.replace(profile=wanted, steps=steps, warmup_steps=min(spec.warmup_steps, steps), evaluate=False, noise_scale=False)
     run = launcher.launch(changed, runs_dir=runs_dir, name=f"{label(spec)} trace")
-    try:
-        run.wait()
-    except BaseException:
-        run.stop()
-        raise
-    if not run.ok:
-        failed = RunError(run.error or Failure(rank=None, kind="launcher", message=f"it was {run.state}", traceback=None, hint=None))
-        failed.add_note(f"Its run directory: {run.path}")
-        raise failed
-    return run
+    return wait_for(run, show=Run.progress_words)
 
 
-def _refuse(given: RunSpec | Run, **others: Any) -> None:
-    for name, value in others.items():
-        if value is not None:
-            word = "a loader" if name == "loader" else f"{name}="
-            kind, whose = ("spec", "a run has its own folder") if isinstance(given, RunSpec) else ("run", "its traces are read as they are")
-            raise ValueError(f"trace({kind}, …) was given {word}, which does not go with a {kind}: {whose}; trace(step, loader) takes it")
-
-
-def _check(step: Any, loader: Any, steps: Any) -> None:
-    shown = getattr(step, "__name__", type(step).__name__)
-    if isinstance(step, str | os.PathLike):
-        raise ValueError(f"trace({str(step)!r}): a step function is traced; a file that a profiler wrote is read by wb.Trace.load(path)")
-    if isinstance(step, ScriptSpec | Task):
-        raise ValueError(
-            f"trace({shown}): allowed are a step function with its loader, a RunSpec (a task is traced by its spec, "
-            'trace(wb.RunSpec(task="my_task.py:build"))), or a Run'
-        )
-    if hasattr(step, "state_dict") and hasattr(step, "parameters"):
-        raise ValueError(f"trace({shown}, …): a function is wanted that does one whole optimizer step; a module goes into model=")
-    if not callable(step):
-        turned = callable(loader) and (hasattr(step, "__iter__") or hasattr(step, "__getitem__"))
-        raise ValueError(
-            "trace(loader, step): it is the other way round, trace(step, loader)" if turned else f"trace({shown}): no step function"
-        )
-    if loader is None:
-        raise ValueError(f"trace({shown}): a step needs the loader of its batches: trace(step, loader)")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
-        raise ValueError(f"steps={steps!r}: a whole number of at least 2 is allowed; with 5 one sees how much they vary")
+_TARGET = Measured(
+    name="trace",
+    verb="traced",
+    script='a script by its run, trace(wb.launch("train.py", watch=True, profile=5).wait())',
+    file="a file that a profiler wrote is read by wb.Trace.load(path)",
+)

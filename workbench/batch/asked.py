@@ -1,11 +1,10 @@
 """What `scale_lr` is asked: numbers that make sense, and the noise to damp by."""
 
-import difflib
-import math
 from numbers import Integral, Real
 from typing import Any
 
 from workbench.batch.scaled import RULES, number
+from workbench.checks import choice, is_number, real_number, whole_number
 
 
 def known_noise(noise_scale: Any, critical_batch: Any) -> tuple[float | None, str, tuple[str, ...]]:
@@ -49,7 +48,7 @@ def plain(value: Any) -> Any:
 
 
 def _samples(name: str, given: Any) -> float:
-    if isinstance(given, bool) or not isinstance(given, Real) or not 0 < float(given) < math.inf:
+    if not is_number(given, above=0, numpy=True):
         raise ValueError(
             f"{name} of {given!r}: a number of samples above 0 is wanted, or what measured it; leave it out if it is not known"
         )
@@ -67,16 +66,11 @@ def check(lr: object, rule: object, **whole: object) -> None:
     Raises:
         ValueError: says what is allowed.
     """
-    if isinstance(lr, bool) or not isinstance(lr, Real) or not 0 < float(lr) < math.inf:
-        raise ValueError(f"lr={lr!r}: a number above 0 is allowed")
+    real_number("lr", lr, above=0, numpy=True)
     for name, value in whole.items():
         least = 0 if name == "warmup_steps" else 1
         if value is None and name in ("warmup_steps", "dataset_size"):
             continue
-        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-            what = "samples per optimizer step, micro_batch × accumulation × world_size: " if name in ("batch", "to_batch") else ""
-            raise ValueError(f"{name}={value!r}: {what}a whole number from {least} on is allowed")
-    if rule not in RULES:
-        near = difflib.get_close_matches(str(rule), RULES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"rule={rule!r}: {hint}allowed are {', '.join(RULES)}")
+        also = ": samples per optimizer step, micro_batch × accumulation × world_size" if name in ("batch", "to_batch") else ""
+        whole_number(name, value, least=least, also=also, numpy=True)
+    choice("rule", rule, RULES)

@@ -1,12 +1,12 @@
 """Described: an optimizer in plain values, read from text such as "adamw(betas=(0.9, 0.95))" or from what a built one has."""
 
 import ast
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from workbench.checks import did_you_mean, nearest
 from workbench.optimizer_table import OPTIMIZERS, Family
 
 _MISSPELT = 0.8
@@ -109,7 +109,7 @@ def _mapped(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     options = {str(key): _plain(value) for key, value in given.items() if key not in ("name", "params") and value is not None}
     known = {option for row in OPTIMIZERS.values() for option in row.options}
     for option in options:
-        if option not in known and difflib.get_close_matches(option, OPTIMIZERS[name].options, n=1, cutoff=_MISSPELT):
+        if option not in known and nearest(option, OPTIMIZERS[name].options, cutoff=_MISSPELT):
             raise ValueError(_no_option(dict(given), name, option))
     if name == "rmsprop" and "betas" in options:
         options["alpha"] = options.pop("betas")[0]
@@ -125,9 +125,8 @@ def _plain(value: Any) -> Any:
 
 
 def _no_option(given: object, name: str, option: str) -> str:
-    near = difflib.get_close_matches(option, OPTIMIZERS[name].options, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"optimizer={given!r}: {name} has no option {option!r}; {hint}it has {', '.join(OPTIMIZERS[name].options)}"
+    row = OPTIMIZERS[name]
+    return f"optimizer={given!r}: {name} has no option {option!r}; {did_you_mean(option, row.options)}it has {', '.join(row.options)}"
 
 
 def _no_text(given: object) -> str:
@@ -145,8 +144,7 @@ def _no_text(given: object) -> str:
 def _known(name: str, given: object) -> str:
     if name in OPTIMIZERS:
         return name
-    near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(name.lower(), OPTIMIZERS)
     raise ValueError(
         f"optimizer={given!r}: no rule is known for {name!r}; {hint}known are {', '.join(OPTIMIZERS)}; "
         "of another one, give the name of that which it resembles"

@@ -1,9 +1,9 @@
 """A global batch, divided over ranks and micro-batches without a remainder."""
 
 from dataclasses import dataclass
-from numbers import Integral
 
 from workbench.batch.scaled import number
+from workbench.checks import whole_number
 
 _LITTLE = 2
 """A micro-batch that is less than the largest by more than this wastes the device: a neighbouring global batch is named."""
@@ -41,8 +41,7 @@ def divided(global_batch: int, world_size: int, most: int) -> Parts:
         ValueError: a number that is not whole and positive, or the ranks do not divide the batch.
     """
     for name, value in {"global_batch": global_batch, "world_size": world_size, "micro_batch": most}.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"{name}={value!r}: a whole number from 1 on is allowed")
+        whole_number(name, value, least=1, numpy=True)
     global_batch, world_size, most = int(global_batch), int(world_size), int(most)
     share, rest = divmod(global_batch, world_size)
     if rest:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from workbench.checks import real_number, whole_number
 from workbench.codec import JsonDataclass, OrInf
 
 ITERATIONS = 100
@@ -238,10 +239,9 @@ def check_options(*, low: Any, high: Any, sweeps: Any, iterations: Any, race_ste
         ValueError: a learning rate that is not above 0, low above high, or a number that is too small.
     """
     for name, value in (("low", low), ("high", high)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf):
-            raise ValueError(f"{name}={value!r}: a learning rate above 0 is allowed, or None")
+        if value is not None:
+            real_number(name, value, above=0, what="a learning rate", also=", or None")
     if low is not None and high is not None and not 10 * low <= high:
         raise ValueError(f"low={low!r}, high={high!r}: high has to be at least ten times low, else there is nothing to sweep over")
     for name, value, least in (("sweeps", sweeps, 1), ("iterations", iterations, 30), ("race_steps", race_steps, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r}: a whole number of at least {least} is allowed")
+        whole_number(name, value, least=least)

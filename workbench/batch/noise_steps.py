@@ -9,6 +9,7 @@ from typing import Self
 import numpy as np
 
 from workbench.batch.noise_interval import Numbers, beginning, block_length, blocks, fieller, quantile, relative_error
+from workbench.checks import is_whole, whole_number
 from workbench.codec import OrInf
 
 ENOUGH = 0.08
@@ -151,14 +152,14 @@ def relative_width(block: NoiseBlock) -> float:
 
 
 def _check(micro_batch: int, groups: int, level: float, dataset_size: int | None) -> None:
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 2:
+    if not is_whole(groups, least=2):
         raise NoiseScaleError(
             f"groups={groups!r}: noise shows in the difference between groups of samples, so a step needs 2 or more: several ranks, "
             "or accumulation of 2 or more micro-batches (half as large, for the same batch)"
         )
     for name, value in (("micro_batch", micro_batch), ("dataset_size", dataset_size)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise NoiseScaleError(f"{name}={value!r}: a whole number of samples of at least 1 is allowed")
+        if value is not None:
+            whole_number(name, value, least=1, what="a whole number of samples", error=NoiseScaleError)
     if dataset_size is not None and dataset_size < 2:
         raise NoiseScaleError(f"dataset_size={dataset_size}: of one sample there is no noise")
     if not 0 < level < 1:

@@ -6,6 +6,7 @@ from typing import Any
 
 from workbench import display, units
 from workbench.batch.scaled import number
+from workbench.checks import whole_number
 from workbench.codec import JsonDataclass
 
 
@@ -28,8 +29,8 @@ class Schedule(display.Shown, JsonDataclass):
         if not self.steps or len(self.steps) != len(self.lrs):
             given = f"{len(self.steps)} steps and {len(self.lrs)} learning rates"
             raise ValueError(f"a schedule of {given}: as many of one as of the other, and one at least")
-        if self.batch is not None and (isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1):
-            raise ValueError(f"batch={self.batch!r}: samples per optimizer step, a whole number from 1 on, or None")
+        if self.batch is not None:
+            whole_number("batch", self.batch, least=1, what="a whole number of samples per optimizer step", also=", or None")
 
     @property
     def peak(self) -> tuple[int, float]:

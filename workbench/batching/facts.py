@@ -12,6 +12,7 @@ from workbench.batch.reaching_law import CriticalBatch
 from workbench.batch.scaled import number
 from workbench.batching.rates import measured, places, ranks_here
 from workbench.batching.throughput import Throughput
+from workbench.checks import is_number, whole_number
 from workbench.device import Device
 from workbench.spec import RunSpec, SpecError
 
@@ -27,11 +28,7 @@ STAYS = "the batch stays"
 
 def whole(name: str, value: Any, usual: int) -> int:
     """A number that has to be whole; `usual` where it is None."""
-    if value is None:
-        return usual
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SpecError(f"{name}={value!r}: a whole number of at least 1 is allowed")
-    return value
+    return usual if value is None else whole_number(name, value, least=1, error=SpecError)
 
 
 def check_batch(batch: Any, ranks: int, dataset: int | None) -> None:
@@ -88,7 +85,7 @@ def noise_of(spec: RunSpec, given: Any, steps: Any, runs_dir: str | os.PathLike[
 
         given = noise_scale(spec, steps=NOISE_STEPS, runs_dir=runs_dir)
     value = getattr(given, "b_simple", given)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if not is_number(value, above=0, finite=False):
         raise SpecError(f"noise_scale={given!r:.60}: samples above 0 are allowed, what wb.noise_scale gave, None to measure it, or False")
     if math.isinf(value):
         return (

@@ -9,11 +9,13 @@ from numbers import Integral
 from typing import Any
 
 from workbench import task
-from workbench.launcher.sweeping import sweep
+from workbench.checks import is_whole, whole_number
+from workbench.launcher import sweep
 from workbench.laws.doubt import narrow
 from workbench.laws.law import ScalingLaw
 from workbench.laws.points import Points, PointsError
 from workbench.spec import RunSpec, SpecError
+from workbench.target import check_spec
 from workbench.task import TaskError
 
 SIZED = "workbench.train.sized:gpt_"
@@ -59,14 +61,12 @@ def scaling_law(
         PointsError: too few sizes or amounts of data, or too close to each other (nothing was started), or too few runs have finished.
         TaskError: a task that cannot be built. Nothing was started.
     """
-    if not isinstance(spec, RunSpec):
-        raise SpecError(f"scaling_law({type(spec).__name__}): a RunSpec is wanted")
+    check_spec("scaling_law", spec, error=SpecError)
     sizes, samples = None if sizes is None else _plain(sizes), _plain(samples)
     seeds = _plain([seeds])[0]
     names = _tasks(spec, sizes, tasks)
     steps = _steps(spec, samples)
-    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
-        raise SpecError(f"seeds={seeds!r}: a whole number of at least 1 is allowed")
+    whole_number("seeds", seeds, least=1, error=SpecError)
     per = tokens_per_sample if tokens_per_sample is not None else float(WINDOW) if sizes is not None else 1.0
     counts = count(names)
     parameters = {name: float(found["parameters"] or 0) for name, found in counts.items()}
@@ -117,7 +117,7 @@ def _tasks(spec: RunSpec, sizes: Sequence[int] | None, tasks: Sequence[str] | No
             f'sizes= are those of "{SIZED_FROM}", and the task is {spec.task!r}: name a task for each size, tasks=["…:small", …]'
         )
     for width in sizes:
-        if isinstance(width, bool) or not isinstance(width, int) or width < 8 or width % 8:
+        if not is_whole(width, least=8) or width % 8:
             raise SpecError(f"sizes={list(sizes)!r}: widths that are multiples of 8 are wanted, such as [16, 32, 64]")
     if len(set(sizes)) < len(sizes):
         raise SpecError(f"sizes={list(sizes)!r} has one twice: for several runs of each there is seeds=2")

@@ -9,8 +9,8 @@ from workbench import rundir, units
 from workbench.launcher import experimenting
 from workbench.progress import ProgressLine
 from workbench.run import Run
-from workbench.spec import RunSpec, ScriptSpec
-from workbench.task import Task
+from workbench.spec import RunSpec
+from workbench.target import Measured
 
 if TYPE_CHECKING:
     from workbench.batch.lr_range_found import LrFound
@@ -66,29 +66,14 @@ def find_lr(
         RunError: the launch failed; its run directory stays.
     """
     options = {"low": low, "high": high, "sweeps": sweeps, "iterations": iterations, "race_steps": race_steps}
-    if isinstance(target, Task | ScriptSpec):
-        raise ValueError(
-            f'find_lr({type(target).__name__}): a task is tried by its spec, find_lr(wb.RunSpec(task="my_task.py:build")); a script by its '
-            "step and its loader, in the script"
-        )
-    if isinstance(target, RunSpec | Run | str | os.PathLike):
-        given = {"a loader": loader, "model=": model, "optimizer=": optimizer}
-        if extra := ", ".join(name for name, value in given.items() if value is not None):
-            raise ValueError(f"find_lr({type(target).__name__}, …) was given {extra}, which only goes with a step: find_lr(step, loader)")
-    if isinstance(target, RunSpec):
+    given = _TARGET.read(target, loader, model=model, optimizer=optimizer)
+    if isinstance(given, RunSpec):
         from workbench.batch.lr_range import check_options
 
         check_options(**options)
-        return read(experimenting.range_test(target, options=options, runs_dir=runs_dir))
-    if isinstance(target, Run | str | os.PathLike):
-        return read(target if isinstance(target, Run) else Run.load(target))
-    if not callable(target) or (hasattr(target, "state_dict") and hasattr(target, "parameters")):
-        raise ValueError(
-            f"find_lr({type(target).__name__}, …): allowed are a function step(batch) that does one whole optimizer step and returns the "
-            "loss, with its loader, or a RunSpec; a module goes into model="
-        )
-    if loader is None:
-        raise ValueError(f"find_lr({getattr(target, '__name__', 'step')}): a step needs the loader of its batches: find_lr(step, loader)")
+        return read(experimenting.range_test(given, options=options, runs_dir=runs_dir))
+    if isinstance(given, Run):
+        return read(given)
     from workbench.measure.lr_range import find
 
     far = [0, 1]  # steps taken, steps in all
@@ -100,9 +85,14 @@ def find_lr(
         line.show()
 
     try:
-        return find(target, loader, model=model, optimizer=optimizer, progress=progress, **options)  # type: ignore[arg-type]
+        return find(given.step, given.loader, model=model, optimizer=optimizer, progress=progress, **options)  # type: ignore[arg-type]
     finally:
         line.close(f"find_lr: {far[0]} steps in {units.seconds(time.monotonic() - began)}")
+
+
+_TARGET = Measured(
+    name="find_lr", verb="tried", script="a script by its step and its loader, in the script", returns="and returns the loss"
+)
 
 
 def _left(far: list[int], seconds: float) -> float:

@@ -5,11 +5,12 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from workbench.failure import Failure, RunError
-from workbench.launcher.launching import launch
+from workbench.checks import whole_number
+from workbench.launcher import launch
+from workbench.launcher.waiting import error_of, wait_for
 from workbench.run import Run
-from workbench.spec import AUTO, RunSpec, ScriptSpec, SpecError
-from workbench.task import Task
+from workbench.spec import AUTO, RunSpec, SpecError
+from workbench.target import Measured, check_spec
 
 if TYPE_CHECKING:
     from workbench.batch.noise_scale import NoiseScale
@@ -60,55 +61,37 @@ def noise_scale(
         ValueError: something else was given, or what was given cannot be measured; the message says why.
         RunError: the launch failed before two steps were done; its run directory stays.
     """
-    if isinstance(target, Task | ScriptSpec):
-        raise ValueError(f"noise_scale({_shown(target)}): {_WANTED}")
-    if isinstance(target, RunSpec | Run | str | os.PathLike):
-        given = {"a loader": loader, "model=": model, "optimizer=": optimizer, "micro_batch=": micro_batch}
-        if extra := ", ".join(name for name, value in given.items() if value is not None):
-            raise ValueError(f"noise_scale({_shown(target)}, …) was given {extra}, which only goes with a step: noise_scale(step, loader)")
-    if exact or samples is not None:
-        return _exact(target, exact=exact, samples=samples, steps=steps)
-    if isinstance(target, RunSpec):
-        return _launched(target, _checked(steps), runs_dir)
-    if isinstance(target, str | os.PathLike):
-        target = Run.load(target)
-    if isinstance(target, Run):
-        if steps is not None:
-            raise ValueError(
-                f"noise_scale({target!r}, steps={steps!r}): a run takes its own steps; noise_scale(spec, steps=…) takes new ones"
-            )
-        return target.noise_scale
-    if not callable(target) or hasattr(target, "state_dict"):
-        raise ValueError(
-            f"noise_scale({_shown(target)}, …): allowed are a RunSpec, a Run, the path of a run directory, or a step function with its "
-            "loader; a module goes into model="
-        )
-    if loader is None:
-        raise ValueError(f"noise_scale({_shown(target)}): a step needs the loader of its batches: noise_scale(step, loader)")
+    if exact:
+        check_spec("noise_scale", target, because="for exact=True", instead=_OWN_MODEL)
+    given = _TARGET.read(
+        target, loader, model=model, optimizer=optimizer, step_only={"micro_batch": micro_batch}, steps=None if exact else steps
+    )
+    if isinstance(given, RunSpec) and exact:
+        return _exact(given, samples=samples, steps=steps)
+    if samples is not None:
+        raise ValueError(f"noise_scale(…, samples={samples!r}): it goes with exact=True, which computes the gradients of so many samples")
+    if isinstance(given, Run):
+        return given.noise_scale
+    count = _checked(steps)
+    if isinstance(given, RunSpec):
+        return _launched(given, count, runs_dir)
     from workbench.measure.noise_here import measure
 
-    return measure(target, loader, model=model, optimizer=optimizer, steps=_checked(steps), micro_batch=micro_batch)
+    return measure(given.step, given.loader, model=model, optimizer=optimizer, steps=count, micro_batch=micro_batch)
 
 
 def _launched(spec: RunSpec, steps: int, runs_dir: str | os.PathLike[str] | None) -> "NoiseScale":
     changed, notes = _grouped(spec.replace(steps=steps, evaluate=False, profile=None))
     run = launch(changed, runs_dir=runs_dir, name="noise-scale")
-    try:
-        run.wait()
-    except BaseException:
-        run.stop()
-        raise
-    error = run.error or (None if run.ok else Failure(rank=None, kind="launcher", message=f"it was {run.state}", traceback=None, hint=None))
+    error = error_of(wait_for(run, show=Run.progress_words, check=False))
     try:
         found = run.noise_scale
     except ValueError:
         if error is None:
             raise
-        failed = RunError(error)
-        failed.add_note(f"Its run directory: {run.path}")
-        raise failed from None
+        raise error from None
     if error is not None:
-        notes.append(f"the run ended early ({error.message.splitlines()[0]:.100}): this is what it had seen")
+        notes.append(f"the run ended early ({error.failure.message.splitlines()[0]:.100}): this is what it had seen")
     return dataclasses.replace(found, notes=(*notes, *found.notes))
 
 
@@ -129,33 +112,22 @@ def _grouped(spec: RunSpec) -> tuple[RunSpec, list[str]]:
     return changed, [f"measured with 2 × {half} samples per step in the place of {spec.micro_batch}, so that there are groups to compare"]
 
 
-def _exact(target: Any, *, exact: bool, samples: int | None, steps: int | None) -> "NoiseScale":
-    if not exact:
-        raise ValueError(f"noise_scale(…, samples={samples!r}): it goes with exact=True, which computes the gradients of so many samples")
-    if not isinstance(target, RunSpec):
-        raise ValueError(
-            f"noise_scale({_shown(target)}, exact=True): a RunSpec is wanted. Of a model of your own: "
-            "workbench.measure.per_sample.exact_noise_scale(model, loss, batches)"
-        )
+def _exact(spec: RunSpec, *, samples: int | None, steps: int | None) -> "NoiseScale":
     if steps is not None:
         raise ValueError(f"noise_scale(spec, exact=True, steps={steps!r}): no step is taken; samples=… says of how many samples")
     from workbench.train.exact_noise import exact_noise_of
 
-    return exact_noise_of(target, samples=samples)
+    return exact_noise_of(spec, samples=samples)
 
 
-_WANTED = (
-    'a task is measured by its spec, noise_scale(wb.RunSpec(task="my_task.py:build")); in a script: '
-    "with workbench.measure.gradient_noise.NoiseWatch(model, optimizer, micro_batch=32) as watch: …, then watch.result()"
+_TARGET = Measured(
+    name="noise_scale",
+    verb="measured",
+    script="in a script: with workbench.measure.gradient_noise.NoiseWatch(model, optimizer, micro_batch=32) as watch: …, then "
+    "watch.result()",
 )
+_OWN_MODEL = "of a model of your own: workbench.measure.per_sample.exact_noise_scale(model, loss, batches)"
 
 
 def _checked(steps: Any) -> int:
-    steps = STEPS if steps is None else steps
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
-        raise ValueError(f"steps={steps!r}: a whole number of at least 2 is allowed; some 100 give an estimate worth having")
-    return steps
-
-
-def _shown(target: object) -> str:
-    return getattr(target, "__name__", type(target).__name__)
+    return whole_number("steps", STEPS if steps is None else steps, least=2, also="; some 100 give an estimate worth having")

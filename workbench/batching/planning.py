@@ -15,6 +15,7 @@ from workbench.batching.subject import Subject
 from workbench.batching.throughput import Throughput
 from workbench.device import Device
 from workbench.spec import RunSpec, SpecError
+from workbench.target import check_spec
 
 
 def batch_plan(
@@ -54,11 +55,7 @@ def batch_plan(
         ValueError: nothing fits, the batch cannot be divided so or is above the dataset, or a number that is none.
         RunError: a measurement failed in its launch; its run directory stays.
     """
-    if not isinstance(spec, RunSpec):
-        raise ValueError(
-            f"batch_plan({type(spec).__name__}): a RunSpec is wanted, whose task can be run: "
-            'wb.batch_plan(wb.RunSpec(task="my_task.py:build"))'
-        )
+    check_spec("batch_plan", spec, because="whose task can be run")
     ranks = whole("world_size", world_size, spec.data_ranks)
     subject = Subject.of(spec)
     old = subject.plan(spec)

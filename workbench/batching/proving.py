@@ -11,6 +11,7 @@ from workbench.batching.course import Course, Gain
 from workbench.batching.proof import PlanProof
 from workbench.batching.subject import Subject
 from workbench.batching.throughput import steady
+from workbench.checks import whole_number
 from workbench.failure import RunError
 from workbench.launcher.sweeping import run_all
 from workbench.run import Run
@@ -53,8 +54,7 @@ def prove_plan(
         ValueError: no steps, or no seeds.
         RunError: a run failed; the run directories stay.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < POINTS:
-        raise ValueError(f"steps={steps!r}: a whole number of at least {POINTS} is allowed: the loss needs some steps to fall")
+    whole_number("steps", steps, least=POINTS, also=": the loss needs some steps to fall")
     if not seeds:
         raise ValueError("seeds=(): at least one seed is wanted, such as seeds=(0, 1)")
     against = Subject.of(spec).plan(spec) if against is None else against

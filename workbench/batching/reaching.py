@@ -1,6 +1,5 @@
 """Steps to a target: the direct experiment about batches. Many trainings in one launch, each until the target, and the law they follow."""
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +9,11 @@ from workbench.batch.reaching import StepsToTarget
 from workbench.batch.reaching_plan import Order
 from workbench.batch.reaching_trial import Target
 from workbench.batch.scaled import RULES
+from workbench.checks import is_number, is_whole, real_number, whole_number
 from workbench.launcher import reaching
 from workbench.run import Run
 from workbench.spec import AUTO, SHARDED, RunSpec
+from workbench.target import check_spec
 
 RETUNE = (0.5, 1.0, 2.0)
 """Factors around the centre where `retune=True`."""
@@ -84,7 +85,8 @@ def steps_to_target(
             path = spec.path if isinstance(spec, Run) else spec
             raise ValueError(f"steps_to_target({os.fspath(path)!r}, batches=…): a run has tried its batches; a RunSpec tries new ones")
         return StepsToTarget.of(spec)
-    _check_spec(spec)
+    check_spec("steps_to_target", spec, instead="a run that it has made is read")
+    _check(spec)
     searched = retune is True or (retune is False and not rules)
     order = Order(
         target=_target(target_loss, target),
@@ -92,11 +94,11 @@ def steps_to_target(
         rules=_rules(rules),
         optimizers=tuple(optimizers) if optimizers else ("",),
         retune=RETUNE if searched else _factors(retune or ()),
-        seeds=_whole("seeds", seeds),
-        base_batch=spec.global_batch if base_batch is None else _whole("base_batch", base_batch),
+        seeds=whole_number("seeds", seeds, least=1),
+        base_batch=spec.global_batch if base_batch is None else whole_number("base_batch", base_batch, least=1),
         patience=_patience(patience),
-        max_steps=_whole("max_steps", max_steps),
-        probe=_whole("probe", probe),
+        max_steps=whole_number("max_steps", max_steps, least=1),
+        probe=whole_number("probe", probe, least=1),
         budget_s=budget_s,
         noise_scale=noise_scale,
         critical_batch=critical_batch,
@@ -118,9 +120,7 @@ def _words(run: Run) -> str:
     return f"{run.name} {'█' * (_CELLS * done // total):░<{_CELLS}} {done}/~{total} trials{what} · about {left} left"
 
 
-def _check_spec(spec: Any) -> None:
-    if not isinstance(spec, RunSpec):
-        raise ValueError(f"steps_to_target({type(spec).__name__}): a RunSpec is wanted, or a run that it has made, to read")
+def _check(spec: RunSpec) -> None:
     if spec.micro_batch == AUTO:
         raise ValueError(
             'micro_batch="auto": steps to a target need a number, the largest micro-batch; wb.max_micro_batch(spec, device) has one'
@@ -149,14 +149,12 @@ def _target(loss: float | None, figures: Mapping[str, float] | None) -> Target:
             f'target={figures!r}: one figure of the task\'s evaluation is wanted, {{"accuracy": 0.8}}; a loss is a target_loss='
         )
     ((name, value),) = figures.items()
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"target {name}={value!r}: a number is wanted")
-    return Target(name=name, value=float(value), rises=None if name != "loss" else False)
+    return Target(name=name, value=float(real_number(f"target {name}", value)), rises=None if name != "loss" else False)
 
 
 def _batches(given: Any) -> tuple[int, ...]:
     good = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
-    if not good or not all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in given):
+    if not good or not all(is_whole(one, least=1) for one in given):
         raise ValueError(f"batches={given!r}: global batches in samples are wanted, four or more for a law: [16, 64, 256, 1024]")
     return tuple(sorted(set(given)))
 
@@ -170,22 +168,12 @@ def _rules(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _factors(given: Any) -> tuple[float, ...]:
-    if (
-        not isinstance(given, Sequence)
-        or isinstance(given, str)
-        or any(not isinstance(one, int | float) or not 0 < one < math.inf for one in given)
-    ):
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(is_number(one, above=0) for one in given):
         raise ValueError(f"retune={given!r}: True, or factors above 0 are wanted, such as [0.5, 1, 2]")
     return tuple(dict.fromkeys(map(float, given)))
 
 
 def _patience(given: float | None) -> float | None:
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or not 1 < given < math.inf):
-        raise ValueError(f"patience={given!r}: a number above 1 is wanted (3 = give up after three times the best), or None for never")
-    return None if given is None else float(given)
-
-
-def _whole(name: str, given: Any) -> int:
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ValueError(f"{name}={given!r}: a whole number of at least 1 is wanted")
-    return given
+    if given is None:
+        return None
+    return float(real_number("patience", given, above=1, also=" (3 = give up after three times the best), or None for never"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from workbench import display, units
+from workbench.checks import is_number, is_whole
 from workbench.codec import JsonDataclass
 from workbench.run import Run
 from workbench.spec import RunSpec
@@ -45,9 +46,9 @@ class Throughput(display.Shown, JsonDataclass):
         if not self.micro_batches or len(self.micro_batches) != len(self.rates):
             raise ValueError(f"{len(self.micro_batches)} micro-batches with {len(self.rates)} rates: give a rate for each, {{32: 1500.0}}")
         for micro, rate in zip(self.micro_batches, self.rates, strict=True):
-            if isinstance(micro, bool) or not isinstance(micro, int) or micro < 1:
+            if not is_whole(micro, least=1):
                 raise ValueError(f"throughput at a micro-batch of {micro!r}: a whole number of at least 1 is allowed")
-            if not isinstance(rate, int | float) or not 0 < rate < math.inf:
+            if not is_number(rate, above=0):
                 raise ValueError(f"throughput of {rate!r} at a micro-batch of {micro}: samples per second above 0 are allowed")
         if list(self.micro_batches) != sorted(set(self.micro_batches)):
             raise ValueError(f"micro-batches {self.micro_batches}: each once and ascending is wanted")

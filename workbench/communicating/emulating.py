@@ -1,10 +1,10 @@
 """`ddp_twin`: DDP's real reducer over an emulated network, with the closed form beside it."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from workbench import units
+from workbench.checks import real_number, whole_number
 from workbench.cost.collectives import CostError, checked_ranks
 from workbench.cost.twin_run import Network, TwinLayer, TwinRun, closed_form, seconds_on
 
@@ -47,10 +47,9 @@ def ddp_twin(
     if checked_ranks(ranks) < 2:
         raise CostError(f"ranks={ranks}: a twin of at least 2 is wanted; one alone sends nothing")
     for name, value in (("bucket_cap_mb", bucket_cap_mb), ("real", real)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf):
-            raise CostError(f"{name}={value!r}: a number above 0 is allowed, or None")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise CostError(f"steps={steps!r}: a whole number of at least 1 is allowed")
+        if value is not None:
+            real_number(name, value, above=0, also=", or None", error=CostError)
+    whole_number("steps", steps, least=1, error=CostError)
     layers = _layers(model, forward, backward)
     whole = sum(one.size for one in layers)
     if whole > MOST_BYTES:

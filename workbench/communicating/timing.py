@@ -1,10 +1,10 @@
 """`measure_collectives`: collectives timed between ranks of this machine, as a `cost.Links`."""
 
-import math
 import os
 from collections.abc import Sequence
 
 from workbench import rundir
+from workbench.checks import is_whole, real_number, whole_number
 from workbench.cost.collectives import BUS_FACTORS, CostError
 from workbench.cost.links import Links
 from workbench.launcher import environment
@@ -78,11 +78,9 @@ def links_of(run: Run | str | os.PathLike[str]) -> Links:
 
 def _check(ranks: object, sizes: Sequence[int], kinds: Sequence[str], repeats: object, seconds: object) -> None:
     for name, value, least in (("nproc_per_node", ranks, 2), ("repeats", repeats, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise CostError(f"{name}={value!r}: a whole number of at least {least} is allowed")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise CostError(f"seconds={seconds!r}: a number above 0 is allowed")
+        whole_number(name, value, least=least, error=CostError)
+    real_number("seconds", seconds, above=0, error=CostError)
     if isinstance(kinds, str) or not kinds or any(kind not in BUS_FACTORS for kind in kinds):
         raise CostError(f"kinds={kinds!r}: a list of {', '.join(BUS_FACTORS)} is wanted")
-    if len(set(sizes)) < 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+    if len(set(sizes)) < 2 or not all(is_whole(size, least=1) for size in sizes):
         raise CostError(f"sizes={sizes!r:.80}: at least two different numbers of bytes are wanted, such as 4096 and 16777216")

@@ -1,11 +1,11 @@
 """Cluster: nodes of GPUs, and the links inside and between them, from their makers' datasheets or from measurements of your own."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from workbench import display, units
+from workbench.checks import nearest
 from workbench.codec import JsonDataclass, fields_from_json
 from workbench.cost.collectives import CostError, Link, all_reduce, checked_ranks
 from workbench.cost.hierarchy import hierarchical_all_reduce
@@ -70,8 +70,8 @@ class Cluster(display.Shown, JsonDataclass):
         """
         known = {one.name.lower(): one for one in CLUSTERS}
         if str(name).lower() not in known:
-            near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.4)
-            hint = f"did you mean {known[near[0]].name!r}? Known" if near else "known"
+            near = nearest(str(name).lower(), known, cutoff=0.4)
+            hint = f"did you mean {known[near].name!r}? Known" if near else "known"
             raise CostError(
                 f"unknown cluster {name!r}: {hint} are {', '.join(one.name for one in CLUSTERS)}. For another one make it: "
                 "Cluster(name=…, device=Device.named(…), gpus_per_node=…, intra=Link(latency=…, bandwidth=…), inter=Link(…), source=…)"

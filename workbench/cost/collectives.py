@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.checks import choice, is_whole
 from workbench.codec import JsonDataclass
 
 BUS_FACTORS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
@@ -139,8 +140,7 @@ def collective_seconds(collective: str, size: float, ranks: int, link: Link, alg
 
 def _ring(collective: str, size: float, ranks: int) -> tuple[int, float]:
     """Messages that follow one another, and bytes that each rank sends, in a ring."""
-    if collective not in BUS_FACTORS:
-        raise CostError(f"collective={collective!r}: allowed are {', '.join(BUS_FACTORS)}")
+    choice("collective", collective, BUS_FACTORS, error=CostError)
     if ranks == 1:
         return 0, 0.0
     if collective in ("broadcast", "reduce"):
@@ -155,7 +155,7 @@ def checked_ranks(ranks: Any, least: int = 1) -> int:
     Raises:
         CostError: it is none.
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < least:
+    if not is_whole(ranks, least=least):
         raise CostError(f"{ranks!r} ranks: a whole number of at least {least} is wanted")
     return ranks
 

@@ -1,5 +1,6 @@
 """Pipelines: the share of time in which a stage has nothing to do."""
 
+from workbench.checks import choice
 from workbench.cost.collectives import CostError, checked_ranks
 
 BUBBLES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -27,8 +28,7 @@ def bubble(stages: int, micro_batches: int, schedule: str = "1f1b", chunks: int 
     True
     """
     p, m, v = (checked_ranks(value) for value in (stages, micro_batches, chunks))
-    if schedule not in BUBBLES:
-        raise CostError(f"schedule={schedule!r}: allowed are {', '.join(BUBBLES)}")
+    choice("schedule", schedule, BUBBLES, error=CostError)
     if v > 1 and schedule != "interleaved":
         raise CostError(f'chunks={v} with schedule="{schedule}": only "interleaved" has several chunks of layers on a stage')
     if schedule == "interleaved" and v > 1 and m % p:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from workbench.checks import choice, whole_number
 from workbench.codec import JsonDataclass
 from workbench.cost.cluster import Cluster
 from workbench.cost.collectives import BUS_FACTORS, CostError, bus_factor, checked_ranks, collective_seconds
@@ -48,10 +49,8 @@ class Sent(JsonDataclass):
     def __post_init__(self) -> None:
         checked_ranks(self.ranks)
         checked_ranks(self.stride)
-        if self.phase not in PHASES:
-            raise CostError(f"phase={self.phase!r}: allowed are {', '.join(PHASES)}")
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 0:
-            raise CostError(f"size={self.size!r}: a whole number of bytes of at least 0 is wanted")
+        choice("phase", self.phase, PHASES, error=CostError)
+        whole_number("size", self.size, least=0, what="a whole number of bytes", error=CostError)
         if self.needed is not None and not 0 <= self.needed <= self.size:
             raise CostError(f"needed={self.needed!r}: 0 to {self.size} bytes, the size, are allowed")
 
@@ -103,8 +102,7 @@ def group_seconds(kind: str, size: float, cluster: Cluster, *, ranks: int, strid
     Raises:
         CostError: something else was given.
     """
-    if algorithm not in ALGORITHMS:
-        raise CostError(f"algorithm={algorithm!r}: allowed are {', '.join(ALGORITHMS)}")
+    choice("algorithm", algorithm, ALGORITHMS, error=CostError)
     ways = ("ring", "tree") if algorithm == "best" else (algorithm,)
     return min(_one_way(kind, size, cluster, ranks, stride, way) for way in ways)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from workbench.checks import choice, whole_number
 from workbench.cost.collectives import CostError, checked_ranks
 
 RECOMPUTATIONS = ("none", "selective", "full")
@@ -45,9 +46,7 @@ class Transformer:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "vocabulary", "sequence", *(name for name in _OPTIONAL if getattr(self, name) is not None)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise CostError(f"{name}={value!r}: a whole number of at least 1 is wanted")
+            whole_number(name, getattr(self, name), least=1, error=CostError)
         if self.kv_heads is not None and (self.heads is None or self.heads % self.kv_heads):
             raise CostError(f"kv_heads={self.kv_heads}: it has to divide heads={self.heads}")
 
@@ -131,6 +130,5 @@ def checked_recompute(recompute: str) -> str:
     Raises:
         CostError: it is none.
     """
-    if recompute not in RECOMPUTATIONS:
-        raise CostError(f"recompute={recompute!r}: allowed are {', '.join(RECOMPUTATIONS)}")
+    choice("recompute", recompute, RECOMPUTATIONS, error=CostError)
     return recompute

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from workbench import display, units
+from workbench.checks import is_whole
 from workbench.codec import JsonDataclass
 from workbench.cost.cluster import Cluster
 from workbench.cost.collectives import CostError, Link, all_reduce, checked_ranks
@@ -27,7 +28,7 @@ class TwinLayer:
     """Seconds, after which its gradients are there."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 4 or self.size % 4:
+        if not is_whole(self.size, least=4) or self.size % 4:
             raise CostError(f"size={self.size!r}: bytes of at least one fp32 number, a multiple of 4, are wanted")
         if min(self.forward, self.backward) < 0:
             raise CostError(f"forward={self.forward!r}, backward={self.backward!r}: seconds of at least 0 are wanted")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from workbench.checks import choice
 from workbench.cost.collectives import CostError, checked_ranks
 
 SHARINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
@@ -58,8 +59,7 @@ def volume(
     >>> volume(1e9, 8, "fsdp", parameter_bytes=2).total / volume(1e9, 8, "ddp").total
     1.0
     """
-    if sharing not in SHARINGS:
-        raise CostError(f"sharing={sharing!r}: allowed are {', '.join(SHARINGS)}")
+    choice("sharing", sharing, SHARINGS, error=CostError)
     if not parameters > 0:
         raise CostError(f"parameters={parameters!r}: a number above 0 is wanted")
     group = checked_ranks(ranks)

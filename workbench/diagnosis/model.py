@@ -1,12 +1,12 @@
 """StepModel: predicts the parts of a step under changed knobs, from what experiments found out about it as it is."""
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.checks import did_you_mean
 from workbench.diagnosis.costs import Costs, mean_saved
 from workbench.diagnosis.doubt import FRESH
 from workbench.diagnosis.evidence import Evidence, Gradients
@@ -93,8 +93,7 @@ class StepModel:
         """
         for name in changes:
             if name not in KNOBS:
-                near = difflib.get_close_matches(name, KNOBS, n=1)
-                raise ValueError(f"no knob {name!r}: {f'did you mean {near[0]!r}? ' if near else ''}There are {', '.join(KNOBS)}")
+                raise ValueError(f"no knob {name!r}: {did_you_mean(name, KNOBS)}There are {', '.join(KNOBS)}")
         now = self.knobs
         new = {name: value for name, value in changes.items() if value != now[name] and not (value is None and name != "bucket_cap_mb")}
         notes: list[str] = []

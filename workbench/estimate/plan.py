@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from workbench import task as tasks
+from workbench.checks import whole_number
 from workbench.device import Device
 from workbench.estimate.building import copied
 from workbench.estimate.dry import Gpu
@@ -19,6 +20,7 @@ from workbench.estimate.refusals import EstimateError
 from workbench.measure.loop import samples_in
 from workbench.memory.outside import cublas_workspace
 from workbench.spec import SHARDED, RunSpec, check_names
+from workbench.target import check_program, shown
 from workbench.task import Task
 
 PRECISIONS = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
@@ -91,12 +93,13 @@ def plan_of(
     """What `workbench.estimating.estimate_memory` estimates, with its arguments; see there. `asked`: what a user called."""
     check_names(RunSpec, knobs)
     for what, value, least in (("steps", steps, 1), ("rank", rank, 0), ("sequence", sequence, 1), ("image", image, 1)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"{what}={value!r}: a whole number of at least {least} is allowed")
+        if value is not None:
+            whole_number(what, value, least=least)
     name = device_name(device)
     if world_size is not None:
         knobs |= {"nproc_per_node": world_size, "nnodes": 1}
-    spec, task = _spec_and_task(target, batch, loss, optimizer, knobs, asked)
+    check_program(asked, target, batch)
+    spec, task = _spec_and_task(target, loss, optimizer, knobs)
     if batch is None:
         batch = sample_batch(task, spec.micro_batch)
     batch = resized(batch, samples=knobs.get("micro_batch"), sequence=sequence, image=image)
@@ -125,14 +128,14 @@ def device_name(device: str | Device) -> str:
         raise ValueError(f'{error}. Allowed, too: "cuda", any GPU, and "cpu"') from None
 
 
-def _spec_and_task(target: Any, batch: Any, loss: Any, optimizer: Any, knobs: dict[str, Any], asked: str) -> tuple[RunSpec, Task]:
+def _spec_and_task(target: Any, loss: Any, optimizer: Any, knobs: dict[str, Any]) -> tuple[RunSpec, Task]:
     chosen: dict[str, Any] = {"optimizer": optimizer} if isinstance(optimizer, str) else {}
     if isinstance(target, RunSpec):
         spec, task = target.replace(**knobs, **chosen), tasks.resolve(target.task)
     elif isinstance(target, Task):
         spec, task = RunSpec(task=target.name or "task", **knobs, **chosen), target
     else:
-        spec, task = RunSpec(task="model", **knobs, **chosen), _task_of(target, batch, asked)
+        spec, task = RunSpec(task="model", **knobs, **chosen), _task_of(target)
     changes: dict[str, Any] = {} if loss is None else {"loss": checked(loss)}
     if optimizer is not None and not chosen:
         changes["optimizer"] = optimizer
@@ -140,18 +143,10 @@ def _spec_and_task(target: Any, batch: Any, loss: Any, optimizer: Any, knobs: di
     return spec, dataclasses.replace(task, **changes)
 
 
-def _task_of(target: Any, batch: Any, asked: str) -> Task:
+def _task_of(target: Any) -> Task:
+    name, make = shown(target), target
     if isinstance(target, nn.Module):
-        name, make = type(target).__name__, lambda: copied(target) if target.training else copied(target).train()
-    elif callable(target):
-        name, make = getattr(target, "__name__", type(target).__name__), target
-    else:
-        raise ValueError(
-            f"{asked}({target!r:.80}): a RunSpec, a Task, a function that builds a model, or a torch.nn.Module is wanted, not a "
-            f"{type(target).__name__}"
-        )
-    if batch is None:
-        raise ValueError(f"{asked}({name}): a model needs a batch: {asked}(model, batch), of tensors on any device, even meta")
+        make = lambda: copied(target) if target.training else copied(target).train()  # noqa: E731
     return Task(model=make, dataset=list, loss=DefaultLoss(), name="" if name == "<lambda>" else name)
 
 

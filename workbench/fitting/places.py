@@ -1,5 +1,6 @@
 """Places: the device to be fitted, its room, and the margin that stays free."""
 
+from workbench.checks import whole_number
 from workbench.device import Device
 
 MARGIN = 0.05
@@ -20,8 +21,7 @@ def place_of(device: str | Device, capacity: int | None, margin: float) -> tuple
     if capacity is None:
         found = device_of(device)
         return found.name, room_on(found, margin)
-    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-        raise ValueError(f"capacity={capacity!r}: bytes that one rank can have, a whole number of at least 1, or None for the device's own")
+    whole_number("capacity", capacity, least=1, what="a whole number of bytes per rank", also=", or None for the device's own")
     name = _PLAIN[str(device)] if any_of(device) else device_of(device).name
     return name, share_of(capacity, margin)
 

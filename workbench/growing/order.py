@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from workbench.checks import whole_number
 from workbench.scaling.point import PROCESSES, CurveError
 from workbench.scaling.showing import KINDS
 from workbench.spec import AUTO, SHARDED, RunSpec, SpecError, check_names
+from workbench.target import check_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +80,13 @@ def ordered(spec: Any, *, over: str, values: Sequence[Any], kind: str, repeat: i
         SpecError: no RunSpec, no such knob, or a value it does not take.
         CurveError: values that make no curve.
     """
-    if not isinstance(spec, RunSpec):
-        raise SpecError(
-            f"scaling_curve({type(spec).__name__}): a RunSpec is wanted, whose knobs can be turned, or the directory of a curve, "
-            "to read it; for a script: ScalingCurve.from_runs([launch(script, nproc_per_node=n, watch=True).wait() for n in (1, 2)])"
-        )
+    check_spec(
+        "scaling_curve",
+        spec,
+        because="whose knobs can be turned, or the directory of a curve, to read it",
+        instead="for a script: ScalingCurve.from_runs([launch(script, nproc_per_node=n, watch=True).wait() for n in (1, 2)])",
+        error=SpecError,
+    )
     check_names(RunSpec, {over: None})
     if kind not in KINDS:
         raise CurveError(f"kind={kind!r}: allowed are " + " and ".join(f'"{name}" ({what})' for name, what in KINDS.items()))
@@ -92,8 +96,7 @@ def ordered(spec: Any, *, over: str, values: Sequence[Any], kind: str, repeat: i
         raise CurveError(f"values={values!r}: a list of what {over} is turned to is wanted, such as (1, 2, 4)")
     if any(value in values[:place] for place, value in enumerate(values)):
         raise CurveError(f"values={list(values)!r} has one twice: to measure each point several times there is repeat=3")
-    if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
-        raise CurveError(f"repeat={repeat!r}: a whole number of at least 1 is wanted; with 1 no point has an interval")
+    whole_number("repeat", repeat, least=1, also="; with 1 no point has an interval", error=CurveError)
     if spec.micro_batch == AUTO and over != "micro_batch":
         raise CurveError(
             'micro_batch="auto" may be another number at each point: give one, such as wb.max_micro_batch(spec, device).micro_batch'

@@ -1,15 +1,12 @@
 """Experiments in a launch of their own, awaited: what a step of a spec is made of or holds, or whether a changed spec is faster."""
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from workbench import units
-from workbench.failure import Failure, RunError
 from workbench.launcher.launching import check, label, own
 from workbench.launcher.start import NewRun
-from workbench.progress import ProgressLine
+from workbench.launcher.waiting import time_left, wait_for
 from workbench.run import Run
 from workbench.spec import RunSpec
 
@@ -18,7 +15,6 @@ PATIENCE = 600.0
 takes, and one step of it can be longer than the whole budget."""
 STEP = 60.0
 """Seconds that a step whose memory is recorded may take, about."""
-_TICK = 0.05
 
 
 def explore(spec: RunSpec, *, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
@@ -129,20 +125,13 @@ def range_test(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | os.
     check(spec)
     steps = (options["sweeps"] + 1) * options["iterations"] + _RACES * options["race_steps"]
     order = {"kind": "lr_range", "budget_s": STEP * steps, **options}
-    return launched(spec, f"{label(spec)} find_lr", order, runs_dir, program="workbench.train.lr_range", show=_left)
+    return launched(
+        spec, f"{label(spec)} find_lr", order, runs_dir, program="workbench.train.lr_range", show=time_left("{done} of about {steps} steps")
+    )
 
 
 _RACES = 20
 """Rounds that candidates run in a race, about."""
-
-
-def _left(run: Run) -> str:
-    """How far a search is, and how long it will go on."""
-    rows = run.metric_rows
-    if not rows:
-        return f"{run.path.name}: starting"
-    done, steps, seconds = (rows[-1][name] for name in ("step", "steps", "seconds"))
-    return f"{run.path.name}: {done} of about {steps} steps · {units.seconds(seconds * max(0, steps - done) / done)} left"
 
 
 def launched(
@@ -172,20 +161,4 @@ def launched(
     """
     new = NewRun(runs_dir, name)
     run = new.start(spec, own(program, new.path), timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
-    line = ProgressLine(lambda: show(run) if show else run.path.name)
-    try:
-        while run.state == "running":
-            if show:
-                line.show()
-            tick()
-            time.sleep(_TICK)
-    except BaseException:
-        run.stop()
-        raise
-    finally:
-        line.close(run.path.name)
-    if not run.ok:
-        error = RunError(run.error or Failure(rank=None, kind="launcher", message=f"it was {run.state}", traceback=None, hint=None))
-        error.add_note(f"Its run directory: {run.path}")
-        raise error
-    return run
+    return wait_for(run, show=show, tick=tick)

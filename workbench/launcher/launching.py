@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import task
+from workbench.checks import real_number
 from workbench.launcher import environment
 from workbench.launcher.rendezvous import TIMEOUT, Rendezvous, free_endpoint
 from workbench.launcher.resuming import go_on, resumable
@@ -15,6 +16,7 @@ from workbench.launcher.slurm import Slurm
 from workbench.launcher.start import LaunchError, NewRun
 from workbench.run import Run
 from workbench.spec import RunSpec, ScriptSpec, Spec, check_profile
+from workbench.target import check_launchable
 
 
 def launch(
@@ -72,8 +74,7 @@ def launch(
         ended = resumable(resume, target)
         check(ended.spec)
         return go_on(ended, timeout)
-    if target is None:
-        raise LaunchError("launch() of what? A RunSpec, the path of a script, or resume= with a run that was ended is wanted")
+    check_launchable(target, error=LaunchError)
     if isinstance(target, RunSpec):
         if args or watch:
             odd = f"args={list(args)!r}" if args else "watch=True"
@@ -81,6 +82,7 @@ def launch(
         ranks = {"nproc_per_node": nproc_per_node, "nnodes": nnodes}
         spec: Spec = target.replace(**knobs | {knob: value for knob, value in ranks.items() if value is not None})
     else:
+        assert target is not None
         ranks = {"nproc_per_node": 1 if nproc_per_node is None else nproc_per_node, "nnodes": 1 if nnodes is None else nnodes}
         spec = script_spec(target, knobs, args=args, watch=watch, **ranks)
     check_profile(spec)
@@ -178,8 +180,9 @@ def check_timeout(timeout: float | None, what: str = "timeout") -> None:
     Raises:
         LaunchError: it is not a positive number.
     """
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
-        raise LaunchError(f"{what}={timeout!r}: seconds above 0 are allowed" + (", or None for no limit" if what == "timeout" else ""))
+    if timeout is not None:
+        also = ", or None for no limit" if what == "timeout" else ""
+        real_number(what, timeout, above=0, what="seconds", also=also, error=LaunchError, finite=False)
 
 
 def label(spec: Spec) -> str:

@@ -4,9 +4,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from workbench import units
 from workbench.launcher.experimenting import launched
 from workbench.launcher.launching import check
+from workbench.launcher.waiting import time_left
 from workbench.run import Run
 from workbench.spec import RunSpec
 
@@ -25,13 +25,4 @@ def link_sweep(spec: RunSpec, order: Mapping[str, Any], *, runs_dir: str | os.Pa
     """
     check(spec)
     wanted = {"kind": "links", "budget_s": order["measuring_s"], **order}
-    return launched(spec, "collectives", wanted, runs_dir, program="workbench.train.links", show=_left)
-
-
-def _left(run: Run) -> str:
-    """How far it is, and how long it will go on."""
-    rows = run.metric_rows
-    if not rows:
-        return f"{run.path.name}: starting"
-    done, rounds, seconds = (rows[-1][name] for name in ("step", "steps", "seconds"))
-    return f"{run.path.name}: {done} of {rounds} rounds · {units.seconds(seconds * (rounds - done) / done)} left"
+    return launched(spec, "collectives", wanted, runs_dir, program="workbench.train.links", show=time_left("{done} of {steps} rounds"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.checks import choice, whole_number
 from workbench.launcher.launching import label
 from workbench.spec import RunSpec, ScriptSpec, SpecError
 
@@ -100,12 +101,10 @@ def kubernetes(
         spec = spec.replace(nnodes=nodes)
     on_gpus = isinstance(spec, ScriptSpec) or spec.device != "cpu"
     count = gpus if gpus is not None else spec.nproc_per_node if on_gpus else 0
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise SpecError(f"gpus={gpus!r}: a whole number of at least 0 is allowed, or None")
+    whole_number("gpus", count, least=0, also=", or None", error=SpecError)
     if count and count != spec.nproc_per_node:
         raise SpecError(f"gpus={count} with nproc_per_node={spec.nproc_per_node}: each rank takes one GPU; make them the same number")
-    if kind not in KINDS:
-        raise SpecError(f"kind={kind!r}: allowed are {', '.join(map(repr, KINDS))}")
+    choice("kind", kind, KINDS, error=SpecError)
     if not _IMAGE.fullmatch(image):
         raise SpecError(f'image={image!r}: the name of a container image is wanted, such as "registry/team/train:1"')
     for what, value in (("memory", memory), ("cpu", cpu), ("shm", shm)):

@@ -1,19 +1,15 @@
 """Many trainings until a target in one launch, awaited: how they get on is read from the journal that the ranks share."""
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from workbench.batch.reaching import StepsToTarget
-from workbench.failure import Failure, RunError
 from workbench.launcher.launching import check, label, own
 from workbench.launcher.start import NewRun
-from workbench.progress import ProgressLine
+from workbench.launcher.waiting import wait_for
 from workbench.run import Run
 from workbench.spec import RunSpec
-
-_TICK = 0.05
 
 
 def reach(
@@ -42,23 +38,11 @@ def reach(
     check(spec)
     new = NewRun(runs_dir, f"{label(spec)} steps to target")
     run = new.start(spec, own("workbench.train.reach", new.path), experiment={"kind": "reach", "order": dict(order)})
-    line = ProgressLine(lambda: words(run))
     try:
-        while run.state == "running":
-            time.sleep(_TICK)
-            if not quiet:
-                line.show()
+        return wait_for(run, show=None if quiet else words)
     except BaseException as error:
-        run.stop()
         _say_where(error, run)
         raise
-    finally:
-        line.close(words(run))
-    if not run.ok:
-        failed = RunError(run.error or Failure(rank=None, kind="launcher", message=f"it was {run.state}", traceback=None, hint=None))
-        _say_where(failed, run)
-        raise failed
-    return run
 
 
 def _say_where(error: BaseException, run: Run) -> None:

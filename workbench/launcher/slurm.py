@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import job, rundir
+from workbench.checks import is_whole
 from workbench.launcher import environment
 from workbench.launcher.nodes import ENV_ENDPOINT
 from workbench.launcher.start import LaunchError
@@ -61,7 +62,7 @@ class Slurm:
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus", "cpus"):
             value, least = getattr(self, name), 0 if name == "gpus" else 1
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            if value is not None and not is_whole(value, least=least):
                 raise SpecError(f"Slurm({name}={value!r}): a whole number of at least {least} is allowed, or None")
         for name in ("setup", "options"):
             value = getattr(self, name)

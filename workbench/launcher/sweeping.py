@@ -4,18 +4,19 @@ import contextlib
 import itertools
 import os
 import shutil
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from workbench import rundir, units
+from workbench.checks import whole_number
 from workbench.launcher.launching import check, label, program
 from workbench.launcher.start import NewRun, child_dir
+from workbench.launcher.waiting import wait_for
 from workbench.run import Run
 from workbench.spec import RunSpec, SpecError, check_names, check_profile
+from workbench.target import check_spec
 
-_TICK = 0.1
 _SAME_FOR_ALL = ("task", "launcher", "disk-full")
 """Kinds of failure that the next configuration would meet as well."""
 
@@ -65,8 +66,7 @@ def sweep(
         LaunchError: a configuration cannot run here. Nothing was started.
         TaskError: the task is not there. Nothing was started.
     """
-    if not isinstance(spec, RunSpec):
-        raise SpecError(f"sweep({spec!r}, …): a RunSpec is wanted, whose knobs can be turned; a script is launched with launch()")
+    check_spec("sweep", spec, because="whose knobs can be turned", instead="a script is launched with launch()", error=SpecError)
     return run_all(combinations(spec, lists), runs_dir=runs_dir, repeat=repeat, quiet=quiet)
 
 
@@ -89,8 +89,7 @@ def run_all(
         LaunchError: a configuration cannot run here. Nothing was started.
         TaskError: the task is not there. Nothing was started.
     """
-    if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
-        raise SpecError(f"repeat={repeat!r}: a whole number of at least 1 is allowed")
+    whole_number("repeat", repeat, least=1, error=SpecError)
     for _, each in specs:
         check(each)
         check_profile(each)
@@ -189,23 +188,16 @@ def _together(trials: Sequence[Trial], runs_dir: str | os.PathLike[str] | None, 
         launched = new.start(first.spec, program(first.spec, *folders), children=children)
     try:
         for index, folder in enumerate(folders):
-            run = _ended(Run.load(folder), tick)
+            run = wait_for(Run.load(folder), tick=tick, check=False)
             if index and _never_begun(run, launched):
                 for left in folders[index:]:
                     shutil.rmtree(left)
                 break
             yield run
-        _ended(launched, tick)
+        wait_for(launched, tick=tick, check=False)
     except BaseException:
         launched.stop()
         raise
-
-
-def _ended(run: Run, tick: Callable[[], object]) -> Run:
-    while run.state == "running":
-        tick()
-        time.sleep(_TICK)
-    return run
 
 
 def _never_begun(run: Run, launched: Run) -> bool:

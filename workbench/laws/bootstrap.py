@@ -1,10 +1,10 @@
 """How sure a fitted law is: it is fitted again to points drawn with replacement, one by one or run by run."""
 
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
+from workbench.checks import choice, real_number, whole_number
 from workbench.laws.objective import DELTA, Columns, best
 from workbench.laws.points import VARIED, Points, PointsError
 
@@ -60,12 +60,9 @@ def check(count: Any, level: Any, by: Any, seed: Any) -> tuple[int, float, int]:
     Raises:
         PointsError: a number of drawings, a level, a way or a seed that is not allowed.
     """
-    if isinstance(count, bool) or not isinstance(count, Integral) or int(count) < 0:
-        raise PointsError(f"draws={count!r}: a whole number is wanted, 200 or more for intervals, 0 for none")
-    if isinstance(level, bool) or not isinstance(level, Real) or not 0 < float(level) < 1:
-        raise PointsError(f"level={level!r}: a number between 0 and 1 is wanted, such as 0.9")
-    if by not in WAYS:
-        raise PointsError(f"by={by!r}: allowed are {', '.join(map(repr, WAYS))}")
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or int(seed) < 0:
-        raise PointsError(f"seed={seed!r}: a whole number of at least 0 is wanted, such as 0")
-    return int(count), float(level), int(seed)
+    choice("by", by, WAYS, error=PointsError)
+    return (
+        whole_number("draws", count, least=0, also=", 200 or more for intervals, 0 for none", error=PointsError, numpy=True),
+        real_number("level", level, above=0, below=1, also=", such as 0.9", error=PointsError, numpy=True),
+        whole_number("seed", seed, least=0, error=PointsError, numpy=True),
+    )

@@ -1,7 +1,6 @@
 """Reading points from whatever has them: rows, a DataFrame, a mapping of columns, a CSV file."""
 
 import csv
-import difflib
 import io
 import os
 import re
@@ -9,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from workbench.checks import nearest
 from workbench.laws.points import Points, PointsError
 
 NAMES = {
@@ -83,8 +83,8 @@ def _named(rows: Sequence[Mapping[str, Any]], where: str, names: Sequence[Any] =
     if rows:
         for name in ("parameters", "tokens", "loss"):
             if found[name] is None:
-                near = difflib.get_close_matches(name, given, n=1, cutoff=0.5)
-                hint = f' (is it "{near[0]}"? then rename it)' if near else ""
+                near = nearest(name, given, cutoff=0.5)
+                hint = f' (is it "{near}"? then rename it)' if near else ""
                 raise PointsError(
                     f"{where} has no column {name}{hint}: it has {', '.join(given) or 'none'}; wanted are parameters, tokens, loss"
                 )

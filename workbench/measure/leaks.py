@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from workbench import display, units
+from workbench.checks import whole_number
 from workbench.measure.found import name_of as name_of_step
 from workbench.measure.graph import saved
 from workbench.measure.memory import freed_by_collector, recorded
@@ -127,8 +128,7 @@ def find(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None
         DiagnoseError: step cannot be called so.
         ValueError: too few steps; the loader is empty or is none.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < LEAST_STEPS:
-        raise ValueError(f"steps={steps!r}: a whole number of at least {LEAST_STEPS} is allowed: what lives on for two steps is looked for")
+    whole_number("steps", steps, least=LEAST_STEPS, also=": what lives on for two steps is looked for")
     before = {storage._cdata for tensor in living() for storage in storages(tensor)}  # such as the batches of a list
     with recorded(step, loader, model=model, optimizer=optimizer, steps=steps) as (recorder, _, _, models, _):
         old = {index for address, index in recorder._live.items() if address in before}

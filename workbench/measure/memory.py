@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from workbench import units
+from workbench.checks import whole_number
 from workbench.collector import collected_before
 from workbench.measure.allocations import Allocations, allocations
 from workbench.measure.feed import Exhausted, Feed
@@ -239,5 +240,4 @@ def check_steps(steps: object) -> None:
     Raises:
         ValueError: not a whole number of at least 1.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps={steps!r}: a whole number of at least 1 is allowed; with 2 or more the optimizer's states are seen")
+    whole_number("steps", steps, least=1, also="; with 2 or more the optimizer's states are seen")

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from workbench.cgroup import CGROUP, PROC, control_groups, text_of
 from workbench.system_load import Noise
 
-PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 BUSIEST = 8
 """Threads whose waiting is followed."""
@@ -35,29 +35,11 @@ def _affinity() -> set[int]:
 def _quota(cgroup: Path, proc: Path) -> float:
     """Cores of the tightest quota on the way up to the root; infinite without one."""
     found = [float("inf")]
-    for line in _lines(proc / "self" / "cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        base = cgroup / controllers  # version 2 has no controllers here, and one tree for all
-        inner = base / path.lstrip("/")
-        for folder in [inner, *inner.parents]:
-            if controllers:
-                text = [next(iter(_lines(folder / f"cpu.cfs_{name}_us")), "") for name in ("quota", "period")]
-            else:
-                text = " ".join(_lines(folder / "cpu.max")).split()
-            if len(text) == 2 and all(number.isdigit() and int(number) for number in text):  # "max" and -1 are none
-                found.append(int(text[0]) / int(text[1]))
-            if folder == base:
-                break
+    for texts in control_groups("cpu", ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"], root=cgroup, proc=proc):
+        numbers = " ".join(texts).split()
+        if len(numbers) == 2 and all(number.isdigit() and int(number) for number in numbers):  # "max" and -1 are none
+            found.append(int(numbers[0]) / int(numbers[1]))
     return min(found)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []
 
 
 class Delay:
@@ -260,7 +242,7 @@ class Meter:
         """Seconds that the cores we may use were busy, or taken away by the host of a virtual machine; None off Linux."""
         cores = {f"cpu{number}" for number in _affinity()}
         busy = None
-        for line in _lines(self._proc / "stat"):
+        for line in text_of(self._proc / "stat").splitlines():
             name, *ticks = line.split()
             if name in cores:
                 user, nice, system, _idle, _iowait, irq, softirq, steal = [int(tick) for tick in ticks[:8]]
@@ -293,6 +275,6 @@ def _tree(proc: Path, root: int) -> Iterator[int]:
     yield root
     with contextlib.suppress(OSError):
         for thread in os.listdir(proc / str(root) / "task"):
-            for line in _lines(proc / str(root) / "task" / thread / "children"):
+            for line in text_of(proc / str(root) / "task" / thread / "children").splitlines():
                 for child in line.split():
                     yield from _tree(proc, int(child))

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from workbench.batch.schedule import Schedule
+from workbench.checks import whole_number
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")
 """Attributes in which torch's schedulers keep how many steps they are made for."""
@@ -56,8 +57,7 @@ def scheduled(
         raise ValueError(f"group={group}: the optimizer has {len(groups)} groups of parameters, 0 to {len(groups) - 1}")
     first = max(0, *(int(getattr(part, "last_epoch", None) or 0) for part in _parts(twin)))
     count = _length(twin, first) if steps is None else steps
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"steps={steps!r}: a whole number from 1 on is allowed")
+    whole_number("steps", count, least=1)
     lrs, end = _walk(twin, count, group)
     return Schedule(steps=tuple(range(first, first + len(lrs))), lrs=lrs, label=label or type(twin).__name__, batch=batch, end=end)
 

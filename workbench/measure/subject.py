@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from workbench.checks import real_number, whole_number
 from workbench.measure.arms import DTYPES
 from workbench.measure.blocks import DiagnoseError
 from workbench.measure.found import Found, describe, find, name_of
@@ -35,10 +36,8 @@ def check(step: Any, budget_s: float, accumulation: int = 1) -> None:
                 f"step cannot be called with one argument, the batch: {name_of(step)}{signature}, {error}. "
                 "Try lambda batch: …, or functools.partial for the other arguments"
             ) from None
-    if isinstance(budget_s, bool) or not isinstance(budget_s, int | float) or not budget_s > 0:
-        raise DiagnoseError(f"budget_s={budget_s!r}: a number of seconds above 0 is wanted, such as 60")
-    if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
-        raise DiagnoseError(f"accumulation={accumulation!r}: a whole number of at least 1 is allowed")
+    real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60", error=DiagnoseError, finite=False)
+    whole_number("accumulation", accumulation, least=1, error=DiagnoseError)
 
 
 def look_around(step: Any, model: Any, optimizer: Any, loader: Any, notes: list[str]) -> Found:

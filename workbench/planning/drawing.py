@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from workbench.checks import whole_number
 from workbench.cost.energy import Energy
 from workbench.planning.plans import Plan
 from workbench.planning.power import checked
@@ -34,6 +35,6 @@ def energy(target: Run | Plan | Plans, *, steps: int | None = None, **inputs: An
     plan = target.best if isinstance(target, Plans) else target
     if not isinstance(plan, Plan):
         raise PlanError(f"energy({target!r:.60}): a Run, a Plan or Plans is wanted, not a {type(target).__name__}")
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise PlanError(f"steps={steps!r}: a whole number of at least 1 is wanted, or None for the {plan.steps:,} that were planned")
+    if steps is not None:
+        whole_number("steps", steps, least=1, also=f", or None for the {plan.steps:,} that were planned", error=PlanError)
     return plan.drawn(steps, **inputs)

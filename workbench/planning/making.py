@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from workbench.cost.cluster import Cluster
-from workbench.cost.transformer import Transformer
+from workbench.checks import real_number, whole_number
+from workbench.cost import Cluster, Transformer
 from workbench.fitting.places import MARGIN
 from workbench.planning.answering import Question
 from workbench.planning.peaks import peak_of
@@ -169,9 +169,7 @@ def _several(name: str, value: Any, allowed: Sequence[str]) -> list[str]:
 def _whole(name: str, value: Any) -> int:
     if value is None and name == "global_batch":
         raise PlanError(f"{name} is wanted: samples per step of all GPUs, such as global_batch=1024")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"{name}={value!r}: a whole number of at least 1 is wanted")
-    return value
+    return whole_number(name, value, least=1, error=PlanError)
 
 
 def _gradient_bytes(value: Any, precision: str | None) -> float:
@@ -183,6 +181,4 @@ def _gradient_bytes(value: Any, precision: str | None) -> float:
 
 
 def _margin(value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise PlanError(f"margin={value!r:.60}: a share of the memory from 0 to below 1 is wanted, such as 0.1")
-    return value
+    return real_number("margin", value, least=0, below=1, what="a share of the memory", also=", such as 0.1", error=PlanError)

@@ -1,5 +1,6 @@
 """Peaks: FLOP/s of a GPU in a precision; the one place from which predicted seconds, counted operators and MFU take it."""
 
+from workbench.checks import choice
 from workbench.device import Device
 from workbench.planning.ranges import PlanError
 
@@ -13,8 +14,7 @@ def peak_of(device: Device, precision: str) -> float:
     Raises:
         PlanError: a precision that is not known, or that the datasheet does not have.
     """
-    if precision not in FORMATS:
-        raise PlanError(f"precision={precision!r}: allowed are {', '.join(FORMATS)}")
+    choice("precision", precision, FORMATS, error=PlanError)
     if FORMATS[precision] not in device.flops_per_sec:
         raise PlanError(
             f"precision={precision!r} on {device.name}: its datasheet has {', '.join(device.flops_per_sec)} only; "

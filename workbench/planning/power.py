@@ -1,11 +1,11 @@
 """Power: what energy, money and carbon of a plan are reckoned with, and the one way in which they are."""
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.checks import nearest
 from workbench.cost.energy import Energy, estimated
 from workbench.planning.ranges import ENDS, PlanError
 from workbench.statistics import Interval
@@ -86,8 +86,8 @@ def checked(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in inputs.items():
         if name not in INPUTS:
-            near = difflib.get_close_matches(name, INPUTS, 1)
-            raise PlanError(f"{name}={value!r:.60}: allowed are {', '.join(INPUTS)}" + (f"; did you mean {near[0]}?" if near else ""))
+            near = nearest(name, INPUTS)
+            raise PlanError(f"{name}={value!r:.60}: allowed are {', '.join(INPUTS)}" + (f"; did you mean {near}?" if near else ""))
         if value is None and name != "pue":
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):

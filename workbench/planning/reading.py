@@ -10,6 +10,7 @@ from workbench.planning.peaks import peak_of
 from workbench.planning.ranges import PlanError
 from workbench.planning.subject import MICRO_BATCHES, Subject
 from workbench.spec import RunSpec
+from workbench.target import check_program
 
 if TYPE_CHECKING:
     from workbench.estimate.plan import Plan as Program
@@ -53,7 +54,7 @@ def read(
     for name in _FIXED:
         if name in knobs:
             raise PlanError(f"{name}={knobs[name]!r}: this is what a plan finds; give gpus, global_batch, sharing, checkpointing")
-    _check_target(target, batch)
+    check_program("plan", target, batch, others="a cost.Transformer, ", error=PlanError)
     if isinstance(target, RunSpec):
         target = target.replace(**{**_ONE_RANK, "noise_scale": False})
         precision = precision or target.precision
@@ -70,21 +71,6 @@ def read(
                 raise
             missing.append(f'checkpointing="{kind}" is left out: {error}')
     return _subject(found, precision or "amp_bf16", target, tuple(missing))
-
-
-def _check_target(target: Any, batch: Any) -> None:
-    from workbench.task import Task
-
-    if isinstance(target, RunSpec | Task):
-        return
-    if not callable(target):
-        raise PlanError(
-            f"plan({target!r:.60}): a cost.Transformer, a RunSpec, a Task, a torch.nn.Module or a function that builds one is wanted, "
-            f"not a {type(target).__name__}"
-        )
-    if batch is None:
-        name = getattr(target, "__name__", type(target).__name__)
-        raise PlanError(f"plan({name}): a model needs an example of its batch: batch=…, of tensors on any device, even meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.cost.cluster import Cluster
+from workbench.checks import whole_number
+from workbench.cost import Cluster
 from workbench.planning.ranges import PlanError
 from workbench.planning.subject import Subject
 
@@ -155,8 +156,7 @@ def checked_gpus(cluster: Cluster, gpus: int | None, most: int) -> list[int]:
         while sizes[-1] * 2 <= most and sizes[-1] >= cluster.gpus_per_node:
             sizes.append(sizes[-1] * 2)
         return sizes
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
-        raise PlanError(f"gpus={gpus!r}: a whole number of at least 1 is wanted, or None for any")
+    whole_number("gpus", gpus, least=1, also=", or None for any", error=PlanError)
     if gpus > cluster.gpus_per_node and gpus % cluster.gpus_per_node:
         whole = gpus // cluster.gpus_per_node * cluster.gpus_per_node
         raise PlanError(

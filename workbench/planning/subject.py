@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench import units
-from workbench.cost.transformer import Transformer
+from workbench.checks import choice
+from workbench.cost import Transformer
 from workbench.planning.ranges import PlanError
 
 CHECKPOINTINGS = ("none", "selective", "full")
@@ -98,8 +99,7 @@ def of_transformer(
     Raises:
         PlanError: a precision that is not known.
     """
-    if precision not in ELEMENT:
-        raise PlanError(f"precision={precision!r}: allowed are {', '.join(ELEMENT)}")
+    choice("precision", precision, ELEMENT, error=PlanError)
     model = model if sequence is None else replace(model, sequence=sequence)
     s, h, heads, wide = model.sequence, model.hidden, model.heads or max(1, model.hidden // 128), ELEMENT[precision] / 2
     unit = float(s * h)

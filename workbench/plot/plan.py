@@ -9,8 +9,7 @@ from workbench.planning.plans import Plan
 from workbench.planning.short_list import Plans
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import GROUPS, INK, LINE, PARTS
-from workbench.plot.memory import scale_of as scale_of_bytes
-from workbench.plot.stack import PALE, WIDTH, Bar, ends, height, legend, rows, stacked, wrapped
+from workbench.plot.stack import PALE, WIDTH, Bar, ends, height, legend, rows, scale_of_bytes, stacked, wrapped
 from workbench.vocabulary import PLANNED
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ A formula with the right mechanism foretells better than a curve through the poi
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 
+from workbench.checks import is_whole
 from workbench.scaling.data import Data, Floats, Kind, Law
 from workbench.scaling.point import CurveError
 
@@ -25,7 +25,7 @@ class How:
     """They share the weights, and gather and scatter them in each step (ZeRO-3, FSDP)."""
 
     def __post_init__(self) -> None:
-        if self.pipeline is not None and (isinstance(self.pipeline, bool) or not isinstance(self.pipeline, Integral) or self.pipeline < 1):
+        if self.pipeline is not None and not is_whole(self.pipeline, least=1, numpy=True):
             raise CurveError(
                 f"pipeline={self.pipeline!r}: the micro-batches of a step × chunks on each stage are wanted, a whole number of at least 1, "
                 "or None where the processes are no stages"

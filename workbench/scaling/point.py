@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from workbench.checks import is_number, is_whole
+
 PROCESSES = "nproc_per_node"
 """The knob of scaling proper; any other is only measured."""
 CONTRADICTION = 2.0
@@ -51,10 +53,10 @@ class ScalingPoint:
         if self.value is not None and (isinstance(self.value, bool) or not isinstance(self.value, Real)):
             object.__setattr__(self, "value", str(self.value))
         for rate in self.rates:
-            if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < float(rate) < math.inf:
+            if not is_number(rate, above=0, numpy=True):
                 raise CurveError(f"{rate!r} samples/s with {self.world_size} processes: a finite number above 0 is wanted")
         object.__setattr__(self, "rates", tuple(int(rate) if isinstance(rate, Integral) else float(rate) for rate in self.rates))
-        if self.exposed is not None and (isinstance(self.exposed, bool) or not isinstance(self.exposed, Real) or not 0 <= self.exposed < 1):
+        if self.exposed is not None and not is_number(self.exposed, least=0, below=1, numpy=True):
             raise CurveError(
                 f"exposed={self.exposed!r} with {self.world_size} processes: the share of the step in which only communication "
                 "happens is wanted, from 0 to below 1 (seconds divided by the step's seconds)"
@@ -141,7 +143,7 @@ def checked_size(value: Any) -> int:
     Raises:
         CurveError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+    if not is_whole(value, least=1, numpy=True):
         raise CurveError(f"{value!r} processes: a whole number of at least 1 is wanted")
     return int(value)
 

@@ -20,6 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import IterableDataset
 
 from workbench import units
+from workbench.cgroup import control_groups
 from workbench.device import Device
 from workbench.spec import RunSpec, SpecError
 from workbench.train.ranks import Ranks
@@ -102,29 +103,13 @@ def available() -> int | None:
     found = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         found.append(1024 * int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]))
-    limits = group_files("memory.max", "memory.limit_in_bytes")
-    usages = group_files("memory.current", "memory.usage_in_bytes")
-    details = group_files("memory.stat", "memory.stat")
-    for limit, used, detail in zip(limits, usages, details, strict=False):
+    in_version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+    for limit, used, detail in control_groups("memory", ("memory.max", "memory.current", "memory.stat"), in_version_1):
         with contextlib.suppress(ValueError):
             figures = {name: int(value) for name, value in (line.split() for line in detail.splitlines())}
             cache = figures.get("total_inactive_file", figures.get("inactive_file", 0))  # given back when it is needed
             found.append(max(0, int(limit) - int(used) + cache))
     return min(found, default=None)
-
-
-def group_files(in_version_2: str, in_version_1: str) -> list[str]:
-    """What a file of this process's control group for memory says, of the group's own and that of all; of version 2, version 1, or both."""
-    found = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):
-                base, file = ("/sys/fs/cgroup/memory", in_version_1) if controllers else ("/sys/fs/cgroup", in_version_2)
-                for place in (f"{base}{path}", base):  # inside a container the path may be that of the host
-                    with contextlib.suppress(OSError):
-                        found.append(Path(place, file).read_text())
-    return found
 
 
 def device_name(device: torch.device) -> str:

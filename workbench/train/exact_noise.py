@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from workbench.batch.noise_scale import NoiseScale
+from workbench.checks import whole_number
 from workbench.measure.per_sample import exact_noise_scale
 from workbench.spec import RunSpec
 from workbench.task import resolve
@@ -29,8 +30,8 @@ def exact_noise_of(spec: RunSpec, *, samples: int | None = None) -> NoiseScale:
         TaskError: the task cannot be built.
         ValueError: not a number of samples, or a stream without one.
     """
-    if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 2):
-        raise ValueError(f"samples={samples!r}: a whole number of at least 2 is allowed, or None for all of the dataset")
+    if samples is not None:
+        whole_number("samples", samples, least=2, also=", or None for all of the dataset")
     task, device = resolve(spec.task), choose_device(spec, 0, 1)
     seed_all(spec.seed)
     model = build_model(task).to(device)

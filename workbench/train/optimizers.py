@@ -1,7 +1,6 @@
 """Optimizers by name with options: `"sgd(momentum=0.9)"` → the torch optimizer. Options are Python literals and never executed."""
 
 import ast
-import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from workbench.checks import did_you_mean
 from workbench.optimizer_table import OPTIMIZERS as NAMED
 from workbench.spec import IMPLEMENTATIONS, SpecError
 from workbench.task import TaskError
@@ -48,8 +48,7 @@ def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
     except (SyntaxError, ValueError):
         raise SpecError(f"optimizer={text!r}: {form}") from None
     if name not in OPTIMIZERS:
-        near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
-        hint = f'did you mean "{near[0]}"? ' if near else ""
+        hint = did_you_mean(name, OPTIMIZERS)
         raise SpecError(f"optimizer={text!r}: no optimizer {name!r}; {hint}Allowed are {', '.join(OPTIMIZERS)}; a Task may give a function")
     allowed = [option for option in inspect.signature(OPTIMIZERS[name]).parameters if option != "params"]
     options = {}

@@ -15,6 +15,7 @@ from workbench.diagnosis.parts import Parts
 from workbench.diagnosis.proof import Ladder
 from workbench.diagnosis.remedy import Remedy
 from workbench.spec import RunSpec
+from workbench.target import Step
 from workbench.widgets import doctor_faces, faces
 from workbench.widgets.background import Background
 from workbench.widgets.knobs import Knobs, standing
@@ -167,7 +168,7 @@ class ThroughputDoctor:
                 found = diagnosing.diagnose(chosen, budget_s=self._budget, runs_dir=self._runs_dir)
                 self.spec = chosen
             else:
-                assert isinstance(here, diagnosing.Here)
+                assert isinstance(here, Step)
                 found = diagnosing.diagnose(here.step, here.loader, model=here.model, optimizer=here.optimizer, budget_s=self._budget)
             self._take(found)
 
@@ -208,7 +209,7 @@ class ThroughputDoctor:
     def _allow(self) -> None:
         """Buttons can be pressed where there is something to run, and while nothing runs."""
         busy = self._background.busy
-        here = isinstance(getattr(self.result, "subject", None), diagnosing.Here)
+        here = isinstance(getattr(self.result, "subject", None), Step)
         self.measure.disabled = busy or not (self.spec or here)
         self.climb.disabled = busy or self.spec is None
         for button in self.proves.values():

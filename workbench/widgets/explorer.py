@@ -12,6 +12,7 @@ from workbench.estimators.wire import Question
 from workbench.memory.breakdown import MemoryBreakdown
 from workbench.memory.fit import Fit
 from workbench.spec import RunSpec, SpecError
+from workbench.target import check_spec
 from workbench.widgets import explorer_faces, faces
 from workbench.widgets.explorer_faces import Row
 from workbench.widgets.explorer_knobs import LENGTHS, ExplorerKnobs
@@ -267,10 +268,6 @@ class MemoryExplorer:
 
 
 def _check(spec: object, measured: object) -> None:
-    if not isinstance(spec, RunSpec):
-        raise ValueError(
-            f"MemoryExplorer({type(spec).__name__}): a RunSpec is wanted, whose task another process can build; "
-            'try MemoryExplorer(wb.RunSpec(task="text-gpt")) or wb.RunSpec(task="my_task.py:build")'
-        )
+    check_spec("MemoryExplorer", spec, because="whose task another process can build")
     if measured is not None and not isinstance(measured, MemoryBreakdown):
         raise ValueError(f"measured={type(measured).__name__}: a MemoryBreakdown is wanted, as wb.measure_memory(spec) returns it")

@@ -9,6 +9,7 @@ from workbench.batch.scaled import RULES
 from workbench.batching.facts import law_of, whole
 from workbench.batching.subject import Subject
 from workbench.batching.throughput import Throughput
+from workbench.checks import is_number
 from workbench.spec import RunSpec
 from workbench.widgets import faces, planner_faces
 from workbench.widgets.planner_model import Known, Planned, batches, planned
@@ -167,7 +168,7 @@ def _samples(noise: Any) -> float | None:
     value = getattr(noise, "b_simple", noise)
     if value is None or value == float("inf"):
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if not is_number(value, above=0):
         raise ValueError(f"noise_scale={noise!r:.60}: samples above 0 are allowed, or what wb.noise_scale gave")
     return float(value)
 

@@ -1,14 +1,13 @@
 """What a ScalingExplorer may be asked: clear errors for the rest."""
 
-import difflib
 import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.cost.transformer import Transformer
-from workbench.planning.making import plan
-from workbench.planning.ranges import PlanError
+from workbench.checks import did_you_mean
+from workbench.cost import Transformer
+from workbench.planning import PlanError, plan
 
 ITS_OWN = ("cluster", "global_batch", "samples", "price", "intensity")
 """What the explorer itself takes."""
@@ -34,8 +33,7 @@ def checked_options(target: Any, global_batch: object, options: Mapping[str, Any
     allowed = [*(name for name in ITS_OWN if planned or name != "global_batch"), *of_plan]
     for name in options:
         if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = did_you_mean(name, allowed)
             what = "a model" if planned else f"a {type(target).__name__}"
             raise PlanError(f"ScalingExplorer has no option {name!r}: {hint}For {what} there are {', '.join(allowed)}")
 

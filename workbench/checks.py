@@ -1,0 +1,187 @@
+"""Checks arguments: numbers and choices, refused with messages that say what was given, what is allowed and what to try."""
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any, TypeGuard
+
+
+def is_whole(value: Any, *, least: float = -math.inf, most: float = math.inf, numpy: bool = False) -> TypeGuard[int]:
+    """Is it a whole number (True is none) in the range?
+
+    Args:
+        value: to look at.
+        least: the smallest that counts.
+        most: the largest that counts.
+        numpy: does one of numpy's count? It cannot be written as JSON: take `int(value)`.
+    """
+    return isinstance(value, Integral if numpy else int) and not isinstance(value, bool) and least <= int(value) <= most
+
+
+def is_number(
+    value: Any,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
+    finite: bool = True,
+    numpy: bool = False,
+) -> TypeGuard[float]:
+    """Is it a number (neither True nor NaN) in the range?
+
+    Args:
+        value: to look at.
+        above: all that count are larger.
+        least: the smallest that counts.
+        below: all that count are smaller.
+        most: the largest that counts.
+        finite: does infinity never count?
+        numpy: does one of numpy's count? It cannot be written as JSON: take `float(value)`.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real if numpy else int | float):
+        return False
+    given: Any = value  # whole numbers may be too large for a float
+    if given in (math.inf, -math.inf):
+        return not finite and max(above, least) <= given <= min(below, most)
+    return bool(above < given < below and least <= given <= most)
+
+
+def whole_number(
+    name: str,
+    value: Any,
+    *,
+    least: int,
+    most: int | None = None,
+    what: str = "a whole number",
+    also: str = "",
+    error: type[ValueError] = ValueError,
+    numpy: bool = False,
+) -> int:
+    """The value, if it is a whole number in the range.
+
+    >>> whole_number("steps", 0, least=1, also=", or None for all")
+    Traceback (most recent call last):
+    ...
+    ValueError: steps=0: a whole number of at least 1 is allowed, or None for all
+
+    Args:
+        name: of the argument.
+        value: as given.
+        least: the smallest that is allowed.
+        most: the largest; None = any.
+        what: it is, such as "a whole number of bytes".
+        also: the message's end: what else is allowed, why, or what to try.
+        error: to raise.
+        numpy: is one of numpy's allowed?
+    """
+    if is_whole(value, least=least, most=math.inf if most is None else most, numpy=numpy):
+        return int(value)
+    within = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise error(f"{name}={value!r:.80}: {what} {within} {_is(what)} allowed{also}")
+
+
+def real_number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    what: str = "a number",
+    also: str = "",
+    error: type[ValueError] = ValueError,
+    finite: bool = True,
+    numpy: bool = False,
+) -> float:
+    """The value, if it is a number in the range.
+
+    >>> real_number("share", 1, least=0, below=1, also="; try 0.1")
+    Traceback (most recent call last):
+    ...
+    ValueError: share=1: a number from 0 to below 1 is allowed; try 0.1
+
+    Args:
+        name: of the argument.
+        value: as given.
+        above: all that are allowed are larger; None = any.
+        least: the smallest that is allowed; None = any.
+        below: all that are allowed are smaller; None = any.
+        what: it is, such as "a learning rate".
+        also: the message's end: what else is allowed, why, or what to try.
+        error: to raise.
+        finite: is infinity refused?
+        numpy: is one of numpy's allowed?
+    """
+    low, start = -math.inf if above is None else above, -math.inf if least is None else least
+    if is_number(value, above=low, least=start, below=math.inf if below is None else below, finite=finite, numpy=numpy):
+        return float(value) if numpy else value
+    within = f" above {above}" if above is not None else f" of at least {least}" if least is not None else ""
+    if below is not None:
+        within = (
+            f" between {above} and {below}" if above is not None else f" from {least} to below {below}" if within else f" below {below}"
+        )
+    raise error(f"{name}={value!r:.80}: {what}{within} {_is(what)} allowed{also}")
+
+
+def choice(
+    name: str,
+    value: Any,
+    allowed: Iterable[str],
+    *,
+    meant: Mapping[str, str] | None = None,
+    also: str = "",
+    error: type[ValueError] = ValueError,
+) -> None:
+    """Refuse a value that is none of some names.
+
+    >>> choice("kind", "wide", ["strong", "weak"])
+    Traceback (most recent call last):
+    ...
+    ValueError: kind='wide': allowed are 'strong', 'weak'
+    >>> choice("kind", "week", ["strong", "weak"])
+    Traceback (most recent call last):
+    ...
+    ValueError: kind='week': allowed are 'strong', 'weak'; did you mean "weak"?
+
+    Args:
+        name: of the argument.
+        value: as given.
+        allowed: names.
+        meant: other words for them.
+        also: what else is allowed, why, or what to try.
+        error: to raise.
+    """
+    names = list(allowed)
+    if isinstance(value, str) and value in names:
+        return
+    other = (meant or {}).get(value) if isinstance(value, str) else None
+    near = other if other in names else nearest(str(value), names)
+    hint = f'; did you mean "{near}"?' if near else ""
+    raise error(f"{name}={value!r:.80}: allowed are {', '.join(map(repr, names))}{also}{hint}")
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The name that a misspelt word resembles most; None = it resembles none.
+
+    Args:
+        word: as given.
+        known: names.
+        cutoff: how alike they have to be, 0 to 1.
+    """
+    return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """A question for the middle of a message, with the space behind it; "" where no name is near.
+
+    >>> did_you_mean("num_worker", ["num_workers", "steps"])
+    "did you mean 'num_workers'? "
+    """
+    near = nearest(word, known, cutoff=cutoff)
+    return f"did you mean {near!r}? " if near else ""
+
+
+def _is(what: str) -> str:
+    return "is" if what.startswith("a ") else "are"
