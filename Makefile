@@ -17,8 +17,7 @@ TWO := -n 2 --dist loadfile
 test test-slow unit together alone slow slow-alone notebooks slow-notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
 export KINETO_LOG_LEVEL ?= 6
 
-.PHONY: help setup lab test test-slow lint unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu refresh bench \
-  coverage format clean
+.PHONY: help setup lab test test-slow lint unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu refresh bench coverage format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
