@@ -1,4 +1,4 @@
-# `make lab` opens the first notebook; `make test` runs everything CI runs; `make help` lists the rest.
+# `make lab` opens the first notebook; `make test` tests all but what is slow; `make help` lists the rest.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -13,13 +13,14 @@ CHOSEN = $(if $(ARGS),|| [ $$? = 5 ])
 .NOTPARALLEL:
 # what fails is tried once more, since others may compute on the machine; the summary names it (RERUN)
 AGAIN := --reruns 1 --reruns-delay 1
-test unit together alone notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
+TWO := -n 2 --dist loadfile
+test test-slow unit together alone slow slow-alone notebooks slow-notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
 export KINETO_LOG_LEVEL ?= 6
 
-.PHONY: help setup lab test lint unit together alone notebooks browser test-gpu refresh bench coverage format clean
+.PHONY: help setup lab test test-slow lint unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu refresh bench coverage format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything (quick when it is there)
 
@@ -36,8 +37,11 @@ lab: setup ## open JupyterLab on the first notebook (ARGS=--no-browser where the
 	$(BIN)/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=notebooks \
 	  --LabApp.default_url=/lab/tree/01_where_does_the_time_go.ipynb $(ARGS)
 
-test: lint unit notebooks browser ## everything CI runs
+test: lint unit notebooks browser ## all but what is slow (CI runs this, then test-slow)
 	@echo "all of make test passed"
+
+test-slow: slow slow-alone slow-notebooks ## what judges statistics or takes minutes
+	@echo "all of make test-slow passed"
 
 lint: setup ## ruff (code and notebooks) and mypy --strict
 	$(BIN)/ruff format --check .
@@ -47,13 +51,22 @@ lint: setup ## ruff (code and notebooks) and mypy --strict
 unit: together alone ## library, process and documentation tests
 
 together: setup ## of these, what may run two files at a time
-	$(BIN)/python -m pytest -m "not gpu and not browser and not alone" -n 2 --dist loadfile $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+	$(BIN)/python -m pytest -m "not gpu and not browser and not alone and not slow" $(TWO) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 alone: setup ## of these, what judges times, so that nothing may run beside it
-	$(BIN)/python -m pytest -m alone $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+	$(BIN)/python -m pytest -m "alone and not slow" $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
-notebooks: setup ## execute every notebook and compare what it shows (strict nbval)
+slow: setup ## of the slow tests, what may run two files at a time
+	$(BIN)/python -m pytest -m "slow and not gpu and not alone" $(TWO) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+
+slow-alone: setup ## of the slow tests, what judges times
+	$(BIN)/python -m pytest -m "slow and alone" $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+
+notebooks: setup ## execute the notebooks and compare what they show (strict nbval)
 	$(BIN)/python -m tests.notebooks $(ARGS)
+
+slow-notebooks: setup ## execute those that judge times by experiment
+	$(BIN)/python -m tests.notebooks --slow $(ARGS)
 
 browser: setup ## drive JupyterLab in Chromium; screenshots in shots/
 	$(BIN)/python -m pytest -m browser tests/browser -n 2 --maxschedchunk 1 $(AGAIN) $(ARGS)

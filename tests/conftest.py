@@ -1,4 +1,4 @@
-"""What all tests share: no process of ours may outlive the tests, and run directories made by hand."""
+"""What all tests share: a limit of time, no process that outlives its test, and run directories made by hand."""
 
 import contextlib
 import fcntl
@@ -7,11 +7,12 @@ import json
 import os
 import platform
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,19 @@ with contextlib.suppress(ImportError):  # make test-gpu does without
     )  # no absolute times: others compute here
     settings.load_profile("shared")
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under `nohup make test &`: then no child could be interrupted either
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 MARK = "WORKBENCH_TEST_SESSION"
 SESSION = uuid.uuid4().hex
+MARK_OF_TEST = "WORKBENCH_TEST"
 LEFT = "processes left behind by the tests"
 PATIENCE = 10.0
 """Seconds that the last processes of a session may take to go."""
+LIMIT, SLOW_LIMIT = 180.0, 600.0
+"""Seconds that each part of a test may take (its fixtures, its call, their end); of one that is marked `slow`, and of a cell of a notebook."""
+REPEAT = 20.0
+"""Seconds after which one that goes on all the same, as a callback from C may, is ended again."""
 
 
 def processes_with(name: str, value: str) -> list[int]:
@@ -46,6 +55,65 @@ def processes_with(name: str, value: str) -> list[int]:
         if wanted in environment.split(b"\0"):
             found.append(int(entry))
     return [pid for pid in found if pid != os.getpid()]
+
+
+def kill_all(name: str, value: str) -> None:
+    """Kill the processes that carry NAME=value, and those that they start meanwhile."""
+    while left := processes_with(name, value):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def within_limit(item: pytest.Item) -> Generator[None, Any, Any]:
+    """End a part of a test that takes too long, by an exception: its fixtures then clean up."""
+    limit = SLOW_LIMIT if item.get_closest_marker("slow") or item.path.suffix == ".ipynb" else LIMIT
+
+    def expired(*_: object) -> None:
+        pytest.fail(f"the test took longer than its limit of {limit:g} s")
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, limit, REPEAT)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+pytest_runtest_setup = pytest_runtest_call = pytest.hookimpl(wrapper=True, tryfirst=True)(within_limit)
+
+TEST = pytest.StashKey[str]()
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[FAILED] = report.failed or (report.when != "setup" and item.stash[FAILED])
+    return report
+
+
+@pytest.fixture(autouse=True)
+def mark_of_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What this test starts carries its mark, but not what fixtures of a wider scope have started before."""
+    os.environ[MARK_OF_TEST] = request.node.stash[TEST] = uuid.uuid4().hex
+    yield
+    del os.environ[MARK_OF_TEST]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test that failed leaves no process behind."""
+    try:
+        return (yield from within_limit(item))
+    except BaseException:
+        item.stash[FAILED] = True
+        raise
+    finally:
+        if item.stash[FAILED] and TEST in item.stash:
+            kill_all(MARK_OF_TEST, item.stash[TEST])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,6 +146,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
             Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:150] for pid in left if Path(f"/proc/{pid}").exists()
         ]
         print(f"\n{LEFT}:", *commands, sep="\n  ")
+        kill_all(MARK, SESSION)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -1,8 +1,8 @@
-"""Execute every notebook and compare what it shows (strict nbval): `make notebooks`.
+"""Execute notebooks and compare what they show (strict nbval): `make notebooks`, two at a time.
 
-Two at a time, but for those whose claims are about time above all. One that fails is executed once more, whole and alone, since others
-compute on the machine, too. The output names it; one that fails twice fails, and so does a process that is left behind, whatever the second
-time says.
+Those whose claims are about time above all take minutes, one after another: `make slow-notebooks`. One that fails is executed once more,
+whole and alone, since others compute on the machine, too. The output names it; one that fails twice fails, and so does a process that is
+left behind, whatever the second time says.
 """
 
 import json
@@ -15,8 +15,8 @@ from tests.conftest import LEFT
 ROOT = Path(__file__).parents[1]
 NBVAL = ["--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
 TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile"]
-ALONE = ("02_", "03_")
-"""How the names of those begin that judge times by experiment."""
+SLOW = ("02_", "03_")
+"""How the names of those begin that judge times by experiment: alone."""
 LAST_FAILED = ROOT / ".pytest_cache/v/cache/lastfailed"
 NOTHING_CHOSEN = 5
 """pytest's exit status where the arguments choose nothing of these."""
@@ -39,17 +39,13 @@ def execute(paths: list[str], arguments: list[str]) -> tuple[int, list[str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Execute all, and those that fail once more; returns the exit status."""
-    every = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
-    alone = [path for path in every if Path(path).name.startswith(ALONE)]
-    again: list[str] = []
-    for paths, how in ([path for path in every if path not in alone], TWO_AT_A_TIME), (alone, []):
-        status, failed = execute(paths, [*how, *arguments])
-        if status and not failed:
-            return status
-        again += failed
+    """Execute the quick notebooks, or with --slow the slow ones, and those that fail once more; returns the exit status."""
+    slow = "--slow" in arguments
+    arguments = [argument for argument in arguments if argument != "--slow"]
+    paths = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "notebooks").glob("*.ipynb")) if path.name.startswith(SLOW) == slow]
+    status, again = execute(paths, arguments if slow else [*TWO_AT_A_TIME, *arguments])
     if not again:
-        return 0
+        return status
     print(f"once more, alone: {', '.join(again)}", flush=True)
     return execute(again, arguments)[0]
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from conftest import processes_with
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "squeue", "scontrol", "sinfo")
-PATIENCE = 180
+NODES, IDLE = ("n1", "n2"), ["idle", "idle"]
+PATIENCE = 120
 _PLACES = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 _CONF = """
@@ -114,13 +115,24 @@ class SlurmCluster:
         self._start("munged", [*munged, f"--log-file={names['log']}", f"--seed-file={names['seed']}"])
         self._until(lambda: Path(names["sock"]).exists(), "munged")
         self._start("slurmctld", ["slurmctld", "-D"])
-        for node in ("n1", "n2"):
-            self.start_node(node)
-        self._until(lambda: self.ask("sinfo", "-h", "-N", "-o", "%t").split() == ["idle", "idle"], "the nodes")
+        self._until(lambda: "UP" in self.ask("scontrol", "ping"), "slurmctld")
+        self.make_whole()
 
-    def start_node(self, node: str) -> None:
-        """Start the slurmd of a node."""
-        self._start(node, ["slurmd", "-D", "-N", node])
+    def make_whole(self) -> None:
+        """Cancel what runs, start the nodes that have died, and wait until both are idle.
+
+        Raises:
+            NoSlurm: a node does not come up; with its own words.
+        """
+        dead = [node for node in NODES if node not in self._daemons]
+        if self.ask("squeue", "-h").strip():
+            self.ask("scancel", "--user", getpass.getuser())
+        for node in dead:
+            self._start(node, ["slurmd", "-D", "-N", node])
+        self._until(lambda: self._states() == IDLE, "the nodes")
+
+    def _states(self) -> list[str]:
+        return self.ask("sinfo", "-h", "-N", "-o", "%t").split()
 
     def ask(self, *command: str) -> str:
         """What one of Slurm's programs prints."""

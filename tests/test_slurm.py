@@ -21,8 +21,15 @@ FOR_EVER = 10_000_000
 PATIENCE = 180.0
 
 
+@pytest.fixture
+def cluster(slurm: SlurmCluster) -> SlurmCluster:
+    """A Slurm whose nodes n1 and n2 are idle, whatever the test before (or this one's first try) has left of it."""
+    slurm.make_whole()
+    return slurm
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[SlurmCluster]:
+def slurm() -> Iterator[SlurmCluster]:
     """A Slurm with the nodes n1 and n2."""
     if absent := missing():
         how = f"Slurm's {', '.join(absent)} is not here: apt-get install --no-install-recommends slurm-wlm munge"

@@ -1,10 +1,14 @@
-"""Two ranks diagnose a step whose trouble is named by the first argument; rank 0 writes the evidence to the second."""
+"""Two ranks diagnose steps, one for each trouble that the last arguments name; rank 0 writes the evidence to the first, by trouble.
+
+    two_ranks.py FOUND.json BUDGET TROUBLE…
+"""
 
 import gc
 import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 from workbench.measure.experiment import experiment
 
 
-def main(mode: str, path: str) -> None:
+def diagnosed(mode: str, budget: float) -> dict[str, Any]:
+    """The evidence about a step with this trouble; training goes on afterwards as if nobody had looked."""
 
     class Samples(Dataset[Tensor]):
         """Slow on one rank, if that is the trouble."""
@@ -32,7 +37,6 @@ def main(mode: str, path: str) -> None:
                 time.sleep(0.002)
             return torch.full((32,), float(index % 5))
 
-    dist.init_process_group("gloo")
     torch.manual_seed(0)
     width = 1500 if mode == "gradients" else 32
     model: nn.Module = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1))
@@ -61,18 +65,26 @@ def main(mode: str, path: str) -> None:
         optimizer.step()
 
     before = [weight.detach().clone() for weight in model.parameters()]
-    evidence = experiment(step, DataLoader(Samples(), batch_size=8), budget_s=6)
+    evidence = experiment(step, DataLoader(Samples(), batch_size=8), budget_s=budget)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    if dist.get_rank() == 0:
-        Path(path).write_text(json.dumps(evidence.to_json()))
     step(torch.ones(8, 32))  # training goes on, and the ranks still agree
     sums = [torch.zeros(1) for _ in range(2)]
     whole = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in model.parameters()]
     dist.all_gather(sums, sum((weight.detach().sum() for weight in whole), torch.zeros(())).reshape(1))
     assert torch.equal(*sums)
+    return evidence.to_json()
+
+
+def main(path: str, budget: str, *modes: str) -> None:
+    dist.init_process_group("gloo")
+    found = {}
+    for mode in modes:
+        found[mode] = diagnosed(mode, float(budget))
+        gc.collect()  # the model goes: then destroying the group ends its threads, before Python ends
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    gc.collect()  # the model goes: then destroying the group ends its threads, before Python ends
-    dist.destroy_process_group()
