@@ -68,6 +68,8 @@ class Import:
     """The file that is imported, or the dotted name of a module from outside."""
     origin: str
     """The file that defines the imported name: another than the target where that only passes the name on."""
+    name: str
+    """The imported name; empty for a module."""
     line: int
     ours: bool
     """Whether the target belongs to the tree."""
@@ -75,7 +77,8 @@ class Import:
     """Whether loading the source does not load the target: in a function, under `TYPE_CHECKING`, or in a string."""
 
     def __str__(self) -> str:
-        return f"{self.source}:{self.line} imports {self.origin}" + f" through {self.target}" * (self.origin != self.target)
+        what = f"{self.name} of {self.origin}" if self.name and self.ours else self.origin
+        return f"{self.source}:{self.line} imports {what}" + f" through {self.target}" * (self.origin != self.target)
 
 
 @dataclass
@@ -183,9 +186,9 @@ def _names(path: str, module: ast.Module) -> Iterator[tuple[str, tuple[str, str]
 def _imports(tree: Tree, path: str) -> Iterator[Import]:
     def imported(module: str, name: str, line: int, deferred: bool) -> Import:
         if module.partition(".")[0] != NAME:
-            return Import(path, module, module, line, False, deferred)
+            return Import(path, module, module, name, line, False, deferred)
         target, name = tree.resolve(module, name)
-        return Import(path, target or module, tree.origin(target, name) or module, line, True, deferred)
+        return Import(path, target or module, tree.origin(target, name) or module, name, line, True, deferred)
 
     for node, deferred in _nodes(tree.files[path]):
         if isinstance(node, ast.Import):
@@ -253,15 +256,13 @@ def late(tree: Tree) -> Iterator[str]:
     """Only the files in `LATE` import what a string names."""
     for path, module in tree.files.items():
         for node in ast.walk(module) if path not in LATE else ():
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            uses = [ast.unparse(node)] if isinstance(node, ast.Attribute | ast.Name) else []
             if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{name}" for name in names]
-            elif isinstance(node, ast.Attribute | ast.Name) and not isinstance(node.ctx, ast.Store):
-                names = ["importlib"] if ast.unparse(node) == "__import__" else [ast.unparse(node)]
-            for name in names:
-                asks = any(f"{name}.".startswith(f"{question}.") or question.startswith(f"{name}.") for question in QUESTIONS)
-                if name.partition(".")[0] == "importlib" and (not asks or name == "importlib" and not isinstance(node, ast.Name)):
-                    yield f"{path}:{node.lineno} uses {name}: that is for {', '.join(LATE)}"
+                uses = [f"{node.module}.{alias.name}" for alias in node.names]
+            for use in uses:
+                asks = any(f"{use}.".startswith(f"{question}.") or question.startswith(f"{use}.") for question in QUESTIONS)
+                if use == "__import__" or (use.startswith("importlib.") and dotted(use) and not asks):
+                    yield f"{path}:{node.lineno} uses {use}: that is for {', '.join(LATE)}"
 
 
 def strings(tree: Tree) -> Iterator[str]:
@@ -337,8 +338,13 @@ def named(module: ast.Module) -> Iterator[tuple[str, int]]:
             for before, word in zip(["", *words], words, strict=False):
                 text = word.strip("`'\",;.…")
                 alone = len(words) == 1 and text == word
-                if text.startswith(f"{NAME}.") and (alone or before.endswith("-m")) and text.replace(".", "").replace(":", "").isidentifier():
+                if text.startswith(f"{NAME}.") and (alone or before.endswith("-m")) and dotted(text.replace(":", ".", 1)):
                     yield text, node.lineno
+
+
+def dotted(text: str) -> bool:
+    """Whether a text consists of identifiers with dots between them."""
+    return all(part.isidentifier() for part in text.split("."))
 
 
 def components(graph: dict[str, set[str]]) -> list[set[str]]:
