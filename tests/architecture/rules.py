@@ -20,7 +20,7 @@ PACKAGES = (
 )
 FACES = ("plot", "widgets")
 POSITION = {name: position for position, name in enumerate(PACKAGES)} | dict.fromkeys(FACES, len(PACKAGES))
-POSITION |= {"__main__": len(PACKAGES) + 1, "": len(PACKAGES) + 1}
+POSITION |= {"": len(PACKAGES) + 1, "__main__": len(PACKAGES) + 2}
 """Where each package stands in the total order; `""` is the root's `__init__`, which only the command line imports."""
 
 LAYERS = ("analysis", "measure", "estimate", "api", "plot", "panel")
@@ -205,14 +205,12 @@ def _imports(tree: Tree, path: str) -> Iterator[Import]:
 
 def order(tree: Tree) -> Iterator[str]:
     """Packages import only packages to their left; nothing imports `programs`; `train` never imports `runs.launch`."""
-    yield from (f"{name}/ has no place in the order of packages" for name in tree.packages if name not in PACKAGES)
+    yield from (f"{name} has no place in the order of packages" for name in sorted({package(path) for path in tree.files} - set(POSITION)))
     for link in tree.internal:
         here = package(link.source)
-        for there in {package(link.target), package(link.origin)} - {here}:
-            if there == "programs" or (there == "" and here != "__main__") or POSITION.get(there, 99) > POSITION.get(here, 99):
+        for there in sorted({package(link.target), package(link.origin)} - {here}):
+            if there == "programs" or POSITION.get(there, 99) >= POSITION.get(here, 99):
                 yield f"{link}: {there or 'the root'} is not to the left of {here or 'the root'}"
-            elif POSITION.get(there) == POSITION.get(here) and there:
-                yield f"{link}: {there} and {here} stand side by side"
         if here == "train" and link.origin.startswith("runs/launch"):
             yield f"{link}: train and runs.launch meet only in the run directory"
 
