@@ -48,6 +48,10 @@ lint: setup ## ruff (code and notebooks) and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+.PHONY: architecture
+architecture: ## print packages, files, circles and upward imports, and what breaks a rule of the architecture
+	@$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m tests.architecture.rules
+
 unit: together alone ## library, process and documentation tests
 
 together: setup ## of these, what may run two files at a time
