@@ -20,11 +20,12 @@ from scipy.stats import norm
 import workbench as wb
 from workbench import display
 from workbench.cost import Cluster, Transformer
-from workbench.planning import EFFICIENCY, HELD, LINKS, PlanError, Plans, Range
+from workbench.planning import EFFICIENCY, HELD, LINKS, PlanError, Plans
 from workbench.planning.memory import memory
 from workbench.planning.space import Layouts, layouts
 from workbench.planning.subject import Subject, of_transformer
 from workbench.planning.timing import Pace, seconds
+from workbench.statistics import Interval
 
 CLUSTER, PEAK, MEMORY = Cluster.named("DGX-A100"), 312e12, 80e9
 ROOM = MEMORY * 0.95
@@ -45,7 +46,7 @@ class Row:
 
     measured: float
     """Seconds; infinite where memory ran out."""
-    said: Range
+    said: Interval
     fits: bool
     """Do we say so?"""
     needed: tuple[float, float]
@@ -95,13 +96,13 @@ def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
     return found
 
 
-def ranges(subject: Subject, found: Layouts) -> list[Range]:
+def ranges(subject: Subject, found: Layouts) -> list[Interval]:
     """Seconds of a step of each layout, low to high."""
     ends = [
         seconds(subject, found, Pace.of(CLUSTER, PEAK, getattr(EFFICIENCY, end), getattr(LINKS, end)), 8).total
         for end in ("high", "mid", "low")
     ]
-    return [Range(low=float(low), mid=float(mid), high=float(high)) for low, mid, high in zip(*ends, strict=True)]
+    return [Interval(low=float(low), mid=float(mid), high=float(high)) for low, mid, high in zip(*ends, strict=True)]
 
 
 @cache
@@ -145,7 +146,7 @@ def regret(grid: Grid) -> Regret:
     return Regret(grid=grid, best=best, listed=best in ours, first=tried[0] if tried else math.inf, shortlist=min(tried, default=math.inf))
 
 
-def iteration_ranges() -> list[tuple[str, Range, float]]:
+def iteration_ranges() -> list[tuple[str, Interval, float]]:
     """The published iterations under 3-D parallelism, by datasheets alone: name, said, measured."""
     found = []
     for one in ITERATIONS:
@@ -154,7 +155,7 @@ def iteration_ranges() -> list[tuple[str, Range, float]]:
     return found
 
 
-def iteration_range(one: Iteration, kind: str, parallel: bool) -> Range:
+def iteration_range(one: Iteration, kind: str, parallel: bool) -> Interval:
     """Seconds of one, low to high."""
     subject = of_transformer(
         Transformer(layers=one.layers, hidden=one.hidden, vocabulary=51_200, sequence=2048),

@@ -11,8 +11,8 @@ import workbench
 
 ROOT = Path(workbench.__file__).parent
 FLOORS = (
-    ("codec", "units", "display"),
-    ("device", "task", "timeline", "progress", "profiling", "collector"),
+    ("codec", "units", "display", "vocabulary"),
+    ("device", "optimizer_table", "statistics", "task", "timeline", "progress", "profiling", "collector"),
     ("memory", "batch", "laws", "cost", "traces"),
     ("rundir", "spec", "symptoms"),
     ("failure", "job"),

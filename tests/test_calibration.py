@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from workbench.diagnosis import calibration
 from workbench.diagnosis.calibration import Calibration, calibration_file, keep
-from workbench.diagnosis.evidence import Interval
 from workbench.diagnosis.proof import Proof
 from workbench.diagnosis.remedy import Remedy
+from workbench.statistics import Interval
 
 
 def remedy(name: str = "num_workers=2", speedup: float = 1.5, **changes: Any) -> Remedy:

@@ -1,5 +1,8 @@
 """Hardware by name."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 
 from workbench.device import DEVICES, Device
@@ -26,3 +29,13 @@ def test_names_are_unique_and_peaks_are_dense() -> None:
         assert "without sparsity" in device.source
     assert Device.named("H100-SXM").flops_per_sec["bf16"] == pytest.approx(989.4e12)
     assert "989 TFLOP/s" in str(Device.named("H200"))
+
+
+def test_a_device_carries_all_that_is_known_of_it_and_comes_back_from_json() -> None:
+    for device in DEVICES:
+        assert device.capability
+        assert device.watts
+        assert device.watts_source
+        assert Device(**json.loads(json.dumps(asdict(device)))) == device
+    assert Device.known("NVIDIA H100 80GB HBM3") is Device.named("H100-SXM")
+    assert Device.known("cuda") is None

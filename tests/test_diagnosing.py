@@ -15,7 +15,7 @@ import workbench as wb
 from workbench import diagnosing, rundir
 from workbench.diagnosing import Elsewhere
 from workbench.diagnosis.calibration import Calibration
-from workbench.diagnosis.evidence import Evidence, Interval
+from workbench.diagnosis.evidence import Evidence
 from workbench.diagnosis.judgement import Judgement
 from workbench.diagnosis.proof import Ladder, Proof
 from workbench.diagnosis.remedy import Remedy
@@ -23,6 +23,7 @@ from workbench.diagnosis.turning import turned
 from workbench.failure import Failure
 from workbench.launcher import environment
 from workbench.spec import SpecError
+from workbench.statistics import Interval
 
 pytestmark = pytest.mark.alone
 

@@ -10,10 +10,10 @@ import pytest
 
 from tests.made import World
 from workbench.diagnosis.diagnosis import Diagnosis
-from workbench.diagnosis.evidence import Interval
 from workbench.diagnosis.proof import Ladder, Proof, Rung
 from workbench.diagnosis.remedy import Remedy
 from workbench.spec import RunSpec
+from workbench.statistics import Interval
 
 SPEC = RunSpec(task="clipart-mlp")
 

@@ -16,7 +16,6 @@ from slow_loader import SPEC, diagnosis, evidence
 
 from workbench import diagnosing, rundir, units
 from workbench.diagnosis.diagnosis import Diagnosis
-from workbench.diagnosis.evidence import Interval
 from workbench.diagnosis.model import StepModel
 from workbench.diagnosis.parts import PARTS
 from workbench.diagnosis.proof import Ladder, Proof, Rung
@@ -25,6 +24,7 @@ from workbench.failure import Failure, RunError
 from workbench.plot.colors import PARTS as COLORS
 from workbench.run import Run, telling
 from workbench.spec import RunSpec
+from workbench.statistics import Interval
 from workbench.widgets import ThroughputDoctor, doctor_faces
 from workbench.widgets.whatif import what_if
 

@@ -10,7 +10,6 @@ from workbench.device import DEVICES
 from workbench.memory.outside import (
     CONTEXT,
     NCCL,
-    OUTSIDE,
     Outside,
     OutsideFit,
     cublas_workspace,
@@ -29,9 +28,10 @@ def test_an_unknown_gpu_has_the_stated_range_and_no_other_gpu_s_figure(tmp_path:
     none = tmp_path / "none.json"
     for name in ("cuda", "a new one", "H200"):
         assert outside_of(name, path=none) == CONTEXT
-    assert outside_of("GeForce RTX 3090", path=none) == OUTSIDE["RTX-3090"] != CONTEXT
-    assert set(OUTSIDE) <= {device.name for device in DEVICES}
-    for known in (CONTEXT, NCCL, *OUTSIDE.values()):
+    published = outside_of("GeForce RTX 3090", path=none)
+    assert published.high == 1001 * 2**20
+    assert is_known("GeForce RTX 3090", path=none)
+    for known in (CONTEXT, NCCL, *(outside_of(device.name, path=none) for device in DEVICES)):
         assert 0 < known.low <= known.mid <= known.high
         assert "#" in known.source
 

@@ -15,12 +15,13 @@ from workbench.cost import Cluster, CostError, Layout, Link, Sweep, Transformer,
 from workbench.device import Device
 from workbench.memory import formulas
 from workbench.memory.outside import outside_of
-from workbench.planning import EFFICIENCY, HELD, LINKS, Plan, PlanError, Plans, Range
+from workbench.planning import EFFICIENCY, HELD, LINKS, Plan, PlanError, Plans
 from workbench.planning.memory import memory
 from workbench.planning.ranges import MEASURED_LINKS, share_of
 from workbench.planning.space import SHARINGS, Layouts, layouts
 from workbench.planning.subject import Subject, of_transformer
 from workbench.planning.timing import UPDATE, Pace, Seconds, seconds
+from workbench.statistics import Interval
 
 GPT = Transformer(layers=24, hidden=2048, vocabulary=50_000, sequence=1024, heads=16)
 LARGE = Transformer(layers=80, hidden=8192, vocabulary=32_000, sequence=2048, heads=64)
@@ -525,7 +526,7 @@ def test_memory_lies_between_the_ends_of_the_allocator_and_of_what_is_outside() 
     inside = held.total[0] - around.mid
     assert held.low[0] == pytest.approx(HELD.low * inside + around.low)
     assert held.high[0] == pytest.approx(HELD.high * inside + around.high)
-    more = memory(subject(), found, "A100-80GB", Range(low=1.0, mid=1.1, high=1.2))
+    more = memory(subject(), found, "A100-80GB", Interval(low=1.0, mid=1.1, high=1.2))
     assert more.total[0] == pytest.approx(1.1 * inside + around.mid)
 
 
@@ -828,7 +829,7 @@ def test_one_money_and_ranges_from_the_fastest_step_to_the_slowest() -> None:
     each = whole.gpus * whole.steps
     assert used.low == pytest.approx(each * whole.spans["compute"].low * 700)
     assert used.high == pytest.approx(each / 8 * whole.seconds.high * 10_200)
-    assert whole.kwh == Range(low=used.low * 1.2 / 3.6e6, mid=used.kwh, high=used.high * 1.2 / 3.6e6)
+    assert whole.kwh == Interval(low=used.low * 1.2 / 3.6e6, mid=used.kwh, high=used.high * 1.2 / 3.6e6)
     assert whole.grams.high == pytest.approx(300 * whole.kwh.high)
     assert whole.money.low == pytest.approx(each * whole.seconds.low / 3600 * 2.0 + 5.0 * whole.kwh.low)
     bare = plans(model=GPT, electricity=5.0).best
@@ -857,9 +858,9 @@ def test_a_device_without_the_precision_and_one_of_unknown_power() -> None:
 
 
 def test_ranges() -> None:
-    span = Range(low=1, mid=2, high=4)
-    assert span.of(lambda value: 8 / value) == Range(low=2, mid=4, high=8)
+    span = Interval(low=1, mid=2, high=4)
+    assert span.of(lambda value: 8 / value) == Interval(low=2, mid=4, high=8)
     assert 3 in span
     assert 5 not in span
-    assert Range.from_json(span.to_json()) == span
+    assert Interval.from_json(span.to_json()) == span
     assert isinstance(plans().best, Plan)

@@ -13,7 +13,7 @@ from slow_loader import SPEC, diagnosis, evidence
 
 from workbench import plot, units
 from workbench.diagnosis.diagnosis import Diagnosis
-from workbench.diagnosis.evidence import Evidence, Interval
+from workbench.diagnosis.evidence import Evidence
 from workbench.diagnosis.feeding import Feeding
 from workbench.diagnosis.loader_curve import CurvePoint, LoaderCurve
 from workbench.diagnosis.parts import PARTS
@@ -21,6 +21,7 @@ from workbench.diagnosis.proof import Ladder, Proof, Rung
 from workbench.diagnosis.remedy import Remedy
 from workbench.plot import colors
 from workbench.plot.diagnosis import UNKNOWN
+from workbench.statistics import Interval
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench import optimizer_table
 from workbench.batch import RULES, Described, ScaledLr, scale_lr
-from workbench.batch.described import _OPTIONS
 from workbench.batch.lights import worst
 from workbench.spec import RunSpec
 from workbench.train.optimizers import OPTIMIZERS
@@ -198,7 +198,8 @@ def test_a_new_eps_has_six_digits() -> None:
 
 
 def test_the_options_are_those_of_the_real_optimizers() -> None:
-    for name, options in _OPTIONS.items():
+    for name, row in optimizer_table.OPTIMIZERS.items():
+        options = row.options
         real = set(inspect.signature(OPTIMIZERS[name]).parameters) - {"params"}
         assert real <= set(options), name
         assert set(options) - real <= {"fused", "capturable"}, name  # which newer versions of torch may have

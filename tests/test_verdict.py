@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.made import World
 from workbench.diagnosis.costs import PYTHON_IN_OPTIMIZER, Costs
 from workbench.diagnosis.evidence import Evidence, Gradients, Loading, Noise, Stalls
-from workbench.diagnosis.interval import interval_of
 from workbench.diagnosis.judgement import VERDICTS, Judgement
 from workbench.diagnosis.verdict import LIMITS, USUAL, judge
+from workbench.statistics import interval_of
 
 BUSY = Noise(cores=2.0, foreign=0.8, spread=0.1)
 HEALTHY = {

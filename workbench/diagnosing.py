@@ -17,7 +17,7 @@ from workbench import rundir, task, units
 from workbench.diagnosis import calibration
 from workbench.diagnosis.calibration import Calibration
 from workbench.diagnosis.diagnosis import Diagnosis
-from workbench.diagnosis.evidence import Arm, Evidence, Interval
+from workbench.diagnosis.evidence import Arm, Evidence
 from workbench.diagnosis.observed import observe
 from workbench.diagnosis.proof import Ladder, Proof, Rung
 from workbench.diagnosis.remedy import Remedy
@@ -26,6 +26,7 @@ from workbench.failure import RunError
 from workbench.launcher import experimenting
 from workbench.run import Run
 from workbench.spec import RunSpec, ScriptSpec, check_names
+from workbench.statistics import Interval
 from workbench.task import Task
 
 BUDGET = 60.0

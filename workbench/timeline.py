@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from workbench import display, units
-
-PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer", "other")
-"""What a step is made of, in the order they happen. `data_wait`: the loop is blocked in `next(loader)`. `h2d`: copies to the device.
-`forward`: from the model's call to the call of backward, the loss included. `backward`: under DDP the reduction of the gradients is in it.
-`other`: the rest, never dropped."""
+from workbench.vocabulary import PHASES as PHASES
 
 _READ = ("samples", "memory", "cpu")
 """What a step has besides its phases, where it was read."""

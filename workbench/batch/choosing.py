@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from workbench.batch import lights
 from workbench.batch.described import Described
 from workbench.batch.scaled import LIGHTS, Valid, number
-
-MALLADI = ("adam", "adamw", "nadam", "radam", "rmsprop")
-"""Optimizers that Malladi's square root rule is for; derived for Adam and RMSProp, their near kin are treated alike."""
-
+from workbench.optimizer_table import OPTIMIZERS
 
 EPS_DIGITS = 6
 """Significant digits of a new epsilon: more of them say nothing."""
@@ -30,12 +27,13 @@ def choose(rule: str, base: Described, batch: int, to_batch: int, noise: float |
         ValueError: the rule is not for this optimizer, or needs a noise that is not known.
     """
     ratio = to_batch / batch
-    defined = base.name in MALLADI and base.betas is not None and lights.fading(base.betas, ratio) != "outside"
+    defined = base.family == "adam" and base.betas is not None and lights.fading(base.betas, ratio) != "outside"
     if rule == "adam":
-        if base.name not in MALLADI:
+        if base.family != "adam":
+            kin = ", ".join(row.name for row in OPTIMIZERS.values() if row.family == "adam")
             raise ValueError(
-                f"rule='adam' is for {', '.join(MALLADI)}, and the optimizer is {base.name}: "
-                f"try {'linear or damped' if base.kin == 'sgd' else 'sqrt or damped'}, or auto"
+                f"rule='adam' is for {kin}, and the optimizer is {base.name}: "
+                f"try {'linear or damped' if base.family == 'sgd' else 'sqrt or damped'}, or auto"
             )
         if defined:
             return rule, "adam, as you asked: Malladi's square root rule, with betas and epsilon, keeps the dynamics"
@@ -66,15 +64,15 @@ def _automatic(base: Described, defined: bool, batch: int, to_batch: int, noise:
         return "adam", f"adam, because {base.name} divides by the gradient's own size: Malladi's square root rule, with betas and epsilon"
     if noise is not None:
         cause = "noise is known: proportional to the batch far below it, constant far above"
-        return "damped", f"damped, because the {cause}" + ("" if base.kin == "sgd" else f" (its square root, for {base.name})")
+        return "damped", f"damped, because the {cause}" + ("" if base.family == "sgd" else f" (its square root, for {base.name})")
     if base.name == "lars":
         return "linear", (
             "linear, which lars is used with; it takes each layer's step in proportion to its weights, so no rule was derived for it, and "
             "how far linear goes depends on the noise, which is not known"
         )
-    if base.kin == "sgd":
+    if base.family == "sgd":
         return "linear", "linear, because SGD's steps add up; how far that goes depends on the noise, which is not known"
-    if base.kin == "adam":
+    if base.family == "adam":
         return "sqrt", "sqrt, because so large a factor leaves nothing of Adam's averages: the full rule is not defined here"
     return "sqrt", f"sqrt, which {base.name} is used with; no rule was derived for it"
 
@@ -138,7 +136,7 @@ def valid_light(used: str, asked: str, base: Described, batch: int, to_batch: in
 def limits(used: str, base: Described, batch: int, to_batch: int, noise: float | None, valid: Valid) -> Iterator[str]:
     """Why the light is what it is, and what else the rule leaves open."""
     ratio = to_batch / batch
-    faded = lights.fading(base.betas or (), ratio) if base.name in MALLADI else "inside"
+    faded = lights.fading(base.betas or (), ratio) if base.family == "adam" else "inside"
     vanishing = (used == "adam" and faded != "inside") or (used == "sqrt" and faded == "outside")
     least = min(base.betas or (0.0,))
     end = (

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterator
 
-from workbench.batch.described import DECOUPLED, Described
+from workbench.batch.described import Described
 from workbench.batch.scaled import number
+from workbench.optimizer_table import OPTIMIZERS
 
 WARMUP_EPOCHS = 5
 """Over which Goyal et al. 2017 (arXiv 1706.02677, section 2.2) raise the learning rate of a large batch."""
@@ -61,8 +62,9 @@ def decay(optimizer: Described, ratio: float, factor: float) -> Iterator[str]:
     kept, longer = optimizer.get("weight_decay"), ratio / factor
     if not kept or math.isclose(longer, 1, rel_tol=0.01):
         return
-    if optimizer.name in (*DECOUPLED, "sgd"):
-        source = " (Wang and Aitchison 2024)" if optimizer.name in DECOUPLED else ""
+    decoupled = OPTIMIZERS[optimizer.name].decoupled
+    if decoupled or optimizer.name == "sgd":
+        source = " (Wang and Aitchison 2024)" if decoupled else ""
         yield (
             f"weight_decay={number(kept)} is kept: weights are forgotten over {number(longer)} times as many samples "
             f"(batch / (lr × weight_decay)); weight_decay={number(kept * longer)} would keep that time{source}"

@@ -5,40 +5,10 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-Kin = Literal["sgd", "adam", "other"]
-"""What the rules treat alike: "sgd" steps in proportion to the gradient, "adam" divides it by its own size, "other" are adaptive too, but
-no rule was derived for them."""
+from workbench.optimizer_table import OPTIMIZERS, Family
 
-_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-KNOWN: Mapping[str, tuple[Kin, Mapping[str, Any]]] = {
-    "adagrad": ("other", {"eps": 1e-10, "weight_decay": 0.0, "lr": 0.01}),
-    "adam": ("adam", _ADAM),
-    "adamw": ("adam", {**_ADAM, "weight_decay": 0.01}),
-    "lamb": ("other", {**_ADAM, "eps": 1e-6, "weight_decay": 0.01}),
-    "lars": ("sgd", {"momentum": 0.9, "weight_decay": 0.0, "lr": 1.0}),
-    "nadam": ("adam", {**_ADAM, "lr": 0.002}),
-    "radam": ("adam", _ADAM),
-    "rmsprop": ("adam", {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "weight_decay": 0.0, "lr": 0.01}),
-    "sgd": ("sgd", {"momentum": 0.0, "weight_decay": 0.0}),
-}
-"""Name → what it is akin to, and torch's own options (learning rate 0.001 where none is said); those of lars and lamb are ours."""
-DECOUPLED = ("adamw",)
-"""Those whose weight decay is no part of the gradient: weights shrink by lr × weight_decay a step."""
-_COMMON = ("lr", "weight_decay", "foreach", "maximize", "capturable", "differentiable", "fused")
-_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "adagrad": ("lr_decay", "initial_accumulator_value", "eps", *_COMMON),
-    "adam": ("betas", "eps", "amsgrad", "decoupled_weight_decay", *_COMMON),
-    "adamw": ("betas", "eps", "amsgrad", *_COMMON),
-    "lamb": ("betas", "eps", "exclude_1d", "lr", "weight_decay"),
-    "lars": ("momentum", "trust_coefficient", "exclude_1d", "lr", "weight_decay"),
-    "nadam": ("betas", "eps", "momentum_decay", "decoupled_weight_decay", *_COMMON),
-    "radam": ("betas", "eps", "decoupled_weight_decay", *_COMMON),
-    "rmsprop": ("alpha", "eps", "momentum", "centered", *_COMMON),
-    "sgd": ("momentum", "dampening", "nesterov", *_COMMON),
-}
-"""Name → every option that it has, torch's or ours; a test holds them beside the real ones. This room may not ask torch itself."""
 _MISSPELT = 0.8
 """A key of a mapping so alike to an option is a misspelt one: "momentun" is 0.88, and "initial_lr", which schedulers add, 0.33."""
 
@@ -54,7 +24,7 @@ class Described:
     """
 
     name: str
-    """One of KNOWN."""
+    """One of OPTIMIZERS."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Those that were given, `lr` not among them."""
     lr: float | None = None
@@ -78,18 +48,18 @@ class Described:
         return found
 
     @property
-    def kin(self) -> Kin:
+    def family(self) -> Family:
         """What the rules treat it like."""
-        return KNOWN[self.name][0]
+        return OPTIMIZERS[self.name].family
 
     @property
     def default_lr(self) -> float:
         """Its own learning rate: what was given, or torch's default."""
-        return float(self.lr if self.lr is not None else KNOWN[self.name][1].get("lr", 1e-3))
+        return float(self.lr if self.lr is not None else OPTIMIZERS[self.name].defaults["lr"])
 
     def get(self, option: str) -> Any:
         """What an option is, given or by default; None where it has no such option."""
-        return self.options.get(option, KNOWN[self.name][1].get(option))
+        return self.options.get(option, OPTIMIZERS[self.name].defaults.get(option))
 
     @property
     def betas(self) -> tuple[float, ...] | None:
@@ -127,7 +97,7 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"optimizer={text!r}: {form}") from None
     name = _known(call.func.id.lower(), text)
     for option in options:
-        if option not in _OPTIONS[name]:
+        if option not in OPTIMIZERS[name].options:
             raise ValueError(_no_option(text, name, option))
     return name, options
 
@@ -137,13 +107,13 @@ def _mapped(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ValueError(f'optimizer={dict(given)!r}: a mapping needs a "name", such as {{"name": "sgd", "momentum": 0.9}}')
     name = _known(str(given["name"]), given)
     options = {str(key): _plain(value) for key, value in given.items() if key not in ("name", "params") and value is not None}
-    known = {option for several in _OPTIONS.values() for option in several}
+    known = {option for row in OPTIMIZERS.values() for option in row.options}
     for option in options:
-        if option not in known and difflib.get_close_matches(option, _OPTIONS[name], n=1, cutoff=_MISSPELT):
+        if option not in known and difflib.get_close_matches(option, OPTIMIZERS[name].options, n=1, cutoff=_MISSPELT):
             raise ValueError(_no_option(dict(given), name, option))
     if name == "rmsprop" and "betas" in options:
         options["alpha"] = options.pop("betas")[0]
-    usual = {"lr": None, **KNOWN[name][1]}
+    usual = OPTIMIZERS[name].defaults
     return name, {key: value for key, value in options.items() if key == "lr" or (key in usual and value != usual[key])}
 
 
@@ -155,15 +125,15 @@ def _plain(value: Any) -> Any:
 
 
 def _no_option(given: object, name: str, option: str) -> str:
-    near = difflib.get_close_matches(option, _OPTIONS[name], n=1)
+    near = difflib.get_close_matches(option, OPTIMIZERS[name].options, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"optimizer={given!r}: {name} has no option {option!r}; {hint}it has {', '.join(_OPTIONS[name])}"
+    return f"optimizer={given!r}: {name} has no option {option!r}; {hint}it has {', '.join(OPTIMIZERS[name].options)}"
 
 
 def _no_text(given: object) -> str:
     built = hasattr(given, "param_groups")
     kind = given if isinstance(given, type) else type(given)
-    name = kind.__name__.lower() if kind.__name__.lower() in KNOWN else "adamw"
+    name = kind.__name__.lower() if kind.__name__.lower() in OPTIMIZERS else "adamw"
     shown = f"a built {kind.__name__}" if built else f"the class {kind.__name__}" if isinstance(given, type) else f"{given!r:.80}"
     hint = f'{{"name": "{name}", **optimizer.param_groups[0]}}' if built else f'"{name}"'
     return (
@@ -173,12 +143,12 @@ def _no_text(given: object) -> str:
 
 
 def _known(name: str, given: object) -> str:
-    if name in KNOWN:
+    if name in OPTIMIZERS:
         return name
-    near = difflib.get_close_matches(name.lower(), KNOWN, n=1)
+    near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(
-        f"optimizer={given!r}: no rule is known for {name!r}; {hint}known are {', '.join(KNOWN)}; "
+        f"optimizer={given!r}: no rule is known for {name!r}; {hint}known are {', '.join(OPTIMIZERS)}; "
         "of another one, give the name of that which it resembles"
     )
 

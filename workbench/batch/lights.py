@@ -26,7 +26,7 @@ def power(optimizer: Described) -> float:
 
     McCandlish et al. 2018 find 0.5 to 1 for Adam.
     """
-    return 1.0 if optimizer.kin == "sgd" else 0.5
+    return 1.0 if optimizer.family == "sgd" else 0.5
 
 
 def damped(batch: float, to_batch: float, noise: float, exponent: float = 1.0) -> float:

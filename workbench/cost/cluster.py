@@ -9,7 +9,7 @@ from workbench import display, units
 from workbench.cost.collectives import CostError, Link, all_reduce, checked_ranks
 from workbench.cost.hierarchy import hierarchical_all_reduce
 from workbench.cost.sweep import Sweep
-from workbench.device import Device
+from workbench.device import NOT_READ, Device
 
 if TYPE_CHECKING:
     from workbench.cost.links import Links
@@ -177,7 +177,7 @@ class Cluster:
         links: dict[str, Any] = {name: Link.from_json(value[name]) for name in LINKS}
         links["measured_links"] = tuple(value.get("measured_links", LINKS if value.get("measured") else ()))
         own = {name: kept for name, kept in value.items() if name != "measured"}  # which older files have
-        return cls(**{**own, **links, "device": Device(**{**value["device"], "aliases": tuple(value["device"]["aliases"])})})
+        return cls(**{**own, **links, "device": Device(**value["device"])})
 
     def __repr__(self) -> str:
         return f"Cluster({self.name!r})"
@@ -201,25 +201,24 @@ def _words(link: Link) -> str:
     return f"{units.count(link.bandwidth, 'B/s')}{between}, {units.seconds(link.latency)} a hop"
 
 
-def _cluster(name: str, device: str, nvlink: float, gigabits: float, source: str) -> Cluster:
-    """Nodes of eight. `nvlink`: GB/s of a GPU, each way (half of what is printed); `gigabits`: per second, a GPU's share of the network."""
+def _cluster(name: str, device: str, gigabits: float, source: str) -> Cluster:
+    """Nodes of eight, joined by NVLink. `gigabits`: per second, a GPU's share of the network."""
+    gpu = Device.named(device)
+    assert gpu.nvlink is not None, f"the table of devices has no NVLink for {device}"
     return Cluster(
         name=name,
-        device=Device.named(device),
+        device=gpu,
         gpus_per_node=8,
-        intra=Link(latency=NVLINK_LATENCY, bandwidth=nvlink * 1e9),
+        intra=Link(latency=NVLINK_LATENCY, bandwidth=gpu.nvlink),
         inter=Link(latency=NETWORK_LATENCY, bandwidth=gigabits / 8 * 1e9),
         source=source,
     )
 
 
-NOT_READ = "the page itself was not read"
-"""Said of figures that are cited from memory of a page."""
 CLUSTERS = (
     _cluster(
         "DGX-A100",
         "A100-80GB",
-        300,
         200,
         "NVLink 3, 600 GB/s both ways; 8 × ConnectX-6 InfiniBand HDR 200 Gb/s for computing: NVIDIA in MLPerf Training v2.0, "
         "github.com/mlcommons/training_results_v2.0, NVIDIA/systems/dgxa100_n128_ngc22.04_pytorch.json",
@@ -227,7 +226,6 @@ CLUSTERS = (
     _cluster(
         "DGX-H100",
         "H100-SXM",
-        450,
         400,
         "NVLink 4, 900 GB/s both ways; 8 × ConnectX-7 InfiniBand NDR 400 Gb/s for computing: NVIDIA in MLPerf Training v3.0, "
         "github.com/mlcommons/training_results_v3.0, NVIDIA/systems/dgxh100_n96_nemo.json",
@@ -235,7 +233,6 @@ CLUSTERS = (
     _cluster(
         "DGX-H200",
         "H200",
-        450,
         400,
         "18 × NVLink 4, 900 GB/s both ways: NVIDIA in MLPerf Inference v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json"
         f"; a 400 Gb/s ConnectX-7 card per GPU: NVIDIA DGX H200 datasheet, {NOT_READ}",
@@ -243,7 +240,6 @@ CLUSTERS = (
     _cluster(
         "DGX-B200",
         "B200",
-        900,
         400,
         "NVLink 5, 14.4 TB/s both ways for eight; 8 × ConnectX-7 up to 400 Gb/s: NVIDIA DGX B200 user guide, "
         "docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html",
@@ -251,14 +247,12 @@ CLUSTERS = (
     _cluster(
         "AWS-p4d",
         "A100-40GB",
-        300,
         50,
         f"NVLink 3, 600 GB/s both ways; 400 Gb/s Ethernet (EFA) per node of 8: Amazon EC2 P4 page, {NOT_READ}",
     ),
     _cluster(
         "AWS-p5",
         "H100-SXM",
-        450,
         400,
         f"NVLink 4, 900 GB/s both ways; 3,200 Gb/s Ethernet (EFA) per node of 8: Amazon EC2 P5 page, {NOT_READ}",
     ),

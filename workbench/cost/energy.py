@@ -10,26 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from workbench import display, units
-from workbench.cost.cluster import NOT_READ
 from workbench.cost.collectives import CostError
+from workbench.device import DEVICES, NOT_READ, Device
 
 JOULES_PER_KWH = 3.6e6
-WATTS: Mapping[str, tuple[float, str]] = {
-    "B200": (1000, "1,000 W in HGX B200 (glennklockwood.com/garden/processors/B200)"),
-    "H200": (700, "H200 TGP 700 W: NVIDIA in MLPerf Inference v4.1, H200-SXM-141GBx8_TRT_MaxQ.json"),
-    "H100-SXM": (700, f"NVIDIA H100 datasheet: up to 700 W, {NOT_READ}"),
-    "H100-PCIe": (350, "NVIDIA H100 PCIe product brief PB-11133: 350 W"),
-    "A100-80GB": (400, f"NVIDIA A100 datasheet: SXM 400 W, {NOT_READ}"),
-    "A100-40GB": (400, f"NVIDIA A100 datasheet: SXM 400 W, {NOT_READ}"),
-    "L40S": (350, f"NVIDIA L40S datasheet: 350 W, {NOT_READ}"),
-    "L4": (72, f"NVIDIA L4 datasheet: 72 W, {NOT_READ}"),
-    "A10": (150, f"NVIDIA A10 datasheet: 150 W, {NOT_READ}"),
-    "V100-32GB": (300, f"NVIDIA V100 datasheet: SXM2 300 W, {NOT_READ}"),
-    "T4": (70, f"NVIDIA T4 datasheet: 70 W, {NOT_READ}"),
-    "RTX-4090": (450, f"NVIDIA GeForce RTX 4090 specifications: 450 W, {NOT_READ}"),
-    "RTX-3090": (350, f"NVIDIA GeForce RTX 3090 specifications: 350 W, {NOT_READ}"),
-}
-"""Device → thermal design power in W of one, and where it stands."""
 NODE_WATTS: Mapping[str, tuple[float, str]] = {
     "DGX-A100": (6500, f"NVIDIA DGX A100 user guide: 6.5 kW at most, {NOT_READ}"),
     "DGX-H100": (10200, f"NVIDIA DGX H100 user guide: 10.2 kW at most, {NOT_READ}"),
@@ -162,7 +146,7 @@ def watts_of(device: str, watts: float | None = None) -> tuple[float, str]:
 
     Args:
         device: its name in the table of devices.
-        watts: of a device that is not in `WATTS`.
+        watts: of a device whose power the table does not have.
 
     Raises:
         CostError: nothing is known of it and nothing was given.
@@ -171,9 +155,11 @@ def watts_of(device: str, watts: float | None = None) -> tuple[float, str]:
         if not 0 < watts < math.inf:
             raise CostError(f"watts={watts!r}: watts of one device under load, above 0, are wanted")
         return float(watts), "power as given"
-    if device not in WATTS:
-        raise CostError(f"the power of {device!r} is not known: give watts=…; known are {', '.join(WATTS)}")
-    return WATTS[device]
+    known = Device.known(device)
+    if known is None or known.watts is None:
+        names = ", ".join(one.name for one in DEVICES if one.watts is not None)
+        raise CostError(f"the power of {device!r} is not known: give watts=…; known are {names}")
+    return known.watts, known.watts_source
 
 
 def estimated(

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from workbench import units
 from workbench.diagnosis.costs import Costs
 from workbench.diagnosis.doubt import widened
-from workbench.diagnosis.evidence import Evidence, Interval, Loading
+from workbench.diagnosis.evidence import Evidence, Loading
 from workbench.diagnosis.feeding import Feeding
+from workbench.statistics import Interval
 
 MOSTLY = 0.5
 """A cause is named if it explains at least half of what it is a cause of."""

@@ -9,8 +9,9 @@ import statistics
 from dataclasses import dataclass
 
 from workbench.diagnosis.doubt import at_least_0, between, capped, in_turn, less, noises, plus, scaled, widened
-from workbench.diagnosis.evidence import Arm, Evidence, Inside, Interval
+from workbench.diagnosis.evidence import Arm, Evidence, Inside
 from workbench.diagnosis.slow import Slow, slowest
+from workbench.statistics import Interval
 from workbench.timeline import PHASES
 
 NOTHING = Interval(low=0.0, mid=0.0, high=0.0)

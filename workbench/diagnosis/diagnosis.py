@@ -14,12 +14,13 @@ from workbench.diagnosis.evidence import Evidence
 from workbench.diagnosis.judgement import Judgement
 from workbench.diagnosis.loader_curve import LoaderCurve
 from workbench.diagnosis.model import StepModel
-from workbench.diagnosis.parts import PARTS, WORDS, Parts
+from workbench.diagnosis.parts import PARTS, Parts
 from workbench.diagnosis.proof import Proof
 from workbench.diagnosis.remedies import remedies_for
 from workbench.diagnosis.remedy import Remedy, rank
 from workbench.diagnosis.verdict import judge
 from workbench.spec import Spec
+from workbench.vocabulary import PART_WORDS
 
 QUIET = 0.1
 """Cores taken by others that are not worth a word."""
@@ -179,7 +180,7 @@ class Diagnosis(JsonDataclass):
             saved = self.judgement.shares.get(part)
             if parts.seconds(part) or saved:
                 gone = units.MISSING if saved is None else f"{units.percent(saved.low)} … {units.percent(saved.high)}"
-                rows.append([part, units.seconds(parts.seconds(part)), units.percent(parts.share(part)), gone, WORDS[part]])
+                rows.append([part, units.seconds(parts.seconds(part)), units.percent(parts.share(part)), gone, PART_WORDS[part]])
         return display.Table(
             columns=("part", "adds", "share", "without it, saved", ""),
             rows=[*rows, ["step", units.seconds(parts.step), "100 %", units.MISSING, ""]],

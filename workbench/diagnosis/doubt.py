@@ -3,7 +3,8 @@
 import math
 
 from workbench import units
-from workbench.diagnosis.evidence import Arm, Evidence, Interval
+from workbench.diagnosis.evidence import Arm, Evidence
+from workbench.statistics import Interval
 
 FOREIGN = 0.3
 """Cores taken by others from which on noise may spoil a close decision; the prediction errors of loaders explode there."""

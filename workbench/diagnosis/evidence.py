@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from workbench.codec import JsonDataclass
-from workbench.diagnosis.interval import Interval, interval_of
+from workbench.statistics import Interval, interval_of
 from workbench.timeline import Timeline
 
 __all__ = [
-    "ARMS", "SMALL_OP", "Arm", "Evidence", "Gradients", "Inside", "Interval", "Loading", "Noise", "RankEvidence", "Stalls", "interval_of"
+    "ARMS", "SMALL_OP", "Arm", "Evidence", "Gradients", "Inside", "Loading", "Noise", "RankEvidence", "Stalls"
 ]  # fmt: skip
 
 ARMS = {

@@ -4,7 +4,8 @@ from workbench import units
 from workbench.diagnosis.causes import GROWS, MOSTLY, Cause, growth, growths
 from workbench.diagnosis.costs import NOTHING, Costs, saved_by
 from workbench.diagnosis.doubt import capped
-from workbench.diagnosis.evidence import Evidence, Interval
+from workbench.diagnosis.evidence import Evidence
+from workbench.statistics import Interval
 
 MANY_SYNCS = 2.0
 """Per step, on a GPU: one (the loss that is logged) is usual, and at the end of a step it is nearly free."""

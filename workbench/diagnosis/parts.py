@@ -6,24 +6,8 @@ from typing import Any
 
 from workbench import display, units
 from workbench.codec import JsonDataclass
-
-PARTS = ("data_wait", "transfer", "compute", "host", "optimizer", "communication", "straggler", "stalls")
-"""What a step's length is the sum of. `data_wait`: what the loader adds to the step. `transfer`: copies to the device
-that nothing hides. `compute`: operators of forward and backward. `host`: Python, launches, sleeping: no operator runs. `optimizer`: its
-step. `communication`: what the reduction of the gradients adds, its own stalls included. `straggler`: what the slowest rank adds.
-`stalls`: pauses, spread over all steps."""
-
-WORDS = {
-    "data_wait": "waiting for data",
-    "transfer": "copies to the device",
-    "compute": "forward and backward",
-    "host": "Python, launches, sleeping",
-    "optimizer": "optimizer",
-    "communication": "communication",
-    "straggler": "waiting for the slowest rank",
-    "stalls": "stalls, spread over all steps",
-}
-"""Each part as people say it."""
+from workbench.vocabulary import PART_WORDS
+from workbench.vocabulary import PARTS as PARTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +62,9 @@ class Parts(display.Shown, JsonDataclass):
     def table(self) -> display.Table:
         """One row per part that is there, and the step."""
         rows = [
-            [part, units.seconds(self.seconds(part)), units.percent(self.share(part)), WORDS[part]] for part in PARTS if self.seconds(part)
+            [part, units.seconds(self.seconds(part)), units.percent(self.share(part)), PART_WORDS[part]]
+            for part in PARTS
+            if self.seconds(part)
         ]
         rate = "" if self.samples is None else f"; {units.rate(self.samples_per_sec)}"
         return display.Table(

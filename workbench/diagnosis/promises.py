@@ -7,11 +7,12 @@ from typing import Any
 
 from workbench import units
 from workbench.diagnosis.costs import Costs, saved_by
-from workbench.diagnosis.evidence import Evidence, Interval
+from workbench.diagnosis.evidence import Evidence
 from workbench.diagnosis.judgement import Judgement
 from workbench.diagnosis.model import StepModel
 from workbench.diagnosis.remedy import Remedy
 from workbench.spec import RunSpec, ScriptSpec, Spec
+from workbench.statistics import Interval
 
 WORTH = 1.03
 """Smaller gains are not offered: two runs of one setting differ as much."""

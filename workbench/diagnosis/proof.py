@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
-from workbench.codec import JsonDataclass
-from workbench.diagnosis.evidence import Interval
+from workbench.codec import JsonDataclass, fields_to_json
 from workbench.diagnosis.remedy import Remedy
+from workbench.statistics import Interval
 
 TOLERANCE = 0.25
 """A prediction this far off did not hold: the choice of a remedy could have been another one."""
@@ -89,6 +89,10 @@ class Proof(display.Shown, JsonDataclass):
         return display.frame([proof_row(self)])
 
     plot = display.plot_method("proof")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**fields_to_json(self), "measured": self.measured.to_list()}
 
     def __repr__(self) -> str:
         return f"Proof({self.remedy.name!r}, predicted={units.times(self.remedy.speedup)}, measured={units.times(self.measured.mid)})"

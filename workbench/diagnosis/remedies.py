@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from workbench import units
 from workbench.diagnosis.causes import MOSTLY, pausing_rank
 from workbench.diagnosis.costs import saved_by
-from workbench.diagnosis.evidence import Evidence, Interval
+from workbench.diagnosis.evidence import Evidence
 from workbench.diagnosis.judgement import Judgement
 from workbench.diagnosis.model import StepModel
 from workbench.diagnosis.promises import WORTH, WORTH_A_BATCH, Case, ceiling, tried, worth
@@ -17,6 +17,7 @@ from workbench.diagnosis.remedies_data import for_loader
 from workbench.diagnosis.remedies_ranks import for_ranks
 from workbench.diagnosis.remedy import Remedy, rank
 from workbench.spec import Spec
+from workbench.statistics import Interval
 
 
 def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None = None) -> tuple[Remedy, ...]:

@@ -13,9 +13,10 @@ from workbench.diagnosis import causes, hosts
 from workbench.diagnosis.causes import Cause
 from workbench.diagnosis.costs import NOTHING, Costs
 from workbench.diagnosis.doubt import at_least_0, beside_others, noises
-from workbench.diagnosis.evidence import Evidence, Interval
+from workbench.diagnosis.evidence import Evidence
 from workbench.diagnosis.judgement import Judgement
 from workbench.diagnosis.sources import sources_of
+from workbench.statistics import Interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,22 +21,6 @@ from workbench.memory.outside import cublas_workspace
 from workbench.spec import SHARDED, RunSpec, check_names
 from workbench.task import Task
 
-CAPABILITIES = {
-    "B200": (10, 0),
-    "H200": (9, 0),
-    "H100-SXM": (9, 0),
-    "H100-PCIe": (9, 0),
-    "A100-80GB": (8, 0),
-    "A100-40GB": (8, 0),
-    "L40S": (8, 9),
-    "L4": (8, 9),
-    "A10": (8, 6),
-    "V100-32GB": (7, 0),
-    "T4": (7, 5),
-    "RTX-4090": (8, 9),
-    "RTX-3090": (8, 6),
-}
-"""Device → compute capability, by which kernels are chosen. Source: developer.nvidia.com/cuda-gpus."""
 PRECISIONS = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 """Precision → the type of autocast, unless FSDP2 stands in its place."""
 STEPS = 2
@@ -72,7 +56,8 @@ class Plan:
         """Whose memory behaviour to have; None = a CPU's."""
         if self.device == "cpu":
             return None
-        capability = CAPABILITIES.get(self.device)
+        device = Device.known(self.device)
+        capability = device.capability if device else None
         precision = None if self.spec.parallel in SHARDED else PRECISIONS[self.spec.precision]
         return Gpu(precision=precision, capability=capability, workspace=cublas_workspace(capability))
 

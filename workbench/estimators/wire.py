@@ -51,7 +51,7 @@ class Question:
         """Inverse of `to_json`."""
         device = value["device"]
         if not isinstance(device, str):
-            device = Device(**{**device, "aliases": tuple(device["aliases"])})
+            device = Device(**device)
         return cls(spec=RunSpec.from_json(value["spec"]), device=device, sequence=value["sequence"], image=value["image"])
 
 

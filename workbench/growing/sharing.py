@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.codec import JsonDataclass
-from workbench.diagnosis.interval import interval_of
 from workbench.spec import RunSpec
+from workbench.statistics import interval_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,9 @@
 budget, and its own `HeldOut` test: fitted to small compute, held against large (`answers`).
 """
 
-from workbench.laws.forecast import Allocation, Band, Forecast
+from workbench.laws.forecast import Allocation, Forecast
 from workbench.laws.held_out import HeldOut
 from workbench.laws.law import ScalingLaw
 from workbench.laws.points import Points, PointsError
 
-__all__ = ["ScalingLaw", "Allocation", "Forecast", "HeldOut", "Band", "Points", "PointsError"]
+__all__ = ["ScalingLaw", "Allocation", "Forecast", "HeldOut", "Points", "PointsError"]

@@ -7,22 +7,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.laws import doubt
-from workbench.laws.forecast import Allocation, Band, Forecast
+from workbench.laws.forecast import Allocation, Forecast
 from workbench.laws.formula import losses, optimum
 from workbench.laws.held_out import HeldOut
 from workbench.laws.points import FEWEST, PointsError
+from workbench.statistics import Interval
 
 if TYPE_CHECKING:
     from workbench.laws.law import ScalingLaw
 
 
-def band(mid: float, drawn: Iterable[float], level: float) -> Band:
+def band(mid: float, drawn: Iterable[float], level: float) -> Interval:
     """A number with the interval that holds `level` of `drawn`, and the number itself; without drawings it is endless."""
     values = [one for one in drawn if math.isfinite(one)]
     if not values:
-        return Band(low=-math.inf, mid=mid, high=math.inf)
+        return Interval(low=-math.inf, mid=mid, high=math.inf)
     low, high = np.percentile(values, [50 * (1 - level), 50 * (1 + level)])
-    return Band(low=float(min(low, mid)), mid=mid, high=float(max(high, mid)))
+    return Interval(low=float(min(low, mid)), mid=mid, high=float(max(high, mid)))
 
 
 def forecast(law: "ScalingLaw", parameters: float, tokens: float) -> Forecast:

@@ -6,9 +6,10 @@ import numpy as np
 
 from workbench import units
 from workbench.laws.bootstrap import Five
-from workbench.laws.forecast import Band, against
+from workbench.laws.forecast import against
 from workbench.laws.objective import BOUNDS
 from workbench.laws.points import Points
+from workbench.statistics import Interval
 
 DISTINCT = 3
 """Sizes and amounts of data below which an exponent and its floor cannot be told apart: a curve with a floor has three numbers."""
@@ -28,8 +29,8 @@ FAR = 10.0
 
 def doubts(
     points: Points,
-    bands: Mapping[str, Band],
-    exponent: Band,
+    bands: Mapping[str, Interval],
+    exponent: Interval,
     *,
     draws: Sequence[Five],
     wanted: int,

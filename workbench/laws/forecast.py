@@ -1,31 +1,11 @@
 """What a law says: a number with its band, the loss of one run, the best use of a compute budget."""
 
-import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from workbench import display, units
-from workbench.codec import JsonDataclass, OrInf, OrMinusInf
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Band(JsonDataclass):
-    """A number with its interval."""
-
-    low: OrMinusInf
-    """Lower end; minus infinity = there is none (no drawings)."""
-    mid: float
-    """The number itself."""
-    high: OrInf
-    """Upper end; infinity = there is none."""
-
-    def __contains__(self, value: float) -> bool:
-        return self.low <= value <= self.high
-
-    def cells(self, show: Callable[[float], str]) -> list[str]:
-        """The number, its lower and its upper end as text; a dash for an end that there is not."""
-        return [show(one) if math.isfinite(one) else units.MISSING for one in (self.mid, self.low, self.high)]
+from workbench.codec import JsonDataclass
+from workbench.statistics import Interval
 
 
 def flops(value: float) -> str:
@@ -60,7 +40,7 @@ class Forecast(display.Shown, JsonDataclass):
     """It is trained on (D)."""
     flops: float
     """To train it."""
-    loss: Band
+    loss: Interval
     """Predicted: where a single run of this kind ends, its own luck included."""
     naive: float
     """The naive line: the best loss that was measured so far."""
@@ -101,11 +81,11 @@ class Allocation(display.Shown, JsonDataclass):
 
     flops: float
     """The budget."""
-    parameters: Band
+    parameters: Interval
     """Of the model that a law thinks best."""
-    tokens: Band
+    tokens: Interval
     """To train it on."""
-    loss: Band
+    loss: Interval
     """That the law then predicts, the luck of a single run left out."""
     naive: float
     """The best loss that was measured so far."""

@@ -10,13 +10,14 @@ from workbench import display
 from workbench.codec import JsonDataclass
 from workbench.laws import answers, bootstrap, doubt, showing
 from workbench.laws.bootstrap import Five
-from workbench.laws.forecast import Allocation, Band, Forecast
+from workbench.laws.forecast import Allocation, Forecast
 from workbench.laws.formula import exponent, losses
 from workbench.laws.held_out import HeldOut
 from workbench.laws.objective import DELTA, Columns, best
 from workbench.laws.points import Points, positive
 from workbench.laws.reading import read
 from workbench.laws.runs import points_of
+from workbench.statistics import Interval
 
 FLOPS_PER = 6.0
 """Training FLOPs per parameter and token: 2 in the forward, 4 in the backward (Kaplan et al. 2020). Attention over the context and
@@ -137,13 +138,13 @@ class ScalingLaw(display.Shown, JsonDataclass):
         return self.E, self.A, self.B, self.alpha, self.beta
 
     @property
-    def intervals(self) -> dict[str, Band]:
+    def intervals(self) -> dict[str, Interval]:
         """Name → number with its interval."""
         columns = zip(*self.draws, strict=True) if self.draws else [()] * len(NAMES)
         return {name: self.band(mid, drawn) for name, mid, drawn in zip(NAMES, self.five, columns, strict=True)}
 
     @property
-    def exponent(self) -> Band:
+    def exponent(self) -> Interval:
         """a = β/(α+β): the best N grows as C^a, the best D as C^(1-a)."""
         return self.band(exponent(self.five), [exponent(one) for one in self.draws])
 
@@ -168,7 +169,7 @@ class ScalingLaw(display.Shown, JsonDataclass):
         """Do the points determine the law?"""
         return not self.cannot_tell
 
-    def band(self, mid: float, drawn: Iterable[float]) -> Band:
+    def band(self, mid: float, drawn: Iterable[float]) -> Interval:
         """A number with the interval that holds `level` of what the drawings say of it."""
         return answers.band(mid, drawn, self.level)
 

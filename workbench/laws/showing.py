@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench import display, units
-from workbench.laws.forecast import Band, flops
+from workbench.laws.forecast import flops
 from workbench.laws.formula import losses
+from workbench.statistics import Interval
 
 if TYPE_CHECKING:
     from workbench.laws.law import ScalingLaw
@@ -19,7 +20,7 @@ PARTS = ("E", "A", "B")
 def table(law: "ScalingLaw") -> display.Table:
     """A row for each of the five numbers, and for the exponents of the best size and amount of data."""
     size, least = law.exponent, 1e-5 * min(law.points.loss)
-    rows = {**law.intervals, "N_opt ∝ C^": size, "D_opt ∝ C^": Band(low=1 - size.high, mid=1 - size.mid, high=1 - size.low)}
+    rows = {**law.intervals, "N_opt ∝ C^": size, "D_opt ∝ C^": Interval(low=1 - size.high, mid=1 - size.mid, high=1 - size.low)}
     what = (
         f"fitted to {len(law.points)} runs of {len(law.points.sizes)} sizes, {min(law.compute):.2g} … {flops(max(law.compute))}; "
         f"{units.percent(law.level)} intervals from {len(law.draws)} drawings of {'points' if law.by == 'pairs' else 'runs'}; "

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from workbench.diagnosis.evidence import Evidence, Inside, Interval, Loading
+from workbench.diagnosis.evidence import Evidence, Inside, Loading
 from workbench.measure import arms, inside, loading
 from workbench.measure.blocks import Bench, DiagnoseError, length
 from workbench.measure.feed import Exhausted, Feed
@@ -23,6 +23,7 @@ from workbench.measure.rounds import Rounds
 from workbench.measure.subject import check, device_of, look_around
 from workbench.measure.sums import Sums
 from workbench.measure.trials import NARROW, PAIRS, Trials, treatments
+from workbench.statistics import Interval
 
 SHARES = {"warm-up": 0.1, "rounds": 0.4, "inside": 0.5, "loading": 0.6, "trials": 0.9}
 """Until which fraction of the budget each part may go on, at most."""

@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Args:
             tensor: of any kind; of a DTensor, its local part.
-            category: a key of `memory.log.CATEGORIES`; None = as before, or to be decided when the log is read.
+            category: a key of `vocabulary.CATEGORIES`; None = as before, or to be decided when the log is read.
             op: the operator that made it.
             module: whose it is, by name; None = as before, or the one at work.
         """

@@ -11,12 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.collector import without_gc
-from workbench.diagnosis.evidence import Arm, interval_of
+from workbench.diagnosis.evidence import Arm
 from workbench.measure import arms
 from workbench.measure.arms import Treatment
 from workbench.measure.batches import bytes_of, doubled, padding_of, tensors_of, trimmed
 from workbench.measure.blocks import Bench, StepFailed, length, paired
 from workbench.measure.replay import Replay
+from workbench.statistics import interval_of
 
 BLOCK = 0.15
 """Seconds of a block, where steps are not longer than that."""

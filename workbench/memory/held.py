@@ -16,7 +16,7 @@ class HeldBy:
     """Bytes with one name."""
 
     group: str
-    """Of `memory.log.GROUPS`."""
+    """Of `vocabulary.GROUPS`."""
     name: str
     """Of a module, of the operator that keeps it for the backward, or of a tensor's shape."""
     bytes: int
@@ -29,7 +29,7 @@ class Held:
     """What was held, by looking at the living tensors: each storage counts once."""
 
     groups: Mapping[str, int]
-    """Bytes per group (of `memory.log.GROUPS`), those that hold nothing left out."""
+    """Bytes per group (of `vocabulary.GROUPS`), those that hold nothing left out."""
     holders: Sequence[HeldBy] = ()
     """The largest first."""
     module: str | None = None

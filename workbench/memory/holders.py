@@ -7,16 +7,10 @@ from typing import Any
 
 from workbench.memory.log import CATEGORIES, Record
 from workbench.memory.replay import Replay
+from workbench.vocabulary import MEMORY_PARTS
 
-LASTING = ("parameters", "optimizer_states", "buffers")
-"""Groups that are there all the time; they do not make a moment of forward or backward the fullest one."""
-_NOUNS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer_states": "optimizer states",
-    "inputs": "the batch",
-    "buffers": "buffers",
-}
+_PARTS = {part.name: part for part in MEMORY_PARTS}
+_LASTING = tuple(part.name for part in MEMORY_PARTS if part.lasting)
 _MADE = {"to_copy": "copies in another number format", "empty": "empty tensors"}
 _LOSS = ("log_softmax", "nll_loss", "cross_entropy", "mse_loss", "binary_cross_entropy", "logsumexp", "kl_div", "smooth_l1")
 _SCRATCH, _UNSPLIT = "scratch", "unsplit"
@@ -36,7 +30,7 @@ class Holder:
     group: str
     """Of `log.GROUPS`."""
     phase: str
-    """Of `log.PHASES`, when they were born."""
+    """Of `vocabulary.MEMORY_PHASES`, when they were born."""
     bytes: int
     """Together."""
     count: int = 1
@@ -52,9 +46,9 @@ class Holder:
     @property
     def words(self) -> str:
         """What they are, in a few words: "log_softmax of the loss", "gelu in blocks.3.mlp (GELU)", "optimizer states"."""
-        if self.group in _NOUNS:
-            where = f" of {self.module}" if self.module and self.group in ("parameters", "gradients", "buffers") else ""
-            return _NOUNS[self.group] + where
+        part = _PARTS.get(self.group)
+        if part and part.noun:
+            return part.noun + (f" of {self.module}" if self.module and part.of_module else "")
         if self.op in _OWN:
             return _OWN[self.op]
         name = self.operator
@@ -114,7 +108,7 @@ def telling(holders: Iterable[Holder], moment: str) -> Holder | None:
     Gradients are, from the second micro-step on, so they tell something at the end of a backward only.
     """
     passing = " of forward" in moment or " of backward" in moment
-    left_out = (*LASTING, *(() if "end of backward" in moment else ("gradients",))) if passing else ()
+    left_out = (*_LASTING, *(() if "end of backward" in moment else ("gradients",))) if passing else ()
     known = [h for h in holders if h.group not in left_out]
     return max(known, key=lambda h: h.bytes, default=None)
 

@@ -3,32 +3,11 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from workbench.vocabulary import CATEGORIES as CATEGORIES
+from workbench.vocabulary import GROUPS as GROUPS
+
 MARK, ALLOC, FREE, RESIZE = range(4)
 """Kinds of event."""
-
-CATEGORIES = {
-    "parameter": "parameters",
-    "unsharded_parameter": "parameters",
-    "gradient": "gradients",
-    "bucket": "gradients",
-    "optimizer_state": "optimizer_states",
-    "activation": "activations",
-    "recompute": "activations",
-    "temp_forward": "temporaries",
-    "temp_backward": "temporaries",
-    "temp_optimizer": "temporaries",
-    "workspace": "temporaries",
-    "input": "inputs",
-    "buffer": "buffers",
-    "other": "other",
-}
-"""Category of a storage → public name of the group that it is counted in."""
-
-GROUPS = ("parameters", "gradients", "optimizer_states", "activations", "temporaries", "inputs", "buffers", "other")
-"""Public names, in the order in which they are stacked and listed."""
-
-PHASES = ("init", "data", "forward", "backward", "between", "optimizer", "end")
-"""Phases of a step; "between": after a backward, before the next micro-step or the optimizer; "end": gradients are cleared."""
 
 
 @dataclass(slots=True)
@@ -40,7 +19,7 @@ class Record:
     category: str | None
     """A key of CATEGORIES; None = decided when the log is read."""
     phase: str
-    """Of PHASES, when it was born."""
+    """Of MEMORY_PHASES, when it was born."""
     step: int
     """Optimizer step, from 0, when it was born."""
     micro: int

@@ -66,15 +66,6 @@ CONTEXT = Outside(
     "1.79 GiB (vllm #10511, with libraries)",
 )
 """CUDA's context and the kernels' code, on a GPU of which nothing better is known; since torch 1.13 modules are loaded at first use."""
-OUTSIDE: Mapping[str, Outside] = {
-    "RTX-3090": Outside(
-        low=287_047_680,
-        mid=426 * MIB,
-        high=1001 * MIB,
-        source="context of this GPU, as published: at most 1,001 MiB (pytorch #54564, before modules were loaded lazily)",
-    ),
-}
-"""Published contexts of GPUs, by `Device.name`."""
 NCCL = Outside(
     low=8 * MIB,
     mid=256 * MIB,
@@ -96,14 +87,22 @@ def outside_of(device: str, world_size: int = 1, reserved: int = 0, path: Path |
     """
     name = _known(device)
     fits = [fit for fit in load_fits(path) if _known(fit.device) == name]
-    alone = fits[-1].outside(reserved) if fits else OUTSIDE.get(name, CONTEXT)
+    alone = fits[-1].outside(reserved) if fits else _published(name)
     return alone + NCCL if world_size > 1 else alone
 
 
 def is_known(device: str, path: Path | None = None) -> bool:
     """Whether figures of this very GPU are used, fitted or published, and not the range of any."""
     name = _known(device)
-    return name in OUTSIDE or any(_known(fit.device) == name for fit in load_fits(path))
+    return _published(name) is not CONTEXT or any(_known(fit.device) == name for fit in load_fits(path))
+
+
+def _published(device: str) -> Outside:
+    """The context of a GPU as the table of devices has it, else that of any."""
+    known = Device.known(device)
+    if known is None or known.context is None:
+        return CONTEXT
+    return Outside(low=CONTEXT.low, mid=CONTEXT.mid, high=known.context, source=known.context_source)
 
 
 def cublas_workspace(capability: tuple[int, int] | None) -> int:
@@ -266,7 +265,5 @@ def save_fit(fit: OutsideFit, path: Path | None = None) -> Path:
 
 def _known(device: str) -> str:
     """The name of a device in the table, whatever it is called; another name stays, less its maker's."""
-    try:
-        return Device.named(device).name
-    except ValueError:
-        return device.removeprefix("NVIDIA ")
+    known = Device.known(device)
+    return known.name if known else device.removeprefix("NVIDIA ")

@@ -22,7 +22,7 @@ class MemoryTimeline:
     position: tuple[int, ...] = ()
     """Position in the log's events."""
     phase: tuple[str, ...] = ()
-    """Of `log.PHASES`."""
+    """Of `vocabulary.MEMORY_PHASES`."""
     step: tuple[int, ...] = ()
     """Optimizer step, from 0."""
     micro: tuple[int, ...] = ()

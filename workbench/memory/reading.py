@@ -6,9 +6,10 @@ import numpy as np
 
 from workbench.memory.allocator import CachingAllocator
 from workbench.memory.holders import Holder, holders_at, scratch_of, telling, unsplit_of
-from workbench.memory.log import GROUPS, PHASES, MemoryLog
+from workbench.memory.log import MemoryLog
 from workbench.memory.over_time import MemoryTimeline
 from workbench.memory.replay import Numbers, Replay
+from workbench.vocabulary import GROUPS, MEMORY_PHASES
 
 CUDA_GRANULARITY = 512
 """Bytes that CUDA's caching allocator rounds each request up to a multiple of (c10/core/AllocatorConfig.h, kMinBlockSize)."""
@@ -56,7 +57,7 @@ def read(
         "first_step": steps[min(steps)],
         "steady": max(later, default=steps[min(steps)]),
         "largest": {group: max(groups[group], int(replay.held[:, column].max())) for column, group in enumerate(GROUPS)},
-        "phases": {phase: phases[phase] for phase in PHASES if phase in phases},
+        "phases": {phase: phases[phase] for phase in MEMORY_PHASES if phase in phases},
         "holders": holders,
         "timeline": MemoryTimeline.from_replay(replay, position),
         "notes": tuple(dict.fromkeys((*log.notes, *notes, *(() if later else (ONE_STEP,))))),

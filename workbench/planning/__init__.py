@@ -9,7 +9,7 @@ peaks, and of the reckoned memory, from which every interval comes.
 from workbench.planning.drawing import energy
 from workbench.planning.making import plan
 from workbench.planning.plans import Plan
-from workbench.planning.ranges import EFFICIENCY, HELD, LINKS, PlanError, Range
+from workbench.planning.ranges import EFFICIENCY, HELD, LINKS, PlanError
 from workbench.planning.short_list import Front, Plans
 
-__all__ = ["plan", "energy", "Plan", "Plans", "Front", "Range", "EFFICIENCY", "LINKS", "HELD", "PlanError"]
+__all__ = ["plan", "energy", "Plan", "Plans", "Front", "EFFICIENCY", "LINKS", "HELD", "PlanError"]

@@ -17,11 +17,12 @@ from workbench.planning.choosing import Chosen
 from workbench.planning.memory import Memory, memory
 from workbench.planning.plans import Plan
 from workbench.planning.power import Power
-from workbench.planning.ranges import HELD_SOURCES, PlanError, Range, between, hull
+from workbench.planning.ranges import HELD_SOURCES, PlanError, between, hull
 from workbench.planning.short_list import Front, Plans
 from workbench.planning.space import MEGATRON, SHARINGS, Floats, Layouts, layouts
 from workbench.planning.subject import Subject
 from workbench.planning.timing import PARTS, Pace, Seconds, seconds
+from workbench.statistics import Interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +35,11 @@ class Question:
     """Samples per step of all GPUs."""
     peak: float
     """FLOP/s of a GPU in the precision."""
-    efficiency: Range
+    efficiency: Interval
     """Share of it while it computes."""
-    links: tuple[Range, Range]
+    links: tuple[Interval, Interval]
     """Share of the links' bandwidth, inside nodes and between them."""
-    held: Range
+    held: Interval
     """What the allocator holds over what is reckoned."""
     room: float
     """Bytes that may be used of a GPU."""
@@ -138,7 +139,7 @@ class Question:
             shares=shares,
             hidden=float(parts.hidden[place]),
             memory={name: float(values[place]) for name, values in held.groups.items()},
-            needed=Range(low=float(held.low[place]), mid=float(held.total[place]), high=float(held.high[place])),
+            needed=Interval(low=float(held.low[place]), mid=float(held.total[place]), high=float(held.high[place])),
             capacity=self.room,
             mfu=span.of(lambda value: useful / value),
             steps=self.steps,
@@ -154,7 +155,7 @@ class Question:
             efficiency=self.efficiency.mid,
         )
 
-    def _energy(self, gpus: int, span: Range, computing: Range) -> Energy | None:
+    def _energy(self, gpus: int, span: Interval, computing: Interval) -> Energy | None:
         where = self.cluster
         try:
             return self.power.drawn(
@@ -232,7 +233,7 @@ class Question:
         size, gpus = used[least], int(found.gpus[least])
         one = found.chosen(np.array([least]))
         ends = self.memory(one)
-        span = Range(low=float(ends.low[0]), mid=float(size), high=float(ends.high[0]))
+        span = Interval(low=float(ends.low[0]), mid=float(size), high=float(ends.high[0]))
         said = (
             f"dp {one.data[0]} ({SHARINGS[int(one.sharing[0])]}) × tp {one.tensor[0]} × pp {one.pipeline[0]}, {one.micro_batch[0]} at once"
         )

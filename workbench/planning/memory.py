@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.memory.outside import outside_of
-from workbench.planning.ranges import HELD, Range
+from workbench.planning.ranges import HELD
 from workbench.planning.space import SHARINGS, Floats, Layouts
 from workbench.planning.subject import Subject
+from workbench.statistics import Interval
 
-GROUPS = ("weights", "gradients", "optimizer states", "activations", "outside")
 _STAGE = {sharing: stage for stage, sharing in enumerate(("ddp", "zero1", "zero2", "fsdp"))} | {"hsdp": 3}
 """Sharing → stage of ZeRO."""
 
@@ -20,7 +20,7 @@ class Memory:
     """Bytes of each layout's fullest GPU."""
 
     groups: Mapping[str, Floats]
-    """GROUPS → bytes."""
+    """Of `vocabulary.PLANNED` → bytes."""
     low: Floats
     """All of it at least: the allocator's and what lies outside of it, both at their lower ends."""
     high: Floats
@@ -33,7 +33,7 @@ class Memory:
         return total
 
 
-def memory(subject: Subject, found: Layouts, device: str, held: Range = HELD) -> Memory:
+def memory(subject: Subject, found: Layouts, device: str, held: Interval = HELD) -> Memory:
     """What the fullest GPU holds: on the first stage most micro-batches are under way, on the last one are the logits.
 
     Model states per parameter as in `Subject.states`, split by ZeRO's stages (Rajbhandari et al. 2020, figure 1); with ZeRO-3 also the

@@ -7,9 +7,10 @@ from typing import Any
 from workbench import display, units
 from workbench.cost.energy import Energy
 from workbench.planning.power import Power, at_ends
-from workbench.planning.ranges import PlanError, Range, between
+from workbench.planning.ranges import PlanError, between
 from workbench.planning.space import MEGATRON
 from workbench.planning.timing import PARTS
+from workbench.statistics import Interval
 
 BOUNDS = {
     "compute": "computing is the largest part: faster GPUs, or more of them",
@@ -44,23 +45,23 @@ class Plan:
     checkpointing: str
     """What the backward computes again."""
     precision: str
-    seconds: Range
+    seconds: Interval
     """Of a step."""
     parts: Mapping[str, float]
     """What the middle of `seconds` is made of: compute, communication that nothing hides, bubble."""
-    spans: Mapping[str, Range]
+    spans: Mapping[str, Interval]
     """The same with their ends, which do not add up: the most communication is bare where kernels are fast and links are slow."""
-    shares: Mapping[str, Range]
+    shares: Mapping[str, Interval]
     """Part → its share of the step."""
     hidden: float
     """Seconds of communication beside computing, per step."""
     memory: Mapping[str, float]
     """What holds bytes of the fullest GPU → bytes."""
-    needed: Range
+    needed: Interval
     """Bytes of the fullest GPU. The middle decides whether a plan fits; where the upper end does not, the plan is `tight`."""
     capacity: float
     """Bytes that may be used of a GPU."""
-    mfu: Range
+    mfu: Interval
     """Model FLOPs per second over the peak; what is computed again does not count."""
     steps: int
     """That `energy` is of."""
@@ -91,7 +92,7 @@ class Plan:
         return self.micro_batch * self.accumulation * self.data
 
     @property
-    def samples_per_sec(self) -> Range:
+    def samples_per_sec(self) -> Interval:
         """Of all GPUs."""
         return self.seconds.of(lambda seconds: self.global_batch / seconds)
 
@@ -111,21 +112,21 @@ class Plan:
         return self.gpus * self.seconds.mid / self.global_batch
 
     @property
-    def money(self) -> Range | None:
+    def money(self) -> Interval | None:
         """Of `steps` steps: rent, GPUs × hours × price, and electricity where it is paid beside, as in `energy`; None without a price."""
         return self._span("money")
 
     @property
-    def kwh(self) -> Range | None:
+    def kwh(self) -> Interval | None:
         """Of `steps` steps, the building's share included; None = the device's power is not known."""
         return self._span("kwh")
 
     @property
-    def grams(self) -> Range | None:
+    def grams(self) -> Interval | None:
         """gCO2e of `steps` steps' electricity; None without an intensity."""
         return self._span("grams")
 
-    def _span(self, name: str) -> Range | None:
+    def _span(self, name: str) -> Interval | None:
         return None if self.energy is None else at_ends(self.energy, name, self.seconds.of(lambda each: self.steps * each))
 
     def drawn(self, steps: int | None = None, **inputs: Any) -> Energy:
@@ -230,7 +231,12 @@ class Plan:
         """As a row of a DataFrame."""
         plain = ("gpus", "data", "tensor", "pipeline", "chunks", "micro_batch", "accumulation", "global_batch", "sharing", "checkpointing")
         found: dict[str, Any] = {"roles": ", ".join(self.roles), **{name: getattr(self, name) for name in plain}}
-        spans: dict[str, Range | None] = {"seconds": self.seconds, **self.spans, "samples_per_sec": self.samples_per_sec, "mfu": self.mfu}
+        spans: dict[str, Interval | None] = {
+            "seconds": self.seconds,
+            **self.spans,
+            "samples_per_sec": self.samples_per_sec,
+            "mfu": self.mfu,
+        }
         spans |= {"bytes": self.needed, "money": self.money, "kwh": self.kwh, "grams": self.grams}
         for name, span in spans.items():
             found |= {name: span and span.mid, f"{name}_low": span and span.low, f"{name}_high": span and span.high}

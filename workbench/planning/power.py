@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.cost.energy import Energy, estimated
-from workbench.planning.ranges import ENDS, PlanError, Range
+from workbench.planning.ranges import ENDS, PlanError
+from workbench.statistics import Interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Power:
         return any(value is not None for value in (self.price, self.electricity, self.intensity))
 
     def drawn(
-        self, *, gpus: int, steps: int, seconds: Range, computing: Range, device: str, node: str, per_node: int, **changes: Any
+        self, *, gpus: int, steps: int, seconds: Interval, computing: Interval, device: str, node: str, per_node: int, **changes: Any
     ) -> Energy:
         """Energy of some steps: the middle by the middle step; at least what the fastest step draws while it computes, at most what whole
         nodes draw all through the slowest.
@@ -63,7 +64,7 @@ class Power:
         return dataclasses.replace(mid, low=min(least, mid.joules), high=max(most, mid.joules))
 
 
-def at_ends(used: Energy, name: str, seconds: Range) -> Range | None:
+def at_ends(used: Energy, name: str, seconds: Interval) -> Interval | None:
     """A figure of energy such as "money": with the least joules in the least time, and with the most in the most; None = it has none."""
     if getattr(used, name) is None:
         return None
@@ -71,7 +72,7 @@ def at_ends(used: Energy, name: str, seconds: Range) -> Range | None:
     bare = dataclasses.replace(used, low=None, high=None)
     pairs = zip(joules, (getattr(seconds, end) for end in ENDS), strict=True)
     low, mid, high = (getattr(dataclasses.replace(bare, joules=drawn, seconds=taken), name) for drawn, taken in pairs)
-    return Range(low=low, mid=mid, high=high)
+    return Interval(low=low, mid=mid, high=high)
 
 
 INPUTS = tuple(one.name for one in dataclasses.fields(Power))

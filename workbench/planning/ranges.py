@@ -1,13 +1,13 @@
 """Ranges: a prediction lies between two ends; and the two ranges that every predicted step comes from."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench.cost import Cluster
+from workbench.statistics import Interval
 
 Floats = NDArray[np.float64]
 ENDS = ("low", "mid", "high")
@@ -17,75 +17,33 @@ class PlanError(ValueError):
     """Something that cannot be planned; the message says what was given, what is allowed and what to try."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """Where a quantity lies.
-
-    >>> Range(low=1, mid=2, high=4).of(lambda value: 10 * value)
-    Range(low=10, mid=20, high=40)
-    """
-
-    low: float
-    """Lower end."""
-    mid: float
-    """What is reckoned with where one number is needed."""
-    high: float
-    """Upper end."""
-
-    def __post_init__(self) -> None:
-        if not self.low <= self.mid <= self.high:
-            raise PlanError(f"a range from {self.low} over {self.mid} to {self.high}: low ≤ mid ≤ high is wanted")
-
-    def of(self, function: Callable[[float], float]) -> "Range":
-        """A function of it, rising or falling."""
-        ends = sorted((function(self.low), function(self.high)))
-        return Range(low=ends[0], mid=function(self.mid), high=ends[1])
-
-    def __contains__(self, value: float) -> bool:
-        return self.low <= value <= self.high
-
-    @property
-    def reversed(self) -> tuple[float, float, float]:
-        """High, mid, low."""
-        return self.high, self.mid, self.low
-
-    def to_json(self) -> dict[str, float]:
-        """As plain JSON values."""
-        return {name: getattr(self, name) for name in ENDS}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Range":
-        """Inverse of `to_json`."""
-        return cls(**value)
-
-
-def between(value: Range, words: Callable[[float], str]) -> str:
+def between(value: Interval, words: Callable[[float], str]) -> str:
     """The middle, and in brackets both ends where they read differently."""
     low, mid, high = (words(getattr(value, end)) for end in ENDS)
     return mid if low == high else f"{mid} ({low} … {high})"
 
 
-def hull(columns: Sequence[Floats], mid: Floats) -> list[Range]:
+def hull(columns: Sequence[Floats], mid: Floats) -> list[Interval]:
     """From the least to the largest of several columns, in each row."""
     low, high = np.min([*columns, mid], 0), np.max([*columns, mid], 0)
-    return [Range(low=float(a), mid=float(b), high=float(c)) for a, b, c in zip(low, mid, high, strict=True)]
+    return [Interval(low=float(a), mid=float(b), high=float(c)) for a, b, c in zip(low, mid, high, strict=True)]
 
 
-EFFICIENCY = Range(low=0.35, mid=0.5, high=0.65)
+EFFICIENCY = Interval(low=0.35, mid=0.5, high=0.65)
 """Share of the dense peak that a GPU reaches while it computes, on average over a step's kernels, of which nothing was measured. Round
 figures for what published steps on A100 imply, bubbles and communication taken out: 5th percentile 0.37, median 0.53, 95th 0.64 of 177 in
 Hagemann et al. 2023 (arXiv 2311.05610) and 8 in Korthikanti et al. 2022 (2205.05198); `benchmarks/reality_layouts.py` prints them. Eager
 FSDP2 on H100 comes to 0.36 of the peak, communication and all (torchtitan's tables). Small models and short sequences reach less."""
-LINKS = Range(low=0.6, mid=0.8, high=0.95)
+LINKS = Interval(low=0.6, mid=0.8, high=0.95)
 """Share of a datasheet's bandwidth that collectives reach. 0.8: protocol overhead of about 20 % on NVLink, 370 of 450 GB/s, as a maintainer
 of NCCL says (github.com/NVIDIA/nccl-tests, issue 212). 0.95: InfiniBand at its best, 96 of 100 GB/s (issue 119 there). 0.6: assumed for
 messages of some ten MiB, of which a published sweep on 8 B200 reaches 0.4 to 0.6 with latency and all."""
-MEASURED_LINKS = Range(low=0.9, mid=1.0, high=1.05)
+MEASURED_LINKS = Interval(low=0.9, mid=1.0, high=1.05)
 """The same of links that were measured, at least: they repeat within a few percent, and fall a little with more nodes. Where a link has an
 interval of its own that is wider, it counts."""
 
 
-HELD = Range(low=0.95, mid=1.0, high=1.25)
+HELD = Interval(low=0.95, mid=1.0, high=1.25)
 """What PyTorch's allocator holds in truth over what is reckoned: fragmentation, workspaces, buffers that no formula has. Round ends, for
 both kinds of model. Programs: 19 published steps on GPUs of which reserved bytes are known have their 5th percentile at 1.00, their median
 at 1.05 and their 95th at 1.24 (`benchmarks/memory_published.py`); each on one GPU, so that what several hold beside is in none.
@@ -98,7 +56,7 @@ HELD_SOURCES = {False: "as 344 published layouts of Transformers bear out", True
 """Were bytes counted by fake runs, and not by closed forms? → where HELD comes from, in words."""
 
 
-def share_of(cluster: Cluster, name: str) -> Range:
+def share_of(cluster: Cluster, name: str) -> Interval:
     """Of the bandwidth of a cluster's link that collectives reach: by datasheet LINKS; measured, MEASURED_LINKS or its own wider interval.
 
     Args:
@@ -112,13 +70,13 @@ def share_of(cluster: Cluster, name: str) -> Range:
         return LINKS
     link = cluster.intra if name == "intra" else cluster.inter
     low, high = link.bandwidths or (link.bandwidth, link.bandwidth)
-    return Range(
+    return Interval(
         low=min(MEASURED_LINKS.low, low / link.bandwidth), mid=MEASURED_LINKS.mid, high=max(MEASURED_LINKS.high, high / link.bandwidth)
     )
 
 
-def given(value: Any, name: str, default: Range, what: str = "a share of the datasheet's peak", such: str = "0.5") -> Range:
-    """A share, as it was given: one number, (low, mid, high), a Range, or None for the default.
+def given(value: Any, name: str, default: Interval, what: str = "a share of the datasheet's peak", such: str = "0.5") -> Interval:
+    """A share, as it was given: one number, (low, mid, high), a Interval, or None for the default.
 
     Args:
         value: as given.
@@ -132,17 +90,17 @@ def given(value: Any, name: str, default: Range, what: str = "a share of the dat
     """
     if value is None:
         return default
-    if isinstance(value, Range):
-        found = value
+    if isinstance(value, Interval):
+        ends: Any = (value.low, value.mid, value.high)
     else:
-        one = isinstance(value, int | float) and not isinstance(value, bool)
-        try:
-            low, mid, high = (float(end) for end in ([value] * 3 if one else value))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise PlanError(f"{name}={value!r:.80}: {what} is wanted, such as {such}, or (low, mid, high)") from error
-        if not low <= mid <= high:
-            raise PlanError(f"{name}={value!r:.80}: low ≤ mid ≤ high is wanted, or one number such as {such}")
-        found = Range(low=low, mid=mid, high=high)
+        ends = [value] * 3 if isinstance(value, int | float) and not isinstance(value, bool) else value
+    try:
+        low, mid, high = map(float, ends)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise PlanError(f"{name}={value!r:.80}: {what} is wanted, such as {such}, or (low, mid, high)") from error
+    if not low <= mid <= high:
+        raise PlanError(f"{name}={value!r:.80}: low ≤ mid ≤ high is wanted, or one number such as {such}")
+    found = Interval(low=low, mid=mid, high=high)
     if not 0 < found.low <= found.high <= 1.5:
         raise PlanError(f"{name}={value!r:.80}: {what} above 0 is wanted, such as {such}, or (low, mid, high), of at most 1.5")
     return found

@@ -7,7 +7,8 @@ from typing import Any
 from workbench import display, units
 from workbench.cost import Cluster
 from workbench.planning.plans import Plan
-from workbench.planning.ranges import Range, between
+from workbench.planning.ranges import between
+from workbench.statistics import Interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +16,7 @@ class Front:
     """The fastest plan for one number of GPUs: a point of time against money."""
 
     gpus: int
-    seconds: Range
+    seconds: Interval
     """Of a step."""
     bound: str
     layout: str

@@ -15,7 +15,7 @@ PHASES = {
     "optimizer": "#9a5680",
     "other": "#bababa",
 }
-"""Phase → colour, in the order of `timeline.PHASES`."""
+"""Phase → colour, in the order of `vocabulary.PHASES`."""
 
 PARTS = {
     "data_wait": PHASES["data_wait"],
@@ -27,7 +27,7 @@ PARTS = {
     "straggler": "#7e2f00",
     "stalls": "#4f4437",
 }
-"""Part of a diagnosed step → colour, in the order of `diagnosis.parts.PARTS`."""
+"""Part of a diagnosed step → colour, in the order of `vocabulary.PARTS`."""
 
 GROUPS = {
     "parameters": PARTS["stalls"],
@@ -39,10 +39,25 @@ GROUPS = {
     "buffers": PARTS["straggler"],
     "other": PHASES["other"],
 }
-"""Group of memory → colour, in the order of `memory.log.GROUPS`; activations have the colour of forward, which makes them, and so on."""
+"""Group of memory → colour, in the order of `vocabulary.GROUPS`; activations have the colour of forward, which makes them, and so on."""
 
 LINE = "#2b8cd6"
 """The one curve of a picture that has one; a blue that reads on white and on near-black."""
+
+LINE_PALE = "#9dcbf0"
+"""LINE, paler: what was there before, or is only predicted."""
+
+LIMIT = "#d0342c"
+"""The most that a device has: a line across bars."""
+
+SMALLEST, LARGEST = PHASES["backward"], "#0b2e63"
+"""Ends of a scale of blues, from the smallest model to the largest."""
+
+RESERVED, OUTSIDE = "#a3a3a3", "#6f6f6f"
+"""What a device holds beside tensors: reserved and not allocated, and outside of the allocator. Greys, since they belong to no group."""
+
+SUCCESS, WARNING, ERROR = "#388e3c", "#f57c00", "#d32f2f"
+"""How a run ended, in panels whose theme has no colours for that."""
 
 INK = "#808080"
 """Axes and text: at least 3.9:1 against white and against JupyterLab's dark background."""
@@ -50,6 +65,13 @@ INK = "#808080"
 INK_DARKER = "#7f7f7f"
 """The same to the eye. Jupyter puts a slab behind a transparent picture whose tick labels are all light or all dark (`needs_background`);
 INK counts as light, this as dark, and a picture with both is left alone."""
+
+
+CSS = (
+    f":root {{ --wb-line: {LINE}; --wb-success: var(--jp-success-color1, {SUCCESS}); "
+    f"--wb-warning: var(--jp-warn-color1, {WARNING}); --wb-error: var(--jp-error-color1, {ERROR}); }}\n"
+)
+"""The variables by which style sheets name colours."""
 
 
 def text_on(color: str) -> str:

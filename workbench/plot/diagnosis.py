@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from workbench import units
 from workbench.diagnosis.diagnosis import Diagnosis
-from workbench.diagnosis.evidence import Interval
 from workbench.diagnosis.model import KNOBS
 from workbench.diagnosis.parts import PARTS, Parts
 from workbench.diagnosis.proof import Proof
@@ -17,6 +16,7 @@ from workbench.plot.canvas import prepared
 from workbench.plot.colors import INK
 from workbench.plot.colors import PARTS as COLORS
 from workbench.plot.stack import WIDTH, Bar, height, legend, lines_of, mark, stacked, wrapped
+from workbench.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

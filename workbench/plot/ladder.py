@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workbench import units
-from workbench.diagnosis.evidence import Interval
 from workbench.diagnosis.proof import Ladder, Proof
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import INK, LINE
 from workbench.plot.stack import PALE, WIDTH, ends, height, legend, mark, rows, wrapped
+from workbench.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

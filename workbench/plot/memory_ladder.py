@@ -12,7 +12,7 @@ from workbench.memory.log import GROUPS
 from workbench.memory.whatif import SAME, needed
 from workbench.plot.canvas import prepared
 from workbench.plot.colors import GROUPS as COLORS
-from workbench.plot.colors import INK
+from workbench.plot.colors import INK, LIMIT
 from workbench.plot.memory import BESIDE, VISIBLE, scale_of
 from workbench.plot.stack import WIDTH, ends, height, legend, rows, wrapped
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.container import BarContainer
 
-LIMIT = "#d0342c"
 """The line of what may be used: a red that reads on white and on near-black."""
 
 

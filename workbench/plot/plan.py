@@ -10,19 +10,14 @@ from workbench.plot.canvas import prepared
 from workbench.plot.colors import GROUPS, INK, LINE, PARTS
 from workbench.plot.memory import scale_of as scale_of_bytes
 from workbench.plot.stack import PALE, WIDTH, Bar, ends, height, legend, rows, stacked, wrapped
+from workbench.vocabulary import PLANNED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = {"compute": PARTS["compute"], "communication": PARTS["communication"], "bubble": PARTS["stalls"]}
 """Part of a planned step → colour; communication is that which nothing hides."""
-HELD = {
-    "weights": GROUPS["parameters"],
-    "gradients": GROUPS["gradients"],
-    "optimizer states": GROUPS["optimizer_states"],
-    "activations": GROUPS["activations"],
-    "outside": GROUPS["other"],
-}
+HELD = {name: GROUPS[part] for name, part in PLANNED.items()}
 """What holds memory in a plan → colour."""
 
 

@@ -13,7 +13,7 @@ from workbench.laws import HeldOut, Points, ScalingLaw
 from workbench.laws.formula import losses
 from workbench.laws.reading import read
 from workbench.plot.canvas import prepared
-from workbench.plot.colors import INK, PHASES
+from workbench.plot.colors import INK, LARGEST, PHASES, SMALLEST
 from workbench.plot.stack import WIDTH
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ LINES = 6
 """Sizes that get a line and an entry of the legend; of more, these many are chosen from the smallest to the largest."""
 BEYOND = 10.0
 """The frontier goes on to this many times the largest compute that is drawn."""
-_FEW, _MANY = "#62b2ee", "#0b2e63"  # from the smallest model to the largest: forward's blue, lighter and darker
 FRONTIER = PHASES["data_wait"]
 """Colour of the frontier: no size's."""
 
@@ -76,7 +75,7 @@ def _chosen(sizes: Sequence[float]) -> list[float]:
 
 def _shades(count: int) -> list[str]:
     """Colours from few to many parameters."""
-    ends = [[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in (_FEW, _MANY)]
+    ends = [[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in (SMALLEST, LARGEST)]
     mixes = [i / max(1, count - 1) for i in range(count)]
     return ["#" + "".join(f"{round(a + (b - a) * mix):02x}" for a, b in zip(*ends, strict=True)) for mix in mixes]
 

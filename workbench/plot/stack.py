@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workbench import units
-from workbench.diagnosis.evidence import Interval
 from workbench.plot.colors import INK, text_on
+from workbench.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -14,23 +14,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from workbench.optimizer_table import OPTIMIZERS as NAMED
 from workbench.spec import IMPLEMENTATIONS, SpecError
 from workbench.task import TaskError
 from workbench.train.large_batch import LAMB, LARS
 from workbench.train.offload import HostOptimizer
 
+_OURS: dict[str, type[Optimizer]] = {"LAMB": LAMB, "LARS": LARS}
 OPTIMIZERS: dict[str, type[Optimizer]] = {
-    "adagrad": torch.optim.Adagrad,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "lamb": LAMB,
-    "lars": LARS,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "rmsprop": torch.optim.RMSprop,
-    "sgd": torch.optim.SGD,
+    name: getattr(torch.optim, row.class_name) if row.of_torch else _OURS[row.class_name] for name, row in NAMED.items()
 }
-"""Optimizers that have a name here; others can be given by a Task as a function of the parameters."""
+"""The classes of the optimizers that have a name; others can be given by a Task as a function of the parameters."""
 
 
 def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:

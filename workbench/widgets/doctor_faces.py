@@ -10,7 +10,7 @@ from workbench.diagnosis.parts import PARTS, Parts
 from workbench.diagnosis.proof import Ladder, Proof
 from workbench.diagnosis.remedy import Remedy
 from workbench.display import escape
-from workbench.plot.colors import LINE
+from workbench.plot.colors import LINE, LINE_PALE
 from workbench.plot.colors import PARTS as COLORS
 from workbench.widgets import stack
 from workbench.widgets.whatif import WhatIf
@@ -18,7 +18,6 @@ from workbench.widgets.whatif import WhatIf
 _LABEL, _WIDE_LABEL = 84, 170  # pixels of what stands at the left of a bar
 _ROOM, _LADDER_ROOM = 190, 345  # pixels of what stands at its right
 _SEEN = 0.004  # of the longest bar: what is shorter is no piece of it
-_PALE = "#9dcbf0"  # LINE, paler: it was there before
 _TINTS = {"compute-bound": "finished", "inconclusive": "running"}
 """Verdict → the state whose colour its badge has; all others ask for something, as a run that was stopped does."""
 
@@ -132,7 +131,7 @@ def _gain(label: str, speedup: float, words: str, scale: float, *, pale: bool) -
     whole = min(speedup, scale) if math.isfinite(speedup) else scale
     pieces = {"without it": min(1.0, whole), "gained": max(0.0, whole - 1)}
     return stack.bar(
-        label, pieces, {"without it": _PALE, "gained": LINE}, longest=scale, end=words, pale=pale, wide=_LABEL, room=_ROOM, shares=False
+        label, pieces, {"without it": LINE_PALE, "gained": LINE}, longest=scale, end=words, pale=pale, wide=_LABEL, room=_ROOM, shares=False
     )
 
 
@@ -141,7 +140,7 @@ def ladder(result: Ladder) -> str:
     longest = max([result.start, *(rung.samples_per_sec for rung in result.rungs)], default=math.nan)
     if not longest > 0:
         return ""
-    colors = {"before": _PALE, "added": LINE}
+    colors = {"before": LINE_PALE, "added": LINE}
     rows = [_rung("start", result.start, 0.0, units.rate(result.start), longest)]
     now = result.start
     for rung in result.rungs:
@@ -164,7 +163,7 @@ def ladder(result: Ladder) -> str:
 def _rung(label: str, before: float, added: float, end: str, longest: float) -> str:
     pieces = {"before": min(before, before + added), "added": max(0.0, added)}
     return stack.bar(
-        label, pieces, {"before": _PALE, "added": LINE}, longest=longest, end=end, wide=_WIDE_LABEL, room=_LADDER_ROOM, shares=False
+        label, pieces, {"before": LINE_PALE, "added": LINE}, longest=longest, end=end, wide=_WIDE_LABEL, room=_LADDER_ROOM, shares=False
     )
 
 

@@ -9,13 +9,14 @@ from workbench.memory.breakdown import MemoryBreakdown
 from workbench.memory.fit import Fit
 from workbench.memory.log import GROUPS
 from workbench.plot.colors import GROUPS as COLORS
-from workbench.plot.colors import text_on
+from workbench.plot.colors import LIMIT, RESERVED, text_on
+from workbench.plot.colors import OUTSIDE as OUTSIDE_GREY
 from workbench.widgets.explorer_pictures import icicle, timeline
 
 SLACK, OUTSIDE = "reserved, not allocated", "outside the allocator"
 """What a device holds beside tensors."""
-BESIDE = {SLACK: "#a3a3a3", OUTSIDE: "#6f6f6f"}
-"""Their colours: greys, since they belong to no group; a style sheet hatches them."""
+BESIDE = {SLACK: RESERVED, OUTSIDE: OUTSIDE_GREY}
+"""Their colours; a style sheet hatches them."""
 _LABEL, _ROOM = 92, 92  # pixels at the left and at the right of a bar
 _WIDE_ENOUGH = 0.07  # of the whole width: a share is written into a piece from here on
 _SMALL = 0.3  # of the whole width: bars that are shorter are drawn once more, larger
@@ -121,7 +122,7 @@ def _bar(row: Row, whole: int, capacity: int | None, *, pale: bool) -> str:
     )
 
 
-_LINE = '<div class="wb-capacity" style="width:3px;margin:-4px -1px;background-color:#d0342c;flex-shrink:0"></div>'
+_LINE = f'<div class="wb-capacity" style="width:3px;margin:-4px -1px;background-color:{LIMIT};flex-shrink:0"></div>'
 
 
 def _cut(at: int, size: int, capacity: int | None) -> list[int | str]:

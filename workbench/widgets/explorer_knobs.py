@@ -7,13 +7,13 @@ from typing import Any
 import ipywidgets
 
 from workbench.device import DEVICES, Device
+from workbench.optimizer_table import OFFERED
 from workbench.spec import CHECKPOINTINGS, PRECISIONS, RunSpec
 
 LENGTHS = ("sequence", "image")
 """Sizes of a sample; a batch that has none of a kind has no such knob."""
 PARALLELS = (("ddp", "ddp"), ("zero1 (ZeRO-1)", "zero1"), ("zero2 (ZeRO-2)", "zero2"), ("fsdp (ZeRO-3)", "fsdp"), ("hsdp", "hsdp"))
 """What the ranks share, by the names that people have for it."""
-OPTIMIZERS = ("sgd", "sgd(momentum=0.9)", "adam", "adamw", "adagrad", "rmsprop", "lars", "lamb")
 IMPLEMENTED = (("the task's own", ""), ("the task's own, fused", "fused"), ("the task's own, foreach", "foreach"))
 ACCUMULATIONS = (1, 2, 4, 8, 16)
 RANKS = tuple(2**power for power in range(11))
@@ -66,7 +66,7 @@ class ExplorerKnobs:
         self.devices: dict[str, str | Device] = {**{one.name: one.name for one in DEVICES}, "cpu": "cpu", name: device}
         optimizers = [
             *IMPLEMENTED,
-            *((one, one) for one in dict.fromkeys([*OPTIMIZERS, spec.optimizer]) if one not in (None, "fused", "foreach")),
+            *((one, one) for one in dict.fromkeys([*OFFERED, spec.optimizer]) if one not in (None, "fused", "foreach")),
         ]
         batch = spec.micro_batch
         self.widgets: dict[str, Any] = {

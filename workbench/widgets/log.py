@@ -7,6 +7,8 @@ from pathlib import Path
 import anywidget
 import traitlets
 
+from workbench.widgets.style import sheet
+
 _HERE = Path(__file__).parent
 _SHORT, _LONG = 60, 600  # lines: sent along with new ones, so that nothing depends on one message; kept for a page that is opened later
 
@@ -17,7 +19,7 @@ class LogView(anywidget.AnyWidget):
     """
 
     _esm = (_HERE / "log.js").read_text(encoding="utf-8")
-    _css = (_HERE / "panel.css").read_text(encoding="utf-8")
+    _css = sheet("panel.css")
 
     window = traitlets.Dict({"at": 0, "lines": []}).tag(sync=True)
     """{"at": number of the first line, "lines": [[rank, text], …]}"""

@@ -8,7 +8,7 @@ from workbench.batch.plan import BatchPlan
 from workbench.batch.scaled import LIGHTS, number
 from workbench.batching.facts import naive
 from workbench.display import escape
-from workbench.plot.colors import INK, LINE, PARTS, PHASES
+from workbench.plot.colors import INK, LINE, LINE_PALE, PARTS, PHASES
 from workbench.widgets.planner_model import IMPOSSIBLE, Planned
 
 COLORS = {
@@ -23,7 +23,6 @@ TINTS = {"inside": "finished", "edge": "stopped", "unknown": "stopped", "outside
 """Light → the state of a run whose colour its badge has: green, amber, red."""
 WORDS = {**LIGHTS, IMPOSSIBLE: "this cannot be"}
 _HIGH = 84  # pixels of a picture
-_PALE = "#9dcbf0"  # LINE, paler: it is predicted
 _HATCHED = "background-image:repeating-linear-gradient(135deg,transparent 0 4px,#fff8 4px 6px);"
 
 
@@ -190,7 +189,7 @@ def _moment(old: float, new: float, most: float) -> str:
     """A thin column of the plan, and a mark at the height of what is now."""
     high, mark = 100 * new / most, 100 * old / most
     foot = max(0.0, mark - 2.5)
-    fill = f"linear-gradient(to top,{_PALE} {high:.1f}%,transparent {high:.1f}%)"
+    fill = f"linear-gradient(to top,{LINE_PALE} {high:.1f}%,transparent {high:.1f}%)"
     line = f"linear-gradient(to top,transparent {foot:.1f}%,{INK} {foot:.1f}% {mark:.1f}%,transparent {mark:.1f}%)"
     return f'<div style="flex:1 1 0;margin-right:-0.6px;background-color:transparent;background-image:{line},{fill}"></div>'
 

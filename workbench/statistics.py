@@ -1,35 +1,64 @@
-"""Interval: a quantity that was measured several times, and where it lies as far as pairs of neighbouring blocks can tell."""
+"""Statistics: an interval (low, mid, high), and the bootstrap interval of paired measurements."""
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from workbench.codec import from_json, to_json
+from workbench import units
+from workbench.codec import JsonDataclass, OrInf, OrMinusInf, fields_from_json, from_json, to_json
 
 ONE_PAIR = 0.1
 """A single pair does not show how far blocks differ: by this fraction, about what neighbours do on a machine that others use, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """A quantity that was measured several times: where it lies, and between what."""
+class Interval(JsonDataclass):
+    """A quantity and where it lies, measured several times or predicted.
 
-    low: float
+    >>> Interval(low=1, mid=2, high=4).of(lambda value: 10 * value)
+    Interval(low=10, mid=20, high=40)
+    """
+
+    low: OrMinusInf
+    """Lower end; -inf = there is none."""
     mid: float
-    high: float
+    """What is reckoned with where one number is needed."""
+    high: OrInf
+    """Upper end; inf = there is none."""
 
     @property
     def width(self) -> float:
+        """From end to end."""
         return self.high - self.low
 
-    def to_json(self) -> list[float | None]:
-        """Low, mid and high; what is not finite as None."""
+    @property
+    def reversed(self) -> tuple[float, float, float]:
+        """High, mid, low."""
+        return self.high, self.mid, self.low
+
+    def of(self, function: Callable[[float], float]) -> "Interval":
+        """A function of it, rising or falling."""
+        ends = sorted((function(self.low), function(self.high)))
+        return Interval(low=ends[0], mid=function(self.mid), high=ends[1])
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+    def cells(self, show: Callable[[float], str]) -> list[str]:
+        """The middle, the lower and the upper end as text; a dash for an end that there is not."""
+        return [show(value) if math.isfinite(value) else units.MISSING for value in (self.mid, self.low, self.high)]
+
+    def to_list(self) -> list[float | None]:
+        """Low, mid and high as plain JSON values: the shorter form, which `from_json` reads as well."""
         return [to_json(end) for end in (self.low, self.mid, self.high)]
 
     @classmethod
-    def from_json(cls, value: Sequence[float | None]) -> Self:
-        """Inverse of `to_json`."""
+    def from_json(cls, value: Mapping[str, Any] | Sequence[float | None]) -> Self:
+        """Inverse of `to_json`, and of `to_list`."""
+        if isinstance(value, Mapping):
+            return fields_from_json(cls, value)
         low, mid, high = from_json(tuple[float, float, float], value)
         return cls(low=low, mid=mid, high=high)
 

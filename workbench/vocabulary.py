@@ -1,0 +1,77 @@
+"""Names of the phases and parts of a training step, and of the parts of its memory: each stands here once.
+
+Their colours stand in `plot.colors`, and each part of memory is a field of `memory.breakdown.MemoryBreakdown`; tests compare them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer", "other")
+"""What a step is made of, in the order they happen. `data_wait`: the loop is blocked in `next(loader)`. `h2d`: copies to the device.
+`forward`: from the model's call to the call of backward, the loss included. `backward`: under DDP the reduction of the gradients is in it.
+`other`: the rest, never dropped."""
+
+PART_WORDS: Mapping[str, str] = {
+    "data_wait": "waiting for data",
+    "transfer": "copies to the device",
+    "compute": "forward and backward",
+    "host": "Python, launches, sleeping",
+    "optimizer": "optimizer",
+    "communication": "communication",
+    "straggler": "waiting for the slowest rank",
+    "stalls": "stalls, spread over all steps",
+}
+"""Part of a diagnosed step → as people say it."""
+PARTS = tuple(PART_WORDS)
+"""What a diagnosed step's length is the sum of. `data_wait`: what the loader adds to the step. `transfer`: copies to the device
+that nothing hides. `compute`: operators of forward and backward. `host`: Python, launches, sleeping: no operator runs. `optimizer`: its
+step. `communication`: what the reduction of the gradients adds, its own stalls included. `straggler`: what the slowest rank adds.
+`stalls`: pauses, spread over all steps."""
+
+MEMORY_PHASES = ("init", "data", "forward", "backward", "between", "optimizer", "end")
+"""Phases of a step in a memory log; "between": after a backward, before the next micro-step or the optimizer; "end": gradients are
+cleared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPart:
+    """A group in which storages are counted."""
+
+    name: str
+    """Public: a field of MemoryBreakdown."""
+    categories: tuple[str, ...]
+    """Kinds of storage, as recorders write them, that are counted in it."""
+    noun: str = ""
+    """What its storages are called in a sentence; empty = by the operator that made them."""
+    of_module: bool = False
+    """Is the module that has them said along with the noun?"""
+    lasting: bool = False
+    """Is it there all the time, so that it does not make a moment of forward or backward the fullest one?"""
+    planned: str = ""
+    """Its name in the memory of a Plan; empty = plans do not reckon it."""
+
+
+MEMORY_PARTS = (
+    MemoryPart(
+        name="parameters",
+        categories=("parameter", "unsharded_parameter"),
+        noun="parameters",
+        of_module=True,
+        lasting=True,
+        planned="weights",
+    ),
+    MemoryPart(name="gradients", categories=("gradient", "bucket"), noun="gradients", of_module=True, planned="gradients"),
+    MemoryPart(name="optimizer_states", categories=("optimizer_state",), noun="optimizer states", lasting=True, planned="optimizer states"),
+    MemoryPart(name="activations", categories=("activation", "recompute"), planned="activations"),
+    MemoryPart(name="temporaries", categories=("temp_forward", "temp_backward", "temp_optimizer", "workspace")),
+    MemoryPart(name="inputs", categories=("input",), noun="the batch"),
+    MemoryPart(name="buffers", categories=("buffer",), noun="buffers", of_module=True, lasting=True),
+    MemoryPart(name="other", categories=("other",)),
+)
+"""In the order in which they are stacked and listed."""
+GROUPS = tuple(part.name for part in MEMORY_PARTS)
+"""Names of the parts."""
+CATEGORIES: Mapping[str, str] = {category: part.name for part in MEMORY_PARTS for category in part.categories}
+"""Category of a storage → name of the part that it is counted in."""
+PLANNED: Mapping[str, str] = {part.planned: part.name for part in MEMORY_PARTS if part.planned} | {"outside": "other"}
+"""What holds memory in a Plan → the part that it is; "outside" lies outside of the allocator."""
