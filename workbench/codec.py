@@ -85,7 +85,7 @@ def to_json(value: Any) -> Any:
 
 def fields_to_json(value: Any) -> dict[str, Any]:
     """The fields of a dataclass as plain JSON values, less those that are NOT_STORED or not arguments of it (`init=False`)."""
-    return {name: to_json(getattr(value, name)) for name in _fields(type(value))}
+    return {name: to_json(getattr(value, name)) for name in _fields(type(value))}  # type: ignore[arg-type]
 
 
 @overload

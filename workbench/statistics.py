@@ -4,27 +4,28 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from workbench import units
+from workbench.codec import JsonDataclass, OrInf, OrMinusInf, fields_from_json, from_json, to_json
 
 ONE_PAIR = 0.1
 """A single pair does not show how far blocks differ: by this fraction, about what neighbours do on a machine that others use, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
+class Interval(JsonDataclass):
     """A quantity and where it lies, measured several times or predicted.
 
     >>> Interval(low=1, mid=2, high=4).of(lambda value: 10 * value)
     Interval(low=10, mid=20, high=40)
     """
 
-    low: float
+    low: OrMinusInf
     """Lower end; -inf = there is none."""
     mid: float
     """What is reckoned with where one number is needed."""
-    high: float
+    high: OrInf
     """Upper end; inf = there is none."""
 
     @property
@@ -49,15 +50,17 @@ class Interval:
         """The middle, the lower and the upper end as text; a dash for an end that there is not."""
         return [show(value) if math.isfinite(value) else units.MISSING for value in (self.mid, self.low, self.high)]
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; None for an end that there is not."""
-        return {name: value if math.isfinite(value := getattr(self, name)) else None for name in ("low", "mid", "high")}
+    def to_list(self) -> list[float | None]:
+        """Low, mid and high as plain JSON values: the shorter form, which `from_json` reads as well."""
+        return [to_json(end) for end in (self.low, self.mid, self.high)]
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Interval":
-        """Inverse of `to_json`."""
-        low, high = value["low"], value["high"]
-        return cls(low=-math.inf if low is None else low, mid=value["mid"], high=math.inf if high is None else high)
+    def from_json(cls, value: Mapping[str, Any] | Sequence[float | None]) -> Self:
+        """Inverse of `to_json`, and of `to_list`."""
+        if isinstance(value, Mapping):
+            return fields_from_json(cls, value)
+        low, mid, high = from_json(tuple[float, float, float], value)
+        return cls(low=low, mid=mid, high=high)
 
 
 def interval_of(pairs: Sequence[tuple[float, float]], what: Any, *, draws: int = 400, level: float = 0.9) -> Interval:

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from workbench import display, units
 from workbench.codec import JsonDataclass
+from workbench.codec import fields_to_json
 from workbench.statistics import Interval
 
 VERDICTS = {
@@ -85,6 +87,10 @@ class Judgement(JsonDataclass):
             note="share of the step as marks in the loop see it; saved when it is taken away; seen from inside a cached step. "
             "The verdict goes by what was saved",
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**fields_to_json(self), "shares": {part: saved.to_list() for part, saved in self.shares.items()}}
 
     def __str__(self) -> str:
         return f"{self.verdict} ({self.cause}): {self.why}\n\n{self.table}"

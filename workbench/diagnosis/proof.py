@@ -7,6 +7,7 @@ from typing import Any
 
 from workbench import display, units
 from workbench.codec import JsonDataclass
+from workbench.codec import fields_to_json
 from workbench.diagnosis.remedy import Remedy
 from workbench.statistics import Interval
 
@@ -89,6 +90,10 @@ class Proof(display.Shown, JsonDataclass):
         return display.frame([proof_row(self)])
 
     plot = display.plot_method("proof")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**fields_to_json(self), "measured": self.measured.to_list()}
 
     def __repr__(self) -> str:
         return f"Proof({self.remedy.name!r}, predicted={units.times(self.remedy.speedup)}, measured={units.times(self.measured.mid)})"

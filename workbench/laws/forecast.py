@@ -1,10 +1,10 @@
 """What a law says: a number with its band, the loss of one run, the best use of a compute budget."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 from workbench.statistics import Interval
 
 
@@ -31,7 +31,7 @@ def _three(value: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class Forecast(display.Shown, JsonDataclass):
     """The final loss that a law predicts for one run."""
 
     parameters: float
@@ -70,28 +70,13 @@ class Forecast:
         own = {name: getattr(self, name) for name in ("parameters", "tokens", "flops", "naive", "extrapolation", "level")}
         return display.frame([{**own, **loss}])
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {**asdict(self), "loss": self.loss.to_json(), "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Forecast":
-        """Inverse of `to_json`."""
-        return cls(**{**value, "loss": Interval.from_json(value["loss"]), "notes": tuple(value["notes"])})
-
     def __repr__(self) -> str:
         mid, low, high = self.loss.cells(_three)
         return f"Forecast({mid}, {low} … {high})"
 
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
+class Allocation(display.Shown, JsonDataclass):
     """The best use of a compute budget: how big a model, how much data."""
 
     flops: float
@@ -142,22 +127,5 @@ class Allocation:
         """A DataFrame with a row for parameters, tokens and loss."""
         return display.frame([{"what": name, **asdict(getattr(self, name))} for name in ("parameters", "tokens", "loss")])
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        bands = {name: getattr(self, name).to_json() for name in ("parameters", "tokens", "loss")}
-        return {**asdict(self), **bands, "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Allocation":
-        """Inverse of `to_json`."""
-        bands = {name: Interval.from_json(value[name]) for name in ("parameters", "tokens", "loss")}
-        return cls(**{**value, **bands, "notes": tuple(value["notes"])})
-
     def __repr__(self) -> str:
         return f"Allocation({units.count(self.parameters.mid)} parameters, {units.count(self.tokens.mid)} tokens)"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
