@@ -174,7 +174,7 @@ def test_a_larger_batch_counts_its_samples() -> None:
     ("change", "message"),
     [
         ({}, "nothing cannot be changed from outside"),
-        ({"bucket_cap_mb": 50}, "bucket_cap_mb cannot be changed from outside of a step: possible are num_workers"),
+        ({"bucket_cap_mb": 50}, "bucket_cap_mb cannot be changed from outside of a step: possible are micro_batch"),
         ({"optimizer": "foreach"}, "no such implementation, or uses it already"),
         ({"num_workers": 2}, "only the knobs of a torch.utils.data.DataLoader can be turned"),
     ],

@@ -146,7 +146,7 @@ def test_fast_enough_to_move_a_slider() -> None:
 
 def test_knobs_that_are_none() -> None:
     model = StepModel.of(World().evidence())
-    with pytest.raises(ValueError, match=r"no knob 'num_worker': did you mean 'num_workers'\? There are num_workers, "):
+    with pytest.raises(ValueError, match=r"no knob 'num_worker': did you mean 'num_workers'\? There are micro_batch, "):
         model.parts(num_worker=2)
     with pytest.raises(ValueError, match="micro_batch cannot be predicted"):
         StepModel.of(World().evidence(loading=None)).parts(micro_batch=64)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.spec import RunSpec, ScriptSpec, SpecError, spec_from_json
+from workbench.diagnosis.judgement import VERDICTS
+from workbench.spec import KNOBS, RunSpec, ScriptSpec, SpecError, spec_from_json
 
 WHOLE = st.integers(1, 10_000)
 
@@ -104,3 +105,14 @@ def test_a_spec_from_before_a_knob_was_made() -> None:
         name: value for name, value in RunSpec(task="text-gpt").to_json().items() if name not in ("parallel", "offload", "checkpointing")
     }
     assert spec_from_json(old) == RunSpec(task="text-gpt")
+
+
+def test_what_stands_beside_a_field_holds_of_it() -> None:
+    assert list(KNOBS) == [field.name for field in dataclasses.fields(RunSpec)]
+    for field in dataclasses.fields(RunSpec):
+        about = KNOBS[field.name]
+        assert set(about.shortens) <= set(VERDICTS)
+        assert set(about.panels) <= {"doctor", "memory"}
+        assert not about.choices or field.default in about.choices
+        assert field.default in (about.default, dataclasses.MISSING)
+        assert not about.turned_in or about.predicted, f"{field.name} can be proved in a user's step, and is not predicted"

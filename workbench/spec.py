@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from workbench.checks import choice, did_you_mean, real_number, whole_number
 from workbench.profiling import Profile
 
+T = TypeVar("T")
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16")
 SCHEDULES = ("constant", "cosine")
 _MEANT = {
@@ -87,6 +88,30 @@ class _Spec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """What the rest of the workbench knows of a field of RunSpec; it stands beside the field."""
+
+    default: Any = None
+    """Its value where nobody turns it."""
+    choices: tuple[str, ...] = ()
+    """All of its values, where they are names."""
+    turned_in: Literal["", "loader", "step"] = ""
+    """Where an experiment can turn it without a RunSpec: in a user's own loader or step; empty = in neither."""
+    predicted: bool = False
+    """Does `diagnosis.model.StepModel` predict a step with another value of it?"""
+    shortens: tuple[str, ...] = ()
+    """Verdicts that a change of it answers: it shortens the part of a step that they blame, and so may shorten many a step."""
+    panels: tuple[str, ...] = ()
+    """Panels that let it be turned: "doctor" (what-if of a step's time), "memory" (the memory explorer)."""
+
+
+def knob(default: T, **about: Any) -> T:
+    """A field of RunSpec, with what a Knob says of it."""
+    field: T = dataclasses.field(default=default, metadata={"knob": Knob(default=default, **about)})
+    return field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec(_Spec):
     """A run of a Task, with every knob a field.
 
@@ -97,50 +122,58 @@ class RunSpec(_Spec):
 
     task: str
     """Name of a sample task, `"path/file.py:function"` or `"package.module:function"`; the function returns a Task."""
-    micro_batch: int | Any = 32
+    micro_batch: int | Any = knob(  # noqa: RUF009
+        32,
+        turned_in="loader",
+        predicted=True,
+        shortens=("compute-bound", "optimizer-bound", "communication-bound", "host-bound"),
+        panels=("doctor", "memory"),
+    )
     """Samples per rank in one forward and backward; or "auto": the largest that fits, chosen when the run starts, and split where memory
     runs out nevertheless (see `train.choosing` and `train.halving`)."""
-    accumulation: int = 1
+    accumulation: int = knob(1, predicted=True, shortens=("compute-bound", "optimizer-bound", "communication-bound"), panels=("memory",))
     """Micro-batches per optimizer step; gradients are reduced across ranks in the last one only."""
-    precision: str = "fp32"
+    precision: str = knob(
+        "fp32", choices=PRECISIONS, turned_in="step", predicted=True, shortens=("compute-bound",), panels=("doctor", "memory")
+    )
     """"fp32", "amp_bf16" or "amp_fp16" (with a GradScaler)."""
-    num_workers: int = 0
+    num_workers: int = knob(0, turned_in="loader", predicted=True, panels=("doctor",))
     """Processes of each rank's DataLoader; 0 = batches are made in the loop itself."""
-    prefetch_factor: int | None = None
+    prefetch_factor: int | None = knob(None, turned_in="loader", predicted=True, panels=("doctor",))
     """Batches each worker keeps ready; None = torch's own 2. Needs num_workers."""
-    persistent_workers: bool = False
+    persistent_workers: bool = knob(False, turned_in="loader", predicted=True)
     """Keep the workers from one epoch to the next. Needs num_workers."""
-    pin_memory: bool = False
+    pin_memory: bool = knob(False, turned_in="loader", predicted=True)
     """Batches in page-locked memory, so that the copy to a GPU can overlap with compute."""
-    nproc_per_node: int = 1
+    nproc_per_node: int = knob(1, predicted=True, panels=("doctor", "memory"))
     """Ranks on each machine; on GPUs one rank each."""
     nnodes: int = 1
     """Machines; they share the run directory, and torchrun's rendezvous brings them together."""
     steps: int = 60
     """Optimizer steps."""
-    optimizer: str | None = None
+    optimizer: str | None = knob(None, turned_in="step", predicted=True, shortens=("compute-bound", "optimizer-bound"), panels=("memory",))
     """Name with options, such as "sgd(momentum=0.9)"; "fused" or "foreach": its own in that implementation; None = the task's own."""
     lr: float | None = None
     """Peak learning rate; None = the optimizer's own."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to its peak."""
-    schedule: str = "constant"
+    schedule: str = knob("constant", choices=SCHEDULES)
     """After the warm-up: "constant", or "cosine" down to zero at the last step."""
     clip_grad_norm: float | None = None
     """Largest allowed norm of the gradient; None = no clipping."""
-    device: str = "auto"
+    device: str = knob("auto", choices=DEVICES)
     """"cpu", "cuda", or "auto": the GPUs if there is one for each rank."""
-    backend: str = "auto"
+    backend: str = knob("auto", choices=BACKENDS)
     """"gloo", "nccl", or "auto": nccl on GPUs, gloo on CPUs."""
-    threads: int = 1
+    threads: int = knob(1, turned_in="step", predicted=True, shortens=("compute-bound", "host-bound"))
     """Threads of each rank for one operator on the CPU (OMP_NUM_THREADS)."""
-    bucket_cap_mb: float | None = None
+    bucket_cap_mb: float | None = knob(None, predicted=True)
     """Size of DDP's gradient buckets in MiB; None = torch's own 25."""
     find_unused_parameters: bool = False
     """Let DDP look for parameters without a gradient in every step; needed where some layers are skipped, and slower."""
     gradient_as_bucket_view: bool = False
     """Let gradients lie in DDP's buckets, which saves one copy of them in the optimizer's step."""
-    parallel: str = "ddp"
+    parallel: str = knob("ddp", choices=PARALLELS, panels=("memory",))
     """What the ranks share: "ddp" nothing, "zero1" optimizer states, "zero2" all but the weights while a step lasts, "fsdp" all; "hsdp": as
     "fsdp" among `shard_ranks`, as "ddp" among such groups. Under the last three, amp_bf16 keeps the weights in fp32, gathers them in bf16,
     computes in bf16 (batch norms and the output in fp32) and reduces in fp32, without autocast; see `train.parallel`."""
@@ -148,15 +181,15 @@ class RunSpec(_Spec):
     """Ranks that share one copy of the model under "hsdp"; None = 8, or all where there are fewer."""
     tensor_parallel: int = 1
     """Ranks that split each layer of the Task's `tensor_parallel` plan; they work on the same samples."""
-    checkpointing: str = "none"
+    checkpointing: str = knob("none", choices=CHECKPOINTINGS, panels=("memory",))
     """What the backward computes anew instead of keeping it: "none", "full" each of the model's repeated blocks, or "selective" all of them
     but matrix products, convolutions and attention."""
-    offload: str = "none"
+    offload: str = knob("none", choices=OFFLOADS)
     """What waits in the host's memory, on GPUs: "none", "activations" from forward to backward, or "optimizer": its states, and
     its steps are taken there."""
-    channels_last: bool = False
+    channels_last: bool = knob(False, turned_in="step", predicted=True, shortens=("compute-bound",))
     """Weights and images in memory as (batch, height, width, channel), which many convolutions prefer; sharded weights stay as they are."""
-    gc: bool = True
+    gc: bool = knob(True, turned_in="step", predicted=True)
     """Python's cyclic garbage collector runs when it likes; False = in every thousandth step only."""
     seed: int = 0
     """Seed of the model, the data order and the augmentation."""
@@ -197,8 +230,9 @@ class RunSpec(_Spec):
         if self.optimizer is not None and (not isinstance(self.optimizer, str) or not self.optimizer):
             raise SpecError(f'optimizer={self.optimizer!r}: a name with options is allowed, such as "sgd(momentum=0.9)", or None')
         whole_number("seed", self.seed, least=0, most=2**32 - 1, error=SpecError)
-        for name, allowed in _CHOICES.items():
-            _one_of(self, name, allowed)
+        for name, about in KNOBS.items():
+            if about.choices:
+                _one_of(self, name, about.choices)
         if not self.num_workers and (self.prefetch_factor is not None or self.persistent_workers):
             knob = "persistent_workers" if self.persistent_workers else "prefetch_factor"
             raise SpecError(f"{knob} needs workers, and num_workers is 0: set num_workers to 1 or more, or leave {knob} out")
@@ -299,24 +333,12 @@ def check_names(cls: type, names: Mapping[str, Any]) -> None:
             raise SpecError(f"{cls.__name__} has no knob {name!r}: {did_you_mean(name, known)}It has {', '.join(known)}")
 
 
-_CHOICES = {
-    "precision": PRECISIONS,
-    "schedule": SCHEDULES,
-    "device": DEVICES,
-    "backend": BACKENDS,
-    "parallel": PARALLELS,
-    "checkpointing": CHECKPOINTINGS,
-    "offload": OFFLOADS,
+KNOBS: Mapping[str, Knob] = {
+    field.name: field.metadata.get("knob") or Knob(default=None if field.default is dataclasses.MISSING else field.default)
+    for field in dataclasses.fields(RunSpec)
 }
-_SWITCHES = (
-    "persistent_workers",
-    "pin_memory",
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "channels_last",
-    "gc",
-    "evaluate",
-)
+"""Name of a field of RunSpec → what is known of it."""
+_SWITCHES = tuple(field.name for field in dataclasses.fields(RunSpec) if field.type is bool)
 
 
 def _check_parallel(spec: RunSpec) -> None:

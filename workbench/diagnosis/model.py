@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.checks import did_you_mean
+from workbench import spec
 from workbench.diagnosis.costs import Costs, mean_saved
 from workbench.diagnosis.doubt import FRESH
 from workbench.diagnosis.evidence import Evidence, Gradients
@@ -15,11 +16,8 @@ from workbench.diagnosis.parts import PARTS, Parts
 
 __all__ = ["KNOBS", "PARTS", "Parts", "StepModel"]
 
-KNOBS = (
-    "num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "micro_batch", "accumulation", "precision",
-    "nproc_per_node", "bucket_cap_mb", "threads", "optimizer", "channels_last", "gc",
-)  # fmt: skip
-"""What can be changed: fields of RunSpec; `optimizer` is "fused" or "foreach"; `channels_last` and `gc` are True or False."""
+KNOBS = tuple(name for name, about in spec.KNOBS.items() if about.predicted)
+"""What can be changed; `optimizer` is "fused" or "foreach"."""
 
 BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0
 """DDP's own sizes: Source: torch.nn.parallel.DistributedDataParallel, `bucket_cap_mb` and `dist._DEFAULT_FIRST_BUCKET_BYTES`."""
@@ -63,10 +61,10 @@ class StepModel:
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """Every knob as it is; None where it is not known."""
+        """Every knob as it is, by default where no experiment says; None where it is not known."""
         e = self.evidence
         loading = e.loading
-        return {
+        known = {
             "num_workers": loading.num_workers if loading else None,
             "prefetch_factor": loading.prefetch_factor if loading else None,
             "persistent_workers": loading.persistent_workers if loading else None,
@@ -75,12 +73,9 @@ class StepModel:
             "accumulation": e.accumulation,
             "precision": e.precision,
             "nproc_per_node": e.world_size,
-            "bucket_cap_mb": None,
             "threads": e.threads,
-            "optimizer": None,
-            "channels_last": False,
-            "gc": True,
         }
+        return {name: known[name] if name in known else spec.KNOBS[name].default for name in KNOBS}
 
     def parts(self, **changes: Any) -> Parts:
         """What the step would be made of.

@@ -1,6 +1,5 @@
 """Promises: from a change of the step to a Remedy with its predicted gain; and what can be turned, and where."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,21 +10,13 @@ from workbench.diagnosis.evidence import Evidence
 from workbench.diagnosis.judgement import Judgement
 from workbench.diagnosis.model import StepModel
 from workbench.diagnosis.remedy import Remedy
-from workbench.spec import RunSpec, ScriptSpec, Spec
+from workbench.spec import KNOBS, RunSpec, ScriptSpec, Spec
 from workbench.statistics import Interval
 
 WORTH = 1.03
 """Smaller gains are not offered: two runs of one setting differ as much."""
 WORTH_A_BATCH = 1.15
 """A larger batch changes what is trained, so it has to gain more."""
-HERE = frozenset(
-    {
-        "num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "precision", "optimizer", "channels_last", "threads", "gc",
-        "micro_batch",
-    }
-)  # fmt: skip
-"""What can be turned in a step and a loader of the user's own."""
-LOADER = frozenset({"num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "micro_batch"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +37,11 @@ class Case:
         if isinstance(self.spec, ScriptSpec):
             return {}
         if isinstance(self.spec, RunSpec):
-            known: set[str] | frozenset[str] = {field.name for field in dataclasses.fields(RunSpec)}
+            known = set(KNOBS)
         else:
             loading = self.evidence.loading
-            known = HERE if loading and loading.kind == "DataLoader" else HERE - LOADER
+            places = ("loader", "step") if loading and loading.kind == "DataLoader" else ("step",)
+            known = {name for name, about in KNOBS.items() if about.turned_in in places}
         return dict(change) if set(change) <= known else {}
 
 

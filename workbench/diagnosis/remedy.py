@@ -6,16 +6,7 @@ from typing import Any
 
 from workbench import units
 from workbench.codec import JsonDataclass, OrInf
-
-SHORTENS = frozenset({"precision", "channels_last", "threads", "micro_batch", "optimizer", "accumulation"})
-"""Changes that make many a step shorter, whatever holds it back."""
-ANSWERS = {
-    "compute-bound": SHORTENS,
-    "optimizer-bound": frozenset({"optimizer", "micro_batch", "accumulation"}),
-    "communication-bound": frozenset({"accumulation", "micro_batch"}),
-    "host-bound": frozenset({"threads", "micro_batch"}),
-}
-"""Verdict → those of them that change what it blames."""
+from workbench.spec import KNOBS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +39,8 @@ class Remedy(JsonDataclass):
 
     def answers(self, verdict: str) -> bool:
         """Does it change what the verdict blames, and not only make the rest of the step shorter?"""
-        return not self.change.keys() & SHORTENS or self.change.keys() <= ANSWERS.get(verdict, frozenset())
+        shortens = [KNOBS[name].shortens if name in KNOBS else () for name in self.change]
+        return not any(shortens) or all(verdict in verdicts for verdicts in shortens)
 
     @property
     def gain(self) -> str:

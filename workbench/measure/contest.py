@@ -23,6 +23,7 @@ from workbench.measure.peers import Peers
 from workbench.measure.queueing import drain, settle
 from workbench.measure.spy import meeting
 from workbench.measure.subject import check, device_of, look_around, samples_of
+from workbench.spec import KNOBS
 
 WARM = 3
 """Steps of each before anything is timed."""
@@ -139,10 +140,8 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-KNOBS = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
-"""What can be changed of the loader of a step that is the user's own function."""
-SWITCHES = ("precision", "optimizer", "channels_last", "threads", "gc")
-"""And of the step."""
+TURNABLE = {name: about.turned_in for name, about in KNOBS.items() if about.turned_in}
+"""What can be changed of a step and a loader that are the user's own → in which of both."""
 
 
 def prove_here(
@@ -171,17 +170,16 @@ def prove_here(
         DiagnoseError: a change that cannot be made from here, or with which the step fails.
     """
     check(step, budget_s)
-    if not change or (unknown := change.keys() - {*KNOBS, *SWITCHES, "micro_batch"}):
+    if not change or (unknown := change.keys() - TURNABLE.keys()):
         raise DiagnoseError(
             f"{', '.join(sorted(unknown)) if change else 'nothing'} cannot be changed from outside of a step: possible are "
-            f"{', '.join((*KNOBS, 'micro_batch', *SWITCHES))}; change the rest in your code, and diagnose that"
+            f"{', '.join(TURNABLE)}; change the rest in your code, and diagnose that"
         )
     found = look_around(step, model, optimizer, loader, [])
     if change.get("optimizer") and not arms.can_be(found.optimizers, change["optimizer"]):
         raise DiagnoseError(f"optimizer={change['optimizer']!r}: the step's optimizer has no such implementation, or uses it already")
-    knobs = {name: change[name] for name in KNOBS if name in change}
-    if "micro_batch" in change:
-        knobs["batch_size"] = change["micro_batch"]
+    names = {"micro_batch": "batch_size"}  # what a DataLoader calls it
+    knobs = {names.get(name, name): value for name, value in change.items() if TURNABLE[name] == "loader"}
     device = device_of(found.models)
     with Peers.join() as peers, ExitStack() as undo:
         keep = Keep(found)

@@ -8,11 +8,13 @@ import ipywidgets
 
 from workbench.device import DEVICES, Device
 from workbench.optimizer_table import OFFERED
-from workbench.spec import CHECKPOINTINGS, PRECISIONS, RunSpec
+from workbench.spec import KNOBS, RunSpec
 
 LENGTHS = ("sequence", "image")
 """Sizes of a sample; a batch that has none of a kind has no such knob."""
-PARALLELS = (("ddp", "ddp"), ("zero1 (ZeRO-1)", "zero1"), ("zero2 (ZeRO-2)", "zero2"), ("fsdp (ZeRO-3)", "fsdp"), ("hsdp", "hsdp"))
+NAMES = tuple(name for name, about in KNOBS.items() if "memory" in about.panels)
+"""Knobs of a RunSpec that are shown."""
+PARALLELS = {"zero1": "zero1 (ZeRO-1)", "zero2": "zero2 (ZeRO-2)", "fsdp": "fsdp (ZeRO-3)"}
 """What the ranks share, by the names that people have for it."""
 IMPLEMENTED = (("the task's own", ""), ("the task's own, fused", "fused"), ("the task's own, foreach", "foreach"))
 ACCUMULATIONS = (1, 2, 4, 8, 16)
@@ -45,7 +47,7 @@ def places_of(axis: str, own: int) -> list[int]:
 
 
 class ExplorerKnobs:
-    """Ten widgets in a box.
+    """Widgets in a box: those of NAMES, of LENGTHS, and the device.
 
     Attributes:
         widgets: name → widget; `.value` turns it.
@@ -68,24 +70,26 @@ class ExplorerKnobs:
             *IMPLEMENTED,
             *((one, one) for one in dict.fromkeys([*OFFERED, spec.optimizer]) if one not in (None, "fused", "foreach")),
         ]
-        batch = spec.micro_batch
-        self.widgets: dict[str, Any] = {
-            "micro_batch": ipywidgets.SelectionSlider(options=places_of("micro_batch", batch), value=batch),
-            "sequence": ipywidgets.SelectionSlider(options=[1]),
-            "image": ipywidgets.SelectionSlider(options=[1]),
-            "accumulation": ipywidgets.SelectionSlider(options=sorted({*ACCUMULATIONS, spec.accumulation}), value=spec.accumulation),
-            "precision": ipywidgets.Dropdown(options=PRECISIONS, value=spec.precision),
-            "optimizer": ipywidgets.Dropdown(options=optimizers, value=spec.optimizer or ""),
-            "checkpointing": ipywidgets.Dropdown(options=CHECKPOINTINGS, value=spec.checkpointing),
-            "parallel": ipywidgets.Dropdown(options=PARALLELS, value=spec.parallel),
-            "nproc_per_node": ipywidgets.SelectionSlider(options=sorted({*RANKS, spec.nproc_per_node}), value=spec.nproc_per_node),
-            "device": ipywidgets.Dropdown(options=list(self.devices), value=name),
+        special = {
+            "micro_batch": (places_of("micro_batch", spec.micro_batch), ipywidgets.SelectionSlider),
+            "accumulation": (sorted({*ACCUMULATIONS, spec.accumulation}), ipywidgets.SelectionSlider),
+            "nproc_per_node": (sorted({*RANKS, spec.nproc_per_node}), ipywidgets.SelectionSlider),
+            "optimizer": (optimizers, ipywidgets.Dropdown),
+            "parallel": ([(PARALLELS.get(way, way), way) for way in KNOBS["parallel"].choices], ipywidgets.Dropdown),
         }
+        self.widgets: dict[str, Any] = {}
+        for knob in NAMES:
+            options, kind = special.get(knob, (KNOBS[knob].choices or (False, True), ipywidgets.Dropdown))
+            value = getattr(spec, knob)
+            self.widgets[knob] = kind(options=options, value="" if value is None else value)
+            if knob == "micro_batch":
+                self.widgets |= {length: ipywidgets.SelectionSlider(options=[1]) for length in LENGTHS}
+        self.widgets["device"] = ipywidgets.Dropdown(options=list(self.devices), value=name)
         self.own: dict[str, int] = {}
         for knob in LENGTHS:
             self.widgets[knob].layout.display = "none"
         for knob, widget in self.widgets.items():
-            widget.description = {"nproc_per_node": "ranks", "micro_batch": "micro_batch"}.get(knob, knob)
+            widget.description = "ranks" if knob == "nproc_per_node" else knob
             widget.observe(lambda _, knob=knob: self._turned(knob), names="value")
         self.box = ipywidgets.Box(list(self.widgets.values())).add_class("wb-knobs")
 
@@ -112,8 +116,7 @@ class ExplorerKnobs:
         Raises:
             SpecError: they do not go together.
         """
-        names = ("micro_batch", "accumulation", "precision", "optimizer", "checkpointing", "parallel", "nproc_per_node")
-        changes = {name: self.widgets[name].value for name in names}
+        changes = {name: self.widgets[name].value for name in NAMES}
         changes["optimizer"] = changes["optimizer"] or None
         return self._spec.replace(**{name: value for name, value in changes.items() if value != getattr(self._spec, name)})
 

@@ -1,4 +1,4 @@
-"""Knobs: the five that decide most about a step's throughput, as widgets that know where they stood when it was measured."""
+"""Knobs: those that decide most about a step's throughput, as widgets that know where they stood when it was measured."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,16 +6,19 @@ from typing import Any
 
 import ipywidgets
 
-from workbench.spec import PRECISIONS, RunSpec
+from workbench.spec import KNOBS, RunSpec
 
 PREFETCH = 2
 """torch's own prefetch_factor, which a spec calls None."""
-_MOST = {"num_workers": 8, "prefetch_factor": 8, "nproc_per_node": 8}
+NAMES = tuple(name for name, about in KNOBS.items() if "doctor" in about.panels)
+"""Knobs that are shown."""
+_MOST = 8
+"""Sliders of whole numbers end here, or where the step has them."""
 _LARGEST_BATCH = 1024
 
 
 class Knobs:
-    """Five widgets in a box. `changes` is what was turned.
+    """Widgets in a box, one for each of NAMES. `changes` is what was turned.
 
     Attributes:
         widgets: name → widget; `.value` turns it.
@@ -28,13 +31,7 @@ class Knobs:
             on_turn: called after a knob was turned, by hand or by setting its value.
         """
         self._on_turn, self._quiet = on_turn, True
-        self.widgets: dict[str, Any] = {
-            "num_workers": ipywidgets.IntSlider(min=0, max=_MOST["num_workers"]),
-            "prefetch_factor": ipywidgets.IntSlider(min=1, max=_MOST["prefetch_factor"], value=PREFETCH),
-            "micro_batch": ipywidgets.SelectionSlider(options=_sizes(1)),
-            "precision": ipywidgets.Dropdown(options=PRECISIONS),
-            "nproc_per_node": ipywidgets.IntSlider(min=1, max=_MOST["nproc_per_node"]),
-        }
+        self.widgets: dict[str, Any] = {name: _widget(name) for name in NAMES}
         for name, knob in self.widgets.items():
             knob.description = name
             knob.observe(self._turned, names="value")
@@ -105,8 +102,20 @@ class Knobs:
 
 def standing(spec: RunSpec) -> dict[str, Any]:
     """Where a spec has the knobs."""
-    values = {name: getattr(spec, name) for name in ("num_workers", "prefetch_factor", "micro_batch", "precision", "nproc_per_node")}
-    return {**values, "prefetch_factor": spec.prefetch_factor or PREFETCH}
+    return {name: getattr(spec, name) for name in NAMES} | {"prefetch_factor": spec.prefetch_factor or PREFETCH}
+
+
+def _widget(name: str) -> Any:
+    """By the kind of the knob's values: names, True or False, or whole numbers from 1, or 0 where that is the default."""
+    about = KNOBS[name]
+    if name == "micro_batch":
+        return ipywidgets.SelectionSlider(options=_sizes(1))
+    if about.choices:
+        return ipywidgets.Dropdown(options=about.choices)
+    if isinstance(about.default, bool):
+        return ipywidgets.Checkbox(value=about.default)
+    start = PREFETCH if name == "prefetch_factor" else about.default
+    return ipywidgets.IntSlider(min=min(start, 1), max=_MOST, value=start)
 
 
 def _sizes(now: int) -> list[int]:
