@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.codec import JsonDataclass, OrInf, OrMinusInf, fields_from_json, fields_to_json, from_json, to_json
+from workbench.codec import NOT_STORED, JsonDataclass, OrInf, OrMinusInf, fields_from_json, fields_to_json, from_json, to_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class Everything(JsonDataclass):
     path: Path = Path("a/b")
     anything: Any = None
     derived: int = field(init=False, default=7)
+    helper: Any = field(default=None, metadata=NOT_STORED, compare=False)
 
 
 def texts() -> st.SearchStrategy[str]:
@@ -98,10 +99,10 @@ def test_a_value_comes_back_from_its_json(value: Everything) -> None:
     assert json.dumps(Everything.from_json(json.loads(text)).to_json()) == text
 
 
-def test_fields_stand_in_their_order_without_the_derived_ones() -> None:
-    value = Everything(count=1, rate=math.nan, renamed=Renamed(size=3), by_rank={0: (math.inf, 1.0)})
+def test_fields_stand_in_their_order_without_those_that_are_not_stored() -> None:
+    value = Everything(count=1, rate=math.nan, helper=print, renamed=Renamed(size=3), by_rank={0: (math.inf, 1.0)})
     made = value.to_json()
-    assert list(made) == [name for name in Everything.__dataclass_fields__ if name != "derived"]
+    assert list(made) == [name for name in Everything.__dataclass_fields__ if name not in ("derived", "helper")]
     assert (made["rate"], made["high"], made["low"], made["by_rank"], made["path"]) == (None, None, None, {"0": [None, 1.0]}, "a/b")
     assert made["renamed"] == {"version": 2, "bytes": 3}
     back = Everything.from_json(made)
@@ -146,6 +147,7 @@ def test_numpy_becomes_plain_numbers() -> None:
         ({"many": "12"}, "Everything.many: expected a list, got '12'"),
         ({"either": 1}, "Everything.either: expected text, got 1; or Plain: expected an object with its fields, got 1"),
         ({"path": 1}, "Everything.path: expected text, got 1"),
+        ({"helper": 1}, "Everything: unknown field 'helper'"),
         ({"speed": 1}, "Everything: unknown field 'speed'; its fields are count, rate, high,"),
         ({"text": ["x" * 100]}, f"Everything.text: expected text, got ['{'x' * 75}…"),
     ],

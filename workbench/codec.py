@@ -35,6 +35,10 @@ OrMinusInf = Annotated[float, -math.inf]
 """A number whose null is read as minus infinity."""
 
 
+NOT_STORED: Mapping[str, Any] = {"json": False}
+"""Metadata of a field that has no place in JSON: `subject: Any = field(default=None, metadata=NOT_STORED)`."""
+
+
 class JsonDataclass:
     """A dataclass with `to_json` and `from_json` by the type hints of its fields."""
 
@@ -80,8 +84,8 @@ def to_json(value: Any) -> Any:
 
 
 def fields_to_json(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass as plain JSON values; fields that are not arguments of it (`init=False`) are left out."""
-    return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+    """The fields of a dataclass as plain JSON values, less those that are NOT_STORED or not arguments of it (`init=False`)."""
+    return {name: to_json(getattr(value, name)) for name in _fields(type(value))}  # type: ignore[arg-type]
 
 
 @overload
@@ -110,7 +114,7 @@ def fields_from_json(cls: type[T], value: Mapping[str, Any]) -> T:
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"{cls.__name__}: expected an object with its fields, got {_short(value)}")
-    fields, hints = _fields(cls)  # type: ignore[arg-type]
+    fields, hints = _fields(cls), _hints(cls)  # type: ignore[arg-type]
     if unknown := [name for name in value if name not in fields]:
         raise ValueError(f"{cls.__name__}: unknown field {unknown[0]!r}; its fields are {', '.join(fields)}")
     if missing := [name for name, required in fields.items() if required and name not in value]:
@@ -119,11 +123,16 @@ def fields_from_json(cls: type[T], value: Mapping[str, Any]) -> T:
 
 
 @functools.cache
-def _fields(cls: type) -> tuple[dict[str, bool], dict[str, Any]]:
-    """The fields of a dataclass by name, with whether they have no default; and their types."""
+def _fields(cls: type) -> dict[str, bool]:
+    """The fields of a dataclass that are stored, by name: is a value needed, since there is no default?"""
     none = dataclasses.MISSING
-    fields = {one.name: one.default is none and one.default_factory is none for one in dataclasses.fields(cls) if one.init}
-    return fields, get_type_hints(cls, include_extras=True)
+    stored = [one for one in dataclasses.fields(cls) if one.init and one.metadata.get("json", True)]
+    return {one.name: one.default is none and one.default_factory is none for one in stored}
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:

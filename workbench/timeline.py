@@ -66,7 +66,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class Timeline(display.Shown):
     """The steps of one rank; statistics leave the first `warmup` steps out and say so."""
 
     rank: int = 0
@@ -311,15 +311,7 @@ class Timeline:
             columns=("step", *PHASES, "total", "samples", "memory", "warmup"),
         )
 
-    def plot(self, ax: Any = None) -> Any:
-        """The stacked bar of `plot.step_time`; returns the Axes."""
-        return display.picture("step_time")(self, ax=ax)
+    plot = display.plot_method("step_time")
 
     def __repr__(self) -> str:
         return f"Timeline(rank={self.rank}, {len(self.steps)} steps)"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()

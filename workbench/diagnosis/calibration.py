@@ -27,7 +27,7 @@ INSIDE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
+class Calibration(display.Shown):
     """What was predicted and what was measured, proof by proof, on this machine."""
 
     rows: tuple[Mapping[str, Any], ...] = ()
@@ -88,12 +88,6 @@ class Calibration:
     def to_frame(self) -> Any:
         """A DataFrame with one row per proof."""
         return display.frame(self.rows)
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def calibration_file() -> Path:

@@ -2,12 +2,13 @@
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
 from workbench import display, units
+from workbench.codec import NOT_STORED, JsonDataclass
 from workbench.diagnosis.doubt import FOREIGN
 from workbench.diagnosis.evidence import Evidence
 from workbench.diagnosis.judgement import Judgement
@@ -18,14 +19,14 @@ from workbench.diagnosis.proof import Proof
 from workbench.diagnosis.remedies import remedies_for
 from workbench.diagnosis.remedy import Remedy, rank
 from workbench.diagnosis.verdict import judge
-from workbench.spec import Spec, spec_from_json
+from workbench.spec import Spec
 
 QUIET = 0.1
 """Cores taken by others that are not worth a word."""
 
 
 @dataclass(kw_only=True, eq=False)
-class Diagnosis:
+class Diagnosis(JsonDataclass):
     """Verdict, reason and remedies of one training step. Get one from `diagnose`."""
 
     evidence: Evidence
@@ -36,8 +37,8 @@ class Diagnosis:
     """What would help, best first. Their gains do not multiply."""
     spec: Spec | None = None
     """What was diagnosed, if it was a spec or a run."""
-    subject: Any = None
-    """What was diagnosed, if it was a step and a loader of this process: what `prove` needs to go on. It is not stored."""
+    subject: Any = field(default=None, metadata=NOT_STORED)
+    """What was diagnosed, if it was a step and a loader of this process: what `prove` needs to go on."""
     proofs: list[Proof] = field(default_factory=list)
     """What `prove` showed so far."""
 
@@ -219,30 +220,7 @@ class Diagnosis:
             columns=("name", "speedup", "low", "high", "measured", "ceiling", "provable", "change", "what", "formula", "costs"),
         )
 
-    def plot(self, ax: Any = None) -> Any:
-        """`plot.diagnosis`: the parts of the step, and what each remedy is predicted to gain; returns the Axes."""
-        return display.picture("diagnosis")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; `subject` is left out."""
-        return {
-            "evidence": self.evidence.to_json(),
-            "judgement": self.judgement.to_json(),
-            "remedies": [one.to_json() for one in self.remedies],
-            "spec": None if self.spec is None else self.spec.to_json(),
-            "proofs": [one.to_json() for one in self.proofs],
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Diagnosis":
-        """Inverse of `to_json`."""
-        return cls(
-            evidence=Evidence.from_json(value["evidence"]),
-            judgement=Judgement.from_json(value["judgement"]),
-            remedies=tuple(Remedy.from_json(one) for one in value["remedies"]),
-            spec=None if value["spec"] is None else spec_from_json(value["spec"]),
-            proofs=[Proof.from_json(one) for one in value["proofs"]],
-        )
+    plot = display.plot_method("diagnosis")
 
     def __repr__(self) -> str:
         return f"Diagnosis({self.verdict!r}, cause={self.cause!r}, {len(self.remedies)} remedies)"

@@ -9,10 +9,9 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
+from workbench.codec import JsonDataclass
 from workbench.diagnosis.interval import Interval, interval_of
-from workbench.diagnosis.plain import plain, read
 from workbench.timeline import Timeline
 
 __all__ = [
@@ -216,7 +215,7 @@ class Noise:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class Evidence(JsonDataclass):
     """All that was found out about one training step."""
 
     step: float
@@ -260,12 +259,3 @@ class Evidence:
     def arm(self, name: str) -> Arm | None:
         """The arm of that name, if it was run."""
         return self.arms.get(name)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values (nan as None)."""
-        return plain(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`."""
-        return read(cls, value)  # type: ignore[no-any-return]

@@ -3,7 +3,9 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
+
+from workbench.codec import from_json, to_json
 
 ONE_PAIR = 0.1
 """A single pair does not show how far blocks differ: by this fraction, about what neighbours do on a machine that others use, too."""
@@ -20,6 +22,16 @@ class Interval:
     @property
     def width(self) -> float:
         return self.high - self.low
+
+    def to_json(self) -> list[float | None]:
+        """Low, mid and high; what is not finite as None."""
+        return [to_json(end) for end in (self.low, self.mid, self.high)]
+
+    @classmethod
+    def from_json(cls, value: Sequence[float | None]) -> Self:
+        """Inverse of `to_json`."""
+        low, mid, high = from_json(tuple[float, float, float], value)
+        return cls(low=low, mid=mid, high=high)
 
 
 def interval_of(pairs: Sequence[tuple[float, float]], what: Any, *, draws: int = 400, level: float = 0.9) -> Interval:

@@ -1,10 +1,10 @@
 """Judgement: what holds a step back, why we think so, and whether three independent sources agree on it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 from workbench.diagnosis.evidence import Interval
 
 VERDICTS = {
@@ -48,7 +48,7 @@ AGREE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class Judgement(JsonDataclass):
     """What follows from evidence."""
 
     verdict: str
@@ -84,29 +84,6 @@ class Judgement:
             title="Three sources",
             note="share of the step as marks in the loop see it; saved when it is taken away; seen from inside a cached step. "
             "The verdict goes by what was saved",
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {
-            "verdict": self.verdict,
-            "cause": self.cause,
-            "why": self.why,
-            "shares": {part: [one.low, one.mid, one.high] for part, one in self.shares.items()},
-            "sources": [asdict(one) for one in self.sources],
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Judgement":
-        """Inverse of `to_json`."""
-        return cls(
-            verdict=value["verdict"],
-            cause=value["cause"],
-            why=value["why"],
-            shares={part: Interval(low=low, mid=mid, high=high) for part, (low, mid, high) in value["shares"].items()},
-            sources=tuple(Source(**one) for one in value["sources"]),
-            notes=tuple(value["notes"]),
         )
 
     def __str__(self) -> str:

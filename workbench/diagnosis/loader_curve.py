@@ -1,12 +1,12 @@
 """LoaderCurve: loader and step over the number of workers, predicted, and measured where it was."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 
 TERMS = {
     "in turn": "loading and training in turn",
@@ -34,7 +34,7 @@ class CurvePoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderCurve:
+class LoaderCurve(display.Shown, JsonDataclass):
     """Loader and step over the number of workers. Predicted and measured are the same quantities, so their difference is the error."""
 
     points: tuple[CurvePoint, ...]
@@ -97,35 +97,9 @@ class LoaderCurve:
             + ("" if self.persistent_workers else "; workers of now start anew with each pass over the loader, all others persist"),
         )
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per number of workers."""
-        return display.frame([dataclasses.asdict(point) for point in self.points])
+    to_frame = display.frame_method("points", CurvePoint)
 
-    def plot(self, ax: Any = None) -> Any:
-        """`plot.loader_curve`: returns the Axes."""
-        return display.picture("loader_curve")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values (infinity and nan as None)."""
-        plain = dataclasses.asdict(self)
-        plain["points"] = [{name: _finite(value) for name, value in point.items()} for point in plain["points"]]
-        return {**plain, "compute": _finite(self.compute)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`."""
-        compute = math.nan if value["compute"] is None else value["compute"]
-        return cls(**{**value, "compute": compute, "points": tuple(CurvePoint(**point) for point in value["points"])})
+    plot = display.plot_method("loader_curve")
 
     def __repr__(self) -> str:
         return f"LoaderCurve({len(self.points)} points, recommended: num_workers={self.recommended})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

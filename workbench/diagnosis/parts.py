@@ -1,11 +1,11 @@
 """Parts: what a step of the job is made of, by what each part adds to it. Measured and predicted parts have this same type."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 
 PARTS = ("data_wait", "transfer", "compute", "host", "optimizer", "communication", "straggler", "stalls")
 """What a step's length is the sum of. `data_wait`: what the loader adds to the step. `transfer`: copies to the device
@@ -27,7 +27,7 @@ WORDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class Parts(display.Shown, JsonDataclass):
     """Mean seconds per step of each part; they add up to the step."""
 
     data_wait: float = 0.0
@@ -91,18 +91,3 @@ class Parts:
     def to_frame(self) -> Any:
         """A DataFrame with one row per part: seconds, share."""
         return display.frame([{"part": part, "seconds": self.seconds(part), "share": self.share(part)} for part in PARTS])
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {**asdict(self), "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Parts":
-        """Inverse of `to_json`."""
-        return cls(**{**value, "notes": tuple(value["notes"])})
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 from workbench.diagnosis.evidence import Interval
 from workbench.diagnosis.remedy import Remedy
 
@@ -16,7 +17,7 @@ REAL = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class Proof(display.Shown, JsonDataclass):
     """A remedy's prediction beside what running it showed, interleaved with the baseline."""
 
     remedy: Remedy
@@ -87,38 +88,10 @@ class Proof:
         """A DataFrame with one row."""
         return display.frame([proof_row(self)])
 
-    def plot(self, ax: Any = None) -> Any:
-        """Predicted and measured speedup side by side; returns the Axes."""
-        return display.picture("proof")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {
-            "remedy": self.remedy.to_json(),
-            "measured": [None if math.isnan(one) else one for one in (self.measured.low, self.measured.mid, self.measured.high)],
-            "baseline": None if math.isnan(self.baseline) else self.baseline,
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Proof":
-        """Inverse of `to_json`."""
-        low, mid, high = (math.nan if one is None else one for one in value["measured"])
-        return cls(
-            remedy=Remedy.from_json(value["remedy"]),
-            measured=Interval(low=low, mid=mid, high=high),
-            baseline=math.nan if value["baseline"] is None else value["baseline"],
-            notes=tuple(value["notes"]),
-        )
+    plot = display.plot_method("proof")
 
     def __repr__(self) -> str:
         return f"Proof({self.remedy.name!r}, predicted={units.times(self.remedy.speedup)}, measured={units.times(self.measured.mid)})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def proof_row(proof: Proof) -> dict[str, object]:
@@ -142,7 +115,7 @@ def _between(one: Interval) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
+class Rung(JsonDataclass):
     """One attempt to climb: what held the step back, what was tried, what came of it."""
 
     verdict: str
@@ -159,20 +132,9 @@ class Rung:
         """Does the climb go on from here? A remedy that does not help is dropped."""
         return self.proof.gained
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        rate = None if math.isnan(self.samples_per_sec) else self.samples_per_sec
-        return {"verdict": self.verdict, "cause": self.cause, "proof": self.proof.to_json(), "samples_per_sec": rate}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Rung":
-        """Inverse of `to_json`."""
-        rate = math.nan if value["samples_per_sec"] is None else value["samples_per_sec"]
-        return cls(verdict=value["verdict"], cause=value["cause"], proof=Proof.from_json(value["proof"]), samples_per_sec=rate)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ladder:
+class Ladder(display.Shown, JsonDataclass):
     """Throughput after each proved remedy, from where the climb began to where nothing predicted to be worth it was left."""
 
     start: float
@@ -235,38 +197,7 @@ class Ladder:
             ]
         )
 
-    def plot(self, ax: Any = None) -> Any:
-        """`plot.ladder`; returns the Axes."""
-        return display.picture("ladder")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {
-            "start": None if math.isnan(self.start) else self.start,
-            "rungs": [rung.to_json() for rung in self.rungs],
-            "verdict": self.verdict,
-            "cause": self.cause,
-            "changes": None if self.changes is None else dict(self.changes),
-            "stopped": self.stopped,
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Ladder":
-        """Inverse of `to_json`."""
-        return cls(
-            start=math.nan if value["start"] is None else value["start"],
-            rungs=tuple(Rung.from_json(rung) for rung in value["rungs"]),
-            verdict=value["verdict"],
-            cause=value["cause"],
-            changes=value["changes"],
-            stopped=value["stopped"],
-        )
+    plot = display.plot_method("ladder")
 
     def __repr__(self) -> str:
         return f"Ladder({len(self.rungs)} rungs)"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()

@@ -1,11 +1,11 @@
 """Remedy: one change of the step, with the gain it promises, how that was worked out, and what it costs."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from workbench import units
+from workbench.codec import JsonDataclass, OrInf
 
 SHORTENS = frozenset({"precision", "channels_last", "threads", "micro_batch", "optimizer", "accumulation"})
 """Changes that make many a step shorter, whatever holds it back."""
@@ -19,7 +19,7 @@ ANSWERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remedy:
+class Remedy(JsonDataclass):
     """A change and its predicted gain. Gains of several remedies are not multiplied: what one frees, the other may no longer find."""
 
     name: str
@@ -28,11 +28,11 @@ class Remedy:
     """Knobs to turn: fields of RunSpec, and `optimizer` ("fused", "foreach"), `channels_last`, `gc`; empty where it is not ours to turn."""
     what: str
     """What to do, in a sentence."""
-    speedup: float
+    speedup: OrInf
     """Predicted throughput in samples over that of now."""
-    low: float
+    low: OrInf
     """The same, at least."""
-    high: float
+    high: OrInf
     """The same, at most."""
     formula: str
     """How the prediction was worked out, with the numbers that went in."""
@@ -65,30 +65,6 @@ class Remedy:
             f"It costs: {self.costs or 'nothing we know of'}.",
         ]
         return "\n".join(lines)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {
-            "name": self.name,
-            "change": dict(self.change),
-            "what": self.what,
-            "speedup": _finite(self.speedup),
-            "low": _finite(self.low),
-            "high": _finite(self.high),
-            "formula": self.formula,
-            "costs": self.costs,
-            "ceiling": self.ceiling,
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Remedy":
-        """Inverse of `to_json`."""
-        numbers = {name: math.inf if value[name] is None else value[name] for name in ("speedup", "low", "high")}
-        return cls(**{**value, **numbers})
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def rank(remedy: Remedy) -> float:

@@ -1,16 +1,17 @@
 """Order: what a curve is to measure, checked before anything is started, and the spec of each of its points."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
+from workbench.codec import JsonDataclass
 from workbench.scaling.point import PROCESSES, CurveError
 from workbench.scaling.showing import KINDS
 from workbench.spec import AUTO, SHARDED, RunSpec, SpecError, check_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class Order(JsonDataclass):
     """A curve to be measured."""
 
     spec: RunSpec
@@ -53,22 +54,6 @@ class Order:
             other.over,
             other.kind,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {
-            "spec": self.spec.to_json(),
-            "over": self.over,
-            "values": list(self.values),
-            "kind": self.kind,
-            "repeat": self.repeat,
-            "communication": self.communication,
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`."""
-        return cls(**{**value, "spec": RunSpec.from_json(value["spec"]), "values": tuple(value["values"])})
 
 
 def ordered(spec: Any, *, over: str, values: Sequence[Any], kind: str, repeat: int, communication: bool) -> Order:

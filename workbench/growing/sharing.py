@@ -1,26 +1,22 @@
 """Sharing: which part of a step is nothing but communication, by steps that were taken with and without it."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.codec import JsonDataclass
 from workbench.diagnosis.interval import interval_of
 from workbench.spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
+class Steps(JsonDataclass):
     """Steps of one spec, with and without the reduction of gradients, in turns."""
 
     spec: RunSpec
     pairs: tuple[tuple[float, float], ...]
     """Seconds per step of neighbouring blocks: (with, without)."""
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Steps":
-        """As the program wrote them."""
-        return cls(spec=RunSpec.from_json(value["spec"]), pairs=tuple((one, other) for one, other in value["pairs"]))
 
     @property
     def whole(self) -> float:

@@ -1,36 +1,27 @@
 """What a law says: a number with its band, the loss of one run, the best use of a compute budget."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.codec import JsonDataclass, OrInf, OrMinusInf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
+class Band(JsonDataclass):
     """A number with its interval."""
 
-    low: float
-    """Lower end."""
+    low: OrMinusInf
+    """Lower end; minus infinity = there is none (no drawings)."""
     mid: float
     """The number itself."""
-    high: float
-    """Upper end."""
+    high: OrInf
+    """Upper end; infinity = there is none."""
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Band":
-        """Inverse of `to_json`."""
-        low, high = value["low"], value["high"]
-        return cls(low=-math.inf if low is None else low, mid=value["mid"], high=math.inf if high is None else high)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; None for an end that there is not (no drawings)."""
-        return {name: one if math.isfinite(one) else None for name, one in asdict(self).items()}
 
     def cells(self, show: Callable[[float], str]) -> list[str]:
         """The number, its lower and its upper end as text; a dash for an end that there is not."""
@@ -60,7 +51,7 @@ def _three(value: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class Forecast(display.Shown, JsonDataclass):
     """The final loss that a law predicts for one run."""
 
     parameters: float
@@ -99,28 +90,13 @@ class Forecast:
         own = {name: getattr(self, name) for name in ("parameters", "tokens", "flops", "naive", "extrapolation", "level")}
         return display.frame([{**own, **loss}])
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {**asdict(self), "loss": self.loss.to_json(), "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Forecast":
-        """Inverse of `to_json`."""
-        return cls(**{**value, "loss": Band.from_json(value["loss"]), "notes": tuple(value["notes"])})
-
     def __repr__(self) -> str:
         mid, low, high = self.loss.cells(_three)
         return f"Forecast({mid}, {low} … {high})"
 
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
+class Allocation(display.Shown, JsonDataclass):
     """The best use of a compute budget: how big a model, how much data."""
 
     flops: float
@@ -171,22 +147,5 @@ class Allocation:
         """A DataFrame with a row for parameters, tokens and loss."""
         return display.frame([{"what": name, **asdict(getattr(self, name))} for name in ("parameters", "tokens", "loss")])
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        bands = {name: getattr(self, name).to_json() for name in ("parameters", "tokens", "loss")}
-        return {**asdict(self), **bands, "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Allocation":
-        """Inverse of `to_json`."""
-        bands = {name: Band.from_json(value[name]) for name in ("parameters", "tokens", "loss")}
-        return cls(**{**value, **bands, "notes": tuple(value["notes"])})
-
     def __repr__(self) -> str:
         return f"Allocation({units.count(self.parameters.mid)} parameters, {units.count(self.tokens.mid)} tokens)"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()

@@ -1,16 +1,16 @@
 """HeldOut: a law fitted to small compute, held against the larger runs that it has not seen."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 from workbench.laws.forecast import Forecast, flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
+class HeldOut(display.Shown, JsonDataclass):
     """Predicted beside measured, for runs larger than all that the law was fitted to."""
 
     limit: float
@@ -92,22 +92,5 @@ class HeldOut:
             ]
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        forecasts = [one.to_json() for one in self.forecasts]
-        return {"limit": self.limit, "fitted": self.fitted, "forecasts": forecasts, "measured": list(self.measured)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "HeldOut":
-        """Inverse of `to_json`."""
-        forecasts = tuple(Forecast.from_json(one) for one in value["forecasts"])
-        return cls(limit=value["limit"], fitted=value["fitted"], forecasts=forecasts, measured=tuple(value["measured"]))
-
     def __repr__(self) -> str:
         return f"HeldOut({len(self.measured)} runs)"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()

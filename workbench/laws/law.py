@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from workbench import display
+from workbench.codec import JsonDataclass
 from workbench.laws import answers, bootstrap, doubt, showing
 from workbench.laws.bootstrap import Five
 from workbench.laws.forecast import Allocation, Band, Forecast
@@ -24,7 +25,7 @@ NAMES = ("E", "A", "B", "alpha", "beta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingLaw:
+class ScalingLaw(display.Shown, JsonDataclass):
     """The final loss of a model with N parameters trained on D tokens: E + A/N^α + B/D^β (Hoffmann et al. 2022).
 
     E is what no model of this kind gets below, A/N^α what the model lacks in size, B/D^β what it lacks in data.
@@ -40,10 +41,6 @@ class ScalingLaw:
     """Exponent of the parameters."""
     beta: float
     """Exponent of the tokens."""
-    points: Points
-    """What it was fitted to."""
-    draws: tuple[Five, ...] = field(repr=False)
-    """(E, A, B, alpha, beta) of each bootstrap drawing: every interval comes from them."""
     wanted: int = 200
     """Drawings that were asked for."""
     level: float = 0.9
@@ -56,6 +53,10 @@ class ScalingLaw:
     """Training FLOPs per parameter and token."""
     seed: int = 0
     """Of the drawings."""
+    points: Points
+    """What it was fitted to."""
+    draws: tuple[Five, ...] = field(repr=False)
+    """(E, A, B, alpha, beta) of each bootstrap drawing: every interval comes from them."""
     notes: tuple[str, ...] = ()
     """What the points have to say about themselves."""
 
@@ -228,26 +229,7 @@ class ScalingLaw:
         """A DataFrame with one row per point: measured and fitted loss."""
         return showing.frame(self)
 
-    def plot(self, ax: Any = None, **options: Any) -> Any:
-        """`plot.scaling_law`; returns the Axes."""
-        return display.picture("scaling_law")(self, ax=ax, **options)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        plain = {name: getattr(self, name) for name in (*NAMES, "wanted", "level", "by", "delta", "flops_per", "seed")}
-        return {**plain, "points": self.points.to_json(), "draws": [list(one) for one in self.draws], "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "ScalingLaw":
-        """Inverse of `to_json`."""
-        draws = tuple((e, a, b, alpha, beta) for e, a, b, alpha, beta in value["draws"])
-        return cls(**{**value, "points": Points.from_json(value["points"]), "draws": draws, "notes": tuple(value["notes"])})
+    plot = display.plot_method("scaling_law")
 
     def __repr__(self) -> str:
         return f"ScalingLaw(E={self.E:.3g}, alpha={self.alpha:.2f}, beta={self.beta:.2f}, {len(self.points)} runs)"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()

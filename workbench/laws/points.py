@@ -1,9 +1,11 @@
 """Points: the runs that a law is fitted to, each with its parameters, its tokens and its final loss."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from workbench.codec import JsonDataclass
 
 FEWEST = 5
 """Points below which nothing is fitted: the law has five numbers."""
@@ -16,7 +18,7 @@ class PointsError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Points:
+class Points(JsonDataclass):
     """Measured runs, as columns of equal length."""
 
     parameters: tuple[float, ...]
@@ -97,15 +99,6 @@ class Points:
                     f"add {remedy}, at least by a factor of 4"
                 )
         return self
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {name: list(getattr(self, name)) for name in ("parameters", "tokens", "loss", "run")}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Points":
-        """Inverse of `to_json`."""
-        return cls(**{name: tuple(value[name]) for name in ("parameters", "tokens", "loss", "run")})
 
 
 def positive(value: Any, name: str) -> float:

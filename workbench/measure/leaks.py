@@ -52,7 +52,7 @@ class Leak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaks:
+class Leaks(display.Shown):
     """What grows; nothing, if the step is healthy. It is true if something does."""
 
     title: str
@@ -99,12 +99,6 @@ class Leaks:
         """A DataFrame with one row per leak; bytes per step."""
         names = ("holder", "per_step", "tensors", "operator", "module", "graph")
         return display.frame([{name: getattr(leak, name) for name in names} for leak in self.found], columns=names)
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 _UNKNOWN = (

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from workbench import display
+from workbench.codec import JsonDataclass, fields_from_json
 from workbench.scaling.data import Kind
 from workbench.scaling.mechanisms import How
 from workbench.scaling.merging import merged
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ScalingCurve:
+class ScalingCurve(display.Shown, JsonDataclass):
     """Measured throughput by number of processes, or by another knob. Points of one number are repeats of each other.
 
     >>> curve = ScalingCurve([(8, 40150), (16, 75220), (32, 141470)], kind="weak")
@@ -36,13 +37,13 @@ class ScalingCurve:
     """ "weak": each process keeps its batch. "strong": the global batch stays."""
     slots: int | None = None
     """Cores (or GPUs) there were: points with more processes are oversubscribed. None = not known; a point says it of itself."""
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+    """What to keep in mind about the measurement."""
     over: str = field(default=PROCESSES, kw_only=True)
     """The knob that was turned; fits are of processes alone."""
     grows: How = field(default=How(), kw_only=True)
     """What the processes do, where that says how throughput grows: how many micro-batches go through a pipeline whose stages they are, or
     that they share the weights."""
-    notes: tuple[str, ...] = field(default=(), kw_only=True)
-    """What to keep in mind about the measurement."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -164,29 +165,12 @@ class ScalingCurve:
         """A DataFrame with a row per number of processes."""
         return display.frame(rows_of(self))
 
-    def plot(self, ax: Any = None) -> Any:
-        """`plot.scaling`: points, and where two or more are usable the band and the naive line; returns the Axes."""
-        return display.picture("scaling")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {"points": [point.to_json() for point in self.points], "kind": self.kind, "slots": self.slots, "notes": list(self.notes)} | {
-            "over": self.over,
-            "grows": self.grows.to_json(),
-        }
+    plot = display.plot_method("scaling")
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "ScalingCurve":
         """Inverse of `to_json`."""
-        points = [ScalingPoint.from_json(one) for one in value["points"]]
-        return cls(
-            points,
-            kind=value["kind"],
-            slots=value["slots"],
-            notes=tuple(value["notes"]),
-            over=value.get("over", PROCESSES),
-            grows=How.from_json(value.get("grows", {})),
-        )
+        return fields_from_json(cls, {**value, "points": [ScalingPoint.from_json(point) for point in value["points"]]})
 
     def __len__(self) -> int:
         return len(self.points)
@@ -195,12 +179,6 @@ class ScalingCurve:
         if self.over != PROCESSES:
             return f"ScalingCurve({self.over}: {', '.join(map(str, self.values))})"
         return f"ScalingCurve({self.kind}, {', '.join(map(str, self.world_sizes))} processes)"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def _marked(point: ScalingPoint, slots: int) -> ScalingPoint:

@@ -35,7 +35,7 @@ class FittedForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CurveFit:
+class CurveFit(display.Shown):
     """What a curve says of numbers of processes that were not measured. Get one from `ScalingCurve.fit`."""
 
     points: tuple[ScalingPoint, ...]
@@ -158,9 +158,7 @@ class CurveFit:
         """A DataFrame with a row per law."""
         return display.frame([{"law": one.form.name, "error": one.error, "weight": one.weight} for one in self.fitted])
 
-    def plot(self, ax: Any = None) -> Any:
-        """`plot.scaling`: points, band and naive line; returns the Axes."""
-        return display.picture("scaling")(self, ax=ax)
+    plot = display.plot_method("scaling")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values: the points and how they were fitted; the rest follows from them."""
@@ -176,12 +174,6 @@ class CurveFit:
 
     def __repr__(self) -> str:
         return f"CurveFit({self.kind}, {len(self.points)} points, {len(self.fitted)} laws)"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def fit(points: tuple[ScalingPoint, ...], kind: Kind, how: How = NOTHING, *, level: float = 0.9, noise: float | None = None) -> CurveFit:

@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CurveForecast:
+class CurveForecast(display.Shown, JsonDataclass):
     """Predicted samples per second of all processes together."""
 
     world_size: int
@@ -70,24 +71,9 @@ class CurveForecast:
         left_out = ("by_form", "narrow", "notes")
         return display.frame([{name: value for name, value in asdict(self).items() if name not in left_out}])
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {**asdict(self), "by_form": dict(self.by_form), "narrow": list(self.narrow), "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "CurveForecast":
-        """Inverse of `to_json`."""
-        return cls(**{**value, "narrow": tuple(value["narrow"]), "notes": tuple(value["notes"])})
-
     def __repr__(self) -> str:
         rates = ", ".join(f"{name}={units.rate(getattr(self, name))}" for name in ("low", "mid", "high", "naive"))
         return f"CurveForecast({self.world_size}, {rates})"
-
-    def __str__(self) -> str:
-        return str(self.table)
-
-    def _repr_html_(self) -> str:
-        return self.table._repr_html_()
 
 
 def _many(size: float) -> str:

@@ -3,19 +3,19 @@
 A formula with the right mechanism foretells better than a curve through the points, and asks for fewer of them.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
 
 import numpy as np
 
+from workbench.codec import JsonDataclass
 from workbench.scaling.data import Data, Floats, Kind, Law
 from workbench.scaling.point import CurveError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class How:
+class How(JsonDataclass):
     """What the processes of a curve do, as far as it says how throughput grows."""
 
     pipeline: int | None = None
@@ -32,15 +32,6 @@ class How:
             )
         if not isinstance(self.sharded, bool):
             raise CurveError(f"sharded={self.sharded!r}: True or False is allowed")
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "How":
-        """Inverse of `to_json`."""
-        return cls(**value)
 
 
 def bubble(micro_batches: int) -> Callable[[Data], Law]:

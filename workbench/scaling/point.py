@@ -1,10 +1,11 @@
 """ScalingPoint: the throughput of some number of processes (or value of another knob), as often as it was measured."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
+
+from workbench.codec import JsonDataclass
 
 PROCESSES = "nproc_per_node"
 """The knob of scaling proper; any other is only measured."""
@@ -19,7 +20,7 @@ class CurveError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingPoint:
+class ScalingPoint(JsonDataclass):
     """One number of processes, with its throughput.
 
     >>> point = ScalingPoint(world_size=4, rates=(380.0, 400.0, 390.0))
@@ -114,25 +115,6 @@ class ScalingPoint:
         if self.spread is None:
             return math.nan
         return self.samples_per_sec * math.exp(sign * _t95(len(self.rates) - 1) * self.spread / math.sqrt(len(self.rates)))
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {
-            "world_size": self.world_size,
-            "rates": list(self.rates),
-            "exposed": self.exposed,
-            "oversubscribed": self.oversubscribed,
-            "failed": self.failed,
-            "value": self.value,
-            "straggling": self.straggling,
-            "cpu_per_sample": self.cpu_per_sample,
-            "of_one_spec": self.of_one_spec,
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "ScalingPoint":
-        """Inverse of `to_json`."""
-        return cls(**{**value, "rates": tuple(value["rates"])})
 
 
 def checked_size(value: Any) -> int:

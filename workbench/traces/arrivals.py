@@ -1,17 +1,15 @@
 """Arrivals: the same collective in the traces of several ranks: who came last, and how long the others waited there."""
 
-import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.columns import Columns
 from workbench.traces.intervals import Numbers
 from workbench.traces.kinds import Kinds
@@ -43,7 +41,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrivals(Shown):
+class Arrivals(display.Shown, JsonDataclass):
     """Collectives, matched across ranks, those that cost the most waiting first. Get them from `trace_set.arrivals()`."""
 
     rows: tuple[Arrival, ...]
@@ -71,21 +69,7 @@ class Arrivals(Shown):
         columns = ("collective", "calls", "exchange", "longest wait", "arrivals apart", "at most", "came last")
         return display.Table(columns=columns, rows=rows, title="Arrivals at collectives", note="; ".join(self.notes) or None)
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per name; seconds."""
-        rows = [{**dataclasses.asdict(one), "last": dict(one.last)} for one in self.rows]
-        return display.frame(rows, columns=[field.name for field in dataclasses.fields(Arrival)])
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds."""
-        rows = [{**dataclasses.asdict(one), "last": {str(rank): times for rank, times in one.last.items()}} for one in self.rows]
-        return {"rows": rows, "apart": self.apart, "shared": self.shared, "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Arrivals":
-        """Inverse of `to_json`."""
-        rows = [Arrival(**{**one, "last": {int(rank): times for rank, times in one["last"].items()}}) for one in value["rows"]]
-        return cls(rows=tuple(rows), apart=value["apart"], shared=value["shared"], notes=tuple(value["notes"]))
+    to_frame = display.frame_method("rows", Arrival)
 
     def __repr__(self) -> str:
         return f"Arrivals({sum(one.count for one in self.rows)} of {len(self.rows)} kinds)"

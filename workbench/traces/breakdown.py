@@ -1,14 +1,14 @@
 """Breakdown: each step of a trace in parts that exclude each other and add up to it."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.intervals import NONE, covered, union
 from workbench.traces.kinds import Kinds
 from workbench.traces.windows import Windows
@@ -62,7 +62,7 @@ class StepParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Breakdown(Shown):
+class Breakdown(display.Shown, JsonDataclass):
     """Where the steps of a trace go. Get one from `trace.breakdown()`."""
 
     steps: tuple[StepParts, ...]
@@ -110,18 +110,7 @@ class Breakdown(Shown):
         """A DataFrame with one row per step, in seconds."""
         return display.frame([dataclasses.asdict(one) for one in self.steps], columns=("step", *PARTS, "total"))
 
-    def plot(self, ax: Any = None) -> Any:
-        """The stacked bars of `plot.breakdown`, one per step; returns the Axes."""
-        return display.picture("breakdown")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds."""
-        return {"steps": [dataclasses.asdict(one) for one in self.steps], "device": self.device, "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Breakdown":
-        """Inverse of `to_json`."""
-        return cls(steps=tuple(StepParts(**one) for one in value["steps"]), device=value["device"], notes=tuple(value["notes"]))
+    plot = display.plot_method("breakdown")
 
     def __repr__(self) -> str:
         return f"Breakdown({len(self.steps)} steps, {units.seconds(self.mean())} each)"

@@ -1,18 +1,17 @@
 """Collectives of a trace: how often, how much, how long, at which bus bandwidth."""
 
-import dataclasses
 import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.columns import Columns
 from workbench.traces.details import Details
 from workbench.traces.formulas import WIDTHS
@@ -47,7 +46,7 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collectives(Shown):
+class Collectives(display.Shown, JsonDataclass):
     """The collectives, those that take longest first. Get them from `trace.collectives()`."""
 
     rows: tuple[Collective, ...]
@@ -71,18 +70,7 @@ class Collectives(Shown):
         columns = ("collective", "calls", "bytes", "ranks", "all", "median", "bus bandwidth of the fastest")
         return display.Table(columns=columns, rows=cells, title="Collectives", note="; ".join(self.notes) or None)
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row each; seconds and bytes."""
-        return display.frame([dataclasses.asdict(one) for one in self.rows], columns=[f.name for f in dataclasses.fields(Collective)])
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds and bytes."""
-        return {"rows": [dataclasses.asdict(one) for one in self.rows], "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Collectives":
-        """Inverse of `to_json`."""
-        return cls(rows=tuple(Collective(**one) for one in value["rows"]), notes=tuple(value["notes"]))
+    to_frame = display.frame_method("rows", Collective)
 
     def __repr__(self) -> str:
         return f"Collectives({sum(one.count for one in self.rows)} of {len(self.rows)} kinds)"

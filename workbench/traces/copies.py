@@ -1,17 +1,14 @@
 """Copies of a trace: what moves between host and device and within it, how fast, and how much of it hides behind computing."""
 
-import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.columns import Columns, floats, integers
 from workbench.traces.intervals import Numbers, Spans, covered
 from workbench.traces.kinds import Kinds
@@ -50,7 +47,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copies(Shown):
+class Copies(display.Shown, JsonDataclass):
     """Copies and memsets, the kinds that take longest first. Get them from `trace.copies()`."""
 
     rows: tuple[Copy, ...]
@@ -77,24 +74,9 @@ class Copies(Shown):
         columns = ("copy", "copies", "bytes", "time", "behind kernels", "bandwidth", "median", "fastest")
         return display.Table(columns=columns, rows=rows, title="Copies", note="; ".join(self.notes) or None)
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per kind; seconds, bytes, bytes per second."""
-        return display.frame([dataclasses.asdict(one) for one in self.rows], columns=[field.name for field in dataclasses.fields(Copy)])
+    to_frame = display.frame_method("rows", Copy)
 
-    def plot(self, ax: Any = None) -> Any:
-        """The curves of `plot.copies`; returns the Axes."""
-        return display.picture("copies")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds, bytes, bytes per second."""
-        rows = [dataclasses.asdict(one) for one in self.rows]
-        return {"rows": rows, "times": list(self.times), "curves": [list(one) for one in self.curves], "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Copies":
-        """Inverse of `to_json`."""
-        rows, curves = tuple(Copy(**one) for one in value["rows"]), tuple(tuple(one) for one in value["curves"])
-        return cls(rows=rows, times=tuple(value["times"]), curves=curves, notes=tuple(value["notes"]))
+    plot = display.plot_method("copies")
 
     def __repr__(self) -> str:
         return f"Copies({sum(one.count for one in self.rows):,} of {len(self.rows)} kinds)"

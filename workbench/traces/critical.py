@@ -1,12 +1,10 @@
 """Critical: which resource holds the step back. For each one, what the step would take at least if that one took no time at all."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.intervals import Spans, covered, intersection, subtract, union
 from workbench.traces.kinds import Kinds
 from workbench.traces.windows import Windows
@@ -35,7 +33,7 @@ class Resource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Critical(Shown):
+class Critical(display.Shown, JsonDataclass):
     """The resources of a step. Get it from `trace.critical()`.
 
     A ceiling is no forecast: the others go on as they were in the trace, while in truth they may begin earlier, or get in each other's way.
@@ -102,22 +100,9 @@ class Critical(Shown):
         title = f"What holds back the step of {units.seconds(self.step_seconds)}"
         return display.Table(columns=columns, rows=rows, title=title, note=self.caption)
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per resource; seconds per step."""
-        return display.frame([dataclasses.asdict(one) for one in self.rows], columns=[f.name for f in dataclasses.fields(Resource)])
+    to_frame = display.frame_method("rows", Resource)
 
-    def plot(self, ax: Any = None) -> Any:
-        """The bars of `plot.critical`; returns the Axes."""
-        return display.picture("critical")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds."""
-        return {**dataclasses.asdict(self), "rows": [dataclasses.asdict(one) for one in self.rows], "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Critical":
-        """Inverse of `to_json`."""
-        return cls(**{**value, "rows": tuple(Resource(**one) for one in value["rows"]), "notes": tuple(value["notes"])})
+    plot = display.plot_method("critical")
 
     def __repr__(self) -> str:
         return f"Critical({self.name!r}, at most {units.times(self.speedup)} as fast)"

@@ -1,12 +1,10 @@
 """Difference of two traces: what a change did to each part of the step and to each operator."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.breakdown import PARTS, Breakdown
 from workbench.traces.ops import SHOWN, short
 
@@ -28,7 +26,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceDifference(Shown):
+class TraceDifference(display.Shown, JsonDataclass):
     """A trace against another: `before.diff(after)`."""
 
     changes: tuple[Change, ...]
@@ -53,19 +51,7 @@ class TraceDifference(Shown):
             columns=("what", "kind", "before", "after", "change"), rows=rows, title="What changed between two traces", note=note
         )
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per part, operator and kernel; seconds per step."""
-        rows = [{**dataclasses.asdict(one), "change": one.change} for one in self.changes]
-        return display.frame(rows, columns=("what", "kind", "before", "after", "change"))
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds."""
-        return {"changes": [dataclasses.asdict(one) for one in self.changes], "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "TraceDifference":
-        """Inverse of `to_json`."""
-        return cls(changes=tuple(Change(**one) for one in value["changes"]), notes=tuple(value["notes"]))
+    to_frame = display.frame_method("changes", Change, "change")
 
     def __repr__(self) -> str:
         return f"TraceDifference({units.times(self.speedup)} as fast)"

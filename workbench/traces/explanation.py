@@ -1,13 +1,12 @@
 """Explanation: what a trace says about its step in words, and what it cannot say."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.breakdown import PARTS, Breakdown
 from workbench.traces.overlap import Overlap
 
@@ -33,7 +32,7 @@ VERDICTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation(Shown):
+class Explanation(display.Shown, JsonDataclass):
     """A verdict on observed shares. What removing a part would really gain, only an experiment tells: `wb.diagnose`."""
 
     verdict: str
@@ -54,15 +53,6 @@ class Explanation(Shown):
     def to_frame(self) -> Any:
         """A DataFrame with one row per part."""
         return display.frame([{"part": part, "share": share} for part, share in self.shares.items()], columns=("part", "share"))
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {**dataclasses.asdict(self), "cannot": list(self.cannot), "shares": dict(self.shares)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Explanation":
-        """Inverse of `to_json`."""
-        return cls(**{**value, "cannot": tuple(value["cannot"])})
 
     def __repr__(self) -> str:
         return f"Explanation({self.verdict!r})"

@@ -1,14 +1,13 @@
 """Flame: the calls of one thread merged by their path, as the data of a picture in which a call lies below its caller."""
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.columns import Columns
 from workbench.traces.intervals import Numbers, Spans, covered, union
 from workbench.traces.kinds import Kinds
@@ -36,7 +35,7 @@ class FlameNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flame(Shown):
+class Flame(display.Shown, JsonDataclass):
     """The calls of a thread. Get one from `trace.flame()`."""
 
     nodes: tuple[FlameNode, ...]
@@ -80,20 +79,7 @@ class Flame(Shown):
         rows = [{**dataclasses.asdict(one), "path": "/".join(self.path(one))} for one in self.nodes]
         return display.frame(rows, columns=[*(field.name for field in dataclasses.fields(FlameNode)), "path"])
 
-    def plot(self, ax: Any = None) -> Any:
-        """The icicles of `plot.flame`; returns the Axes."""
-        return display.picture("flame")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds."""
-        lists = {"threads": list(self.threads), "notes": list(self.notes)}
-        return {**dataclasses.asdict(self), "nodes": [dataclasses.asdict(one) for one in self.nodes], **lists}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Flame":
-        """Inverse of `to_json`."""
-        nodes = tuple(FlameNode(**one) for one in value["nodes"])
-        return cls(**{**value, "nodes": nodes, "threads": tuple(value["threads"]), "notes": tuple(value["notes"])})
+    plot = display.plot_method("flame")
 
     def __repr__(self) -> str:
         return f"Flame({len(self.nodes)} nodes of {self.thread!r})"

@@ -1,15 +1,13 @@
 """Idle: when the device (on a CPU: the thread that trains) has nothing to do, and why, as far as the trace tells."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 import numpy as np
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.columns import Columns
 from workbench.traces.intervals import Numbers, Spans, covered, intersection, subtract, union
 from workbench.traces.kinds import DEVICE, Kinds
@@ -66,7 +64,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Idle(Shown):
+class Idle(display.Shown, JsonDataclass):
     """Where nothing is computed. Get it from `trace.idle()`."""
 
     who: str
@@ -107,25 +105,9 @@ class Idle(Shown):
         note = "; ".join(["causes per step, streams over the whole trace", *self.notes] if self.streams else self.notes) or None
         return display.Table(columns=("what", "time", "share", "meanwhile"), rows=rows, title=title, note=note)
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per cause; seconds per step."""
-        return display.frame([dataclasses.asdict(one) for one in self.causes], columns=[f.name for f in dataclasses.fields(Cause)])
+    to_frame = display.frame_method("causes", Cause)
 
-    def plot(self, ax: Any = None) -> Any:
-        """The bars of `plot.idle`; returns the Axes."""
-        return display.picture("idle")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds."""
-        lists = {name: [dataclasses.asdict(one) for one in getattr(self, name)] for name in ("causes", "gaps", "streams")}
-        return {"who": self.who, "step_seconds": self.step_seconds, **lists, "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Idle":
-        """Inverse of `to_json`."""
-        types = (("causes", Cause), ("gaps", Gap), ("streams", StreamIdle))
-        lists = {name: tuple(kind(**one) for one in value[name]) for name, kind in types}
-        return cls(who=value["who"], step_seconds=value["step_seconds"], **lists, notes=tuple(value["notes"]))  # type: ignore[arg-type]
+    plot = display.plot_method("idle")
 
     def __repr__(self) -> str:
         return f"Idle({self.who!r}, {units.percent(self.share)} of the step)"

@@ -1,15 +1,13 @@
 """Kernels: how well those of a trace fill the device, by occupancy, blocks per multiprocessor and tensor cores."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.columns import Columns
 from workbench.traces.details import Details
 from workbench.traces.filling import Products, highest, products
@@ -43,7 +41,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels(Shown):
+class Kernels(display.Shown, JsonDataclass):
     """The kernels that compute, those that take longest first; collectives and copies have answers of their own.
 
     Kernels of collectives keep the device busy too: only `utilization` and `sm_efficiency` count them, as torch-tb-profiler does.
@@ -121,24 +119,9 @@ class Kernels(Shown):
         columns = ("kernel", "launches", "time", "share", "occupancy", "blocks per SM", "tensor cores")
         return display.Table(columns=columns, rows=rows, title="Kernels, and how they fill the device", note=self.caption or None)
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per kernel; seconds and fractions."""
-        return display.frame([dataclasses.asdict(one) for one in self.rows], columns=[field.name for field in dataclasses.fields(Kernel)])
+    to_frame = display.frame_method("rows", Kernel)
 
-    def plot(self, ax: Any = None) -> Any:
-        """The bars of `plot.kernels`; returns the Axes."""
-        return display.picture("kernels")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds and fractions."""
-        lists = {name: [dataclasses.asdict(one) for one in getattr(self, name)] for name in ("rows", "products")}
-        return {**dataclasses.asdict(self), **lists, "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Kernels":
-        """Inverse of `to_json`."""
-        rows, many = tuple(Kernel(**one) for one in value["rows"]), tuple(Products(**one) for one in value["products"])
-        return cls(**{**value, "rows": rows, "products": many, "notes": tuple(value["notes"])})
+    plot = display.plot_method("kernels")
 
     def __repr__(self) -> str:
         return f"Kernels({len(self.rows)} kernels, {units.percent(self.tensor_share)} of their time on tensor cores)"

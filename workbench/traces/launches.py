@@ -1,15 +1,13 @@
 """Launches: how far the host is ahead of the device. For each stream the delay from a launch to its work, and the queue between them."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.columns import Columns
 from workbench.traces.intervals import Numbers, Spans, covered, union
 from workbench.traces.kinds import DEVICE, Kinds
@@ -52,7 +50,7 @@ class StreamLaunches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launches(Shown):
+class Launches(display.Shown, JsonDataclass):
     """Launches by stream, that with most first. Get them from `trace.launches()`."""
 
     rows: tuple[StreamLaunches, ...]
@@ -93,24 +91,9 @@ class Launches(Shown):
         columns = ("stream", "launches", "mean call", "mean work", "shorter than the call", *delays, *queues)
         return display.Table(columns=columns, rows=rows, title="Launches", note="; ".join([*said, *self.notes]) or None)
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per stream; seconds."""
-        return display.frame([dataclasses.asdict(one) for one in self.rows], columns=[f.name for f in dataclasses.fields(StreamLaunches)])
+    to_frame = display.frame_method("rows", StreamLaunches)
 
-    def plot(self, ax: Any = None) -> Any:
-        """The curves of `plot.launches`; returns the Axes."""
-        return display.picture("launches")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds."""
-        rows = [dataclasses.asdict(one) for one in self.rows]
-        return {"rows": rows, "times": list(self.times), "queues": [list(one) for one in self.queues], "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Launches":
-        """Inverse of `to_json`."""
-        rows, queues = tuple(StreamLaunches(**one) for one in value["rows"]), tuple(tuple(one) for one in value["queues"])
-        return cls(rows=rows, times=tuple(value["times"]), queues=queues, notes=tuple(value["notes"]))
+    plot = display.plot_method("launches")
 
     def __repr__(self) -> str:
         return f"Launches({sum(one.launches for one in self.rows):,} into {len(self.rows)} streams)"

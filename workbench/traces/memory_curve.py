@@ -1,8 +1,7 @@
 """Memory curve: what is allocated on each device over the time of a trace, and who asked for what is held at the fullest moment."""
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.columns import Columns
 from workbench.traces.details import Details, Requests
 from workbench.traces.intervals import Numbers
@@ -62,7 +61,7 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryCurve(Shown):
+class MemoryCurve(display.Shown, JsonDataclass):
     """Allocated memory over time. Get it from `trace.memory_curve()`."""
 
     devices: tuple[DeviceMemory, ...]
@@ -94,23 +93,7 @@ class MemoryCurve(Shown):
         ]
         return display.frame(rows, columns=("device", "seconds", "allocated"))
 
-    def plot(self, ax: Any = None) -> Any:
-        """The curves of `plot.memory_curve`; returns the Axes."""
-        return display.picture("memory_curve")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds and bytes."""
-        return {"devices": [dataclasses.asdict(one) for one in self.devices], "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "MemoryCurve":
-        """Inverse of `to_json`."""
-
-        def device(one: Mapping[str, Any]) -> DeviceMemory:
-            lists = {"times": tuple(one["times"]), "allocated": tuple(one["allocated"])}
-            return DeviceMemory(**{**one, **lists, "holders": tuple(Holder(**held) for held in one["holders"])})
-
-        return cls(devices=tuple(map(device, value["devices"])), notes=tuple(value["notes"]))
+    plot = display.plot_method("memory_curve")
 
     def __repr__(self) -> str:
         peaks = ", ".join(f"{one.device} {units.bytes_(one.peak)}" for one in self.devices)

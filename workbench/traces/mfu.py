@@ -2,17 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.roofline import Roofline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mfu(Shown):
+class Mfu(display.Shown, JsonDataclass):
     """Model FLOPs utilization of the traced step: the FLOPs of its operators over what the device could have done meanwhile."""
 
     flops: float | None
@@ -55,15 +54,6 @@ class Mfu(Shown):
         """A DataFrame with one row."""
         derived = {"flops_per_sec": self.flops_per_sec, "mfu": self.value}
         return display.frame([{**{k: v for k, v in dataclasses.asdict(self).items() if k != "notes"}, **derived}])
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {**dataclasses.asdict(self), "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Mfu":
-        """Inverse of `to_json`."""
-        return cls(**{**value, "notes": tuple(value["notes"])})
 
     def __repr__(self) -> str:
         return f"Mfu({units.percent(self.value) if self.value is not None else 'not known'})"

@@ -1,8 +1,7 @@
 """Modules: the tree of a model's modules, with the time that each takes of a step, forward and backward."""
 
-import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.columns import Columns
 from workbench.traces.details import Details
 from workbench.traces.intervals import Numbers, Spans, covered, union
@@ -54,7 +53,7 @@ class ModuleTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Modules(Shown):
+class Modules(display.Shown, JsonDataclass):
     """Modules as a tree, each before those that it calls, the longest first. Get them from `trace.modules()`."""
 
     rows: tuple[ModuleTime, ...]
@@ -83,22 +82,9 @@ class Modules(Shown):
         columns = (self.source or "module", "calls", "self", "total", "share", "backward", "device")
         return display.Table(columns=columns, rows=rows, title="Modules, seconds per step", note="; ".join([*more, *self.notes]) or None)
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row each; seconds per step."""
-        return display.frame([dataclasses.asdict(one) for one in self.rows], columns=[f.name for f in dataclasses.fields(ModuleTime)])
+    to_frame = display.frame_method("rows", ModuleTime)
 
-    def plot(self, ax: Any = None) -> Any:
-        """The picture of `plot.modules`; returns the Axes."""
-        return display.picture("modules")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds."""
-        return {**dataclasses.asdict(self), "rows": [dataclasses.asdict(one) for one in self.rows], "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Modules":
-        """Inverse of `to_json`."""
-        return cls(**{**value, "rows": tuple(ModuleTime(**one) for one in value["rows"]), "notes": tuple(value["notes"])})
+    plot = display.plot_method("modules")
 
     def __repr__(self) -> str:
         return f"Modules({len(self.rows)} of {self.source or 'nothing'})"

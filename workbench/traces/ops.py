@@ -1,15 +1,13 @@
 """Operators and kernels of a trace: how often, how long by themselves and with all they call, on what shapes."""
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.columns import Columns
 from workbench.traces.intervals import Numbers, Spans
 from workbench.traces.kinds import DEVICE, Kinds
@@ -43,7 +41,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operators(Shown):
+class Operators(display.Shown, JsonDataclass):
     """Operators or kernels, those with the most time of their own first. Get them from `trace.ops()`."""
 
     rows: tuple[Operator, ...]
@@ -71,18 +69,7 @@ class Operators(Shown):
         columns = (self.which, *(["shapes"] if shaped else []), "calls", "self", "share", "total", *(["device"] if on_device else []))
         return display.Table(columns=columns, rows=cells, title=f"{self.which.capitalize()}s, by time of their own", note=note)
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row each; seconds."""
-        return display.frame([dataclasses.asdict(one) for one in self.rows], columns=[field.name for field in dataclasses.fields(Operator)])
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds."""
-        return {"rows": [dataclasses.asdict(one) for one in self.rows], "which": self.which, "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Operators":
-        """Inverse of `to_json`."""
-        return cls(rows=tuple(Operator(**one) for one in value["rows"]), which=value["which"], notes=tuple(value["notes"]))
+    to_frame = display.frame_method("rows", Operator)
 
     def __repr__(self) -> str:
         return f"Operators({len(self.rows)} {self.which}s)"

@@ -1,14 +1,13 @@
 """Overlap: how much of the communication of a trace hides behind computing."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.breakdown import ON_CPU, ON_DEVICE
 from workbench.traces.intervals import Spans, covered, union
 from workbench.traces.kinds import Kinds
@@ -33,7 +32,7 @@ class StepOverlap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overlap(Shown):
+class Overlap(display.Shown, JsonDataclass):
     """Communication of the steps of a trace. Get one from `trace.overlap()`."""
 
     steps: tuple[StepOverlap, ...]
@@ -68,18 +67,7 @@ class Overlap(Shown):
         note = "; ".join([text, *self.notes])
         return display.Table(columns=("time in which it runs", "mean per step"), rows=rows, title="What hides behind computing", note=note)
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per step; seconds."""
-        return display.frame([dataclasses.asdict(one) for one in self.steps], columns=[f.name for f in dataclasses.fields(StepOverlap)])
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds."""
-        return {"steps": [dataclasses.asdict(one) for one in self.steps], "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Overlap":
-        """Inverse of `to_json`."""
-        return cls(steps=tuple(StepOverlap(**one) for one in value["steps"]), notes=tuple(value["notes"]))
+    to_frame = display.frame_method("steps", StepOverlap)
 
     def __repr__(self) -> str:
         return f"Overlap({units.seconds(self.mean('communication'))} of communication a step, {units.seconds(self.mean())} exposed)"

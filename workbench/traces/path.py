@@ -1,12 +1,10 @@
 """Critical path: the one chain of work, launches and waits that the length of a step consists of."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.ops import SHOWN, short
 
 WAYS = {
@@ -64,7 +62,7 @@ class StepPath:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticalPath(Shown):
+class CriticalPath(display.Shown, JsonDataclass):
     """What each step's length consists of, from its end back to its beginning. Get it from `trace.critical_path()`.
 
     Of all that a piece of work waited for, the path goes on with what came last: the piece of work before it in its stream, its launch, or
@@ -103,31 +101,9 @@ class CriticalPath(Shown):
         title = f"The critical path of the step of {units.seconds(self.step_seconds)}"
         return display.Table(columns=("on the path", "time", "share", "what"), rows=rows, title=title, note="; ".join(self.notes) or None)
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per operator and kernel; seconds per step."""
-        rows = [{**dataclasses.asdict(one), "on_path": one.on_path} for one in self.rows]
-        return display.frame(rows, columns=[*(field.name for field in dataclasses.fields(OnPath)), "on_path"])
+    to_frame = display.frame_method("rows", OnPath, "on_path")
 
-    def plot(self, ax: Any = None) -> Any:
-        """The bars of `plot.critical_path`; returns the Axes."""
-        return display.picture("critical_path")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds."""
-        lists = {name: [dataclasses.asdict(one) for one in getattr(self, name)] for name in ("parts", "rows")}
-        steps = [{**dataclasses.asdict(one), "parts": dict(one.parts)} for one in self.steps]
-        return {**lists, "steps": steps, "step_seconds": self.step_seconds, "device": self.device, "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "CriticalPath":
-        """Inverse of `to_json`."""
-        lists: dict[str, Any] = {
-            "parts": tuple(PathPart(**one) for one in value["parts"]),
-            "rows": tuple(OnPath(**one) for one in value["rows"]),
-            "steps": tuple(StepPath(**one) for one in value["steps"]),
-            "notes": tuple(value["notes"]),
-        }
-        return cls(**{**value, **lists})
+    plot = display.plot_method("critical_path")
 
     def __repr__(self) -> str:
         first = f", {self.parts[0].part} {units.percent(self.parts[0].share)}" if self.parts else ""

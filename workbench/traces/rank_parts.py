@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.breakdown import PARTS, Breakdown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankParts(Shown):
+class RankParts(display.Shown, JsonDataclass):
     """The parts of the steps that all ranks have. Get it from `trace_set.breakdown()`."""
 
     ranks: tuple[int, ...]
@@ -70,24 +70,7 @@ class RankParts(Shown):
         ]
         return display.frame(rows, columns=("rank", "step", *PARTS, "total"))
 
-    def plot(self, ax: Any = None) -> Any:
-        """The stacked bars of `plot.ranks`, one per rank; returns the Axes."""
-        return display.picture("ranks")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds."""
-        breakdowns = [one.to_json() for one in self.breakdowns]
-        return {"ranks": list(self.ranks), "steps": list(self.steps), "breakdowns": breakdowns, "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "RankParts":
-        """Inverse of `to_json`."""
-        return cls(
-            ranks=tuple(value["ranks"]),
-            steps=tuple(value["steps"]),
-            breakdowns=tuple(Breakdown.from_json(one) for one in value["breakdowns"]),
-            notes=tuple(value["notes"]),
-        )
+    plot = display.plot_method("ranks")
 
     def __repr__(self) -> str:
         return f"RankParts(ranks={list(self.ranks)}, {len(self.steps)} steps)"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from workbench import display, units
-from workbench.display import Shown
 from workbench.traces.arrivals import Arrivals, Seen, arrivals
 from workbench.traces.captured import DEARER
 from workbench.traces.explanation import Explanation
@@ -26,7 +25,7 @@ RANK = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class TraceSet(Shown, Mapping[int, Trace]):
+class TraceSet(display.Shown, Mapping[int, Trace]):
     """Traces of the ranks of one run, by rank. Get one from `TraceSet.load(directory)`."""
 
     traces: Mapping[int, Trace]
@@ -137,9 +136,7 @@ class TraceSet(Shown, Mapping[int, Trace]):
         """What the traces say together in words, and what they cannot say."""
         return explain_ranks(self.breakdown(), self.stragglers(), {rank: trace.explain() for rank, trace in self.traces.items()})
 
-    def plot(self, ax: Any = None) -> Any:
-        """The stacked bars of `plot.ranks`, one per rank; returns the Axes."""
-        return display.picture("ranks")(self, ax=ax)
+    plot = display.plot_method("ranks")
 
     @property
     def table(self) -> display.Table:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
+from workbench.codec import JsonDataclass
 from workbench.device import Device
-from workbench.display import Shown
 from workbench.traces.counting import Counted, RoofPoint
 from workbench.traces.ops import SHOWN, short
 
@@ -16,7 +16,7 @@ GIVE = "give one: device=wb.Device(name=…, memory=…, bandwidth=…, flops_pe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline(Shown):
+class Roofline(display.Shown, JsonDataclass):
     """Where each operator stands under the roof of the device. Get one from `trace.roofline()`."""
 
     points: tuple[RoofPoint, ...]
@@ -77,19 +77,7 @@ class Roofline(Shown):
         ]
         return display.frame(rows, columns=[*(field.name for field in dataclasses.fields(RoofPoint)), *derived, "bound"])
 
-    def plot(self, ax: Any = None) -> Any:
-        """The picture of `plot.roofline`; returns the Axes."""
-        return display.picture("roofline")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        points = [dataclasses.asdict(one) for one in self.points]
-        return {**dataclasses.asdict(self), "points": points, "peaks": dict(self.peaks), "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Roofline":
-        """Inverse of `to_json`."""
-        return cls(**{**value, "points": tuple(RoofPoint(**one) for one in value["points"]), "notes": tuple(value["notes"])})
+    plot = display.plot_method("roofline")
 
     def __repr__(self) -> str:
         return f"Roofline({len(self.points)} operators, {self.device or 'an unknown device'})"

@@ -2,12 +2,12 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.ops import SHOWN, short
 
 LEAST = 2
@@ -37,7 +37,7 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sequences(Shown):
+class Sequences(display.Shown, JsonDataclass):
     """Frequent sequences, those that take longest first. Get them from `trace.sequences()`.
 
     Gaps are a ceiling of what launching a sequence as one (a CUDA graph, `torch.compile`) saves, not a forecast: some are there because the
@@ -76,20 +76,7 @@ class Sequences(Shown):
         rows = [{**dataclasses.asdict(one), "names": " › ".join(one.names), "ceiling": one.ceiling} for one in self.rows]
         return display.frame(rows, columns=[*(field.name for field in dataclasses.fields(Pattern)), "ceiling"])
 
-    def plot(self, ax: Any = None) -> Any:
-        """The bars of `plot.sequences`; returns the Axes."""
-        return display.picture("sequences")(self, ax=ax)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds."""
-        rows = [{**dataclasses.asdict(one), "names": list(one.names)} for one in self.rows]
-        return {"rows": rows, "operator": self.operator, "device": self.device, "notes": list(self.notes)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Sequences":
-        """Inverse of `to_json`."""
-        rows = tuple(Pattern(**{**one, "names": tuple(one["names"])}) for one in value["rows"])
-        return cls(**{**value, "rows": rows, "notes": tuple(value["notes"])})
+    plot = display.plot_method("sequences")
 
     def __repr__(self) -> str:
         return f"Sequences({len(self.rows)} of {self.operator or 'consecutive ones'})"

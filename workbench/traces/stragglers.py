@@ -4,16 +4,15 @@ Ranks of a synchronous training meet in collectives, and whoever comes last ther
 collectives holds the others up. Durations tell that without any common clock.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench import display, units
-from workbench.display import Shown
+from workbench.codec import JsonDataclass
 from workbench.traces.breakdown import PARTS
 from workbench.traces.rank_parts import RankParts
 
@@ -53,7 +52,7 @@ class RankWait:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stragglers(Shown):
+class Stragglers(display.Shown, JsonDataclass):
     """Who waits for whom. Get it from `trace_set.stragglers()`."""
 
     rows: tuple[RankWait, ...]
@@ -136,21 +135,7 @@ class Stragglers(Shown):
         note = "\n".join([f"Straggler: {self.verdict}", *([f"Why: {self.why}"] if self.why else []), *self.notes])
         return display.Table(columns=columns, rows=rows, title="Who waits for whom, per step", note=note)
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per rank; seconds per step."""
-        return display.frame([dataclasses.asdict(row) for row in self.rows], columns=[f.name for f in dataclasses.fields(RankWait)])
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; seconds."""
-        lists = {name: list(getattr(self, name)) for name in ("ranks", "details", "notes")}
-        plain = {name: getattr(self, name) for name in ("lost", "phase", "steps")}
-        return {"rows": [dataclasses.asdict(row) for row in self.rows], "excess": dict(self.excess), **lists, **plain}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Stragglers":
-        """Inverse of `to_json`."""
-        lists = {name: tuple(value[name]) for name in ("ranks", "details", "notes")}
-        return cls(**{**value, **lists, "rows": tuple(RankWait(**row) for row in value["rows"])})
+    to_frame = display.frame_method("rows", RankWait)
 
     def __repr__(self) -> str:
         return f"Stragglers(ranks={list(self.ranks)}, {units.seconds(self.seconds)} a step)"

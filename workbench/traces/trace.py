@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from workbench import display, units
 from workbench.traces import caching
@@ -96,9 +96,7 @@ class Trace(Answers):
         stacks = any(label.category == "python_function" for label in self.columns.labels)
         return explain(self.breakdown(), self.overlap(), marked=self.windows.marked, ranks=self.world_size, stacks=stacks)
 
-    def plot(self, ax: Any = None) -> Any:
-        """The lanes of `plot.timeline`; returns the Axes."""
-        return display.picture("timeline")(self, ax=ax)
+    plot = display.plot_method("timeline")
 
     @property
     def table(self) -> display.Table:
