@@ -57,7 +57,7 @@ def _watch(parent: int) -> None:
 def answered(asked: dict[str, Any]) -> dict[str, Any]:
     """The answer to a question, or {"error": …} in words."""
     try:
-        os.chdir(asked["folder"])  # where relative paths of tasks begin
+        os.chdir(asked.pop("folder"))  # where relative paths of tasks begin
         return answer(Question.from_json(asked)).to_json()
     except ValueError as error:
         return {"error": str(error)}

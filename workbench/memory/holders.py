@@ -1,6 +1,5 @@
 """Holder: who holds how much at one moment, by module and operator, and how to say so."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -111,16 +110,6 @@ def telling(holders: Iterable[Holder], moment: str) -> Holder | None:
     left_out = (*_LASTING, *(() if "end of backward" in moment else ("gradients",))) if passing else ()
     known = [h for h in holders if h.group not in left_out]
     return max(known, key=lambda h: h.bytes, default=None)
-
-
-def holder_from_json(value: Mapping[str, Any]) -> Holder:
-    """Inverse of `holder_to_json`."""
-    return Holder(**value)
-
-
-def holder_to_json(holder: Holder) -> dict[str, Any]:
-    """As plain JSON values; bytes."""
-    return dataclasses.asdict(holder)
 
 
 def _holder(record: Record, held: int, modules: Mapping[str, str]) -> Holder:

@@ -102,13 +102,3 @@ def _row(row: WhatIf) -> dict[str, object]:
     frame = {group: getattr(found, group) for group in found.largest}
     used = {"reserved": found.reserved, "device_used": found.device_used, "peak_moment": found.peak_moment}
     return {"change": row.label, **frame, "total": found.total, **used}
-
-
-def _to_json(row: WhatIf) -> dict[str, Any]:
-    found = None if row.breakdown is None else row.breakdown.to_json()
-    return {"changes": dict(row.changes), "breakdown": found, "complaint": row.complaint}
-
-
-def _from_json(value: Mapping[str, Any]) -> WhatIf:
-    found = None if value["breakdown"] is None else MemoryBreakdown.from_json(value["breakdown"])
-    return WhatIf(changes=value["changes"], breakdown=found, complaint=value["complaint"])

@@ -1,6 +1,6 @@
 """HTML of a step's memory: pure functions, used by the live explorer and by its static face alike. Rules as in `faces`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from workbench import units
@@ -9,14 +9,18 @@ from workbench.memory.breakdown import MemoryBreakdown
 from workbench.memory.fit import Fit
 from workbench.memory.log import GROUPS
 from workbench.plot.colors import GROUPS as COLORS
-from workbench.plot.colors import LIMIT, RESERVED, text_on
+from workbench.plot.colors import LIMIT
+from workbench.plot.colors import RESERVED
+from workbench.plot.colors import text_on
 from workbench.plot.colors import OUTSIDE as OUTSIDE_GREY
+from workbench.widgets import stack
 from workbench.widgets.explorer_pictures import icicle, timeline
 
 SLACK, OUTSIDE = "reserved, not allocated", "outside the allocator"
 """What a device holds beside tensors."""
 BESIDE = {SLACK: RESERVED, OUTSIDE: OUTSIDE_GREY}
 """Their colours; a style sheet hatches them."""
+_STYLES = {SLACK: "wb-slack", OUTSIDE: "wb-outside"}
 _LABEL, _ROOM = 92, 92  # pixels at the left and at the right of a bar
 _WIDE_ENOUGH = 0.07  # of the whole width: a share is written into a piece from here on
 _SMALL = 0.3  # of the whole width: bars that are shorter are drawn once more, larger
@@ -98,7 +102,8 @@ def bars(rows: Iterable[Row], capacity: int | None, device: str, *, stale: bool 
     seen = {name: color_of(name) for row in shown for name, size in row.pieces.items() if size >= _SEEN * row.bytes}
     order = [name for name in (*(group.replace("_", " ") for group in GROUPS), *BESIDE) if name in seen]
     dim = ' style="opacity:0.45"' if stale else ""
-    return f'<div class="wb-memory"{dim}>{drawn}{_legend({name: seen[name] for name in order})}{difference(shown)}</div>'
+    legend = stack.legend({name: seen[name] for name in order}, _LABEL, _STYLES)
+    return f'<div class="wb-memory"{dim}>{drawn}{legend}{difference(shown)}</div>'
 
 
 def _bar(row: Row, whole: int, capacity: int | None, *, pale: bool) -> str:
@@ -113,13 +118,7 @@ def _bar(row: Row, whole: int, capacity: int | None, *, pale: bool) -> str:
         )
         made.append(_LINE)
     words = ", ".join(f"{name} {units.bytes_(size)}" for name, size in row.pieces.items())
-    return (
-        '<div class="wb-row" style="display:flex;align-items:center;margin-top:5px">'
-        f'<span class="wb-rank" style="width:{_LABEL}px;flex-shrink:0">{escape(row.label)}</span>'
-        f'<div class="wb-bar{" wb-pale" * pale}" role="img" aria-label="{escape(f"{row.label}: {words}")}" style="display:flex;width:100%;'
-        f'height:22px;line-height:22px;font-size:11px">{"".join(made)}</div>'
-        f'<span class="wb-end" style="width:{_ROOM}px;flex-shrink:0;text-align:right">{escape(units.bytes_(row.bytes))}</span></div>'
-    )
+    return stack.row(row.label, made, words, units.bytes_(row.bytes), pale=pale, wide=_LABEL, room=_ROOM, tall=22)
 
 
 _LINE = f'<div class="wb-capacity" style="width:3px;margin:-4px -1px;background-color:{LIMIT};flex-shrink:0"></div>'
@@ -133,13 +132,10 @@ def _cut(at: int, size: int, capacity: int | None) -> list[int | str]:
 
 
 def _piece(name: str, size: int, part: int, total: int, whole: int) -> str:
-    color, share = color_of(name), units.percent(size / total)
+    share = units.percent(size / total)
     text = share if part / whole >= _WIDE_ENOUGH and 2 * part >= size and name not in BESIDE else ""
-    kind = {SLACK: ' class="wb-slack"', OUTSIDE: ' class="wb-outside"'}.get(name, "")
-    return (
-        f'<div{kind} title="{escape(name)}: {units.bytes_(size)} ({share})" style="width:{100 * part / whole:.3f}%;'
-        f'background-color:{color};color:{text_on(color)};text-align:center;overflow:hidden;white-space:nowrap">{text}</div>'
-    )
+    title = f"{name}: {units.bytes_(size)} ({share})"
+    return stack.piece(part / whole, color_of(name), text, title=title, style=_STYLES.get(name, ""))
 
 
 def _scale(capacity: int, whole: int, device: str) -> str:
@@ -148,16 +144,6 @@ def _scale(capacity: int, whole: int, device: str) -> str:
     place = f'<div style="width:{100 * capacity / whole:.3f}%;text-align:right">{words}</div>'
     margins = f"margin-top:3px;margin-left:{_LABEL}px;margin-right:{_ROOM}px"
     return f'<div class="wb-what" style="display:flex;{margins};font-size:12px">{place}</div>'
-
-
-def _legend(colors: Mapping[str, str]) -> str:
-    kinds = {SLACK: ' class="wb-slack"', OUTSIDE: ' class="wb-outside"'}
-    keys = "".join(
-        f'<span class="wb-key" style="margin-right:14px"><span{kinds.get(name, "")} style="display:inline-block;width:10px;height:10px;'
-        f'background-color:{color};margin-right:5px"></span>{escape(name)}</span>'
-        for name, color in colors.items()
-    )
-    return f'<div class="wb-legend" style="margin-top:6px;margin-left:{_LABEL}px">{keys}</div>'
 
 
 def difference(rows: Iterable[Row]) -> str:

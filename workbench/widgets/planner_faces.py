@@ -8,7 +8,12 @@ from workbench.batch.plan import BatchPlan
 from workbench.batch.scaled import LIGHTS, number
 from workbench.batching.facts import naive
 from workbench.display import escape
-from workbench.plot.colors import INK, LINE, LINE_PALE, PARTS, PHASES
+from workbench.plot.colors import INK
+from workbench.plot.colors import LINE
+from workbench.plot.colors import LINE_PALE
+from workbench.plot.colors import PARTS
+from workbench.plot.colors import PHASES
+from workbench.widgets import stack
 from workbench.widgets.planner_model import IMPOSSIBLE, Planned
 
 COLORS = {
@@ -122,7 +127,7 @@ def ladder(found: Planned) -> str:
     return (
         f'<div class="wb-steps"><div class="wb-label">learning rate against batch by the rule {escape(repr(found.rule))}{said}</div>'
         f'<div class="wb-columns" role="img" aria-label="{escape(_in_words(found))}" style="display:flex;align-items:flex-end">{columns}'
-        f"</div>{_legend(shown)}</div>"
+        f"</div>{stack.legend(shown, 0)}</div>"
     )
 
 
@@ -144,15 +149,6 @@ def _column(found: Planned, batch: int, light: str, lr: float, *, low: float, hi
 
 def _in_words(found: Planned) -> str:
     return ", ".join(f"{batch:,}: {number(lr) if lr == lr else 'none'} ({WORDS[light]})" for batch, light, lr in found.ladder)
-
-
-def _legend(colors: dict[str, str]) -> str:
-    keys = "".join(
-        f'<span class="wb-key" style="margin-right:14px"><span style="display:inline-block;width:10px;height:10px;'
-        f'background-color:{color};margin-right:5px"></span>{escape(name)}</span>'
-        for name, color in colors.items()
-    )
-    return f'<div class="wb-legend" style="margin-top:4px">{keys}</div>'
 
 
 def schedule(found: Planned, curves: Sequence[Sequence[float]], samples: int) -> str:

@@ -7,6 +7,7 @@ from workbench import units
 from workbench.display import Table, escape
 from workbench.planning.plans import BOUNDS
 from workbench.plot.colors import INK, LINE, PARTS, PHASES
+from workbench.widgets import stack
 from workbench.widgets.scaling_explorer_model import LOST, OWN, Place, words
 
 COLORS = {
@@ -137,16 +138,7 @@ def _anchor(x: float) -> str:
 
 
 def _legend(now: Place) -> str:
-    keys = (("predicted, with its band", LINE), (f"naive: each {now.each} goes on so (dashed)", INK))
-    return (
-        '<div class="wb-legend" style="margin-top:4px">'
-        + "".join(
-            f'<span class="wb-key" style="margin-right:14px"><span style="display:inline-block;width:10px;height:10px;'
-            f'background-color:{color};margin-right:5px"></span>{escape(name)}</span>'
-            for name, color in keys
-        )
-        + "</div>"
-    )
+    return stack.legend({"predicted, with its band": LINE, f"naive: each {now.each} goes on so (dashed)": INK}, 0)
 
 
 def limits(places: Sequence[Place]) -> str:
