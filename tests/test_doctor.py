@@ -25,6 +25,7 @@ from workbench.plot.colors import PARTS as COLORS
 from workbench.run import Run, telling
 from workbench.spec import RunSpec
 from workbench.statistics import Interval
+from workbench.target import Step
 from workbench.widgets import ThroughputDoctor, doctor_faces
 from workbench.widgets.whatif import what_if
 
@@ -301,7 +302,7 @@ def test_what_goes_wrong_is_shown_and_the_buttons_come_back(error: Exception, sa
 def test_a_step_of_this_process_is_measured_again_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(batch: Any) -> None: ...
 
-    here = diagnosing.Here(step=step, loader=[1, 2])
+    here = Step(step=step, loader=[1, 2])
     asked = []
     monkeypatch.setattr(diagnosing, "diagnose", lambda *given, **options: asked.append((given, options)) or diagnosis(None))
     doctor = Doctor(Diagnosis.of(evidence(), subject=here))
@@ -405,7 +406,7 @@ def test_a_climb_whose_last_rung_was_stopped_is_stopped(monkeypatch: pytest.Monk
 def test_a_step_of_this_process_cannot_be_stopped_and_the_button_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = threading.Event()
     monkeypatch.setattr(diagnosing, "diagnose", lambda *given, **options: opened.wait(20) and diagnosis(None))
-    doctor = Doctor(Diagnosis.of(evidence(), subject=diagnosing.Here(step=print, loader=[1, 2])), budget_s=30)
+    doctor = Doctor(Diagnosis.of(evidence(), subject=Step(step=print, loader=[1, 2])), budget_s=30)
     doctor.measure.click()
     assert shown(doctor)
     assert doctor.stop.disabled

@@ -266,7 +266,7 @@ def test_a_step_that_does_not_use_its_batch() -> None:
         (3, {}, "step is a int: wanted is a function"),
         (lambda: None, {}, "step cannot be called with one argument, the batch"),
         (lambda a, b: None, {}, "functools.partial for the other arguments"),
-        (print, {"budget_s": 0}, "budget_s=0: a number of seconds above 0"),
+        (print, {"budget_s": 0}, "budget_s=0: seconds above 0 are allowed"),
         (print, {"accumulation": 0}, "accumulation=0: a whole number"),
         (print, {"model": nn.Linear}, "model= was given the class Linear: it takes a torch.nn.Module"),
         (print, {"optimizer": "adam"}, "optimizer= was given a str"),

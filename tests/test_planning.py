@@ -283,7 +283,7 @@ def test_a_plan_that_is_good_already_stays() -> None:
         ({"noise_scale": -3}, r"noise_scale=-3: samples above 0"),
         ({"noise_scale": "high"}, r"noise_scale='high': samples above 0"),
         ({"steps": 4}, r"steps=4: what wb.steps_to_target gave"),
-        ({"rule": "linaer"}, r"rule='linaer': did you mean 'linear'"),
+        ({"rule": "linaer"}, r"rule='linaer': allowed are .*did you mean .linear"),
     ],
 )
 def test_what_cannot_be_planned(options: dict[str, Any], said: str) -> None:

@@ -41,5 +41,5 @@ def control_groups(
 def text_of(path: Path) -> str:
     """What a file says; "" where it cannot be read."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.readtext_of()
+        return path.read_text()
     return ""
