@@ -44,7 +44,21 @@ def executed(folder: Path, tests: str, *arguments: str) -> "subprocess.Completed
     """pytest, started as `nohup` and `&` start it: deaf to interrupts."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_one.py").write_text(STARTS + tests)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:nbval",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(folder),
+        *arguments,
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")} | {"PYTHONPATH": str(ROOT)}
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
