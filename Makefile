@@ -14,6 +14,8 @@ CHOSEN = $(if $(ARGS),|| [ $$? = 5 ])
 # what fails is tried once more, since others may compute on the machine; the summary names it (RERUN)
 AGAIN := --reruns 1 --reruns-delay 1
 TWO := -n 2 --dist loadfile
+# nbval takes seconds to import
+PYTEST = $(BIN)/python -m pytest -p no:nbval
 test test-slow unit together alone slow slow-alone notebooks slow-notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
 export KINETO_LOG_LEVEL ?= 6
 
@@ -55,16 +57,16 @@ architecture: ## print packages, files, circles and upward imports, and what bre
 unit: together alone ## library, process and documentation tests
 
 together: setup ## of these, what may run two files at a time
-	$(BIN)/python -m pytest -m "not gpu and not browser and not alone and not slow" $(TWO) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+	$(PYTEST) -m "not gpu and not browser and not alone and not slow" $(TWO) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 alone: setup ## of these, what judges times, so that nothing may run beside it
-	$(BIN)/python -m pytest -m "alone and not slow" $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+	$(PYTEST) -m "alone and not slow" $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 slow: setup ## of the slow tests, what may run two files at a time
-	$(BIN)/python -m pytest -m "slow and not gpu and not alone" $(TWO) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+	$(PYTEST) -m "slow and not gpu and not alone" $(TWO) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 slow-alone: setup ## of the slow tests, what judges times
-	$(BIN)/python -m pytest -m "slow and alone" $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+	$(PYTEST) -m "slow and alone" $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 notebooks: setup ## execute the notebooks and compare what they show (strict nbval)
 	$(BIN)/python -m tests.notebooks $(ARGS)
@@ -73,7 +75,7 @@ slow-notebooks: setup ## execute those that judge times by experiment
 	$(BIN)/python -m tests.notebooks --slow $(ARGS)
 
 browser: setup ## drive JupyterLab in Chromium; screenshots in shots/
-	$(BIN)/python -m pytest -m browser tests/browser -n 2 --maxschedchunk 1 $(AGAIN) $(ARGS)
+	$(PYTEST) -m browser tests/browser -n 2 --maxschedchunk 1 $(AGAIN) $(ARGS)
 
 test-gpu: ## the tests that need an NVIDIA GPU, with whatever Python has torch (PYTHON=…)
 	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m pytest -m gpu tests/gpu $(ARGS)

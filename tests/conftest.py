@@ -39,7 +39,7 @@ LEFT = "processes left behind by the tests"
 PATIENCE = 10.0
 """Seconds that the last processes of a session may take to go."""
 LIMIT, SLOW_LIMIT = 180.0, 600.0
-"""Seconds that each part of a test may take (its fixtures, its call, their end); of one that is marked `slow`, and of a cell of a notebook."""
+"""Seconds that each part of a test may take (its fixtures, its call, their end); of a slow one, and of a cell of a notebook."""
 REPEAT = 20.0
 """Seconds after which one that goes on all the same, as a callback from C may, is ended again."""
 

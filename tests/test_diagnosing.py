@@ -25,8 +25,6 @@ from workbench.launcher import environment
 from workbench.spec import SpecError
 from workbench.statistics import Interval
 
-pytestmark = pytest.mark.alone
-
 TASKS = Path(__file__).parent / "scripts" / "slow_task.py"
 SPEC = wb.RunSpec(task=f"{TASKS}:slow_loader", device="cpu", micro_batch=4)
 
@@ -245,6 +243,7 @@ def nothing_left(run_id: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.alone
 def test_a_spec_is_diagnosed_and_its_remedy_proved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = wb.diagnose(SPEC, budget_s=20, runs_dir=tmp_path / "runs")
     assert found.verdict == "input-bound", str(found)
@@ -265,6 +264,8 @@ def test_a_spec_is_diagnosed_and_its_remedy_proved(tmp_path: Path, capfd: pytest
     assert capfd.readouterr() == ("", "")  # a notebook shows the result and nothing else
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 def test_two_ranks_and_accumulation(tmp_path: Path) -> None:
     spec = SPEC.replace(nproc_per_node=2, accumulation=2)
     found = wb.diagnose(spec, budget_s=20, runs_dir=tmp_path)
@@ -275,6 +276,8 @@ def test_two_ranks_and_accumulation(tmp_path: Path) -> None:
     assert found.verdict == "input-bound", str(found)
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 def test_specs_that_want_different_numbers_of_ranks_take_turns(tmp_path: Path) -> None:
     """Samples that are waited for come twice as fast to two ranks; one of them rests while the other contestant runs."""
     proof = diagnosis_of(remedy(2.0, nproc_per_node=2), subject=Elsewhere(runs_dir=tmp_path)).prove(budget_s=15)
@@ -329,6 +332,8 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     nothing_left(run.id)
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 def test_in_a_terminal(tmp_path: Path) -> None:
     words = ["diagnose", f"{TASKS}:slow_loader", "--set", "micro_batch=4", "device=cpu", "--budget", "15", "--prove"]
     done = subprocess.run([sys.executable, "-m", "workbench", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)

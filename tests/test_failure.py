@@ -328,7 +328,9 @@ def check_culprit(run: wb.Run, way: str) -> None:
     assert (run.state, run.error.rank, run.error.kind, run.error.message) == ("failed", 1, *WAYS[way])
 
 
-@pytest.mark.parametrize("way", ["teardown", "sys.exit(3)", "SIGKILL"])
+@pytest.mark.parametrize(
+    "way", ["teardown", pytest.param("sys.exit(3)", marks=pytest.mark.slow), pytest.param("SIGKILL", marks=pytest.mark.slow)]
+)
 def test_the_right_rank_of_a_task_is_named(launch_failing: Callable[[str, str], wb.Run], way: str) -> None:
     check_culprit(launch_failing(way, "task"), way)
 
@@ -348,6 +350,11 @@ def test_a_watched_script_records_before_it_tears_down(tmp_path: Path) -> None:
     check_culprit(run, "teardown")
 
 
+def test_the_right_rank_of_a_script_is_named(launch_failing: Callable[[str, str], wb.Run]) -> None:
+    check_culprit(launch_failing("SIGKILL", "script"), "SIGKILL")
+
+
+@pytest.mark.slow
 def test_the_right_rank_of_a_script_is_named_in_20_of_20_trials(launch_failing: Callable[[str, str], wb.Run]) -> None:
     """All ways in turn. 20 trials of each, with torchrun's own verdict beside ours: benchmarks/culprits.py."""
     with ThreadPoolExecutor(max_workers=2) as pool:

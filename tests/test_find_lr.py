@@ -214,6 +214,7 @@ def test_large_batches_are_used_again(training: Training, monkeypatch: pytest.Mo
     assert any("goes through 8 of them again and again" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_a_good_learning_rate_for_a_sample() -> None:
     """Tuned on a grid it is 0.56 here; from 0.2 to 0.6 the target takes at most 1.5 times as many steps (`benchmarks/lr_finder.py`)."""
     data = Fashion()

@@ -17,8 +17,6 @@ from held_out import HELD_OUT  # noqa: E402
 from workbench.diagnosis.judgement import VERDICTS  # noqa: E402
 from workbench.task import check  # noqa: E402
 
-pytestmark = pytest.mark.alone
-
 QUICK = ("python_metric", "many_tensors", "slow_compute_on_rank_1", "healthy_mlp")
 """Judged in every test run; other kinds are diagnosed in other tests, from specs and in notebooks."""
 
@@ -48,11 +46,15 @@ def test_no_case_is_seen_twice() -> None:
     assert not CASES.keys() & HELD_OUT.keys()
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 def test_the_planted_cost_is_what_the_step_pays(tmp_path: Path) -> None:
     found = judged(CASES["slow_storage"], "truth", tmp_path)
     assert 0.25 < found["saved"] < 0.8
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_verdict(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -30,8 +30,6 @@ from workbench.scaling import CurveError
 from workbench.spec import SpecError
 from workbench.task import TaskError
 
-pytestmark = pytest.mark.alone
-
 TASKS = Path(__file__).parent / "scripts" / "tiny_task.py"
 SPEC = wb.RunSpec(task=f"{TASKS}:build", device="cpu", micro_batch=8, steps=12)
 USUAL: dict[str, Any] = {"over": "nproc_per_node", "values": (1, 2), "kind": "weak", "repeat": 2, "communication": False}
@@ -202,6 +200,8 @@ def test_another_curve_is_not_gone_on_with(tmp_path: Path, by_hand: Made) -> Non
 # --- real ones
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 def test_a_real_curve_is_measured_kept_and_not_measured_again_and_one_that_fails_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from workbench.spec import SpecError
 from workbench.task import TaskError
 
 SCRIPTS = Path(__file__).parent / "scripts"
-HELLO = SCRIPTS / "hello.py"
+HELLO, PLAIN = SCRIPTS / "hello.py", SCRIPTS / "plain.py"
 SPEC = wb.RunSpec(task=f"{SCRIPTS / 'tiny_task.py'}:build", device="cpu")
 
 
@@ -121,7 +121,7 @@ def test_more_ranks_than_gpus_where_they_need_none_each(monkeypatch: pytest.Monk
 
 
 def test_arguments_that_look_like_torchruns_own(tmp_path: Path) -> None:
-    run = wb.launch(HELLO, args=["--n", "5", "--log", "x", "--", "-m"], runs_dir=tmp_path)
+    run = wb.launch(PLAIN, args=["--n", "5", "--log", "x", "--", "-m"], runs_dir=tmp_path)
     finished(run)
     assert run.logs(0) == "rank 0 of 1: --n 5 --log x -- -m"
 
@@ -165,15 +165,15 @@ def test_nothing_heavy_is_imported_here(tmp_path: Path) -> None:
     code = f"""
 import sys
 import workbench as wb
-wb.launch({str(HELLO)!r}, runs_dir={str(tmp_path)!r}).stop()
+wb.launch({str(PLAIN)!r}, runs_dir={str(tmp_path)!r}).stop()
 print({{"torch", "numpy", "pandas", "matplotlib", "ipywidgets", "psutil"}} & set(sys.modules))
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
 def test_several_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
-    runs = [wb.launch(HELLO, args=[i], nproc_per_node=2, runs_dir=tmp_path) for i in range(3)]
-    assert len({run.path for run in runs}) == 3
+    runs = [wb.launch(HELLO, args=[i], nproc_per_node=2, runs_dir=tmp_path) for i in range(2)]
+    assert len({run.path for run in runs}) == 2
     for i, run in enumerate(runs):
         assert finished(run).logs(0) == f"rank 0 of 2: {i}"
 

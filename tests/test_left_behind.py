@@ -1,4 +1,4 @@
-"""A test that leaves a process behind fails the session, whichever process of pytest ran it."""
+"""What pytest keeps to here: no process is left behind, no test goes on for ever, and interrupts are heard wherever it was started."""
 
 import os
 import signal
@@ -11,28 +11,84 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
 from tests import conftest
-from tests.conftest import pytest_configure, pytest_sessionfinish
-conftest.PATIENCE = 0.5
+from tests.conftest import *
+conftest.PATIENCE, conftest.LIMIT = 0.5, 2.0
+"""
+STARTS = """
+import pathlib, signal, subprocess, sys, time
+def start(name):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    pathlib.Path(name).write_text(str(child.pid))
 """
 LEAVES = """
-import pathlib, subprocess, sys
 def test_leaves_one():
-    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    pathlib.Path("left").write_text(str(left.pid))
+    start("left")
 """
+ENDS_BADLY = """
+def test_fails():
+    start("failed")
+    assert False
+def test_hangs():
+    start("hung")
+    time.sleep(60)
+def test_hears():
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1, stderr=-1)
+    child.stdout.readline()
+    child.send_signal(signal.SIGINT)
+    assert b"KeyboardInterrupt" in child.communicate()[1]
+"""
+
+
+def executed(folder: Path, tests: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """pytest, started as `nohup` and `&` start it: deaf to interrupts."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_one.py").write_text(STARTS + tests)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:nbval",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(folder),
+        *arguments,
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")} | {"PYTHONPATH": str(ROOT)}
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def runs(file: Path) -> bool:
+    """Does the process live whose number stands there?"""
+    try:
+        return Path(f"/proc/{file.read_text()}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize("arguments", [[], ["-n", "1"]], ids=["here", "in a worker"])
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_process_that_is_left_fails_the_session(tmp_path: Path, arguments: list[str], leaves: bool) -> None:
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_one.py").write_text(LEAVES if leaves else "def test_passes(): pass")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path), *arguments]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False
-    )
-    if leaves:
-        os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
+def test_a_process_that_is_left_is_killed_and_fails_the_session(tmp_path: Path, arguments: list[str], leaves: bool) -> None:
+    done = executed(tmp_path, LEAVES if leaves else "def test_passes(): pass", *arguments)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert done.returncode == (1 if leaves else 0)
     assert ("time.sleep(60)" in done.stdout) == leaves
+    assert not leaves or not runs(tmp_path / "left")
+
+
+def test_what_a_failing_or_hanging_test_has_started_is_killed_and_interrupts_are_heard(tmp_path: Path) -> None:
+    done = executed(tmp_path, ENDS_BADLY, "-n", "1")
+    assert "2 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "the test took longer than its limit of 2 s" in done.stdout
+    assert "processes left behind" not in done.stdout
+    assert not runs(tmp_path / "failed")
+    assert not runs(tmp_path / "hung")

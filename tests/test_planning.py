@@ -432,6 +432,7 @@ def test_what_cannot_be_proved(options: dict[str, Any], said: str) -> None:
         prove_plan(SPEC, PLAN, against=PLAN, **options)
 
 
+@pytest.mark.slow
 def test_a_real_proof(tmp_path: Path) -> None:
     plan = batch_plan(SPEC.replace(lr=0.15, steps=400), global_batch=64, noise_scale=100, throughput=CURVE)
     found = plan.prove(steps=160, seeds=(0,), runs_dir=tmp_path)

@@ -19,6 +19,7 @@ from conftest import HandMade
 import workbench as wb
 from workbench import rundir
 from workbench.launcher import LaunchError, environment, start
+from workbench.launcher.launching import own
 from workbench.launcher.resuming import _Again
 from workbench.launcher.start import open_lock
 from workbench.run import Run
@@ -65,6 +66,7 @@ def test_a_killed_run_goes_on_and_ends_where_one_that_was_never_killed_does(tmp_
     monkeypatch.chdir(tmp_path)
     spec = wb.RunSpec(task="task.py:build", device="cpu", micro_batch=4, steps=300, checkpoint_every=20, schedule="cosine")
     run = wb.launch(spec, runs_dir=tmp_path / "runs")
+    assert rundir.read_json(run.path / rundir.RUN_JSON)["command"][-4:] == own("workbench.train.__main__", run.path)
     limit = time.monotonic() + 120
     while not list(run.path.glob(f"{rundir.CHECKPOINTS}/step*.pt")):
         assert run.state == "running", run

@@ -125,6 +125,7 @@ def test_a_job_that_waits_is_queued_and_can_be_stopped(cluster: SlurmCluster, tm
     assert wb.Run.load(run.path).state == "stopped"
 
 
+@pytest.mark.slow
 def test_cancelled_from_outside(cluster: SlurmCluster, tmp_path: Path) -> None:
     run = wb.launch(SPEC, on=wb.Slurm(), runs_dir=tmp_path, steps=FOR_EVER)
     training(run)
@@ -144,6 +145,7 @@ def test_what_slurm_refuses_is_said_in_its_words(cluster: SlurmCluster, tmp_path
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_job_that_is_put_back_goes_on_from_its_checkpoint(cluster: SlurmCluster, tmp_path: Path) -> None:
     spec = SPEC.replace(steps=FOR_EVER, checkpoint_every=50)
     run = wb.launch(spec, on=wb.Slurm(nodes=2, requeue=True), runs_dir=tmp_path)

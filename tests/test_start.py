@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import workbench as wb
 from workbench import rundir
 from workbench.launcher.launching import own
 
@@ -58,9 +57,3 @@ def test_an_import_that_fails_is_on_record(tmp_path: Path) -> None:
     found = rundir.read_json(tmp_path / rundir.ERRORS / "rank1.json")
     assert (found["rank"], found["message"]) == (1, "ImportError: no such library")
     assert "program_of_a_rank.py" in found["traceback"]
-
-
-def test_a_launch_starts_so(tmp_path: Path) -> None:
-    run = wb.launch(wb.RunSpec(task=f"{Path(__file__).with_name('toy_tasks.py')}:numbers", device="cpu", steps=2), runs_dir=tmp_path)
-    assert json.loads((run.path / "run.json").read_text())["command"][-4:] == own("workbench.train.__main__", run.path)
-    assert run.wait(timeout=120).ok, run.error

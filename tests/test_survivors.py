@@ -20,7 +20,7 @@ DEAF = Path(__file__).parent / "scripts" / "deaf.py"
 LIMIT = 10.0
 """Seconds after which nothing may be left."""
 PROCESSES = 9
-"""Of a run of deaf.py in 2 ranks: keeper, guard, torchrun, and per rank itself, its loader's worker and its orphan."""
+"""Of a run of deaf.py in 2 ranks: keeper, guard, torchrun, and per rank itself, its worker and its orphan."""
 
 
 def wait_ready(run: wb.Run, limit: float = 60.0) -> None:
@@ -55,9 +55,9 @@ def pids(run: wb.Run, part: str) -> list[int]:
 
 
 @pytest.fixture
-def deaf(tmp_path: Path) -> wb.Run:
+def deaf(tmp_path: Path, request: pytest.FixtureRequest) -> wb.Run:
     """deaf.py in two ranks, with all of it up."""
-    run = wb.launch(DEAF, nproc_per_node=2, runs_dir=tmp_path)
+    run = wb.launch(DEAF, args=getattr(request, "param", []), nproc_per_node=2, runs_dir=tmp_path)
     wait_ready(run)
     return run
 
@@ -66,6 +66,7 @@ def report(what: str, seconds: float) -> None:
     print(f"\n{what}: gone after {seconds:.1f} s")
 
 
+@pytest.mark.parametrize("deaf", [["torch"]], indirect=True, ids=["torch"])
 def test_stop(deaf: wb.Run) -> None:
     start = time.monotonic()
     deaf.stop()

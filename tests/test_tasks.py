@@ -17,6 +17,7 @@ from workbench.task import SAMPLES, resolve
 from workbench.train.models import Gpt, ResNet
 
 
+@pytest.mark.slow
 def test_samples_learn(by_hand: Callable[..., Any]) -> None:
     """60 steps beat the largest class (13 % of the pictures) and the frequencies of the bytes (4.46 bits)."""
     spec = RunSpec(task="clipart-resnet", nproc_per_node=2, steps=60, warmup_steps=5, schedule="cosine", evaluate=True, device="cpu")

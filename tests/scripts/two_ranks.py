@@ -1,6 +1,6 @@
 """Two ranks diagnose steps, one for each trouble that the last arguments name; rank 0 writes the evidence to the first, by trouble.
 
-    two_ranks.py FOUND.json BUDGET TROUBLE…
+two_ranks.py FOUND.json BUDGET TROUBLE…
 """
 
 import gc
