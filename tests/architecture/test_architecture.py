@@ -95,6 +95,8 @@ BREACHES: list[tuple[str, dict[str, str], str]] = [
     ("strings", {"runs/a.py": "PROGRAM = 'workbench.programs.gone'"}, "workbench.programs.gone"),
     ("strings", {"runs/a.py": "'''Starts `python -m workbench.programs.gone`.'''"}, "workbench.programs.gone"),
     ("strings", {"runs/a.py": "f'{python} -m workbench.programs.gone RUN'"}, "workbench.programs.gone"),
+    ("strings", {"runs/a.py": "'''See `workbench.core.gone`.'''", "core/__init__.py": ""}, "workbench.core.gone"),
+    ("strings", {"runs/a.py": "'workbench.gone'", "__init__.py": "def __getattr__(name): ..."}, "workbench.gone"),
     ("strings", {"runs/a.py": "'workbench.core.late.gone'", "core/late.py": "def call(): ..."}, "workbench.core.late.gone"),
     # sizes
     ("sizes", {"runs/run.py": "\n" * 501}, "runs/run.py has 501 lines"),
@@ -185,6 +187,12 @@ def test_the_command_prints_figures_and_breaches(tmp_path: Path) -> None:
 
 def test_all_packages_are_there() -> None:
     assert TREE.packages == sorted(rules.PACKAGES)
+
+
+def test_every_folder_is_a_package() -> None:
+    """Else it is not installed."""
+    folders = {path.rpartition("/")[0] for path in TREE.files if "/" in path}
+    assert {f"{folder}/__init__.py" for folder in folders} <= set(TREE.files)
 
 
 def test_a_first_line_says_what_a_file_is_for() -> None:
