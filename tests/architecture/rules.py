@@ -37,7 +37,7 @@ PLOT = ("*/plot/", "*/plot*.py")
 PANEL = ("*/panel/", "core/display/")
 HOMES = {
     "torch": TORCH,
-    "numpy": ("*/analysis/", "*/measure/", "*/estimate/", "harness/", "train/", "data/", *PLOT),
+    "numpy": ("*/analysis/", "*/measure/", "*/estimate/", "harness/", "train/", "data/", *PLOT, "core/display/axes.py"),
     "scipy": ("batch/analysis/", "scaling/analysis/"),
     "msgspec": ("traces/analysis/",),
     "pandas": ("core/display/table.py",),
