@@ -134,7 +134,8 @@ class Tree:
     def resolve(self, module: str, name: str) -> tuple[str, str]:
         """The file that `from module import name` reaches, and the name in it; an empty name where it reaches a module."""
         path = self.file(module)
-        if name and name not in self.names.get(path, {}) and self.file(f"{module}.{name}"):
+        submodule = self.names.get(path, {}).get(name) in (None, (module, name))  # its own names hide modules, unless they are those
+        if name and submodule and self.file(f"{module}.{name}"):
             return self.file(f"{module}.{name}"), ""
         return path, name
 
@@ -258,10 +259,9 @@ def late(tree: Tree) -> Iterator[str]:
     """Only the files in `LATE` import what a string names."""
     for path, module in tree.files.items():
         for node in ast.walk(module) if path not in LATE else ():
-            uses = [ast.unparse(node)] if isinstance(node, ast.Attribute | ast.Name) else []
-            if isinstance(node, ast.ImportFrom):
-                uses = [f"{node.module}.{alias.name}" for alias in node.names]
-            for use in uses:
+            if not isinstance(node, ast.Attribute | ast.Name | ast.ImportFrom):
+                continue
+            for use in _uses(node):
                 asks = any(f"{use}.".startswith(f"{question}.") or question.startswith(f"{use}.") for question in QUESTIONS)
                 if use == "__import__" or (use.startswith("importlib.") and dotted(use) and not asks):
                     yield f"{path}:{node.lineno} uses {use}: that is for {', '.join(LATE)}"
@@ -340,6 +340,11 @@ def named(module: ast.Module) -> Iterator[tuple[str, int]]:
                 text = match["name"].rstrip(".:")
                 if dotted(text.replace(":", ".", 1)):
                     yield text, node.lineno
+
+
+def _uses(node: ast.Attribute | ast.Name | ast.ImportFrom) -> list[str]:
+    """The dotted names that a node uses."""
+    return [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else [ast.unparse(node)]
 
 
 def dotted(text: str) -> bool:
