@@ -5,6 +5,7 @@ breach planted in a small tree. Nothing that is checked is imported.
 """
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ PLOT = ("*/plot/", "*/plot*.py")
 PANEL = ("*/panel/", "core/display/")
 HOMES = {
     "torch": TORCH,
-    "numpy": ("*/analysis/", "*/measure/", "*/estimate/", "harness/", "train/", "data/", *PLOT),
+    "numpy": ("*/analysis/", "*/measure/", "*/estimate/", "harness/", "train/", "data/", *PLOT, "core/display/axes.py"),
     "scipy": ("batch/analysis/", "scaling/analysis/"),
     "msgspec": ("traces/analysis/",),
     "pandas": ("core/display/table.py",),
@@ -53,6 +54,9 @@ LATE = ("core/late.py", "__init__.py", "runs/task.py", "programs/start.py", "pro
 """The files that import what they know only at the call: the late calls, the public names, a task, and a program or script."""
 QUESTIONS = ("importlib.metadata", "importlib.resources", "importlib.util.find_spec")
 """Parts of importlib that tell something about a package and do not import it."""
+
+NAMED = re.compile(rf"(?:^|-m |-m -- |`)(?P<name>{NAME}\.[\w.:]+)(?=$|[ \"'`;,)(])")
+"""The name of one of our modules in a string that is nothing else, after `-m`, or in backticks."""
 
 LIMITS = {"packages": len(PACKAGES), "files": 350, "lines": 63_000, "longest file": 500}
 MEDIAN = (120, 250)
@@ -130,7 +134,8 @@ class Tree:
     def resolve(self, module: str, name: str) -> tuple[str, str]:
         """The file that `from module import name` reaches, and the name in it; an empty name where it reaches a module."""
         path = self.file(module)
-        if name and name not in self.names.get(path, {}) and self.file(f"{module}.{name}"):
+        submodule = self.names.get(path, {}).get(name) in (None, (module, name))  # its own names hide modules, unless they are those
+        if name and submodule and self.file(f"{module}.{name}"):
             return self.file(f"{module}.{name}"), ""
         return path, name
 
@@ -254,10 +259,9 @@ def late(tree: Tree) -> Iterator[str]:
     """Only the files in `LATE` import what a string names."""
     for path, module in tree.files.items():
         for node in ast.walk(module) if path not in LATE else ():
-            uses = [ast.unparse(node)] if isinstance(node, ast.Attribute | ast.Name) else []
-            if isinstance(node, ast.ImportFrom):
-                uses = [f"{node.module}.{alias.name}" for alias in node.names]
-            for use in uses:
+            if not isinstance(node, ast.Attribute | ast.Name | ast.ImportFrom):
+                continue
+            for use in _uses(node):
                 asks = any(f"{use}.".startswith(f"{question}.") or question.startswith(f"{use}.") for question in QUESTIONS)
                 if use == "__import__" or (use.startswith("importlib.") and dotted(use) and not asks):
                     yield f"{path}:{node.lineno} uses {use}: that is for {', '.join(LATE)}"
@@ -267,11 +271,11 @@ def strings(tree: Tree) -> Iterator[str]:
     """What a string names as `workbench.x.y` or `workbench.x.y:z` exists, and so does what it hands to `python -m`."""
     for path, module in tree.files.items():
         for text, line in named(module):
-            where, colon, name = text.partition(":")
-            if not colon and not tree.file(where):
-                where, _, name = text.rpartition(".")
+            where, _, name = text.partition(":")
+            while "." in where and not tree.file(where):
+                where, _, name = where.rpartition(".")
             names = tree.names.get(tree.file(where), {})
-            if not tree.file(where) or (name and name not in names and "__getattr__" not in names):
+            if name and name not in names and ("__getattr__" not in names or where == NAME):
                 yield f'{path}:{line} names "{text}", which does not exist'
 
 
@@ -329,15 +333,18 @@ def within(path: str, home: tuple[str, ...]) -> bool:
 
 
 def named(module: ast.Module) -> Iterator[tuple[str, int]]:
-    """The dotted names of our modules in strings: a string that is nothing else, or a word after `-m`; with their lines."""
+    """The names of our modules in strings, with their lines: a string that is nothing else, a word after `-m`, and words in backticks."""
     for node in ast.walk(module):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            words = node.value.split()
-            for before, word in zip(["", *words], words, strict=False):
-                text = word.strip("`'\",;.…")
-                alone = len(words) == 1 and text == word
-                if text.startswith(f"{NAME}.") and (alone or before.endswith("-m")) and dotted(text.replace(":", ".", 1)):
+            for match in NAMED.finditer(node.value):
+                text = match["name"].rstrip(".:")
+                if dotted(text.replace(":", ".", 1)):
                     yield text, node.lineno
+
+
+def _uses(node: ast.Attribute | ast.Name | ast.ImportFrom) -> list[str]:
+    """The dotted names that a node uses."""
+    return [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else [ast.unparse(node)]
 
 
 def dotted(text: str) -> bool:

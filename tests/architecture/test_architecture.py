@@ -95,6 +95,8 @@ BREACHES: list[tuple[str, dict[str, str], str]] = [
     ("strings", {"runs/a.py": "PROGRAM = 'workbench.programs.gone'"}, "workbench.programs.gone"),
     ("strings", {"runs/a.py": "'''Starts `python -m workbench.programs.gone`.'''"}, "workbench.programs.gone"),
     ("strings", {"runs/a.py": "f'{python} -m workbench.programs.gone RUN'"}, "workbench.programs.gone"),
+    ("strings", {"runs/a.py": "'''See `workbench.core.gone`.'''", "core/__init__.py": ""}, "workbench.core.gone"),
+    ("strings", {"runs/a.py": "'workbench.gone'", "__init__.py": "def __getattr__(name): ..."}, "workbench.gone"),
     ("strings", {"runs/a.py": "'workbench.core.late.gone'", "core/late.py": "def call(): ..."}, "workbench.core.late.gone"),
     # sizes
     ("sizes", {"runs/run.py": "\n" * 501}, "runs/run.py has 501 lines"),
@@ -187,9 +189,20 @@ def test_all_packages_are_there() -> None:
     assert TREE.packages == sorted(rules.PACKAGES)
 
 
+def test_every_folder_is_a_package() -> None:
+    """Else it is not installed."""
+    folders = {path.rpartition("/")[0] for path in TREE.files if "/" in path}
+    assert {f"{folder}/__init__.py" for folder in folders} <= set(TREE.files)
+
+
 def test_a_first_line_says_what_a_file_is_for() -> None:
     for path, module in TREE.files.items():
         assert ast.get_docstring(module), f"{path} has no docstring"
+
+
+def test_imports_are_by_full_name() -> None:
+    relative = [path for path, module in TREE.files.items() for node in ast.walk(module) if isinstance(node, ast.ImportFrom) and node.level]
+    assert relative == []
 
 
 def test_no_package_has_the_name_of_a_public_function() -> None:
@@ -226,6 +239,13 @@ def test_public_names_are_there() -> None:
     assert sorted(workbench.__all__) == sorted(workbench._HOMES)
     code = "import workbench as wb; [getattr(wb, name) for name in wb.__all__]; print(*map(callable, (wb.launch, wb.compare, wb.watch)))"
     assert printed(code) == ["True"] * 3
+
+
+def test_type_checkers_see_the_same_public_names() -> None:
+    """What stands under `TYPE_CHECKING` is what `__getattr__` gives."""
+    declared = {name: origin for name, origin in TREE.names["__init__.py"].items() if origin[0].partition(".")[0] == "workbench"}
+    homes = {name: TREE.file(module) for name, module in workbench._HOMES.items()}
+    assert {name: TREE.resolve(*origin)[0] for name, origin in declared.items()} == homes
 
 
 def test_a_module_does_not_hide_a_public_name() -> None:

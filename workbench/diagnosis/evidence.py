@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from workbench.arm import Arm
 from workbench.codec import JsonDataclass
 from workbench.system_load import Noise
-from workbench.statistics import Interval
-from workbench.statistics import interval_of
 from workbench.timeline import Timeline
 
 __all__ = [

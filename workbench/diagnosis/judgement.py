@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench import display, units
-from workbench.codec import JsonDataclass
-from workbench.codec import fields_to_json
+from workbench.codec import JsonDataclass, fields_to_json
 from workbench.statistics import Interval
 
 VERDICTS = {

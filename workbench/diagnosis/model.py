@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.checks import did_you_mean
 from workbench import spec
+from workbench.checks import did_you_mean
 from workbench.diagnosis.costs import Costs, mean_saved
 from workbench.diagnosis.doubt import FRESH
 from workbench.diagnosis.evidence import Evidence, Gradients

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import display, units
-from workbench.codec import JsonDataclass
-from workbench.codec import fields_to_json
+from workbench.codec import JsonDataclass, fields_to_json
 from workbench.diagnosis.remedy import Remedy
 from workbench.statistics import Interval
 

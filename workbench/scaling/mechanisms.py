@@ -4,13 +4,11 @@ A formula with the right mechanism foretells better than a curve through the poi
 """
 
 from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import asdict
 from dataclasses import dataclass
-from typing import Any
+
 import numpy as np
+
 from workbench.checks import is_whole
-from numbers import Integral
 from workbench.codec import JsonDataclass
 from workbench.scaling.data import Data, Floats, Kind, Law
 from workbench.scaling.point import CurveError

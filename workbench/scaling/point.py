@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from workbench.checks import is_number
-from workbench.checks import is_whole
+from workbench.checks import is_number, is_whole
 from workbench.codec import JsonDataclass
 
 PROCESSES = "nproc_per_node"

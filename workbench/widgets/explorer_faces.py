@@ -9,9 +9,7 @@ from workbench.memory.breakdown import MemoryBreakdown
 from workbench.memory.fit import Fit
 from workbench.memory.log import GROUPS
 from workbench.plot.colors import GROUPS as COLORS
-from workbench.plot.colors import LIMIT
-from workbench.plot.colors import RESERVED
-from workbench.plot.colors import text_on
+from workbench.plot.colors import LIMIT, RESERVED
 from workbench.plot.colors import OUTSIDE as OUTSIDE_GREY
 from workbench.widgets import stack
 from workbench.widgets.explorer_pictures import icicle, timeline

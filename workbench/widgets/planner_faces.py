@@ -8,11 +8,7 @@ from workbench.batch.plan import BatchPlan
 from workbench.batch.scaled import LIGHTS, number
 from workbench.batching.facts import naive
 from workbench.display import escape
-from workbench.plot.colors import INK
-from workbench.plot.colors import LINE
-from workbench.plot.colors import LINE_PALE
-from workbench.plot.colors import PARTS
-from workbench.plot.colors import PHASES
+from workbench.plot.colors import INK, LINE, LINE_PALE, PARTS, PHASES
 from workbench.widgets import stack
 from workbench.widgets.planner_model import IMPOSSIBLE, Planned
 
