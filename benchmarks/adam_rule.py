@@ -22,9 +22,10 @@ import statistics
 import torch
 from torch import nn
 
-from workbench.batch import ScaledLr, scale_lr
+from workbench.batch.analysis.scale_lr import scale_lr
+from workbench.batch.analysis.scaled_lr import ScaledLr
 from workbench.data.samples import Fashion
-from workbench.task import resolve
+from workbench.runs.task import resolve
 from workbench.train.optimizers import build_optimizer
 
 BASE, RATIOS = 8, (4, 16, 64)

@@ -20,8 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import workbench as wb
-from workbench import units
-from workbench.cost import Sweep, TwinLayer, buckets, overlap, volume
+from workbench.cluster.analysis.iteration import buckets, overlap
+from workbench.cluster.analysis.links import Sweep
+from workbench.cluster.analysis.twin_run import TwinLayer
+from workbench.cluster.analysis.volumes import volume
+from workbench.core import units
 
 DIM, KV_HEADS, HEAD, HIDDEN, VOCABULARY, LAYERS, SEQUENCE = 4096, 8, 128, 14336, 128256, 32, 2048
 PLAN = {
@@ -147,7 +150,7 @@ def eight_billion() -> None:
 
 def twin() -> None:
     """The twin beside the closed form."""
-    from workbench.cost import Link
+    from workbench.cluster.analysis.collectives import Link
 
     layers = [TwinLayer(size=2**20, forward=0.002, backward=0.004) for _ in range(16)]
     link = Link(latency=2e-6, bandwidth=2e9)

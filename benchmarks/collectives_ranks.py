@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from workbench.measure.links import time_links
+from workbench.cluster.measure.links import time_links
 
 WIDTH, LAYERS, BATCH = 768, 12, 192
 CAPS = (2.0, 8.0, 25.0)

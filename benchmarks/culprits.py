@@ -12,8 +12,8 @@ from datetime import date
 from pathlib import Path
 
 import workbench as wb
-from workbench.display import Table
-from workbench.rundir import LAUNCHER_LOG
+from workbench.core.display.table import Table
+from workbench.core.run_directory import LAUNCHER_LOG
 
 SCRIPT = Path(__file__).parents[1] / "tests" / "scripts" / "failing.py"
 WAYS = ("teardown", "slow exit", "sys.exit(3)", "os._exit(3)", "segfault", "SIGKILL")

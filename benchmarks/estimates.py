@@ -12,8 +12,9 @@ import statistics
 import time
 
 import workbench as wb
-from workbench import collector, units
-from workbench.launcher import environment
+from workbench.core import gc as collector
+from workbench.core import units
+from workbench.runs.launch import environment
 
 SPEC = wb.RunSpec(task="text-gpt", micro_batch=64, nproc_per_node=1)
 BESIDE = 1_000_000

@@ -14,8 +14,8 @@ import tempfile
 
 import torch
 
-from workbench.batching.reaching import steps_to_target
-from workbench.spec import RunSpec
+from workbench.batch.steps_to_target import steps_to_target
+from workbench.runs.spec import RunSpec
 
 OPTIMIZERS = (
     "sgd(lr=0.05, momentum=0.9, nesterov=True)",

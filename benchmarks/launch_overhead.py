@@ -3,7 +3,7 @@
     python benchmarks/launch_overhead.py [--pairs 10]
 
 Prints the medians of the pairs' ratios with their ranges; at most 1.15 is wanted. The training's peer is its own program, started by
-torchrun without a guard and without `workbench.train.start`, which keeps Python's collector away from what torch has loaded.
+torchrun without a guard and without `workbench.programs.start`, which keeps Python's collector away from what torch has loaded.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import workbench as wb
-from workbench import rundir, units
-from workbench.launcher import environment
+from workbench.core import run_directory, units
+from workbench.runs.launch import environment
 
 SCRIPT = Path(__file__).parents[1] / "tests" / "scripts" / "hello.py"
 SPEC = wb.RunSpec(task="clipart-resnet", device="cpu", nproc_per_node=2, steps=2)
@@ -45,8 +45,8 @@ def bare_training(order: Path) -> Launch:
 
     def train(folder: Path) -> None:
         here = Path(tempfile.mkdtemp(dir=folder))
-        shutil.copy(order / rundir.RUN_JSON, here)
-        torchrun("-m", "workbench.train", str(here), **{rundir.ENV_RUN_DIR: str(here)})
+        shutil.copy(order / run_directory.RUN_JSON, here)
+        torchrun("-m", "workbench.train", str(here), **{run_directory.ENV_RUN_DIR: str(here)})
 
     return train
 

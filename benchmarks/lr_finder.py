@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
-from workbench.batch.lr_range_found import LrFound
-from workbench.batching.lr import find_lr
+from workbench.batch.analysis.lr_found import LrFound
+from workbench.batch.api import find_lr
 from workbench.data.samples import ByteText, Fashion
-from workbench.task import resolve
+from workbench.runs.task import resolve
 
 APART = 0.25
 """Of the grid, in decades."""

@@ -22,8 +22,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from workbench import units
-from workbench.display import Table
+from workbench.core import units
+from workbench.core.display.table import Table
 
 HERE = Path(__file__).parent
 LIMIT = 600

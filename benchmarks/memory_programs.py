@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.collector import collected_before
-from workbench.estimate import building
-from workbench.estimate.dry import DryRun, Gpu, dry_run, kept_state
-from workbench.memory.allocator import CachingAllocator
-from workbench.memory.outside import cublas_workspace
-from workbench.memory.replay import Replay
+from workbench.core.gc import collected_before
+from workbench.memory.analysis.allocator import CachingAllocator
+from workbench.memory.analysis.outside import cublas_workspace
+from workbench.memory.analysis.replay import Replay
+from workbench.memory.estimate import building
+from workbench.memory.estimate.dry_run import DryRun, Gpu, dry_run, kept_state
 
 AMPERE = (8, 0)
 

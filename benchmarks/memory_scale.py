@@ -11,8 +11,8 @@ import torch
 from memory_cases import Decoder, loss, tokens
 from torch import nn
 
-from workbench import units
-from workbench.memory.log import GROUPS
+from workbench.core import units
+from workbench.core.vocabulary import GROUPS
 
 DEVICE = "H100-SXM"
 BATCHES, LENGTHS = (2, 5, 11, 16, 24, 48), (96, 160, 224, 384, 640, 1000)
@@ -89,9 +89,9 @@ def trackers() -> dict[str, Any]:
 def slider(number: str, made_at: tuple[int, ...], stops: tuple[int, ...], build: Callable[[], nn.Module] = Decoder) -> dict[str, Any]:
     """A family of runs against fresh ones: the largest difference, in bytes."""
     import workbench as wb
-    from workbench.estimate.plan import plan_of
-    from workbench.estimating import record
-    from workbench.memory.family import Family
+    from workbench.memory.analysis.family import Family
+    from workbench.memory.api import record
+    from workbench.memory.estimate.plan import plan_of
 
     def example(value: int) -> Any:
         with torch.device("meta"):

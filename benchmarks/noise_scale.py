@@ -28,12 +28,12 @@ import torch
 import torch.distributed as dist
 
 import workbench as wb
-from workbench.batch.noise_scale import NoiseScale
-from workbench.batch.noise_steps import ENOUGH
-from workbench.measure.per_sample import per_sample_gradients
-from workbench.measure.stride import Stride
-from workbench.task import resolve
-from workbench.train.noise import NoiseLog
+from workbench.batch.analysis.noise_estimate import ENOUGH
+from workbench.batch.analysis.noise_scale import NoiseScale
+from workbench.batch.measure.gradient_norms import Stride
+from workbench.batch.measure.noise_log import NoiseLog
+from workbench.batch.measure.per_sample import per_sample_gradients
+from workbench.runs.task import resolve
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer, build_model, loss_of, seed_all
 

@@ -16,11 +16,16 @@ from pathlib import Path
 import reality_layouts
 from published_scaling import ALL_REDUCE, COMMUNICATION, COMPUTE, CURVES, ITERATIONS, SHARDED, Iteration, Published
 
-from workbench import display
-from workbench.cost import Cluster, Layout, Link, Rates, Sweep, Transformer, Work, all_reduce, sharded_step, work
-from workbench.cost.collectives import bus_factor
-from workbench.scaling import CurveForecast, ScalingCurve
-from workbench.scaling.forms import NAIVE
+from workbench.cluster.analysis.cluster import Cluster
+from workbench.cluster.analysis.collectives import Link, all_reduce, bus_factor
+from workbench.cluster.analysis.iteration import Layout, Rates, Work, work
+from workbench.cluster.analysis.links import Sweep
+from workbench.cluster.analysis.transformer import Transformer
+from workbench.cluster.analysis.volumes import sharded_step
+from workbench.core.display import table
+from workbench.scaling.analysis.curve.curve import ScalingCurve
+from workbench.scaling.analysis.curve.forecast import CurveForecast
+from workbench.scaling.analysis.curve.forms import NAIVE
 
 TOGETHER = "laws together"
 COMMITTED = {
@@ -180,7 +185,7 @@ def interpolation_errors() -> list[float]:
     return found
 
 
-def table_of_iterations() -> display.Table:
+def table_of_iterations() -> table.Table:
     """A row per iteration held out."""
     rows = [
         [
@@ -191,10 +196,10 @@ def table_of_iterations() -> display.Table:
         ]
         for name, recompute, predicted, naive, measured in iterations()
     ]
-    return display.Table(columns=("model", "recomputation", "predicted", "measured", "error", "naive error"), rows=rows)
+    return table.Table(columns=("model", "recomputation", "predicted", "measured", "error", "naive error"), rows=rows)
 
 
-def table_of_curves(scores: list[Score]) -> display.Table:
+def table_of_curves(scores: list[Score]) -> table.Table:
     """A row per held-out point: signed errors in percent, and the interval."""
     laws = list(dict.fromkeys(name for one in scores for name in one.errors))
     rows = [
@@ -207,10 +212,10 @@ def table_of_curves(scores: list[Score]) -> display.Table:
         ]
         for one in scores
     ]
-    return display.Table(columns=("curve", "held out", *laws, "90 % interval", ""), rows=rows)
+    return table.Table(columns=("curve", "held out", *laws, "90 % interval", ""), rows=rows)
 
 
-def table_of_laws(scores: list[Score]) -> display.Table:
+def table_of_laws(scores: list[Score]) -> table.Table:
     """A row per law: mean and largest error, beside those of the naive line."""
     found = mean_errors(scores)
     naive = found[NAIVE][0]
@@ -220,7 +225,7 @@ def table_of_laws(scores: list[Score]) -> display.Table:
     ]
     covered = sum(one.measured in one.forecast for one in scores)
     note = f"90 % intervals hold {covered} of {len(scores)}, median width {100 * statistics.median(one.width for one in scores):.0f} %"
-    return display.Table(columns=("law", "points", "mean error", "largest", "against naive"), rows=rows, note=note)
+    return table.Table(columns=("law", "points", "mean error", "largest", "against naive"), rows=rows, note=note)
 
 
 def from_csv(path: str) -> list[Published]:

@@ -18,14 +18,16 @@ from scipy.optimize import minimize
 from scipy.stats import norm
 
 import workbench as wb
-from workbench import display
-from workbench.cost import Cluster, Transformer
-from workbench.planning import EFFICIENCY, HELD, LINKS, PlanError, Plans
-from workbench.planning.memory import memory
-from workbench.planning.space import Layouts, layouts
-from workbench.planning.subject import Subject, of_transformer
-from workbench.planning.timing import Pace, seconds
-from workbench.statistics import Interval
+from workbench.cluster.analysis.cluster import Cluster
+from workbench.cluster.analysis.plan.layouts import Layouts, layouts
+from workbench.cluster.analysis.plan.memory import memory
+from workbench.cluster.analysis.plan.plans import Plans
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LINKS, PlanError
+from workbench.cluster.analysis.plan.subject import Subject, of_transformer
+from workbench.cluster.analysis.plan.timing import Pace, seconds
+from workbench.cluster.analysis.transformer import Transformer
+from workbench.core.display import table as display
+from workbench.core.statistics import Interval
 
 CLUSTER, PEAK, MEMORY = Cluster.named("DGX-A100"), 312e12, 80e9
 ROOM = MEMORY * 0.95

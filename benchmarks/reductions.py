@@ -19,11 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from workbench import units
-from workbench.display import Table
-from workbench.launcher import environment
+from workbench.core import units
+from workbench.core.display.table import Table
+from workbench.runs.launch import environment
 
-GALLERY = Path(__file__).parents[1] / "tests" / "gallery"
+GALLERY = Path(__file__).parents[1] / "tests" / "diagnosis" / "gallery"
 sys.path.insert(0, str(GALLERY))
 CASES = ("big_gradients", "small_buckets", "reduced_too_often")
 RANKS, BLOCK, LIMIT = 2, 0.3, 240

@@ -13,10 +13,9 @@ import time
 import numpy as np
 from scipy.optimize import minimize
 
-from workbench.laws import Points, ScalingLaw
-from workbench.laws.formula import exponent, losses
-from workbench.laws.objective import Columns, misfit
-from workbench.laws.reading import read
+from workbench.scaling.analysis.law.fit import Columns, exponent, losses, misfit
+from workbench.scaling.analysis.law.law import ScalingLaw
+from workbench.scaling.analysis.law.points import Points, read
 
 PUBLISHED = {"E": 1.817, "A": 482.0, "B": 2086.0, "alpha": 0.3478, "beta": 0.3659}
 """Besiroglu et al. 2024, table 1."""

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 import workbench as wb
-from workbench.batch.reaching import StepsToTarget
-from workbench.display import Table
-from workbench.spec import RunSpec
+from workbench.batch.analysis.steps_to_target import StepsToTarget
+from workbench.core.display.table import Table
+from workbench.runs.spec import RunSpec
 
 FASHION = RunSpec(task="fashion-mlp", micro_batch=4096, device="cpu", lr=0.1)
 TEXT = RunSpec(task="text-gpt", micro_batch=64, device="cpu", lr=0.01)

@@ -48,12 +48,12 @@ def arms_of(role: str, steps: int, folder: str) -> dict[str, Callable[[], None]]
     from torch.utils.data import DataLoader, TensorDataset
 
     import workbench as wb
-    from workbench.measure import auto
+    from workbench.timeline import watch_script
 
     torch.set_num_threads(1)
     if role == "auto":
         os.environ["WORKBENCH_RUN_DIR"] = folder
-        watching = auto.install()
+        watching = watch_script.install()
     if role == "peer":
         import traceml_ai
 

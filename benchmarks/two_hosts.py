@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import workbench as wb
-from workbench import units
-from workbench.cost import Sweep
-from workbench.cost.collectives import Link, collective_seconds
-from workbench.cost.overlap import timed
-from workbench.launcher import environment
+from workbench.cluster.analysis.collectives import Link, collective_seconds
+from workbench.cluster.analysis.iteration import timed
+from workbench.cluster.analysis.links import Sweep
+from workbench.core import units
+from workbench.runs.launch import environment
 
 RANK = Path(__file__).with_name("two_hosts_rank.py")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")

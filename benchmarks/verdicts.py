@@ -1,4 +1,4 @@
-"""Which bottleneck was planted? The gallery of `tests/gallery`, judged by us, by TraceML 0.5.0 and by torch-tb-profiler's own advice.
+"""Which bottleneck was planted? `tests/diagnosis/gallery`, judged by us, by TraceML 0.5.0 and by torch-tb-profiler's own advice.
 
     python benchmarks/verdicts.py [CASE…] [--held-out] [--runs 3] [--no-proofs] [--results DIR]
 
@@ -24,10 +24,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from workbench import units
-from workbench.display import Table
+from workbench.core import units
+from workbench.core.display.table import Table
 
-GALLERY = Path(__file__).parents[1] / "tests" / "gallery"
+GALLERY = Path(__file__).parents[1] / "tests" / "diagnosis" / "gallery"
 sys.path.insert(0, str(GALLERY))
 from cases import CASES, Case  # noqa: E402
 from held_out import HELD_OUT  # noqa: E402

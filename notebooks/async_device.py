@@ -4,8 +4,8 @@ import queue
 import threading
 import time
 
-from workbench import units
-from workbench.display import Table
+from workbench.core import units
+from workbench.core.display.table import Table
 
 
 class AsyncDevice:

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Mapping
 
-from workbench import Run, units
-from workbench.timeline import PHASES
+from workbench import Run
+from workbench.core import units
+from workbench.core.vocabulary import PHASES
 
 
 def _say(answer: object, right: bool, because: str, hint: str) -> None:

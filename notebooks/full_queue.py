@@ -6,8 +6,8 @@ import time
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from workbench import units
-from workbench.display import Table
+from workbench.core import units
+from workbench.core.display.table import Table
 
 WORKERS, PREFETCH, BATCH = 2, 8, 8
 SERVICE, TRAINING = 0.025, 0.010

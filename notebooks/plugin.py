@@ -7,8 +7,9 @@ from pathlib import Path
 from torch_tb_profiler import consts
 from torch_tb_profiler.profiler.data import RunProfileData
 
-from workbench import Trace, units
-from workbench.display import Table
+from workbench import Trace
+from workbench.core import units
+from workbench.core.display.table import Table
 
 PARTS = ("Kernel", "Memcpy", "Memset", "Communication", "Runtime", "DataLoader", "CPU Exec", "Other", "step")
 """What its overview shows, in the order of its arithmetic."""

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.estimate.attention import up
-from workbench.estimate.semantics_overrides import Overrides
+from workbench.memory.estimate.cuda.attention import up
+from workbench.memory.estimate.cuda.overrides import Overrides
 
 
 def install(overrides: Overrides) -> None:

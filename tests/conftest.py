@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from workbench import rundir
-from workbench.spec import RunSpec
+from workbench.core import run_directory
+from workbench.runs.spec import RunSpec
 
 with contextlib.suppress(ImportError):  # make test-gpu does without
     from hypothesis import HealthCheck, settings
@@ -167,9 +167,9 @@ class HandMade:
     def __init__(self, path: Path, **info: Any) -> None:
         self.path = path
         path.mkdir(parents=True)
-        self.lock = os.open(path / rundir.LOCK, os.O_RDWR | os.O_CREAT)
+        self.lock = os.open(path / run_directory.LOCK, os.O_RDWR | os.O_CREAT)
         base = {
-            "format": rundir.FORMAT,
+            "format": run_directory.FORMAT,
             "id": uuid.uuid4().hex,
             "name": "by-hand",
             "created": time.time(),
@@ -177,21 +177,21 @@ class HandMade:
             "launch_dir": ".",
         }
         spec = RunSpec(task="clipart-resnet", nproc_per_node=2, steps=20).to_json()
-        rundir.write_json(path / rundir.RUN_JSON, {**base, "spec": spec, "outcome": None, **info})
+        run_directory.write_json(path / run_directory.RUN_JSON, {**base, "spec": spec, "outcome": None, **info})
 
     def alive(self) -> "HandMade":
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         return self
 
     def steps(self, count: int, rank: int = 0, **changes: Any) -> "HandMade":
-        writer = rundir.LineWriter(self.path / rundir.rank_file(rank))
+        writer = run_directory.LineWriter(self.path / run_directory.rank_file(rank))
         writer.write([{"rank": rank, "world_size": 2, "clock": "host", "pid": 1, "device": "cpu"}])
         writer.write({"step": i, **STEP, **changes} for i in range(count))
         writer.close()
         return self
 
     def losses(self, count: int) -> "HandMade":
-        writer = rundir.LineWriter(self.path / rundir.METRICS)
+        writer = run_directory.LineWriter(self.path / run_directory.METRICS)
         writer.write(
             {"step": i + 1, "steps": 20, "loss": 2.0 / (i + 1), "lr": 0.1, "samples": 16 * (i + 1), "seconds": 0.065 * i}
             for i in range(count)
@@ -206,8 +206,10 @@ class HandMade:
         return self
 
     def ended(self, state: str, **more: Any) -> "HandMade":
-        info = json.loads((self.path / rundir.RUN_JSON).read_text())
-        rundir.write_json(self.path / rundir.RUN_JSON, {**info, "outcome": {"state": state, "returncode": 0, "seconds": 2.5, **more}})
+        info = json.loads((self.path / run_directory.RUN_JSON).read_text())
+        run_directory.write_json(
+            self.path / run_directory.RUN_JSON, {**info, "outcome": {"state": state, "returncode": 0, "seconds": 2.5, **more}}
+        )
         fcntl.flock(self.lock, fcntl.LOCK_UN)
         return self
 

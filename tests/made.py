@@ -4,10 +4,10 @@ import dataclasses
 import random
 from dataclasses import dataclass
 
-from workbench.arm import Arm
-from workbench.diagnosis.evidence import Evidence, Gradients, Inside, Loading, RankEvidence, Stalls
-from workbench.system_load import Noise
-from workbench.timeline import Step, Timeline
+from workbench.core.system_load import Noise
+from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Inside, Loading, RankEvidence, Stalls
+from workbench.harness.arm import Arm
+from workbench.timeline.timeline import Step, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)

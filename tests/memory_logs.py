@@ -1,6 +1,6 @@
 """Logs of storages made by hand: a small writer, and a training step in which every kind of memory happens."""
 
-from workbench.memory.log import ALLOC, FREE, MARK, RESIZE, Event, Mark, MemoryLog, Record
+from workbench.memory.analysis.log import ALLOC, FREE, MARK, RESIZE, Event, Mark, MemoryLog, Record
 
 FLOAT = 4
 

@@ -7,7 +7,8 @@ parallel ranks, P parameters, N data parallel ranks.
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from workbench import display, units
+from workbench.core import units
+from workbench.core.display import table as display
 
 Recompute = Literal["none", "selective", "full"]
 

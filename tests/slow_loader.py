@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from made import World
-
-from workbench.diagnosis.diagnosis import Diagnosis
-from workbench.diagnosis.evidence import Evidence
-from workbench.spec import RunSpec
+from tests.made import World
+from workbench.diagnosis.analysis.diagnosis import Diagnosis
+from workbench.diagnosis.analysis.evidence import Evidence
+from workbench.runs.spec import RunSpec
 
 SPEC = RunSpec(task="clipart-resnet", micro_batch=32)
 WORLD = World(work=0.016, host=0.0, optimizer=0.004, cpu=0.030, collate=0.002, bf16=0.75, cores=4.0, noise=0.0)

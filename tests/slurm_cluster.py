@@ -12,7 +12,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from conftest import processes_with
+from tests.conftest import processes_with
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "squeue", "scontrol", "sinfo")
 NODES, IDLE = ("n1", "n2"), ["idle", "idle"]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from workbench.task import Task
+from workbench.runs.task import Task
 from workbench.train import ranks
 
 Pair = tuple[Tensor, Tensor]

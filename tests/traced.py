@@ -108,7 +108,7 @@ def profiled(path: Path, *, steps: int = 3, wait: float = 0.0, sleep: float = 0.
     from torch.profiler import ProfilerActivity, profile, schedule
     from torch.utils.data import DataLoader, Dataset
 
-    from workbench.measure.profiler import without_kineto_lines
+    from workbench.traces.measure.profiler import without_kineto_lines
 
     class Slow(Dataset[torch.Tensor]):
         def __len__(self) -> int:

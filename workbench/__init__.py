@@ -38,102 +38,100 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workbench import plot as plot
     from workbench import widgets as widgets
-    from workbench.batch.plan import BatchPlan as BatchPlan
-    from workbench.batch.rules import scale_lr as scale_lr
-    from workbench.batching.laws import scaling_law as scaling_law
-    from workbench.batching.lr import find_lr as find_lr
-    from workbench.batching.noise import noise_scale as noise_scale
-    from workbench.batching.planning import batch_plan as batch_plan
-    from workbench.batching.reaching import steps_to_target as steps_to_target
-    from workbench.calibrating import calibrate as calibrate
-    from workbench.communicating.counting import collectives as collectives
-    from workbench.communicating.emulating import ddp_twin as ddp_twin
-    from workbench.communicating.timing import measure_collectives as measure_collectives
-    from workbench.comparison import Comparison as Comparison
-    from workbench.comparison import compare as compare
-    from workbench.cost.cluster import Cluster as Cluster
-    from workbench.device import Device as Device
-    from workbench.diagnosing import climb as climb
-    from workbench.diagnosing import diagnose as diagnose
-    from workbench.diagnosis.diagnosis import Diagnosis as Diagnosis
-    from workbench.diagnosis.evidence import Evidence as Evidence
-    from workbench.diagnosis.proof import Proof as Proof
-    from workbench.estimating import estimate_memory as estimate_memory
-    from workbench.failure import Failure as Failure
-    from workbench.failure import RunError as RunError
-    from workbench.fitting.advising import would_fit as would_fit
-    from workbench.fitting.climbing import memory_ladder as memory_ladder
-    from workbench.fitting.comparing import compare_memory as compare_memory
-    from workbench.fitting.largest import max_micro_batch as max_micro_batch
-    from workbench.growing.curves import scaling_curve as scaling_curve
-    from workbench.launcher.launching import launch as launch
-    from workbench.launcher.manifests import kubernetes as kubernetes
-    from workbench.launcher.slurm import Slurm as Slurm
-    from workbench.launcher.sweeping import sweep as sweep
-    from workbench.laws.law import ScalingLaw as ScalingLaw
-    from workbench.measure.timer import StepTimer as StepTimer
-    from workbench.measure.watched import watch as watch
-    from workbench.measuring import find_leaks as find_leaks
-    from workbench.measuring import measure_memory as measure_memory
-    from workbench.memory.breakdown import MemoryBreakdown as MemoryBreakdown
-    from workbench.planning.drawing import energy as energy
-    from workbench.planning.making import plan as plan
-    from workbench.run import Run as Run
-    from workbench.scaling.curve import ScalingCurve as ScalingCurve
-    from workbench.spec import RunSpec as RunSpec
-    from workbench.task import Task as Task
-    from workbench.timeline import Timeline as Timeline
-    from workbench.traces.ranks import TraceSet as TraceSet
-    from workbench.traces.trace import Trace as Trace
-    from workbench.tracing import trace as trace
+    from workbench.batch.analysis.plan import BatchPlan as BatchPlan
+    from workbench.batch.analysis.scale_lr import scale_lr as scale_lr
+    from workbench.batch.api import find_lr as find_lr
+    from workbench.batch.api import noise_scale as noise_scale
+    from workbench.batch.batch_plan import batch_plan as batch_plan
+    from workbench.batch.steps_to_target import steps_to_target as steps_to_target
+    from workbench.cluster.analysis.cluster import Cluster as Cluster
+    from workbench.cluster.api import measure_collectives as measure_collectives
+    from workbench.cluster.count_collectives import collectives as collectives
+    from workbench.cluster.plan import energy as energy
+    from workbench.cluster.plan import plan as plan
+    from workbench.cluster.twin_api import ddp_twin as ddp_twin
+    from workbench.core.device import Device as Device
+    from workbench.diagnosis.analysis.diagnosis import Diagnosis as Diagnosis
+    from workbench.diagnosis.analysis.evidence import Evidence as Evidence
+    from workbench.diagnosis.analysis.proof import Proof as Proof
+    from workbench.diagnosis.api import climb as climb
+    from workbench.diagnosis.api import diagnose as diagnose
+    from workbench.memory.analysis.breakdown import MemoryBreakdown as MemoryBreakdown
+    from workbench.memory.api import estimate_memory as estimate_memory
+    from workbench.memory.api import find_leaks as find_leaks
+    from workbench.memory.api import measure_memory as measure_memory
+    from workbench.memory.calibrate import calibrate as calibrate
+    from workbench.memory.compare import compare_memory as compare_memory
+    from workbench.memory.ladder import memory_ladder as memory_ladder
+    from workbench.memory.max_micro_batch import max_micro_batch as max_micro_batch
+    from workbench.memory.would_fit import would_fit as would_fit
+    from workbench.runs.compare import Comparison as Comparison
+    from workbench.runs.compare import compare as compare
+    from workbench.runs.failure import Failure as Failure
+    from workbench.runs.failure import RunError as RunError
+    from workbench.runs.launch.kubernetes import kubernetes as kubernetes
+    from workbench.runs.launch.launch import launch as launch
+    from workbench.runs.launch.slurm import Slurm as Slurm
+    from workbench.runs.launch.sweep import sweep as sweep
+    from workbench.runs.run import Run as Run
+    from workbench.runs.spec import RunSpec as RunSpec
+    from workbench.runs.task import Task as Task
+    from workbench.scaling.analysis.curve.curve import ScalingCurve as ScalingCurve
+    from workbench.scaling.analysis.law.law import ScalingLaw as ScalingLaw
+    from workbench.scaling.api import scaling_curve as scaling_curve
+    from workbench.scaling.law_api import scaling_law as scaling_law
+    from workbench.timeline.step_timer import StepTimer as StepTimer
+    from workbench.timeline.timeline import Timeline as Timeline
+    from workbench.timeline.watch import watch as watch
+    from workbench.traces.analysis.trace import Trace as Trace
+    from workbench.traces.analysis.trace_set import TraceSet as TraceSet
+    from workbench.traces.api import trace as trace
+
 
 __version__ = "0.1.0"
 
 _NAMES = {
-    "workbench.batch.plan": "BatchPlan",
-    "workbench.batch.rules": "scale_lr",
-    "workbench.batching.laws": "scaling_law",
-    "workbench.batching.lr": "find_lr",
-    "workbench.batching.noise": "noise_scale",
-    "workbench.batching.planning": "batch_plan",
-    "workbench.batching.reaching": "steps_to_target",
-    "workbench.calibrating": "calibrate",
-    "workbench.communicating.counting": "collectives",
-    "workbench.communicating.emulating": "ddp_twin",
-    "workbench.communicating.timing": "measure_collectives",
-    "workbench.comparison": "Comparison compare",
-    "workbench.cost.cluster": "Cluster",
-    "workbench.device": "Device",
-    "workbench.diagnosing": "climb diagnose",
-    "workbench.diagnosis.diagnosis": "Diagnosis",
-    "workbench.diagnosis.evidence": "Evidence",
-    "workbench.diagnosis.proof": "Proof",
-    "workbench.estimating": "estimate_memory",
-    "workbench.failure": "Failure RunError",
-    "workbench.fitting.advising": "would_fit",
-    "workbench.fitting.climbing": "memory_ladder",
-    "workbench.fitting.comparing": "compare_memory",
-    "workbench.fitting.largest": "max_micro_batch",
-    "workbench.growing.curves": "scaling_curve",
-    "workbench.launcher.launching": "launch",
-    "workbench.launcher.manifests": "kubernetes",
-    "workbench.launcher.slurm": "Slurm",
-    "workbench.launcher.sweeping": "sweep",
-    "workbench.laws.law": "ScalingLaw",
-    "workbench.measure.timer": "StepTimer",
-    "workbench.measure.watched": "watch",
-    "workbench.measuring": "find_leaks measure_memory",
-    "workbench.memory.breakdown": "MemoryBreakdown",
-    "workbench.planning.drawing": "energy",
-    "workbench.planning.making": "plan",
-    "workbench.run": "Run",
-    "workbench.scaling.curve": "ScalingCurve",
-    "workbench.spec": "RunSpec",
-    "workbench.task": "Task",
-    "workbench.timeline": "Timeline",
-    "workbench.traces.ranks": "TraceSet",
-    "workbench.traces.trace": "Trace",
-    "workbench.tracing": "trace",
+    "workbench.batch.analysis.plan": "BatchPlan",
+    "workbench.batch.analysis.scale_lr": "scale_lr",
+    "workbench.scaling.law_api": "scaling_law",
+    "workbench.batch.api": "find_lr noise_scale",
+    "workbench.batch.batch_plan": "batch_plan",
+    "workbench.batch.steps_to_target": "steps_to_target",
+    "workbench.memory.calibrate": "calibrate",
+    "workbench.cluster.count_collectives": "collectives",
+    "workbench.cluster.twin_api": "ddp_twin",
+    "workbench.cluster.api": "measure_collectives",
+    "workbench.runs.compare": "Comparison compare",
+    "workbench.cluster.analysis.cluster": "Cluster",
+    "workbench.core.device": "Device",
+    "workbench.diagnosis.api": "climb diagnose",
+    "workbench.diagnosis.analysis.diagnosis": "Diagnosis",
+    "workbench.diagnosis.analysis.evidence": "Evidence",
+    "workbench.diagnosis.analysis.proof": "Proof",
+    "workbench.memory.api": "estimate_memory find_leaks measure_memory",
+    "workbench.runs.failure": "Failure RunError",
+    "workbench.memory.would_fit": "would_fit",
+    "workbench.memory.ladder": "memory_ladder",
+    "workbench.memory.compare": "compare_memory",
+    "workbench.memory.max_micro_batch": "max_micro_batch",
+    "workbench.scaling.api": "scaling_curve",
+    "workbench.runs.launch.launch": "launch",
+    "workbench.runs.launch.kubernetes": "kubernetes",
+    "workbench.runs.launch.slurm": "Slurm",
+    "workbench.runs.launch.sweep": "sweep",
+    "workbench.scaling.analysis.law.law": "ScalingLaw",
+    "workbench.timeline.step_timer": "StepTimer",
+    "workbench.timeline.watch": "watch",
+    "workbench.memory.analysis.breakdown": "MemoryBreakdown",
+    "workbench.cluster.plan": "energy plan",
+    "workbench.runs.run": "Run",
+    "workbench.scaling.analysis.curve.curve": "ScalingCurve",
+    "workbench.runs.spec": "RunSpec",
+    "workbench.runs.task": "Task",
+    "workbench.timeline.timeline": "Timeline",
+    "workbench.traces.analysis.trace_set": "TraceSet",
+    "workbench.traces.analysis.trace": "Trace",
+    "workbench.traces.api": "trace",
     "workbench.plot": "plot",
     "workbench.widgets": "widgets",
 }

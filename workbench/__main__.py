@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import workbench
-from workbench import display, units
-from workbench.diagnosing import BUDGET
-from workbench.failure import RunError
-from workbench.launcher import environment
-from workbench.launcher.nodes import join
-from workbench.run import Run
-from workbench.task import SAMPLES
+from workbench.core import units
+from workbench.core.display import table
+from workbench.diagnosis.api import BUDGET
+from workbench.runs.failure import RunError
+from workbench.runs.launch import environment
+from workbench.runs.launch.nodes import join
+from workbench.runs.run import Run
+from workbench.runs.task import SAMPLES
 
 
-def doctor() -> display.Table:
+def doctor() -> table.Table:
     """What this machine has of what a run needs."""
 
     def version(name: str) -> str:
@@ -41,7 +42,7 @@ def doctor() -> display.Table:
         ["NVIDIA GPUs", "unknown" if gpus is None else str(gpus)],
         ["shared memory for loaders", units.bytes_(shm.f_bavail * shm.f_frsize) if shm else "–"],
     ]
-    return display.Table(columns=("what", "here"), rows=rows, title="workbench doctor")
+    return table.Table(columns=("what", "here"), rows=rows, title="workbench doctor")
 
 
 def report(run: Run) -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from browser.lab import FLAGS, Lab, Notebook, write
+from tests.browser.lab import FLAGS, Lab, Notebook, write
 from workbench import launch
-from workbench.run import Run
-from workbench.spec import RunSpec
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec
 
 SCRIPT = Path(__file__).with_name("train_slowly.py")
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

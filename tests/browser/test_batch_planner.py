@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import expect
 
-from browser.lab import Notebook
-from browser.test_doctor import slider
-from browser.test_panel import tab_until
+from tests.browser.lab import Notebook
+from tests.browser.test_doctor import slider
+from tests.browser.test_panel import tab_until
 
 pytestmark = pytest.mark.browser
 Open = Callable[..., Notebook]

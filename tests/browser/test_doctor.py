@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Locator, expect
-from slow_loader import diagnosis
 
-from browser.lab import Lab, Notebook
-from browser.test_panel import tab_until
-from workbench.run import Run
+from tests.browser.lab import Lab, Notebook
+from tests.browser.test_panel import tab_until
+from tests.slow_loader import diagnosis
+from workbench.runs.run import Run
 
 pytestmark = pytest.mark.browser
 Open = Callable[..., Notebook]

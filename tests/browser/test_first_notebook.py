@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from browser.lab import Lab, Notebook
+from tests.browser.lab import Lab, Notebook
 
 pytestmark = pytest.mark.browser
 FOLDER = Path(__file__).parents[2] / "notebooks"

@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import processes_with
 from playwright.sync_api import expect
 
-from browser.lab import Notebook
-from workbench import rundir
-from workbench.run import Run
+from tests.browser.lab import Notebook
+from tests.conftest import processes_with
+from workbench.core import run_directory
+from workbench.runs.run import Run
 
 pytestmark = pytest.mark.browser
 Open = Callable[..., Notebook]
@@ -30,7 +30,7 @@ def launched(notebook: Notebook) -> str:
 def gone(run_id: str, within: float = 20) -> bool:
     """Has every process of a run ended?"""
     limit = time.monotonic() + within
-    while (left := processes_with(rundir.ENV_RUN_ID, run_id)) and time.monotonic() < limit:
+    while (left := processes_with(run_directory.ENV_RUN_ID, run_id)) and time.monotonic() < limit:
         time.sleep(0.1)
     return not left
 

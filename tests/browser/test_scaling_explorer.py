@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import expect
 
-from browser.lab import Notebook
-from browser.test_doctor import slider
+from tests.browser.lab import Notebook
+from tests.browser.test_doctor import slider
 
 pytestmark = pytest.mark.browser
 Open = Callable[..., Notebook]

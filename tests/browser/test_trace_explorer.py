@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Locator, expect
-from traced import data, event, op, step, write
 
-from browser.lab import Lab, Notebook
+from tests.browser.lab import Lab, Notebook
+from tests.traced import data, event, op, step, write
 
 pytestmark = pytest.mark.browser
 Open = Callable[..., Notebook]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from workbench.timeline import Timeline
+from workbench.timeline.timeline import Timeline
 
 pytestmark = [
     pytest.mark.gpu,

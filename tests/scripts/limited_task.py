@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from workbench import rundir
+from workbench.core import run_directory
 
 MORE = 2**29
 WIDTH, LAYERS, COUNT = 4096, 12, 8192
@@ -16,7 +16,7 @@ WIDTH, LAYERS, COUNT = 4096, 12, 8192
 
 def model() -> nn.Module:
     """In a rank it limits the process; elsewhere, as in an estimate, it does not."""
-    if rundir.ENV_RUN_DIR in os.environ:
+    if run_directory.ENV_RUN_DIR in os.environ:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + MORE, resource.RLIM_INFINITY))
     return nn.Sequential(nn.Linear(64, WIDTH), *(nn.Tanh() for _ in range(LAYERS)), nn.Linear(WIDTH, 1))

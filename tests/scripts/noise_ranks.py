@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from workbench.batch.noise_scale import NoiseScaleError
-from workbench.measure.gradient_noise import NoiseWatch
+from workbench.batch.analysis.noise_estimate import NoiseScaleError
+from workbench.batch.measure.noise_watch import NoiseWatch
 
 STEPS, MICRO_BATCH = 4, 4
 

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workbench import rundir
+from workbench.core import run_directory
 from workbench.data.samples import ByteText
-from workbench.spec import RunSpec
-from workbench.task import Task
-from workbench.train.dealt import local
+from workbench.programs.sweep import train_all
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import Task
 from workbench.train.models import Gpt, ResNet
 from workbench.train.offload import Pretence, pretended
 from workbench.train.ranks import Ranks
-from workbench.train.sweep import train_all
+from workbench.train.sharded_tensors import local
 from workbench.train.trainer import Trainer
 
 PLAN = {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise", "head": "colwise_rep"}
@@ -144,7 +144,9 @@ def main(path: str, *run_dirs: str) -> None:
         Path(path).with_suffix(".out").write_text(json.dumps(results))
     folders = [Path(name) for name in run_dirs]
     if folders:
-        train_all([RunSpec.from_json(rundir.read_json(folder / rundir.RUN_JSON)["spec"]) for folder in folders], folders, ranks)
+        train_all(
+            [RunSpec.from_json(run_directory.read_json(folder / run_directory.RUN_JSON)["spec"]) for folder in folders], folders, ranks
+        )
     ranks.agree(True)
     dist.destroy_process_group()
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from workbench.measure.experiment import experiment
+from workbench.diagnosis.measure.experiment import experiment
 
 
 def diagnosed(mode: str, budget: float) -> dict[str, Any]:

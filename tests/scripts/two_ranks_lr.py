@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from workbench.batch.lr_range import LrRangeError
-from workbench.measure.lr_range import find
+from workbench.batch.analysis.lr_range import LrRangeError
+from workbench.batch.measure.lr_range import find
 
 
 def main(folder: str) -> None:

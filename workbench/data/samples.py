@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 from torch.utils.data import Dataset
 
+from workbench.core.package import ROOT
 from workbench.data.shards import read_entry, read_index
-from workbench.package import ROOT
 
 ENV_SAMPLES = "WORKBENCH_DATA_SAMPLES"
 """Environment variable: folder of the sample data, where it is not the checkout's."""

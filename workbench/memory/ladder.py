@@ -1,126 +1,212 @@
-"""What changes do to memory, one on top of another until a step fits a device: MemoryLadder."""
+"""Climbing: the cheapest changes, in time, that make a step fit, one on top of another."""
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from workbench import display, units
-from workbench.memory.breakdown import MemoryBreakdown
-from workbench.memory.whatif import SAME, changes_in_words, needed
+from workbench.core.device import Device
+from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.whatif import MemoryLadder, MemoryRung, combinations, needed
+from workbench.memory.api import estimate_memory
+from workbench.memory.capacity import MARGIN, any_of, device_of, place_of
+from workbench.runs.spec import RunSpec
+
+HALVINGS = 3
+"""The ladder splits a micro-batch up to 2 to the power of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryRung:
-    """One change on the way to a step that fits."""
-
-    change: Mapping[str, Any]
-    """Knobs that this rung turns."""
-    breakdown: MemoryBreakdown
-    """Predicted after it, with all rungs before it."""
-    slowdown: float
-    """Seconds per sample after it over those before, at the roofline of the device; nan where nothing can be said."""
-    price: str
-    """What it costs besides time."""
-
-    @property
-    def label(self) -> str:
-        """The change in words."""
-        return changes_in_words(self.change)
+NEGLIGIBLE = 1.03
+"""Times of two programs that differ by less count as the same: a roofline knows no better."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLadder(display.Shown):
-    """The cheapest changes in time that make a step fit a device, one on top of another."""
+def memory_ladder(
+    target: Any, device: str | Device, *, capacity: int | None = None, margin: float = MARGIN, **options: Any
+) -> MemoryLadder:
+    """The cheapest changes, in time, that make a step fit a device.
 
-    start: MemoryBreakdown
-    """Without any change."""
-    rungs: tuple[MemoryRung, ...]
-    """In the order in which they are taken; the cheapest in time come first."""
-    device: str
-    """To be fitted."""
-    capacity: int
-    """Its bytes, less the margin."""
-    margin: float
-    """Share of the device that stays free."""
-    tried: int = 0
-    """Combinations that were estimated."""
+    All sets of changes that make sense are tried in the order of their cost, until one fits; the cost of a set is the product of its
+    changes' own, each the roofline of its fake run over that of the step as it is. Where the device has no known roofline, the fewest
+    changes are the cheapest.
 
-    @property
-    def end(self) -> MemoryBreakdown:
-        """With all changes."""
-        return self.rungs[-1].breakdown if self.rungs else self.start
+    Args:
+        target: as `estimate_memory` takes it.
+        device: a name, such as "RTX-4090", or a Device; with a capacity also "cuda" (any GPU) or "cpu".
+        capacity: bytes that one rank can have; None = the device's.
+        margin: share of the device that stays free.
+        options: as `estimate_memory` takes them.
 
-    @property
-    def fits(self) -> bool:
-        """Does the step fit at the end?"""
-        return needed(self.end) <= self.capacity
+    Raises:
+        ValueError: an unknown device, or a target that cannot be estimated.
+    """
+    name, limit = place_of(device, capacity, margin)
+    if not any_of(device):
+        device = device_of(device)
+    return _Climb(target, device, options, limit=limit).ladder(name, margin)
 
-    @property
-    def changes(self) -> dict[str, Any]:
-        """All knobs that are turned: `spec.replace(**ladder.changes)`."""
-        return {name: value for rung in self.rungs for name, value in rung.change.items()}
 
-    @property
-    def slowdown(self) -> float:
-        """Seconds per sample at the end over those at the start."""
-        return math.prod(rung.slowdown for rung in self.rungs)
+class _Climb:
+    """The search for the cheapest set of changes."""
 
-    @property
-    def word(self) -> str:
-        """How it ends, in a line."""
-        if not self.rungs and self.fits:
-            return f"it fits {self.device} as it is, with {units.bytes_(self.capacity - needed(self.start))} to spare"
-        if not self.fits:
-            over = needed(self.end) - self.capacity
-            return f"nothing tried makes it fit {self.device}: {units.bytes_(over)} too much with all of {self.tried} combinations"
-        spare = units.bytes_(self.capacity - needed(self.end))
-        return f"it fits {self.device} with {changes_in_words(self.changes)}: {spare} to spare, {_time(self.slowdown)}"
+    def __init__(self, target: Any, device: str | Device, options: Mapping[str, Any], *, limit: int) -> None:
+        self._target, self._device, self._options, self._limit = target, device, options, limit
+        self._timed = isinstance(device, Device)
+        self._seen: dict[tuple[int, ...], tuple[MemoryBreakdown, float] | None] = {}
+        self._moves: list[tuple[Mapping[str, Any], str]] = []
 
-    @property
-    def table(self) -> display.Table:
-        """One row per rung."""
-        rows = [[SAME, units.bytes_(needed(self.start)), "", "", self.start.peak_moment]]
-        rows += [
-            [rung.label, units.bytes_(needed(rung.breakdown)), _time(rung.slowdown), rung.price, rung.breakdown.peak_moment]
-            for rung in self.rungs
-        ]
-        return display.Table(
-            columns=("change", "needs", "time", "price", "where the peak lies"),
-            rows=rows,
-            title=f"What makes it fit {self.device} ({units.bytes_(self.capacity)}, {units.percent(self.margin)} kept free)",
-            note=f"{self.word}; predicted; time at the device's roofline, communication left out",
+    def ladder(self, name: str, margin: float) -> MemoryLadder:
+        start = self._run(())
+        assert start is not None
+        rungs: list[MemoryRung] = []
+        if needed(start[0]) > self._limit:
+            self._moves = _moves(self._spec(), self._device if isinstance(self._device, Device) else None)
+            rungs = self._rungs(self._needed(self._cheapest()))
+        return MemoryLadder(
+            start=start[0],
+            rungs=tuple(rungs),
+            device=name,
+            capacity=self._limit,
+            margin=margin,
+            tried=sum(found is not None for found in self._seen.values()),
         )
 
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per rung, the start first."""
-        start = {"change": SAME, "needed": needed(self.start), "total": self.start.total, "slowdown": 1.0, "price": ""}
-        rows = [
-            {"change": r.label, "needed": needed(r.breakdown), "total": r.breakdown.total, "slowdown": r.slowdown, "price": r.price}
-            for r in self.rungs
-        ]
-        return display.frame([start, *rows])
+    def _cheapest(self) -> tuple[int, ...]:
+        """Places of the moves that fit at the least cost; where nothing fits, of those that need least."""
+        sets = combinations(move for move, _ in self._moves)
+        if self._hopeless(sets):
+            sizes = {chosen: needed(run[0]) for chosen, run in self._seen.items() if run is not None}
+            return min(sizes, key=lambda chosen: (sizes[chosen], chosen))
+        price = {chosen: math.prod(map(self._price, chosen)) for chosen in sets}
+        smallest: tuple[int, tuple[int, ...]] = (needed(self._found(())[0]), ())
+        for chosen in sorted(price, key=lambda chosen: (price[chosen], len(chosen))):
+            found = self._run(chosen)
+            if found is None or math.isnan(price[chosen]):
+                continue
+            if needed(found[0]) <= self._limit:
+                return chosen
+            smallest = min(smallest, (needed(found[0]), chosen))
+        return smallest[1]
 
-    plot = display.plot_method("memory_ladder")
+    def _hopeless(self, sets: list[tuple[int, ...]]) -> bool:
+        """Does nothing fit? Where each move alone saves memory, only the sets that no further move can join need be asked."""
+        singles = [self._run((place,)) for place in range(len(self._moves))]
+        least = needed(self._found(())[0])
+        if any(found is None or needed(found[0]) > least for found in singles):
+            return False
+        widest = [chosen for chosen in sets if not any(set(chosen) < set(other) for other in sets)]
+        return not any((found := self._run(chosen)) and needed(found[0]) <= self._limit for chosen in widest)
 
-    def __repr__(self) -> str:
-        return f"MemoryLadder({self.device!r}, {changes_in_words(self.changes) or SAME}, fits={self.fits})"
+    def _price(self, place: int) -> float:
+        """Times that a step takes with a move alone; 1 where no roofline is known, so that only the number of moves counts."""
+        return self._slowdown((), (place,)) if self._timed else 1.0
+
+    def _needed(self, chosen: tuple[int, ...]) -> tuple[int, ...]:
+        """The moves without those that it fits without, and in no more time."""
+        for place in chosen:
+            rest = tuple(other for other in chosen if other != place)
+            found = self._run(rest)
+            if found and needed(found[0]) <= self._limit and found[1] <= NEGLIGIBLE * self._found(chosen)[1]:
+                return self._needed(rest)
+        return chosen
+
+    def _rungs(self, chosen: tuple[int, ...]) -> list[MemoryRung]:
+        """The moves in the order of their cost, each on top of those before it."""
+        done: tuple[int, ...] = ()
+        rungs = []
+        for place in sorted(chosen, key=self._price):
+            now = tuple(sorted((*done, place)))
+            change, price = self._moves[place]
+            if self._run(now) is None:  # only together with a later one
+                rungs.append(MemoryRung(change=change, breakdown=self._found(done)[0], slowdown=1.0, price=price))
+                continue
+            slowdown = self._slowdown(done, now)
+            rungs.append(MemoryRung(change=change, breakdown=self._found(now)[0], slowdown=slowdown, price=price))
+            done = now
+        return rungs
+
+    def _slowdown(self, before: tuple[int, ...], after: tuple[int, ...]) -> float:
+        one, other = self._run(before), self._run(after)
+        return math.nan if one is None or other is None else other[1] / one[1]
+
+    def _found(self, chosen: tuple[int, ...]) -> tuple[MemoryBreakdown, float]:
+        found = self._run(chosen)
+        assert found is not None
+        return found
+
+    def _run(self, chosen: tuple[int, ...]) -> tuple[MemoryBreakdown, float] | None:
+        """Breakdown and seconds per sample with some moves; None where they cannot be had together."""
+        if chosen not in self._seen:
+            changes = {name: value for place in chosen for name, value in self._moves[place][0].items()}
+            try:
+                self._seen[chosen] = self._estimate({**self._options, **changes})
+            except ValueError:
+                if not chosen:
+                    raise
+                self._seen[chosen] = None
+        return self._seen[chosen]
+
+    def _estimate(self, options: Mapping[str, Any]) -> tuple[MemoryBreakdown, float]:
+        if isinstance(self._device, Device):
+            return timed_estimate(self._target, device=self._device, **options)
+        return estimate_memory(self._target, device=self._device, **options), math.nan
+
+    def _spec(self) -> RunSpec:
+        from workbench.memory.estimate.plan import plan_of
+
+        return plan_of(self._target, device=self._device, **self._options).spec
 
 
-def _time(slowdown: float) -> str:
-    if math.isnan(slowdown):
-        return "time not predicted"
-    return "same time" if abs(slowdown - 1) < 0.005 else f"{units.times(slowdown)} the time"
+def _moves(spec: RunSpec, device: Device | None) -> list[tuple[Mapping[str, Any], str]]:
+    """Changes that may save memory, each with its price in words."""
+    moves: list[tuple[Mapping[str, Any], str]] = []
+    if spec.optimizer not in ("fused", "foreach") and "fused" not in (spec.optimizer or ""):
+        moves.append(({"optimizer": _fused(spec.optimizer)}, "the same update in one kernel"))
+    if spec.precision == "fp32":
+        name = "amp_bf16" if device is None or "bf16" in device.flops_per_sec else "amp_fp16"
+        moves.append(({"precision": name}, "products in 16 bits; check the loss"))
+    if spec.parallel == "ddp" and spec.world_size > 1:
+        moves.append(({"gradient_as_bucket_view": True}, "gradients must not be replaced by the step"))
+        moves.append(({"parallel": "zero1"}, "each rank updates its part, and sends it to all"))
+        moves.append(({"parallel": "fsdp"}, "half as much communication again: weights are gathered twice"))
+    for power in range(1, HALVINGS + 1):
+        if spec.micro_batch % 2**power == 0:
+            change = {"micro_batch": spec.micro_batch >> power, "accumulation": spec.accumulation << power}
+            moves.append((change, "more and smaller kernels; statistics of BatchNorm over fewer samples"))
+    if spec.checkpointing == "none":
+        moves.append(({"checkpointing": "selective"}, "cheap operators run again in backward"))
+        moves.append(({"checkpointing": "full"}, "every block runs again in backward"))
+    return moves
 
 
-def combinations(moves: Iterable[Mapping[str, Any]]) -> list[tuple[int, ...]]:
-    """All sets of moves of which no two turn the same knob, as places in `moves`, the empty one included.
+def _fused(optimizer: str | None) -> str:
+    """The same optimizer in its fused implementation."""
+    if not optimizer:
+        return "fused"
+    name, _, rest = optimizer.partition("(")
+    return f"{name}({rest[:-1]}, fused=True)" if rest else f"{name}(fused=True)"
 
-    >>> combinations([{"precision": "amp_bf16"}, {"parallel": "zero1"}, {"parallel": "fsdp"}])
-    [(), (0,), (1,), (0, 1), (2,), (0, 2)]
+
+def timed_estimate(target: Any, *, device: Device, **options: Any) -> tuple[MemoryBreakdown, float]:
+    """The memory of a step, and the seconds per sample that the device needs for it at its roofline; both of one fake run.
+
+    Args:
+        target: as `estimate_memory` takes it.
+        device: whose datasheet counts.
+        options: as `estimate_memory` takes them.
+
+    Raises:
+        ValueError: as `estimate_memory`.
     """
-    found: list[tuple[int, ...]] = [()]
-    listed = list(moves)
-    for place, move in enumerate(listed):
-        found += [(*others, place) for others in found if not any(set(move) & set(listed[other]) for other in others)]
-    return found
+    from workbench.memory.api import breakdown_of, record
+    from workbench.memory.estimate.plan import plan_of
+    from workbench.memory.estimate.roofline import Roofline
+
+    plan = plan_of(target, device=device, **options)
+    rooflines: list[Roofline] = []  # one per attempt; the last one counts
+
+    def watch() -> Roofline:
+        rooflines.append(Roofline(device))
+        return rooflines[-1]
+
+    log, rank = record(plan, watch=watch)
+    samples = plan.spec.micro_batch * plan.spec.accumulation * plan.steps
+    return breakdown_of(plan, log, rank), rooflines[-1].seconds / samples

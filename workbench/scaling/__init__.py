@@ -5,11 +5,3 @@ scored on the last point by the others (`fitting`), and together they give a `Cu
 and always the naive line beside it, on which every process goes on as in the largest measured point. `mechanisms`: laws for curves that
 say more of themselves (`How`). `doubt`: what would narrow an interval.
 """
-
-from workbench.scaling.curve import ScalingCurve
-from workbench.scaling.fitting import CurveFit
-from workbench.scaling.forecast import CurveForecast
-from workbench.scaling.mechanisms import How
-from workbench.scaling.point import CurveError, ScalingPoint
-
-__all__ = ["ScalingCurve", "ScalingPoint", "CurveFit", "CurveForecast", "CurveError", "How"]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-from workbench.spec import SHARDED, RunSpec, SpecError, ranks_per_shard
+from workbench.runs.spec import SHARDED, RunSpec, SpecError, ranks_per_shard
 from workbench.train.ranks import Ranks
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from workbench.measure.batches import map_tensors
-from workbench.spec import RunSpec, SpecError
-from workbench.task import Task, TaskError
+from workbench.harness.batches import map_tensors
+from workbench.runs.spec import RunSpec, SpecError
+from workbench.runs.task import Task, TaskError
 from workbench.train.ranks import Ranks
 
 

@@ -9,17 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from workbench import failure, rundir, units
-from workbench.measure.energy import metered
-from workbench.measure.profiled import Profiled
-from workbench.measure.timer import StepTimer
-from workbench.memory.held import Held
-from workbench.spec import AUTO, RunSpec, check_profile
-from workbench.task import Task, TaskError
-from workbench.train.choosing import choose
+from workbench.core import run_directory, units
+from workbench.core.energy_counters import metered
+from workbench.runs import failure
+from workbench.runs.out_of_memory import Held
+from workbench.runs.spec import AUTO, RunSpec, check_profile
+from workbench.runs.task import Task, TaskError
+from workbench.timeline.step_timer import StepTimer
+from workbench.traces.measure.profiled_run import Profiled
+from workbench.train.checkpoints import Checkpoints
+from workbench.train.choose_micro_batch import choose
 from workbench.train.metrics import Metrics
 from workbench.train.ranks import Ranks
-from workbench.train.saving import Checkpoints
 from workbench.train.trainer import Trainer
 
 
@@ -86,7 +87,7 @@ def train(
     samples_per_step = spec.micro_batch * spec.accumulation * trainer.layout.readers.world_size
     done = checkpoints.resume(trainer, found) if checkpoints else 0  # before the files are opened: it cuts them
     del found  # as large as the model and its optimizer
-    trainer.phase = timer = StepTimer(run_dir / rundir.rank_file(ranks.rank), device=ranks.device.type)
+    trainer.phase = timer = StepTimer(run_dir / run_directory.rank_file(ranks.rank), device=ranks.device.type)
     if checkpoints:
         timer.go_on(done)
     metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None
@@ -94,7 +95,7 @@ def train(
     profiled = None
     if spec.profile:
         about = {"rank": ranks.rank, "queue": spec.queue, "steps": spec.steps}
-        profiled = Profiled(spec.profile, run_dir / rundir.TRACES, timer.leave_out, **about)
+        profiled = Profiled(spec.profile, run_dir / run_directory.TRACES, timer.leave_out, **about)
     step, waiting, loss_of_step = done, spec.accumulation, torch.zeros((), device=ranks.device)
     with (
         contextlib.closing(metrics) if metrics else contextlib.nullcontext(),

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workbench import rundir
+from workbench.core import run_directory
 
 INTERVAL = 0.3
 """Seconds between two writes: the only moments when the host waits for the losses."""
@@ -26,8 +26,8 @@ class Metrics:
             run_dir: of the run.
             steps: optimizer steps there will be.
         """
-        before = rundir.LineTail(run_dir / rundir.METRICS).read()  # of a run that goes on
-        self._writer = rundir.LineWriter(run_dir / rundir.METRICS)
+        before = run_directory.LineTail(run_dir / run_directory.METRICS).read()  # of a run that goes on
+        self._writer = run_directory.LineWriter(run_dir / run_directory.METRICS)
         self._steps = steps
         self._flushed = time.perf_counter()
         self._began = self._flushed - (before[-1].get("seconds", 0.0) if before else 0.0)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from workbench.spec import RunSpec, SpecError
-from workbench.train.dealt import from_part
+from workbench.runs.spec import RunSpec, SpecError
+from workbench.train.sharded_tensors import from_part
 
 
 @dataclass(frozen=True, slots=True)

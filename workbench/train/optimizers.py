@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from workbench.checks import did_you_mean
-from workbench.optimizer_table import OPTIMIZERS as NAMED
-from workbench.spec import IMPLEMENTATIONS, SpecError
-from workbench.task import TaskError
-from workbench.train.large_batch import LAMB, LARS
+from workbench.core.checks import did_you_mean
+from workbench.core.optimizer_table import OPTIMIZERS as NAMED
+from workbench.runs.spec import IMPLEMENTATIONS, SpecError
+from workbench.runs.task import TaskError
+from workbench.train.large_batch_optimizers import LAMB, LARS
 from workbench.train.offload import HostOptimizer
 
 _OURS: dict[str, type[Optimizer]] = {"LAMB": LAMB, "LARS": LARS}

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from workbench.spec import SpecError
-from workbench.train.dealt import clip_gradients
+from workbench.runs.spec import SpecError
+from workbench.train.sharded_tensors import clip_gradients
 
 TYPES = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 """What a precision computes in; None = in what the weights have."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the group is there: imported later, its default arguments keep the group for ever
+import torch.distributed.nn.functional
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from workbench.spec import RunSpec, SpecError
+from workbench.runs.spec import RunSpec, SpecError
 
 PATIENCE = datetime.timedelta(seconds=60)
 """How long a rank that has failed waits for the others, who may be waiting for it in a reduction that it will never join."""

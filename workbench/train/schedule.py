@@ -5,7 +5,7 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from workbench.spec import RunSpec
+from workbench.runs.spec import RunSpec
 
 
 def lr_factor(step: int, *, steps: int, warmup_steps: int, schedule: str) -> float:

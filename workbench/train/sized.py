@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from workbench.data.samples import ByteText
-from workbench.task import Task
+from workbench.runs.task import Task
 from workbench.train.models import Gpt
 from workbench.train.tasks import WINDOW
 
@@ -47,7 +47,7 @@ class Mixing(Gpt):
 
 
 def __getattr__(name: str) -> Callable[[], Task]:
-    """`gpt_<width>`: a function that returns the task of that width, as `workbench.task.resolve` wants it."""
+    """`gpt_<width>`: a function that returns the task of that width, as `workbench.runs.task.resolve` wants it."""
     found = re.fullmatch(r"gpt_(\d+)", name)
     if not found:
         raise AttributeError(f"workbench.train.sized has no {name!r}: it offers gpt_<width>, such as gpt_32")

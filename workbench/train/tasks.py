@@ -1,5 +1,9 @@
-"""The sample tasks: zero-argument functions that return a Task, as a user's own file would."""
+"""The sample tasks: zero-argument functions that return a Task, as a user's own file would.
 
+Tasks that calibration runs: what they take of a GPU lies far apart. Zero-argument functions that return a Task.
+"""
+
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -12,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from workbench.data.samples import ByteText, ClipArt, Fashion
-from workbench.task import Task
+from workbench.runs.task import Task
 from workbench.train.models import Gpt, ResNet
 
 WINDOW = 64
@@ -107,3 +111,31 @@ def _batches(model: nn.Module, data: "Dataset[Any]") -> Iterator[list[Tensor]]:
     device = next(model.parameters()).device
     for batch in DataLoader(data, batch_size=128):
         yield [tensor.to(device) for tensor in ([batch] if isinstance(batch, torch.Tensor) else batch)]
+
+
+def wide_gpt() -> Task:
+    """A GPT with 101 M parameters."""
+    return _gpt("wide-gpt", width=1024, layers=8)
+
+
+def middle_gpt() -> Task:
+    """A GPT with 19 M parameters."""
+    return _gpt("middle-gpt", width=512, layers=6)
+
+
+def wide_resnet() -> Task:
+    """A ResNet-10 with 4.9 M parameters."""
+    return _resnet("wide-resnet", width=64, blocks=(1, 1, 1, 1))
+
+
+def deep_resnet() -> Task:
+    """A ResNet-34 with 5.3 M parameters."""
+    return _resnet("deep-resnet", width=32, blocks=(3, 4, 6, 3))
+
+
+def _gpt(name: str, *, width: int, layers: int) -> Task:
+    return dataclasses.replace(text_gpt(), model=partial(Gpt, length=WINDOW, width=width, layers=layers, heads=width // 64), name=name)
+
+
+def _resnet(name: str, **sizes: Any) -> Task:
+    return dataclasses.replace(clipart_resnet(), model=partial(ResNet, classes=10, **sizes), name=name)

@@ -13,21 +13,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from workbench.measure.batches import map_tensors
-from workbench.spec import SHARDED, RunSpec
-from workbench.task import Task, TaskError
+from workbench.harness.batches import map_tensors
+from workbench.runs.spec import SHARDED, RunSpec
+from workbench.runs.task import Task, TaskError
 from workbench.train.checkpointing import apply_checkpointing
-from workbench.train.dealt import local
-from workbench.train.halving import Halving
 from workbench.train.layout import Layout
 from workbench.train.loader import build_loader, micro_batches, to_device
 from workbench.train.offload import activations_on_host, check_offload, on_host, told
 from workbench.train.optimizers import build_optimizer, place_optimizer
-from workbench.train.parallel import accumulating, distribute, gathered
 from workbench.train.precision import Precision
 from workbench.train.ranks import Ranks
 from workbench.train.schedule import build_scheduler
-from workbench.train.splitting import split_layers
+from workbench.train.sharded_tensors import local
+from workbench.train.sharding import accumulating, distribute, gathered
+from workbench.train.split_on_oom import Halving
+from workbench.train.tensor_parallel import split_layers
 
 COLLECT_EVERY = 1000
 """Steps between two garbage collections with gc=False: what a model leaves in cycles must go at some time."""

@@ -1,0 +1,871 @@
+"""Plans of a layout: closed forms in columns against the same one by one, by hand, and what the short list promises."""
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import workbench as wb
+from tests import published_formulas as formulas
+from workbench.cluster.analysis.cluster import Cluster
+from workbench.cluster.analysis.collectives import CostError, Link, broadcast
+from workbench.cluster.analysis.iteration import Layout, bubble
+from workbench.cluster.analysis.links import Sweep
+from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts, layouts
+from workbench.cluster.analysis.plan.memory import memory
+from workbench.cluster.analysis.plan.plans import Plan, Plans
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LINKS, MEASURED_LINKS, PlanError, share_of
+from workbench.cluster.analysis.plan.subject import Subject, of_transformer
+from workbench.cluster.analysis.plan.timing import UPDATE, Pace, Seconds, seconds
+from workbench.cluster.analysis.transformer import Transformer
+from workbench.cluster.analysis.volumes import gather_seconds, sharded_step, volume
+from workbench.core.device import Device
+from workbench.core.statistics import Interval
+from workbench.memory.analysis.outside import outside_of
+
+GPT = Transformer(layers=24, hidden=2048, vocabulary=50_000, sequence=1024, heads=16)
+LARGE = Transformer(layers=80, hidden=8192, vocabulary=32_000, sequence=2048, heads=64)
+A100 = Cluster.named("DGX-A100")
+PEAK = 312e12
+BEST = Pace.of(A100, PEAK, 1.0, 1.0)
+
+
+def subject(model: Transformer = GPT, **changes: Any) -> Subject:
+    options: dict[str, Any] = {"sequence": None, "precision": "amp_bf16", "fused_attention": True, "sequence_parallel": True}
+    return of_transformer(model, **{**options, "gpus_per_node": 8, **changes})
+
+
+def one(
+    gpus: int, *, tensor: int = 1, pipeline: int = 1, chunks: int = 1, micro: int = 1, batch: int, sharing: str = "ddp", kind: int = 0
+) -> Layouts:
+    """A single layout as columns of length 1."""
+    data = gpus // tensor // pipeline
+    inside = data if gpus <= 8 else min(data, 8 // tensor)  # powers of two: nodes are filled
+    row = {
+        "gpus": gpus,
+        "data": data,
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "chunks": chunks,
+        "micro_batch": micro,
+        "accumulation": batch // data // micro,
+        "sharing": SHARINGS.index(sharing),
+        "checkpointing": kind,
+        "shard": inside if sharing == "hsdp" else data,
+        "inside": inside,
+    }
+    return Layouts(**{name: np.array([value]) for name, value in row.items()})
+
+
+def timed(layout: Layouts, model: Transformer = GPT, pace: Pace = BEST) -> dict[str, float]:
+    found = seconds(subject(model), layout, pace, 8)
+    return {field.name: float(getattr(found, field.name)[0]) for field in dataclasses.fields(Seconds)}
+
+
+# --- seconds
+
+
+def test_one_gpu_computes_and_updates() -> None:
+    found = timed(one(1, micro=4, batch=16))
+    assert found["compute"] == pytest.approx(GPT.flops(16) / PEAK + GPT.parameters * UPDATE / A100.device.bandwidth)
+    assert (found["communication"], found["bubble"], found["hidden"]) == (0, 0, 0)
+
+
+def test_full_checkpointing_computes_what_the_transformer_says() -> None:
+    more = timed(one(1, batch=8, kind=1))["compute"] - timed(one(1, batch=8))["compute"]
+    assert more == pytest.approx((GPT.flops(8, "full") - GPT.flops(8)) / PEAK)
+
+
+def test_tensor_parallelism_sends_what_the_transformer_says() -> None:
+    silent = dataclasses.replace(BEST, intra=Link(latency=0, bandwidth=A100.intra.bandwidth))
+    sent = timed(one(8, tensor=8, micro=2, batch=16), pace=silent)["communication"]
+    assert sent == pytest.approx(GPT.tensor_bytes(16, 8) / A100.intra.bandwidth)
+    assert timed(one(8, tensor=8, micro=2, batch=16))["communication"] - sent == pytest.approx(
+        8 * 24 * 4 * 14 * A100.intra.latency  # micro-batches × layers × all-reduces × messages of a ring of 8
+    )
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(4, 1), (4, 3), (8, 1), (8, 3)])
+def test_the_bubble_is_that_of_the_schedule(stages: int, chunks: int) -> None:
+    layout = Layout(batch=64, tensor=8, pipeline=stages, chunks=chunks)
+    found = timed(one(8 * stages, tensor=8, pipeline=stages, chunks=chunks, batch=64))
+    busy = found["compute"] + found["communication"]
+    update = (GPT.parameters - 51_024 * 2048) / stages / 8 + 51_024 * 2048 / 8
+    assert found["bubble"] == pytest.approx(layout.bubble * (busy - update * UPDATE / A100.device.bandwidth))
+    assert layout.bubble == bubble(stages, 64, "interleaved" if chunks > 1 else "1f1b", chunks)
+
+
+def test_stages_that_are_not_equal_wait_for_the_fullest() -> None:
+    odd = dataclasses.replace(GPT, layers=26)  # four stages of 7, 7, 6 and 6
+    even = dataclasses.replace(GPT, layers=28)
+    less, more = (timed(one(4, pipeline=4, batch=4), model)["compute"] for model in (odd, even))
+    head = 6 * GPT.sequence * GPT.vocabulary * GPT.hidden  # the logits are dealt out with the layers
+    off = head * 4 * (7 / 26 - 7 / 28) / PEAK
+    assert less - more == pytest.approx(off, rel=1e-6)
+    assert one(4, pipeline=4, batch=4).share(26)[0] == 7 / 26
+
+
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_ddp_sums_as_the_cluster_does(gpus: int) -> None:
+    found = timed(one(gpus, batch=gpus))
+    assert found["communication"] + found["hidden"] == pytest.approx(A100.all_reduce(4 * GPT.parameters, gpus))
+
+
+@pytest.mark.parametrize("gpus", [8, 64, 512])
+def test_fsdp_is_the_sharded_step_and_the_first_gather(gpus: int) -> None:
+    alone = GPT.flops(1) / PEAK
+    found = timed(one(gpus, batch=gpus, sharing="fsdp"))
+    step = sharded_step(alone, GPT.parameters, gpus, A100)
+    update = GPT.parameters / gpus * UPDATE / A100.device.bandwidth
+    gather = gather_seconds(2 * GPT.parameters, gpus, A100)
+    whole = alone + found["communication"]
+    assert found["compute"] == pytest.approx(alone + update)
+    assert whole >= step
+    hops = (3 * 24 - 3) * ((gpus // 8 - 1) * A100.inter.latency + 7 * A100.intra.latency)  # latencies of every layer's three
+    assert whole <= step + gather / 20 + hops + 1e-9
+
+
+def test_zero_gathers_what_ddp_does_not() -> None:
+    zero = timed(one(8, batch=8, sharing="zero1"))
+    sent = volume(GPT.parameters, 8, "zero1", parameter_bytes=2, gradient_bytes=4)
+    assert zero["communication"] + zero["hidden"] == pytest.approx(sent.total / A100.intra.bandwidth + 14 * A100.intra.latency)
+
+
+def test_accumulation_repeats_what_zero2_and_fsdp_send() -> None:
+    for name, times in (("ddp", 1), ("fsdp", 4), ("hsdp", 4)):
+        few, many = (timed(one(16, micro=micro, batch=64, sharing=name)) for micro in (4, 1))
+        whole = [found["communication"] + found["hidden"] for found in (few, many)]
+        assert whole[1] / whole[0] == pytest.approx(times, rel=0.35 if name == "hsdp" else 0.05)
+
+
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_zero1_of_a_run_sums_everything_and_sends_each_tensor(gpus: int) -> None:
+    what = dataclasses.replace(subject(), broadcasts=300, states=(4.0, 4.0, 8.0))
+    found = seconds(what, one(gpus, batch=gpus, sharing="zero1"), BEST, 8)
+    alone = timed(one(gpus, batch=gpus))
+    link = A100.intra if gpus == 8 else A100.inter
+    each = broadcast(4 * GPT.parameters / 300, gpus, link, "tree")
+    assert found.communication[0] == pytest.approx(alone["communication"] + 300 * each)
+    assert found.hidden[0] == pytest.approx(alone["hidden"])
+
+
+@pytest.mark.parametrize("sharing", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
+def test_gradients_of_two_bytes_are_sent_in_two(sharing: str) -> None:
+    wide, narrow = (
+        seconds(subject(gradient_bytes=size), one(64, batch=64, sharing=sharing), dataclasses.replace(BEST, flops_per_sec=1e30), 8)
+        for size in (4, 2)
+    )
+    less = {"ddp": 0.5, "zero1": 4 / 6, "zero2": 4 / 6}.get(sharing)
+    sent = [float((found.communication + found.hidden)[0]) for found in (wide, narrow)]
+    assert sent[1] < 0.9 * sent[0]
+    if less is not None:
+        assert sent[1] / sent[0] == pytest.approx(less, rel=0.01)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_gpus_of_one_node_lie_in_one_node(gpus: int) -> None:
+    for layout in (layouts(subject(), A100, [gpus], 8 * gpus, [kind], Counter()) for kind in SHARINGS):
+        assert (layout.nodes == 1).all()
+        assert (layout.inside == layout.data).all()
+    assert not len(layouts(subject(), A100, [gpus], 8 * gpus, ["hsdp"], Counter())) or gpus == 1  # that is fsdp, in one node
+    found = layouts(subject(), A100, [64], 64, ["fsdp"], Counter())
+    ranks = [np.arange(data) * tensor // 8 for data, tensor in zip(found.data, found.tensor, strict=True)]  # their nodes, one by one
+    assert found.nodes.tolist() == [len(set(nodes.tolist())) for nodes in ranks]
+
+
+# --- memory
+
+
+def held(layout: Layouts, **changes: Any) -> dict[str, float]:
+    return {name: float(value[0]) for name, value in memory(subject(**changes), layout, "A100-80GB").groups.items()}
+
+
+@pytest.mark.parametrize(("sharing", "stage"), [("ddp", 0), ("zero1", 1), ("zero2", 2)])
+def test_states_are_those_of_zero(sharing: str, stage: int) -> None:
+    found = held(one(8, batch=8, sharing=sharing), gradient_bytes=2)
+    terms = formulas.zero(parameters=round(GPT.parameters), ranks=8, stage=stage).terms
+    for mine, theirs in (("weights", "parameters"), ("gradients", "gradients"), ("optimizer states", "optimizer states")):
+        assert found[mine] == pytest.approx(terms[theirs], rel=1e-6)
+
+
+def test_fsdp_holds_its_share_and_two_layers() -> None:
+    found = held(one(8, batch=8, sharing="fsdp"))
+    layer = (GPT.parameters - 51_024 * 2048) / 24
+    assert found["weights"] == pytest.approx(2 * GPT.parameters / 8 + layer * (2 * 2 + 4))
+
+
+@pytest.mark.parametrize(("tensor", "parallel"), [(1, True), (4, True), (4, False)])
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_activations_are_korthikantis(tensor: int, parallel: bool, kind: str) -> None:
+    what = subject(fused_attention=False, sequence_parallel=parallel)
+    place = list(what.computed).index(kind)
+    found = memory(what, one(tensor, tensor=tensor, micro=2, batch=2, kind=place), "A100-80GB").groups["activations"][0]
+    paper = formulas.korthikanti(
+        batch=2,
+        sequence=1024,
+        hidden=2048,
+        heads=16,
+        layers=24,
+        tensor_parallel=tensor,
+        sequence_parallel=parallel and tensor > 1,
+        recompute=kind,  # type: ignore[arg-type]
+    )
+    beside = 2 * max(what.working[kind] / tensor, what.head)  # one layer while it is computed again, or the logits
+    if kind == "full" and tensor > 1:  # what the paper keeps whole; with sequence parallelism each rank has its part
+        assert found - beside == pytest.approx(paper.total / (tensor if parallel else 1))
+    else:
+        assert found - beside == pytest.approx(paper.total)
+
+
+def test_a_gated_block_keeps_what_was_counted() -> None:
+    """The count of a gated block's activations is that of a fake run of one, to the norms' own statistics."""
+    import torch
+    import torch.nn.functional as functional
+    from torch import nn
+
+    heads, groups, width, hidden, tokens, batch = 8, 2, 896, 256, 128, 2
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"q": hidden, "k": hidden * groups // heads, "v": hidden * groups // heads, "o": hidden, "gate": width, "up": width}
+            self.maps = nn.ModuleDict({name: nn.Linear(hidden, size, bias=False) for name, size in sizes.items()})
+            self.down, self.first, self.second = nn.Linear(width, hidden, bias=False), nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+
+        def forward(self, x: Any) -> Any:
+            y = self.first(x)
+            q, k, v = (self.maps[name](y).view(batch, tokens, -1, hidden // heads).transpose(1, 2) for name in "qkv")
+            seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = x + self.maps["o"](seen.transpose(1, 2).reshape(x.shape))
+            y = self.second(x)
+            return x + self.down(functional.silu(self.maps["gate"](y)) * self.maps["up"](y))
+
+    def kept(layers: int) -> int:
+        return wb.estimate_memory(
+            lambda: nn.Sequential(*(Block() for _ in range(layers))).to(torch.bfloat16),
+            torch.empty(batch, tokens, hidden, dtype=torch.bfloat16, device="meta"),
+            loss=lambda model, x: model(x).float().mean(),
+            precision="fp32",
+            optimizer="sgd",
+            device="A100-80GB",
+        ).activations
+
+    sizes: dict[str, Any] = {"layers": 4, "hidden": hidden, "vocabulary": 1000, "sequence": tokens, "heads": heads, "kv_heads": groups}
+    model = Transformer(**sizes, feed_forward=width, gated=True, tied=False)
+    assert (kept(4) - kept(2)) / 2 * 4 / batch == pytest.approx(subject(model).kept["none"], rel=0.01)
+
+
+def test_the_first_stage_holds_micro_batches_under_way() -> None:
+    what = subject(LARGE, loss_parallel=True)
+    whole = what.kept["none"]
+
+    def activations(**changes: int) -> float:
+        layout = one(64, pipeline=8, tensor=8, **{"batch": 64, **changes})  # type: ignore[arg-type]
+        return float(memory(what, layout, "A100-80GB").groups["activations"][0])
+
+    first, chunked, few = activations(), activations(chunks=2), activations(batch=2)
+    assert first == pytest.approx(whole / 8)
+    assert chunked == pytest.approx(whole / 8 * (1 + 7 / 16))
+    assert few == pytest.approx(whole / 8 * 2 / 8)
+
+
+# --- the short list
+
+
+def plans(**changes: Any) -> Plans:
+    options: dict[str, Any] = {"gpus": 64, "global_batch": 512}
+    found = wb.plan(changes.pop("model", LARGE), changes.pop("cluster", "DGX-H100"), **{**options, **changes})
+    assert isinstance(found, Plans)
+    return found
+
+
+@pytest.mark.parametrize("gpus", [1, 8, 16, 128, None])
+def test_every_plan_uses_exactly_the_gpus_and_makes_the_batch(gpus: int | None) -> None:
+    found = plans(model=GPT, gpus=gpus, price=2.0, intensity=300)
+    assert len({repr(plan) for plan in found}) == len(found)
+    for plan in found:
+        assert gpus in (None, plan.gpus)
+        assert plan.data * plan.tensor * plan.pipeline == plan.gpus
+        assert plan.micro_batch * plan.accumulation * plan.data == plan.global_batch == 512
+        assert 0 < plan.seconds.low <= plan.seconds.mid <= plan.seconds.high
+        assert sum(plan.parts.values()) == pytest.approx(plan.seconds.mid)
+        assert min(plan.parts.values()) >= 0
+        assert plan.bytes <= plan.capacity == 80e9 * 0.95
+        assert plan.money is not None
+        assert plan.energy is not None
+        assert plan.money.mid == pytest.approx(plan.gpus * plan.steps * plan.seconds.mid / 3600 * 2.0)
+        assert plan.energy.money == pytest.approx(plan.money.mid)
+        assert plan.energy.kwh == pytest.approx(plan.gpus * 700 * plan.steps * plan.seconds.mid / 3.6e6)
+        assert plan.energy.grams == pytest.approx(300 * plan.energy.kwh)
+        assert not plan.energy.measured
+        assert plan.mfu.mid == pytest.approx(GPT.flops(512) / plan.gpus / plan.seconds.mid / 989.4e12)
+    assert found.best is found["fastest"] is found[0]
+    assert [plan.seconds.mid for plan in found] == sorted(plan.seconds.mid for plan in found)
+
+
+def test_open_numbers_of_gpus_trade_time_against_money() -> None:
+    found = plans(gpus=None, most_gpus=4096)
+    assert found["fewest GPUs"].gpus == min(plan.gpus for plan in found.front) < found["fastest"].gpus
+    assert found["cheapest"].gpu_seconds == min(plan.gpu_seconds for plan in found)
+    assert found["best value"].gpu_seconds <= 1.25 * found["cheapest"].gpu_seconds
+    assert [one.gpus for one in found.front] == sorted({one.gpus for one in found.front})
+    with pytest.raises(KeyError, match=r"no plan is the 'best' one: there are fastest"):
+        found["best"]
+
+
+def test_tens_of_thousands_of_gpus() -> None:
+    found = plans(gpus=24_576, global_batch=24_576)
+    assert found.considered > 1000
+    assert all(plan.gpus == 24_576 for plan in found)
+    for plan in found:
+        if plan.bound != "memory":
+            assert plan.parts[plan.bound] == max(plan.parts.values())
+    assert found.best.bound == "compute"
+    assert plans(model=GPT, gpus=24_576, global_batch=24_576).best.bound == "communication"  # a small model has little to hide behind
+
+
+def test_what_is_ruled_out_adds_up() -> None:
+    found = plans()
+    assert found.considered == sum(found.ruled_out.values()) + len(found)
+
+
+@pytest.mark.parametrize("gpus", [256, None])
+def test_no_more_plans_than_the_most_and_the_first_roles_stay(gpus: int | None) -> None:
+    sizes = {"layers": 32, "hidden": 4096, "feed_forward": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 128_256, "sequence": 8192}
+    model = Transformer(**sizes, gated=True, tied=False)
+    whole = plans(model=model, gpus=gpus, top=12)
+    for top in range(1, 13):
+        found = plans(model=model, gpus=gpus, top=top)
+        assert len(found) == top  # so many kinds there are
+        assert found.best.layout == whole.best.layout
+        assert found.considered == sum(found.ruled_out.values()) + top
+        assert "cheapest" in found.roles or gpus is not None or top <= 2
+    two = plans(model=model, gpus=256, top=2)
+    assert (two["fastest"].tight, two["safe"].tight) == (True, False)
+    with pytest.raises(KeyError, match=r"there are fastest, simplest, safe; a larger top= may list more"):
+        two["leanest"]
+
+
+memories = st.floats(20e9, 400e9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(memories, memories, st.sampled_from([8, 16, 64, 256]))
+def test_more_memory_never_loses_a_plan(one_memory: float, other: float, gpus: int) -> None:
+    what = subject(LARGE)
+    everything = layouts(what, A100, [gpus], 512, SHARINGS, Counter())
+    used = memory(what, everything, "A100-80GB").total
+    small, large = sorted((one_memory, other))
+    assert not ((used <= small) & ~(used <= large)).any()
+    fits = []
+    for size in (small, large):
+        device = dataclasses.replace(A100.device, memory=round(size))
+        try:
+            fits.append(plans(cluster=dataclasses.replace(A100, device=device), gpus=gpus).best.seconds.mid)
+        except PlanError:
+            fits.append(math.inf)
+    assert fits[1] <= fits[0] * (1 + 1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 64),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from(SHARINGS),
+    st.sampled_from([GPT, LARGE]),
+)
+def test_faster_links_and_gpus_are_never_slower(nodes: int, tensor: int, pipeline: int, sharing: str, model: Transformer) -> None:
+    layout = one(64 * nodes, tensor=tensor, pipeline=pipeline, batch=64 * nodes, sharing=sharing)
+    slow, fast = Pace.of(A100, PEAK, 0.4, 0.5), Pace.of(A100, PEAK, 0.5, 0.8)
+    mine, theirs = (timed(layout, model, pace) for pace in (slow, fast))
+    parts = ("compute", "communication", "bubble")
+    assert all(value >= 0 and math.isfinite(value) for value in (*mine.values(), *theirs.values()))
+    assert sum(theirs[name] for name in parts) <= sum(mine[name] for name in parts) * (1 + 1e-9)
+
+
+def test_given_shares_make_no_range_and_measured_links_a_narrow_one() -> None:
+    sure = plans(efficiency=0.45, links=0.9).best.seconds
+    assert sure.low == sure.mid == sure.high
+    links = plans(efficiency=0.45, cluster=A100.with_links(intra=A100.intra), tensor=8).best.seconds
+    loose = plans(efficiency=0.45, cluster=A100, tensor=8).best.seconds
+    assert 0 < links.high - links.low < loose.high - loose.low
+    assert LINKS.mid < 1
+    half = A100.with_links(intra=A100.intra)
+    assert (share_of(half, "intra"), share_of(half, "inter")) == (MEASURED_LINKS, LINKS)
+    assert "(reckoned 100 %) of the links' bandwidth inside nodes, 60 % … 95 % (reckoned 80 %) between them" in str(
+        plans(model=GPT, cluster=half)
+    )
+    far: dict[str, Any] = {"tensor": 1, "pipeline": 1, "gpus": 64, "efficiency": 0.45, "top": 1, "model": GPT, "sharing": "zero2"}
+    by_datasheet, near, both = (
+        plans(**far, cluster=one).best.spans["communication"] for one in (A100, half, half.with_links(inter=A100.inter))
+    )
+    assert near.mid == by_datasheet.mid > both.mid  # between nodes the datasheet's 80 % are reckoned with still
+
+
+def test_a_cluster_of_ones_own_from_what_was_measured() -> None:
+    points = [(2**power, 2e-5 + 1.75 * 2**power / 200e9) for power in range(16, 31, 2)]
+    sweep = Sweep(points=points, ranks=8)
+    own = Cluster.of("A100-80GB", gpus_per_node=8, intra=sweep, inter=Link(latency=1e-5, bandwidth=2e10), name="ours")
+    assert own.measured
+    assert own.intra == sweep.link
+    assert own.intra.bandwidth == pytest.approx(200e9, rel=0.01)
+    assert Cluster.from_json(own.to_json()) == own
+    assert A100.with_links(inter=sweep).inter == sweep.link
+    assert plans(cluster=own).best.seconds.mid > 0
+    with pytest.raises(CostError, match=r"3: a Link.*Sweep"):
+        Cluster.of("T4", gpus_per_node=1, intra=3, inter=sweep)  # type: ignore[arg-type]
+
+
+def test_a_measured_step_narrows_the_next_plan() -> None:
+    only: dict[str, Any] = {"pipeline": 4, "tensor": 4, "sharing": "zero1", "chunks": 1, "checkpointing": "none", "global_batch": 4}
+    first = plans(**only).best  # one sample per copy: there is no other layout
+    assert first.implied_efficiency(first.seconds.mid) == pytest.approx(0.5)
+    slower = first.implied_efficiency(1.3 * first.seconds.mid)
+    assert slower < 0.5
+    same = plans(**only, efficiency=slower, links=0.8).best
+    assert same.seconds.mid == pytest.approx(1.3 * first.seconds.mid, rel=0.06)  # the update and the overlap stay as they are
+    assert same.seconds.low == same.seconds.high
+    with pytest.raises(PlanError, match="nothing is left to compute"):
+        first.implied_efficiency(1e-3)
+
+
+def test_the_allocators_share_says_where_it_comes_from() -> None:
+    def said(**changes: Any) -> str:
+        (note,) = [note for note in plans(**{"model": GPT, "gpus": 8, **changes}).notes if note.startswith("memory between: ")]
+        return note.removeprefix("memory between: the allocator holds ").split(", and context")[0]
+
+    assert said() == "0.95 … 1.25 times what is reckoned, as 344 published layouts of Transformers bear out"
+    assert said(held=0.9) == "0.9 times what is reckoned, as given"
+    assert said(held=(0.9, 1.0, 1.1)) == "0.9 … 1.1 times what is reckoned, as given"
+    assert said(held=HELD) == "0.95 … 1.25 times what is reckoned, as given"
+
+
+def test_choices_are_narrowed() -> None:
+    found = plans(tensor=8, pipeline=4, sharing="zero1", checkpointing="full", chunks=1)
+    assert {(one.tensor, one.pipeline, one.sharing, one.checkpointing, one.chunks) for one in found} == {(8, 4, "zero1", "full", 1)}
+
+
+def test_knobs_of_a_run() -> None:
+    spec = wb.RunSpec(task="text-gpt")
+    found = plans(model=GPT, gpus=8, pipeline=1)
+    changed = spec.replace(**found.changes())
+    assert (changed.global_batch, changed.nproc_per_node, changed.precision) == (512, 8, "amp_bf16")
+    assert changed.parallel == found.best.sharing
+    far = plans(model=GPT, gpus=32, pipeline=1)
+    wide = spec.replace(**far.changes())
+    assert wide.global_batch == 512
+    staged = plans(pipeline=4)
+    with pytest.raises(PlanError, match=r"a RunSpec has no pipeline.*pipeline=1"):
+        staged.changes()
+    theirs = plans(model=GPT, gpus=8, pipeline=1, tensor=1, sharing="zero1")
+    assert "Megatron" in str(theirs)
+    assert "Megatron" not in str(plans(model=GPT, gpus=8, sharing="fsdp"))
+    with pytest.raises(PlanError, match=r'Megatron.*ZeroRedundancyOptimizer.*sharing="zero2"'):
+        theirs.changes()
+    assert plans(model=GPT, gpus=1, sharing="zero1").changes()["parallel"] == "zero1"  # alone it sends nothing
+
+
+def test_it_says_what_limits() -> None:
+    def bound(**changes: Any) -> str:
+        options: dict[str, Any] = {"model": GPT, "tensor": 1, "pipeline": 1, "sharing": "ddp", "checkpointing": "none"}
+        return str(plans(**{**options, **changes}).best.bound)
+
+    slow = dataclasses.replace(A100, inter=Link(latency=1e-5, bandwidth=1e8))
+    assert bound(gpus=1) == "compute"
+    assert bound(gpus=64, cluster=slow) == "communication"
+    assert bound(gpus=8, pipeline=8, chunks=1, global_batch=1) == "bubble"
+    roomy = dataclasses.replace(A100, device=dataclasses.replace(A100.device, memory=10**12))
+    tight = dataclasses.replace(A100, device=dataclasses.replace(A100.device, memory=int(6e9)))
+    wide: dict[str, Any] = {"gpus": 8, "sharing": "fsdp", "checkpointing": None, "global_batch": 64}
+    assert bound(cluster=roomy, **wide) == "compute"
+    assert bound(cluster=tight, **wide) == "memory"
+
+
+def test_every_part_of_a_step_lies_between_what_slow_and_fast_hardware_make_of_it() -> None:
+    """Bare communication is the most where kernels are fast and links are slow; bubbles, where both are slow."""
+    whole = plans(model=GPT, cluster=A100, tensor=4, pipeline=4, gpus=64, top=1).best
+    layout = one(
+        64,
+        tensor=4,
+        pipeline=4,
+        chunks=whole.chunks,
+        micro=whole.micro_batch,
+        batch=whole.global_batch,
+        sharing=whole.sharing,
+        kind=["none", "full"].index(whole.checkpointing),
+    )
+    corners = {
+        (efficiency, links): timed(layout, GPT, Pace.of(A100, PEAK, getattr(EFFICIENCY, efficiency), getattr(LINKS, links)))
+        for efficiency in ("low", "high")
+        for links in ("low", "high")
+    }
+    total = {ends: found["compute"] + found["communication"] + found["bubble"] for ends, found in corners.items()}
+    for name in ("compute", "communication", "bubble"):
+        span, share = whole.spans[name], whole.shares[name]
+        assert span.mid == whole.parts[name]
+        taken = [found[name] for found in corners.values()]
+        assert (span.low, span.high) == (pytest.approx(min(taken)), pytest.approx(max(taken)))
+        assert share.mid == pytest.approx(whole.parts[name] / whole.seconds.mid)
+        assert share.low == pytest.approx(min(found[name] / total[ends] for ends, found in corners.items()))
+        assert 0 < share.low < share.mid < share.high < 1
+    assert whole.spans["communication"].high == pytest.approx(corners["high", "low"]["communication"])
+    assert whole.spans["bubble"].high == pytest.approx(corners["low", "low"]["bubble"])
+    assert whole.seconds.high == pytest.approx(total["low", "low"])
+    exact = plans(model=GPT, cluster=A100, tensor=4, pipeline=4, gpus=64, top=1, efficiency=0.5, links=0.8).best
+    assert all(span.low == span.high == exact.parts[name] for name, span in exact.spans.items())
+    row = whole.row()
+    for name, span in {**whole.spans, "mfu": whole.mfu, "bytes": whole.needed, "samples_per_sec": whole.samples_per_sec}.items():
+        assert (row[f"{name}_low"], row[name], row[f"{name}_high"]) == (span.low, span.mid, span.high)
+
+
+def test_memory_lies_between_the_ends_of_the_allocator_and_of_what_is_outside() -> None:
+    found = one(8, batch=8)
+    held = memory(subject(), found, "A100-80GB")
+    around = outside_of("A100-80GB", 2)
+    inside = held.total[0] - around.mid
+    assert held.low[0] == pytest.approx(HELD.low * inside + around.low)
+    assert held.high[0] == pytest.approx(HELD.high * inside + around.high)
+    more = memory(subject(), found, "A100-80GB", Interval(low=1.0, mid=1.1, high=1.2))
+    assert more.total[0] == pytest.approx(1.1 * inside + around.mid)
+
+
+def test_a_plan_is_tight_where_its_upper_end_does_not_fit() -> None:
+    only: dict[str, Any] = {
+        "model": GPT,
+        "gpus": 8,
+        "tensor": 1,
+        "pipeline": 1,
+        "sharing": "ddp",
+        "checkpointing": "none",
+        "global_batch": 64,
+    }
+    roomy = plans(**only, cluster=A100)
+    assert not any(one.tight for one in roomy)
+    assert "safe" not in roomy.roles
+    wanted = roomy["fastest"]
+
+    def with_room(room: float, **changes: Any) -> Plans:
+        device = dataclasses.replace(A100.device, memory=math.ceil(room / (1 - 0.05)) + 1)
+        return plans(**{**only, **changes}, cluster=dataclasses.replace(A100, device=device))
+
+    tight = with_room(wanted.needed.mid)
+    same = tight["fastest"]
+    assert (same.tight, same.batch, same.needed) == (True, wanted.batch, wanted.needed)
+    assert ", tight" in str(tight)
+    assert "tight" in str(same)
+    assert tight.to_frame()["tight"].tolist() == [one.tight for one in tight]
+    assert [front.tight for front in tight.front] == [True]
+    without = with_room(wanted.needed.mid - 1e6, checkpointing=["none", "full"])
+    assert all(one.batch != wanted.batch for one in without)
+    assert without.ruled_out["memory, though its lower end fits"] >= 1
+    assert not with_room(wanted.needed.high)["fastest"].tight
+    known = plans(**only, cluster=A100, held=1.0).best
+    assert known.needed.low < known.needed.mid  # what lies outside of the allocator is a range still
+
+
+def test_beside_the_fastest_that_is_tight_stands_the_fastest_that_is_not() -> None:
+    sizes = {"layers": 32, "hidden": 4096, "feed_forward": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 128_256, "sequence": 8192}
+    found = wb.plan(Transformer(**sizes, gated=True, tied=False), "DGX-H100", gpus=256, global_batch=512)
+    assert found["fastest"].tight
+    assert not found["safe"].tight
+    assert found["safe"].seconds.mid >= found["fastest"].seconds.mid
+    assert all(one.tight for one in found if one.seconds.mid < found["safe"].seconds.mid)
+    assert "fits by its upper end too" in str(found)
+
+
+def test_it_shows_itself() -> None:
+    found = plans(price=2.5)
+    text = str(found)
+    for words in (
+        "fastest",
+        "ruled out",
+        "by memory",
+        "memory between: the allocator holds 0.95 … 1.25 times",
+        "tight: the upper end",
+        "money of 1,000 steps",
+        "reckoned 50 %",
+        "dp ",
+    ):
+        assert words in text
+    assert "<table>" in found._repr_html_()
+    frame = found.to_frame()
+    assert len(frame) == len(found)
+    assert frame["gpus"].tolist() == [64] * len(found)
+    assert "MFU" in str(found.best)
+    assert found.best.to_frame()["seconds"][0] == found.best.seconds.mid
+    assert "gpus" in found.best._repr_html_().lower()
+    assert repr(found).startswith("Plans(")
+    assert "Plan(64 GPUs" in repr(found.best)
+
+
+def test_pictures_of_plans() -> None:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    from workbench import plot
+
+    found = plans(gpus=None)
+    ax = found.plot(ax=Figure().subplots())
+    assert ax.get_xlabel().startswith("predicted step")
+    unit = {"(s)": 1.0, "(ms)": 1e3, "(µs)": 1e6}[ax.get_xlabel().split()[-1]]
+    for place, plan in enumerate(found):
+        row = [patch for patch in ax.patches if isinstance(patch, Rectangle) and patch.get_y() < place < patch.get_y() + patch.get_height()]
+        assert sum(patch.get_width() for patch in row) == pytest.approx(unit * plan.seconds.mid)
+    for place, plan in enumerate(found):
+        lines = [line for line in ax.get_lines() if round(float(line.get_ydata()[0])) == place]  # type: ignore[index,arg-type]
+        reaches = {str(line.get_label()): [float(x) for x in line.get_xdata()] for line in lines}  # type: ignore[union-attr]
+        assert reaches["_range"] == pytest.approx([unit * plan.seconds.low, unit * plan.seconds.high])
+        assert ("_bubble" in reaches) == (plan.pipeline > 1)
+        if plan.parts["communication"]:
+            began = plan.parts["compute"]
+            ends = [unit * (began + getattr(plan.spans["communication"], end)) for end in ("low", "high")]
+            assert reaches["_communication"] == pytest.approx(ends)
+    held_ax = plot.plan_memory(found, ax=Figure().subplots())
+    drawn_needs = [[float(x) for x in line.get_xdata()] for line in held_ax.get_lines() if line.get_label() == "_range"]  # type: ignore[union-attr]
+    assert drawn_needs == [pytest.approx([plan.needed.low / 2**30, plan.needed.high / 2**30]) for plan in found]
+    assert [", tight" in text.get_text() for text in held_ax.texts] == [plan.tight for plan in found]
+    assert held_ax.get_xlabel() == "predicted memory of the fullest GPU (GiB)"
+    front = plot.plan_front(found, ax=Figure().subplots())
+    (drawn,) = [line for line in front.get_lines() if line.get_label() == "fastest plan"]
+    assert list(drawn.get_xdata()) == [one.gpus for one in found.front]  # type: ignore[arg-type]
+    assert list(drawn.get_ydata()) == [one.seconds.mid for one in found.front]  # type: ignore[arg-type]
+    assert plot.plan(found.best, ax=Figure().subplots()).get_xlabel().startswith("predicted step")
+
+
+# --- a program
+
+
+def build() -> Any:
+    from torch import nn
+
+    return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)], nn.Linear(256, 10))
+
+
+def test_a_module_is_counted_and_planned() -> None:
+    import torch
+
+    batch = (torch.empty(8, 256, device="meta"), torch.zeros(8, dtype=torch.long, device="meta"))
+    found = plans(model=build, batch=batch, cluster="DGX-A100", gpus=16, global_batch=1024)
+    assert {plan.tensor * plan.pipeline for plan in found} == {1}
+    count = 4 * (256 * 256 + 256) + 2570
+    assert units_of(found.name) == f"{count / 1e3:.0f} k"
+    assert {plan.checkpointing for plan in found} <= {"none", "full"}
+    assert "0.95 … 1.25 times what is reckoned, as 19 published steps of programs imply" in str(found)
+    assert found.best.memory["weights"] <= 4 * count + 1e6
+    whole = wb.RunSpec(task="text-gpt").replace(**found.changes())
+    assert whole.global_batch == 1024
+    with pytest.raises(PlanError, match="this is what a plan finds"):
+        plans(model=build, batch=batch, parallel="fsdp")
+
+
+def layers() -> Any:
+    from torch import nn
+
+    return nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Tanh()) for _ in range(8)])
+
+
+@pytest.mark.parametrize("cluster", ["DGX-A100", "DGX-H100"])
+def test_fp32_is_not_tf32(cluster: str) -> None:
+    import torch
+
+    peak = Cluster.named(cluster).device.flops_per_sec["fp32"]
+    batch = (torch.empty(256, 4096, device="meta"), torch.zeros(256, dtype=torch.long, device="meta"))
+    alone: dict[str, Any] = {"cluster": cluster, "gpus": 1, "global_batch": 8192, "checkpointing": "none", "precision": "fp32"}
+    for found in (plans(model=layers, batch=batch, **alone), plans(model=GPT, **alone)):
+        work = 8192 * (GPT.flops(1) if not found.notes[-1].startswith("counted") else 2 * (3 * 8 - 1) * 4096**2)
+        assert found.best.seconds.low >= work / peak
+        assert 0.9 < found.best.seconds.mid / (work / peak / 0.5) < 1.3
+        assert found.best.mfu.mid == pytest.approx(work / peak / found.best.seconds.mid, rel=0.01)
+        assert found.best.mfu.high <= 0.66
+
+
+def test_waiting_for_the_memory_takes_as_long_in_every_precision() -> None:
+    import torch
+    from torch import nn
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Any) -> Any:
+            x = x * self.scale
+            for _ in range(20):
+                x = x.tanh()
+            return x
+
+    batch = (torch.empty(8, 2**18, device="meta"), torch.zeros(8, dtype=torch.long, device="meta"))
+    options: dict[str, Any] = {"gpus": 1, "global_batch": 8, "cluster": "DGX-A100", "checkpointing": "none", "batch": batch}
+    took = [plans(model=Scaled, precision=precision, **options).best.seconds.mid for precision in ("fp32", "amp_bf16")]
+    assert took[0] == pytest.approx(took[1], rel=0.05)
+    assert took[0] > 20 * 5 * 8 * 2**18 * 4 / A100.device.bandwidth  # read and written, forward and back
+
+
+def test_a_program_s_zero1_is_that_of_its_run() -> None:
+    import torch
+
+    batch = (torch.empty(8, 256, device="meta"), torch.zeros(8, dtype=torch.long, device="meta"))
+    options: dict[str, Any] = {"batch": batch, "cluster": "DGX-H100", "gpus": 16, "global_batch": 16, "checkpointing": "none"}
+    found = {sharing: plans(model=build, sharing=sharing, links=1.0, **options).best for sharing in ("ddp", "zero1")}
+    sent = {name: one.parts["communication"] + one.hidden for name, one in found.items()}
+    calls = wb.collectives(build, (torch.empty(1, 256), torch.zeros(1, dtype=torch.long)), world_size=16, parallel="zero1").calls
+    broadcasts = [call.seconds(Cluster.named("DGX-H100")) for call in calls if call.kind == "broadcast"]
+    assert len(broadcasts) == 10
+    assert sent["zero1"] - sent["ddp"] == pytest.approx(sum(broadcasts), rel=0.01)
+    assert found["zero1"].changes()["parallel"] == "zero1"
+
+
+def units_of(name: str) -> str:
+    return name.split(", ")[1].removesuffix(" parameters")
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cluster": 3}, "a wb.Cluster is wanted"),
+        ({"gpus": 12}, "try 8 or 16"),
+        ({"gpus": 0}, "whole number of at least 1"),
+        ({"global_batch": None}, "global_batch is wanted"),
+        ({"global_batch": 2.5}, "global_batch=2.5"),
+        ({"precision": "fp8"}, "allowed are 'fp32', 'amp_bf16', 'amp_fp16'"),
+        ({"sharing": "zero4"}, "allowed are ddp, zero1"),
+        ({"sharing": []}, "at least one of ddp"),
+        ({"checkpointing": "selective"}, "allowed are none, full"),
+        ({"tensor": 3}, "can have 1, 2, 4, 8"),
+        ({"pipeline": 7}, "can have 1, 2, 4, 5, 8"),
+        ({"efficiency": 50}, "above 0 is wanted, such as 0.5"),
+        ({"efficiency": "half"}, "a share of the datasheet.s peak is wanted"),
+        ({"held": "more"}, "what the allocator holds over what is reckoned is wanted, such as 1.05"),
+        ({"links": (0.9, 0.5, 0.8)}, r"^links=\(0.9, 0.5, 0.8\): low ≤ mid ≤ high is wanted, or one number such as 0.5$"),
+        ({"held": (1.2, 1.0, 1.1)}, r"^held=\(1.2, 1.0, 1.1\): low ≤ mid ≤ high is wanted, or one number such as 1.05$"),
+        ({"held": math.nan}, "^held=nan: low ≤ mid ≤ high"),
+        ({"efficiency": 10**400}, "^efficiency=1000.*: a share of the datasheet.s peak is wanted"),
+        ({"margin": 1}, "a share of the memory"),
+        ({"optimizer": "sgd"}, "a Transformer has sizes only"),
+        ({"global_batch": 7, "gpus": 64, "tensor": 1, "pipeline": 1}, "no layout of 64 GPUs makes a batch of 7 samples"),
+        ({"price": -1}, "money per device and hour of at least 0"),
+        ({"pue": "a"}, r"pue='a': a number is wanted, such as pue=1.2"),
+        ({"price": "2"}, "price='2': a number is wanted"),
+        ({"margin": "x"}, "margin='x': a share of the memory"),
+        ({"steps": None}, "steps=None: a whole number of at least 1 is allowed$"),
+        ({"top": None}, "top=None: a whole number of at least 1 is allowed$"),
+        ({"gradient_bytes": -4}, "gradient_bytes=-4: allowed are 4, or 2"),
+        ({"gradient_bytes": 2, "precision": "fp32"}, "gradients have 4 bytes there"),
+        ({"model": 5}, r"^plan\(5\): a cost.Transformer, a RunSpec, a Task"),
+        ({"model": "x"}, r"^plan\('x'\): a cost.Transformer, a RunSpec, a Task.*not a str"),
+        ({"model": lambda: None}, "a model needs a batch"),
+        ({"gpus": 1024, "global_batch": 10, "tensor": 1, "pipeline": 1}, "try global_batch=1024, or another number of GPUs"),
+        ({"gpus": 6, "global_batch": 48, "tensor": 4}, "try another number of GPUs"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plans(**changes)
+
+
+def test_a_model_that_fits_nowhere_hears_by_how_much_and_what_would_help() -> None:
+    with pytest.raises(PlanError) as caught:
+        plans(gpus=8, cluster="AWS-p4d")
+    said = str(caught.value)
+    assert "fits nowhere on 8 × A100-40GB" in said
+    assert "more than the" in said
+    assert "It would fit on" in said
+    gpus = int(said.split("It would fit on ")[1].split(" GPUs")[0].replace(",", ""))
+    assert plans(gpus=gpus, cluster="AWS-p4d").best.gpus == gpus
+
+
+def test_advice_keeps_to_what_was_asked_and_holds() -> None:
+    only: dict[str, Any] = {"cluster": "DGX-A100", "gpus": 64, "global_batch": 1024, "tensor": 1, "pipeline": 1}
+    with pytest.raises(PlanError, match="fits nowhere") as caught:
+        plans(**only, sharing="ddp")
+    said = str(caught.value)
+    assert " GPUs; or" not in said.split("It would fit ")[1].replace("on GPUs with", "")  # no number of copies makes a copy smaller
+    sharing = said.split('sharing="')[1].split('"')[0]
+    assert plans(**only, sharing=sharing).best.sharing == sharing
+    times = int(said.split("on GPUs with ")[1].split(" times")[0])
+    device = dataclasses.replace(A100.device, memory=times * A100.device.memory)
+    assert plans(**{**only, "cluster": dataclasses.replace(A100, device=device)}, sharing="ddp").best.sharing == "ddp"
+    with pytest.raises(PlanError, match="fits nowhere") as caught:
+        plans(**{**only, "gpus": 8}, sharing="fsdp", checkpointing="none")
+    said = str(caught.value)
+    enough = int(said.split("It would fit on ")[1].split(" GPUs")[0].replace(",", ""))
+    assert plans(**{**only, "gpus": enough}, sharing="fsdp", checkpointing="none").best.gpus == enough
+
+
+def test_a_kind_of_checkpointing_is_advised_where_it_helps_and_can_be_had() -> None:
+    small = dataclasses.replace(A100, device=dataclasses.replace(A100.device, memory=int(44e9)))
+    only: dict[str, Any] = {"model": GPT, "cluster": small, "gpus": 1, "global_batch": 8}
+    with pytest.raises(PlanError) as caught:
+        plans(**{**only, "model": dataclasses.replace(GPT, sequence=8192)}, checkpointing="none")
+    assert 'with checkpointing="full"' in str(caught.value)
+    assert plans(**{**only, "model": dataclasses.replace(GPT, sequence=8192)}, checkpointing="full").best.checkpointing == "full"
+    with pytest.raises(PlanError, match="fits nowhere") as caught:
+        plans(gpus=8, global_batch=8, cluster="AWS-p4d", model=dataclasses.replace(LARGE, sequence=65_536))
+    assert "selective" not in str(caught.value)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 64])
+def test_no_plan_has_more_gpus_than_the_most(most: int) -> None:
+    found = plans(model=GPT, gpus=None, most_gpus=most)
+    assert max(front.gpus for front in found.front) == max(size for size in (1, 2, 4, 8, 16, 32, 64) if size <= most)
+    assert max(plan.gpus for plan in found) <= most
+
+
+def test_one_money_and_ranges_from_the_fastest_step_to_the_slowest() -> None:
+    whole = plans(model=GPT, price=2.0, electricity=5.0, intensity=300, pue=1.2).best
+    used = whole.energy
+    assert used is not None
+    assert whole.money is not None
+    assert whole.kwh is not None
+    assert whole.grams is not None
+    hire = whole.gpus * whole.steps * whole.seconds.mid / 3600 * 2.0
+    assert whole.money.mid == used.money == pytest.approx(hire + 5.0 * used.kwh)
+    assert used.low is not None
+    assert used.high is not None
+    each = whole.gpus * whole.steps
+    assert used.low == pytest.approx(each * whole.spans["compute"].low * 700)
+    assert used.high == pytest.approx(each / 8 * whole.seconds.high * 10_200)
+    assert whole.kwh == Interval(low=used.low * 1.2 / 3.6e6, mid=used.kwh, high=used.high * 1.2 / 3.6e6)
+    assert whole.grams.high == pytest.approx(300 * whole.kwh.high)
+    assert whole.money.low == pytest.approx(each * whole.seconds.low / 3600 * 2.0 + 5.0 * whole.kwh.low)
+    bare = plans(model=GPT, electricity=5.0).best
+    assert bare.money is not None
+    assert bare.energy is not None
+    assert bare.money.mid == bare.energy.money == pytest.approx(5.0 * bare.energy.kwh)
+    rows = {row[0]: row[1] for row in whole.table.rows}
+    assert all("…" in str(rows[f"{name} of 1,000 steps"]) for name in ("money", "energy", "carbon"))
+    assert whole.row()["grams_high"] == whole.grams.high
+
+
+def test_a_device_without_the_precision_and_one_of_unknown_power() -> None:
+    mine = Device(name="Mine", memory=10**12, bandwidth=1e12, flops_per_sec={"fp32": 1e13}, source="made up")
+    link = Link(latency=1e-5, bandwidth=1e10)
+    cluster = Cluster(name="own", device=mine, gpus_per_node=4, intra=link, inter=link, source="made up")
+    with pytest.raises(PlanError, match="its datasheet has fp32 only"):
+        plans(cluster=cluster, model=GPT)
+    free = plans(cluster=cluster, model=GPT, precision="fp32")
+    assert free.best.energy is None
+    assert "GPU s a sample" in str(free)
+    with pytest.raises(PlanError, match="give watts="):
+        plans(cluster=cluster, model=GPT, precision="fp32", price=1.0)
+    paid = plans(cluster=cluster, model=GPT, precision="fp32", price=1.0, watts=100)
+    assert paid.best.energy is not None
+    assert paid.best.energy.watts == pytest.approx(100 * 64)
+
+
+def test_ranges() -> None:
+    span = Interval(low=1, mid=2, high=4)
+    assert span.of(lambda value: 8 / value) == Interval(low=2, mid=4, high=8)
+    assert 3 in span
+    assert 5 not in span
+    assert Interval.from_json(span.to_json()) == span
+    assert isinstance(plans().best, Plan)

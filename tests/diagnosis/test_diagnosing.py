@@ -1,0 +1,348 @@
+"""Diagnose, prove, climb: what is refused, how a climb decides, and real ones: launched, in this process, failing, interrupted."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.conftest import processes_with
+from workbench.core import run_directory
+from workbench.core.statistics import Interval
+from workbench.diagnosis import api
+from workbench.diagnosis.analysis.calibration import Calibration
+from workbench.diagnosis.analysis.evidence import Evidence
+from workbench.diagnosis.analysis.proof import Ladder, Proof
+from workbench.diagnosis.analysis.remedy import Remedy, turned
+from workbench.diagnosis.analysis.verdict import Judgement
+from workbench.diagnosis.api import Elsewhere
+from workbench.runs.failure import Failure
+from workbench.runs.launch import environment
+from workbench.runs.spec import SpecError
+
+TASKS = Path(__file__).parents[1] / "scripts" / "slow_task.py"
+SPEC = wb.RunSpec(task=f"{TASKS}:slow_loader", device="cpu", micro_batch=4)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / "cache"))
+
+
+def remedy(speedup: float = 2.0, **change: Any) -> Remedy:
+    name = " ".join(f"{knob}={value}" for knob, value in change.items()) or "in words"
+    return Remedy(name=name, change=change, what="Do it.", speedup=speedup, low=speedup, high=speedup, formula="by hand")
+
+
+def diagnosis_of(*remedies: Remedy, spec: Any = SPEC, **more: Any) -> wb.Diagnosis:
+    return wb.Diagnosis(
+        evidence=Evidence(step=0.5, samples=4),
+        judgement=Judgement(verdict="input-bound", cause="decode", why="because"),
+        remedies=remedies,
+        spec=spec,
+        **more,
+    )
+
+
+# --- what is refused
+
+
+def a_step(batch: Any) -> None:
+    pass
+
+
+class Module:
+    def parameters(self) -> list[Any]:
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, batch: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "said"),
+    [
+        ((a_step,), {}, r"diagnose\(a_step\): a step needs the loader of its batches: diagnose\(step, loader\)"),
+        (([1, 2], a_step), {}, r"it is the other way round, diagnose\(step, loader\)"),
+        (
+            (Module(), [1, 2]),
+            {},
+            r"diagnose\(Module, …\): a function is wanted that does one .* a module goes into model=",
+        ),
+        ((3,), {}, r"diagnose\(int, …\): allowed are a step function with its loader, a RunSpec, a Run or the path"),
+        ((SPEC, [1]), {}, r"diagnose\(RunSpec, …\) was given a loader, which only goes with a step"),
+        ((SPEC,), {"model": 1, "optimizer": 2}, r"was given model=, optimizer=, which only go"),
+        (("clipart-resnet",), {}, r"a text is the path of a run directory; a task is diagnosed by its spec"),
+        (("my_task.py:build",), {}, r"diagnose\(wb.RunSpec\(task=\"my_task.py:build\"\)\)"),
+        (("train.py",), {}, r"a script by a run of it"),
+        (("nowhere",), {}, r"nowhere.* is not a run directory"),
+        ((SPEC,), {"budget_s": 0}, r"budget_s=0: seconds above 0 are allowed; try budget_s=60"),
+        ((SPEC,), {"budget_s": float("nan")}, r"budget_s=nan"),
+        ((SPEC,), {"budget_s": "60"}, r"budget_s='60'"),
+        ((SPEC.replace(task="nowhere.py:build"),), {}, r"there is no file .*nowhere\.py"),
+        ((SPEC.replace(task="clip-art"),), {}, r"no such task"),
+    ],
+)
+def test_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[Any, ...], options: dict[str, Any], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        wb.diagnose(*given, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_task_or_a_script_is_diagnosed_by() -> None:
+    task = wb.Task(model=Module, dataset=list, loss=a_step)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"diagnose\(Task\): a task is diagnosed by its spec"):
+        wb.diagnose(task)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"climb\(a_step\): a RunSpec is wanted, whose knobs can be turned"):
+        wb.climb(a_step)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"no knob 'micro_bach': did you mean 'micro_batch'"):
+        wb.climb(SPEC, leave=["micro_bach"])
+
+
+def test_what_cannot_be_proved_from_here(by_hand: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"num_workers=2 cannot be proved from here: the step that was diagnosed is not in this process"):
+        diagnosis_of(remedy(num_workers=2), spec=None).prove()
+    script = wb.Run.load(by_hand(spec={"kind": "script", "script": "x.py"}).path).spec
+    with pytest.raises(ValueError, match=r"cannot be proved from here: a script's knobs are its own"):
+        diagnosis_of(remedy(num_workers=2), spec=script).prove()
+
+
+# --- a remedy turns a spec into another one
+
+
+@pytest.mark.parametrize(
+    ("knobs", "change", "then"),
+    [
+        ({}, {"num_workers": 2}, {"num_workers": 2}),
+        ({"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True}, {"num_workers": 0}, {}),
+        ({}, {"optimizer": "fused"}, {"optimizer": "fused"}),
+        ({"optimizer": "foreach"}, {"optimizer": "fused"}, {"optimizer": "fused"}),
+        ({"optimizer": "adamw"}, {"optimizer": "fused"}, {"optimizer": "adamw(fused=True)"}),
+        (
+            {"optimizer": "adamw(lr=0.1, betas=(0.9, 0.95), foreach=True)"},
+            {"optimizer": "fused"},
+            {"optimizer": "adamw(lr=0.1, betas=(0.9, 0.95), fused=True)"},
+        ),
+        ({}, {"gc": False, "channels_last": True}, {"gc": False, "channels_last": True}),
+    ],
+)
+def test_a_remedy_turned(knobs: dict[str, Any], change: dict[str, Any], then: dict[str, Any]) -> None:
+    assert turned(SPEC.replace(**knobs), remedy(**change)) == SPEC.replace(**then)
+
+
+def test_a_remedy_that_no_spec_can_take() -> None:
+    with pytest.raises(SpecError, match="RunSpec has no knob 'compile'"):
+        turned(SPEC, remedy(compile=True))
+
+
+# --- how a climb decides
+
+
+class World:
+    """A machine on which every spec has a known diagnosis, and every change a known speedup."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, offers: Callable[[wb.RunSpec], list[Remedy]], truth: dict[str, Any]) -> None:
+        self.offers, self.truth, self.seconds = offers, truth, 0.0
+        self.done: list[str] = []
+        monkeypatch.setattr(api, "diagnose", self.diagnose)
+        monkeypatch.setattr(api, "prove", self.prove)
+        monkeypatch.setattr(time, "monotonic", lambda: self.seconds)
+
+    def diagnose(self, spec: wb.RunSpec, *, budget_s: float, runs_dir: Any) -> wb.Diagnosis:
+        self.done.append("diagnose")
+        self.seconds += 10
+        assert budget_s >= api.LEAST
+        return diagnosis_of(*sorted(self.offers(spec), key=lambda one: -one.speedup), spec=spec, subject=Elsewhere(runs_dir=runs_dir))
+
+    def prove(self, diagnosis: wb.Diagnosis, one: Remedy, *, budget_s: float) -> Proof:
+        self.done.append(one.name)
+        self.seconds += 10
+        gain = self.truth[one.name]
+        if gain is None:
+            raise wb.RunError(Failure(rank=0, kind="out-of-memory", message="no memory", traceback=None, hint=None))
+        return Proof(remedy=one, measured=Interval(low=gain - 0.01, mid=gain, high=gain + 0.01), baseline=8.0)
+
+
+def offered(spec: wb.RunSpec) -> list[Remedy]:
+    """In words; a promise that is not kept; one that fails; what helps, once each; what is not worth it."""
+    ceiling = Remedy(name="shards", what="…", speedup=9.0, low=9.0, high=9.0, formula="", ceiling=True, change={"seed": 1})
+    one = [remedy(9.9), ceiling, remedy(1.9, precision="amp_bf16"), remedy(1.8, threads=4), remedy(1.04, gc=False)]
+    if not spec.num_workers:
+        one.append(remedy(1.7, num_workers=2))
+    elif spec.micro_batch == 4:
+        one.append(remedy(1.2, micro_batch=8))
+    return one
+
+
+TRUTH = {"precision=amp_bf16": 0.8, "threads=4": None, "num_workers=2": 1.5, "micro_batch=8": 1.25}
+
+
+def test_a_climb(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, offered, TRUTH)
+    ladder = wb.climb(SPEC, budget_s=1000)
+    assert world.done == ["diagnose", "precision=amp_bf16", "threads=4", "num_workers=2", "diagnose", "micro_batch=8", "diagnose"]
+    assert [rung.kept for rung in ladder.rungs] == [False, False, True, True]
+    assert [rung.samples_per_sec for rung in ladder.rungs] == [8.0, 8.0, 12.0, 10.0]  # 4 samples in 0.5 s at first; then as measured
+    assert ladder.start == 8.0
+    assert ladder.speedup == pytest.approx(1.5 * 1.25)
+    assert ladder.changes == {"num_workers": 2, "micro_batch": 8}
+    assert SPEC.replace(**ladder.changes).micro_batch == 8
+    assert "predicted to gain more than 5.0 %" in ladder.stopped
+    failed = ladder.rungs[1].proof
+    assert "it failed: rank 0: no memory" in failed.notes[0]
+    assert "precision=amp_bf16" in str(ladder)
+
+
+def test_a_climb_leaves_alone_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, offered, TRUTH)
+    ladder = wb.climb(SPEC, budget_s=1000, leave=["micro_batch", "precision", "threads"])
+    assert world.done == ["diagnose", "num_workers=2", "diagnose"]
+    assert ladder.changes == {"num_workers": 2}
+
+
+def test_a_climb_ends_when_its_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, offered, TRUTH)
+    ladder = wb.climb(SPEC, budget_s=40)
+    assert world.done == ["diagnose", "precision=amp_bf16", "threads=4"]
+    assert "spent before num_workers=2 could be tried" in ladder.stopped
+    assert ladder.changes is None
+    assert ladder.speedup == 1
+
+    world = World(monkeypatch, offered, TRUTH)
+    ladder = wb.climb(SPEC, budget_s=50)
+    assert world.done[-1] == "num_workers=2"
+    assert "spent with num_workers=2; the verdict is that before it" in ladder.stopped
+    assert ladder.changes == {"num_workers": 2}
+    assert Ladder.from_json(ladder.to_json()).rungs[-1] == ladder.rungs[-1]
+
+
+def test_what_the_spec_does_already_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, lambda spec: [remedy(1.5, num_workers=2)], {"num_workers=2": 1.5})
+    ladder = wb.climb(SPEC.replace(num_workers=2), budget_s=1000)
+    assert world.done == ["diagnose"]
+    assert ladder.rungs == ()
+
+
+# --- real ones
+
+
+def nothing_left(run_id: str) -> None:
+    end = time.monotonic() + 5
+    while processes_with(run_directory.ENV_RUN_ID, run_id):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.alone
+def test_a_spec_is_diagnosed_and_its_remedy_proved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = wb.diagnose(SPEC, budget_s=20, runs_dir=tmp_path / "runs")
+    assert found.verdict == "input-bound", str(found)
+    assert found.spec == SPEC
+    again = wb.diagnose(next((tmp_path / "runs").iterdir()))
+    assert (again.verdict, again.cause, again.evidence.step) == (found.verdict, found.cause, found.evidence.step)
+
+    more = next(one for one in found.remedies if one.change.get("num_workers"))
+    proof = found.prove(more, budget_s=15)
+    assert proof.gained, str(proof)
+    assert found.proofs == [proof]
+    assert [row["remedy"] for row in Calibration.load().rows] == [more.name]
+    for folder in (tmp_path / "runs").iterdir():
+        run = wb.Run.load(folder)
+        assert run.ok
+        assert environment.steady().items() <= run_directory.read_json(folder / run_directory.RUN_JSON)["environment"]["set"].items()
+        nothing_left(run.id)
+    assert capfd.readouterr() == ("", "")  # a notebook shows the result and nothing else
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_two_ranks_and_accumulation(tmp_path: Path) -> None:
+    spec = SPEC.replace(nproc_per_node=2, accumulation=2)
+    found = wb.diagnose(spec, budget_s=20, runs_dir=tmp_path)
+    assert found.evidence.world_size == 2
+    assert found.evidence.accumulation == 2
+    assert found.evidence.samples == spec.global_batch
+    assert [one.rank for one in found.evidence.ranks] == [0, 1]
+    assert found.verdict == "input-bound", str(found)
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_specs_that_want_different_numbers_of_ranks_take_turns(tmp_path: Path) -> None:
+    """Samples that are waited for come twice as fast to two ranks; one of them rests while the other contestant runs."""
+    proof = diagnosis_of(remedy(2.0, nproc_per_node=2), subject=Elsewhere(runs_dir=tmp_path)).prove(budget_s=15)
+    assert 1.2 < proof.measured.mid < 2.5
+    assert proof.baseline < 4 / (4 * 2e-3)  # four samples of 2 ms and the step itself
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("boom", r"rank 0: KeyError: 'boom'"),
+        ("empty", r"one optimizer step takes 4 samples .* and the dataset has 0"),
+        ("fails_to_build", r"fails_to_build\(\) raised RuntimeError: no such data"),
+    ],
+)
+def test_an_error_in_the_experiment_is_that_of_the_caller(tmp_path: Path, task: str, said: str) -> None:
+    with pytest.raises(wb.RunError, match=said) as raised:
+        wb.diagnose(SPEC.replace(task=f"{TASKS}:{task}"), budget_s=10, runs_dir=tmp_path)
+    if task == "empty":
+        assert raised.value.failure.traceback is None  # no line of the user's is to blame, and the message says all
+    else:
+        assert "slow_task.py" in (raised.value.failure.traceback or "")
+    (folder,) = tmp_path.iterdir()
+    assert str(folder) in raised.value.__notes__[0]
+    run = wb.Run.load(folder)
+    assert run.state == "failed"
+    nothing_left(run.id)
+
+
+def test_an_epoch_of_one_batch(tmp_path: Path) -> None:
+    found = wb.diagnose(SPEC.replace(task=f"{TASKS}:one_batch"), budget_s=10, runs_dir=tmp_path)
+    assert found.evidence.loading is not None
+    assert found.evidence.loading.epoch == 1
+    assert found.evidence.notes
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        f"import workbench as wb; wb.diagnose(wb.RunSpec.from_json({SPEC.replace(num_workers=1).to_json()!r}), runs_dir={str(tmp_path)!r})"
+    )
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob("*/logs/*/attempt_0/0/stdout.log")):
+        assert program.poll() is None
+        time.sleep(0.05)
+    time.sleep(4)  # torch is imported, the experiment under way
+    program.send_signal(signal.SIGINT)
+    _, said = program.communicate(timeout=30)
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    (folder,) = tmp_path.iterdir()
+    run = wb.Run.load(folder)
+    assert run.state == "stopped"
+    nothing_left(run.id)
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_in_a_terminal(tmp_path: Path) -> None:
+    words = ["diagnose", f"{TASKS}:slow_loader", "--set", "micro_batch=4", "device=cpu", "--budget", "15", "--prove"]
+    done = subprocess.run([sys.executable, "-m", "workbench", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "input-bound" in done.stdout
+    assert "Proof of" in done.stdout
+
+    words = ["diagnose", f"{TASKS}:boom", "--budget", "10"]
+    done = subprocess.run([sys.executable, "-m", "workbench", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "workbench: rank 0: KeyError: 'boom'" in done.stderr
+    assert "slow_task.py" in done.stderr  # its traceback

@@ -1,0 +1,258 @@
+"""Diagnosis, Proof and Ladder: what they say, how they show themselves, and that they survive a file."""
+
+import dataclasses
+import json
+import math
+import sys
+import types
+
+import pytest
+
+from tests.made import World
+from workbench.core.statistics import Interval
+from workbench.diagnosis.analysis.diagnosis import Diagnosis
+from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
+from workbench.diagnosis.analysis.remedy import Remedy
+from workbench.runs.spec import RunSpec
+
+SPEC = RunSpec(task="clipart-mlp")
+
+
+def slow_loader(**more: object) -> Diagnosis:
+    return Diagnosis.of(World(cpu=0.03, bf16=0.6).evidence(), **more)  # type: ignore[arg-type]
+
+
+def remedy(**more: object) -> Remedy:
+    values = {
+        "name": "num_workers=2",
+        "change": {"num_workers": 2},
+        "what": "Do it.",
+        "speedup": 1.6,
+        "low": 1.4,
+        "high": 1.7,
+        "formula": "f",
+    }
+    return Remedy(**{**values, **more})  # type: ignore[arg-type]
+
+
+def proof(low: float, mid: float, high: float, **more: object) -> Proof:
+    return Proof(remedy=remedy(**more), measured=Interval(low=low, mid=mid, high=high), baseline=1000.0)
+
+
+def test_verdict_why_next() -> None:
+    d = slow_loader()
+    assert (d.verdict, d.cause) == ("input-bound", "decode")
+    best = d.remedies[0]
+    assert d.summary.splitlines() == [f"{d.verdict} ({d.cause})", f"Why: {d.why}", f"Next: {d.next}"]
+    assert f"Predicted: {best.gain}." in d.next
+    assert d.next.startswith(best.what)
+    assert repr(d) == f"Diagnosis('input-bound', cause='decode', {len(d.remedies)} remedies)"
+
+
+def test_text_html_and_frame_say_the_same() -> None:
+    d = slow_loader()
+    text, html = str(d), d._repr_html_()
+    for said in (d.verdict, d.cause, "What the step is made of", "What would help", "Three sources", "num_workers=", "prove(1)"):
+        assert said in text
+        assert said in html
+    assert " id=" not in html
+    frame = d.to_frame()
+    assert list(frame["name"]) == [one.name for one in d.remedies]
+    assert frame["measured"].isna().all()
+    assert "measured by" in d.caption
+    assert "300 calls of step()" in d.caption
+
+
+def test_the_parts_are_those_of_the_step() -> None:
+    d = slow_loader()
+    assert d.parts.step == pytest.approx(d.evidence.step)
+    assert d.table.rows[-1][0] == "step"
+    assert d.model is d.model  # worked out once
+
+
+def test_the_loader_curve_has_what_was_measured() -> None:
+    d = slow_loader()
+    curve = d.loader_curve
+    assert curve is not None
+    assert curve.current == 0
+    assert curve.points[0].measured_step == pytest.approx(d.evidence.step)
+    assert curve.points[0].step == pytest.approx(d.evidence.step, rel=0.02)
+    assert Diagnosis.of(World().evidence(loading=None)).loader_curve is None
+
+
+def test_a_trace_that_ran_faster_than_the_step_is_no_contradiction() -> None:
+    found = World(optimizer=0.02).evidence()
+    assert found.inside is not None
+    arms = {name: arm for name, arm in found.arms.items() if name != "no_optimizer"}
+    d = Diagnosis.of(dataclasses.replace(found, arms=arms, inside=dataclasses.replace(found.inside, slowdown=-0.1)))
+    assert d.verdict == "optimizer-bound"
+
+
+def test_the_loader_curve_compares_workers_that_start_anew_with_such() -> None:
+    curve = Diagnosis.of(World(num_workers=2, persistent=False, start_up=1.0, epoch=20).evidence()).loader_curve
+    assert curve is not None
+    assert not curve.persistent_workers
+    assert curve.points[2].step > 1.5 * curve.points[3].step
+
+
+def test_a_healthy_step_has_nothing_next() -> None:
+    d = Diagnosis.of(World().evidence())
+    assert d.remedies == ()
+    assert "Nothing we know of would make this step faster" in d.next
+    assert "What would help" not in str(d)
+    noisy = Diagnosis.of(dataclasses.replace(World().evidence(), arms={}))
+    assert noisy.verdict == "inconclusive"
+    assert "larger budget_s" in noisy.next
+
+
+def test_other_notes_and_foreign_load_are_in_the_caption() -> None:
+    evidence = World().evidence(notes=("the model was found",))
+    noise = dataclasses.replace(evidence.noise, foreign=0.2)  # type: ignore[type-var]
+    caption = Diagnosis.of(dataclasses.replace(evidence, noise=noise)).caption
+    assert "the model was found" in caption
+    assert "other processes took 0.2 of 8.0 cores" in caption
+
+
+def test_json_and_back() -> None:
+    d = slow_loader(spec=SPEC)
+    d.proofs.append(Proof(remedy=d.remedies[0], measured=Interval(low=1.4, mid=1.5, high=1.6)))
+    again = Diagnosis.from_json(json.loads(json.dumps(d.to_json())))
+    assert str(again) == str(d)
+    assert again.evidence == d.evidence
+    assert again.judgement == d.judgement
+    assert again.remedies == d.remedies
+    assert again.spec == SPEC
+    assert again.proofs[0].measured == d.proofs[0].measured
+    assert math.isnan(again.proofs[0].baseline)
+
+
+def test_adjusted_remedies_are_sorted_anew() -> None:
+    plain = slow_loader()
+    assert len(plain.remedies) > 1
+    last = plain.remedies[-1]
+    lifted = slow_loader(
+        adjust=lambda one: dataclasses.replace(one, speedup=9.0, high=9.0, ceiling=False) if one.name == last.name else one
+    )
+    assert lifted.remedies[0].name == last.name
+
+
+def test_choosing_a_remedy() -> None:
+    d = slow_loader()
+    assert d.remedy() == next(one for one in d.remedies if one.provable)
+    assert d.remedy(2) == d.remedies[1] == d.remedy(d.remedies[1].name) == d.remedy(d.remedies[1])
+    with pytest.raises(ValueError, match=r"no remedy 'AMP': this diagnosis has 1 \("):
+        d.remedy("AMP")
+    with pytest.raises(ValueError, match=r"no remedy 0: this diagnosis has 1 \("):
+        d.remedy(0)
+    with pytest.raises(
+        ValueError, match="there is nothing to prove: no remedy of this compute-bound step turns knobs of ours; it has none"
+    ):
+        Diagnosis.of(World().evidence()).prove()
+    with pytest.raises(ValueError, match=r"prepared data is not ours to turn: Decode and resize once, .* Then diagnose again"):
+        d.prove("prepared data")
+
+
+def test_a_proof_is_kept_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    d = slow_loader()
+    asked = []
+
+    def prove(diagnosis: Diagnosis, which: Remedy, *, budget_s: float) -> Proof:
+        asked.append((diagnosis, which, budget_s))
+        return Proof(remedy=which, measured=Interval(low=1.4, mid=1.5, high=1.6))
+
+    monkeypatch.setitem(sys.modules, "workbench.diagnosis.api", types.SimpleNamespace(prove=prove))
+    found = d.prove(budget_s=7)
+    assert asked == [(d, d.remedies[0], 7)]
+    assert d.proofs == [found]
+    assert d.to_frame()["measured"][0] == 1.5
+    assert "1.50×" in str(d.remedy_table)
+
+
+def test_a_remedy_tells_its_formula() -> None:
+    text = str(slow_loader().remedies[0])
+    assert "Predicted from: the largest of" in text
+    assert "It costs: " in text
+    assert remedy().gain == "1.60× (1.40× … 1.70×)"
+    assert remedy(ceiling=True).gain == "up to 1.60×"
+    assert not remedy(change={}).provable
+
+
+@pytest.mark.parametrize(
+    ("measured", "ceiling", "gained", "held", "word"),
+    [
+        ((1.5, 1.55, 1.6), False, True, True, "it helps; the prediction was 3.2 % too high"),
+        ((1.9, 2.0, 2.1), False, True, True, "it helps; the prediction was 20 % too low"),
+        ((1.1, 1.2, 1.3), False, True, False, "it helps; the prediction was 33 % too high"),
+        ((0.95, 1.0, 1.05), False, False, False, "it did not help"),
+        ((1.001, 1.01, 1.02), False, False, False, "it did not help"),
+        ((1.1, 1.2, 1.3), True, True, True, "it helps; a ceiling, as promised"),
+        ((1.9, 2.0, 2.1), True, True, False, "it helps; beyond its ceiling"),
+    ],
+)
+def test_what_a_proof_says(measured: tuple[float, float, float], ceiling: bool, gained: bool, held: bool, word: str) -> None:
+    one = proof(*measured, ceiling=ceiling)
+    assert (one.gained, one.held, one.word) == (gained, held, word)
+    assert one.error == pytest.approx(1.6 / measured[1] - 1)
+    assert word in str(one)
+    assert word in one._repr_html_()
+    assert "predicted 1.60×" in one.summary
+    assert Proof.from_json(json.loads(json.dumps(one.to_json()))) == one
+    assert list(one.to_frame()["held"]) == [held]
+
+
+def test_a_proof_that_failed_to_run() -> None:
+    one = Proof(remedy=remedy(), measured=Interval(low=math.nan, mid=math.nan, high=math.nan), notes=("it failed: no memory",))
+    assert not one.gained
+    assert not one.held
+    assert "it failed: no memory" in str(one)
+
+
+def ladder() -> Ladder:
+    good = Rung(verdict="input-bound", cause="decode", proof=proof(1.5, 1.55, 1.6), samples_per_sec=1550.0)
+    bad = Rung(verdict="compute-bound", cause="compute", proof=proof(0.9, 0.95, 1.0, name="precision=amp_bf16"), samples_per_sec=1550.0)
+    return Ladder(start=1000.0, rungs=(good, bad), verdict="compute-bound", cause="compute", changes={"num_workers": 2}, stopped="done")
+
+
+def test_a_ladder_keeps_what_helped() -> None:
+    one = ladder()
+    assert [rung.kept for rung in one.rungs] == [True, False]
+    assert one.speedup == pytest.approx(1.55)
+    assert one.samples_per_sec == 1550.0
+    text = str(one)
+    assert "start" in text
+    assert "it did not help, and was dropped" in text
+    assert "1.55× in all; now compute-bound (compute); done" in text
+    assert "dropped" in one._repr_html_()
+    assert list(one.to_frame()["kept"]) == [True, False]
+    assert Ladder.from_json(json.loads(json.dumps(one.to_json()))) == one
+    assert repr(one) == "Ladder(2 rungs)"
+
+
+def test_a_ladder_without_rungs() -> None:
+    one = Ladder(start=math.nan)
+    assert one.speedup == 1
+    assert math.isnan(one.samples_per_sec)
+    assert Ladder.from_json(json.loads(json.dumps(one.to_json()))).rungs == ()
+
+
+def test_a_proof_that_could_not_be_run_says_so_and_is_plain_json() -> None:
+    remedy = Remedy(name="threads=2", change={"threads": 2}, what="Use 2 threads.", speedup=1.5, low=1.4, high=1.6, formula="measured")
+    nothing = Proof(remedy=remedy, measured=Interval(low=math.nan, mid=math.nan, high=math.nan), notes=("out of memory",))
+    assert "could not be run" in nothing.word
+    again = Proof.from_json(json.loads(json.dumps(nothing.to_json(), allow_nan=False)))
+    assert math.isnan(again.measured.mid)
+    assert not again.gained
+    assert not again.held
+    assert repr(nothing) == "Proof('threads=2', predicted=1.50×, measured=–)"
+
+
+def test_next_names_what_answers_the_verdict_before_what_shortens_any_step() -> None:
+    found = slow_loader()
+    assert found.verdict == "input-bound"
+    faster = remedy(name="precision=amp_bf16", change={"precision": "amp_bf16"}, speedup=9.0, low=8.5, high=9.5)
+    both = dataclasses.replace(found, remedies=(faster, *found.remedies))
+    named = next(one for one in found.remedies if one.answers("input-bound"))
+    assert both.next.startswith(named.what)
+    assert "Whatever the cause: precision=amp_bf16" in both.next
+    assert faster.answers("compute-bound")
+    assert not faster.answers("host-bound")

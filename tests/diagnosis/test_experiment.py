@@ -1,0 +1,404 @@
+"""The experiment: what is planted shows in the arms, everything is as it was afterwards, and errors say what to do."""
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from workbench.diagnosis.analysis.diagnosis import Diagnosis
+from workbench.diagnosis.analysis.evidence import Evidence
+from workbench.diagnosis.measure.experiment import experiment
+from workbench.harness.blocks import DiagnoseError, StepFailed
+
+BUDGET = 4.0
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """Some samples, each of which takes its time."""
+
+    def __init__(self, seconds: float = 0.0, count: int = 200) -> None:
+        self.seconds, self.count = seconds, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.seconds:
+            time.sleep(self.seconds)
+        return torch.full((8,), float(index % 7)), torch.tensor(index % 3)
+
+
+class Training:
+    """A model, its optimizer, and a step that may take longer than it should."""
+
+    def __init__(self, sleep: float = 0.0) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01)
+        self.sleep = sleep
+
+    def step(self, batch: Any) -> None:
+        x, y = batch
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.model(x), y).backward()
+        self.optimizer.step()
+        if self.sleep:
+            time.sleep(self.sleep)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [value.detach().clone() for value in self.model.state_dict().values()]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_slow_loader_shows_and_nothing_else_changes() -> None:
+    training, generator = Training(), torch.Generator().manual_seed(5)
+    loader = DataLoader(Samples(0.002), batch_size=4, shuffle=True, generator=generator)
+    for batch in list(loader)[:3]:
+        training.step(batch)
+    weights, moments = training.weights, json.dumps(training.optimizer.state_dict(), default=lambda value: value.tolist())
+    states = torch.get_rng_state(), generator.get_state(), random.getstate(), np.random.get_state()[1].tolist()
+    evidence = experiment(training.step, loader, model=training.model, optimizer=training.optimizer, budget_s=BUDGET)
+    assert evidence.arms["cached"].saved.low > 0.5
+    assert evidence.arms["loader"].seconds == pytest.approx(evidence.step, rel=0.4)
+    assert evidence.loading is not None
+    assert evidence.loading.blocked == pytest.approx(0.008, rel=0.5)
+    assert (evidence.samples, evidence.world_size, evidence.optimizer) == (4.0, 1, "AdamW(single)")
+    assert evidence.ranks[0].wait > 0.5 * evidence.step
+    assert evidence.ranks[0].timeline.share("data_wait") > 0.5
+    assert evidence.inside is not None
+    assert evidence.inside.op_count > 10
+    assert all(torch.equal(a, b) for a, b in zip(weights, training.weights, strict=True))
+    assert json.dumps(training.optimizer.state_dict(), default=lambda value: value.tolist()) == moments
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert torch.equal(states[1], generator.get_state())
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[2:]
+    assert Evidence.from_json(json.loads(json.dumps(evidence.to_json()))).arms == evidence.arms
+
+
+@pytest.mark.slow
+def test_a_full_queue_hides_nothing() -> None:
+    training = Training(0.005)
+    loader = DataLoader(Samples(0.003, 400), batch_size=4, num_workers=1, prefetch_factor=8)
+    evidence = experiment(training.step, loader, budget_s=6)
+    assert evidence.arms["cached"].saved.mid == pytest.approx(0.5, abs=0.25)  # 12 ms to load, 6 to train
+
+
+@pytest.mark.slow
+def test_a_step_that_sleeps_is_not_the_loaders_fault() -> None:
+    training = Training(0.01)
+    evidence = experiment(training.step, DataLoader(Samples(), batch_size=4), budget_s=BUDGET)
+    assert abs(evidence.arms["cached"].saved.mid) < 0.2
+    assert evidence.arms["no_optimizer"].saved.high < 0.3
+    assert evidence.inside is not None
+    assert evidence.inside.blocked == pytest.approx(0.01, rel=0.5)
+    assert any("found behind step: the model Sequential" in note for note in evidence.notes)
+
+
+@pytest.mark.slow
+def test_stalls_are_counted_apart() -> None:
+    training, calls = Training(0.002), [0]
+
+    def step(batch: Any) -> None:
+        calls[0] += 1
+        training.step(batch)
+        if calls[0] % 20 == 0:
+            time.sleep(0.1)
+
+    evidence = experiment(step, DataLoader(Samples(), batch_size=4), budget_s=6)
+    assert evidence.stalls.every == 20
+    assert evidence.stalls.extra == pytest.approx(0.1, rel=0.3)
+    assert evidence.arms["cached"].seconds < 0.006
+    assert evidence.step > 1.5 * evidence.arms["cached"].seconds
+    assert calls == [0]  # it was counted back, too
+
+
+def test_the_step_may_take_its_batch_apart_and_write_into_it() -> None:
+    training = Training()
+    sums = set[float]()
+
+    class Note:
+        __slots__ = ()
+
+        def __call__(self, value: float) -> None:
+            sums.add(value)
+
+    note = Note()
+
+    def step(batch: dict[str, Tensor]) -> None:
+        note(float(batch["x"].sum()))
+        x = batch.pop("x")
+        x.mul_(0.5)
+        training.step((x, batch.pop("y")))
+
+    loader = [{"x": torch.full((4, 8), float(i)), "y": torch.zeros(4, dtype=torch.long)} for i in (1, 2, 3)]
+
+    class Fresh:
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            return ({name: value.clone() for name, value in batch.items()} for batch in loader)
+
+    evidence = experiment(step, Fresh(), budget_s=1)
+    assert evidence.arms["cached"].pairs
+    assert all(total % 16 == 0 for total in sums)  # never one that was halved before and not given anew
+
+
+def test_accumulation_gives_tuples() -> None:
+    training, lengths = Training(), set[int]()
+
+    def step(batches: tuple[Any, ...]) -> None:
+        assert isinstance(batches, tuple)
+        for batch in batches:
+            training.step(batch)
+
+    evidence = experiment(step, DataLoader(Samples(), batch_size=4), accumulation=3, budget_s=6)
+    assert (evidence.accumulation, evidence.samples) == (3, 12.0)
+    assert evidence.arms["doubled"].samples == 2
+    assert not lengths
+
+
+def test_a_step_that_fails_at_its_third_call() -> None:
+    training = Training()
+    before, calls = training.weights, [0]
+
+    def step(batch: Any) -> None:
+        calls[0] += 1
+        training.step(batch)
+        if calls[0] == 3:
+            raise RuntimeError("out of luck")
+
+    with pytest.raises(StepFailed, match=r"step\(\) raised RuntimeError at its call number 3: out of luck") as caught:
+        experiment(step, DataLoader(Samples(), batch_size=4), budget_s=2)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert (caught.value.call, isinstance(caught.value, ValueError)) == (3, True)
+    assert all(torch.equal(a, b) for a, b in zip(before, training.weights, strict=True))
+    assert not training.optimizer.state
+
+
+@pytest.mark.parametrize("at", [2, 30, 300])
+def test_interrupted_at_any_time(at: int) -> None:
+    training, calls = Training(), [0]
+    before, threads, own = training.weights, torch.get_num_threads(), torch.optim.AdamW.step
+
+    def step(batch: Any) -> None:
+        calls[0] += 1
+        if calls[0] == at:
+            raise KeyboardInterrupt
+        training.step(batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        experiment(step, DataLoader(Samples(), batch_size=4, num_workers=1), budget_s=3)
+    assert all(torch.equal(a, b) for a, b in zip(before, training.weights, strict=True))
+    assert (torch.get_num_threads(), type(training.optimizer).step) == (threads, own)
+    assert not training.optimizer.state
+    assert "step" not in vars(training.optimizer)
+
+
+def test_an_arm_that_cannot_be_tried_is_noted() -> None:
+    training = Training()
+
+    def step(batch: Any) -> None:
+        if len(batch[1]) > 4:
+            raise RuntimeError("four samples and no more")
+        training.step(batch)
+
+    evidence = experiment(step, DataLoader(Samples(), batch_size=4), budget_s=6)
+    assert "doubled" not in evidence.arms
+    assert any("doubled could not be tried: RuntimeError: four samples and no more" in note for note in evidence.notes)
+    assert "no_optimizer" in evidence.arms
+
+
+def test_an_empty_loader() -> None:
+    with pytest.raises(ValueError, match="the loader is empty"):
+        experiment(Training().step, [], budget_s=1)
+
+
+def test_a_loader_of_one_batch() -> None:
+    evidence = experiment(Training().step, DataLoader(Samples(count=4), batch_size=4), budget_s=1)
+    assert evidence.arms["cached"].pairs
+    assert any("the loader has one batch" in note for note in evidence.notes)
+
+
+def batches(count: int) -> Iterator[Any]:
+    return ((torch.ones(4, 8), torch.zeros(4, dtype=torch.long)) for _ in range(count))
+
+
+def test_a_generator_that_can_be_read_once() -> None:
+    evidence = experiment(Training(0.002).step, batches(60), budget_s=2)
+    assert evidence.loading is not None
+    assert evidence.loading.kind == "once"
+    assert any("can be read only once" in note for note in evidence.notes)
+    assert evidence.arms["no_optimizer"].pairs
+
+
+def test_a_generator_that_ends_too_soon() -> None:
+    with pytest.raises(DiagnoseError, match="could be read only once, and gave 4 batches: too few"):
+        experiment(Training().step, batches(4), budget_s=2)
+
+
+def test_a_step_that_does_not_use_its_batch() -> None:
+    training, (fixed, *_) = Training(), batches(1)
+    evidence = experiment(lambda batch: training.step(fixed), DataLoader(Samples(), batch_size=4), budget_s=1)
+    assert any("does not use its batch" in note for note in evidence.notes)
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "message"),
+    [
+        (3, {}, "step is a int: wanted is a function"),
+        (lambda: None, {}, "step cannot be called with one argument, the batch"),
+        (lambda a, b: None, {}, "functools.partial for the other arguments"),
+        (print, {"budget_s": 0}, "budget_s=0: seconds above 0 are allowed"),
+        (print, {"accumulation": 0}, "accumulation=0: a whole number"),
+        (print, {"model": nn.Linear}, "model= was given the class Linear: it takes a torch.nn.Module"),
+        (print, {"optimizer": "adam"}, "optimizer= was given a str"),
+    ],
+)
+def test_what_is_refused_before_anything_is_called(step: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DiagnoseError, match=message):
+        experiment(step, [1], **options)
+
+
+def test_not_even_a_model_is_needed() -> None:
+    evidence = experiment(lambda batch: sum(range(2000)), [[1, 2]] * 30, budget_s=1)
+    assert (evidence.parameters, evidence.optimizer, evidence.samples) == (None, None, None)
+    assert any("no model was found behind step" in note for note in evidence.notes)
+
+
+def launched(folder: Path, budget: float, *modes: str) -> dict[str, Evidence]:
+    """The evidence of two ranks about each of these troubles, from one launch of a script that asks for it on each rank."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = Path(__file__).parents[1] / "scripts" / "two_ranks.py"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    whole = [*command, str(script), str(folder / "found.json"), str(budget), *modes]
+    done = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {mode: Evidence.from_json(found) for mode, found in json.loads((folder / "found.json").read_text()).items()}
+
+
+CHECKS: dict[str, Callable[[Evidence], bool]] = {
+    "gradients": lambda found: found.arms["no_sync"].saved.low > 0.2,
+    "compute": lambda found: found.ranks[1].compute > 2 * found.ranks[0].compute,
+    "input": lambda found: found.ranks[1].wait > 5 * found.ranks[0].wait and found.ranks[1].alone > 2 * found.ranks[0].alone,
+}
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    found = launched(tmp_path, 6, *CHECKS)
+    if doubtful := [mode for mode, check in CHECKS.items() if not check(found[mode])]:  # a machine that is shared: once more
+        found |= launched(tmp_path, 6, *doubtful)
+    for mode, check in CHECKS.items():
+        assert check(found[mode]), (mode, found[mode])
+        assert not any("true cost was not measured" in note for note in found[mode].notes)
+
+
+def test_a_schedule_with_a_last_step_stands_still() -> None:
+    training = Training()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(training.optimizer, max_lr=0.1, total_steps=10)
+
+    def step(batch: Any) -> None:
+        training.step(batch)
+        schedule.step()
+
+    before = schedule.state_dict()
+    evidence = experiment(step, DataLoader(Samples(), batch_size=4), budget_s=6)
+    assert evidence.steps > 10
+    assert schedule.state_dict() == before
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_generator_of_a_few_batches(count: int) -> None:
+    some = ((torch.randn(4, 8), torch.zeros(4, dtype=torch.long)) for _ in range(count))
+    with pytest.raises(DiagnoseError, match="could be read only once"):
+        experiment(Training().step, some, budget_s=2)
+
+
+class Hidden:
+    """Nobody looks for state in a class."""
+
+    optimizer: Any = None
+    momentum = 0.0
+
+
+def test_an_optimizer_that_is_found_only_as_it_steps_is_put_back() -> None:
+    training = Training()
+    model, Hidden.optimizer = training.model, training.optimizer
+
+    def step(batch: Any) -> None:
+        Hidden.optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        Hidden.optimizer.step()
+
+    before, loader = training.weights, DataLoader(Samples(), batch_size=4)
+    evidence = experiment(step, loader, budget_s=1)
+    assert any("AdamW was found only as it stepped: it was put back, but gradients may differ" in note for note in evidence.notes)
+    assert "found only as it stepped" in str(Diagnosis.of(evidence))
+    assert not training.optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(before, training.weights, strict=True))
+    step(next(iter(loader)))
+    state = json.dumps(training.optimizer.state_dict(), default=lambda value: value.tolist())
+    experiment(step, loader, budget_s=1)
+    assert json.dumps(training.optimizer.state_dict(), default=lambda value: value.tolist()) == state
+
+
+def test_what_stays_changed_is_said() -> None:
+    model, more = nn.Linear(8, 3), (torch.ones(1) for _ in itertools.count())
+
+    def step(batch: Any) -> None:
+        nn.functional.cross_entropy(model(batch[0]) + next(more), batch[1]).backward()
+        Hidden.momentum += 1
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.sub_(weight.grad, alpha=0.01)
+
+    class Own:
+        def __init__(self) -> None:
+            self.rows, self.lines = DataLoader(Samples(), batch_size=4), itertools.count()
+
+        def __iter__(self) -> Iterator[Any]:
+            return (batch for batch, _ in zip(self.rows, self.lines, strict=False))
+
+    said = str(Diagnosis.of(experiment(step, Own(), budget_s=1)))
+    assert "if it remembers anything, that was not put back. Try optimizer=…" in said
+    assert "step() reaches what could not be put back to what it was before: a generator (test_what_stays" in said
+    assert "the loader holds what could not be put back to what it was before: a count" in said
+
+
+CALLS = {"gathered": "all_gather", "sharded": "all_gather and reduce_scatter", "zero": "broadcast"}
+
+
+def test_two_ranks_say_what_communication_no_sync_does_not_take_away(tmp_path: Path) -> None:
+    for mode, found in launched(tmp_path, 3, "plain", *CALLS).items():
+        assert (found.world_size, len(found.ranks), found.samples) == (2, 2, 16.0)
+        waits = [one.wait for one in found.ranks]
+        assert 0.999 * max(waits) <= found.longest_wait <= 1.001 * sum(waits)
+        assert ("no_sync" in found.arms) is (mode in ("plain", "zero"))  # else there is nothing that it takes away
+        if mode in ("plain", "zero"):
+            assert found.gradients is not None
+            assert (found.gradients.size, found.gradients.buckets > 0) == (4 * (found.parameters or 0), True)
+        said = [note for note in found.notes if "true cost was not measured" in note]
+        assert len(said) == (mode in CALLS)
+        assert all(
+            "no_sync is DDP's, and all that could be taken away besides is the step's own all_reduce; this step also calls "
+            f"{CALLS[mode]}, so" in note
+            for note in said
+        ), said

@@ -1,0 +1,67 @@
+"""The gallery of planted bottlenecks: every case is well formed, and the verdicts of a few of them (all: benchmarks/verdicts.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GALLERY = Path(__file__).parent / "gallery"
+sys.path.insert(0, str(GALLERY))
+from cases import CASES, Case  # noqa: E402
+from held_out import HELD_OUT  # noqa: E402
+
+from workbench.diagnosis.analysis.verdict import VERDICTS  # noqa: E402
+from workbench.runs.task import check  # noqa: E402
+
+QUICK = ("python_metric", "many_tensors", "slow_compute_on_rank_1", "healthy_mlp")
+"""Judged in every test run; other kinds are diagnosed in other tests, from specs and in notebooks."""
+
+
+def judged(case: Case, tool: str, folder: Path, *options: str) -> dict[str, Any]:
+    """What `judge.py` finds out in a process of its own."""
+    out = folder / "answer.json"
+    command = [sys.executable, str(GALLERY / "judge.py"), case.name, tool, str(out), *options]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "WORKBENCH_CACHE": str(folder)}
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), *HELD_OUT.values()], ids=lambda case: case.name)
+def test_case_is_well_formed(case: Case) -> None:
+    check(f"{case.source}:{case.name}") if case.spec is not None else None
+    assert f"def {case.name}(" in case.source.read_text()
+    assert case.answers
+    assert set(case.answers) <= set(VERDICTS)
+    if case.spec is not None:
+        case.run_spec(**(case.removed or {}))
+
+
+def test_no_case_is_seen_twice() -> None:
+    assert not CASES.keys() & HELD_OUT.keys()
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_the_planted_cost_is_what_the_step_pays(tmp_path: Path) -> None:
+    found = judged(CASES["slow_storage"], "truth", tmp_path)
+    assert 0.25 < found["saved"] < 0.8
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_verdict(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    found = judged(case, "ours", tmp_path, "--budget", "30")
+    if found["verdict"] == "inconclusive":  # other processes may be gone in a moment
+        found = judged(case, "ours", tmp_path, "--budget", "60")
+    foreign = found["diagnosis"]["evidence"]["noise"]["foreign"]
+    if found["verdict"] == "inconclusive" and foreign > 0.3:
+        pytest.skip(f"others take {foreign:.1f} cores of this machine: nothing can be said here, and that is what was said")
+    assert case.right(found["verdict"], found["cause"]), found["text"]

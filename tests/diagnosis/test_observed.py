@@ -1,0 +1,112 @@
+"""Diagnosis from observation: what clocks can tell, what they cannot, and that the difference is said."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import HandMade
+from workbench.core import run_directory
+from workbench.core.vocabulary import PHASES
+from workbench.diagnosis.analysis.diagnosis import Diagnosis
+from workbench.diagnosis.analysis.observed import observe
+from workbench.runs.run import Run
+
+Make = Callable[..., HandMade]
+
+
+def write(path: Path, rank: int, steps: list[dict[str, float]]) -> None:
+    rows = [{"rank": rank, "clock": "host"}, *({"step": i, "samples": 8, **step} for i, step in enumerate(steps))]
+    writer = run_directory.LineWriter(path / run_directory.rank_file(rank))
+    writer.write(rows)
+    writer.close()
+
+
+def step(**phases: float) -> dict[str, float]:
+    usual = dict(zip(PHASES, (0.001, 0.0, 0.006, 0.012, 0.001, 0.0005), strict=True))
+    return {**usual, **phases}
+
+
+def judged(by_hand: Make, *ranks: list[dict[str, float]]) -> Diagnosis:
+    made = by_hand()
+    for rank, steps in enumerate(ranks):
+        write(made.path, rank, steps)
+    return Diagnosis.of(observe(Run.load(made.ended("finished").path)))
+
+
+def test_a_healthy_run(by_hand: Make) -> None:
+    d = judged(by_hand, [step()] * 60)
+    assert d.verdict == "compute-bound"
+    assert not d.remedies
+    assert d.parts.step == pytest.approx(0.0205)
+    assert d.caption.startswith("observed in 50 steps; nothing was tried")
+    assert "only an experiment could settle" in d.caption
+    assert d.parts.samples == 8
+
+
+def test_waiting_for_data(by_hand: Make) -> None:
+    d = judged(by_hand, [step(data_wait=0.03)] * 60)
+    assert (d.verdict, d.cause) == ("input-bound", "loader")
+    assert "at best" in d.why
+    best = d.remedies[0]
+    assert best.ceiling
+    assert not best.provable
+    assert best.speedup == pytest.approx(0.0495 / 0.0195, rel=0.01)
+
+
+def test_a_queue_that_hid_the_loader_at_first(by_hand: Make) -> None:
+    d = judged(by_hand, [step()] * 40 + [step(data_wait=0.015)] * 40)
+    assert d.verdict == "input-bound"
+    assert d.judgement.shares["data_wait"].mid == pytest.approx(0.015 / 0.0345, rel=0.05)
+    assert "only the last steps count" in d.caption
+
+
+def test_a_slow_rank_by_input(by_hand: Make) -> None:
+    d = judged(by_hand, [step(backward=0.032)] * 60, [step(data_wait=0.021)] * 60)
+    assert (d.verdict, d.cause) == ("straggler", "slow rank 1: input")
+    assert d.judgement.shares["straggler"].mid == pytest.approx(0.020 / 0.0405, rel=0.02)
+    assert d.judgement.shares["data_wait"].mid < 0.05
+    assert d.parts.step == pytest.approx(d.evidence.step)
+
+
+def test_a_slow_rank_by_compute(by_hand: Make) -> None:
+    d = judged(by_hand, [step(backward=0.024)] * 60, [step(forward=0.018)] * 60)
+    assert (d.verdict, d.cause) == ("straggler", "slow rank 1: compute")
+
+
+def test_a_rank_that_pauses(by_hand: Make) -> None:
+    pauses = [step(forward=0.2) if i % 12 == 11 else step() for i in range(96)]
+    waits = [step(backward=0.206) if i % 12 == 11 else step() for i in range(96)]
+    d = judged(by_hand, waits, pauses)
+    assert (d.verdict, d.cause) == ("straggler", "slow rank 1: pauses")
+
+
+def test_stalls(by_hand: Make) -> None:
+    d = judged(by_hand, [step(other=0.2) if i % 20 == 19 else step() for i in range(120)])
+    assert (d.verdict, d.cause) == ("stalled", "pause")
+    assert "every 20 steps" in d.why
+    assert d.parts.step == pytest.approx(d.evidence.step)
+
+
+def test_the_other_phases(by_hand: Make) -> None:
+    assert judged(by_hand, [step(h2d=0.02)] * 60).verdict == "transfer-bound"
+    assert judged(by_hand, [step(optimizer=0.02)] * 60).verdict == "optimizer-bound"
+    assert judged(by_hand, [step(other=0.02)] * 60).verdict == "host-bound"
+
+
+def test_reductions_cannot_be_seen(by_hand: Make) -> None:
+    d = judged(by_hand, [step(backward=0.05)] * 60, [step(backward=0.05)] * 60)
+    assert (d.verdict, d.cause) == ("inconclusive", "communication hides inside backward")
+    assert "wb.diagnose(spec) tries it" in d.why
+    assert "what reducing the gradients costs" in d.caption
+    usual = judged(by_hand, [step()] * 60, [step()] * 60)
+    assert usual.verdict == "compute-bound"
+
+
+def test_a_run_without_steps(by_hand: Make) -> None:
+    with pytest.raises(
+        ValueError, match=r"has 0 measured steps, and at least 8 are wanted .*a script's steps are measured with watch=True"
+    ):
+        observe(Run.load(by_hand().ended("finished").path))
+    with pytest.raises(ValueError, match=r"wait for it: run\.wait\(\)"):
+        observe(Run.load(by_hand().alive().steps(6).path))

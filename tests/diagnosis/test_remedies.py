@@ -1,0 +1,231 @@
+"""Remedies: what they promise is what a run shows, and what cannot help is not among them."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.made import World
+from workbench.core.system_load import Noise
+from workbench.diagnosis.analysis.costs import Costs
+from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Stalls
+from workbench.diagnosis.analysis.remedies import remedies_for
+from workbench.diagnosis.analysis.remedy import Remedy
+from workbench.diagnosis.analysis.step_model import StepModel
+from workbench.diagnosis.analysis.verdict import judge
+from workbench.harness.arm import Arm
+from workbench.runs.spec import RunSpec, ScriptSpec
+
+
+def remedies(evidence: Evidence, spec: RunSpec | ScriptSpec | None = None) -> dict[str, Remedy]:
+    found = remedies_for(evidence, judge(evidence), spec=spec)
+    gains = [1 + (one.speedup - 1) / 2 if one.ceiling else one.speedup for one in found]
+    assert gains == sorted(gains, reverse=True)
+    for one in found:
+        assert one.low <= one.speedup <= one.high
+        assert one.low >= 1
+        assert one.what.endswith(".")
+        assert one.formula
+        assert one.ceiling == one.gain.startswith("up to")
+        assert Remedy.from_json(one.to_json()) == one
+    return {one.name: one for one in found}
+
+
+SPEC = RunSpec(task="clipart-mlp")
+
+
+@pytest.mark.parametrize(
+    "world",
+    [World(), World(work=0.016, optimizer=0.004), World(cpu=0.01, num_workers=2), World(communication=0.001, late_input=(0.0, 0.0))],
+)
+def test_a_healthy_step_is_left_alone(world: World) -> None:
+    assert not remedies(world.evidence())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0.003, 0.04), st.floats(0, 0.04))
+def test_workers_gain_what_was_promised(cpu: float, blocked: float) -> None:
+    world = World(cpu=cpu, blocked=blocked, noise=0.005)
+    for one in remedies(world.evidence()).values():
+        if "num_workers" in one.change:
+            truth = world.step / world.without(num_workers=one.change["num_workers"]).step
+            assert one.low <= truth <= one.high
+            assert one.speedup == pytest.approx(truth, rel=0.1)
+            assert one.change["persistent_workers"] is True
+
+
+def test_a_slow_loader_gets_workers_and_a_ceiling() -> None:
+    found = remedies(World(cpu=0.03).evidence(), SPEC)
+    first = next(iter(found.values()))
+    assert first.change["num_workers"] >= 2
+    assert "the largest of: a worker's batch" in first.formula
+    assert found["prepared data"].ceiling
+    assert not found["prepared data"].provable
+    assert "30" in found["prepared data"].formula or "%" in found["prepared data"].formula
+
+
+@pytest.mark.parametrize(("cause", "name"), [("storage", "faster storage"), ("collate", "faster collate_fn")])
+def test_ceilings_of_a_slow_loader(cause: str, name: str) -> None:
+    world = World(blocked=0.03) if cause == "storage" else World(cpu=0.03, collate=0.028)
+    one = remedies(world.evidence())[name]
+    assert one.gain.startswith("up to ")
+    assert 1.5 < one.speedup < world.step / world.cached
+
+
+def test_workers_that_stay() -> None:
+    world = World(cpu=0.002, num_workers=2, persistent=False, start_up=0.1, epoch=8)
+    one = remedies(world.evidence())["persistent_workers=True"]
+    assert one.speedup == pytest.approx(world.step / world.without(persistent=True).step, rel=0.1)
+
+
+def test_no_workers_where_they_cost_more_than_they_save() -> None:
+    loading = World(cpu=0.0005, num_workers=4).evidence().loading
+    assert loading is not None
+    loading = dataclasses.replace(loading, alone=0.014, worker_cpu=0.012, handover=0.006)
+    found = remedies(World(cpu=0.012).evidence(loading=loading, noise=Noise(cores=2.0), world_size=2))
+    one = next(iter(found.values()))
+    assert one.change == {"num_workers": 0}
+    assert "without workers, instead of 4." in one.what
+
+
+def test_a_queue_for_slow_samples() -> None:
+    evidence = World(blocked=0.025, num_workers=2, noise=0.005).evidence()
+    assert evidence.loading is not None
+    uneven = World(cpu=0.012).evidence().arms  # the loop waits 12 ms, although the mean batch is there in time
+    evidence = dataclasses.replace(evidence, step=0.032, arms=uneven, loading=dataclasses.replace(evidence.loading, slow_share=0.9))
+    one = remedies(evidence)["prefetch_factor=8"]
+    assert one.low < 1.3 < one.speedup < 1.7
+
+
+def test_what_an_arm_measured_is_put_into_the_whole_step() -> None:
+    world = World(blocked=0.01, optimizer=0.01, fused=0.002, bf16=0.6, noise=0.004)
+    found = remedies(world.evidence(), SPEC)
+    fused, bf16 = found["optimizer=fused"], found["precision=amp_bf16"]
+    assert fused.speedup == pytest.approx(world.step / world.without(optimizer=0.002).step, rel=0.02)
+    assert bf16.speedup == pytest.approx(world.step / world.without(work=world.work * 0.6).step, rel=0.02)
+    assert fused.change == {"optimizer": "fused"}
+    assert "digits" in bf16.costs
+    assert bf16.high - bf16.low < 0.1
+
+
+def test_an_arm_that_does_not_help_is_no_remedy() -> None:
+    found = remedies(World(bf16=1.5, fused=0.001).evidence())
+    assert not found
+
+
+def test_a_larger_batch_only_where_it_is_worth_it() -> None:
+    world = World(work=0.017, fixed=0.016)
+    found = remedies(world.evidence(), SPEC)
+    one = found["micro_batch=64"]
+    assert one.change == {"micro_batch": 64}
+    truth = 2 * world.step / (world.cached + world.work - world.fixed + 2 * world.loader)
+    assert one.speedup == pytest.approx(truth, rel=0.03)
+    assert "learning rate" in one.costs
+    assert "micro_batch=64" not in remedies(World().evidence(), SPEC)
+
+
+def test_remedies_for_reductions() -> None:
+    world = World(communication=0.02, late_input=(0.0, 0.0))
+    found = remedies(world.evidence(), SPEC)
+    one = found["accumulation=4"]
+    truth = 4 * world.step / (4 * (world.step - world.communication - world.optimizer) + world.communication + world.optimizer)
+    assert one.speedup == pytest.approx(truth, rel=0.03)
+    assert "bucket_cap_mb" not in " ".join(found)
+    many = Gradients(size=40_000_000, buckets=80, latency=2e-4, per_byte=1e-10)
+    found = remedies(world.evidence(gradients=many), SPEC)
+    bucket = next(one for name, one in found.items() if name.startswith("bucket_cap_mb"))
+    assert bucket.change["bucket_cap_mb"] > 5
+    assert bucket.speedup > 1.3
+    here = remedies(world.evidence())
+    assert not here["accumulation=4"].provable  # not ours to turn in a step of the user's
+
+
+def test_remedies_for_a_slow_rank_are_words_with_a_ceiling() -> None:
+    world = World(late_input=(0.0, 0.02))
+    one = next(iter(remedies(world.evidence(), SPEC).values()))
+    assert one.name == "rank 1 as fast as the others"
+    assert one.ceiling
+    assert one.speedup == pytest.approx(world.step / world.without(late_input=(0.0, 0.0)).step, rel=0.03)
+
+
+def test_remedies_for_the_host() -> None:
+    asleep = remedies(World(host=0.02, sleep=0.019).evidence())
+    assert next(iter(asleep)) == "no waiting in the step" or "micro_batch=64" in asleep
+    assert "train.py:41 step" in asleep["no waiting in the step"].what
+    python = remedies(World(host=0.02).evidence())
+    assert "less Python in the step" in python
+    assert "torch.compile" not in python  # one line has it all
+    launches = remedies(World(work=0.014, fixed=0.013, small=0.012, host=0.005).evidence())
+    assert {"torch.compile", "less Python in the step"} <= set(launches)
+    assert all(one.ceiling for one in launches.values() if not one.change)
+    threads = remedies(World(threads=8, cores=2.0, crowd=2.0).evidence(), SPEC)
+    one = threads["threads=1"]
+    assert one.change == {"threads": 1}
+    assert one.speedup == pytest.approx(World(crowd=2.0).step / World(crowd=1.0).step, rel=0.03)
+
+
+def test_a_rank_that_waits_for_its_samples_waits_for_each_of_them() -> None:
+    """Fewer reductions do not help: measured 1.03×, where 1.55× was promised."""
+    world = World(communication=0.004, late_input=(0.0, 0.02))
+    four = StepModel.of(world.evidence())
+    clean = world.train + world.cpu
+    assert four.speedup(accumulation=4) == pytest.approx(world.step / (clean + 0.02 + 0.004 / 4), rel=0.05)
+    assert four.speedup(micro_batch=64) < 1.2
+    assert "accumulation=4" not in remedies(world.evidence(), SPEC)
+
+
+@pytest.mark.parametrize(("cpu", "offered"), [(0.0005, True), (0.009, False)])
+def test_more_threads_where_a_worker_needs_the_other_core(cpu: float, offered: bool) -> None:
+    """Measured so: a step of 10 ms that two threads make 6 ms, beside a worker that computes for half of it, got slower (0.86×)."""
+    world = World(num_workers=1, cpu=cpu, worker=0.0005, cores=2.0)
+    two = world.arm("threads=2", "cached", world.cached, 0.6 * world.cached)
+    found = remedies(world.evidence(arms={**world.arms(), "threads=2": two}), SPEC)
+    assert ("threads=2" in found) == offered
+    if offered:
+        assert found["threads=2"].speedup == pytest.approx(1 / 0.6, rel=0.1)
+
+
+def test_remedies_for_stalls() -> None:
+    world = World(stall=(0.3, 20, "checkpoint"))
+    one = remedies(world.evidence())["checkpoint off the path"]
+    assert one.speedup == pytest.approx(world.step / world.clean, rel=0.01)
+    assert one.ceiling
+    named = dataclasses.replace(world.evidence().stalls, where="train.py:9 save")
+    assert "(train.py:9 save)." in remedies(world.evidence(stalls=named))["checkpoint off the path"].what
+    assert not remedies(world.evidence(stalls=Stalls(steps=300), step=world.clean))
+
+
+def test_copies_and_padding() -> None:
+    world = World(transfer=0.02)
+    pinned = remedies(world.evidence(), SPEC)["pin_memory=True"]
+    assert pinned.ceiling
+    assert pinned.change == {"pin_memory": True}
+    assert pinned.speedup == pytest.approx(world.step / world.without(transfer=0.0).step, rel=0.02)
+    evidence = World().evidence(padding=0.5)
+    trimmed = Arm(name="trimmed", baseline="cached", pairs=((0.02, 0.012),) * 6)
+    found = remedies(dataclasses.replace(evidence, arms={**evidence.arms, "trimmed": trimmed}))
+    assert found["batches by length"].ceiling
+
+
+def test_where_knobs_can_be_turned() -> None:
+    evidence = World(cpu=0.03, bf16=0.5).evidence()
+    assert remedies(evidence)["precision=amp_bf16"].provable
+    assert remedies(evidence, SPEC)["precision=amp_bf16"].provable
+    assert not any(one.provable for one in remedies(evidence, ScriptSpec(script="train.py")).values())
+    iterable = dataclasses.replace(evidence, loading=dataclasses.replace(evidence.loading, kind="iterable"))  # type: ignore[type-var]
+    found = remedies(iterable)
+    assert "prefetch" in found
+    assert not any("num_workers" in one.change for one in found.values())
+
+
+def test_nothing_is_promised_when_nothing_is_known() -> None:
+    assert not remedies(Evidence(step=0.02))
+
+
+def test_what_arms_save_is_not_more_for_reductions_of_fresh_batches() -> None:
+    world = World(communication=0.02, fresh=0.01, optimizer=0.01, fused=0.002, late_input=(0.0, 0.0), noise=0.0)
+    c = Costs.of(world.evidence())
+    assert (c.replayed, c.cached) == pytest.approx((world.cached, world.cached + 0.01))
+    assert c.optimizer.mid == pytest.approx(0.01)
+    assert remedies(world.evidence())["optimizer=fused"].speedup == pytest.approx(world.step / (world.step - 0.008), rel=1e-3)

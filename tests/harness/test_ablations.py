@@ -1,0 +1,233 @@
+"""Each arm does what its name says while it is on, and nothing of it is left afterwards."""
+
+import contextlib
+import copy
+import gc
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from workbench.core.gc import without_gc
+from workbench.harness import ablations
+
+
+class Setup:
+    """A small training."""
+
+    def __init__(self, optimizer: str = "AdamW", **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+        self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=0.01, **options)
+        self.batch = torch.randn(5, 3, 6, 6)
+        self.seen: list[Any] = []
+
+    def step(self, batch: Tensor) -> float:
+        self.optimizer.zero_grad()
+        out = self.model(batch)
+        self.seen.append(out.dtype)
+        loss: Tensor = out.float().square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [weight.detach().clone() for weight in self.model.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_without_optimizer_the_weights_stay_and_gradients_come() -> None:
+    setup = Setup()
+    before = setup.weights
+    with ablations.without_optimizer([setup.optimizer]):
+        setup.step(setup.batch)
+        assert all(weight.grad is not None for weight in setup.model.parameters())
+    assert same(before, setup.weights)
+    assert "step" not in vars(setup.optimizer)
+    setup.step(setup.batch)
+    assert not same(before, setup.weights)
+
+
+def test_without_optimizer_closures_and_schedulers_work() -> None:
+    setup = Setup("SGD")
+    scheduler = torch.optim.lr_scheduler.StepLR(setup.optimizer, 1)
+    own = vars(setup.optimizer)["step"]  # the scheduler has put one of its own there
+    called = []
+    with warnings.catch_warnings(), ablations.without_optimizer([setup.optimizer]):
+        warnings.simplefilter("error")
+        assert setup.optimizer.step(lambda: called.append(torch.is_grad_enabled()) or 3.0) == 3.0
+        scheduler.step()
+    assert called == [True]
+    assert vars(setup.optimizer)["step"] is own
+
+
+def test_without_optimizer_a_scaler_goes_on() -> None:
+    setup, scaler = Setup(), torch.amp.GradScaler("cpu")
+    before = setup.weights
+    with ablations.without_optimizer([setup.optimizer]):
+        scaler.scale(setup.model(setup.batch).square().mean()).backward()
+        scaler.step(setup.optimizer)
+        scaler.update()
+    assert same(before, setup.weights)
+
+
+@pytest.mark.parametrize("name", ["fused", "foreach"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_another_implementation_and_back(kind: str, name: str, trained: bool) -> None:
+    setup, plain = Setup(kind), Setup(kind)
+    if trained:
+        setup.step(setup.batch), plain.step(plain.batch)
+    assert ablations.can_be([setup.optimizer], name)
+    with ablations.implementation([setup.optimizer], name):
+        assert ablations.implementation_of(setup.optimizer) == name
+        setup.step(setup.batch)
+    plain.step(plain.batch)
+    assert ablations.implementation_of(setup.optimizer) == "single"
+    for a, b in zip(setup.weights, plain.weights, strict=True):
+        torch.testing.assert_close(a, b)
+    groups = [{key: value for key, value in one.optimizer.param_groups[0].items() if key != "params"} for one in (setup, plain)]
+    assert groups[0] == groups[1]
+    setup.step(setup.batch)  # it goes on in the old one
+
+
+def test_what_an_optimizer_cannot_be() -> None:
+    setup = Setup("LBFGS")
+    assert not ablations.can_be([setup.optimizer], "fused")
+    assert not ablations.can_be([], "fused")
+    assert not ablations.can_be([Setup(fused=True).optimizer], "fused")
+    assert ablations.implementation_of(setup.optimizer) == ""
+
+
+def test_channels_last_inside_and_the_same_memory_afterwards() -> None:
+    setup = Setup("SGD", momentum=0.9)
+    setup.step(setup.batch)
+    weight = setup.model[0].weight
+    assert isinstance(weight, nn.Parameter)
+    momentum = setup.optimizer.state[weight]["momentum_buffer"]
+    address, values, gradient = weight.data_ptr(), copy.deepcopy(setup.weights), weight.grad
+    with ablations.channels_last([setup.model], [setup.optimizer]):
+        assert weight.is_contiguous(memory_format=torch.channels_last)
+        assert setup.optimizer.state[weight]["momentum_buffer"].is_contiguous(memory_format=torch.channels_last)
+        setup.step(ablations.images_last(setup.batch))
+        assert weight.grad is not None
+        assert weight.grad.is_contiguous(memory_format=torch.channels_last)
+    assert weight.data_ptr() == address
+    assert torch.equal(weight, values[0])
+    assert weight.grad is gradient
+    assert setup.optimizer.state[weight]["momentum_buffer"] is momentum
+
+
+def test_images_last_leaves_the_rest_as_it_is() -> None:
+    images, labels = ablations.images_last((torch.randn(2, 3, 4, 4), torch.arange(2)))
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(labels, torch.arange(2))
+
+
+def test_mixed_precision_converts_the_weights_anew_in_each_step() -> None:
+    setup = Setup()
+    mixed = ablations.in_precision(setup.step, "amp_bf16", torch.device("cpu"))
+    first, second = mixed(setup.batch), mixed(setup.batch)
+    assert setup.seen == [torch.bfloat16] * 2
+    assert first != second  # the cache of converted weights would make them equal
+    assert not torch.is_autocast_enabled("cpu")
+    assert all(weight.dtype == torch.float32 for weight in setup.model.parameters())
+
+
+def test_threads_and_collector() -> None:
+    before = torch.get_num_threads()
+    with ablations.threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+    with without_gc():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_gc():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_all_is_given_back_when_the_step_raises() -> None:
+    setup = Setup()
+    switches: list[Callable[[], AbstractContextManager[Any]]] = [
+        lambda: ablations.without_optimizer([setup.optimizer]),
+        lambda: ablations.implementation([setup.optimizer], "fused"),
+        lambda: ablations.channels_last([setup.model], [setup.optimizer]),
+        lambda: ablations.threads(2),
+        without_gc,
+        lambda: ablations.without_reduction([setup.model]),
+    ]
+    reduce, threads, addresses = dist.all_reduce, torch.get_num_threads(), [weight.data_ptr() for weight in setup.model.parameters()]
+    for switch in switches:
+        with contextlib.suppress(KeyboardInterrupt), switch():
+            raise KeyboardInterrupt
+    assert (dist.all_reduce, torch.get_num_threads(), gc.isenabled()) == (reduce, threads, True)
+    assert ablations.implementation_of(setup.optimizer) == "single"
+    assert "step" not in vars(setup.optimizer)
+    assert [weight.data_ptr() for weight in setup.model.parameters()] == addresses
+
+
+def test_a_change_of_several_things() -> None:
+    setup = Setup()
+    change = {"optimizer": "fused", "channels_last": True, "threads": 2, "gc": False, "precision": "amp_bf16"}
+    step = ablations.wrapped(setup.step, change, torch.device("cpu"))
+    with ablations.changed(change, [setup.model], [setup.optimizer]):
+        assert (ablations.implementation_of(setup.optimizer), torch.get_num_threads(), gc.isenabled()) == ("fused", 2, False)
+        step(setup.batch)
+    assert setup.seen == [torch.bfloat16]
+    assert (ablations.implementation_of(setup.optimizer), gc.isenabled()) == ("single", True)
+
+
+@pytest.fixture
+def alone() -> Any:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_without_reduction_nothing_is_reduced(alone: Any) -> None:
+    reduced: list[str] = []
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        reduced.append("bucket")
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    model.register_comm_hook(None, hook)
+
+    def step() -> None:
+        model(torch.ones(2, 3)).sum().backward()
+        value = torch.ones(1)
+        work = dist.all_reduce(value, async_op=True)
+        work.wait()
+        dist.all_reduce(value)
+
+    step()
+    assert reduced == ["bucket"]
+    original = dist.all_reduce
+    with ablations.without_reduction([model]):
+        step()
+        with model.no_sync():  # the step's own accumulation
+            step()
+        step()
+    assert reduced == ["bucket"]
+    assert dist.all_reduce is original
+    step()
+    assert reduced == ["bucket"] * 2

@@ -1,0 +1,244 @@
+"""Blocks and trials by a fake clock: what counts, what is left out, who is compared with whom, and when it is enough."""
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from workbench.diagnosis.measure.evidence import Sums
+from workbench.diagnosis.measure.trials import FEW_PAIRS, MOST_OF_REMEDIES, MOST_PAIRS, PAIRS, Trials, thread_counts, treatments
+from workbench.harness.ablations import Treatment
+from workbench.harness.blocks import Bench, Block, Laps, StepFailed, Timings, nothing
+from workbench.harness.peers import Peers
+from workbench.harness.replay import Replay
+
+
+class Clock:
+    """Time that only work moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def laps(*calls: float, wait: float = 0.0, fresh: tuple[int, ...] = ()) -> Laps:
+    zeros = array("d", [0.0] * len(calls))
+    return Laps(waits=array("d", [wait] * len(calls)), calls=array("d", calls), delays=zeros, gcs=zeros, fresh=fresh)
+
+
+def timings(*blocks: tuple[Laps, ...]) -> Timings:
+    found = Timings()
+    for i, ranks in enumerate(blocks):
+        found.add(Block(arm="full", first=1 + 4 * i, laps=ranks))
+    return found
+
+
+def test_a_stalled_step_is_left_out_of_its_block_only() -> None:
+    some = timings(*[(laps(0.01, 0.01, 0.01, 0.01, wait=0.002),)] * 4, (laps(0.01, 0.5, 0.01, 0.01, wait=0.002),))
+    assert some.slowest("full") == pytest.approx([0.012] * 5)
+
+
+def test_a_step_of_two_speeds_has_no_stalls() -> None:
+    some = timings(*[(laps(0.01, 0.01, 0.01, 0.05),)] * 5)
+    assert some.slowest("full") == pytest.approx([0.02] * 5)
+
+
+def test_the_slowest_rank_counts_and_a_new_pass_does_not() -> None:
+    some = timings(*[(laps(0.01, 0.01, fresh=(0,)), laps(0.03, 0.03))] * 3)
+    assert some.slowest("full") == pytest.approx([0.03] * 3)
+    assert timings((laps(9.0, 0.01, fresh=(0,)),)).slowest("full") == [0.01]
+
+
+def sums_of(first: Laps, *, forks: bool = False, start_up: float = 0.0, accumulation: int = 1) -> Sums:
+    """Rounds of a full block with a pass of 8 steps and of replayed steps, on one rank."""
+    found = Timings()
+    for i in range(5):
+        for arm, start, some in (("full", 1, first), ("cached", 9, laps(*[0.01] * 40))):
+            found.add(Block(arm=arm, first=start + 48 * i, laps=(some,)))
+    peers = SimpleNamespace(rank=0, world_size=1)
+    bench = SimpleNamespace(timings=found, peers=peers, sampler=SimpleNamespace(places=lambda _: {}))
+    rounds = SimpleNamespace(pairs=5, steps_per_pass=8, start_up=start_up)
+    return Sums(bench, SimpleNamespace(forks=forks, accumulation=accumulation), rounds)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("forks", "extra", "stalls"), [(True, 0.19, 0), (False, 0.1, 5)])
+def test_what_a_new_pass_costs_is_spread_over_its_steps(forks: bool, extra: float, stalls: int) -> None:
+    """After a fork also what training copies in the call that follows; elsewhere a call that is long has stalled."""
+    sums = sums_of(replace(laps(0.1, *[0.01] * 7, fresh=(0,)), waits=array("d", [0.102, *[0.002] * 7])), forks=forks)
+    assert [base for base, _ in sums.pairs("full", "cached")] == pytest.approx([0.012 + extra / 8] * 5)
+    assert len(sums.stalls().at) == stalls
+
+
+def test_stalls_take_nothing_from_what_a_new_pass_costs() -> None:
+    first = replace(laps(0.1, *[0.01] * 14, 0.5, fresh=(0,)), waits=array("d", [0.102, *[0.002] * 15]))
+    assert [base for base, _ in sums_of(first, forks=True).pairs("full", "cached")] == pytest.approx([0.012 + 0.19 / 8] * 5)
+
+
+def test_a_new_pass_that_no_block_saw_costs_what_starting_took_beyond_a_usual_wait() -> None:
+    sums = sums_of(laps(*[0.01] * 8, wait=0.002), start_up=0.082)
+    assert [base for base, _ in sums.pairs("full", "cached")] == pytest.approx([0.012 + 0.08 / 8] * 5)
+    sums = sums_of(laps(*[0.01] * 8, wait=0.004), start_up=0.082, accumulation=2)  # it gives one batch, and a step takes two
+    assert [base for base, _ in sums.pairs("full", "cached")] == pytest.approx([0.014 + 0.08 / 8] * 5)
+
+
+def test_calls_that_are_known_to_have_stalled_are_left_out() -> None:
+    some = timings((laps(0.01, 0.018, 0.01, 0.01),))
+    some.stalled = [frozenset({2})]
+    assert some.slowest("full") == pytest.approx([0.01])
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def bench(clock: Clock) -> Iterator[Bench]:
+    with Bench(lambda batch: None, Peers(), torch.device("cpu"), clock=clock) as one:
+        yield one
+
+
+def test_waits_and_calls_are_told_apart_and_a_source_may_end(bench: Bench, clock: Clock) -> None:
+    def source() -> Iterator[int]:
+        for i in range(3):
+            clock.now += 0.2
+            yield i
+
+    def step(batch: int) -> None:
+        clock.now += 0.3
+
+    (found,) = bench.run("full", source(), 10, step=step).laps
+    assert list(found.waits) == pytest.approx([0.2] * 3)
+    assert list(found.calls) == pytest.approx([0.3] * 3)
+    assert bench.called == 3
+    bench.run("loader", source(), 3, step=nothing)
+    assert bench.called == 3
+
+
+def test_which_call_failed(bench: Bench) -> None:
+    def step(batch: int) -> None:
+        if batch == 2:
+            raise KeyError("label")
+
+    with pytest.raises(StepFailed, match=r"KeyError at its call number 3: 'label'") as caught:
+        bench.run("full", [0, 1, 2], 3, step=step)
+    assert isinstance(caught.value.error, KeyError)
+
+
+def tried(clock: Clock, seconds: float, arms: dict[str, Callable[[], float]], *, budget: float) -> tuple[Trials, Bench]:
+    """Trials of arms whose steps take what they are said to."""
+
+    def spend(get: Callable[[], float]) -> Callable[[Any], None]:
+        def step(batch: Any) -> None:
+            clock.now += get()
+
+        return step
+
+    with Bench(spend(lambda: seconds), Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = Replay()
+        replay.hold([torch.zeros(2)] * 3)
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=seconds)
+        trials.run([Treatment(name=name, wrap=lambda _, get=get: spend(get)) for name, get in arms.items()], budget)  # type: ignore[misc]
+    return trials, bench
+
+
+def test_an_arm_without_noise_needs_few_pairs(clock: Clock) -> None:
+    trials, _ = tried(clock, 0.01, {"no_optimizer": lambda: 0.008}, budget=1000)
+    arm = trials.results()["no_optimizer"]
+    assert len(arm.pairs) == FEW_PAIRS
+    assert arm.saved.mid == pytest.approx(0.2)
+
+
+def test_a_slow_drift_does_no_harm(clock: Clock) -> None:
+    def drifting(seconds: float) -> Callable[[], float]:
+        return lambda: seconds * (1 + clock.now / 20)
+
+    def step(batch: Any) -> None:
+        clock.now += drifting(0.01)()
+
+    with Bench(step, Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = Replay()
+        replay.hold([torch.zeros(2)])
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=0.01)
+        half = Treatment(name="no_optimizer", wrap=lambda _: lambda batch: setattr(clock, "now", clock.now + drifting(0.005)()))
+        trials.run([half], 1000)
+    assert trials.results()["no_optimizer"].saved.mid == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_hopeless_arm_is_not_asked_a_third_time(clock: Clock) -> None:
+    trials, bench = tried(clock, 0.01, {"threads=2": lambda: 0.9}, budget=1000)
+    assert len(trials.results()["threads=2"].pairs) == 2
+    assert all(len(block.laps[0].calls) == 1 for block in bench.timings.blocks["threads=2"])  # nor for long
+
+
+def test_noise_makes_more_pairs(clock: Clock) -> None:
+    numbers = iter([0.004, 0.02] * 10_000)
+    trials, _ = tried(clock, 0.06, {"doubled": lambda: 3 * next(numbers) if clock.now % 1 > 0.3 else 0.01}, budget=1e6)
+    assert PAIRS < len(trials.results()["doubled"].pairs) <= MOST_PAIRS
+
+
+@pytest.mark.parametrize("seconds", [1.2, 2.0, 8.0])
+def test_steps_of_seconds_still_get_an_answer_within_the_budget(clock: Clock, seconds: float) -> None:
+    names = ["no_optimizer", "doubled", "threads=2", "optimizer=fused", "precision=amp_bf16"]
+    trials, _ = tried(clock, seconds, {name: lambda: 0.8 * seconds for name in names}, budget=60)
+    results = trials.results()
+    assert results["no_optimizer"].saved.mid == pytest.approx(0.2)
+    assert all(len(arm.pairs) >= 2 for arm in results.values())
+    assert clock.now < 90
+    assert len(results) == len(names) or any("no time was left to try" in note for note in trials.notes)
+
+
+def test_remedies_are_not_measured_as_closely_as_parts_of_the_step(clock: Clock) -> None:
+    numbers = {name: iter([0.006, 0.010, 0.008, 0.012] * 10_000) for name in ("no_optimizer", "optimizer=fused")}
+    trials, _ = tried(clock, 0.06, {name: lambda name=name: 5 * next(numbers[name]) for name in numbers}, budget=1e6)  # type: ignore[misc]
+    found = {name: len(arm.pairs) for name, arm in trials.results().items()}
+    assert FEW_PAIRS <= found["optimizer=fused"] <= min(found["no_optimizer"], MOST_OF_REMEDIES)
+
+
+def test_after_threads_that_look_for_work_some_steps_do_not_count(clock: Clock) -> None:
+    calls: list[str] = []
+
+    def step(batch: Any) -> None:
+        calls.append("cached")
+        clock.now += 0.02 if calls[-3:-1] and "threads" in calls[-4:-1] else 0.01  # the first three beside them are slow
+
+    def threads(batch: Any) -> None:
+        calls.append("threads")
+        clock.now += 0.012
+
+    with Bench(step, Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = Replay()
+        replay.hold([torch.zeros(2)])
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=0.01)
+        trials.run([Treatment(name="threads=2", wrap=lambda _: threads)], 1000)
+    assert trials.results()["threads=2"].saved.mid == pytest.approx(-0.2, abs=0.01)
+
+
+def test_more_threads_are_not_tried_where_others_take_the_cores() -> None:
+    replay = Replay()
+    replay.hold([torch.zeros(2)])
+
+    def names(foreign: float) -> set[str]:
+        some = treatments(
+            [], [], replay, device=torch.device("cpu"), precision="fp32", accumulation=1, world_size=1, gc_share=0.0, foreign=foreign
+        )
+        return {one.name for one in some}
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert {f"threads={count}" for count in thread_counts()} <= names(0.1)
+        assert not any(name.startswith("threads=") for name in names(0.6))
+        torch.set_num_threads(2)
+        assert "threads=1" in names(0.6)  # fewer may help then
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,101 @@
+"""What a step reaches, found without being given."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from workbench.harness.discover import describe, find
+
+MODEL = nn.Linear(2, 1)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), 0.1)
+LOSS = nn.MSELoss()
+
+
+def inner(batch: Any) -> None:
+    OPTIMIZER.zero_grad()
+    LOSS(MODEL(batch), batch[:, :1]).backward()
+
+
+def outer(batch: Any) -> None:
+    inner(batch)
+    [OPTIMIZER.step() for _ in range(1)]
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.parts = {"model": nn.Linear(3, 3)}
+        self.optimizer = torch.optim.Adam(self.parts["model"].parameters())
+
+    def step(self, batch: Any) -> None: ...
+
+    def __call__(self, batch: Any) -> None:
+        inner(batch)
+
+
+def test_globals_of_the_functions_that_it_calls() -> None:
+    found = find(outer)
+    assert found.models == [MODEL]
+    assert found.optimizers == [OPTIMIZER]
+    assert LOSS in found.modules
+
+
+def test_a_closure_a_default_a_partial() -> None:
+    model, other, third = nn.Linear(1, 1), nn.Linear(1, 2), nn.Linear(1, 3)
+
+    def step(batch: Any, extra: nn.Module, more: nn.Module = other) -> None:
+        def deeper() -> nn.Module:
+            return model
+
+        deeper()
+
+    assert {id(one) for one in find(functools.partial(step, extra=third)).models} == {id(model), id(other), id(third)}
+
+
+def test_self_of_a_method_and_of_a_callable_object() -> None:
+    loop = Loop()
+    assert find(loop.step).models == [loop.parts["model"]]
+    assert find(loop.step).optimizers == [loop.optimizer]
+    assert {id(one) for one in find(loop).models} == {id(loop.parts["model"]), id(MODEL)}
+
+
+def test_a_decorated_step() -> None:
+    model = nn.Linear(1, 1)
+
+    def decorated(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(*args: Any) -> Any:
+            return function(*args)
+
+        return wrapper
+
+    @decorated
+    def step(batch: Any) -> Any:
+        return model(batch)
+
+    assert find(step).models == [model]
+
+
+def test_only_the_outermost_module() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    wrapper = nn.DataParallel(net)
+    assert find(lambda batch: (net, wrapper)).models == [wrapper]
+    assert describe(wrapper) == "DataParallel(Sequential)"
+
+
+def test_it_stops_at_the_loader() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.model = nn.Linear(2, 2)
+
+    hidden, data = Owner(), DataLoader(torch.zeros(4, 2))  # type: ignore[arg-type]
+    data.dataset.owner = hidden  # type: ignore[attr-defined]
+    assert find(lambda batch: (data, hidden), but=[hidden]).models == []
+    assert find(lambda batch: data).models == []
+
+
+def test_nothing_there() -> None:
+    found = find(lambda batch: batch + 1)
+    assert (found.models, found.optimizers, found.objects) == ([], [], [])

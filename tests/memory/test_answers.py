@@ -1,0 +1,92 @@
+"""What a dry run answers where a program asks for values: the step is an ordinary one."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import workbench as wb
+from workbench.memory.estimate import compat
+
+
+class Asking(nn.Module):
+    """Refuses to go on if a question is not answered as in an ordinary step."""
+
+    def __init__(self, question: object) -> None:
+        super().__init__()
+        self.layer, self.question = nn.Linear(4, 4), question
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.question(x):  # type: ignore[operator]
+            raise ValueError("not an ordinary step")
+        out: Tensor = self.layer(x).sum()
+        return out
+
+
+ORDINARY = {
+    "all of a mask": lambda x: (x == 1).all(),
+    "nothing masked": lambda x: not (x == 0).any(),
+    "one after the other": lambda x: (x.cumsum(0) == 0).all(),
+    "classes": lambda x: not x.long().max() >= 32,
+    "classes below": lambda x: x.long().max() < 32,
+    "none negative": lambda x: not (x < 0).any(),
+    "all positive": lambda x: (x > 0).all(),
+    "no overflow": lambda x: not torch.isinf(x).any() and not torch.isnan(x).any() and torch.isfinite(x).all(),
+    "none counted": lambda x: not torch.isnan(x).sum() > 0,
+    "some counted": lambda x: (x > 0).sum() > 0,
+    "a mask of its own": lambda x: x.bool().all(),
+    "numbers": lambda x: x.sum().item() == 1,
+}
+
+
+@pytest.mark.parametrize("question", ORDINARY.values(), ids=list(ORDINARY))
+def test_the_step_is_an_ordinary_one(question: object) -> None:
+    assert wb.estimate_memory(lambda: Asking(question), torch.randn(2, 4), device="cpu").total
+
+
+def test_who_asks_for_fakes_finds_none() -> None:
+    before = torch._subclasses.FakeTensor
+    with compat.fake_tensors():
+        fake = torch.zeros(2)
+        assert isinstance(fake, FakeTensor)  # torch's own
+        assert not isinstance(fake, torch._subclasses.FakeTensor)
+        assert issubclass(FakeTensor, torch._subclasses.FakeTensor)
+        within = torch._subclasses.FakeTensor
+    assert torch._subclasses.FakeTensor is before
+    assert isinstance(fake, within), "who kept the class is told the truth afterwards"
+
+
+def test_it_is_put_back_after_an_error() -> None:
+    before = torch._subclasses.FakeTensor
+    with pytest.raises(ZeroDivisionError), compat.fake_tensors():
+        raise ZeroDivisionError
+    assert torch._subclasses.FakeTensor is before
+
+
+class Masked(nn.Module):
+    """As timm's vision transformers: what comes second is a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            x = x * mask[:, :4]
+        out: Tensor = self.layer(x)
+        return out
+
+
+class Named(Masked):
+    """What comes second is the classes."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        out: Tensor = self.layer(x)
+        return out if targets is None else nn.functional.cross_entropy(out, targets)
+
+
+def test_classes_are_no_mask() -> None:
+    batch = torch.randn(2, 4), torch.tensor([0, 1])
+    assert "cross-entropy of the output and the batch's last part" in " ".join(wb.estimate_memory(Masked, batch, device="cpu").notes)
+    assert "the output itself" in " ".join(wb.estimate_memory(Named, batch, device="cpu").notes)
+    assert "mean of the output" in " ".join(wb.estimate_memory(Masked, (batch[0], torch.ones(2, 4)), device="cpu").notes)

@@ -1,0 +1,225 @@
+"""What changes do to memory, the largest micro-batch, the ladder: each held against fresh fake runs."""
+
+import json
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from torch import Tensor, nn
+
+from workbench import Device
+from workbench.memory.analysis.whatif import SAME, MemoryComparison, combinations, needed
+from workbench.memory.api import estimate_memory
+from workbench.memory.compare import compare_memory
+from workbench.memory.estimate.examples import COLLATED, sample_batch
+from workbench.memory.ladder import memory_ladder, timed_estimate
+from workbench.memory.max_micro_batch import max_micro_batch
+from workbench.runs.task import Task
+
+WIDTH = 256
+SLOW = {"bf16": 100e12, "fp16": 100e12, "fp32": 10e12}
+
+
+def device(megabytes: float) -> Device:
+    return Device(name="imagined", memory=round(megabytes * 1e6), bandwidth=500e9, flops_per_sec=SLOW, source="a test")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    depth = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(self.depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Shallow(Net):
+    depth = 1
+
+
+class Choosy(Net):
+    """Takes another way with large batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.exp().log() if len(x) > 5 else x)
+
+
+def squared(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+BATCH = torch.empty(64, 128, WIDTH, device="meta")
+GIVEN = {"batch": BATCH, "loss": squared, "optimizer": "sgd(momentum=0.9)"}
+
+
+def outside() -> int:
+    found = estimate_memory(Net, device=device(1e6), **GIVEN).outside
+    assert found is not None
+    return found.mid
+
+
+def test_each_change_is_a_row_and_equals_its_own_estimate() -> None:
+    rows = compare_memory(Net, [{"checkpointing": "full"}, {"precision": "amp_bf16", "micro_batch": 32}], **GIVEN)
+    assert [row.label for row in rows.rows] == [SAME, "checkpointing=full", "precision=amp_bf16, micro_batch=32"]
+    assert rows[1].breakdown is not None
+    assert rows[2].breakdown is not None
+    assert rows[1].breakdown.total == estimate_memory(Net, checkpointing="full", **GIVEN).total < rows.baseline.total
+    assert rows[2].breakdown.total < rows.baseline.total
+    assert len(rows.to_frame()) == len(rows) == 3
+    assert "fits" not in str(rows)
+
+
+def test_a_change_that_cannot_be_is_a_row_that_says_why() -> None:
+    rows = compare_memory(Net, {"image": [32], "optimizer": ["adamw"]}, device=device(1000), **GIVEN)
+    assert rows[1].breakdown is None
+    assert "image" in rows[1].complaint
+    assert rows[2].breakdown is not None
+    assert rows.capacity == 950_000_000
+    assert "yes" in str(rows)
+    again = MemoryComparison.from_json(json.loads(json.dumps(rows.to_json())))
+    assert str(again) == str(rows)
+
+
+def test_a_comparison_is_drawn() -> None:
+    rows = compare_memory(Net, {"optimizer": ["adamw"]}, device=device(1000), **GIVEN)
+    ax = rows.plot()
+    assert [label.get_text() for label in ax.get_yticklabels()] == [SAME, "optimizer=adamw"]
+    plt.close(ax.figure)
+
+
+def test_a_knob_that_does_not_exist_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ValueError, match="did you mean 'precision'"):
+        compare_memory(Net, [{"precison": "amp_bf16"}], **GIVEN)
+
+
+@pytest.mark.parametrize("changes", [[], {}, ["precision"]])
+def test_no_change_is_refused(changes: list[dict[str, object]]) -> None:
+    with pytest.raises(ValueError, match="precision"):
+        compare_memory(Net, changes, **GIVEN)
+
+
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
+    where = device((outside() + 500 * 2**20) / 1e6)
+    found = max_micro_batch(Net, where, margin=0.0, **GIVEN)
+    assert 8 < int(found) < 10_000
+    assert needed(found.breakdown) <= where.memory < needed(found.next)
+    assert found.breakdown.total == estimate_memory(Net, device=where, micro_batch=int(found), **GIVEN).total
+    assert found.runs <= 8
+    assert "is the largest" in str(found)
+
+
+def test_a_program_that_depends_on_its_batch_is_bisected_by_fake_runs() -> None:
+    where = device((outside() + 100 * 2**20) / 1e6)
+    found = max_micro_batch(Choosy, where, margin=0.0, **GIVEN)
+    assert needed(found.breakdown) <= where.memory < needed(found.next)
+    assert found.runs > 4
+
+
+def test_a_batch_above_the_dataset_is_not_looked_for() -> None:
+    sizes: list[int] = []
+
+    def counted(samples: list[Tensor]) -> Tensor:
+        sizes.append(len(samples))
+        return torch.stack(samples)
+
+    task = Task(model=Net, dataset=lambda: [torch.zeros(2, WIDTH)] * 2001, loss=squared, collate=counted)
+    found = max_micro_batch(task, "H200")
+    assert int(found) == 2001
+    assert needed(found.next) < found.capacity
+    assert "the dataset has no more for one optimizer step. It fits H200" in str(found)
+    assert max(sizes) <= COLLATED
+    assert int(max_micro_batch(task, "H200", world_size=4, accumulation=2)) == 250
+    small = device((outside() + 120 * 2**20) / 1e6)
+    assert int(max_micro_batch(task, small, margin=0.0)) < 2001
+    assert "one more is" in str(max_micro_batch(task, small, margin=0.0))
+    with pytest.raises(ValueError, match="one optimizer step takes at least 4000 samples"):
+        max_micro_batch(task, "H200", accumulation=4000)
+
+
+def test_many_samples_have_the_shapes_of_few() -> None:
+    task = Task(model=Net, dataset=lambda: [{"x": torch.zeros(3, 2), "y": 1}] * 5, loss=squared)
+    found = sample_batch(task, 1_000_000)
+    assert {name: tuple(part.shape) for name, part in found.items()} == {"x": (1_000_000, 3, 2), "y": (1_000_000,)}
+    assert found["x"].is_meta
+    listed = sample_batch(Task(model=Net, dataset=lambda: [torch.zeros(3)], loss=squared, collate=lambda rows: [rows]), COLLATED + 1)
+    assert len(listed[0]) == COLLATED + 1  # where the samples lie cannot be told: all are collated
+
+
+def test_not_even_one_sample() -> None:
+    found = max_micro_batch(Net, device(outside() / 1e6), **GIVEN)
+    assert int(found) == 0
+    assert found.spare < 0
+    assert "not even one" in str(found)
+
+
+def test_the_ladder_fits_and_none_of_its_rungs_is_for_nothing() -> None:
+    start = estimate_memory(Net, device=device(1e6), **GIVEN)
+    where = device(0.8 * needed(start) / 1e6)
+    ladder = memory_ladder(Net, where, margin=0.0, **GIVEN)
+    assert ladder.fits
+    assert ladder.rungs
+    assert needed(ladder.start) > where.memory >= needed(ladder.end)
+    options = {**GIVEN, **ladder.changes}
+    assert estimate_memory(Net, device=where, **options).total == ladder.end.total
+    for left_out in ladder.changes:
+        rest = {name: value for name, value in ladder.changes.items() if name != left_out}
+        if not {"micro_batch", "accumulation"} & {left_out}:
+            assert needed(estimate_memory(Net, device=where, **{**GIVEN, **rest})) > where.memory
+    assert "fits imagined with" in str(ladder)
+
+
+def test_recomputing_costs_a_third_of_the_time_of_large_products() -> None:
+    wide = torch.empty(4096, 1, WIDTH, device="meta")
+    of = {"loss": squared, "optimizer": "sgd"}
+    fast_memory = Device(name="imagined", memory=10**12, bandwidth=1e18, flops_per_sec=SLOW, source="a test")
+    _, plain = timed_estimate(Net, device=fast_memory, batch=wide, **of)
+    _, again = timed_estimate(Net, device=fast_memory, batch=wide, checkpointing="full", **of)
+    assert 1.15 < again / plain < 1.36  # a third of two products in each backward; the first layer's input needs no gradient
+
+
+def test_a_step_that_fits_needs_no_ladder() -> None:
+    ladder = memory_ladder(Net, "H200", **GIVEN)
+    assert ladder.fits
+    assert not ladder.rungs
+    assert ladder.changes == {}
+    assert "as it is" in str(ladder)
+
+
+def test_nothing_makes_it_fit() -> None:
+    ladder = memory_ladder(Shallow, device(20), **GIVEN)
+    assert not ladder.fits
+    assert "nothing tried makes it fit" in str(ladder)
+
+
+@pytest.mark.parametrize("name", ["cuda", "cpu"])
+def test_a_device_without_a_capacity_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="no capacity"):
+        max_micro_batch(Net, name, **GIVEN)
+
+
+def test_an_unknown_device_and_a_margin_that_is_none() -> None:
+    with pytest.raises(ValueError, match="H200"):
+        memory_ladder(Net, "H2000", **GIVEN)
+    with pytest.raises(ValueError, match="margin"):
+        max_micro_batch(Net, "H200", margin=5, **GIVEN)
+
+
+def test_no_two_moves_of_a_set_turn_the_same_knob() -> None:
+    moves = [{"a": 1}, {"b": 1}, {"b": 2}, {"a": 2, "c": 1}]
+    for chosen in combinations(moves):
+        names = [name for place in chosen for name in moves[place]]
+        assert len(names) == len(set(names))
+    assert len(combinations(moves)) == 9

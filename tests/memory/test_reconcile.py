@@ -1,0 +1,47 @@
+"""Predicted against measured: the same spec on fake tensors, and in real processes with the profiler's record of every allocation."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+
+WIDE = Path(__file__).parents[1] / "scripts" / "wide_task.py"
+WEIGHTS = 4 * (256 * 1024 + 1024 + 1024 * 256 + 256)
+"""Bytes of those of that task."""
+NEAR = 0.1 * 2**20
+"""Bytes."""
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"precision": "amp_bf16", "accumulation": 2, "optimizer": "sgd(momentum=0.9)"},
+        {"checkpointing": "full"},
+        {"nproc_per_node": 2},
+        {"nproc_per_node": 2, "parallel": "zero1"},
+        {"nproc_per_node": 2, "parallel": "fsdp"},
+    ],
+    ids=lambda knobs: ", ".join(map(str, knobs.values())),
+)
+def test_what_is_predicted_is_what_is_measured(knobs: dict[str, Any], tmp_path: Path) -> None:
+    spec = wb.RunSpec(task="text-gpt", micro_batch=32, device="cpu", **knobs)
+    predicted = wb.estimate_memory(spec, device="cpu")
+    measured = wb.measure_memory(spec, runs_dir=tmp_path)
+    assert (predicted.kind, measured.kind) == ("predicted", "measured")
+    assert abs(measured.total - predicted.total) < NEAR, str(measured - predicted)
+    assert measured.peak_moment == predicted.peak_moment
+    assert "measured less predicted" in str(measured - predicted)
+
+
+def test_where_the_peak_lies_in_the_optimizer_step(tmp_path: Path) -> None:
+    """DDP's buckets are there twice in no moment: those of the first backward make way for the ones that are made anew."""
+    spec = wb.RunSpec(task=f"{WIDE}:build", micro_batch=2, nproc_per_node=2, optimizer="adamw(foreach=False)", device="cpu")
+    predicted = wb.estimate_memory(spec, device="cpu")
+    measured = wb.measure_memory(spec, runs_dir=tmp_path)
+    assert "optimizer step" in measured.peak_moment
+    assert (measured.largest["gradients"], measured.largest["optimizer_states"]) == (2 * WEIGHTS, 2 * WEIGHTS + 4 * 4)
+    assert abs(measured.total - predicted.total) < 4096, str(measured - predicted)
+    largest = 4 * 256 * 1024  # a weight; AdamW without foreach takes two such for one
+    assert 0 <= measured.total - 5 * WEIGHTS - 2 * largest < 16384  # beside them the batch and step counters

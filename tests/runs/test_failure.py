@@ -1,0 +1,362 @@
+"""Who failed first and why: from records made by hand, and from real launches in which rank 1 fails in every way there is."""
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from workbench.runs import failure, errors
+from workbench.core import run_directory
+from workbench.runs.root_cause import first_failure
+from workbench.runs.spec import SpecError
+from workbench.runs.task import TaskError
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:8839: Connection closed by peer"
+
+# --- recording
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+@pytest.fixture
+def rank2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """We are rank 2 of a run in tmp_path; returns where its record goes."""
+    monkeypatch.setenv(run_directory.ENV_RUN_DIR, str(tmp_path))
+    monkeypatch.setenv("RANK", "2")
+    return tmp_path / run_directory.ERRORS / "rank2.json"
+
+
+def test_the_first_record_stays(rank2: Path) -> None:
+    before = time.monotonic_ns()
+    failure.record(raised(ValueError("boom")))
+    failure.record(raised(ValueError("later")))
+    record = run_directory.read_json(rank2)
+    assert (record["rank"], record["kind"], record["message"], record["consequence"]) == (2, "exception", "ValueError: boom", False)
+    assert before < record["time_ns"] < time.monotonic_ns()
+    assert record["traceback"].startswith("Traceback")
+    assert record["traceback"].endswith("ValueError: boom\n")
+    assert [path.name for path in rank2.parent.iterdir()] == ["rank2.json"]
+
+
+def test_an_error_of_ours_says_all_by_itself(rank2: Path) -> None:
+    failure.record(TaskError("micro_batch=512 is more than the 256 samples"))
+    assert run_directory.read_json(rank2)["traceback"] is None
+
+
+def test_of_an_error_of_ours_what_led_to_it_has_a_traceback(rank2: Path) -> None:
+    error = TaskError("build() raised KeyError: 'mine'")
+    error.__cause__ = raised(KeyError("mine"))
+    failure.record(error)
+    record = run_directory.read_json(rank2)
+    assert record["message"] == "TaskError: build() raised KeyError: 'mine'"
+    assert record["traceback"].endswith("KeyError: 'mine'\n")
+    assert "TaskError" not in record["traceback"]
+
+
+def test_an_error_of_ours_that_a_line_of_the_users_asked_for_names_it(rank2: Path) -> None:
+    with pytest.raises(SpecError) as asked:
+        wb.RunSpec(task="text-gpt", micro_batch=0)
+    failure.record(asked.value)
+    assert "wb.RunSpec(task=" in run_directory.read_json(rank2)["traceback"]
+
+
+def test_where_a_record_goes(rank2: Path, tmp_path: Path) -> None:
+    failure.record(raised(ValueError("boom")), run_dir=tmp_path / "..", rank=5)
+    assert not rank2.exists()
+    assert (tmp_path / ".." / run_directory.ERRORS / "rank5.json").exists()
+
+
+def test_no_record_without_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(run_directory.ENV_RUN_DIR, raising=False)
+    monkeypatch.chdir(tmp_path)
+    failure.record(raised(ValueError("boom")))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("code", "recorded"), [(None, False), (0, False), (3, True), ("no data", True)])
+def test_sys_exit_is_an_error_only_with_a_code(rank2: Path, code: Any, recorded: bool) -> None:
+    failure.record(raised(SystemExit(code)))
+    assert rank2.exists() == recorded
+
+
+def test_conclude(rank2: Path) -> None:
+    failure.record(raised(ValueError("handled later")))
+    failure.conclude(None)
+    assert not rank2.exists()
+    failure.conclude(raised(SystemExit(3)))
+    failure.conclude(raised(ValueError("later")))
+    assert run_directory.read_json(rank2)["message"] == "SystemExit: 3"
+
+
+def test_a_record_fits_on_a_full_disk(rank2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (reserve := rank2.parents[1] / run_directory.RESERVE).write_bytes(b"x")
+    write = run_directory.write_json
+
+    def full_until_freed(path: Path, value: object) -> None:
+        if reserve.exists():
+            raise run_directory.DiskFullError(28, "no space")
+        write(path, value)
+
+    monkeypatch.setattr(run_directory, "write_json", full_until_freed)
+    failure.record(raised(ValueError("boom")))
+    assert run_directory.read_json(rank2)["message"] == "ValueError: boom"
+
+
+# --- what a message tells
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "advice"),
+    [
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …", "out-of-memory", "micro_batch"),
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory", "out-of-memory", "micro_batch"),
+        ("MemoryError", "out-of-memory", "micro_batch"),
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ", "killed", "num_workers"),
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that …", "killed", "shm-size"),
+        ("DistNetworkError: The server socket has failed to listen … EADDRINUSE", "address-in-use", "MASTER_PORT"),
+        ("OSError: [Errno 98] Address already in use", "address-in-use", "MASTER_PORT"),
+        ("TaskError: task='my.py:build': my.py does not import: ValueError: x", "task", None),
+        ("DiskFullError: [Errno 28] no space to write runs/x", "disk-full", "runs_dir"),
+        ("OSError: [Errno 28] No space left on device", "disk-full", "runs_dir"),
+        ("RuntimeError: CUDA error: device-side assert triggered", "exception", "label"),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", "exception", "CUDA_LAUNCH_BLOCKING=1"),
+        ("DistBackendError: [Rank 0] Watchdog caught collective operation timeout: …", "timeout", "branches"),
+        ("RuntimeError: Timed out waiting 1800000ms for recv operation to complete", "timeout", "branches"),
+        ("ModuleNotFoundError: No module named 'timm'", "exception", "install"),
+        ("RuntimeError: Expected to have finished reduction in the prior iteration before …", "exception", "find_unused_parameters"),
+    ],
+)
+def test_known_symptoms(message: str, kind: str, advice: str | None) -> None:
+    symptom = errors.symptom_of(message)
+    assert symptom is not None
+    assert symptom.kind == kind
+    assert symptom.kind in errors.KINDS
+    assert advice in symptom.hint if advice and symptom.hint else advice is symptom.hint
+
+
+def test_an_ordinary_message_is_no_symptom() -> None:
+    assert errors.symptom_of("ValueError: boom") is None
+    assert not errors.is_consequence("ValueError: boom")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        PEER,
+        "RuntimeError: [/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. This is typically caused by …",
+        "DistBackendError: NCCL error … ncclRemoteError: A call failed possibly due to a network error or a remote process exiting",
+        "DistNetworkError: failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+        "RuntimeError: DataLoader worker (pid 9771) is killed by signal: Terminated. ",
+        "RuntimeError: Timed out waiting 1800000ms for recv operation to complete",
+    ],
+)
+def test_consequences(message: str) -> None:
+    assert errors.is_consequence(message)
+
+
+# --- who was first
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    for folder in (run_directory.ERRORS, run_directory.LOGS):
+        (tmp_path / folder).mkdir()
+    run_directory.write_json(tmp_path / run_directory.RUN_JSON, {"timeout": 30})
+    (tmp_path / run_directory.LAUNCHER_LOG).write_text("")
+    return tmp_path
+
+
+def recorded(run_dir: Path, rank: int, seconds: float, message: str) -> None:
+    value = {"rank": rank, "time_ns": int(seconds * 1e9), "kind": "exception", "message": message, "traceback": f"…\n{message}\n"}
+    value["consequence"] = errors.is_consequence(message)
+    (run_dir / run_directory.ERRORS / f"rank{rank}.json").write_text(json.dumps(value))
+
+
+def table(run_dir: Path, **codes: int) -> None:
+    """What torchrun prints last."""
+    lines = [
+        f"  rank      : {rank[1:]} (local_rank: {rank[1:]})\n  exitcode  : {code} (pid: 7) \n  error_file: <N/A>"
+        for rank, code in codes.items()
+    ]
+    (run_dir / run_directory.LAUNCHER_LOG).write_text("Failures:\n" + "\n".join(lines))
+
+
+def failed(**exits: float) -> dict[str, Any]:
+    """An outcome with times of death in seconds."""
+    return {"state": "failed", "returncode": 1, "exits": {rank[1:]: int(seconds * 1e9) for rank, seconds in exits.items()}, "oom_kills": 0}
+
+
+def first(run_dir: Path, outcome: dict[str, Any]) -> tuple[int | None, str, str]:
+    found = first_failure(run_dir, outcome)
+    assert found is not None
+    assert found.kind in errors.KINDS
+    return found.rank, found.kind, found.message
+
+
+def test_the_earlier_record_wins_and_a_consequence_comes_last(run_dir: Path) -> None:
+    recorded(run_dir, 0, 1.0, PEER)
+    recorded(run_dir, 1, 1.2, "ValueError: boom")
+    recorded(run_dir, 2, 1.1, "ValueError: first")
+    assert first(run_dir, failed()) == (2, "exception", "ValueError: first")
+
+
+def test_a_silent_death_is_placed_in_time(run_dir: Path) -> None:
+    recorded(run_dir, 0, 2.0, "RuntimeError: something unheard of because a peer is gone")
+    table(run_dir, r0=1, r1=-9)
+    assert first(run_dir, failed(r0=2.5, r1=1.9))[:2] == (1, "killed")
+    assert first(run_dir, failed(r0=2.5, r1=2.1))[0] == 0
+    assert first(run_dir, failed(r0=2.5))[0] == 0  # nobody saw when it died: a record is better evidence
+
+
+def test_who_torchrun_ended_is_not_to_blame(run_dir: Path) -> None:
+    recorded(run_dir, 0, 2.0, PEER)  # the true cause, if only in the words of a consequence
+    table(run_dir, r0=1, r1=-15, r2=-9)
+    assert first(run_dir, failed(r0=2.2, r1=2.3, r2=6.5))[0] == 0
+
+
+def test_a_rank_that_left_early_without_an_error(run_dir: Path) -> None:
+    recorded(run_dir, 0, 2.0, PEER)
+    table(run_dir, r0=1)
+    rank, kind, message = first(run_dir, failed(r1=1.5, r0=2.1))
+    assert (rank, kind) == (1, "exit")
+    assert message.startswith("ended without an error while others still needed it: rank 0 got RuntimeError: [gloo")
+    assert first(run_dir, failed(r1=2.5, r0=2.1))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "oom_kills", "kind", "message"),
+    [
+        (-9, 0, "killed", "was killed (SIGKILL)"),
+        (-9, 1, "killed", "was killed by the kernel because memory ran out (SIGKILL)"),
+        (-15, 0, "killed", "was ended by SIGTERM"),
+        (-11, 0, "crash", "crashed (SIGSEGV)"),
+        (-6, 0, "crash", "crashed (SIGABRT)"),
+        (-35, 0, "crash", "crashed (signal 35)"),
+        (3, 0, "exit", "ended with exit code 3, without an exception"),
+    ],
+)
+def test_how_a_silent_rank_died(run_dir: Path, code: int, oom_kills: int, kind: str, message: str) -> None:
+    table(run_dir, r1=code)
+    log = run_dir / run_directory.LOGS / "none" / "attempt_0" / "1" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("".join(f"line {i}\n" for i in range(30)))
+    assert first(run_dir, {**failed(r1=1.0), "oom_kills": oom_kills}) == (1, kind, message)
+    found = first_failure(run_dir, failed())
+    assert found is not None
+    assert found.traceback == "\n".join(f"line {i}" for i in range(10, 30))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kind", "message"),
+    [
+        ({"state": "timeout", "stopped_ns": 1}, "timeout", "stopped at its time limit, timeout=30 s"),
+        ({"state": "abandoned", "stopped_ns": 1}, "launcher", "stopped because the process that launched it ended"),
+        ({"state": "lost"}, "launcher", "its guard was killed, so nobody saw how it ended"),
+        ({"state": "failed", "returncode": -9}, "launcher", "torchrun was killed by signal 9"),
+        ({"state": "failed", "returncode": 2}, "address-in-use", "torchrun ended with exit code 2: DistNetworkError: … EADDRINUSE …"),
+    ],
+)
+def test_no_rank_is_to_blame(run_dir: Path, outcome: dict[str, Any], kind: str, message: str) -> None:
+    if outcome.get("returncode") == 2:
+        (run_dir / run_directory.LAUNCHER_LOG).write_text("Traceback …\nDistNetworkError: … EADDRINUSE …\n")
+    assert first(run_dir, outcome) == (None, kind, message)
+
+
+def test_what_a_rank_says_when_it_is_stopped_is_not_why(run_dir: Path) -> None:
+    recorded(run_dir, 0, 30.5, "SystemExit: 143")
+    outcome = {"state": "timeout", "stopped_ns": int(30e9)}
+    assert first(run_dir, outcome)[0] is None
+    recorded(run_dir, 1, 3.0, "ValueError: boom")  # and then it hung
+    assert first(run_dir, outcome) == (1, "exception", "ValueError: boom")
+
+
+@pytest.mark.parametrize("state", ["finished", "stopped"])
+def test_no_failure(run_dir: Path, state: str) -> None:
+    recorded(run_dir, 0, 1.0, "ValueError: boom")
+    assert first_failure(run_dir, {"state": state}) is None
+
+
+def test_the_error_shows_the_traceback_of_the_rank() -> None:
+    found = failure.Failure(rank=1, kind="exception", message="ValueError: boom", traceback="Traceback …\nValueError: boom\n", hint="Do.")
+    error = failure.RunError(found)
+    assert str(error) == "rank 1: ValueError: boom\nDo."
+    assert error._render_traceback_() == ["Traceback …", "ValueError: boom", "", "RunError: rank 1: ValueError: boom", "Do."]
+    ended = failure.RunError(failure.Failure(rank=None, kind="launcher", message="gone", traceback=None, hint=None))
+    assert ended._render_traceback_() == ["RunError: gone"]
+
+
+# --- real launches
+
+WAYS = {
+    "teardown": ("exception", "ValueError: boom"),
+    "slow exit": ("exception", "ValueError: boom"),
+    "sys.exit(3)": ("exit", "SystemExit: 3"),
+    "os._exit(3)": ("exit", "ended with exit code 3, without an exception"),
+    "segfault": ("crash", "crashed (SIGSEGV)"),
+    "SIGKILL": ("killed", "was killed (SIGKILL)"),
+}
+
+
+@pytest.fixture
+def launch_failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], wb.Run]:
+    """Launch two ranks of which the second fails in the given way: in a script that knows nothing of us, or in our own training program."""
+
+    def start(way: str, style: str) -> wb.Run:
+        monkeypatch.setenv("FAIL_HOW", way)
+        if style == "script":
+            return wb.launch(SCRIPTS / "failing.py", args=[way], nproc_per_node=2, runs_dir=tmp_path)
+        task = f"{SCRIPTS / 'failing_task.py'}:build"
+        return wb.launch(wb.RunSpec(task=task, device="cpu", nproc_per_node=2, micro_batch=4, steps=6), runs_dir=tmp_path)
+
+    return start
+
+
+def check_culprit(run: wb.Run, way: str) -> None:
+    run.wait()
+    assert run.error is not None
+    assert (run.state, run.error.rank, run.error.kind, run.error.message) == ("failed", 1, *WAYS[way])
+
+
+@pytest.mark.parametrize(
+    "way", ["teardown", pytest.param("sys.exit(3)", marks=pytest.mark.slow), pytest.param("SIGKILL", marks=pytest.mark.slow)]
+)
+def test_the_right_rank_of_a_task_is_named(launch_failing: Callable[[str, str], wb.Run], way: str) -> None:
+    check_culprit(launch_failing(way, "task"), way)
+
+
+def test_a_watched_script_records_before_it_tears_down(tmp_path: Path) -> None:
+    """Watching imports torch before the script does; the teardown must be watched all the same."""
+    script = tmp_path / "slow_teardown.py"
+    code = (
+        (SCRIPTS / "failing.py")
+        .read_text()
+        .replace("        dist.destroy_process_group()", "        dist.destroy_process_group(); time.sleep(1)")
+    )
+    script.write_text(code)
+    run = wb.launch(script, args=["teardown"], nproc_per_node=2, watch=True, runs_dir=tmp_path / "runs").wait()
+    records = {rank: json.loads((run.path / "errors" / f"rank{rank}.json").read_text()) for rank in (0, 1)}
+    assert records[1]["time_ns"] < records[0]["time_ns"]
+    check_culprit(run, "teardown")
+
+
+def test_the_right_rank_of_a_script_is_named(launch_failing: Callable[[str, str], wb.Run]) -> None:
+    check_culprit(launch_failing("SIGKILL", "script"), "SIGKILL")
+
+
+@pytest.mark.slow
+def test_the_right_rank_of_a_script_is_named_in_20_of_20_trials(launch_failing: Callable[[str, str], wb.Run]) -> None:
+    """All ways in turn. 20 trials of each, with torchrun's own verdict beside ours: benchmarks/culprits.py."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        list(pool.map(lambda way: check_culprit(launch_failing(way, "script"), way), itertools.islice(itertools.cycle(WAYS), 20)))

@@ -1,0 +1,68 @@
+"""The line that follows a run in a terminal."""
+
+import io
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workbench.core import progress
+from workbench.core.progress import ProgressLine
+from workbench.runs.run import Run
+
+CLEAR = "\r\x1b[2K"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    stream = Terminal()
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream))  # pytest replaces that of the real one
+    return stream
+
+
+def test_it_is_written_over_itself_and_not_too_often(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = [100.0], iter(["one", "two"])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    line = ProgressLine(lambda: next(said))
+    line.show()
+    line.show()
+    now[0] += progress.PAUSE
+    line.show()
+    line.close("the end")
+    assert terminal.getvalue() == f"{CLEAR}one{CLEAR}two{CLEAR}the end\n"
+
+
+def test_nothing_is_left_by_a_line_that_was_never_shown(terminal: Terminal) -> None:
+    ProgressLine(lambda: "one").close("the end")
+    assert terminal.getvalue() == ""
+
+
+def test_nothing_is_asked_or_written_where_the_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in (io.StringIO(), None):
+        monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream))
+        line = ProgressLine(lambda: pytest.fail("nobody reads it"))
+        line.show()
+        line.close("the end")
+        assert stream is None or stream.getvalue() == ""
+
+
+def test_words_of_a_run_without_an_end_or_a_report() -> None:
+    assert progress.words("script", 7, None, 3.0, []) == "script 7 steps · 3.00 s"
+    assert progress.words("gpt", 1, 20, 3.0, [{"loss": 2.5, "samples": 80, "seconds": 0.0}]).endswith("1/20 · loss 2.500 · 3.00 s")
+
+
+def test_a_wait_shows_it(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, by_hand: Callable[..., Any]) -> None:
+    made = by_hand(name="mine").alive().steps(8).losses(8)
+    run, pause = Run.load(made.path), time.sleep
+    looks = iter([lambda: None, lambda: made.ended("finished")])
+    monkeypatch.setattr(time, "sleep", lambda seconds: (pause(seconds), next(looks, lambda: None)()))
+    run.wait(timeout=20)
+    assert f"{CLEAR}mine ████████░░░░░░░░░░░░ 8/20" in terminal.getvalue()
+    assert terminal.getvalue().endswith(f"{CLEAR}{run}\n")

@@ -1,0 +1,409 @@
+"""A run that was killed goes on from its last checkpoint as if nothing had been, or says why it cannot."""
+
+import ast
+import errno
+import fcntl
+import os
+import re
+import signal
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import HandMade
+
+import workbench as wb
+from workbench.core import run_directory
+from workbench.runs.launch.new_run import LaunchError
+from workbench.runs.launch import environment, new_run
+from workbench.runs.launch.launch import own
+from workbench.runs.launch.resume import _Again
+from workbench.runs.launch.new_run import open_lock
+from workbench.runs.run import Run
+from workbench.runs.spec import ScriptSpec
+from workbench.runs.panel.panel import run_panel
+
+TASK = """
+import time, torch
+import workbench as wb
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        time.sleep(2e-3)
+        x = torch.sin(torch.arange(8.0) * (index + 1))
+        return x, x.sum(0, keepdim=True)
+
+def build():
+    loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+    model = lambda: torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    return wb.Task(model=model, dataset=Slow, loss=loss, optimizer="sgd(lr=0.05, momentum=0.9)")
+"""
+
+
+def ranks_of(run: wb.Run) -> list[int]:
+    """Processes of its ranks."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # ended while we looked, or not ours
+            continue
+        if f"{run_directory.ENV_RUN_ID}={run.id}".encode() in environ and b"RANK=0" in environ:
+            found.append(int(folder.name))
+    return found
+
+
+def test_a_killed_run_goes_on_and_ends_where_one_that_was_never_killed_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "task.py").write_text("def build():\n    raise RuntimeError('another file')\n")
+    monkeypatch.chdir(tmp_path)
+    spec = wb.RunSpec(task="task.py:build", device="cpu", micro_batch=4, steps=300, checkpoint_every=20, schedule="cosine")
+    run = wb.launch(spec, runs_dir=tmp_path / "runs")
+    assert run_directory.read_json(run.path / run_directory.RUN_JSON)["command"][-4:] == own("workbench.programs.train", run.path)
+    limit = time.monotonic() + 120
+    while not list(run.path.glob(f"{run_directory.CHECKPOINTS}/step*.pt")):
+        assert run.state == "running", run
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    with pytest.raises(LaunchError, match="is still running: it goes on anyway"):
+        wb.launch(resume=run)
+    for pid in ranks_of(run):
+        os.kill(pid, signal.SIGKILL)
+    run.wait(120)
+    assert run.state == "failed"
+    done = run.progress[0]
+    assert 0 < done < 300
+    seconds = run.seconds
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = wb.launch(spec, resume=run).wait(120, check=True)
+    assert (run.state, run.seconds) == ("finished", again.seconds)  # the same run, looked at by who had seen it end
+    assert again.seconds == pytest.approx(seconds + run_directory.read_json(run.path / run_directory.RUN_JSON)["outcome"]["seconds"])
+    monkeypatch.chdir(tmp_path)
+    assert (again.path, again.id, again.state, again.progress) == (run.path, run.id, "finished", (300, 300))
+    whole = wb.launch(spec, runs_dir=tmp_path / "whole").wait(120, check=True)
+    losses = {row["step"]: row["loss"] for row in again.metric_rows}
+    assert len(again.metric_rows) == len(losses)
+    assert losses == {row["step"]: row["loss"] for row in whole.metric_rows}
+    seen = [step.index for step in again.timelines[0].steps]  # times that were not on disk yet when it was killed are gone
+    assert seen == sorted(set(seen))
+    assert seen[-1] == 299
+    assert "goes on from step" in again.logs(0)
+    assert (run.path / "attempts" / "0" / run_directory.LOGS).is_dir()
+    assert wb.Run.load(run.path).error is None
+    with pytest.raises(LaunchError, match="has finished: there is nothing left"):
+        wb.launch(resume=run.path)
+
+
+SPEC = wb.RunSpec(task="text-gpt", device="cpu", checkpoint_every=5)
+
+
+def ended(path: Path, of: wb.RunSpec = SPEC, **more: Any) -> Path:
+    """A run that was stopped after its first checkpoint."""
+    (path / run_directory.CHECKPOINTS).mkdir(parents=True)
+    with zipfile.ZipFile(path / run_directory.CHECKPOINTS / "step00000005.pt", "w") as file:
+        file.writestr("data.pkl", "")
+    info = {"format": 1, "id": "x", "name": "x", "created": 0.0, "host": "h", "launch_dir": ".", "command": ["torchrun", str(path)]}
+    outcome = {"state": "stopped", "returncode": None, "seconds": 1.0}
+    run_directory.write_json(path / run_directory.RUN_JSON, info | {"spec": of.to_json(), "outcome": outcome} | more)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"batch": {"requeue": False}}, "is a job of Slurm"),
+        ({"alone": True}, "was not launched as a run of its own in this place"),
+        ({"experiment": {"kind": "links"}}, "was not launched as a run of its own"),
+        ({"command": ["torchrun", "/elsewhere"]}, "was not launched as a run of its own"),
+        ({"command": None}, "was not launched as a run of its own"),
+        ({"command": []}, "was not launched as a run of its own"),
+        ({"cwd": "/was/deleted"}, "was launched in /was/deleted, which is gone"),
+        ({"spec": ScriptSpec(script="train.py").to_json()}, "is a script, whose checkpoints are its own"),
+        ({"spec": SPEC.replace(nnodes=2).to_json()}, "is of 2 machines"),
+        ({"outcome": {"state": "finished", "seconds": 1.0}}, "has finished"),
+    ],
+)
+def test_what_cannot_go_on(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+    path = ended(tmp_path / "run", **more)
+    before = (path / run_directory.RUN_JSON).read_text()
+    with pytest.raises(LaunchError, match=said):
+        wb.launch(resume=path)
+    assert (path / run_directory.RUN_JSON).read_text() == before
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+    for name, spec, said in (
+        ("a", SPEC, r"ended before its first one \(every 5 steps\)"),
+        ("b", SPEC.replace(checkpoint_every=None), "keep none"),
+    ):
+        path = ended(tmp_path / name, spec)
+        (path / run_directory.CHECKPOINTS / "step00000005.pt").unlink()
+        with pytest.raises(LaunchError, match=said):
+            wb.launch(resume=path)
+
+
+def test_a_run_goes_on_as_it_was_launched(tmp_path: Path) -> None:
+    path = ended(tmp_path / "run")
+    with pytest.raises(LaunchError, match=r"with lr=None and not 0\.5: leave the spec out"):
+        wb.launch(SPEC.replace(lr=0.5), resume=path)
+    with pytest.raises(LaunchError, match=r"'train\.py' is not its spec"):
+        wb.launch("train.py", resume=path)
+    with pytest.raises(LaunchError, match="steps=900 with resume=…: a run goes on as it was launched"):
+        wb.launch(resume=path, steps=900)
+    with pytest.raises(LaunchError, match=r"launch\(\) of what\?"):
+        wb.launch()
+
+
+@pytest.mark.parametrize(
+    "knob",
+    [
+        "gc=False",
+        "evaluate=False",
+        "lr=0.0",
+        "checkpoint_every=None",
+        "no_such_knob=0",
+        "rdzv_timeout=5",
+        "nproc_per_node=0",
+        "args=['-v']",
+    ],
+)
+def test_nothing_that_was_asked_for_is_passed_over(tmp_path: Path, knob: str) -> None:
+    path, (name, value) = ended(tmp_path / "run"), knob.split("=")
+    knobs: dict[str, Any] = {name: ast.literal_eval(value)}
+    with pytest.raises(LaunchError, match=re.escape(f"{knob} with resume=…: a run goes on as it was launched")):
+        wb.launch(resume=path, **knobs)
+
+
+def test_damaged_checkpoints_are_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    path = ended(tmp_path / "run")
+    (path / run_directory.CHECKPOINTS / "step00000005.pt").write_bytes(b"")
+    with pytest.raises(LaunchError, match=r"has no whole checkpoint to go on from: step00000005\.pt in .* cannot be read"):
+        wb.launch(resume=path)
+    assert not (path / "attempts").exists()
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the guards of lives would have started from: none starts."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(_Again, "_start_guard", lambda again, info, environ, lock: found.append(info | {"path": again.path}))
+    return found
+
+
+def test_a_run_that_somebody_else_has_resumed_meanwhile_does_not_begin_twice(tmp_path: Path, begun: list[dict[str, Any]]) -> None:
+    path = ended(tmp_path / "run")
+    lock = open_lock(path)
+
+    def finish() -> None:
+        time.sleep(0.3)  # by now it has been looked at; where it has not, it is refused, too, as finished
+        run_directory.write_json(path / run_directory.RUN_JSON, run_directory.read_json(path / run_directory.RUN_JSON) | {"outcome": {"state": "finished"}})
+        os.close(lock)
+
+    other = threading.Thread(target=finish)
+    other.start()
+    with pytest.raises(LaunchError, match=r"has gone on meanwhile, by somebody else's resume, and is finished now|has finished"):
+        wb.launch(resume=path)
+    other.join()
+    assert not begun
+    assert not (path / "attempts").exists()
+
+
+def test_a_lost_run_of_another_machine_goes_on_there(tmp_path: Path, begun: list[dict[str, Any]]) -> None:
+    path = ended(tmp_path / "run", outcome=None)
+    (path / run_directory.LOCK).touch()
+    with pytest.raises(LaunchError, match=r"was launched on h, and this is .*: from here nobody can see whether it still runs there"):
+        wb.launch(resume=path)
+    (path / run_directory.LOCK).unlink()  # the way out that it names
+    wb.launch(resume=path)
+    assert len(begun) == 1
+
+
+def test_another_life_says_what_it_runs_on_and_counts_the_time_of_those_before(
+    tmp_path: Path, begun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Git:
+        def __init__(self, folder: Path) -> None:
+            asked.append(folder)
+
+        def answer(self, timeout: float) -> dict[str, Any]:
+            return {"commit": "new", "dirty": False}
+
+    monkeypatch.setattr(environment, "GitQuery", Git)
+    path = ended(tmp_path / "run", cwd=str(tmp_path), git={"commit": "old", "dirty": False}, seconds_before=2.0, begun=100.0)
+    run = Run.load(path)
+    assert run.seconds == 3.0
+    before = time.time()
+    wb.launch(resume=run)
+    info = begun[0]
+    assert (info["git"], asked, info["cwd"]) == ({"commit": "new", "dirty": False}, [tmp_path], str(tmp_path))
+    assert info["seconds_before"] == 3.0
+    assert before <= info["begun"] <= time.time()
+    lock = open_lock(path, wait=False)
+    assert run.state == "running"  # the run that was given goes on
+    assert 3.0 <= run.seconds <= 3.0 + time.time() - before
+    os.close(lock)
+
+
+def test_a_link_leads_to_the_run(tmp_path: Path, begun: list[dict[str, Any]]) -> None:
+    path = ended(tmp_path / "run")
+    (tmp_path / "link").symlink_to(path)
+    assert wb.launch(resume=tmp_path / "link").path == path
+    assert begun[0]["path"] == path
+
+
+def test_a_life_whose_folder_was_deleted_leaves_its_number(tmp_path: Path, begun: list[dict[str, Any]]) -> None:
+    path = ended(tmp_path / "run")
+    (path / "attempts" / "1").mkdir(parents=True)
+    wb.launch(resume=path)
+    assert sorted(folder.name for folder in (path / "attempts").iterdir()) == ["1", "2"]
+    assert len(begun) == 1
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    path = ended(tmp_path / "run")
+    (path / run_directory.LOCK).mkdir()  # nothing else keeps root from writing
+    with pytest.raises(LaunchError, match=f"{path} cannot be written to, and a run goes on in its own directory"):
+        wb.launch(resume=path)
+
+
+def test_a_lock_that_cannot_be_written_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ended(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", raising(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(LaunchError, match="No space left on device"):
+            wb.launch(resume=path)
+    assert not run_directory.is_locked(path / run_directory.LOCK)
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "expected"),
+    [
+        ("workbench.runs.launch.new_run.subprocess.Popen", OSError(errno.EAGAIN, "Resource temporarily unavailable"), LaunchError),
+        ("workbench.runs.launch.new_run.subprocess.Popen", KeyboardInterrupt(), KeyboardInterrupt),
+        ("workbench.runs.launch.resume.rundir.cut_to_whole_lines", run_directory.DiskFullError(errno.ENOSPC, "full"), LaunchError),
+        ("workbench.runs.launch.new_run.remember_stopper", KeyboardInterrupt(), KeyboardInterrupt),  # the guard is there already
+        ("workbench.runs.launch.new_run.threading.Thread", RuntimeError("can't start new thread"), RuntimeError),
+    ],
+)
+def test_a_life_that_cannot_begin_leaves_the_run_as_it_had_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException, expected: type[BaseException]
+) -> None:
+    path = tmp_path / "run"
+    outcome = {"state": "failed", "returncode": 1, "seconds": 1.0, "exits": {}, "stopped_ns": None}
+    ended(path, outcome=outcome, command=["/bin/sh", "-c", "sleep 60", str(path)], id=f"resumed-{tmp_path.name}")
+    for name in (run_directory.ERRORS, run_directory.LOGS):
+        (path / name).mkdir()
+        (path / name / "rank0").write_text(name)
+    (path / run_directory.LAUNCHER_LOG).write_text("what torchrun said\n")
+    (path / run_directory.METRICS).write_text('{"step": 1}\n')
+    before = files_of(path)
+    monkeypatch.setattr(environment, "GitQuery", lambda folder: NoGit())
+    with monkeypatch.context() as patch:
+        patch.setattr(where, raising(error))
+        with pytest.raises(expected):
+            wb.launch(resume=path)
+    assert files_of(path) == before
+    assert (Run.load(path).state, run_directory.is_locked(path / run_directory.LOCK)) == ("failed", False)
+    assert not new_run._guards
+    assert not (path / "attempts").exists()
+
+
+class NoGit:
+    """In the place of `GitQuery`, which starts a process, too."""
+
+    def answer(self, timeout: float) -> None:
+        return None
+
+
+def test_a_life_that_does_not_begin_leaves_the_time_of_a_lost_run(
+    by_hand: Callable[..., HandMade], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = by_hand(created=time.time() - 1000, spec=SPEC.to_json()).steps(3).log(0, "hello\n").path
+    run_directory.write_json(path / run_directory.RUN_JSON, run_directory.read_json(path / run_directory.RUN_JSON) | {"command": ["torchrun", str(path)]})
+    ended(path.with_name("other"))
+    (path.with_name("other") / run_directory.CHECKPOINTS).rename(path / run_directory.CHECKPOINTS)
+    with open(path / run_directory.rank_file(0), "a") as file:
+        file.write('{"step": 3, "forw')  # it is cut off
+    for file_or_folder in path.rglob("*"):
+        os.utime(file_or_folder, (0, time.time() - 900))
+    assert Run.load(path).seconds == pytest.approx(100, abs=5)
+    monkeypatch.setattr(_Again, "_start_guard", raising(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(LaunchError, match="could not go on"):
+        wb.launch(resume=path)
+    assert Run.load(path).seconds == pytest.approx(100, abs=5)
+    os.close(open_lock(path, wait=False))
+    assert Run.load(path).seconds == pytest.approx(100, abs=5)
+
+
+def files_of(path: Path) -> dict[Path, Any]:
+    """Their contents; of run.json its values, and nothing of the lock."""
+    found: dict[Path, Any] = {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != run_directory.LOCK}
+    return found | {path / run_directory.RUN_JSON: run_directory.read_json(path / run_directory.RUN_JSON)}
+
+
+def test_a_run_that_somebody_else_holds_does_not_begin_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.runs.launch.resume.PATIENCE", 0.0)
+    path = ended(tmp_path / "run")
+    lock = open_lock(path)
+    try:
+        with pytest.raises(LaunchError, match="is that of a run that is still running"):
+            wb.launch(resume=path)
+    finally:
+        os.close(lock)
+    assert not (path / "attempts").exists()
+
+
+def test_who_asks_whether_a_run_lives_is_waited_for(tmp_path: Path, begun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ended(tmp_path / "run")
+    tried: list[bool] = []
+
+    def lock_of(folder: Path, *, wait: bool = True) -> int:
+        with open(folder / run_directory.LOCK, "a") as asking:
+            if not tried:  # just then somebody asks
+                fcntl.flock(asking, fcntl.LOCK_SH)
+            tried.append(True)
+            return open_lock(folder, wait=wait)
+
+    monkeypatch.setattr("workbench.runs.launch.resume.open_lock", lock_of)
+    wb.launch(resume=path)
+    assert (len(tried), len(begun)) == (2, 1)
+
+
+def test_a_run_that_goes_on_has_a_panel_that_is_live_again(by_hand: Callable[..., HandMade]) -> None:
+    made = by_hand().ended("stopped")
+    before = run_panel(Run.load(made.path))
+    run_directory.write_json(made.path / run_directory.RUN_JSON, run_directory.read_json(made.path / run_directory.RUN_JSON) | {"outcome": None})
+    made.alive()
+    again = run_panel(Run.load(made.path))
+    assert (before.now.state, before.stop.layout.display) == ("stopped", "none")
+    assert (again.now.state, again.stop.layout.display) == ("running", None)
+    made.ended("stopped")
+    limit = time.monotonic() + 20
+    while again.now.state == "running":  # its thread looks
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    assert run_panel(Run.load(made.path)) is again
+
+
+def test_the_time_of_a_life_that_nobody_saw_end_ends_with_its_last_sign(by_hand: Callable[..., HandMade]) -> None:
+    made = by_hand(created=time.time() - 1e6, begun=time.time() - 1000, seconds_before=50.0).steps(3)
+    for path in made.path.iterdir():
+        os.utime(path, (0, time.time() - 990))
+    assert Run.load(made.path).seconds == pytest.approx(60, abs=5)

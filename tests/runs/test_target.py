@@ -1,0 +1,135 @@
+"""A target is told apart once: a step with its loader, a RunSpec, a run; whatever else is refused with what is allowed and what to try."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench import Run, RunSpec, Task
+from workbench.runs.launch.new_run import LaunchError
+from workbench.runs.launch.launch import launch
+from workbench.runs.spec import ScriptSpec
+from workbench.runs.target import Measured, Step, check_launchable, check_program, check_spec
+
+TARGET = Measured(name="weigh", verb="weighed", script="a script by a run of it", file="a picture is shown", returns="and returns the loss")
+SPEC = RunSpec(task="text-gpt")
+
+
+def a_step(batch: Any) -> None: ...
+
+
+def a_task() -> Task:
+    return Task(model=dict, dataset=list, loss=a_step)  # type: ignore[arg-type]
+
+
+class Module:
+    def parameters(self) -> list[Any]:
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, batch: Any) -> None: ...
+
+
+def test_what_is_allowed(by_hand: Any) -> None:
+    assert TARGET.read(SPEC, steps=3, spec_only={"ranks": [1]}) is SPEC
+    run = Run.load(by_hand().path)
+    assert TARGET.read(run) is run
+    for path in (run.path, str(run.path)):
+        read = TARGET.read(path)
+        assert isinstance(read, Run)
+        assert read.path == run.path
+    loader = [1, 2]
+    assert TARGET.read(a_step, loader, model=3, step_only={"into": "x"}) == Step(step=a_step, loader=loader, model=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "said"),
+    [
+        ((Task,), {}, r"weigh\(Task\): a step needs the loader"),
+        (
+            (a_task(),),
+            {},
+            r"weigh\(Task\): a task is weighed by its spec, weigh\(wb.RunSpec\(task=\"my_task.py:build\"\)\); a script by a run",
+        ),
+        ((ScriptSpec(script="a.py"),), {}, r"weigh\(ScriptSpec\): a task is weighed by its spec"),
+        (("text-gpt",), {}, r"a text is the path of a run directory; .*weigh\(wb.RunSpec\(task=\"text-gpt\"\)\)"),
+        (("b.py:build",), {}, r"weigh\(wb.RunSpec\(task=\"b.py:build\"\)\)"),
+        ((Path("train.py"),), {}, r"a script by a run of it; a picture is shown$"),
+        (("x.png",), {}, "a picture is shown"),
+        (("nowhere",), {}, "is not a run directory"),
+        ((SPEC, [1]), {"model": 2}, r"weigh\(RunSpec, …\) was given a loader, model=, which only goes with a step: weigh\(step, loader\)"),
+        ((SPEC,), {"step_only": {"into": "x"}}, r"was given into=, which only goes with a step"),
+        ((a_step, [1]), {"spec_only": {"ranks": 0}}, r"weigh\(a_step, …\) was given ranks=, which only goes with a spec: weigh\(spec, …\)"),
+        ((Module(), [1]), {}, "one whole optimizer step and returns the loss, def step.*; a module goes into model="),
+        (([1], a_step), {}, r"weigh\(loader, step\): it is the other way round, weigh\(step, loader\)"),
+        ((None,), {}, r"weigh\(NoneType, …\): allowed are a step function with its loader, a RunSpec, a Run or the path"),
+        ((a_step,), {}, r"weigh\(a_step\): a step needs the loader of its batches: weigh\(step, loader\)"),
+    ],
+)
+def test_what_is_refused(given: tuple[Any, ...], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TARGET.read(*given, **options)
+
+
+def test_a_run_has_taken_its_steps(by_hand: Any) -> None:
+    with pytest.raises(ValueError, match=r"steps=3\): a run has taken its steps; weigh\(spec, steps=…\)"):
+        TARGET.read(by_hand().path, steps=3)
+    with pytest.raises(ValueError, match=r"was given ranks=, which only goes with a spec"):
+        TARGET.read(by_hand().path, spec_only={"ranks": "all"})
+
+
+def test_a_damaged_run_directory_is_named_as_one(tmp_path: Path) -> None:
+    folder = tmp_path / "of:colon.py"
+    folder.mkdir()
+    (folder / "run.json").write_text("{")
+    with pytest.raises(ValueError, match="is damaged"):
+        TARGET.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("text-gpt", r"turn\(str\): a RunSpec is wanted, whose knobs turn; .*turn\(wb.RunSpec\(task=\"text-gpt\"\)\); or not"),
+        (a_task(), r"a task is given by its spec, turn\(wb.RunSpec\(task=\"my_task.py:build\"\)\)"),
+        (3, r"turn\(int\): a RunSpec is wanted, whose knobs turn; or not"),
+    ],
+)
+def test_a_spec_alone(by_hand: Any, given: Any, said: str) -> None:
+    check_spec("turn", SPEC)
+    with pytest.raises(LaunchError, match=said):
+        check_spec("turn", given, because="whose knobs turn", instead="or not", error=LaunchError)
+    with pytest.raises(ValueError, match=r"a run has its spec: turn\(run.spec\)"):
+        check_spec("turn", Run.load(by_hand(spec=SPEC.to_json()).path))
+
+
+def test_a_program() -> None:
+    for good in (SPEC, a_task()):
+        check_program("guess", good, None)
+    check_program("guess", Module, [1])
+    with pytest.raises(ValueError, match=r"guess\(Module\): a model needs a batch: guess\(model, batch=…\)"):
+        check_program("guess", Module, None)
+    with pytest.raises(
+        ValueError, match=r"guess\('text-gpt'\): a hat, a RunSpec, a Task.*not a str; .*guess\(wb.RunSpec\(task=\"text-gpt\"\)\)"
+    ):
+        check_program("guess", "text-gpt", None, others="a hat, ")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda run: a_task(), r"launch\(Task\): .* a task is launched by its spec"),
+        (lambda run: run, r"launch\(Run\): .* launch\(resume=run\), and is repeated by launch\(run.spec\)"),
+        (lambda run: ScriptSpec(script="a.py"), r"by its path, launch\(spec.script\)"),
+        (lambda run: a_step, r"launch\(a_step\): .* is not launched: wb.watch\(loader\)"),
+        (lambda run: 3, r"launch\(int\): a RunSpec or the path of a script is wanted$"),
+        (lambda run: None, r"launch\(\) of what\?"),
+    ],
+)
+def test_what_can_be_launched(by_hand: Any, given: Callable[[Any], Any], said: str) -> None:
+    for good in (SPEC, "train.py", Path("train.py")):
+        check_launchable(good)
+    with pytest.raises(LaunchError, match=said):
+        launch(given(Run.load(by_hand().path)))

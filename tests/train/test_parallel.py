@@ -1,0 +1,286 @@
+"""A model on two ranks: in whatever way they share it, it learns the same; and what does not fit is said."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from tests import toy_tasks
+from workbench.core import run_directory
+from workbench.runs.spec import RunSpec, SpecError
+from workbench.runs.task import TaskError
+from workbench.train.layout import Layout
+from workbench.train.models import Gpt
+from workbench.train.optimizers import build_optimizer, place_optimizer
+from workbench.train.ranks import Ranks
+from workbench.train.sharded_tensors import clip_gradients
+from workbench.train.tensor_parallel import styles_of
+from workbench.train.trainer import Trainer
+
+TOYS = Path(__file__).parents[1] / "toy_tasks.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "sharing.py"
+
+CLIPPED = {"optimizer": "sgd(lr=0.3)", "clip_grad_norm": 0.5}
+MANY = {"accumulation": 2, "clip_grad_norm": 0.5, "warmup_steps": 2, "schedule": "cosine", "optimizer": "sgd(lr=0.3, momentum=0.9)"}
+SPLIT = {"micro_batch": 8, "tensor_parallel": 2}
+BOTH = {**SPLIT, **CLIPPED}
+GROUPS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "plain": {
+        "ddp": ("gpt", {}),
+        "bucket view": ("gpt", {"gradient_as_bucket_view": True}),
+        "zero1": ("gpt", {"parallel": "zero1"}),
+        "zero2": ("gpt", {"parallel": "zero2"}),
+        "fsdp": ("gpt", {"parallel": "fsdp"}),
+        "hsdp, shards of 1": ("gpt", {"parallel": "hsdp", "shard_ranks": 1}),
+        "hsdp, shards of 2": ("gpt", {"parallel": "hsdp", "shard_ranks": 2}),
+        "full": ("gpt", {"checkpointing": "full"}),
+        "selective": ("gpt", {"checkpointing": "selective"}),
+        "fsdp, selective": ("gpt", {"parallel": "fsdp", "checkpointing": "selective"}),
+        "fsdp, full": ("gpt", {"parallel": "fsdp", "checkpointing": "full"}),
+        "optimizer on the host": ("gpt", {"offload": "optimizer"}),
+        "zero1, on the host": ("gpt", {"parallel": "zero1", "offload": "optimizer"}),
+        "fsdp, on the host": ("gpt", {"parallel": "fsdp", "offload": "optimizer"}),
+        "activations on the host": ("gpt", {"offload": "activations"}),
+        "fsdp, activations on the host": ("gpt", {"parallel": "fsdp", "offload": "activations"}),
+    },
+    "many": {
+        "ddp": ("gpt", MANY),
+        "zero1": ("gpt", {**MANY, "parallel": "zero1"}),
+        "zero2": ("gpt", {**MANY, "parallel": "zero2"}),
+        "fsdp": ("gpt", {**MANY, "parallel": "fsdp"}),
+        "hsdp, shards of 1": ("gpt", {**MANY, "parallel": "hsdp", "shard_ranks": 1}),
+    },
+    "grouped": {
+        "ddp": ("grouped", {"optimizer": "fused"}),
+        "zero1, fused": ("grouped", {"parallel": "zero1", "optimizer": "fused"}),
+        "zero1, foreach": ("grouped", {"parallel": "zero1", "optimizer": "foreach"}),
+        "fsdp, foreach": ("grouped", {"parallel": "fsdp", "optimizer": "foreach"}),
+        "fsdp, fused": ("grouped", {"parallel": "fsdp", "optimizer": "fused"}),
+    },
+    "dropout": {
+        "ddp": ("dropping", {}),
+        "full": ("dropping", {"checkpointing": "full"}),
+        "selective": ("dropping", {"checkpointing": "selective"}),
+    },
+    "unseeded": {
+        "ddp": ("unseeded", {}),
+        "fsdp": ("unseeded", {"parallel": "fsdp"}),
+        "split": ("unseeded", SPLIT),
+    },
+    "tied": {
+        "ddp": ("tied", {}),
+        "zero1": ("tied", {"parallel": "zero1"}),
+        "fsdp": ("tied", {"parallel": "fsdp"}),
+        "full": ("tied", {"checkpointing": "full"}),
+    },
+    "pictures": {
+        "ddp": ("pictures", {"channels_last": True}),
+        "fsdp": ("pictures", {"channels_last": True, "parallel": "fsdp"}),
+        "selective": ("pictures", {"channels_last": True, "checkpointing": "selective"}),
+    },
+    "split": {  # two ranks of 8 samples each are those of two ranks of 4, dealt out otherwise
+        "ddp": ("gpt", CLIPPED),
+        "split": ("gpt", BOTH),
+        "split, zero1": ("gpt", {**BOTH, "parallel": "zero1"}),
+        "split, fsdp": ("gpt", {**BOTH, "parallel": "fsdp"}),
+        "split, hsdp": ("gpt", {**BOTH, "parallel": "hsdp"}),
+        "split, fsdp, foreach": ("gpt", {**BOTH, "parallel": "fsdp", "optimizer": "sgd(lr=0.3, foreach=True)"}),
+        "split, full": ("gpt", {**BOTH, "checkpointing": "full"}),
+    },
+}
+HALF: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "bf16": {"ddp": ("gpt", {"precision": "amp_bf16"}), "fsdp": ("gpt", {"precision": "amp_bf16", "parallel": "fsdp"})},
+    "fp16": {"ddp": ("gpt", {"precision": "amp_fp16"}), "fsdp": ("gpt", {"precision": "amp_fp16", "parallel": "fsdp"})},
+    "bf16 pictures": {
+        "ddp": ("pictures", {"precision": "amp_bf16"}),
+        "fsdp": ("pictures", {"precision": "amp_bf16", "parallel": "fsdp"}),
+    },
+}
+LAUNCHED: list[dict[str, Any]] = [{}, {"parallel": "fsdp"}, {"parallel": "hsdp", "shard_ranks": 1}, {"parallel": "fsdp", "accumulation": 2}]
+PAIRS = [(group, name) for group, cases in GROUPS.items() for name in cases if name != "ddp"]
+
+
+def spec_of(**knobs: Any) -> RunSpec:
+    return RunSpec(**{"task": "toy", "device": "cpu", "micro_batch": 8, "steps": 4, **knobs})
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What two ranks found out, by "group: name"; one launch for all."""
+    cases: dict[str, Any] = {f"{group}: {name}": case for group, some in {**GROUPS, **HALF}.items() for name, case in some.items()}
+    cases["fused sgd"] = ("gpt", {"parallel": "fsdp", "optimizer": "sgd(lr=0.1, fused=True)"})
+    cases["split, fused"] = ("gpt", {**SPLIT, "parallel": "fsdp", "optimizer": "adamw(fused=True)"})
+    cases["no plan"] = ("unplanned", SPLIT)
+    path = tmp_path_factory.mktemp("sharing") / "cases.json"
+    path.write_text(json.dumps(cases))
+    folders = [path.parent / f"{place}" for place in range(len(LAUNCHED))]
+    for folder, knobs in zip(folders, LAUNCHED, strict=True):
+        folder.mkdir()
+        spec = RunSpec(task=f"{TOYS}:numbers", device="cpu", micro_batch=8, steps=6, nproc_per_node=2, evaluate=True, **knobs)
+        run_directory.write_json(folder / run_directory.RUN_JSON, {"spec": spec.to_json()})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT), str(path)]
+    command += map(str, folders)
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(path.with_suffix(".out").read_text())
+    for folder in folders:
+        found[f"launched: {folder.name}"] = {
+            "rows": run_directory.LineTail(folder / run_directory.METRICS).read(),
+            **run_directory.read_json(folder / run_directory.RUN_JSON),
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """A process group of this process alone."""
+    threads = torch.get_num_threads()
+    yield Ranks.join(spec_of())
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("group", "name"), PAIRS)
+def test_two_ranks_learn_the_same(results: dict[str, dict[str, Any]], group: str, name: str) -> None:
+    usual, other = results[f"{group}: ddp"], results[f"{group}: {name}"]
+    assert "error" not in other
+    assert other["losses"] == pytest.approx(usual["losses"], abs=1e-5)
+    assert other["figures"] == pytest.approx(usual["figures"], rel=1e-6)
+    assert usual["losses"][-1] != pytest.approx(usual["losses"][0], abs=1e-3)  # it has gone somewhere
+
+
+@pytest.mark.parametrize("group", HALF)
+def test_mixed_precision_is_near(results: dict[str, dict[str, Any]], group: str) -> None:
+    usual, other = results[f"{group}: ddp"], results[f"{group}: fsdp"]
+    assert other["losses"] == pytest.approx(usual["losses"], abs=5e-3)
+    assert other["losses"][0] != results["plain: ddp"]["losses"][0]
+
+
+def test_what_each_rank_keeps(results: dict[str, dict[str, Any]]) -> None:
+    plain = {name: (results[f"plain: {name}"]["weights"], results[f"plain: {name}"]["states"]) for name in GROUPS["plain"]}
+    weights = sum(weight.numel() for weight in Gpt(length=16, width=32, layers=3, heads=4).parameters())
+    whole, half = (weights, 2 * weights), (weights // 2, weights)
+    assert plain["ddp"] == plain["hsdp, shards of 1"] == whole
+    assert plain["zero2"] == plain["fsdp"] == plain["hsdp, shards of 2"] == half
+    assert plain["zero1"][0] == weights
+    assert plain["zero1"][1] == pytest.approx(weights, rel=0.2)  # whole parameters are dealt out
+    assert results["split: split"]["weights"] < weights
+
+
+def test_what_a_dry_run_is_told_of_the_host(results: dict[str, dict[str, Any]]) -> None:
+    """Bytes of the copies: weights once, gradients in each of five steps; of activations a good deal."""
+    weights = 4 * results["plain: ddp"]["weights"]
+    assert results["plain: ddp"]["host"] == 0
+    assert results["plain: optimizer on the host"]["host"] == weights * (1 + 5)
+    assert results["plain: zero1, on the host"]["host"] == pytest.approx(weights * (1 + 5) / 2, rel=0.2)
+    assert results["plain: fsdp, on the host"]["host"] == weights * (1 + 5) / 2
+    assert results["plain: activations on the host"]["host"] > weights
+
+
+def test_a_launch_evaluates_the_whole_model_once(results: dict[str, dict[str, Any]]) -> None:
+    """One spec after the other in the same processes; the evaluation, on rank 0, takes the weights to be whole."""
+    runs = [results[f"launched: {place}"] for place in range(len(LAUNCHED))]
+    assert [run["outcome"]["state"] for run in runs] == ["finished"] * len(runs)
+    usual, *others = ([value for name, value in run["rows"][-1].items() if name[0] == "p"] for run in runs)
+    assert len(usual) == 58
+    assert others[0] == others[1] == pytest.approx(usual, abs=1e-6)
+    assert len(others[2]) == 58
+    assert others[2] != pytest.approx(usual, abs=1e-4)  # with twice the samples per step
+    assert runs[0]["rows"][-2]["samples"] == runs[1]["rows"][-2]["samples"] == 6 * 16
+
+
+def test_a_split_without_a_plan(results: dict[str, dict[str, Any]]) -> None:
+    assert results["no plan"]["error"].startswith("SpecError: tensor_parallel=2: the task has no plan, and its Gpt brings none of its own")
+
+
+def test_fused_where_weights_are_shared(results: dict[str, dict[str, Any]]) -> None:
+    assert "a fused SGD on parameters that ranks share (FSDP2): torch has that for Adam and AdamW only" in results["fused sgd"]["error"]
+    assert len(results["split, fused"]["losses"]) == 5
+
+
+# --- alone
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
+def test_a_single_rank(alone: Ranks, parallel: str) -> None:
+    usual, other = (Trainer(spec_of(parallel=name), toy_tasks.numbers(), alone) for name in ("ddp", parallel))
+    for batch in [next(usual.batches()) for _ in range(3)]:
+        assert other.step([batch]).item() == pytest.approx(usual.step([batch]).item(), abs=1e-6)
+    assert isinstance(other.model, DistributedDataParallel | FSDPModule)
+    assert other.figures() == pytest.approx(usual.figures(), abs=1e-6)
+
+
+def test_a_knob_of_ddp_reaches_it(alone: Ranks) -> None:
+    one = Trainer(spec_of(gradient_as_bucket_view=True, bucket_cap_mb=3, find_unused_parameters=True), toy_tasks.numbers(), alone)
+    assert isinstance(one.model, DistributedDataParallel)
+    assert (one.model.gradient_as_bucket_view, one.model.find_unused_parameters) == (True, True)
+    assert one.model.bucket_bytes_cap == 3 * 2**20
+
+
+def test_an_optimizer_that_cannot_be_dealt_out(alone: Ranks) -> None:
+    class Stubborn(torch.optim.SGD):
+        def __init__(self, weights: Any) -> None:
+            super().__init__(list(weights), lr=0.1)
+            assert isinstance(self.param_groups[0]["params"][0], nn.Parameter)
+            if any(isinstance(weight, dict) for weight in self.seen(weights)):
+                raise TypeError("no groups here")
+
+        @staticmethod
+        def seen(weights: Any) -> list[Any]:
+            return list(weights) if isinstance(weights, list) else []
+
+    optimizer = build_optimizer(toy_tasks.network(), Stubborn)
+    with pytest.raises(TaskError, match=r'parallel="zero1": the Stubborn cannot be made anew .* no groups here; try another optimizer'):
+        place_optimizer(optimizer, share=True)
+    mixed = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double()])
+    with pytest.raises(TaskError, match="the SGD cannot be made anew"):
+        place_optimizer(build_optimizer(mixed, "sgd"), share=True)
+
+
+def test_ranks_that_cannot_be_dealt_out(alone: Ranks) -> None:
+    with pytest.raises(SpecError, match="tensor_parallel=2 does not divide the 1 ranks of this launch"):
+        Layout.of(spec_of(nproc_per_node=2, tensor_parallel=2), alone)
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"layers.*.mlp.0": "columns"}, r"tensor_parallel plan 'layers\.\*\.mlp\.0': 'columns': allowed are 'colwise', 'rowwise'"),
+        ({"blocks.*.mlp.0": "colwise"}, r"'blocks\.\*\.mlp\.0': the model has no such module; near are 'layers"),
+        ({"norm": "colwise"}, "'norm': a LayerNorm; a Linear or an Embedding can be split"),
+        ({"head": "colwise"}, r"'head': colwise splits axis 0 of its weight, \(256, 96\), and 3 ranks do not divide 256"),
+        ({"layers.*.attention.out": "rowwise"}, ""),
+    ],
+)
+def test_a_plan_that_does_not_fit(plan: dict[str, str], said: str) -> None:
+    with pytest.raises(TaskError, match=said) if said else contextlib.nullcontext():
+        assert list(styles_of(Gpt(), plan, 3)) == [f"layers.{i}.attention.out" for i in range(3)]
+
+
+def test_a_tied_weight_is_not_split() -> None:
+    model = Gpt()
+    model.head.weight = model.tokens.weight
+    with pytest.raises(TaskError, match="its weight is also that of another module"):
+        styles_of(model, {"head": "colwise"}, 2)
+
+
+def test_clipping_is_that_of_torch() -> None:
+    gradients = torch.randn(3, 5)
+    one, other = (nn.Parameter(torch.zeros(3, 5)) for _ in range(2))
+    one.grad, other.grad = gradients.clone(), gradients.clone()
+    clip_gradients([one, nn.Parameter(torch.zeros(1))], 0.1, torch.device("cpu"))
+    nn.utils.clip_grad_norm_([other], 0.1)
+    assert torch.equal(one.grad, other.grad)
+    clip_gradients([nn.Parameter(torch.zeros(1))], 0.1, torch.device("cpu"))  # none has a gradient

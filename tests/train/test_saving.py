@@ -1,0 +1,253 @@
+"""Checkpoints: a run that goes on ends where one that was never ended does, and no file is ever half there."""
+
+import errno
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tests import toy_tasks
+from workbench.core import run_directory
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec
+from workbench.timeline.timeline import Timeline
+from workbench.train import loop
+from workbench.train.checkpoints import Checkpoints
+from workbench.train.loader import micro_batches
+from workbench.train.ranks import Ranks
+from workbench.train.trainer import Trainer
+
+
+def spec_of(**knobs: Any) -> RunSpec:
+    return RunSpec(**{"task": "toy", "device": "cpu", "micro_batch": 8, "steps": 20, "checkpoint_every": 6, **knobs})
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """A process group of this process alone."""
+    yield Ranks.join(spec_of())
+    dist.destroy_process_group()
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([weight.detach().flatten() for weight in module.parameters()])
+
+
+class HandMadeRun:
+    """Follows the metrics as `Run` does."""
+
+    def __init__(self, path: Path) -> None:
+        info = {"format": run_directory.FORMAT, "id": "x", "name": "x", "created": 0.0, "host": "h", "launch_dir": ".", "outcome": None}
+        run_directory.write_json(path / run_directory.RUN_JSON, info | {"spec": spec_of().to_json()})
+        self.run = Run.load(path)
+        self.before = self.steps()
+
+    def steps(self) -> list[int]:
+        return [row["step"] for row in self.run.metric_rows]
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / run_directory.CHECKPOINTS).iterdir())
+
+
+@pytest.mark.parametrize("knobs", [{}, {"accumulation": 2, "schedule": "cosine", "warmup_steps": 3}, {"optimizer": "adam(lr=0.01)"}])
+def test_a_run_that_goes_on_ends_where_one_that_was_never_ended_does(alone: Ranks, tmp_path: Path, knobs: dict[str, Any]) -> None:
+    spec, task = spec_of(**knobs), toy_tasks.numbers()
+    whole = loop.train(spec, task, alone, tmp_path)
+    (tmp_path / "parts").mkdir()
+    loop.train(spec, task, alone, tmp_path / "parts")
+    (tmp_path / "parts" / run_directory.CHECKPOINTS / "step00000018.pt").unlink()  # as if it had been ended after step 17
+    follower = HandMadeRun(tmp_path / "parts")
+    again = loop.train(spec, task, alone, tmp_path / "parts")
+    assert torch.equal(weights(again), weights(whole))
+    rows = run_directory.LineTail(tmp_path / "parts" / run_directory.METRICS).read()
+    assert [row["step"] for row in rows] == list(range(1, 21))  # none is twice
+    seconds = [row["seconds"] for row in rows]
+    assert seconds == sorted(seconds)
+    assert follower.steps() == list(range(1, 21))  # and none to who has read the file before
+    steps = Timeline.from_lines(run_directory.LineTail(tmp_path / "parts" / run_directory.rank_file(0)).read()).steps
+    assert [step.index for step in steps] == list(range(20))
+    assert names(tmp_path / "parts") == ["step00000012.pt", "step00000018.pt"]
+
+
+def test_a_run_that_was_at_its_end_has_nothing_to_do(alone: Ranks, tmp_path: Path) -> None:
+    spec, task = spec_of(steps=6), toy_tasks.numbers()
+    first = loop.train(spec, task, alone, tmp_path)
+    assert torch.equal(weights(loop.train(spec, task, alone, tmp_path)), weights(first))
+
+
+@pytest.mark.parametrize("damage", [b"", b"half of it", None])
+def test_a_damaged_one_is_passed_over(alone: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes | None) -> None:
+    spec, task = spec_of(), toy_tasks.numbers()
+    whole = weights(loop.train(spec, task, alone, tmp_path))
+    last = tmp_path / run_directory.CHECKPOINTS / "step00000018.pt"
+    data = last.read_bytes()
+    last.write_bytes(data[: len(data) // 2] if damage is None else damage)
+    assert torch.equal(weights(loop.train(spec, task, alone, tmp_path)), whole)
+    said = capsys.readouterr().out
+    assert "step00000018.pt is damaged and passed over" in said
+    assert "goes on from step 12: " in said
+    assert [row["step"] for row in run_directory.LineTail(tmp_path / run_directory.METRICS).read()] == list(range(1, 21))
+
+
+def test_damaged_ones_are_set_aside(alone: Ranks, tmp_path: Path) -> None:
+    loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    (tmp_path / run_directory.CHECKPOINTS / "step00000018.pt").write_bytes(b"half of it")
+    loop.train(spec_of(steps=17), toy_tasks.numbers(), alone, tmp_path)  # as if it had been ended after step 17
+    assert names(tmp_path) == ["step00000012.pt", "step00000018.pt.damaged"]
+
+
+def test_one_of_a_later_step_does_not_drive_out_the_present_ones(alone: Ranks, tmp_path: Path) -> None:
+    checkpoints, trainer = Checkpoints(tmp_path, alone, 6), Trainer(spec_of(), toy_tasks.numbers(), alone)
+    for step in (30, 36, 6, 12, 18):
+        checkpoints.write(step, trainer)
+    assert names(tmp_path)[:2] == ["step00000012.pt", "step00000018.pt"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), MemoryError(), OSError(errno.EIO, "Input/output error"),
+     RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"), None],
+)  # fmt: skip
+def test_what_cannot_be_read_now_takes_nothing_away(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """None: every file is damaged."""
+    spec, task = spec_of(noise_scale=1, accumulation=2), toy_tasks.numbers()
+    loop.train(spec, task, alone, tmp_path)
+    if error is None:
+        for path in (tmp_path / run_directory.CHECKPOINTS).iterdir():
+            path.write_bytes(path.read_bytes()[:600])
+
+    def load(*_: object, **options: object) -> None:
+        assert error
+        raise error
+
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    expected = type(error) if error else run_directory.DamagedRunError
+    if error:
+        monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(expected) as raised:
+        loop.train(spec, task, alone, tmp_path)
+    assert "Nothing of the run was changed" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+
+    def stale(path: Path) -> Iterator[Path]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "iterdir", stale)
+    with pytest.raises(OSError, match="Stale"):
+        loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    assert len(run_directory.LineTail(tmp_path / run_directory.METRICS).read()) == 20
+
+
+def test_a_run_that_goes_on_keeps_the_micro_batch_that_was_chosen(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, task = spec_of(micro_batch="auto"), toy_tasks.numbers()
+    for size in (8, 4):  # less memory is free the second time
+        monkeypatch.setattr(loop, "choose", lambda spec, ranks, size=size: size)
+        loop.train(spec, task, alone, tmp_path)
+        (tmp_path / run_directory.CHECKPOINTS / "step00000018.pt").unlink()
+    rows = run_directory.LineTail(tmp_path / run_directory.METRICS).read()
+    assert [row["samples"] for row in rows if "samples" in row] == [8 * step for step in range(1, 21)]
+    assert {row["micro_batch"] for row in rows if "micro_batch" in row} == {8}
+
+
+def test_one_that_does_not_say_its_micro_batch_is_not_there_while_one_is_chosen(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, task = spec_of(micro_batch="auto", steps=6), toy_tasks.numbers()
+    monkeypatch.setattr(loop, "choose", lambda spec, ranks: 8)
+    whole = weights(loop.train(spec, task, alone, tmp_path))
+    path = tmp_path / run_directory.CHECKPOINTS / "step00000006.pt"
+    state = torch.load(path, weights_only=True)
+    del state["micro_batch"]  # as an earlier version has written it
+    torch.save(state, path)
+    read, found = Checkpoints.read, []
+
+    def noted(checkpoints: Checkpoints, path: Path) -> dict[str, Any]:
+        state = read(checkpoints, path)
+        found.extend(weakref.ref(leaf) for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+        return state
+
+    def choose(spec: RunSpec, ranks: Ranks) -> int:
+        assert found
+        assert not any(tensor() is not None for tensor in found)
+        return 8
+
+    monkeypatch.setattr(Checkpoints, "read", noted)
+    monkeypatch.setattr(loop, "choose", choose)
+    assert torch.equal(weights(loop.train(spec, task, alone, tmp_path)), whole)  # it goes on from there
+
+
+def test_a_row_without_its_step_goes_away(alone: Ranks, tmp_path: Path) -> None:
+    loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    with open(tmp_path / run_directory.METRICS, "a") as file:
+        file.write('{"loss": 1.0}\n{"step": null}\n')
+    loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    assert [row["step"] for row in run_directory.LineTail(tmp_path / run_directory.METRICS).read()] == list(range(1, 21))
+
+
+def test_a_panel_that_follows_a_run_that_goes_on_counts_no_step_twice(alone: Ranks, tmp_path: Path) -> None:
+    from workbench.runs.panel.follow import Follower
+
+    spec, task = spec_of(), toy_tasks.numbers()
+    loop.train(spec, task, alone, tmp_path)
+    follower = Follower(HandMadeRun(tmp_path).run)
+    before = follower.snapshot()
+    loop.train(spec, task, alone, tmp_path)
+    after = follower.snapshot()
+    assert (after.done, after.ranks[0].steps) == (before.done, before.ranks[0].steps) == (20, 20)
+    assert after.losses == before.losses
+
+
+def test_without_any_it_begins_anew(alone: Ranks, tmp_path: Path) -> None:
+    spec, task = spec_of(evaluate=False, noise_scale=1, accumulation=2), toy_tasks.numbers()
+    loop.train(spec, task, alone, tmp_path)
+    for path in (tmp_path / run_directory.CHECKPOINTS).iterdir():
+        path.unlink()
+    loop.train(spec, task, alone, tmp_path)
+    for name in (run_directory.METRICS, run_directory.noise_file(0)):
+        assert [row["step"] for row in run_directory.LineTail(tmp_path / name).read() if "step" in row] == list(range(1, 21))
+
+
+def test_without_the_knob_nothing_is_written(alone: Ranks, tmp_path: Path) -> None:
+    loop.train(spec_of(checkpoint_every=None, steps=2), toy_tasks.numbers(), alone, tmp_path)
+    assert not (tmp_path / run_directory.CHECKPOINTS).exists()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), RuntimeError("PytorchStreamWriter failed writing file data/3")])
+def test_a_full_disk_leaves_the_last_one(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    save, calls = torch.save, []
+
+    def full(state: object, file: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            file.write(b"half of it")
+            raise error
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(run_directory.DiskFullError, match="make room"):
+        loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    assert names(tmp_path) == ["step00000006.pt"]
+
+
+@pytest.mark.parametrize("done", [0, 1, 3, 4, 9])
+def test_the_order_of_samples_goes_on(alone: Ranks, done: int) -> None:
+    def first(done: int, count: int) -> list[Tensor]:
+        trainer = Trainer(spec_of(accumulation=2, micro_batch=16), toy_tasks.numbers(), alone)
+        batches = micro_batches(trainer.loader, 2, alone, done)
+        return [next(batches)[0] for _ in range(count)]
+
+    want, got = first(0, 2 * done + 4)[2 * done :], first(done, 4)
+    assert all(torch.equal(one, other) for one, other in zip(want, got, strict=True))

@@ -1,0 +1,84 @@
+"""The sample tasks train for real, in seconds, on two ranks and two cores."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from workbench.core import run_directory
+from workbench.runs.launch.launch import own
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import SAMPLES, resolve
+from workbench.train.models import Gpt, ResNet
+
+
+@pytest.mark.slow
+def test_samples_learn(by_hand: Callable[..., Any]) -> None:
+    """60 steps beat the largest class (13 % of the pictures) and the frequencies of the bytes (4.46 bits)."""
+    spec = RunSpec(task="clipart-resnet", nproc_per_node=2, steps=60, warmup_steps=5, schedule="cosine", evaluate=True, device="cpu")
+    directories = [by_hand(spec=spec.replace(task=task).to_json()).path for task in ("clipart-resnet", "text-gpt")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *own("workbench.programs.train")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", run_directory.ENV_RUN_DIR: str(directories[0].parent)}
+    done = subprocess.run([*command, *map(str, directories)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    pictures, text = (Run.load(directory) for directory in directories)
+    assert 0.2 < pictures.metric_rows[-1]["accuracy"] < 1
+    assert 1 < text.metric_rows[-1]["bits_per_byte"] < 4.2
+    for run in (pictures, text):
+        losses = [row["loss"] for row in run.metric_rows if "loss" in row]
+        assert len(losses) == 60
+        assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
+        assert [len(timeline.steps) for timeline in run.timelines] == [60, 60]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_samples_are_whole(name: str) -> None:
+    task = resolve(name)
+    assert task.name == name
+    model, data = task.model(), task.dataset()
+    batch = torch.utils.data.default_collate([data[i] for i in range(4)])
+    assert task.loss(model, batch).shape == ()
+    assert task.evaluate is not None
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parameters == 13_258 if name == "fashion-mlp" else 1e5 < parameters < 5e5
+
+
+def test_the_cheap_sample_learns_and_judges_itself() -> None:
+    task = resolve("fashion-mlp")
+    torch.manual_seed(0)
+    model, data = task.model(), task.dataset()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert task.evaluate is not None
+    with torch.no_grad():
+        before = task.evaluate(model)
+    for start in range(0, len(data), 32):
+        optimizer.zero_grad()
+        task.loss(model, data.__getitems__(list(range(start, start + 32)))).backward()
+        optimizer.step()
+    with torch.no_grad():
+        after = task.evaluate(model)
+    assert before["accuracy"] < 0.3 < 0.7 < after["accuracy"]
+    assert after["loss"] < 1 < 2 < before["loss"]
+
+
+def test_resnet_halves_the_sides_at_each_stage() -> None:
+    model = ResNet(classes=7, width=4, blocks=(1, 2))
+    assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
+    assert model.stages[:1](model.stem(torch.zeros(2, 3, 64, 64))).shape == (2, 4, 16, 16)
+    assert model.stages(model.stem(torch.zeros(2, 3, 64, 64))).shape == (2, 8, 8, 8)
+
+
+def test_gpt_does_not_look_ahead() -> None:
+    torch.manual_seed(0)
+    model = Gpt(length=16, width=16, layers=2, heads=2)
+    tokens = torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10] += 1
+    difference = (model(tokens) - model(changed)).abs().amax(-1)[0]
+    assert difference[:10].max() == 0
+    assert difference[10:].min() > 0

@@ -1,0 +1,151 @@
+"""The Trainer: its steps are those of the training loop, and each knob of the spec reaches torch."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests import toy_tasks
+from workbench.runs.spec import RunSpec, SpecError
+from workbench.runs.task import Task
+from workbench.train import loop, trainer
+from workbench.train.optimizers import build_optimizer
+from workbench.train.ranks import Ranks
+from workbench.train.trainer import Trainer
+
+
+def spec_of(**knobs: Any) -> RunSpec:
+    return RunSpec(**{"task": "toy", "device": "cpu", "micro_batch": 8, "steps": 4, **knobs})
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """A process group of this process alone."""
+    yield Ranks.join(spec_of())
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """What a Trainer sets of the whole process, put back."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    gc.enable()
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([weight.detach().flatten() for weight in module.parameters()])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_is_that_of_the_training_loop(alone: Ranks, tmp_path: Path, accumulation: int) -> None:
+    spec, task = spec_of(accumulation=accumulation), toy_tasks.numbers()
+    trained = loop.train(spec, task, alone, tmp_path)
+    stepped = Trainer(spec, task, alone)
+    batches = stepped.batches()
+    for _ in range(spec.steps):
+        stepped.step([next(batches) for _ in range(accumulation)])
+    assert torch.equal(weights(stepped.module), weights(trained))
+    assert not torch.equal(weights(trained), weights(Trainer(spec, task, alone).module))  # it has gone somewhere
+
+
+def test_the_loss_of_a_step_is_the_mean_over_all_its_batches(alone: Ranks) -> None:
+    one, several = (Trainer(spec_of(micro_batch=size, accumulation=16 // size), toy_tasks.numbers(), alone) for size in (16, 4))
+    batch = next(one.batches())
+    parts = [(inputs, targets) for inputs, targets in zip(batch[0].split(4), batch[1].split(4), strict=True)]
+    assert several.step(parts).item() == pytest.approx(one.step([batch]).item())
+    assert torch.allclose(weights(several.module), weights(one.module), atol=1e-6)
+
+
+def test_fp32_gives_way_to_a_precision_that_is_tried_out_around_it(alone: Ranks) -> None:
+    seen = []
+
+    def loss(model: nn.Module, batch: toy_tasks.Pair) -> Tensor:
+        output: Tensor = model(batch[0])
+        seen.append(output.dtype)
+        return (output - batch[1]).square().mean()
+
+    tried = Trainer(spec_of(), toy_tasks.numbers(loss=loss), alone)
+    batch = next(tried.batches())
+    tried.step([batch])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tried.step([batch])
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+@pytest.mark.parametrize("own", ["adamw(lr=0.01, foreach=False)", lambda weights: torch.optim.AdamW(weights, lr=0.01)])
+def test_the_tasks_own_optimizer_in_another_implementation(alone: Ranks, implementation: str, own: Any) -> None:
+    task = toy_tasks.numbers(optimizer=own)
+    plain, other = (Trainer(spec_of(optimizer=name), task, alone) for name in (None, implementation))
+    flags = other.optimizer.param_groups[0]
+    assert bool(flags["fused"]) == (implementation == "fused")
+    assert bool(flags["foreach"]) == (implementation == "foreach")
+    batches = [next(plain.batches()) for _ in range(3)]
+    for batch in batches:
+        plain.step([batch])
+        other.step([batch])
+    assert torch.allclose(weights(plain.module), weights(other.module), atol=1e-6)
+
+
+def test_an_implementation_that_is_not_there() -> None:
+    with pytest.raises(SpecError, match=r"optimizer='fused': rmsprop refuses it: .*fused"):
+        build_optimizer(toy_tasks.network(), "rmsprop", override="fused")
+    with pytest.raises(SpecError, match=r"optimizer='fused': the task's RMSprop has no such implementation"):
+        build_optimizer(toy_tasks.network(), torch.optim.RMSprop, override="fused")
+
+
+def test_images_in_channels_last(alone: Ranks) -> None:
+    layouts = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        layouts.append(batch.is_contiguous(memory_format=torch.channels_last))
+        return model(batch).square().mean()  # type: ignore[no-any-return]
+
+    images = [torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(i)) for i in range(16)]
+    task = Task(model=lambda: nn.Conv2d(3, 4, 3), dataset=lambda: images, loss=loss, optimizer="sgd(lr=0.1)")
+    plain, last = (Trainer(spec_of(channels_last=on), task, alone) for on in (False, True))
+    assert last.module.weight.is_contiguous(memory_format=torch.channels_last)
+    batch = next(plain.batches())
+    for one in (plain, last):
+        one.step([batch])
+    assert layouts == [False, True]
+    assert torch.allclose(plain.module.weight, last.module.weight, atol=1e-6)
+
+
+def test_a_trainer_takes_the_process_over(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = Trainer(spec_of(gc=False, threads=2), toy_tasks.numbers(), alone)
+    assert (gc.isenabled(), torch.get_num_threads()) == (False, 2)
+    Trainer(spec_of(), toy_tasks.numbers(), alone)
+    assert (gc.isenabled(), torch.get_num_threads()) == (True, 1)
+    quiet.take_over()
+    assert (gc.isenabled(), torch.get_num_threads()) == (False, 2)
+
+    monkeypatch.setattr(trainer, "COLLECT_EVERY", 3)
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    batch = next(quiet.batches())
+    for _ in range(7):
+        quiet.step([batch])
+    assert len(collected) == 2
+
+
+def test_phases_are_marked_in_their_order(alone: Ranks) -> None:
+    marked: list[str] = []
+
+    def mark(phase: str) -> Any:
+        marked.append(phase)
+        return contextlib.nullcontext()
+
+    one = Trainer(spec_of(accumulation=2), toy_tasks.numbers(), alone)
+    one.phase = mark
+    batches = one.batches()
+    one.step([next(batches), next(batches)])
+    assert marked == ["h2d", "forward", "backward", "h2d", "forward", "backward", "optimizer"]

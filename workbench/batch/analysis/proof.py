@@ -1,0 +1,273 @@
+"""PlanProof: a plan that was run beside the one it is to replace; what was predicted of it, and what was measured.
+
+What a run of a plan leaves: its Course, the loss over the samples; and the Gain of a plan over another, predicted or measured.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from workbench.batch.analysis.plan import BatchPlan
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What one plan brings over another, as ratios; predicted and measured alike."""
+
+    throughput: float = math.nan
+    """Samples per second over those before; nan = not known."""
+    samples: float = math.nan
+    """Samples to the same loss over those before; nan = not known; infinite = it was not reached."""
+
+    @property
+    def time(self) -> float:
+        """Seconds to the same loss over those before."""
+        return self.samples / self.throughput
+
+    def to_json(self) -> dict[str, float | str | None]:
+        """As plain JSON values; infinite is text."""
+        return {name: _plain(getattr(self, name)) for name in ("throughput", "samples")}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Inverse of `to_json`."""
+        return cls(**{name: math.nan if one is None else float(one) for name, one in value.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """The loss of one run, against the samples that it has seen."""
+
+    plan: str
+    """Which one it ran: "old" or "new"."""
+    seed: int
+    """Of model and data."""
+    samples: tuple[int, ...]
+    """Seen so far, ascending."""
+    losses: tuple[float, ...]
+    """Mean loss of the samples between two of those numbers."""
+    samples_per_sec: float = math.nan
+    """Of all ranks, warm-up left out."""
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]], window: float, *, plan: str, seed: int, samples_per_sec: float) -> "Course":
+        """From the lines of a report, averaged over as many samples each; a last window that is not half full is left out.
+
+        Args:
+            rows: with "step", "samples" (seen so far) and "loss".
+            window: samples, at least one step's.
+            plan: "old" or "new".
+            seed: of the run.
+            samples_per_sec: of the run.
+        """
+        found: dict[int, list[float]] = {}
+        step = 0
+        for row in rows:
+            if "loss" in row:
+                step = row["samples"] // row["step"]
+                found.setdefault(math.ceil(row["samples"] / window - 1e-9), []).append(row["loss"])
+        full = {place: losses for place, losses in found.items() if len(losses) * step >= window / 2}
+        return cls(
+            plan=plan,
+            seed=seed,
+            samples=tuple(round(place * window) for place in full),
+            losses=tuple(sum(losses) / len(losses) for losses in full.values()),
+            samples_per_sec=samples_per_sec,
+        )
+
+    @property
+    def falling(self) -> list[tuple[float, float]]:
+        """(Samples, loss) of the curve that never rises and is nearest to the losses in squares: what noise lifts is averaged with what
+        follows (pool adjacent violators, Ayer and others 1955); each pool stands at the middle of its samples.
+        """
+        pools: list[tuple[float, float, int]] = []  # sum of samples, sum of losses, points
+        for seen, loss in zip(self.samples, self.losses, strict=True):
+            pools.append((seen, loss, 1))
+            while len(pools) > 1 and pools[-2][1] / pools[-2][2] <= pools[-1][1] / pools[-1][2]:
+                last, before = pools.pop(), pools.pop()
+                pools.append((before[0] + last[0], before[1] + last[1], before[2] + last[2]))
+        return [(samples / count, loss / count) for samples, loss, count in pools]
+
+    def at(self, samples: float) -> float:
+        """The loss at so many samples, on the falling curve; nan beyond the last point."""
+        if not self.samples or samples > self.samples[-1]:
+            return math.nan
+        curve = self.falling
+        right = next((place for place, (seen, _) in enumerate(curve) if seen >= samples), len(curve))
+        if right in (0, len(curve)):
+            return curve[min(right, len(curve) - 1)][1]
+        (left, high), (seen, low) = curve[right - 1], curve[right]
+        return low + (seen - samples) / (seen - left) * (high - low)
+
+    def reaches(self, loss: float) -> float:
+        """Samples after which the falling curve is at a loss for the first time; infinite if it never is."""
+        curve = self.falling
+        right = next((place for place, (_, value) in enumerate(curve) if value <= loss), None)
+        if right is None:
+            return math.inf
+        if right == 0:
+            return curve[0][0]
+        (left, high), (seen, low) = curve[right - 1], curve[right]
+        return left + (high - loss) / (high - low) * (seen - left)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "plan": self.plan,
+            "seed": self.seed,
+            "samples": list(self.samples),
+            "losses": [_plain(loss) for loss in self.losses],
+            "samples_per_sec": _plain(self.samples_per_sec),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Inverse of `to_json`."""
+        read = {"samples": tuple(value["samples"]), "losses": tuple(map(_read, value["losses"]))}
+        return cls(**{**value, **read, "samples_per_sec": _read(value["samples_per_sec"])})
+
+
+def _plain(value: float) -> float | str | None:
+    return None if math.isnan(value) else str(value) if math.isinf(value) else value
+
+
+def _read(value: float | str | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+TOLERANCE = 0.25
+"""A prediction this far off did not hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanProof(display.Shown, JsonDataclass):
+    """The old plan and the new one, run for the same samples, with each seed once; prediction and measurement side by side."""
+
+    old: BatchPlan
+    """Before."""
+    new: BatchPlan
+    """After."""
+    predicted: Gain
+    """From the throughput curve and the noise scale."""
+    samples: int
+    """Of the old plan's runs: where losses are compared."""
+    courses: tuple[Course, ...]
+    """Every run; those of the new plan may go on further."""
+    notes: tuple[str, ...] = ()
+    """What the measurement has to say about itself."""
+
+    def of(self, plan: str) -> list[Course]:
+        """The runs of one plan."""
+        return [course for course in self.courses if course.plan == plan]
+
+    def mean(self, plan: str) -> Course:
+        """The runs of one plan as one: losses averaged over the seeds, where all have got to."""
+        runs = self.of(plan)
+        length = min(len(run.samples) for run in runs)
+        return Course(
+            plan=plan,
+            seed=runs[0].seed,
+            samples=runs[0].samples[:length],
+            losses=tuple(_mean([run.losses[place] for run in runs]) for place in range(length)),
+            samples_per_sec=_mean([run.samples_per_sec for run in runs]),
+        )
+
+    @property
+    def losses(self) -> tuple[float, float]:
+        """Of the old and the new plan after the same samples: means over the seeds."""
+        return self.mean("old").at(self.samples), self.mean("new").at(self.samples)
+
+    @property
+    def target(self) -> float:
+        """The loss that the old plan has reached in the end: mean over the seeds."""
+        return self.losses[0]
+
+    @property
+    def spread(self) -> float:
+        """How far the old plan's runs are apart in the end, in loss: largest less smallest."""
+        found = [course.at(self.samples) for course in self.of("old")]
+        return max(found) - min(found)
+
+    @property
+    def measured(self) -> Gain:
+        """Throughput, and samples to the loss that the old plan has reached in the end."""
+        old, new = self.mean("old"), self.mean("new")
+        return Gain(throughput=new.samples_per_sec / old.samples_per_sec, samples=new.reaches(self.target) / old.reaches(self.target))
+
+    @property
+    def reached(self) -> bool:
+        """Did the new plan come to the old plan's loss?"""
+        return math.isfinite(self.measured.samples)
+
+    @property
+    def gained(self) -> bool:
+        """Is the old plan's loss reached sooner?"""
+        return self.reached and self.measured.time < 1
+
+    @property
+    def held(self) -> bool:
+        """Was the prediction of the time right, as far as there was one, within TOLERANCE?"""
+        return self.reached and abs(self.predicted.time / self.measured.time - 1) <= TOLERANCE
+
+    @property
+    def word(self) -> str:
+        """How it went, in a line."""
+        if not self.reached:
+            last = max(course.samples[-1] for course in self.of("new"))
+            return f"the new plan did not reach the old one's loss of {self.target:.3g} within {last:,} samples: keep the old one"
+        time = self.measured.time
+        said = f"the old plan's loss of {self.target:.3g} is reached in {units.times(time)} the time"
+        said += ": a gain" if self.gained else ": no gain"
+        if math.isnan(self.predicted.time):
+            return f"{said}; nothing was predicted"
+        off = self.predicted.time / time - 1
+        return f"{said}; predicted were {units.times(self.predicted.time)}, {units.percent(abs(off))} too {'slow' if off > 0 else 'fast'}"
+
+    @property
+    def table(self) -> display.Table:
+        """Predicted beside measured."""
+        pairs = [
+            ("samples per second", "throughput"),
+            ("samples to the old plan's loss", "samples"),
+            ("time to the old plan's loss", "time"),
+        ]
+        measured = self.measured
+        rows = [[name, _times(getattr(self.predicted, one)), _times(getattr(measured, one))] for name, one in pairs]
+        old, new = self.losses
+        said = f"loss after {self.samples:,} samples: {old:.4g} with the old plan, {new:.4g} with the new one"
+        said += f" (runs of the old one are {self.spread:.2g} apart)" if len(self.of("old")) > 1 else ""
+        return display.Table(
+            columns=("new over old", "predicted", "measured"),
+            rows=rows,
+            title=f"From {_words(self.old)} to {_words(self.new)}",
+            note="\n".join([self.word, said, *self.notes]),
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per point of each run."""
+        return display.frame(
+            {"plan": course.plan, "seed": course.seed, "samples": seen, "loss": loss}
+            for course in self.courses
+            for seen, loss in zip(course.samples, course.losses, strict=True)
+        )
+
+    plot = display.plot_method("plan_proof")
+
+    def __repr__(self) -> str:
+        return f"PlanProof(batch {self.old.global_batch} to {self.new.global_batch})"
+
+
+def _words(plan: BatchPlan) -> str:
+    return f"{plan.micro_batch} × {plan.accumulation} × {plan.world_size} = {plan.global_batch}"
+
+
+def _times(value: float) -> str:
+    return "never" if math.isinf(value) else units.times(value)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

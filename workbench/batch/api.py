@@ -1,0 +1,242 @@
+"""Find a learning rate: of a step and its loader in this process, or of a spec in a launch of its own.
+
+`noise_scale`: how large a batch must be before its gradient is more signal than noise, measured while it trains.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from workbench.core import run_directory, units
+from workbench.core.checks import whole_number
+from workbench.core.progress import ProgressLine
+from workbench.runs.launch import experiments
+from workbench.runs.launch.launch import launch
+from workbench.runs.launch.waiting import error_of, wait_for
+from workbench.runs.run import Run
+from workbench.runs.spec import AUTO, RunSpec, SpecError
+from workbench.runs.target import Measured, check_spec
+
+if TYPE_CHECKING:
+    from workbench.batch.analysis.lr_found import LrFound
+    from workbench.batch.analysis.noise_scale import NoiseScale
+
+
+SWEEPS, ITERATIONS, RACE_STEPS = 5, 100, 80
+"""Seeds, steps of a sweep, steps of a candidate in a round of the race, where nobody says: some 1,800 steps in all."""
+
+
+def find_lr(
+    target: RunSpec | Run | str | os.PathLike[str] | Callable[[Any], Any],
+    loader: Iterable[Any] | None = None,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    low: float | None = None,
+    high: float | None = None,
+    sweeps: int = SWEEPS,
+    iterations: int = ITERATIONS,
+    race_steps: int = RACE_STEPS,
+    runs_dir: str | os.PathLike[str] | None = None,
+) -> "LrFound":
+    """Find a learning rate by a range test with several seeds, and verify it in a short race.
+
+    Sweeps let the learning rate grow from far too small to far too large and see what the loss does; six published rules read a suggestion
+    out of each. They differ, and each differs from seed to seed, so learning rates around them then train for `race_steps` each over equal
+    batches, and the loss decides.
+
+    * `find_lr(step, loader)` does it in this process; `step(batch)` does one whole optimizer step and returns the loss. Model, optimizer,
+      random generators and loader are left as they were, also after an error. Under DDP all ranks call it and get the same answer.
+    * `find_lr(spec)` does it in a launch of its own, with as many ranks as the spec has; `spec.replace(**found.changes())` then trains with
+      what was found.
+    * `find_lr(run)` reads what such a launch has left.
+
+    It is the learning rate for this batch, this optimizer and these weights; `scale_lr` takes it to another batch.
+
+    Args:
+        target: a step function, a RunSpec, a run, or the path of a run directory.
+        loader: with a step: its batches, from a DataLoader or any other iterable.
+        model: with a step: the module, or several; None = found by looking at the step.
+        optimizer: with a step: the optimizer, or several; None = found as well. Groups keep the ratios of their learning rates.
+        low: learning rate at which the sweeps begin; None = five decades below where the loss explodes, which is found out first.
+        high: where they end; None = a little above that.
+        sweeps: seeds.
+        iterations: steps of a sweep.
+        race_steps: of a candidate in a round of the race; 0 = no race, the suggestion is not verified.
+        runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
+
+    Returns:
+        What was found; its `lr` is None where the loss does not say, and `why` tells.
+
+    Raises:
+        ValueError: something else was given; the step returns no loss or takes no optimizer step; the loss is NaN from the first step on.
+        RunError: the launch failed; its run directory stays.
+    """
+    options = {"low": low, "high": high, "sweeps": sweeps, "iterations": iterations, "race_steps": race_steps}
+    given = _LR_TARGET.read(target, loader, model=model, optimizer=optimizer)
+    if isinstance(given, RunSpec):
+        from workbench.batch.analysis.lr_range import check_options
+
+        check_options(**options)
+        return read(experiments.range_test(given, options=options, runs_dir=runs_dir))
+    if isinstance(given, Run):
+        return read(given)
+    from workbench.batch.measure.lr_range import find
+
+    far = [0, 1]  # steps taken, steps in all
+    began = time.monotonic()
+    line = ProgressLine(lambda: f"find_lr: {far[0]} of about {far[1]} steps · {units.seconds(_left(far, time.monotonic() - began))} left")
+
+    def progress(taken: int, planned: int, lr: float, loss: float) -> None:
+        far[:] = taken, planned
+        line.show()
+
+    try:
+        return find(given.step, given.loader, model=model, optimizer=optimizer, progress=progress, **options)  # type: ignore[arg-type]
+    finally:
+        line.close(f"find_lr: {far[0]} steps in {units.seconds(time.monotonic() - began)}")
+
+
+_LR_TARGET = Measured(
+    name="find_lr", verb="tried", script="a script by its step and its loader, in the script", returns="and returns the loss"
+)
+
+
+def _left(far: list[int], seconds: float) -> float:
+    """Seconds until the end, at the pace so far."""
+    return seconds * (far[1] - far[0]) / max(1, far[0])
+
+
+def read(run: Run) -> "LrFound":
+    """What `find_lr(spec)` has left in a run directory.
+
+    Raises:
+        ValueError: the run was not made by it.
+    """
+    from workbench.batch.analysis.lr_found import LrFound
+
+    path = run.path / run_directory.LR_RANGE
+    if not path.exists():
+        raise ValueError(f"{run!r} has no search for a learning rate: find_lr(spec) makes one, in a launch of its own")
+    return LrFound.from_json(run_directory.read_json(path))
+
+
+STEPS = 200
+"""Optimizer steps that are taken where nobody says."""
+
+
+def noise_scale(
+    target: RunSpec | Run | str | os.PathLike[str] | Callable[[Any], Any],
+    loader: Iterable[Any] | None = None,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    steps: int | None = None,
+    micro_batch: int | None = None,
+    exact: bool = False,
+    samples: int | None = None,
+    runs_dir: str | os.PathLike[str] | None = None,
+) -> "NoiseScale":
+    """Measure the gradient noise scale B = tr Σ / |G|²: about the batch, in samples, from which more samples per step stop paying.
+
+    * `noise_scale(spec)` trains in a launch of its own for `steps` steps, as the spec does (DDP, FSDP2, accumulation). A spec with one rank
+      and without accumulation takes its micro-batches in two halves.
+    * `noise_scale(run)` reads what a run with `noise_scale=True` has seen so far, also while it runs and after it failed; so does
+      `run.noise_scale`. With `noise_scale=10` each tenth step is looked at, which costs a tenth.
+    * `noise_scale(step, loader)` takes steps in this process and leaves everything as it was; `step(batch)` does one whole optimizer step
+      of two or more backwards (accumulation), or on one of several ranks, all of which come here.
+    * `noise_scale(spec, exact=True)` computes the gradient of each sample, in this process, with the weights that a run begins with: slow,
+      and for small models, but it leaves nothing to chance.
+    * A loop of your own, while it trains: `with workbench.batch.measure.noise_watch.NoiseWatch(model, optimizer, micro_batch=32) as watch`.
+
+    Args:
+        target: a RunSpec, a run, the path of a run directory, or a step function.
+        loader: with a step: its batches, from a DataLoader or any other iterable.
+        model: with a step: the module that is trained; None = found by looking at the step.
+        optimizer: with a step: the optimizer; None = found as well.
+        steps: how many are taken; None = 200. The result says whether they were enough, and how many more it takes.
+        micro_batch: with a step: samples in one backward; None = those of a batch, divided by its backwards.
+        exact: by the gradients of single samples.
+        samples: with `exact`: of how many samples; None = all of the dataset.
+        runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
+
+    Returns:
+        A NoiseScale: the estimate, its interval, whether it is enough, and how it moved over the training.
+
+    Raises:
+        ValueError: something else was given, or what was given cannot be measured; the message says why.
+        RunError: the launch failed before two steps were done; its run directory stays.
+    """
+    if exact:
+        check_spec("noise_scale", target, because="for exact=True", instead=_OWN_MODEL)
+    given = _NOISE_TARGET.read(
+        target, loader, model=model, optimizer=optimizer, step_only={"micro_batch": micro_batch}, steps=None if exact else steps
+    )
+    if isinstance(given, RunSpec) and exact:
+        return _exact(given, samples=samples, steps=steps)
+    if samples is not None:
+        raise ValueError(f"noise_scale(…, samples={samples!r}): it goes with exact=True, which computes the gradients of so many samples")
+    if isinstance(given, Run):
+        found: NoiseScale = given.noise_scale
+        return found
+    count = _checked(steps)
+    if isinstance(given, RunSpec):
+        return _launched(given, count, runs_dir)
+    from workbench.batch.measure.noise_watch import measure
+
+    return measure(given.step, given.loader, model=model, optimizer=optimizer, steps=count, micro_batch=micro_batch)
+
+
+def _launched(spec: RunSpec, steps: int, runs_dir: str | os.PathLike[str] | None) -> "NoiseScale":
+    changed, notes = _grouped(spec.replace(steps=steps, evaluate=False, profile=None))
+    run = launch(changed, runs_dir=runs_dir, name="noise-scale")
+    error = error_of(wait_for(run, show=Run.progress_words, check=False))
+    try:
+        found: NoiseScale = run.noise_scale
+    except ValueError:
+        if error is None:
+            raise
+        raise error from None
+    if error is not None:
+        notes.append(f"the run ended early ({error.failure.message.splitlines()[0]:.100}): this is what it had seen")
+    return dataclasses.replace(found, notes=(*notes, *found.notes))
+
+
+def _grouped(spec: RunSpec) -> tuple[RunSpec, list[str]]:
+    """A spec that has two groups in a step, and what was changed for it."""
+    if spec.accumulation * spec.data_ranks >= 2:
+        return spec.replace(noise_scale=1), []
+    if spec.micro_batch == AUTO:
+        return spec.replace(accumulation=2, noise_scale=1), [
+            "measured with two micro-batches per step, so that there are groups to compare"
+        ]
+    if spec.micro_batch < 2:
+        raise SpecError(
+            "micro_batch=1, accumulation=1 and one rank: one sample per step has nothing to be compared with; try micro_batch=32"
+        )
+    half = spec.micro_batch // 2
+    changed = spec.replace(micro_batch=half, accumulation=2, noise_scale=1)
+    return changed, [f"measured with 2 × {half} samples per step in the place of {spec.micro_batch}, so that there are groups to compare"]
+
+
+def _exact(spec: RunSpec, *, samples: int | None, steps: int | None) -> "NoiseScale":
+    if steps is not None:
+        raise ValueError(f"noise_scale(spec, exact=True, steps={steps!r}): no step is taken; samples=… says of how many samples")
+    from workbench.batch.measure.per_sample import exact_noise_of
+
+    return exact_noise_of(spec, samples=samples)
+
+
+_NOISE_TARGET = Measured(
+    name="noise_scale",
+    verb="measured",
+    script="in a script: with workbench.batch.measure.noise_watch.NoiseWatch(model, optimizer, micro_batch=32) as watch: …, then "
+    "watch.result()",
+)
+_OWN_MODEL = "of a model of your own: workbench.batch.measure.per_sample.exact_noise_scale(model, loss, batches)"
+
+
+def _checked(steps: Any) -> int:
+    return whole_number("steps", STEPS if steps is None else steps, least=2, also="; some 100 give an estimate worth having")

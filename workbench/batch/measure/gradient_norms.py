@@ -1,0 +1,336 @@
+"""Norms of the gradients of a step's groups and of their mean, seen by hooks of autograd; nothing waits for the device.
+
+A hook of autograd costs something by being there: one that returns at once does, and one that was removed does as much, for torch goes on
+calling the empty list of them. So a step that is not looked at finds the weights as if nobody had ever watched them.
+
+Stride: how often to look, where looking costs something, so that all of it costs little.
+"""
+
+import math
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.parallel import DistributedDataParallel
+
+from workbench.batch.analysis.noise_estimate import NoiseScaleError
+from workbench.harness.peers import rest_at_exit
+from workbench.memory.measure.recorder import is_dense
+
+LARGE = 2**14
+"""Elements above which on a CPU the squares of a tensor are added up row by row."""
+ROW = 1024
+"""Elements of a row."""
+
+_norm: Any = torch.linalg.vector_norm
+
+_watched: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+class Row:
+    """A step's norms, on the device, and not squared yet; those of parts that several ranks hold with the number of these."""
+
+    __slots__ = ("big", "count", "scale", "small")
+
+    def __init__(self, small: Tensor, big: Sequence[tuple[Tensor, float]], count: int, scale: Tensor | None) -> None:
+        self.small, self.big, self.count, self.scale = small, big, count, scale
+
+
+class GroupNorms:
+    """Sees the gradient of each micro-batch, and the mean gradient at the end of a backward.
+
+    `small` squared is the sum of the squares of a step's micro-batches' gradients on this rank; `big` squared is this rank's share of the
+    square of the mean gradient, which is their sum over the ranks.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int, backwards: int = 1) -> None:
+        """Attach to a model, and look at its next step.
+
+        Args:
+            model: whose gradients; in its DDP, sharded by FSDP2, or plain.
+            world_size: ranks that reduce their gradients.
+            backwards: that a step has at least; the mean gradient is not looked for before it has had them.
+
+        Raises:
+            NoiseScaleError: nothing in it is trained, another watch is attached, or its layers are split over ranks.
+        """
+        self._model, self._world_size, self._backwards = model, world_size, backwards
+        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self._check()
+        if world_size > 1:
+            rest_at_exit()
+        self._norms: list[Tensor] = []
+        self._fired: set[int] = set()
+        self._count = 0
+        self._forwards = 0
+        self._queued = False
+        self._big: list[tuple[Tensor, float]] = []
+        self._parts: dict[tuple[torch.device, float], list[Tensor]] = {}
+        for weight in self._weights:
+            self._parts.setdefault((weight.device, self._holders(weight)), []).append(weight)
+        self._hooked: dict[int, Tensor] = {}
+        self._bare: list[Tensor] = []
+        self._handles: list[Any] = []
+        self._looking = self._closed = False
+        _watched.add(model)
+        self.look(True)
+
+    @property
+    def looking(self) -> bool:
+        """Are the gradients of this step wanted?"""
+        return self._looking
+
+    def look(self, wanted: bool) -> None:
+        """Say between two steps whether the gradients of those to come are wanted."""
+        if wanted is not self._looking and not self._closed:
+            self._looking = wanted
+            self._attach() if wanted else self._detach()
+
+    def close(self) -> None:
+        """Detach, for good."""
+        self.look(False)
+        self._closed = True
+        _watched.discard(self._model)
+
+    def step(self, scale: Tensor | None = None) -> Row | None:
+        """A step's gradients are all there: its norms; None if there were none.
+
+        Its count is 0 where gradients came more often than the model was called: then some came in parts, as those of a weight that two
+        reentrant checkpoints share, or of two backwards through one forward, and the norms are not those of groups.
+
+        Args:
+            scale: by which the loss was multiplied; None = it was not.
+        """
+        norms, big, count = self._norms, self._big, self._count
+        if 0 < self._forwards < count:
+            count = 0
+        self._norms, self._big, self._count, self._forwards = [], [], 0, 0
+        self._fired.clear()
+        return Row(_together(norms), big, count, scale) if norms and big else None
+
+    def _check(self) -> None:
+        if not self._weights:
+            raise NoiseScaleError(
+                "the model has no parameter that requires a gradient: nothing is trained, so there is no noise to measure"
+            )
+        if self._model in _watched:
+            raise NoiseScaleError(
+                "this model is watched already: leave the other watch (its with block, or watch.close()) before a new one"
+            )
+        for weight in self._weights:
+            split = isinstance(weight, DTensor) and weight.device_mesh.size() != self._world_size
+            if split or hasattr(weight, "_dealt"):
+                raise NoiseScaleError(
+                    "a layer is split over ranks (tensor parallel), and its gradient is on no single one of them: the noise scale is "
+                    "measured under DDP, FSDP2 and accumulation; measure it without tensor_parallel (it does not depend on that)"
+                )
+
+    def _attach(self) -> None:
+        self._handles.append(self._model.register_forward_pre_hook(self._forward))
+        for weight in self._weights:
+            if not isinstance(weight, DTensor):
+                self._hook(weight)
+        if any(isinstance(weight, DTensor) for weight in self._weights):
+            self._handles += [part.register_forward_pre_hook(self._gathered) for part in self._model.modules()]
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for weight in self._bare:
+            if not weight._backward_hooks:  # nobody else has come
+                weight._backward_hooks = None
+        for kept in (self._handles, self._bare, self._hooked):
+            kept.clear()
+
+    def _forward(self, *_: Any) -> None:
+        self._forwards += torch.is_grad_enabled()
+
+    def _gathered(self, part: nn.Module, *_: Any) -> None:
+        """Before a module's forward: FSDP2 has put the whole tensors in the places of its own."""
+        for weight in part._parameters.values():
+            if weight is not None and weight.requires_grad and not isinstance(weight, DTensor):
+                self._hook(weight)
+
+    def _hook(self, weight: Tensor) -> None:
+        key = id(weight)
+        if key in self._hooked or not weight.is_leaf or not weight.requires_grad:  # some are frozen in the midst of a training
+            return
+        self._hooked[key] = weight
+        if weight._backward_hooks is None:
+            self._bare.append(weight)
+        me = weakref.ref(self)
+
+        def seen(gradient: Tensor) -> None:
+            if (watch := me()) is not None:
+                watch._seen(key, gradient)
+
+        self._handles.append(weight.register_hook(seen))  # type: ignore[no-untyped-call]
+
+    def _seen(self, key: int, gradient: Tensor) -> None:
+        fired = self._fired
+        if key in fired or not fired:  # of the next micro-batch
+            self._count += 1
+            fired.clear()
+            self._queued = False
+        fired.add(key)
+        self._norms.append(norm(gradient if type(gradient) is Tensor and not gradient.is_sparse else _values(gradient)))
+        if not self._queued and self._count >= self._backwards:
+            self._queued = True
+            _engine.queue_callback(self._nearly)
+
+    def _nearly(self) -> None:
+        """All gradients of the backward are computed; by now DDP and FSDP2 have said that they want to finish the reduction after it."""
+        _engine.queue_callback(self._reduced)
+
+    @torch.no_grad()
+    def _reduced(self) -> None:
+        self._queued = False
+        if isinstance(self._model, DistributedDataParallel) and not self._model.require_backward_grad_sync:
+            return  # a micro-batch that is not the last
+        self._big = [
+            (_together(_norms_of(values)), holders)
+            for (_, holders), weights in self._parts.items()
+            if (values := [_values(weight.grad) for weight in weights if weight.grad is not None])  # of FSDP2, after the last micro-batch
+        ]
+
+    def _holders(self, weight: Tensor) -> float:
+        """Ranks that have the same part of a gradient."""
+        if not isinstance(weight, DTensor):
+            return float(self._world_size)
+        holders = 1
+        for size, placement in zip(weight.device_mesh.shape, weight.placements, strict=True):
+            assert not isinstance(placement, Partial)
+            holders *= size if isinstance(placement, Replicate) else 1
+        return float(holders)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Its numbers on this rank."""
+    mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return mine.coalesce().values() if mine.is_sparse else mine
+
+
+def norm(values: Tensor) -> Tensor:
+    """The Euclidean norm, right to some 6 digits and more: in fp64, on a CPU in fp32.
+
+    Sums in fp32 over many elements are wrong in the fourth digit, and those in fp64 take a CPU some times as long: there, many elements are
+    added up row by row.
+    """
+    if values.device.type != "cpu" or values.dtype is torch.float64:
+        exact: Tensor = _norm(values, dtype=torch.float64)
+        return exact
+    if values.numel() <= LARGE:
+        short: Tensor = _norm(values, dtype=torch.float32)
+        return short
+    flat = values.as_strided((values.numel(),), (1,), values.storage_offset()) if is_dense(values) else values.reshape(-1)
+    whole = flat.numel() // ROW * ROW
+    rows = _norm(flat[:whole].view(-1, ROW), dim=1, dtype=torch.float32)
+    if whole < flat.numel():
+        rows = torch.cat([rows, _norm(flat[whole:], dtype=torch.float32).reshape(1)])
+    return norm(rows)
+
+
+def _norms_of(values: list[Tensor]) -> list[Tensor]:
+    """The norms of tensors on one device, in one call as far as they are small."""
+    on_cpu = values[0].device.type == "cpu"
+    small = [one for one in values if one.dtype is torch.float32 and (one.numel() <= LARGE or not on_cpu)]
+    norms: list[Tensor] = list(torch._foreach_norm(small, 2, None if on_cpu else torch.float64)) if small else []
+    return [*norms, *(norm(one) for one in values if not (one.dtype is torch.float32 and (one.numel() <= LARGE or not on_cpu)))]
+
+
+def _together(norms: list[Tensor]) -> Tensor:
+    """The norm of norms, in fp64."""
+    whole: Tensor = _norm(torch.stack(norms), dtype=torch.float64)
+    return whole
+
+
+def read(rows: Iterable[Row]) -> list[tuple[float, float, int]]:
+    """Of each step: the mean square of a micro-batch's gradient on this rank, its share of the mean gradient's square, the micro-batches.
+
+    Waits for the device, once. The loss of a micro-batch is taken to be divided by their number.
+    """
+    rows = list(rows)
+    if not rows:
+        return []
+    small = torch.stack([_unscaled(row.small, row.scale) for row in rows]).square().tolist()
+    parts = torch.stack([_unscaled(norm.to(row.small.device), row.scale) for row in rows for norm, _ in row.big]).square().tolist()
+    found, rest = [], iter(parts)
+    for row, one in zip(rows, small, strict=True):
+        big = math.fsum(next(rest) / holders for _, holders in row.big)
+        found.append((row.count * one, big, row.count))
+    return found
+
+
+def _unscaled(norm: Tensor, scale: Tensor | None) -> Tensor:
+    return norm if scale is None else norm / scale.to(norm.device, torch.float64)
+
+
+SHARE = 0.04
+"""Of the time of all steps that looking may take. All of it may cost a twentieth: the rest is for what does not show in the steps that are
+looked at, as what the one after it pays for caches that it finds cold."""
+FIRST, LAST = 4, 64
+"""Strides to begin and to end with."""
+_WARM_UP = 8
+"""Steps that are not compared."""
+_COMPARED, _MANY = 8, 1024
+"""Steps that are looked at, each compared with the one before it: the question is asked when there are 8, 16, 32, … of them, for who asks
+it of the same ones again and again hears in the end what chance says; after so many, new ones are awaited."""
+
+
+class Stride:
+    """Looks at each n-th step, and doubles n while that costs more than a twenty-fifth of the time.
+
+    It only ever doubles, so the steps that a rank looks at are among those of any rank that looks more often.
+    """
+
+    def __init__(self, every: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        """
+        Args:
+            every: a fixed one; None = found, from 4 on.
+            clock: seconds.
+        """
+        self.every = every or FIRST
+        self._fixed, self._clock = every is not None, clock
+        self._steps = 0
+        self._began: float | None = None
+        self._plain: float | None = None
+        self._pairs: list[tuple[float, float]] = []
+        self._due = _COMPARED
+        self.looking = True
+
+    def step(self) -> bool:
+        """A step is over, with what looking at it took; says whether the next one is to be looked at."""
+        self._steps += 1
+        place = self._steps % self.every
+        if not self._fixed and (self.looking or place == 0 or place == self.every - 1):
+            self._note(place)
+        self.looking = place == 0
+        return self.looking
+
+    def _note(self, place: int) -> None:
+        """At the borders of a step that is looked at and of the one before; others are not timed."""
+        now = self._clock()
+        took = now - self._began if self._began is not None else None
+        self._began = now if place in (0, self.every - 1) else None
+        if not self.looking:
+            self._plain = took
+        elif took is not None and self._plain is not None and self._steps > _WARM_UP and self.every < LAST:
+            self._pairs.append((self._plain, took))
+            if len(self._pairs) == self._due:
+                self._adapt()
+
+    def _adapt(self) -> None:
+        usual = statistics.median(plain for plain, _ in self._pairs)
+        if statistics.median(took - plain for plain, took in self._pairs) > SHARE * self.every * usual:
+            self.every *= 2
+            self._pairs, self._due = [], _COMPARED
+        elif self._due < _MANY:
+            self._due *= 2
+        else:
+            self._pairs = []

@@ -1,0 +1,193 @@
+"""HTML of a planned batch: pure functions, used by the live planner and by its static face alike. Rules as in `faces`."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from workbench.batch.analysis.plan import BatchPlan
+from workbench.batch.analysis.scaled_lr import LIGHTS, number
+from workbench.batch.facts import naive
+from workbench.batch.panel.model import IMPOSSIBLE, Planned
+from workbench.core import units
+from workbench.core.display import html as stack
+from workbench.core.display.colors import INK, LINE, LINE_PALE, PARTS, PHASES
+from workbench.core.display.table import escape
+
+COLORS = {
+    "inside": PARTS["communication"],
+    "edge": PHASES["h2d"],
+    "unknown": PHASES["other"],
+    "outside": PARTS["straggler"],
+    IMPOSSIBLE: PARTS["straggler"],
+}
+"""Light → colour: green, amber, grey, red-brown; each also has its words."""
+TINTS = {"inside": "finished", "edge": "stopped", "unknown": "stopped", "outside": "failed", IMPOSSIBLE: "failed"}
+"""Light → the state of a run whose colour its badge has: green, amber, red."""
+WORDS = {**LIGHTS, IMPOSSIBLE: "this cannot be"}
+_HIGH = 84  # pixels of a picture
+_HATCHED = "background-image:repeating-linear-gradient(135deg,transparent 0 4px,#fff8 4px 6px);"
+
+
+def head(title: str) -> str:
+    """What is planned."""
+    return f'<div class="wb-head"><strong class="wb-name">Batch planner</strong><span class="wb-spec">{escape(title)}</span></div>'
+
+
+def light(found: Planned) -> str:
+    """Whether the rule holds there, and the reason."""
+    border = f"border:2px solid {COLORS[found.light]};border-radius:10px;padding:1px 9px;margin-right:8px"
+    return (
+        f'<div role="status"><div class="wb-head"><span class="wb-badge wb-is-{TINTS[found.light]}" '
+        f'style="{border}">{escape(WORDS[found.light])}</span>'
+        f'<span class="wb-product">{escape(_product(found))}</span></div>'
+        f'<div class="wb-said">{escape(found.why)}</div></div>'
+    )
+
+
+def _product(found: Planned) -> str:
+    plan = found.plan
+    if plan is None:
+        return f"batch {found.batch:,}"
+    return f"{plan.micro_batch:,} × {plan.accumulation} × {plan.world_size} = {plan.global_batch:,} samples per step"
+
+
+def figures(found: Planned) -> str:
+    """Learning rate, betas, warm-up; steps, samples and time to the target: what they become, and what they were."""
+    plan, old = found.plan, found.known.plan
+    if plan is None:
+        return ""
+    tiles = [("learning rate", number(plan.lr), number(old.lr))]
+    scaled = plan.scaled
+    if scaled is not None and scaled.betas is not None:
+        before = BatchPlan.scaled_to(old, global_batch=old.global_batch, rule="none").scaled
+        tiles.append(("betas", _several(scaled.betas), _several(before.betas if before and before.betas else ())))
+    tiles.append(("warm-up", _steps(plan.warmup_steps), _steps(old.warmup_steps)))
+    tiles += _outlook(found)
+    shown = f'<div class="wb-tiles" style="display:flex;flex-wrap:wrap;gap:8px 36px">{"".join(_tile(*tile) for tile in tiles)}</div>'
+    return shown + "".join(f'<div class="wb-what">{escape(line)}</div>' for line in _small_print(found, plan))
+
+
+def _small_print(found: Planned, plan: BatchPlan) -> Iterator[str]:
+    """Why the warm-up is as it is, where it is another; and what times take for granted of processes."""
+    if plan.warmup_steps != found.known.plan.warmup_steps:
+        yield f"warm-up: {plan.reasons['warmup_steps']}"
+    curve = found.known.throughput
+    if curve is not None and plan.world_size != curve.world_size:
+        yield naive(curve, plan.world_size)
+
+
+def _outlook(found: Planned) -> list[tuple[str, str, str]]:
+    after, before = found.after, found.before
+    tiles = []
+    if not math.isnan(after.steps):
+        tiles.append(("steps to target", units.count(round(after.steps)), units.count(round(before.steps))))
+        tiles.append(("samples to target", units.count(round(after.samples)), units.count(round(before.samples))))
+    if not math.isnan(after.rate):
+        tiles.append(("throughput", units.rate(after.rate), units.rate(before.rate)))
+    if not math.isnan(after.seconds):
+        tiles.append(("time to target", units.seconds(after.seconds), units.seconds(before.seconds)))
+    steps, seconds = found.gain
+    if math.isnan(after.steps) and not math.isnan(steps):
+        tiles.append(("steps to the same loss", units.times(steps), ""))
+    if math.isnan(after.seconds) and not math.isnan(seconds):
+        tiles.append(("time to the same loss", units.times(seconds), ""))
+    return tiles
+
+
+def _several(values: Iterable[float]) -> str:
+    return ", ".join(map(number, values))
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'s' * (count != 1)}" if count else "none"
+
+
+def _tile(label: str, value: str, before: str) -> str:
+    was = "of that as it is" if not before else f"was {before}" if before != value else "as before"
+    return (
+        f'<div class="wb-tile"><span class="wb-label">{escape(label)}</span><span class="wb-value"> {escape(value)}</span>'
+        f'<span class="wb-was" style="display:block;grid-column:1;font-size:12px"> {escape(was)}</span></div>'
+    )
+
+
+def ladder(found: Planned) -> str:
+    """The learning rate that the rule gives every batch, coloured by whether it holds there."""
+    rates = [lr for _, _, lr in found.ladder if lr == lr]
+    if not rates:
+        return ""
+    low, high = math.log(min(rates)), math.log(max(rates))
+    columns = "".join(_column(found, *rung, low=low, high=high) for rung in found.ladder)
+    critical = found.known.critical
+    name = "critical batch" if found.known.fit is not None else "noise scale"
+    said = f"; the {name} is {number(round(critical))} samples" if critical and math.isfinite(critical) else ""
+    shown = {WORDS[one]: COLORS[one] for one in COLORS if any(rung[1] == one for rung in found.ladder)}
+    return (
+        f'<div class="wb-steps"><div class="wb-label">learning rate against batch by the rule {escape(repr(found.rule))}{said}</div>'
+        f'<div class="wb-columns" role="img" aria-label="{escape(_in_words(found))}" style="display:flex;align-items:flex-end">{columns}'
+        f"</div>{stack.legend(shown, 0)}</div>"
+    )
+
+
+def _column(found: Planned, batch: int, light: str, lr: float, *, low: float, high: float) -> str:
+    share = 0.06 if lr != lr else 0.12 + 0.88 * ((math.log(lr) - low) / (high - low) if high > low else 1.0)
+    now, own = batch == found.batch, batch == found.known.plan.global_batch
+    text = units.MISSING if lr != lr else number(lr)
+    hatch = _HATCHED if light in ("outside", IMPOSSIBLE) else ""
+    ring = f"outline:2px solid {LINE};outline-offset:1px;" if now else ""
+    weight = "font-weight:600;" if now else ""
+    words = f"batch {batch:,}: learning rate {text}, {WORDS[light]}" + ("; as it is" if own else "")
+    return (
+        f'<div title="{escape(words)}" style="flex:1 1 0;text-align:center;font-size:11px;{weight}margin-right:3px">'
+        f'<div style="white-space:nowrap;font-size:10px;margin-bottom:4px">{escape(text)}</div>'
+        f'<div class="wb-light-{light}" style="height:{_HIGH * share:.0f}px;background-color:{COLORS[light]};{hatch}{ring}"></div>'
+        f'<div style="border-top:2px {"solid" if own else "none"} {INK};margin-top:3px">{units.count(batch)}</div></div>'
+    )
+
+
+def _in_words(found: Planned) -> str:
+    return ", ".join(f"{batch:,}: {number(lr) if lr == lr else 'none'} ({WORDS[light]})" for batch, light, lr in found.ladder)
+
+
+def schedule(found: Planned, curves: Sequence[Sequence[float]], samples: int) -> str:
+    """The learning rate over the samples of a run: columns as planned, a line as it is.
+
+    Args:
+        found: what is planned.
+        curves: learning rates as it is and as planned, at as many places each, evenly over the samples.
+        samples: of the whole run.
+    """
+    if found.plan is None:
+        return ""
+    most = max(max(curve) for curve in curves)
+    columns = "".join(_moment(old, new, most) for old, new in zip(*curves, strict=True))
+    ends = f"<span>0</span><span>{units.count(samples)} samples</span>"
+    label = f"learning rate over {samples:,} samples: up to {number(max(curves[1]))} as planned, {number(max(curves[0]))} as it is"
+    return (
+        f'<div class="wb-steps"><div class="wb-label">learning rate over the samples: planned; the line is as it is now</div>'
+        f'<div class="wb-schedule" role="img" aria-label="{escape(label)}" style="display:flex;height:{_HIGH}px">{columns}</div>'
+        f'<div class="wb-what" style="display:flex;justify-content:space-between;font-size:12px">{ends}</div>'
+        f"{_too_short(found.plan, samples)}</div>"
+    )
+
+
+def _too_short(plan: BatchPlan, samples: int) -> str:
+    steps = samples // plan.global_batch
+    if plan.warmup_steps < steps:
+        return ""
+    said = f"the warm-up of {plan.warmup_steps:,} steps does not end in a run of {steps:,}: run longer, or set warmup_steps"
+    return f'<div class="wb-what">{said}</div>'
+
+
+def _moment(old: float, new: float, most: float) -> str:
+    """A thin column of the plan, and a mark at the height of what is now."""
+    high, mark = 100 * new / most, 100 * old / most
+    foot = max(0.0, mark - 2.5)
+    fill = f"linear-gradient(to top,{LINE_PALE} {high:.1f}%,transparent {high:.1f}%)"
+    line = f"linear-gradient(to top,transparent {foot:.1f}%,{INK} {foot:.1f}% {mark:.1f}%,transparent {mark:.1f}%)"
+    return f'<div style="flex:1 1 0;margin-right:-0.6px;background-color:transparent;background-image:{line},{fill}"></div>'
+
+
+def static(title: str, found: Planned, curves: Sequence[Sequence[float]], samples: int) -> str:
+    """The face that needs no kernel."""
+    table = "" if found.plan is None else found.plan._repr_html_()
+    begin = f"<p><strong>Batch planner</strong> · {escape(title)}</p>"
+    return f"<div>{begin}{light(found)}{figures(found)}{ladder(found)}{schedule(found, curves, samples)}{table}</div>"

@@ -1,0 +1,187 @@
+"""What a plan would become with the knobs as they stand: one pure function, cheap enough to follow a slider."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workbench.batch.analysis.choose_plan import worth
+from workbench.batch.analysis.critical_batch import CriticalBatch
+from workbench.batch.analysis.plan import BatchPlan
+from workbench.batch.analysis.scaled_lr import LIGHTS
+from workbench.batch.analysis.throughput import Throughput
+from workbench.batch.facts import within
+
+IMPOSSIBLE = "impossible"
+"""The light of a batch that cannot be made, or of a rule that is not defined."""
+LADDER = range(-5, 9)
+"""Powers of two by which the batch can be turned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What the planner was told; it never changes."""
+
+    plan: BatchPlan
+    """As it is."""
+    noise: float | None = None
+    """Noise scale, in samples."""
+    fit: CriticalBatch | None = None
+    """The law of steps against batch, a CriticalBatch."""
+    throughput: Throughput | None = None
+    """Samples per second against the micro-batch."""
+    dataset: int | None = None
+    """Samples of an epoch."""
+    largest: int | None = None
+    """The largest micro-batch that fits."""
+    samples: int | None = None
+    """Of the whole run; None = it is not known how long it is."""
+
+    @property
+    def critical(self) -> float | None:
+        """The batch from which on a larger one pays less: the critical batch, else the noise scale."""
+        return self.noise if self.fit is None else self.fit.b_crit
+
+    def scaled(self, batch: int, ranks: int, accumulation: int, rule: str) -> BatchPlan:
+        """The plan for some knobs.
+
+        Raises:
+            ValueError: the batch cannot be made so, or what `scale_lr` refuses.
+        """
+        micro, rest = divmod(batch, ranks * accumulation)
+        if rest or not micro:
+            raise ValueError(
+                f"a batch of {batch:,} cannot be made by {ranks} process{'es' * (ranks != 1)} × {accumulation} micro-batch"
+                f"{'es' * (accumulation != 1)}: that is {batch / (ranks * accumulation):.4g} samples each; turn one of the three"
+            )
+        if self.largest is not None and micro > self.largest:
+            more = math.ceil(micro / self.largest) * accumulation
+            raise ValueError(
+                f"{micro:,} samples at once do not fit, at most {self.largest:,} do: accumulate {more} or more, or more processes"
+            )
+        if self.dataset is not None and batch > self.dataset:
+            raise ValueError(f"a batch of {batch:,} is above the dataset, which has {self.dataset:,} samples")
+        plan = self.plan.scaled_to(
+            global_batch=batch,
+            world_size=ranks,
+            micro_batch=micro,
+            rule=rule,
+            noise_scale=self.noise,
+            critical_batch=self.fit,
+            dataset_size=self.dataset,
+        )
+        return within(plan, self.plan, self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What training takes with a plan, as far as it is known; nan = it is not."""
+
+    steps: float = math.nan
+    """To the target."""
+    samples: float = math.nan
+    """To the target."""
+    seconds: float = math.nan
+    """To the target."""
+    rate: float = math.nan
+    """Samples per second."""
+    worth: float = math.nan
+    """What a sample brings, of what it brings in a tiny batch."""
+
+    @classmethod
+    def of(cls, known: Known, plan: BatchPlan) -> "Outlook":
+        """Of a plan: steps by the law, seconds by the throughput."""
+        batch, rate, steps = plan.global_batch, math.nan, math.nan
+        if known.throughput is not None:
+            rate = known.throughput.samples_per_sec(
+                micro_batch=plan.micro_batch, accumulation=plan.accumulation, world_size=plan.world_size
+            )
+        if known.fit is not None:
+            steps = known.fit.steps(batch)
+        return cls(steps=steps, samples=steps * batch, seconds=steps * batch / rate, rate=rate, worth=worth(batch, known.critical))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """All there is to show."""
+
+    known: Known
+    """What it was made from."""
+    batch: int
+    """As the knob stands."""
+    rule: str
+    """As the knob stands."""
+    plan: BatchPlan | None
+    """None = it cannot be."""
+    light: str
+    """One of those of `scale_lr`, or IMPOSSIBLE."""
+    why: str
+    """The reason of the light, in words."""
+    before: Outlook
+    """Of the plan as it is."""
+    after: Outlook
+    """Of this one."""
+    ladder: Sequence[tuple[int, str, float]] = ()
+    """Batch, light and learning rate of the rule over the whole range; nan where there is none."""
+
+    @property
+    def gain(self) -> tuple[float, float]:
+        """Steps and seconds to a loss over those of the plan as it is; nan where they are not known."""
+        if self.plan is None:
+            return math.nan, math.nan
+        samples = self.before.worth / self.after.worth
+        return samples * self.known.plan.global_batch / self.batch, samples * self.before.rate / self.after.rate
+
+
+def batches(plan: BatchPlan, dataset: int | None = None) -> list[int]:
+    """Where the batch can stand: the plan's own, its doubles and its halves.
+
+    >>> batches(BatchPlan(micro_batch=24, lr=0.1))[:4]
+    [3, 6, 12, 24]
+    """
+    own = plan.global_batch
+    found = [own * 2**power if power >= 0 else own // 2**-power for power in LADDER if power >= 0 or own % 2**-power == 0]
+    return [one for one in found if dataset is None or one <= max(own, dataset)]
+
+
+def planned(known: Known, *, batch: int, ranks: int, accumulation: int, rule: str) -> Planned:
+    """What becomes of the plan.
+
+    Args:
+        known: what the planner was told.
+        batch: samples per optimizer step.
+        ranks: processes that work on different samples.
+        accumulation: micro-batches per step.
+        rule: for the learning rate.
+    """
+    ladder = tuple(_rung(known, one, rule) for one in batches(known.plan, known.dataset))
+    before = Outlook.of(known, known.plan)
+    try:
+        plan = known.scaled(batch, ranks, accumulation, rule)
+    except ValueError as error:
+        return Planned(
+            known=known, batch=batch, rule=rule, plan=None, light=IMPOSSIBLE, why=str(error), before=before, after=Outlook(), ladder=ladder
+        )
+    assert plan.scaled is not None
+    light = plan.scaled.valid
+    limit = next((note for note in plan.scaled.notes if note.startswith(LIGHTS[light])), "").removeprefix(f"{LIGHTS[light]}: ")
+    return Planned(
+        known=known,
+        batch=batch,
+        rule=rule,
+        plan=plan,
+        light=light,
+        why="; ".join(filter(None, [limit, plan.scaled.why])),
+        before=before,
+        after=Outlook.of(known, plan),
+        ladder=ladder,
+    )
+
+
+def _rung(known: Known, batch: int, rule: str) -> tuple[int, str, float]:
+    bare = Known(plan=known.plan, noise=known.noise, fit=known.fit, dataset=known.dataset)
+    try:
+        found = bare.scaled(batch, 1, 1, rule)
+    except ValueError:
+        return batch, IMPOSSIBLE, math.nan
+    assert found.scaled is not None
+    return batch, found.scaled.valid, found.lr

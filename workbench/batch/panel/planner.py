@@ -1,0 +1,177 @@
+"""BatchPlanner: turn batch, processes and accumulation; see the learning rate that goes with them, how far it holds, and what it buys."""
+
+from typing import Any
+
+import ipywidgets
+
+from workbench.batch.analysis.plan import BatchPlan
+from workbench.batch.analysis.scaled_lr import RULES
+from workbench.batch.analysis.throughput import Throughput
+from workbench.batch.facts import Subject, law_of, whole
+from workbench.batch.panel import html as planner_faces
+from workbench.batch.panel.model import Known, Planned, batches, planned
+from workbench.core.checks import is_number
+from workbench.core.display.style import Style
+from workbench.runs.panel import html as faces
+from workbench.runs.spec import RunSpec
+
+POINTS = 120
+"""Columns of the schedule's picture."""
+ACCUMULATIONS = (1, 2, 4, 8, 16, 32)
+RANKS = tuple(2**power for power in range(9))
+WARMUPS = 5
+"""Warm-ups that the picture of a schedule is long, where no spec says how long training is."""
+
+
+class BatchPlanner:
+    """Knobs with the plan that they make: its learning rate, whether the rule holds there, and steps and time as far as they are known.
+
+    Attributes:
+        plan: as it is.
+        result: the BatchPlan for the knobs as they stand; None where it cannot be.
+        spec: the given spec, changed to it; None without a spec, or where it cannot be.
+        found: all that is shown, a Planned.
+        batch, processes, accumulation, rule: the knobs; `.value` turns one.
+        light, figures, ladder, schedule: what is shown.
+        widget: everything in one box.
+    """
+
+    def __init__(
+        self,
+        target: BatchPlan | RunSpec,
+        *,
+        noise_scale: Any = None,
+        steps: Any = None,
+        throughput: Any = None,
+        largest: Any = None,
+        dataset_size: int | None = None,
+    ) -> None:
+        """
+        Args:
+            target: the plan as it is, or a RunSpec, whose task then tells its learning rate, its optimizer and the size of its dataset.
+            noise_scale: in samples, or what `wb.noise_scale` gave.
+            steps: a StepsToTarget or its fit: how many steps there are to the target.
+            throughput: a Throughput; micro-batch → samples per second of all ranks of the plan; one number; or the runs of a sweep.
+            largest: the largest micro-batch that fits, a number or what `wb.max_micro_batch` gave.
+            dataset_size: samples of an epoch; None = as the spec's task has it.
+
+        Raises:
+            ValueError: something else was given.
+        """
+        self._given = target if isinstance(target, RunSpec) else getattr(target, "spec", None)
+        plan, known_size = _plan_of(target)
+        self.plan = plan
+        self.known = Known(
+            plan=plan,
+            noise=_samples(noise_scale if noise_scale is not None else getattr(target, "noise", None)),
+            fit=law_of(steps),
+            throughput=_throughput_of(throughput if throughput is not None else getattr(target, "throughput", None), plan),
+            dataset=known_size if dataset_size is None else whole("dataset_size", dataset_size, 1),
+            largest=None if largest is None else whole("largest", getattr(largest, "micro_batch", largest), 1),
+            samples=None if self._given is None else self._given.steps * getattr(target, "before", plan).global_batch,
+        )
+        self._make_widgets()
+        self._redraw()
+
+    def _make_widgets(self) -> None:
+        plan = self.plan
+        slider, own = ipywidgets.SelectionSlider, plan.global_batch
+        self.batch = slider(options=batches(plan, self.known.dataset), value=own, description="batch")
+        self.processes = slider(options=sorted({*RANKS, plan.world_size}), value=plan.world_size, description="processes")
+        self.accumulation = slider(options=sorted({*ACCUMULATIONS, plan.accumulation}), value=plan.accumulation, description="accumulation")
+        self.rule = ipywidgets.Dropdown(options=RULES, value="auto" if plan.optimizer else "linear", description="rule")
+        knobs = (self.batch, self.processes, self.accumulation, self.rule)
+        for knob in knobs:
+            knob.observe(lambda _: self._redraw(), names="value")
+        self.head, self.light, self.figures, self.ladder, self.schedule = (ipywidgets.HTML() for _ in range(5))
+        box = ipywidgets.Box(knobs).add_class("wb-knobs")
+        shown = [self.head, box, self.light, self.figures, self.ladder, self.schedule, Style()]
+        self.widget = ipywidgets.VBox(shown).add_class("wb-panel").add_class("wb-planner")
+
+    # --- what is planned
+
+    @property
+    def found(self) -> Planned:
+        """All there is to show for the knobs as they stand."""
+        return planned(
+            self.known, batch=self.batch.value, ranks=self.processes.value, accumulation=self.accumulation.value, rule=self.rule.value
+        )
+
+    @property
+    def result(self) -> BatchPlan | None:
+        """The plan for the knobs as they stand; None where it cannot be made."""
+        return self.found.plan
+
+    @property
+    def spec(self) -> RunSpec | None:
+        """The given spec, changed to the plan; None without one, or where the plan cannot be made."""
+        plan = self.result
+        return None if plan is None or self._given is None else self._given.replace(**plan.changes())
+
+    # --- what is shown
+
+    def _redraw(self) -> None:
+        found = self.found
+        self.head.value = planner_faces.head(self.title)
+        self.light.value = planner_faces.light(found)
+        self.figures.value = planner_faces.figures(found)
+        self.ladder.value = planner_faces.ladder(found)
+        self.schedule.value = planner_faces.schedule(found, *self._curves(found))
+
+    def _curves(self, found: Planned) -> tuple[list[list[float]], int]:
+        """The learning rate over the samples of a run, as it is and as planned; and how many samples that are."""
+        from workbench.train.schedule import lr_factor
+
+        plans = [self.plan, found.plan or self.plan]
+        schedule, steps = "constant", max(1, WARMUPS * max(plan.warmup_steps for plan in plans))
+        samples = max(plan.global_batch for plan in plans) * steps
+        if self._given is not None and self.known.samples is not None:
+            schedule, samples = self._given.schedule, self.known.samples
+        curves = []
+        for plan in plans:
+            steps = max(1, samples // plan.global_batch)
+            places = [min(steps - 1, steps * point // POINTS) for point in range(POINTS)]
+            shape = {"steps": steps, "warmup_steps": plan.warmup_steps, "schedule": schedule}
+            curves.append([plan.lr * lr_factor(step, **shape) for step in places])  # type: ignore[arg-type]
+        return curves, samples
+
+    # --- how it shows itself
+
+    @property
+    def title(self) -> str:
+        """What is planned, in a line."""
+        return faces.essentials(self._given) if self._given is not None else repr(self.plan).removeprefix("BatchPlan(").removesuffix(")")
+
+    def __repr__(self) -> str:
+        return f"BatchPlanner({self.title!r})"
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        found = self.found
+        face = planner_faces.static(self.title, found, *self._curves(found))
+        return {**self.widget._repr_mimebundle_(**options), "text/plain": repr(self), "text/html": face}
+
+
+def _plan_of(target: Any) -> tuple[BatchPlan, int | None]:
+    """The plan, and the size of the dataset where it is known."""
+    if isinstance(target, BatchPlan):
+        return target, None
+    if isinstance(target, RunSpec):
+        subject = Subject.of(target)
+        return subject.plan(target), subject.dataset_size
+    raise ValueError(
+        f"BatchPlanner({type(target).__name__}): a RunSpec or a BatchPlan is wanted; try BatchPlanner(spec), or "
+        'BatchPlanner(wb.BatchPlan(micro_batch=32, world_size=8, lr=0.1, optimizer="sgd(momentum=0.9)"))'
+    )
+
+
+def _samples(noise: Any) -> float | None:
+    value = getattr(noise, "b_simple", noise)
+    if value is None or value == float("inf"):
+        return None
+    if not is_number(value, above=0):
+        raise ValueError(f"noise_scale={noise!r:.60}: samples above 0 are allowed, or what wb.noise_scale gave")
+    return float(value)
+
+
+def _throughput_of(given: Any, plan: BatchPlan) -> Throughput | None:
+    return None if given is None else Throughput.of(given, micro_batch=plan.micro_batch, world_size=plan.world_size)

@@ -1,0 +1,228 @@
+"""Steps to a target: the direct experiment about batches. Many trainings in one launch, each until the target, and the law they follow.
+
+Many trainings until a target in one launch, awaited: how they get on is read from the journal that the ranks share.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from workbench.batch.analysis.scaled_lr import RULES
+from workbench.batch.analysis.steps_to_target import StepsToTarget
+from workbench.batch.analysis.trials import Order, Target
+from workbench.core import units
+from workbench.core.checks import is_number, is_whole, real_number, whole_number
+from workbench.runs.launch.launch import check, label, own
+from workbench.runs.launch.new_run import NewRun
+from workbench.runs.launch.waiting import wait_for
+from workbench.runs.run import Run
+from workbench.runs.spec import AUTO, SHARDED, RunSpec
+from workbench.runs.target import check_spec
+
+
+def reach(
+    spec: RunSpec,
+    order: Mapping[str, Any],
+    *,
+    words: Callable[[Run], str],
+    runs_dir: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Train until a target at several batches; the run directory then holds `trials.jsonl`, which grows trial by trial.
+
+    An interrupt or an error stops the processes, and trials that have ended stay: the exception says where.
+
+    Args:
+        spec: what all trials have in common; each of its ranks does trials of its own.
+        order: what is wanted, as plain JSON values.
+        words: how the run gets on, in a line.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+        quiet: show no progress.
+
+    Raises:
+        RunError: it failed; the run directory stays.
+        LaunchError, TaskError: it cannot run here. Nothing was written.
+    """
+    check(spec)
+    new = NewRun(runs_dir, f"{label(spec)} steps to target")
+    run = new.start(spec, own("workbench.programs.steps_to_target", new.path), experiment={"kind": "reach", "order": dict(order)})
+    try:
+        return wait_for(run, show=None if quiet else words)
+    except BaseException as error:
+        _say_where(error, run)
+        raise
+
+
+def _say_where(error: BaseException, run: Run) -> None:
+    """Add to an error where trials lie that have ended, if there are any."""
+    try:
+        learnt = StepsToTarget.of(run).trials
+    except ValueError:  # none has begun
+        return
+    if not learnt:
+        return
+    error.add_note(f'What was learnt so far is kept: wb.steps_to_target("{run.path}")')
+
+
+RETUNE = (0.5, 1.0, 2.0)
+"""Factors around the centre where `retune=True`."""
+PROBE = 1024
+"""Training samples that the loss is measured on."""
+MAX_STEPS = 10_000
+"""Optimizer steps of a trial at most, where nobody says."""
+_CELLS = 20
+
+
+def steps_to_target(
+    spec: RunSpec | Run | str | os.PathLike[str],
+    batches: Sequence[int] | None = None,
+    rules: str | Sequence[str] = (),
+    *,
+    target_loss: float | None = None,
+    target: Mapping[str, float] | None = None,
+    retune: bool | Sequence[float] = False,
+    optimizers: Sequence[str] | None = None,
+    seeds: int = 2,
+    base_batch: int | None = None,
+    patience: float | None = 3.0,
+    max_steps: int = MAX_STEPS,
+    noise_scale: float | None = None,
+    critical_batch: float | None = None,
+    probe: int = PROBE,
+    budget_s: float | None = None,
+    runs_dir: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+) -> StepsToTarget:
+    """Find out how many optimizer steps a target takes at several batches, by training until it is reached.
+
+    A batch is made of micro-batches of at most `spec.micro_batch` samples, with gradient accumulation: what larger batches on more
+    processes would do, batch normalisation included. Each of `spec.nproc_per_node` ranks does trials of its own, so more of them only save
+    time. The figure is looked at whenever the number of steps has grown by 3 %, and the crossing is interpolated. The warm-up, if the spec
+    has one, is as many samples long at each batch.
+
+    A trial is given up after `patience` times the steps that seem reasonable at its batch from the best that was found, for the same
+    optimizer, at this batch, a smaller one (no more steps) or a larger one (no more samples). It then counts as "more than that".
+
+    `steps_to_target(run)`, of a run or its path, reads what such a launch has found, while it runs, or after an interrupt.
+
+    Args:
+        spec: what is trained; its learning rate (or its optimizer's) belongs to `base_batch`. Its `steps` and `evaluate` are not used.
+        batches: global batches, in samples.
+        rules: that give each batch its learning rate, of "linear", "sqrt", "adam", "damped", "none", "auto"; with neither rules nor
+            `retune`, learning rates are searched for.
+        target_loss: loss on `probe` training samples, in evaluation mode.
+        target: instead, a figure of the task's evaluation: {"accuracy": 0.8}. It may have to rise or to fall: the untrained model tells.
+        retune: search the learning rate of each batch: True, or factors around the centre that are tried first.
+        optimizers: several, as a spec writes them, to be compared, each from its own learning rate: ["sgd(lr=0.1)", "lars(lr=1.0)"].
+        seeds: trainings of each configuration; a search uses the first one, and all at its end.
+        base_batch: where the learning rate belongs; None = `spec.global_batch`.
+        patience: see above; None = no trial is given up before `max_steps`.
+        max_steps: of one trial.
+        noise_scale: in samples, for the rules that use it.
+        critical_batch: the same.
+        probe: training samples for `target_loss`, the same in all trials.
+        budget_s: seconds after which no further trial begins.
+        runs_dir: where the run directory goes; None = `runs` in the current folder.
+        quiet: show no progress.
+
+    Raises:
+        ValueError: something is asked for that cannot be; the message says what, and what to try.
+        RunError: the launch failed, such as on a batch above the dataset; trials that were done are kept in its run directory.
+    """
+    if isinstance(spec, Run | str | os.PathLike):
+        if batches is not None:
+            path = spec.path if isinstance(spec, Run) else spec
+            raise ValueError(f"steps_to_target({os.fspath(path)!r}, batches=…): a run has tried its batches; a RunSpec tries new ones")
+        return StepsToTarget.of(spec)
+    check_spec("steps_to_target", spec, instead="a run that it has made is read")
+    _check(spec)
+    searched = retune is True or (retune is False and not rules)
+    order = Order(
+        target=_target(target_loss, target),
+        batches=_batches(batches),
+        rules=_rules(rules),
+        optimizers=tuple(optimizers) if optimizers else ("",),
+        retune=RETUNE if searched else _factors(retune or ()),
+        seeds=whole_number("seeds", seeds, least=1),
+        base_batch=spec.global_batch if base_batch is None else whole_number("base_batch", base_batch, least=1),
+        patience=_patience(patience),
+        max_steps=whole_number("max_steps", max_steps, least=1),
+        probe=whole_number("probe", probe, least=1),
+        budget_s=budget_s,
+        noise_scale=noise_scale,
+        critical_batch=critical_batch,
+    )
+    run = reach(spec, order.to_json(), words=_words, runs_dir=runs_dir, quiet=quiet)
+    return StepsToTarget.of(run)
+
+
+def _words(run: Run) -> str:
+    """How an experiment gets on, in a line."""
+    try:
+        found = StepsToTarget.of(run)
+    except ValueError:
+        return f"{run.name}: starting · {units.seconds(run.seconds)}"
+    done, total = len(found.trials), max(found.planned, len(found.trials), 1)
+    left = units.seconds(found.seconds / done * (total - done)) if done else units.MISSING
+    last = found.trials[-1] if done else None
+    what = "" if last is None else f" · batch {units.count(last.batch)} {last.rule} lr {last.lr:.3g}: {last.outcome} after {last.after:,}"
+    return f"{run.name} {'█' * (_CELLS * done // total):░<{_CELLS}} {done}/~{total} trials{what} · about {left} left"
+
+
+def _check(spec: RunSpec) -> None:
+    if spec.micro_batch == AUTO:
+        raise ValueError(
+            'micro_batch="auto": steps to a target need a number, the largest micro-batch; wb.max_micro_batch(spec, device) has one'
+        )
+    if spec.parallel in SHARDED or spec.tensor_parallel > 1:
+        knob = f"tensor_parallel={spec.tensor_parallel}" if spec.tensor_parallel > 1 else f"parallel={spec.parallel!r}"
+        raise ValueError(
+            f"{knob}: each trial is trained by one rank, with gradient accumulation, so that ranks can do different trials; "
+            'try parallel="ddp" with checkpointing="full", if memory is short'
+        )
+    if spec.schedule != "constant":
+        raise ValueError(
+            f'schedule={spec.schedule!r}: it needs the number of steps beforehand, which is what is looked for; try schedule="constant", '
+            "with warmup_steps if you like"
+        )
+
+
+def _target(loss: float | None, figures: Mapping[str, float] | None) -> Target:
+    if (loss is None) == (figures is None):
+        both = "both target_loss and target were given" if loss is not None else "no target was given"
+        raise ValueError(f'{both}: one is wanted, target_loss=0.5 (on training samples) or target={{"accuracy": 0.8}} (of the evaluation)')
+    if figures is None:
+        figures = {"loss": loss}  # type: ignore[dict-item]
+    elif not isinstance(figures, Mapping) or len(figures) != 1 or "loss" in figures:
+        raise ValueError(
+            f'target={figures!r}: one figure of the task\'s evaluation is wanted, {{"accuracy": 0.8}}; a loss is a target_loss='
+        )
+    ((name, value),) = figures.items()
+    return Target(name=name, value=float(real_number(f"target {name}", value)), rises=None if name != "loss" else False)
+
+
+def _batches(given: Any) -> tuple[int, ...]:
+    good = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
+    if not good or not all(is_whole(one, least=1) for one in given):
+        raise ValueError(f"batches={given!r}: global batches in samples are wanted, four or more for a law: [16, 64, 256, 1024]")
+    return tuple(sorted(set(given)))
+
+
+def _rules(given: str | Sequence[str]) -> tuple[str, ...]:
+    rules = (given,) if isinstance(given, str) else tuple(given)
+    if unknown := [rule for rule in rules if rule not in RULES]:
+        hint = "; a search is asked for with retune=True" if unknown[0] == "tuned" else ""
+        raise ValueError(f"rules={given!r}: no rule {unknown[0]!r}; allowed are {', '.join(map(repr, RULES))}{hint}")
+    return tuple(dict.fromkeys(rules))
+
+
+def _factors(given: Any) -> tuple[float, ...]:
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(is_number(one, above=0) for one in given):
+        raise ValueError(f"retune={given!r}: True, or factors above 0 are wanted, such as [0.5, 1, 2]")
+    return tuple(dict.fromkeys(map(float, given)))
+
+
+def _patience(given: float | None) -> float | None:
+    if given is None:
+        return None
+    return float(real_number("patience", given, above=1, also=" (3 = give up after three times the best), or None for never"))

@@ -1,0 +1,252 @@
+"""Energy: joules, kilowatt-hours, money and carbon of a run or of a plan; arithmetic, with nothing measured here.
+
+kWh = W × h / 1000 × PUE; money = GPUs × h × price + kWh × electricity; gCO2e = kWh × intensity. What it took to make the hardware (embodied
+carbon) is left out, and so is whatever ran before and after the steps.
+
+The energy of a run: of what its directory holds, measured; else of the time that its steps took, estimated.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from workbench.cluster.analysis.collectives import CostError
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.device import DEVICES, NOT_READ, Device
+from workbench.core.display import table as display
+
+JOULES_PER_KWH = 3.6e6
+NODE_WATTS: Mapping[str, tuple[float, str]] = {
+    "DGX-A100": (6500, f"NVIDIA DGX A100 user guide: 6.5 kW at most, {NOT_READ}"),
+    "DGX-H100": (10200, f"NVIDIA DGX H100 user guide: 10.2 kW at most, {NOT_READ}"),
+    "DGX-H200": (10200, f"NVIDIA DGX H200 user guide: 10.2 kW at most, {NOT_READ}"),
+    "DGX-B200": (14300, "NVIDIA DGX B200 user guide, docs.nvidia.com/dgx/dgxb200-user-guide: 14.3 kW at most"),
+}
+"""Cluster → what a whole node draws at most in W, and where it stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Energy(display.Shown, JsonDataclass):
+    """What something drew, or would draw.
+
+    >>> used = Energy(joules=7.2e6, seconds=3600, gpus=2, measured=True, source="NVML", price=2.5, intensity=400)
+    >>> used.kwh, used.watts, used.money, used.grams
+    (2.0, 2000.0, 5.0, 800.0)
+    """
+
+    joules: float
+    """Of all devices together."""
+    seconds: float
+    """In which they were drawn."""
+    gpus: int
+    """Devices that are paid for."""
+    measured: bool
+    """Did the hardware tell? Otherwise it is estimated."""
+    source: str
+    """Where the joules come from."""
+    low: float | None = None
+    """Joules at least; None = as `joules`."""
+    high: float | None = None
+    """Joules at most; None = as `joules`."""
+    price: float | None = None
+    """Money per device and hour; None = not said."""
+    electricity: float | None = None
+    """Money per kWh, where it is paid beside; None = it is not."""
+    intensity: float | None = None
+    """gCO2e per kWh of the grid; None = not said."""
+    pue: float = 1.0
+    """Power usage effectiveness: what the building draws over what the machines do; 1 = the building is left out."""
+
+    def __post_init__(self) -> None:
+        for name in ("joules", "seconds", "low", "high", "price", "electricity", "intensity"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf):
+                raise CostError(f"{name}={value!r}: {_UNITS[name]} of at least 0 are wanted")
+        if not 1 <= self.pue < 10:
+            raise CostError(f"pue={self.pue!r}: the building's power over that of the machines is 1 or more, such as 1.2")
+
+    @property
+    def kwh(self) -> float:
+        """Kilowatt-hours, the building's share included."""
+        return self.joules / JOULES_PER_KWH * self.pue
+
+    @property
+    def watts(self) -> float:
+        """Mean power of the devices."""
+        return self.joules / self.seconds if self.seconds else 0.0
+
+    @property
+    def gpu_hours(self) -> float:
+        """Devices × hours."""
+        return self.gpus * self.seconds / 3600
+
+    @property
+    def money(self) -> float | None:
+        """Rent, and electricity where it is paid beside; None without a price."""
+        if self.price is None and self.electricity is None:
+            return None
+        return self.gpu_hours * (self.price or 0.0) + self.kwh * (self.electricity or 0.0)
+
+    @property
+    def grams(self) -> float | None:
+        """gCO2e of the electricity; None without an intensity."""
+        return None if self.intensity is None else self.kwh * self.intensity
+
+    @property
+    def table(self) -> display.Table:
+        """Energy, power, money, carbon: those that are known."""
+        scale = self.pue / JOULES_PER_KWH
+        rows = [["energy", _kwh(self.kwh)]]
+        if self.low is not None and self.high is not None:
+            rows.append(["between", f"{_kwh(self.low * scale)} … {_kwh(self.high * scale)}"])
+        rows += [["mean power", units.count(self.watts, "W")], ["device hours", f"{self.gpu_hours:,.4g}"]]
+        rows += [["money", f"{self.money:,.4g}"]] if self.money is not None else []
+        rows += [["carbon", f"{units.count(self.grams, 'g')} CO2e"]] if self.grams is not None else []
+        how = "measured" if self.measured else "estimated"
+        building = "" if self.pue == 1 else f"; with the building ({self.pue:g})"
+        return display.Table(
+            columns=("energy", how), rows=rows, note=f"{how}: {self.source}{building}; carbon of making the hardware is left out"
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row."""
+        return display.frame([{**asdict(self), "kwh": self.kwh, "watts": self.watts, "money": self.money, "grams": self.grams}])
+
+
+_UNITS = {
+    "joules": "joules",
+    "seconds": "seconds",
+    "low": "joules",
+    "high": "joules",
+    "price": "money per device and hour",
+    "electricity": "money per kWh",
+    "intensity": "grams of CO2e per kWh",
+}
+
+
+def _kwh(value: float) -> str:
+    return units.count(value * 1000, "Wh")
+
+
+def watts_of(device: str, watts: float | None = None) -> tuple[float, str]:
+    """Power of a device under load, and where the figure stands.
+
+    Args:
+        device: its name in the table of devices.
+        watts: of a device whose power the table does not have.
+
+    Raises:
+        CostError: nothing is known of it and nothing was given.
+    """
+    if watts is not None:
+        if not 0 < watts < math.inf:
+            raise CostError(f"watts={watts!r}: watts of one device under load, above 0, are wanted")
+        return float(watts), "power as given"
+    known = Device.known(device)
+    if known is None or known.watts is None:
+        names = ", ".join(one.name for one in DEVICES if one.watts is not None)
+        raise CostError(f"the power of {device!r} is not known: give watts=…; known are {names}")
+    return known.watts, known.watts_source
+
+
+def estimated(
+    seconds: float,
+    gpus: int,
+    device: str,
+    *,
+    utilization: float = 1.0,
+    watts: float | None = None,
+    node: str | None = None,
+    per_node: int = 8,
+    **inputs: Any,
+) -> Energy:
+    """Energy by a device's design power, for time that nobody measured.
+
+    The middle takes every device at its design power all the time; the low end in the busy share of it only (an idle device draws some,
+    which is left out there); the high end takes what a whole node draws at most, where that is known.
+
+    Args:
+        seconds: of the work.
+        gpus: that do it.
+        device: their name.
+        utilization: share of the time in which they compute.
+        watts: of one under load; None = by its datasheet.
+        node: name of the cluster, for the power of a whole node.
+        per_node: devices of a node.
+        inputs: `price`, `electricity`, `intensity` and `pue` of `Energy`.
+
+    Raises:
+        CostError: a device of unknown power, or a number that is none.
+    """
+    if not 0 <= utilization <= 1:
+        raise CostError(f"utilization={utilization!r}: a share from 0 to 1 is wanted")
+    each, source = watts_of(device, watts)
+    most, where = NODE_WATTS.get(node or "", (each * per_node, ""))
+    joules = seconds * gpus * each
+    return Energy(
+        joules=joules,
+        low=joules * utilization,
+        high=max(joules, seconds * gpus * most / per_node),
+        seconds=seconds,
+        gpus=gpus,
+        measured=False,
+        source="; ".join(filter(None, [source, where])),
+        **inputs,
+    )
+
+
+def measured(found: Mapping[str, Any], *, ranks: int, machines: int = 1, **inputs: Any) -> Energy:
+    """Of what the counters said.
+
+    Args:
+        found: `seconds`, `joules` by counter, `gpus` and `lives`, as the run wrote them on its first machine.
+        ranks: that are paid for.
+        machines: of the run; what the first one drew counts for each.
+        inputs: `price`, `electricity`, `intensity` and `pue` of `Energy`.
+
+    Raises:
+        CostError: the file holds something else.
+    """
+    try:
+        joules, seconds = {str(name): float(value) for name, value in found["joules"].items()}, float(found["seconds"])
+        gpus, lives = int(found["gpus"]), int(found.get("lives", 1))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CostError(f"these are no figures of energy: {found!r:.80}") from error
+    words = [f"counted by {', '.join(joules)}"]
+    if gpus and not any(name.startswith("NVML") for name in joules):
+        words.append("the GPUs did not tell (package nvidia-ml-py), and are left out")
+    if any(name.startswith("RAPL") for name in joules):
+        words.append("CPU packages are counted whole, whoever used them")
+    if lives > 1:
+        words.append(f"over the {lives} lives of the run, what was computed twice included")
+    if machines > 1:
+        words.append(f"of the first machine, taken {machines} times")
+    return Energy(joules=sum(joules.values()) * machines, seconds=seconds, gpus=ranks, measured=True, source="; ".join(words), **inputs)
+
+
+def by_time(*, seconds: float, ranks: int, device: str, utilization: float, watts: float | None = None, **inputs: Any) -> Energy:
+    """By the design power of the devices, since nothing was counted.
+
+    Args:
+        seconds: of the steps.
+        ranks: a device each.
+        device: as the run's files name it; "cpu" = no GPU.
+        utilization: share of the time in which they compute.
+        watts: of one device under load.
+        inputs: as of `measured`.
+
+    Raises:
+        CostError: a CPU, or a device of unknown power, and no watts.
+    """
+    if watts is None and device == "cpu":
+        raise CostError(
+            "this run was on CPUs whose counters could not be read (/sys/class/powercap is mostly root's): give watts=… of one rank's "
+            "share of the machine under load, such as run.energy(watts=65)"
+        )
+    try:
+        name = Device.named(device).name
+    except ValueError:
+        name = device
+    return estimated(seconds, ranks, name, utilization=utilization, watts=watts, **inputs)

@@ -1,0 +1,261 @@
+"""Iteration: seconds of one under data, tensor and pipeline parallelism, from two rates that are measured on small runs.
+
+T = (FLOPs / (GPUs · rate) + tensor-parallel bytes / bandwidth) · (1 + bubble). The two rates take in what the formula leaves out
+(element-wise work, which grows as the bytes do; kernels below their peak), so they are calibrated, not read from datasheets. Fitted to
+22B parameters on 8 GPUs and 175B on 64 of a published table, it gives 530B on 280 and 1T on 512 within 4 %.
+
+Pipelines: the share of time in which a stage has nothing to do.
+
+Overlap: which of DDP's buckets are reduced while the backward goes on, and how long the step waits for the rest.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from workbench.cluster.analysis.collectives import CostError, checked_ranks, non_negative_pair
+from workbench.cluster.analysis.transformer import Transformer
+from workbench.core.checks import choice
+
+BUBBLES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+"""Schedules whose bubble is known."""
+
+
+def bubble(stages: int, micro_batches: int, schedule: str = "1f1b", chunks: int = 1) -> float:
+    """Idle time over the ideal time of a step, r; its share of the whole step is r / (1 + r).
+
+    gpipe, 1f1b: (p−1)/m. interleaved, v chunks per stage: (p−1)/(m v). zb-h1: (p−1)/(3 m). zb-h2 (at twice the activations) and zb-v
+    (at the activations of 1f1b, and twice the messages): about 0.
+    Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2; Qi et al. 2023 and 2024, arXiv 2401.10241 and 2405.15362.
+    Left out: messages between stages, uneven stages, and a norm of all gradients, which makes zero-bubble schedules wait after all.
+
+    Args:
+        stages: p.
+        micro_batches: m of a step and pipeline.
+        schedule: one of "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v".
+        chunks: v, of "interleaved".
+
+    Raises:
+        CostError: a schedule that is not known, or numbers that do not fit it.
+
+    >>> bubble(8, 64, "interleaved", chunks=3) == 7 / 64 / 3
+    True
+    """
+    p, m, v = (checked_ranks(value) for value in (stages, micro_batches, chunks))
+    choice("schedule", schedule, BUBBLES, error=CostError)
+    if v > 1 and schedule != "interleaved":
+        raise CostError(f'chunks={v} with schedule="{schedule}": only "interleaved" has several chunks of layers on a stage')
+    if schedule == "interleaved" and v > 1 and m % p:
+        raise CostError(f'schedule="interleaved" takes micro-batches by groups of {p} (its stages), and {m} is no multiple of it')
+    if schedule in ("zb-h2", "zb-v"):
+        return 0.0
+    return (p - 1) / (m * v * (3 if schedule == "zb-h1" else 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How an iteration is dealt out. GPUs = data × tensor × pipeline."""
+
+    batch: int
+    """Sequences per iteration."""
+    micro_batch: int = 1
+    """Sequences at once."""
+    data: int = 1
+    """Copies of the model."""
+    tensor: int = 1
+    """Ranks that split each layer."""
+    pipeline: int = 1
+    """Stages."""
+    chunks: int = 1
+    """Of layers on each stage; above 1 the schedule is interleaved."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "micro_batch", "data", "tensor", "pipeline", "chunks"):
+            try:
+                checked_ranks(getattr(self, name))
+            except CostError:
+                raise CostError(f"{name}={getattr(self, name)!r}: a whole number of at least 1 is wanted") from None
+        if self.batch % (self.data * self.micro_batch):
+            raise CostError(f"batch={self.batch} is no multiple of data × micro_batch = {self.data} × {self.micro_batch}")
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def micro_batches(self) -> int:
+        """Of an iteration and pipeline."""
+        return self.batch // (self.data * self.micro_batch)
+
+    @property
+    def bubble(self) -> float:
+        """Idle over ideal time."""
+        return bubble(self.pipeline, self.micro_batches, "interleaved" if self.chunks > 1 else "1f1b", self.chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What each GPU has to do in an iteration."""
+
+    flops: float
+    """FLOPs computed."""
+    bytes: float
+    """Sent for tensor parallelism."""
+    bubble: float
+    """Idle over ideal time."""
+
+
+def work(model: Transformer, layout: Layout, recompute: str = "none") -> Work:
+    """What each GPU has to do; stages are taken as equal.
+
+    Raises:
+        CostError: a recomputation that is not known.
+    """
+    flops = model.flops(layout.batch, recompute) / layout.gpus
+    sent = model.tensor_bytes(layout.batch / layout.data, layout.tensor, recompute) / layout.pipeline
+    return Work(flops=flops, bytes=sent, bubble=layout.bubble)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a GPU achieves in this kind of program."""
+
+    flops_per_sec: float
+    """While it computes; infinite if measured iterations are explained by bytes alone."""
+    bandwidth: float
+    """Bytes per second of tensor parallelism, and of what grows as its bytes do; infinite if it takes no time."""
+
+    @classmethod
+    def calibrated(cls, measured: Iterable[tuple[Work, float]]) -> "Rates":
+        """The rates that explain measured iterations best.
+
+        Args:
+            measured: what each GPU had to do, and seconds of the iteration; two or more, of different sizes.
+
+        Raises:
+            CostError: fewer than two, or seconds that are not above 0.
+        """
+        rows = list(measured)
+        if len(rows) < 2 or any(not seconds > 0 for _, seconds in rows):
+            raise CostError(
+                f"{len(rows)} measured iterations: two or more are wanted, each with its seconds, to tell computing from sending"
+            )
+        scaled = [(one.flops * (1 + one.bubble), one.bytes * (1 + one.bubble), seconds) for one, seconds in rows]
+        per_flop, per_byte = non_negative_pair(scaled)
+        return cls(flops_per_sec=1 / per_flop if per_flop else float("inf"), bandwidth=1 / per_byte if per_byte else float("inf"))
+
+    def seconds(self, one: Work) -> float:
+        """Of an iteration."""
+        return (one.flops / self.flops_per_sec + one.bytes / self.bandwidth) * (1 + one.bubble)
+
+
+def model_flops_utilization(model: Transformer, layout: Layout, seconds: float, peak: float) -> float:
+    """Model FLOPs per second and GPU over a GPU's dense peak (MFU); recomputation does not count. Source: Chowdhery et al. 2022, PaLM.
+
+    Raises:
+        CostError: seconds or a peak not above 0.
+    """
+    if not (seconds > 0 and peak > 0):
+        raise CostError(f"seconds={seconds!r}, peak={peak!r}: numbers above 0 are wanted")
+    return model.flops(layout.batch) / layout.gpus / seconds / peak
+
+
+CAP, FIRST = 25 * 2**20, 2**20
+"""Bytes at which torch 2.13 closes a bucket, and its first one, where `bucket_cap_mb` is not given; a cap that is given is for all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """When each bucket is reduced. Seconds since the backward began."""
+
+    starts: tuple[float, ...]
+    """Of each bucket's all-reduce."""
+    ends: tuple[float, ...]
+    """Of the same."""
+    backward: float
+    """Length of the backward."""
+
+    @property
+    def communication(self) -> float:
+        """Seconds in which the network is busy."""
+        return sum(end - start for start, end in zip(self.starts, self.ends, strict=True))
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that the step waits after its backward."""
+        return max(0.0, max(self.ends, default=0.0) - self.backward)
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication that cost nothing."""
+        return self.communication - self.exposed
+
+
+def overlap(ready: Sequence[float], seconds: Sequence[float], backward: float) -> Overlap:
+    """One bucket after the other on one stream: each starts when its gradients are there and the one before has ended.
+
+    start_k = max(ready_k, end_{k−1}); exposed = max(0, end of the last − end of the backward).
+    Source: Li et al. 2020, PyTorch Distributed, section 3.2. Left out: copies into buckets, and compute that communication slows down.
+
+    Args:
+        ready: seconds into the backward at which each bucket's gradients are complete, in the order of their reduction.
+        seconds: of each bucket's all-reduce.
+        backward: seconds of the whole backward.
+
+    Raises:
+        CostError: lists of different length, or times below 0.
+
+    >>> overlap([0.2, 0.6, 1.0], [0.5, 0.5, 0.5], backward=1.0).ends
+    (0.7, 1.2, 1.7)
+    """
+    if len(ready) != len(seconds):
+        raise CostError(
+            f"{len(ready)} times at which buckets are ready and {len(seconds)} times of reductions: one of each is wanted per bucket"
+        )
+    if min([*ready, *seconds, backward]) < 0:
+        raise CostError("times below 0: seconds since the backward began are wanted")
+    starts: list[float] = []
+    ends: list[float] = []
+    for when, length in zip(ready, seconds, strict=True):
+        starts.append(max(when, ends[-1] if ends else 0.0))
+        ends.append(starts[-1] + length)
+    return Overlap(starts=tuple(starts), ends=tuple(ends), backward=backward)
+
+
+def buckets(sizes: Sequence[int], cap: int | None = None) -> list[list[int]]:
+    """How DDP puts gradients into buckets after its first step: in the order in which they come (the last parameter first), each bucket
+    closed by the gradient that reaches its limit.
+
+    Args:
+        sizes: bytes of each gradient, in the order of the parameters.
+        cap: bytes at which a bucket is closed; None = torch's own, 1 MiB for the first and 25 MiB for the others.
+
+    Returns:
+        For each bucket, by its turn, the places of its parameters.
+    """
+    if cap is not None and cap < 1:
+        raise CostError(f"cap={cap!r}: bytes of at least 1 are wanted, or None")
+    found: list[list[int]] = [[]]
+    filled = 0
+    for place in reversed(range(len(sizes))):
+        found[-1].append(place)
+        filled += sizes[place]
+        if filled >= (cap or (FIRST if len(found) == 1 else CAP)):
+            found.append([])
+            filled = 0
+    return [one for one in found if one]
+
+
+def timed(sizes: Sequence[int], backward: float, seconds_of: Callable[[float], float], cap: int | None = None) -> Overlap:
+    """The overlap of a model whose gradients come at a steady pace of bytes, which is what matrix products of like width give.
+
+    Args:
+        sizes: bytes of each gradient, in the order of the parameters.
+        backward: seconds of the backward.
+        seconds_of: of an all-reduce of so many bytes.
+        cap: as in `buckets`.
+    """
+    whole = sum(sizes)
+    amounts = [sum(sizes[place] for place in one) for one in buckets(sizes, cap)]
+    ready = [backward * sum(amounts[: k + 1]) / whole for k in range(len(amounts))]
+    return overlap(ready, [seconds_of(amount) for amount in amounts], backward)

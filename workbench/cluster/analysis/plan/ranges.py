@@ -1,0 +1,130 @@
+"""Ranges: a prediction lies between two ends; and the two ranges that every predicted step comes from.
+
+Peaks: FLOP/s of a GPU in a precision; the one place from which predicted seconds, counted operators and MFU take it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.cluster.analysis.cluster import Cluster
+from workbench.core.checks import choice
+from workbench.core.device import Device
+from workbench.core.statistics import Interval
+
+Floats = NDArray[np.float64]
+ENDS = ("low", "mid", "high")
+
+
+class PlanError(ValueError):
+    """Something that cannot be planned; the message says what was given, what is allowed and what to try."""
+
+
+def between(value: Interval, words: Callable[[float], str]) -> str:
+    """The middle, and in brackets both ends where they read differently."""
+    low, mid, high = (words(getattr(value, end)) for end in ENDS)
+    return mid if low == high else f"{mid} ({low} … {high})"
+
+
+def hull(columns: Sequence[Floats], mid: Floats) -> list[Interval]:
+    """From the least to the largest of several columns, in each row."""
+    low, high = np.min([*columns, mid], 0), np.max([*columns, mid], 0)
+    return [Interval(low=float(a), mid=float(b), high=float(c)) for a, b, c in zip(low, mid, high, strict=True)]
+
+
+EFFICIENCY = Interval(low=0.35, mid=0.5, high=0.65)
+"""Share of the dense peak that a GPU reaches while it computes, on average over a step's kernels, of which nothing was measured. Round
+figures for what published steps on A100 imply, bubbles and communication taken out: 5th percentile 0.37, median 0.53, 95th 0.64 of 177 in
+Hagemann et al. 2023 (arXiv 2311.05610) and 8 in Korthikanti et al. 2022 (2205.05198); `benchmarks/reality_layouts.py` prints them. Eager
+FSDP2 on H100 comes to 0.36 of the peak, communication and all (torchtitan's tables). Small models and short sequences reach less."""
+LINKS = Interval(low=0.6, mid=0.8, high=0.95)
+"""Share of a datasheet's bandwidth that collectives reach. 0.8: protocol overhead of about 20 % on NVLink, 370 of 450 GB/s, as a maintainer
+of NCCL says (github.com/NVIDIA/nccl-tests, issue 212). 0.95: InfiniBand at its best, 96 of 100 GB/s (issue 119 there). 0.6: assumed for
+messages of some ten MiB, of which a published sweep on 8 B200 reaches 0.4 to 0.6 with latency and all."""
+MEASURED_LINKS = Interval(low=0.9, mid=1.0, high=1.05)
+"""The same of links that were measured, at least: they repeat within a few percent, and fall a little with more nodes. Where a link has an
+interval of its own that is wider, it counts."""
+
+
+HELD = Interval(low=0.95, mid=1.0, high=1.25)
+"""What PyTorch's allocator holds in truth over what is reckoned: fragmentation, workspaces, buffers that no formula has. Round ends, for
+both kinds of model. Programs: 19 published steps on GPUs of which reserved bytes are known have their 5th percentile at 1.00, their median
+at 1.05 and their 95th at 1.24 (`benchmarks/memory_published.py`); each on one GPU, so that what several hold beside is in none.
+Transformers, by closed forms: of 344 published layouts on 80 GB (`benchmarks/reality_layouts.py`) all 179 that ran had room for 0.98 times
+what is reckoned or more, and the 165 that ran out of memory for 1.24 times at most, but for two (1.44 and 1.45); a normal law of the
+logarithm, which these two widen, gives 0.92 … 1.41 and 1.14 in the middle. The middle here is no median but what is reckoned, with nothing
+added: with 1.05 or 1.14 a few layouts more are judged rightly (93 and 94 % for 92 %), but the best ones are ruled out more often (listed in
+five grids of ten for eight)."""
+HELD_SOURCES = {False: "as 344 published layouts of Transformers bear out", True: "as 19 published steps of programs imply"}
+"""Were bytes counted by fake runs, and not by closed forms? → where HELD comes from, in words."""
+
+
+def share_of(cluster: Cluster, name: str) -> Interval:
+    """Of the bandwidth of a cluster's link that collectives reach: by datasheet LINKS; measured, MEASURED_LINKS or its own wider interval.
+
+    Args:
+        cluster: whose.
+        name: "intra" or "inter".
+
+    >>> share_of(Cluster.named("DGX-H100"), "inter") == LINKS
+    True
+    """
+    if name not in cluster.measured_links:
+        return LINKS
+    link = cluster.intra if name == "intra" else cluster.inter
+    low, high = link.bandwidths or (link.bandwidth, link.bandwidth)
+    return Interval(
+        low=min(MEASURED_LINKS.low, low / link.bandwidth), mid=MEASURED_LINKS.mid, high=max(MEASURED_LINKS.high, high / link.bandwidth)
+    )
+
+
+def given(value: Any, name: str, default: Interval, what: str = "a share of the datasheet's peak", such: str = "0.5") -> Interval:
+    """A share, as it was given: one number, (low, mid, high), a Interval, or None for the default.
+
+    Args:
+        value: as given.
+        name: of the argument.
+        default: what None means.
+        what: it is, in words.
+        such: a number that it could be.
+
+    Raises:
+        PlanError: none of these, or not above 0.
+    """
+    if value is None:
+        return default
+    if isinstance(value, Interval):
+        ends: Any = (value.low, value.mid, value.high)
+    else:
+        ends = [value] * 3 if isinstance(value, int | float) and not isinstance(value, bool) else value
+    try:
+        low, mid, high = map(float, ends)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise PlanError(f"{name}={value!r:.80}: {what} is wanted, such as {such}, or (low, mid, high)") from error
+    if not low <= mid <= high:
+        raise PlanError(f"{name}={value!r:.80}: low ≤ mid ≤ high is wanted, or one number such as {such}")
+    found = Interval(low=low, mid=mid, high=high)
+    if not 0 < found.low <= found.high <= 1.5:
+        raise PlanError(f"{name}={value!r:.80}: {what} above 0 is wanted, such as {such}, or (low, mid, high), of at most 1.5")
+    return found
+
+
+FORMATS = {"fp32": "fp32", "amp_bf16": "bf16", "amp_fp16": "fp16"}
+"""Precision → format of its products. fp32 is not tf32: torch leaves that off, and so do runs of the workbench."""
+
+
+def peak_of(device: Device, precision: str) -> float:
+    """Dense FLOP/s by the datasheet.
+
+    Raises:
+        PlanError: a precision that is not known, or that the datasheet does not have.
+    """
+    choice("precision", precision, FORMATS, error=PlanError)
+    if FORMATS[precision] not in device.flops_per_sec:
+        raise PlanError(
+            f"precision={precision!r} on {device.name}: its datasheet has {', '.join(device.flops_per_sec)} only; "
+            "try another precision or GPU"
+        )
+    return device.flops_per_sec[FORMATS[precision]]

@@ -1,0 +1,148 @@
+"""Subject: what is trained, as far as a plan cares: parameters, FLOPs, what is sent and what is kept, per sample."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from workbench.cluster.analysis.plan.ranges import PlanError
+from workbench.cluster.analysis.transformer import Transformer
+from workbench.core import units
+from workbench.core.checks import choice
+
+CHECKPOINTINGS = ("none", "selective", "full")
+MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Samples at once that are tried."""
+CHUNKS = (1, 2, 3, 4, 6, 8)
+"""Pieces of the layers on each stage of an interleaved pipeline."""
+ELEMENT = {"fp32": 4, "amp_bf16": 2, "amp_fp16": 2}
+"""Precision → bytes of an activation."""
+LOGITS = 14
+"""Bytes per token and word of the vocabulary at the end of the forward, in 16 bit: the logits (2), log_softmax (4) and two gradients
+(4 + 4), as eager PyTorch keeps them; in fp32 two more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is trained. Per sample means of one sample, on a GPU that has the whole model."""
+
+    name: str
+    """In words."""
+    parameters: float
+    """Of the whole model."""
+    layers: int
+    """Equal blocks: what pipelines deal out and FSDP gathers one by one."""
+    shared: float
+    """Parameters outside of the blocks (embeddings), which the first stage has as a whole."""
+    flops: float
+    """Of the model per sample, forward and backward, nothing computed twice."""
+    computed: Mapping[str, float]
+    """Checkpointing → FLOPs per sample with what is computed again. Only these kinds are planned."""
+    kept: Mapping[str, float]
+    """Checkpointing → bytes per sample that all blocks keep for the backward."""
+    once: Mapping[str, float] = field(default_factory=dict)
+    """Checkpointing → FLOPs of every micro-batch, whatever its size."""
+    whole: Mapping[str, float] = field(default_factory=dict)
+    """Checkpointing → the part of `kept` that tensor parallelism does not split."""
+    working: Mapping[str, float] = field(default_factory=dict)
+    """Checkpointing → bytes per sample that one block needs beside, while it is computed again."""
+    split_head: bool = False
+    """Is `head` split by tensor parallelism?"""
+    head: float = 0.0
+    """Bytes per sample at the end of the forward (logits), on the last stage only."""
+    exchanged: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """Checkpointing → all-reduces of tensor parallelism per block and micro-batch, and bytes per sample of each; empty: none."""
+    boundary: float = 0.0
+    """Bytes per sample that a pipeline's stage hands on."""
+    states: tuple[float, float, float] = (2.0, 4.0, 12.0)
+    """Bytes per parameter: weights, gradients, optimizer's states with the fp32 weights."""
+    counted: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """Checkpointing → micro-batch → bytes beside the states, where they were counted; goes before `kept`."""
+    buckets: float = 0.0
+    """Bytes per parameter that DDP's buckets hold, where gradients are summed in them."""
+    broadcasts: int = 0
+    """Tensors of parameters that ZeRO-1 sends one by one, as torch's ZeroRedundancyOptimizer does after an all-reduce of all gradients;
+    0 = ZeRO-1 as Megatron's distributed optimizer: gradients are reduced to their owners, and the new weights gathered at once."""
+    tensors: Sequence[int] = (1,)
+    """Numbers of ranks that can split a block."""
+    stages: Sequence[int] = (1,)
+    """Numbers of stages that get equal parts."""
+    micro_batches: Sequence[int] = MICRO_BATCHES
+    """Samples at once that are tried."""
+    chunks: Sequence[int] = CHUNKS
+    """Pieces of the layers on each stage that are tried."""
+    precision: str = "amp_bf16"
+    """As a RunSpec has it."""
+    notes: tuple[str, ...] = ()
+    """What to keep in mind."""
+    spec: Any = None
+    """The RunSpec that was given, if any."""
+
+
+def of_transformer(
+    model: Transformer,
+    *,
+    sequence: int | None,
+    precision: str,
+    fused_attention: bool,
+    sequence_parallel: bool,
+    gpus_per_node: int,
+    gradient_bytes: float = 4,
+    loss_parallel: bool = False,
+) -> Subject:
+    """A Transformer by its sizes.
+
+    Bytes kept per block: `s b h (34 + 5 a s/h)`, under tensor parallelism `s b h (34/t + …)` with sequence parallelism, else `s b h (10 +
+    24/t + …)`; everything recomputed `2 s b h`. Source: Korthikanti et al. 2022, arXiv 2205.05198, table 2; fused attention keeps no scores
+    but 4 a s b bytes of logsumexp. Weights, gradients and optimizer's states: 2 + 4 + 12 bytes with bf16 weights and fp32 gradients,
+    4 + 4 + 8 in fp32; gradients of 2 bytes where they are summed in 16 bit. Source: docs.nvidia.com/megatron-core, "Distributed Optimizer".
+
+    Raises:
+        PlanError: a precision that is not known.
+    """
+    choice("precision", precision, ELEMENT, error=PlanError)
+    model = model if sequence is None else replace(model, sequence=sequence)
+    s, h, heads, wide = model.sequence, model.hidden, model.heads or max(1, model.hidden // 128), ELEMENT[precision] / 2
+    unit = float(s * h)
+    scores = 5.0 * heads * s * s * wide
+    keeps, undivided = _kept(model)
+    layer = {"none": keeps * unit * wide + (4.0 * heads * s if fused_attention else scores), "full": 2 * unit * wide}
+    outside = {"none": 0.0 if sequence_parallel else undivided * unit * wide, "full": 0.0 if sequence_parallel else 2 * unit * wide}
+    working = {"none": 0.0, "full": layer["none"]}
+    if not fused_attention:  # with fused attention nothing is gained: no scores are kept anyway
+        layer["selective"], outside["selective"], working["selective"] = keeps * unit * wide, outside["none"], scores
+    kinds = [kind for kind in CHECKPOINTINGS if kind in layer]
+    exchanges = {kind: model.exchanges(kind) for kind in kinds}
+    return Subject(
+        name=f"transformer of {model.layers} × {model.hidden:,}, {units.count(model.parameters)} parameters, {s:,} tokens",
+        parameters=model.parameters,
+        layers=model.layers,
+        shared=float(model.vocabulary + (0 if model.gated else s)) * h,
+        flops=model.flops(1),
+        computed={kind: model.flops(1, kind) for kind in kinds},
+        kept={kind: model.layers * layer[kind] for kind in kinds},
+        whole={kind: model.layers * outside[kind] for kind in kinds},
+        working={kind: working[kind] for kind in kinds},
+        head=(LOGITS + (2 if precision == "fp32" else 0)) * float(s) * model.vocabulary,
+        split_head=loss_parallel,
+        exchanged={kind: (exchanges[kind], unit * ELEMENT[precision]) for kind in kinds},
+        boundary=model.boundary_bytes(1, ELEMENT[precision]),
+        states=(4.0, 4.0, 8.0) if precision == "fp32" else (2.0, float(gradient_bytes), 12.0),
+        tensors=[t for t in _divisors(gpus_per_node) if heads % t == 0],
+        stages=sorted({*_divisors(model.layers), *(2**power for power in range(12) if 2**power <= model.layers)}),
+        precision=precision,
+    )
+
+
+def _kept(model: Transformer) -> tuple[float, float]:
+    """Bytes per token and width that a block keeps in 16 bit beside scores, and those that tensor parallelism leaves whole.
+
+    A GPT: 34 and 10 (the source). A gated one, counted in the same way without dropouts: inputs of both norms, of attention and of the
+    feed-forward 8; queries and attention's output 4, keys and values 4 k/a; gate, its activation, the other factor and the product 8 f/h.
+    """
+    if not model.gated:
+        return 11 + 4 * (model.grouped - 1) + 3 + 16 * model.width / (4 * model.hidden) + 4, 10.0
+    return 12 + 4 * model.grouped + 8 * model.width / model.hidden, 8.0
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]

@@ -1,0 +1,134 @@
+"""Transformer: parameters, FLOPs and messages of a GPT by its sizes."""
+
+from dataclasses import dataclass
+
+from workbench.cluster.analysis.collectives import CostError, checked_ranks
+from workbench.core.checks import choice, whole_number
+
+RECOMPUTATIONS = ("none", "selective", "full")
+_OPTIONAL = ("heads", "kv_heads", "feed_forward")
+_EXCHANGES = {"none": 4, "selective": 5, "full": 6}
+"""All-reduces (or pairs of reduce-scatter and all-gather) per layer and micro-batch under tensor parallelism: two forward, two backward;
+two more where the forward is done again; one more pair's worth with sequence parallelism, which gathers the inputs of both halves again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformer:
+    """A decoder of equal layers: as GPT-2 and GPT-3 are, with 4h wide feed-forwards, or as Llama is, with gated ones and grouped heads.
+
+    >>> gpt3 = Transformer(layers=96, hidden=12288, vocabulary=51200, sequence=2048)
+    >>> f"{gpt3.parameters / 1e9:.0f} G"
+    '175 G'
+    >>> sizes = {"layers": 32, "hidden": 4096, "vocabulary": 128256, "sequence": 8192, "heads": 32, "kv_heads": 8}
+    >>> llama3 = Transformer(**sizes, feed_forward=14336, gated=True, tied=False)
+    >>> f"{llama3.parameters / 1e9:.2f} G"
+    '8.03 G'
+    """
+
+    layers: int
+    """l."""
+    hidden: int
+    """h, width of the residual stream."""
+    vocabulary: int
+    """V."""
+    sequence: int
+    """s, tokens of a sample."""
+    heads: int | None = None
+    """a, of attention; None = not said (128 wide each, where it matters)."""
+    kv_heads: int | None = None
+    """Heads of keys and values, where several heads share them (grouped queries); None = as many."""
+    feed_forward: int | None = None
+    """Width of the feed-forward; None = 4h."""
+    gated: bool = False
+    """Is the feed-forward a product of two (SwiGLU), with a third matrix? Such models have no biases, and no learned positions."""
+    tied: bool = True
+    """Is the output layer the embedding?"""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "vocabulary", "sequence", *(name for name in _OPTIONAL if getattr(self, name) is not None)):
+            whole_number(name, getattr(self, name), least=1, error=CostError)
+        if self.kv_heads is not None and (self.heads is None or self.heads % self.kv_heads):
+            raise CostError(f"kv_heads={self.kv_heads}: it has to divide heads={self.heads}")
+
+    @property
+    def grouped(self) -> float:
+        """Share of the heads that have keys and values of their own."""
+        return 1.0 if self.kv_heads is None or self.heads is None else self.kv_heads / self.heads
+
+    @property
+    def width(self) -> int:
+        """Of the feed-forward."""
+        return 4 * self.hidden if self.feed_forward is None else self.feed_forward
+
+    @property
+    def products(self) -> float:
+        """Weights of a layer's matrices: 2h² (1 + k/a) of attention, 2 or 3 h f of the feed-forward; 12h² for a GPT."""
+        h = self.hidden
+        return 2 * h**2 * (1 + self.grouped) + (3 if self.gated else 2) * h * self.width
+
+    @property
+    def embeddings(self) -> float:
+        """Weights outside of the layers: words, learned positions, and an output layer of its own."""
+        words = self.vocabulary * (1 if self.tied else 2)
+        return (words + (0 if self.gated else self.sequence)) * self.hidden
+
+    @property
+    def parameters(self) -> float:
+        """12 l h² (1 + 13/(12h) + (V+s)/(12 l h)) for a GPT: matrices, 13 l h of biases and norms, embeddings; 2 l h of norms if gated.
+
+        Source: Narayanan et al. 2021, arXiv 2104.04473, equation 2.
+        """
+        return self.layers * self.products + (2 if self.gated else 13) * self.layers * self.hidden + self.embeddings
+
+    def flops(self, batch: float, recompute: str = "none") -> float:
+        """FLOPs of an iteration: forward, backward, and what is computed again; matrix products only.
+
+        For a GPT: none (these are the model's FLOPs) 72 B s l h² (1 + s/6h + V/12lh); full 96 B s l h² (1 + s/6h + V/16lh); selective
+        (attention alone again) 72 B s l h² (1 + s/3h + V/12lh). Others have other matrices in the place of 12 h². Source: Narayanan et al.
+        2021, equation 3; Korthikanti et al. 2022, arXiv 2205.05198, appendix A.
+
+        Args:
+            batch: sequences per iteration, B.
+            recompute: "none", "selective" or "full".
+
+        Raises:
+            CostError: another recomputation.
+        """
+        l, h, s, v = self.layers, self.hidden, self.sequence, self.vocabulary  # noqa: E741  the letters of the source
+        tokens, times = batch * s, 4 if checked_recompute(recompute) == "full" else 3  # a backward is two forwards
+        scores = 24 if recompute == "selective" else 4 * times
+        return tokens * (2 * times * l * self.products + scores * l * s * h + 6 * v * h)
+
+    def exchanges(self, recompute: str = "none") -> int:
+        """All-reduces per layer and micro-batch under tensor parallelism, or pairs of reduce-scatter and all-gather."""
+        return _EXCHANGES[checked_recompute(recompute)]
+
+    def tensor_bytes(self, samples: float, tensor: int, recompute: str = "none", element: float = 2) -> float:
+        """Bytes that a rank sends for tensor parallelism, all layers, for `samples` sequences: 2(t−1)/t · s h per all-reduce and sequence.
+
+        Sequence parallelism sends as much, as reduce-scatters and all-gathers. Source: Shoeybi et al. 2019, arXiv 1909.08053, section 3;
+        Korthikanti et al. 2022, section 4. Left out: embedding and output layer.
+
+        Args:
+            samples: sequences.
+            tensor: ranks that split each layer, t.
+            recompute: as in `flops`; "selective" is taken with sequence parallelism, as in the source.
+            element: bytes of one number.
+        """
+        t = checked_ranks(tensor)
+        exchanges = _EXCHANGES[checked_recompute(recompute)]
+        return exchanges * 2 * (t - 1) / t * samples * self.sequence * self.hidden * element * self.layers
+
+    def boundary_bytes(self, samples: float, element: float = 2) -> float:
+        """Bytes that a pipeline's stage hands to the next one, and gets back as gradients, for `samples` sequences."""
+        return samples * self.sequence * self.hidden * element
+
+
+def checked_recompute(recompute: str) -> str:
+    """A kind of recomputation.
+
+    Raises:
+        CostError: it is none.
+    """
+    choice("recompute", recompute, RECOMPUTATIONS, error=CostError)
+    return recompute

@@ -1,0 +1,162 @@
+"""TwinRun: a backward of DDP's real reducer over a network that is only reckoned, bucket by bucket, beside the closed form."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from workbench.cluster.analysis.cluster import Cluster
+from workbench.cluster.analysis.collectives import CostError, Link, all_reduce, checked_ranks
+from workbench.cluster.analysis.iteration import Overlap, buckets, overlap
+from workbench.cluster.analysis.links import Sweep
+from workbench.core import units
+from workbench.core.checks import is_whole
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+
+Network = Link | Sweep | Cluster | str | Callable[[float], float]
+"""What says how long an all-reduce takes: a link, a measured sweep, a cluster or its name, or a function of its bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinLayer:
+    """A layer that has parameters, and only pretends to compute."""
+
+    size: int
+    """Bytes of its gradients: a whole number of fp32 numbers."""
+    forward: float
+    """Seconds."""
+    backward: float
+    """Seconds, after which its gradients are there."""
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.size, least=4) or self.size % 4:
+            raise CostError(f"size={self.size!r}: bytes of at least one fp32 number, a multiple of 4, are wanted")
+        if min(self.forward, self.backward) < 0:
+            raise CostError(f"forward={self.forward!r}, backward={self.backward!r}: seconds of at least 0 are wanted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinBucket:
+    """One all-reduce. Seconds since the backward began."""
+
+    size: int
+    """Bytes."""
+    ready: float
+    """When its last gradient was there, and DDP handed it to the network."""
+    start: float
+    """When the network began with it."""
+    end: float
+    """When it was done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinRun(display.Shown, JsonDataclass):
+    """A step of the twin. Get one from `wb.ddp_twin`."""
+
+    ranks: int
+    """Emulated ones."""
+    buckets: tuple[TwinBucket, ...]
+    """As the reducer made them, in their order."""
+    forward: float
+    """Seconds of the forward."""
+    backward: float
+    """Seconds of computing in the backward."""
+    step: float
+    """Seconds from the forward's begin to the last bucket's end."""
+    closed: Overlap
+    """What the closed form says of the same layers and network: its own buckets, its own times. Of a run in real time, of layers that are
+    as long as they took without the network."""
+    real: float | None = None
+    """Seconds that this machine took for each emulated one; None = none: a virtual clock."""
+    title: str = ""
+    """Of what."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that the step waits after its backward."""
+        return max(0.0, self.step - self.forward - self.backward)
+
+    @property
+    def closed_step(self) -> float:
+        """Seconds of the step by the closed form."""
+        return self.forward + max(self.closed.backward, max(self.closed.ends, default=0.0))
+
+    @property
+    def ratio(self) -> float:
+        """The twin's step over that of the closed form."""
+        return self.step / self.closed_step
+
+    @property
+    def table(self) -> display.Table:
+        """A row per bucket."""
+        rows = [
+            [place + 1, units.bytes_(one.size), units.seconds(one.ready), units.seconds(one.start), units.seconds(one.end)]
+            for place, one in enumerate(self.buckets)
+        ]
+        clock = "virtual clock" if self.real is None else f"real time, {self.real:g} s for each emulated one"
+        note = (
+            f"step {units.seconds(self.step)}: forward {units.seconds(self.forward)}, backward {units.seconds(self.backward)}, "
+            f"exposed {units.seconds(self.exposed)}; closed form: step {units.seconds(self.closed_step)}, "
+            f"exposed {units.seconds(self.closed.exposed)} ({self.ratio:.3f}); {clock}"
+        )
+        title = f"DDP's reducer on {units.count(self.ranks)} emulated ranks{': ' if self.title else ''}{self.title}"
+        return display.Table(columns=("bucket", "bytes", "ready", "starts", "ends"), rows=rows, title=title, note=note)
+
+    to_frame = display.frame_method("buckets", TwinBucket)
+    plot = display.plot_method("twin")
+
+    def __repr__(self) -> str:
+        return f"TwinRun({self.ranks} ranks, step {units.seconds(self.step)}, exposed {units.seconds(self.exposed)})"
+
+
+def seconds_on(network: Network, ranks: int) -> Callable[[float], float]:
+    """A function from bytes to the seconds of their all-reduce among some ranks.
+
+    Raises:
+        CostError: no network, or no such ranks on it.
+    """
+    checked_ranks(ranks)
+    if isinstance(network, str):
+        network = Cluster.named(network)
+    if isinstance(network, Link):
+        link = network
+        return lambda size: all_reduce(size, ranks, link)
+    if isinstance(network, Sweep):
+        sweep = network
+        return lambda size: sweep.seconds(size, ranks)
+    if isinstance(network, Cluster):
+        cluster = network
+        cluster.nodes(ranks)
+        return lambda size: cluster.all_reduce(size, ranks)
+    if callable(network):
+        return _checked(network)
+    raise CostError(f"network={network!r:.80}: a Link, a Sweep, a Cluster or its name, or a function from bytes to seconds is wanted")
+
+
+def _checked(function: Callable[[float], float]) -> Callable[[float], float]:
+    """A function of the user's, whose answers are looked at."""
+
+    def seconds(size: float) -> float:
+        found = function(size)
+        if isinstance(found, str | bytes) or not hasattr(found, "__float__") or not 0 <= float(found) < math.inf:
+            raise CostError(f"network({size:,.0f}) returned {found!r:.60}: seconds of at least 0 are wanted, such as 0.002")
+        return float(found)
+
+    return seconds
+
+
+def closed_form(layers: Sequence[TwinLayer], seconds_of: Callable[[float], float], cap: int | None = None) -> Overlap:
+    """What the closed form says of layers: `buckets`, the time at which each is complete, and `overlap`.
+
+    Args:
+        layers: in the order of the forward.
+        seconds_of: of an all-reduce of so many bytes.
+        cap: bytes at which a bucket is closed; None = torch's own.
+    """
+    whole, come = 0.0, [0.0] * len(layers)
+    for place in reversed(range(len(layers))):
+        whole += layers[place].backward
+        come[place] = whole
+    groups = buckets([one.size for one in layers], cap)
+    ready = [max(come[place] for place in group) for group in groups]
+    return overlap(ready, [seconds_of(sum(layers[place].size for place in group)) for group in groups], whole)

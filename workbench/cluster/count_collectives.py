@@ -1,0 +1,204 @@
+"""`collectives`: those of the user's own module, counted in a dry run of one rank among many."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from workbench.cluster.analysis.sent import Sent
+from workbench.cluster.analysis.traffic import Traffic
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import Task
+
+if TYPE_CHECKING:
+    from workbench.cluster.estimate.collectives import Collector
+    from workbench.memory.estimate.plan import Plan
+    from workbench.train.layout import Layout
+    from workbench.train.trainer import Trainer
+
+
+_NO_LOADER: Any = SimpleNamespace(pin_memory=False)
+"""Stands in the place of a Trainer's loader: its batches are made here."""
+
+
+def collectives(
+    target: "RunSpec | Task | Callable[[], Any] | Any",
+    batch: Any = None,
+    *,
+    world_size: int | None = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    optimizer: str | Callable[[Any], Any] | None = None,
+    sequence: int | None = None,
+    image: int | None = None,
+    **knobs: Any,
+) -> Traffic:
+    """Every collective of an optimizer step of one rank, with its bytes, its module and its ranks; nothing is computed, nobody is there.
+
+    The program that runs is the Trainer of real runs with torch's own DDP, FSDP2, ZeroRedundancyOptimizer and DTensor, on tensors that
+    have a shape and no values and a process group in which nobody answers; so counts and bytes are those of a real step (the second and
+    later ones: DDP's first step has other buckets). Seconds, whatever the number of ranks.
+
+    Args:
+        target: a RunSpec, a Task, a function that builds a model, or a model (which is not touched).
+        batch: tensors in a tuple, a list or a dict, for a model or a function; for a RunSpec or Task None takes samples of its dataset.
+        world_size: ranks, 1 to 8192; None = the spec's nproc_per_node.
+        loss: with a model or function: `loss(model, batch)` → a tensor with one number.
+        optimizer: a name with options, or a function of the parameters; None = that of the spec or task, "adamw" for a model.
+        sequence: length of the batch's sequences, instead of the sample's own.
+        image: side of the batch's images in pixels, instead of the sample's own.
+        **knobs: of a RunSpec, such as parallel="fsdp", precision="amp_bf16", tensor_parallel=8, accumulation=4, bucket_cap_mb=100.
+
+    Raises:
+        ValueError: something else was given; an unknown knob or value; or the program cannot run without values. The message says where,
+            what is allowed and what to try.
+    """
+    from workbench.memory.estimate.plan import plan_of
+
+    plan = plan_of(
+        target,
+        batch,
+        loss=loss,
+        optimizer=optimizer,
+        device="cpu",
+        steps=1,
+        world_size=world_size,
+        sequence=sequence,
+        image=image,
+        asked="collectives",
+        **knobs,
+    )
+    return counted(plan)
+
+
+def counted(plan: "Plan") -> Traffic:
+    """The collectives of a plan.
+
+    Raises:
+        ValueError: it cannot run without values.
+    """
+    from workbench.core.gc import RECENT, collected_before
+    from workbench.core.interrupts import waiting
+    from workbench.memory.estimate.building import BuildError
+    from workbench.memory.estimate.dry_run import kept_state
+
+    with waiting(), collected_before(RECENT), kept_state():
+        try:
+            return _counted(plan, on_meta=True)
+        except BuildError:
+            return _counted(plan, on_meta=False)
+
+
+def _counted(plan: "Plan", *, on_meta: bool) -> Traffic:
+    from workbench.cluster.estimate.collectives import arrivals
+    from workbench.memory.estimate.building import build
+    from workbench.memory.estimate.cuda.overrides import replaced
+    from workbench.memory.estimate.dry_run import dry_run
+    from workbench.memory.estimate.errors import refused
+    from workbench.memory.estimate.world import fake_world
+    from workbench.train import checkpointing
+    from workbench.train.blocks import find_blocks
+    from workbench.train.layout import Layout
+    from workbench.train.offload import Pretence, pretended
+    from workbench.train.ranks import Ranks
+    from workbench.train.trainer import Trainer, build_model
+
+    spec = plan.spec.replace(gc=False, device="cpu", backend="auto", find_unused_parameters=False)
+    seen: list[Callable[[Any], None]] = []  # what DDP's buckets are told to, once it is there
+    with fake_world(plan.world_size, 0, bucket_seen=lambda bucket: seen[-1](bucket) if seen else None) as here:
+        ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)
+        layout = Layout.of(spec, ranks)
+        model = build(lambda: build_model(plan.task), on_meta=on_meta)
+        whole = sum(weight.numel() for weight in model.parameters())
+        blocks = len(find_blocks(model))
+        with dry_run(None) as run, run.recorder.pause():
+            recorder = run.recorder
+            run.model(model)
+            recorder.attach(model)
+            with refused(recorder, model, plan.example), pretended(Pretence(born=recorder.leave_out, working=recorder.pause)):
+                trainer = Trainer(spec, plan.task, ranks, module=model, loader=_NO_LOADER, layout=layout, alone=plan.own_loop)
+                recorder.attach(trainer.module)
+                with recorder.hooks(), replaced(checkpointing, "recomputing", recorder.whose.inside):
+                    collector = _collector(trainer, layout, recorder)
+                    seen.append(lambda bucket: collector.bucket(bucket, layout.data))
+                    with collector, arrivals(trainer.module) as order:
+                        unused = _drive(trainer, run, plan, collector)
+                    seen.clear()
+            calls = _steady(trainer, collector, order, layout, plan.spec.find_unused_parameters)
+    return Traffic(
+        calls=tuple(calls),
+        world_size=plan.world_size,
+        parameters=whole,
+        title=plan.title,
+        parallel=spec.parallel,
+        blocks=blocks,
+        unused=unused,
+        looks_for_unused=plan.spec.find_unused_parameters,
+        notes=tuple(recorder.log.notes),
+    )
+
+
+def _collector(trainer: "Trainer", layout: "Layout", recorder: Any) -> "Collector":
+    from workbench.cluster.estimate.collectives import Collector
+
+    names = {id(part): name for name, part in trainer.module.named_modules()}
+    axes: list[tuple[str, Any]] = [("tensor", layout.tensor.get_group())] if layout.tensor is not None else []
+    if layout.replicas is not None:
+        dims = layout.replicas.mesh_dim_names or ("shard",)
+        axes += [("replica" if name == "replica" else "shard", layout.replicas.get_group(axis)) for axis, name in enumerate(dims)]
+
+    def at_work() -> str:
+        whose = recorder.whose
+        return str(whose.backward()[0] if collector.phase == "backward" else whose.forward)
+
+    collector = Collector(at_work, lambda part: names.get(id(part), ""), axes)
+    return collector
+
+
+def _drive(trainer: "Trainer", run: Any, plan: "Plan", collector: "Collector") -> tuple[str, ...]:
+    """One optimizer step; names of the parameters that got no gradient in it."""
+
+    @contextlib.contextmanager
+    def phase(name: str) -> Iterator[None]:
+        collector.phase = name
+        with run.recorder.phase(name):
+            yield
+
+    trainer.phase = phase
+    for micro in range(plan.spec.accumulation):
+        collector.micro = micro
+        trainer.micro_step(run.batch(plan.example), last=micro == plan.spec.accumulation - 1)
+    unused = tuple(name for name, weight in trainer.module.named_parameters() if weight.requires_grad and weight.grad is None)
+    trainer.update()
+    return unused
+
+
+def _steady(trainer: "Trainer", collector: "Collector", order: Sequence[Any], layout: "Layout", looking: bool) -> list[Sent]:
+    """The collectives of any later step, those marked for which nothing is left to compute meanwhile."""
+    from workbench.cluster.estimate.collectives import rebuilt
+
+    names = {id(weight): name for name, part in trainer.module.named_modules() for weight in part.parameters(recurse=False)}
+    like = collector.reduced(0, layout.data)
+    return marked(rebuilt(collector.calls, collector.buckets, trainer.model, order, names, like=like, looking=looking))
+
+
+def marked(calls: Sequence[Sent]) -> list[Sent]:
+    """Collectives, and which of them the rank has to wait for.
+
+    FSDP2 gathers one part ahead and reduces while it goes on, so that it waits for the first gather of a forward and for the last
+    reductions of a backward; DDP waits for a forward's broadcast of buffers.
+    """
+    found = list(calls)
+    first: set[int] = set()
+    last: dict[tuple[int, str], int] = {}
+    for place, one in enumerate(found):
+        if one.phase == "forward" and one.kind == "broadcast":
+            found[place] = replace(one, waited=True)
+        if one.phase == "forward" and one.kind == "all_gather" and one.axis == "shard" and one.micro not in first:
+            first.add(one.micro)
+            found[place] = replace(one, waited=True)
+        if one.phase == "backward" and one.axis in ("shard", "replica") and one.kind in ("reduce_scatter", "all_reduce"):
+            last[one.micro, one.kind] = place
+    for place in last.values():
+        found[place] = replace(found[place], waited=True)
+    return found

@@ -1,0 +1,225 @@
+"""Planning: which layout of a model on a cluster fits and is fast, before anything is rented; closed forms only, nothing is run.
+
+`subject` is what is trained, by its sizes or counted from a module by fake runs (`reading`). `space` lists all layouts as columns of
+numbers; `memory` and `timing` say what each takes; `choosing` makes a short list that differs. `making` checks what was asked,
+`answering` puts all together, `plans` and `short_list` show it; `drawing` is about energy. `ranges` has the shares of the hardware's
+peaks, and of the reckoned memory, from which every interval comes.
+
+Making: from a model and a cluster to the short list of plans.
+
+Drawing power: the energy of a run or of a plan, asked in one way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from workbench.cluster.analysis.cluster import Cluster
+from workbench.cluster.analysis.energy import Energy
+from workbench.cluster.analysis.plan.energy import Power, checked
+from workbench.cluster.analysis.plan.layouts import SHARINGS, checked_gpus
+from workbench.cluster.analysis.plan.plans import Plan, Plans
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, PlanError, given, peak_of, share_of
+from workbench.cluster.analysis.plan.search import Question
+from workbench.cluster.analysis.plan.subject import Subject, of_transformer
+from workbench.cluster.analysis.transformer import Transformer
+from workbench.core.checks import real_number, whole_number
+from workbench.memory.capacity import MARGIN
+from workbench.runs.run import Run
+
+MOST = 65_536
+"""GPUs up to which their number is left open."""
+GRADIENT_BYTES = (2, 4)
+"""Of each gradient while they are summed."""
+
+
+def plan(
+    model: Any,
+    cluster: Cluster | str,
+    *,
+    gpus: int | None = None,
+    global_batch: int | None = None,
+    sequence: int | None = None,
+    precision: str | None = None,
+    batch: Any = None,
+    top: int = 6,
+    steps: int = 1000,
+    price: float | None = None,
+    electricity: float | None = None,
+    intensity: float | None = None,
+    pue: float = 1.0,
+    watts: float | None = None,
+    efficiency: Any = None,
+    links: Any = None,
+    held: Any = None,
+    margin: float = MARGIN,
+    tensor: int | None = None,
+    pipeline: int | None = None,
+    sharing: str | Sequence[str] | None = None,
+    checkpointing: str | Sequence[str] | None = None,
+    chunks: int | None = None,
+    sequence_parallel: bool = True,
+    fused_attention: bool = True,
+    gradient_bytes: float = 4,
+    loss_parallel: bool = False,
+    most_gpus: int = MOST,
+    **knobs: Any,
+) -> Plans:
+    """Find the layouts of a model on a cluster that fit and are fast: data × tensor × pipeline × sharing × micro-batch × checkpointing.
+
+    Nothing is run: step times and memory are closed forms, each with its source, at shares of the hardware's peaks that come with a range;
+    so every figure has one. A measured step of your own narrows it: `efficiency=` what it reached, `held=` the allocator's bytes over ours.
+
+    A plan fits if the memory that is reckoned is at most what may be used of a GPU (its own less `margin`). Where the upper end is more,
+    the plan is listed and marked tight; and beside the fastest, if it is tight, stands the fastest that is not ("safe"), unless `top` is 1.
+
+    Args:
+        model: a `cost.Transformer` with its sizes; or a Task, a RunSpec, a module or a function that builds one, of which parameters, FLOPs
+            and memory are counted by fake runs; these are planned without tensor and pipeline parallelism.
+        cluster: one of its own, or a name of the catalogue.
+        gpus: how many; None = any number up to `most_gpus`, for the trade of time against money.
+        global_batch: samples per step of all GPUs; None = that of a RunSpec.
+        sequence: tokens of a sample, if others than the Transformer's, or than those of the batch.
+        precision: "fp32", "amp_bf16" or "amp_fp16"; None = that of a RunSpec, else "amp_bf16".
+        batch: an example of it, for a module.
+        top: plans to return at most. The fastest comes first, then the safe one, those of other roles, and other kinds of layout.
+        steps: that money, energy and carbon are of.
+        price: money per GPU and hour.
+        electricity: money per kWh, where it is paid beside.
+        intensity: gCO2e per kWh of the grid.
+        pue: what the building draws over what the machines do.
+        watts: of a GPU under load, if the table does not have it.
+        efficiency: share of the GPU's dense peak while it computes: a number, or (low, mid, high); None = as published runs imply.
+        links: share of the links' bandwidth that collectives reach, likewise.
+        held: what PyTorch's allocator holds over what is reckoned, likewise; None = as published steps and layouts imply (`planning.HELD`).
+        margin: share of a GPU's memory that stays free.
+        tensor: ranks that split each layer; None = any.
+        pipeline: stages; None = any.
+        chunks: pieces of the layers on each stage, 1 = no interleaved pipelines; None = any.
+        sharing: one or several of "ddp", "zero1", "zero2", "fsdp", "hsdp"; None = all.
+        checkpointing: one or several of "none", "selective", "full"; None = all; of a module "none" and "full".
+        sequence_parallel: under tensor parallelism, split along the sequence what it leaves whole.
+        fused_attention: attention that keeps no scores; "selective" checkpointing is planned without it only.
+        gradient_bytes: of each while they are summed: 4, or 2 where that is done in 16 bit; of a Transformer.
+        loss_parallel: is the loss computed on split logits (Megatron; torch's loss_parallel)? Else each rank has them whole.
+        most_gpus: where `gpus` is open.
+        knobs: of a RunSpec, for a Task, a RunSpec or a module, such as optimizer="sgd(momentum=0.9)".
+
+    Raises:
+        PlanError: a wrong argument; or no layout fits: it says how much the nearest one is over, and what would make it fit.
+    """
+    where = Cluster.named(cluster) if isinstance(cluster, str) else cluster
+    if not isinstance(where, Cluster):
+        raise PlanError(f"cluster={cluster!r:.60}: a wb.Cluster is wanted, or a name of the catalogue such as 'DGX-H100'")
+    if isinstance(model, Transformer):
+        if knobs or batch is not None:
+            raise PlanError(f"{', '.join(knobs) or 'batch'}: known for a Task, a RunSpec or a module; a Transformer has sizes only")
+        subject = of_transformer(
+            model,
+            sequence=sequence,
+            precision=precision or "amp_bf16",
+            fused_attention=fused_attention,
+            sequence_parallel=sequence_parallel,
+            gpus_per_node=where.gpus_per_node,
+            gradient_bytes=_gradient_bytes(gradient_bytes, precision),
+            loss_parallel=loss_parallel,
+        )
+    else:
+        from workbench.cluster.read_model import read
+
+        subject = read(model, where, batch=batch, sequence=sequence, precision=precision, checkpointing=checkpointing, **knobs)
+    given_batch = global_batch if global_batch is not None else getattr(subject.spec, "global_batch", None)
+    size = _whole("global_batch", given_batch)
+    question = Question(
+        subject=_narrowed(subject, tensor, pipeline, chunks, checkpointing),
+        cluster=where,
+        batch=size,
+        peak=peak_of(where.device, subject.precision),
+        efficiency=given(efficiency, "efficiency", EFFICIENCY),
+        links=(given(links, "links", share_of(where, "intra")), given(links, "links", share_of(where, "inter"))),
+        held=given(held, "held", HELD, "what the allocator holds over what is reckoned", "1.05"),
+        room=where.device.memory * (1 - _margin(margin)),
+        steps=_whole("steps", steps),
+        top=_whole("top", top),
+        power=Power(price=price, electricity=electricity, intensity=intensity, pue=pue, watts=watts),
+        whole=subject,
+        own=efficiency is not None,
+        own_held=held is not None,
+    )
+    sizes = checked_gpus(where, gpus, min(_whole("most_gpus", most_gpus), MOST * 16))
+    return question.answer(sizes, _several("sharing", sharing, SHARINGS))
+
+
+def _narrowed(subject: Subject, tensor: int | None, pipeline: int | None, chunks: int | None, checkpointing: Any) -> Subject:
+    """With one degree where it was given, and with the kinds of checkpointing that were."""
+    changes: dict[str, Any] = {}
+    for name, wanted, allowed in (("tensor", tensor, subject.tensors), ("pipeline", pipeline, subject.stages)):
+        if wanted is None:
+            continue
+        if wanted not in allowed:
+            raise PlanError(f"{name}={wanted!r}: {subject.name} on this cluster can have {', '.join(map(str, allowed))}")
+        changes["tensors" if name == "tensor" else "stages"] = [wanted]
+    if chunks is not None:
+        changes["chunks"] = [_whole("chunks", chunks)]
+    if checkpointing is not None:
+        kinds = _several("checkpointing", checkpointing, tuple(subject.computed))
+        changes["computed"] = {kind: flops for kind, flops in subject.computed.items() if kind in kinds}
+    return replace(subject, **changes) if changes else subject
+
+
+def _several(name: str, value: Any, allowed: Sequence[str]) -> list[str]:
+    """One or several of what is allowed; None = all."""
+    wanted = list(allowed) if value is None else [value] if isinstance(value, str) else list(value)
+    for one in wanted:
+        if one not in allowed:
+            raise PlanError(f"{name}={one!r}: allowed are {', '.join(allowed)}")
+    if not wanted:
+        raise PlanError(f"{name}={value!r}: at least one of {', '.join(allowed)} is wanted")
+    return [one for one in allowed if one in wanted]
+
+
+def _whole(name: str, value: Any) -> int:
+    if value is None and name == "global_batch":
+        raise PlanError(f"{name} is wanted: samples per step of all GPUs, such as global_batch=1024")
+    return whole_number(name, value, least=1, error=PlanError)
+
+
+def _gradient_bytes(value: Any, precision: str | None) -> float:
+    if isinstance(value, bool) or value not in GRADIENT_BYTES:
+        raise PlanError(f"gradient_bytes={value!r:.60}: allowed are 4, or 2 where gradients are summed in 16 bit")
+    if precision == "fp32" and value != 4:
+        raise PlanError(f'gradient_bytes={value!r} with precision="fp32": gradients have 4 bytes there; try precision="amp_bf16"')
+    return float(value)
+
+
+def _margin(value: float) -> float:
+    return real_number("margin", value, least=0, below=1, what="a share of the memory", also=", such as 0.1", error=PlanError)
+
+
+def energy(target: Run | Plan | Plans, *, steps: int | None = None, **inputs: Any) -> Energy:
+    """Energy, money and carbon: of a run as its hardware told or by the design power of its devices, of a plan by the latter.
+
+    `measured` says which. Embodied carbon, the loader's disks and the network are left out.
+
+    Args:
+        target: a Run, a Plan, or Plans (of which the best counts).
+        steps: of a plan; None = as it was planned.
+        inputs: `price` (money per GPU and hour), `electricity` (money per kWh), `intensity` (gCO2e per kWh), `pue`; `watts` of a device of
+            which nothing is known. A plan has those that it was made with; these go before them.
+
+    Raises:
+        PlanError: something else was given.
+        CostError: nothing was counted and the device's power is not known; or a number out of bounds.
+    """
+    checked(inputs)
+    if isinstance(target, Run):
+        if steps is not None:
+            raise PlanError(f"steps={steps}: a run has the steps that it has; steps are of a plan")
+        drawn: Energy = target.energy(**inputs)
+        return drawn
+    plan = target.best if isinstance(target, Plans) else target
+    if not isinstance(plan, Plan):
+        raise PlanError(f"energy({target!r:.60}): a Run, a Plan or Plans is wanted, not a {type(target).__name__}")
+    if steps is not None:
+        whole_number("steps", steps, least=1, also=f", or None for the {plan.steps:,} that were planned", error=PlanError)
+    return plan.drawn(steps, **inputs)

@@ -1,0 +1,99 @@
+"""HTML of stacked bars: how every panel draws a step. Styled in place, so that it survives JupyterLab's sanitizer."""
+
+from collections.abc import Iterable, Mapping
+
+from workbench.core import units
+from workbench.core.display.colors import text_on
+from workbench.core.display.table import escape
+
+LABEL = 60
+"""Pixels of what stands at the left of a bar."""
+_WIDE_ENOUGH = 0.08  # of the bar: a share is written into a piece from here on
+
+
+def bar(
+    label: str,
+    pieces: Mapping[str, float],
+    colors: Mapping[str, str],
+    *,
+    longest: float,
+    end: str,
+    pale: bool = False,
+    shares: bool = True,
+    wide: int = LABEL,
+    room: int = 76,
+) -> str:
+    """One bar: a label, a piece per name, a text at the end.
+
+    Args:
+        label: what stands at its left.
+        pieces: name → length, in seconds unless `shares` is False.
+        colors: name → colour.
+        longest: the length that fills the whole width.
+        end: what stands at its right.
+        pale: hatched, for a prediction.
+        shares: each piece says what share of the bar it is, and for how many seconds it stands.
+        wide: pixels of the label.
+        room: pixels of the text at the end.
+    """
+    total = sum(pieces.values())
+    made = []
+    for name, seconds in pieces.items():
+        share, color = units.percent(seconds / total if total else 0.0), colors[name]
+        title = f"{name}: {units.seconds(seconds)} ({share})" if shares else ""
+        text = share if shares and seconds / longest >= _WIDE_ENOUGH else ""
+        made.append(piece(seconds / longest, color, text, title=title))
+    words = ", ".join(f"{name} {units.percent(seconds / total if total else 0.0)}" for name, seconds in pieces.items()) if shares else end
+    return row(label, made, words, end, pale=pale, wide=wide, room=room)
+
+
+def row(
+    label: str, pieces: Iterable[str], words: str, end: str, *, pale: bool = False, wide: int = LABEL, room: int = 76, tall: int = 20
+) -> str:
+    """A bar of pieces that are HTML already.
+
+    Args:
+        label: what stands at its left.
+        pieces: from left to right.
+        words: what they say to somebody who does not see them.
+        end: what stands at its right.
+        pale: hatched, for a prediction.
+        wide: pixels of the label.
+        room: pixels of the text at the end.
+        tall: pixels of the bar's height.
+    """
+    return (
+        '<div class="wb-row" style="display:flex;align-items:center;margin-top:4px">'
+        f'<span class="wb-rank" style="width:{wide}px;flex-shrink:0">{escape(label)}</span>'
+        f'<div class="wb-bar{" wb-pale" * pale}" role="img" aria-label="{escape(f"{label}: {words}")}" style="display:flex;width:100%;'
+        f'height:{tall}px;line-height:{tall}px;font-size:11px">{"".join(pieces)}</div>'
+        f'<span class="wb-end" style="width:{room}px;flex-shrink:0;text-align:right">{escape(end)}</span></div>'
+    )
+
+
+def piece(share: float, color: str, text: str = "", *, title: str = "", style: str = "") -> str:
+    """A piece of a bar.
+
+    Args:
+        share: of the whole width.
+        color: its colour.
+        text: what stands in it.
+        title: what a pointer over it shows.
+        style: name of a class of the style sheet.
+    """
+    kind, said = f' class="{style}"' if style else "", f' title="{escape(title)}"' if title else ""
+    return (
+        f'<div{kind}{said} style="width:{100 * share:.2f}%;'
+        f'background-color:{color};color:{text_on(color)};text-align:center;overflow:hidden;white-space:nowrap">{text}</div>'
+    )
+
+
+def legend(colors: Mapping[str, str], indent: int = LABEL, styles: Mapping[str, str] | None = None) -> str:
+    """What the colours mean, below bars whose labels are `indent` pixels wide; `styles` are classes of the style sheet by name."""
+    kinds = {name: f' class="{style}"' for name, style in (styles or {}).items()}
+    keys = "".join(
+        f'<span class="wb-key" style="margin-right:14px"><span{kinds.get(name, "")} style="display:inline-block;width:10px;height:10px;'
+        f'background-color:{color};margin-right:5px"></span>{escape(name)}</span>'
+        for name, color in colors.items()
+    )
+    return f'<div class="wb-legend" style="margin-top:4px;margin-left:{indent}px">{keys}</div>'

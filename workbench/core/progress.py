@@ -1,0 +1,60 @@
+"""Progress: one line in a terminal, written over itself, that says how a run gets on."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from workbench.core import units
+
+PAUSE = 0.25
+"""Seconds between two looks."""
+_CELLS = 20
+
+
+class ProgressLine:
+    """A line that is written anew while something runs; nothing where the output is not a terminal."""
+
+    def __init__(self, words: Callable[[], str]) -> None:
+        """
+        Args:
+            words: what the line says now; asked only when it is shown.
+        """
+        self._words, self._next, self._shown = words, 0.0, False
+        self._live = sys.stderr is not None and sys.stderr.isatty()
+
+    def show(self) -> None:
+        """Write the line, unless that was done a moment ago."""
+        if self._live and time.monotonic() >= self._next:
+            self._next, self._shown = time.monotonic() + PAUSE, True
+            _write(self._words())
+
+    def close(self, last: object) -> None:
+        """Leave something in the place of the line, if there was one."""
+        if self._shown:
+            _write(f"{last}\n")
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(f"\r\x1b[2K{text}")
+    sys.stderr.flush()
+
+
+def words(name: str, done: int, steps: int | None, seconds: float, rows: Sequence[Mapping[str, Any]]) -> str:
+    """How a run gets on, in a line.
+
+    Args:
+        name: of the run.
+        done: steps.
+        steps: how many there will be; None = not known.
+        seconds: since its start.
+        rows: what it reported, oldest first: loss, samples and seconds.
+
+    >>> words("gpt", 5, 20, 3.0, [{"loss": 2.5, "samples": 80, "seconds": 2.0}])
+    'gpt █████░░░░░░░░░░░░░░░ 5/20 · 40.0 samples/s · loss 2.500 · 3.00 s'
+    """
+    bar = f"{'█' * (_CELLS * done // steps):░<{_CELLS}} {done}/{steps}" if steps else f"{done} steps"
+    last = next((row for row in reversed(rows) if "loss" in row), None)
+    pace = f" · {units.rate(last['samples'] / last['seconds'])}" if last and last["seconds"] else ""
+    loss = f" · loss {last['loss']:.3f}" if last else ""
+    return f"{name} {bar}{pace}{loss} · {units.seconds(seconds)}"

@@ -1,0 +1,297 @@
+"""What else goes on while we measure: waiting for a core, processes that are not ours, Python's garbage collector.
+
+Noise: what else the machine did while something was measured.
+"""
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from workbench.core.cgroup import CGROUP, PROC, control_groups, text_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """What else went on. Above the limits of the verdict it spoils the result."""
+
+    cores: float
+    """That this process may use (affinity, cgroup quota)."""
+    foreign: float = 0.0
+    """Cores taken by processes that are not ours, on average."""
+    waiting: float = 0.0
+    """Fraction of the time that the training thread was ready and waited for a core."""
+    spread: float = 0.0
+    """Middle half over median of the cached blocks."""
+
+
+TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+BUSIEST = 8
+"""Threads whose waiting is followed."""
+LISTED = 256
+"""They are looked for every so many readings."""
+
+
+def usable_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> float:
+    """Cores that this process may use: those it may run on, or fewer where a container's quota says so."""
+    return min(float(len(_affinity())), _quota(cgroup, proc))
+
+
+def _affinity() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _quota(cgroup: Path, proc: Path) -> float:
+    """Cores of the tightest quota on the way up to the root; infinite without one."""
+    found = [float("inf")]
+    for texts in control_groups("cpu", ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"], root=cgroup, proc=proc):
+        numbers = " ".join(texts).split()
+        if len(numbers) == 2 and all(number.isdigit() and int(number) for number in numbers):  # "max" and -1 are none
+            found.append(int(numbers[0]) / int(numbers[1]))
+    return min(found)
+
+
+class Delay:
+    """How long the threads that compute have been ready to run and waited for a core: the kernel's run-queue delay, in seconds.
+
+    Linux only; elsewhere, and on kernels that do not count it, `known` is False and every answer 0.
+    """
+
+    def __init__(self, proc: Path = PROC) -> None:
+        """Follow the calling thread, and those that help it: operators may run in several, and the slowest one decides."""
+        self._tasks = proc / str(os.getpid()) / "task"
+        self._own = threading.get_native_id()
+        self._files: dict[int, int] = {}
+        """Thread → open schedstat file: to read one again costs 1 µs, to open it 10."""
+        self._waited: dict[int, int] = {}
+        """Thread → nanoseconds at the last reading."""
+        self._total, self._at = 0, time.perf_counter_ns()
+        self._reads, self._refresh = 0, 1
+        self.known = self._open(self._own)
+
+    def read(self) -> float:
+        """Seconds so far: the difference of two readings is a delay.
+
+        The waits of all threads are added up, to the time that has passed at most: where two of them share a core, one that is ahead
+        waits for the other in a loop, and they take turns in waiting for the core.
+        """
+        if not self.known:
+            return 0.0
+        if self._reads == self._refresh:  # helpers start at the first operator that is large enough
+            self._refresh += min(self._refresh, LISTED)
+            self._list()
+        self._reads += 1
+        added, before = 0, self._at
+        for thread, file in self._files.items():
+            waited = self._look(file)[1]
+            added += max(0, waited - self._waited[thread])
+            self._waited[thread] = waited
+        self._at = time.perf_counter_ns()
+        self._total += min(added, self._at - before)
+        return self._total / 1e9
+
+    def own(self) -> float:
+        """Seconds that the thread which made this has waited since it began."""
+        return self._look(self._files[self._own])[1] / 1e9 if self.known else 0.0
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+        self.known = False
+
+    def _open(self, thread: int) -> bool:
+        with contextlib.suppress(OSError):
+            file = os.open(self._tasks / str(thread) / "schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            on_core, waited = self._look(file)
+            if on_core:
+                self._files[thread], self._waited[thread] = file, waited
+                return True
+            os.close(file)
+        return False
+
+    def _list(self) -> None:
+        """Look for threads that compute, and follow the busiest."""
+        with contextlib.suppress(OSError):
+            for thread in map(int, os.listdir(self._tasks)):
+                if thread not in self._files:
+                    self._open(thread)
+        busy = {thread: self._look(file)[0] for thread, file in self._files.items()}
+        kept = sorted(busy, key=lambda thread: busy[thread], reverse=True)[:BUSIEST]
+        for thread in busy:
+            if thread != self._own and (thread not in kept or busy[thread] < 0.01 * busy[self._own]):
+                os.close(self._files.pop(thread))
+
+    @staticmethod
+    def _look(file: int) -> tuple[int, int]:
+        """Nanoseconds on a core, and waiting for one."""
+        try:
+            on_core, waited, _ = os.pread(file, 80, 0).split()
+        except (OSError, ValueError):  # the thread is over
+            return 0, 0
+        return int(on_core), int(waited)
+
+
+class Collections:
+    """The time that Python's cyclic garbage collector takes, while entered: `with Collections() as collections: … collections.seconds`."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._begun = clock, 0.0
+        self.seconds = 0.0
+        """So far, in all threads."""
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        gc.callbacks.append(self._called)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        gc.callbacks.remove(self._called)
+
+    def _called(self, phase: str, _info: object) -> None:
+        if phase == "start":
+            self._begun = self._clock()
+        elif self._begun:
+            self.seconds += self._clock() - self._begun
+            self.count += 1
+            self._begun = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lap:
+    """What went on for a while. Seconds, except for `foreign`."""
+
+    seconds: float
+    cpu: float
+    """CPU of this process, all threads."""
+    thread_cpu: float
+    """CPU of the thread that is measured."""
+    waiting: float
+    """That thread was ready, and waited for a core; 0 where the kernel does not tell."""
+    foreign: float
+    """Cores taken by processes that are not ours, on average; 0 where the kernel does not tell."""
+
+    @property
+    def blocked(self) -> float:
+        """That thread neither computed nor waited for a core."""
+        return max(0.0, self.seconds - self.thread_cpu - self.waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    at: float
+    cpu: float
+    thread_cpu: float
+    waiting: float
+    busy: float | None
+    ours: float
+
+
+class Meter:
+    """Measures the load around the calling thread, from its making on.
+
+    Processes are ours if they descend from this one, or from the launcher of its ranks: other ranks are not foreign.
+    """
+
+    def __init__(self, *, proc: Path = PROC, clock: Callable[[], float] = time.perf_counter, root: int | None = None) -> None:
+        """Begin to measure.
+
+        Args:
+            proc: for tests: in place of `/proc`.
+            clock: for tests: in place of the real one.
+            root: the process whose descendants, and which itself, are ours; None = this one, or torchrun if it started it.
+        """
+        self._proc, self._clock = proc, clock
+        launched = "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
+        self._root = root or (os.getppid() if launched else os.getpid())
+        self.delay = Delay(proc)
+        self._first = self._last = self._now()
+
+    def lap(self) -> Lap:
+        """What went on since the last lap, or since the start."""
+        before, self._last = self._last, self._now()
+        return self._between(before, self._last)
+
+    def total(self) -> Lap:
+        """What went on since the start."""
+        return self._between(self._first, self._now())
+
+    def noise(self, spread: float = 0.0) -> Noise:
+        """Likewise, as evidence.
+
+        Args:
+            spread: middle half over median of the blocks that should have been alike.
+        """
+        total = self.total()
+        waiting = total.waiting / total.seconds if total.seconds > 0 else 0.0
+        return Noise(cores=usable_cores(), foreign=total.foreign, waiting=waiting, spread=spread)
+
+    def close(self) -> None:
+        """Close the files it reads."""
+        self.delay.close()
+
+    def _between(self, before: _Moment, after: _Moment) -> Lap:
+        seconds = after.at - before.at
+        foreign = 0.0
+        if before.busy is not None and after.busy is not None and seconds > 0:
+            foreign = max(0.0, after.busy - before.busy - (after.ours - before.ours)) / seconds
+        return Lap(
+            seconds=seconds,
+            cpu=after.cpu - before.cpu,
+            thread_cpu=after.thread_cpu - before.thread_cpu,
+            waiting=after.waiting - before.waiting,
+            foreign=foreign,
+        )
+
+    def _now(self) -> _Moment:
+        return _Moment(self._clock(), time.process_time(), time.thread_time(), self.delay.own(), self._busy(), self._ours())
+
+    def _busy(self) -> float | None:
+        """Seconds that the cores we may use were busy, or taken away by the host of a virtual machine; None off Linux."""
+        cores = {f"cpu{number}" for number in _affinity()}
+        busy = None
+        for line in text_of(self._proc / "stat").splitlines():
+            name, *ticks = line.split()
+            if name in cores:
+                user, nice, system, _idle, _iowait, irq, softirq, steal = [int(tick) for tick in ticks[:8]]
+                busy = (busy or 0.0) + (user + nice + system + irq + softirq + steal) / TICKS  # guests are in user already
+        return busy
+
+    def _ours(self) -> float:
+        """CPU of all processes of ours, those that are over and were waited for included."""
+        return cpu_of_tree(self._root, self._proc)
+
+
+def cpu_of_tree(root: int, proc: Path = PROC) -> float:
+    """CPU seconds so far of a process and its descendants, those that this one has waited for included."""
+    import resource  # there is none on Windows
+
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return ended.ru_utime + ended.ru_stime + sum(cpu_of(pid) for pid in _tree(proc, root))
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process of this user, ended threads included; 0 if there is none such, or off Linux."""
+    try:
+        return time.clock_gettime_ns(~pid << 3 | 2) / 1e9  # the kernel's name for the clock of a process
+    except (AttributeError, OSError, OverflowError):
+        return 0.0
+
+
+def _tree(proc: Path, root: int) -> Iterator[int]:
+    """A process and its descendants."""
+    yield root
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(proc / str(root) / "task"):
+            for line in text_of(proc / str(root) / "task" / thread / "children").splitlines():
+                for child in line.split():
+                    yield from _tree(proc, int(child))

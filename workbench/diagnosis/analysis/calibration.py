@@ -1,0 +1,132 @@
+"""Calibration: how right the predictions were that were put to the proof on this machine, and what that says about the next one."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.core import run_directory, units
+from workbench.core.display import table as display
+from workbench.diagnosis.analysis.proof import Proof
+from workbench.diagnosis.analysis.remedy import Remedy
+
+ENV_CACHE = "WORKBENCH_CACHE"
+ENOUGH = 3
+"""Proofs of one kind of remedy, from which on they say something about the next."""
+MOST = 30
+"""Latest proofs of a kind that count: the library, torch and the machine change."""
+INSIDE = 0.9
+"""Share of the earlier proofs that the widened interval would have held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration(display.Shown):
+    """What was predicted and what was measured, proof by proof, on this machine."""
+
+    rows: tuple[Mapping[str, Any], ...] = ()
+    """One per proof, oldest first: remedy, predicted, low, high, measured, ceiling, task, time."""
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> "Calibration":
+        """All proofs on file; lines that cannot be read are left out, as is a file that is not there."""
+        rows = []
+        try:
+            text = (path or calibration_file()).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return cls()
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                row = json.loads(line)
+                str(row["remedy"]), math.log(row["measured"] / row["predicted"])
+                rows.append(row)
+        return cls(rows=tuple(rows))
+
+    def errors(self, name: str) -> list[float]:
+        """Natural logarithms of measured over predicted, of the latest proofs of a kind of remedy; ceilings, no forecasts, are left out.
+
+        Args:
+            name: of a remedy; what comes after "=" does not matter.
+        """
+        rows = [row for row in self.rows if _kind(row["remedy"]) == _kind(name) and not row.get("ceiling")]
+        return [math.log(row["measured"] / row["predicted"]) for row in rows[-MOST:]]
+
+    def adjust(self, remedy: Remedy) -> Remedy:
+        """The remedy with an interval wide enough to have held INSIDE of the earlier proofs of its kind; it is never made narrower."""
+        errors = sorted(self.errors(remedy.name))
+        if remedy.ceiling or len(errors) < ENOUGH:
+            return remedy
+        edge = math.floor((1 - INSIDE) / 2 * len(errors))
+        low, high = remedy.speedup * math.exp(errors[edge]), remedy.speedup * math.exp(errors[-1 - edge])
+        if low >= remedy.low and high <= remedy.high:
+            return remedy
+        said = f"; interval widened by what {len(errors)} earlier proofs on this machine showed"
+        return dataclasses.replace(remedy, low=min(low, remedy.low), high=max(high, remedy.high), formula=remedy.formula + said)
+
+    @property
+    def table(self) -> display.Table:
+        """One row per kind of remedy: how far off its predictions were."""
+        kinds = sorted({_kind(row["remedy"]) for row in self.rows})
+        rows = []
+        for kind in kinds:
+            off = [abs(math.expm1(-error)) for error in self.errors(kind)]
+            if off:
+                rows.append([kind, len(off), units.percent(statistics.median(off)), units.percent(max(off))])
+        return display.Table(
+            columns=("remedy", "proofs", "median error", "worst error"),
+            rows=rows,
+            title=f"Predicted against proved on {platform.node()}",
+            note="error: predicted over measured, less 1; ceilings are left out",
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per proof."""
+        return display.frame(self.rows)
+
+
+def calibration_file() -> Path:
+    """Where this machine's proofs are kept: in $WORKBENCH_CACHE, else in the user's cache; a home may be shared by several machines."""
+    own = os.environ.get(ENV_CACHE)
+    folder = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "workbench")
+    host = "".join(c if c.isalnum() or c in "-_." else "-" for c in platform.node()) or "here"
+    return folder / f"calibration-{host}.jsonl"
+
+
+def keep(proof: Proof, *, task: str = "", path: Path | None = None) -> str | None:
+    """Add a proof to this machine's file.
+
+    Returns:
+        Why it could not be kept; None = it was.
+    """
+    remedy = proof.remedy
+    row = {
+        "remedy": remedy.name,
+        "predicted": remedy.speedup,
+        "low": remedy.low,
+        "high": remedy.high,
+        "measured": proof.measured.mid,
+        "measured_low": proof.measured.low,
+        "measured_high": proof.measured.high,
+        "ceiling": remedy.ceiling,
+        "task": task,
+        "time": time.time(),
+    }
+    where = path or calibration_file()
+    try:
+        where.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.closing(run_directory.LineWriter(where)) as writer:
+            writer.write([row])
+    except OSError as error:
+        return f"this proof is not kept for later predictions: {where} cannot be written ({error.strerror or error})"
+    return None
+
+
+def _kind(name: str) -> str:
+    return name.partition("=")[0].strip()

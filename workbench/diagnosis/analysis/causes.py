@@ -1,0 +1,380 @@
+"""Causes: the finer words under each verdict, and the sentence with the numbers that speaks for them.
+
+What the host may hold a step back by: its threads, its garbage collector, sleeping, waiting for the device, launches, Python.
+"""
+
+import math
+from dataclasses import dataclass
+
+from workbench.core import units
+from workbench.core.statistics import Interval
+from workbench.diagnosis.analysis.costs import NOTHING, Costs, capped, saved_by, widened
+from workbench.diagnosis.analysis.evidence import Evidence, Loading
+from workbench.diagnosis.analysis.loader_model import Feeding
+
+MOSTLY = 0.5
+"""A cause is named if it explains at least half of what it is a cause of."""
+SLOW_SAMPLES = 0.3
+"""Of the fetch time: twice what the slowest twentieth takes where sample times are exponential, the most uneven of the usual ones."""
+SMALL_FILE = 256 * 1024
+"""Bytes: below, opening a file costs more than reading it (1 ms of a disk's seek is 200 KB; a network's round trip is more)."""
+OPEN = 20e-6
+"""Seconds of CPU to open, read and close a small file that is in the page cache: 14 + 6 µs on ext4."""
+CROWDED = 1.2
+"""A loader this much slower than its formula is in its own way: workers start, switch and queue for cores."""
+MANY_TENSORS = 200
+"""Below, a loop over the tensors in Python takes at most a few milliseconds."""
+SMALL_TENSOR = 50_000
+"""Numbers: an update of fewer takes no longer than calling its operators."""
+GROWS = 0.35
+"""Forward and backward with a doubled batch take at most this fraction of the samples' growth: most of their time does not depend on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why one part of the step is as large as it is."""
+
+    cause: str
+    """Starts with a word of the vocabulary: "decode", "small buckets", "slow rank 3: input"."""
+    why: str
+    """A sentence with the numbers."""
+
+
+def input_cause(e: Evidence, c: Costs) -> Cause:
+    """Why the loader does not keep up."""
+    loading = e.loading
+    if e.observed:
+        made = (
+            "without workers"
+            if loading and not loading.num_workers
+            else f"with {_workers(loading)}"
+            if loading
+            else "by the script's loader"
+        )
+        return Cause(cause="loader", why=f"Batches are made {made}.")
+    if loading is None or (loading.kind != "DataLoader" and loading.cpu is None):
+        return Cause(cause="loader", why=f"The loader alone takes {units.seconds(c.loader)} for a step's batches.")
+    each = c.data.mid / e.accumulation
+    started = loading.start_up / loading.epoch if loading.start_up and loading.epoch and not loading.persistent_workers else 0.0
+    if loading.num_workers and started >= MOSTLY * each:
+        return Cause(
+            cause="worker start-up",
+            why=f"Starting {_workers(loading)} takes {units.seconds(loading.start_up)}, and an epoch is only {loading.epoch} batches long.",
+        )
+    if crowd := _crowded(e, c, loading):
+        return crowd
+    if loading.slow_share is not None and loading.slow_share >= SLOW_SAMPLES:
+        return Cause(
+            cause="slow samples",
+            why=f"One sample in twenty takes {units.percent(loading.slow_share)} of the time in which samples are fetched.",
+        )
+    if loading.num_workers and not math.isnan(loading.alone) and loading.alone < (1 - MOSTLY / 2) * c.cached / e.accumulation:
+        queue = loading.num_workers * (loading.prefetch_factor or 2)
+        return Cause(
+            cause="prefetch",
+            why=f"On its own the loader is fast enough, {units.seconds(loading.alone)} per batch, but batches come unevenly, and "
+            f"{queue} lie ready at most.",
+        )
+    return _making(e, loading)
+
+
+def _crowded(e: Evidence, c: Costs, loading: Loading) -> Cause | None:
+    """Workers that are in each other's way, or cost more than they take off."""
+    if not loading.num_workers or loading.cpu is None:
+        return None
+    feeding = Feeding.of(e)
+    if feeding is None:
+        return None
+    cores = e.noise.cores if e.noise else math.inf
+    now = c.cached + c.data.mid
+    fewer = [n for n in range(loading.num_workers) if feeding.step(n) < now / CROWDED]
+    without = 0 in fewer and feeding.step(0) <= min(map(feeding.step, fewer))
+    processes = e.world_size * (loading.num_workers + 1)
+    if fewer and processes > cores and loading.num_workers > 1:
+        best = min(fewer, key=lambda n: (round(feeding.step(n) / now, 2), n))
+        return Cause(
+            cause="oversubscribed",
+            why=f"{_workers(loading)} and {_ranks(e)} share {cores:.0f} cores and are in each other's way; {best} would do.",
+        )
+    if without and loading.worker_cpu is not None and loading.worker_cpu + (loading.handover or 0.0) > 2 * loading.cpu:
+        return Cause(
+            cause="transport",
+            why=f"Making a batch takes {units.seconds(loading.cpu)} of CPU, bringing it over from a worker "
+            f"{units.seconds(loading.worker_cpu + (loading.handover or 0.0) - loading.cpu)}.",
+        )
+    return None
+
+
+def _making(e: Evidence, loading: Loading) -> Cause:
+    """What making a batch consists of."""
+    cpu, blocked = loading.cpu or 0.0, loading.blocked or 0.0
+    whole = cpu + blocked
+    if not whole:
+        return Cause(cause="loader", why=f"The loader takes {units.seconds(loading.alone)} per batch.")
+    made = f"Making a batch takes {units.seconds(whole)}"
+    if loading.num_workers:
+        made += f" of each of {_workers(loading)}"
+    samples = loading.batch_size or 1
+    files = loading.files or 0.0
+    small = files >= MOSTLY * samples and (loading.read_bytes or 0.0) <= SMALL_FILE * files
+    if blocked >= MOSTLY * whole:
+        waiting = f"{made}, of it {units.percent(blocked / whole)} waiting for"
+        if small:
+            return Cause(cause="small files", why=f"{waiting} {files:.0f} files of {units.bytes_((loading.read_bytes or 0) / files)}.")
+        return Cause(cause="storage", why=f"{waiting} storage or network, not computing.{_line(loading)}")
+    if files > samples and OPEN * files >= MOSTLY * cpu:
+        return Cause(cause="small files", why=f"{made}, and opens {files:.0f} files for it.")
+    if loading.collate is not None and loading.collate >= MOSTLY * cpu:
+        return Cause(cause="collate", why=f"{made}, of it {units.seconds(loading.collate)} of CPU in collate_fn.{_line(loading)}")
+    if loading.worker_cpu is not None and loading.num_workers and loading.worker_cpu > 2 * cpu:
+        return Cause(cause="transport", why=f"{made}, and {units.seconds(loading.worker_cpu - cpu)} more of CPU to bring it over.")
+    if loading.kind != "DataLoader":
+        return Cause(cause="loader", why=f"{made}, of it {units.seconds(cpu)} of CPU.{_line(loading)}")
+    own = loading.fetch_cpu if loading.fetch_cpu is not None else cpu
+    return Cause(cause="decode", why=f"{made}, of it {units.seconds(own)} of CPU in the dataset's own code.{_line(loading)}")
+
+
+def _line(loading: Loading) -> str:
+    if not loading.slow_lines:
+        return ""
+    line, share = loading.slow_lines[0]
+    return f" {units.percent(share)} of it in {line}."
+
+
+def _workers(loading: Loading) -> str:
+    return f"{loading.num_workers} worker{'s' * (loading.num_workers != 1)}"
+
+
+def _ranks(e: Evidence) -> str:
+    return f"{e.world_size} ranks" if e.world_size > 1 else "training"
+
+
+def transfer_cause(e: Evidence, c: Costs) -> Cause:
+    """Why copies to the device are not hidden."""
+    size = e.loading.batch_bytes * e.accumulation if e.loading else 0
+    speed = f", {units.bytes_(size / c.transfer.mid)}/s" if size and c.transfer.mid else ""
+    if e.loading and not e.loading.pin_memory:
+        return Cause(
+            cause="pageable copy", why=f"Batches of {units.bytes_(size)} are copied from pageable memory while the device waits{speed}."
+        )
+    return Cause(cause="copies", why=f"The device waits while {units.bytes_(size)} are copied{speed}.")
+
+
+def optimizer_cause(e: Evidence, c: Costs) -> Cause:
+    """Why the optimizer takes so long."""
+    tensors, numbers = e.tensors or 0, e.parameters or 0
+    name = e.optimizer or "The optimizer"
+    if tensors >= MANY_TENSORS and numbers / tensors <= SMALL_TENSOR:
+        return Cause(
+            cause="many tensors",
+            why=f"{name} updates {tensors:,} tensors of {units.count(numbers / tensors)} numbers on average: calling the operators "
+            "takes longer than the arithmetic.",
+        )
+    said = f" {units.count(numbers)} parameters" if numbers else " the parameters"
+    return Cause(cause="optimizer", why=f"{name} takes {units.seconds(c.optimizer.mid)} per step to update{said}.")
+
+
+def communication_cause(e: Evidence, c: Costs) -> Cause:
+    """Why the reduction of gradients takes so long; exposed, contention and true cost told apart."""
+    told = ""
+    if e.inside and e.inside.collectives is not None and e.inside.step:
+        exposed = min(c.communication.mid, e.inside.collectives / e.inside.step * c.replayed)
+        told = (
+            f" Of the {units.seconds(c.communication.mid)} that it costs, {units.seconds(exposed)} are exposed (nothing else runs); "
+            f"the rest, {units.seconds(c.communication.mid - exposed)}, is contention (it slows down what runs beside it)"
+            + (", and what keeps ranks waiting only with fresh batches or now and then." if c.cached > c.replayed else ".")
+        )
+    g = e.gradients
+    if g is None:
+        return Cause(cause="gradient volume", why=f"{units.count(e.parameters)} gradients are reduced per step.{told}")
+    starts, volume = g.latency * g.buckets, g.size * g.per_byte
+    said = f"{units.bytes_(g.size)} of gradients are reduced in {g.buckets} bucket{'s' * (g.buckets != 1)}"
+    if starts > volume and g.buckets > 4:
+        return Cause(cause="small buckets", why=f"{said}, and starting a reduction alone takes {units.seconds(g.latency)}.{told}")
+    if starts > volume:
+        return Cause(cause="latency", why=f"{said}, and {units.seconds(g.latency)} pass before a reduction gets going.{told}")
+    return Cause(cause="gradient volume", why=f"{said}, at {units.bytes_(1 / g.per_byte)}/s.{told}")
+
+
+def straggler_cause(e: Evidence, c: Costs) -> Cause:
+    """Who is slow, and at what."""
+    slow = c.slow
+    assert slow is not None
+    what = "input" if slow.input >= slow.compute else "compute"
+    who = f"slow rank{'s' * (len(slow.ranks) > 1)} {', '.join(map(str, slow.ranks))}"
+    does = (
+        f"waits {units.seconds(slow.input)} longer for data"
+        if what == "input"
+        else f"computes {units.seconds(slow.compute)} longer on batches that are there already"
+    )
+    return Cause(
+        cause=f"{who}: {what}",
+        why=f"On its own, rank {slow.ranks[-1]} takes {units.seconds(slow.alone)} for a step and another one "
+        f"{units.seconds(slow.typical)}: it {does}, and all ranks wait for it.",
+    )
+
+
+def stalled_cause(e: Evidence, c: Costs) -> Cause:
+    """What stops the step now and then."""
+    s = e.stalls
+    often = f"every {s.every:.0f} steps" if s.every else f"{len(s.at)} times in {s.steps} steps"
+    where = f" in {s.where}" if s.where else ""
+    return Cause(cause=s.kind or "pause", why=f"The step stops {often} for {units.seconds(s.extra)}{where}.")
+
+
+def pausing_rank(e: Evidence) -> int | None:
+    """The one rank that stalls while the others do not; None if they all do, or for a reason that belongs to the job (a checkpoint)."""
+    if len(e.ranks) < 2 or e.stalls.kind in ("checkpoint", "evaluation", "logging"):
+        return None
+    shares = sorted(e.ranks, key=lambda one: one.stalls.share)
+    worst, next_ = shares[-1], shares[-2]
+    alone = worst.stalls.share >= MOSTLY * e.stalls.share and next_.stalls.share <= worst.stalls.share / 4
+    return worst.rank if alone and worst.stalls.at else None
+
+
+def pauses_cause(e: Evidence, rank: int) -> Cause:
+    """One rank pauses, and the others wait for it."""
+    s = next(one.stalls for one in e.ranks if one.rank == rank)
+    where = f" in {s.where}" if s.where else ""
+    return Cause(
+        cause=f"slow rank {rank}: pauses",
+        why=f"Rank {rank} stops {len(s.at)} times in {s.steps} steps for {units.seconds(s.extra)}{where}, and the others wait.",
+    )
+
+
+def compute_cause(e: Evidence, c: Costs) -> Cause:
+    """What kind of computing it is."""
+    trimmed = e.arm("trimmed")
+    if e.padding and trimmed and trimmed.saved.mid >= 0.1:
+        return Cause(
+            cause=f"padding: {units.percent(e.padding)} of each batch",
+            why=f"{units.percent(e.padding)} of each batch is padding; cut to the mean length of its samples, the step takes "
+            f"{units.percent(trimmed.saved.mid)} less.",
+        )
+    doubled = e.arm("doubled")
+    if doubled and growth(e) <= GROWS:
+        return Cause(
+            cause="small batch",
+            why=f"Most of forward and backward does not depend on the batch: with twice the samples the step takes "
+            f"{units.percent(max(0.0, -doubled.saved.mid))} longer.",
+        )
+    return Cause(cause="compute", why="")
+
+
+def growth(e: Evidence) -> float:
+    """How much longer the cached step gets with twice the samples: 0 = not at all, 1 = twice as long (or not tried)."""
+    return growths(e).mid
+
+
+def growths(e: Evidence) -> Interval:
+    """`growth`, and between what it lies."""
+    doubled = e.arm("doubled")
+    if doubled is None or doubled.samples <= 1:
+        return Interval(low=1.0, mid=1.0, high=1.0)
+    saved, more = widened(e, doubled), doubled.samples - 1
+    low, mid, high = (max(0.0, -end / more) for end in (saved.high, saved.mid, saved.low))
+    return Interval(low=low, mid=mid, high=high)
+
+
+MANY_SYNCS = 2.0
+"""Per step, on a GPU: one (the loss that is logged) is usual, and at the end of a step it is nearly free."""
+GAP = 25e-6
+"""Seconds of Python from one operator to the next, where it only calls them: a module and a function or two."""
+SHORT = 60e-6
+"""Mean seconds of operators that are called for longer than they compute."""
+MANY_ITEMS = 20.0
+"""Per step, where operators run at once: each costs a few microseconds, so only many matter."""
+TINY = 5e-6
+"""Mean seconds of short operators that do next to nothing: a call costs as much, whatever the size of the batch."""
+
+
+def oversubscription(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
+    """More threads than cores; proved by the arm with fewer threads."""
+    cores = e.noise.cores if e.noise else float("inf")
+    if e.device != "cpu" or e.world_size * e.threads <= cores:
+        return None
+    tried = [arm for name, arm in e.arms.items() if name.startswith("threads=") and int(name.partition("=")[2]) < e.threads]
+    if not tried:
+        return None
+    best = max(tried, key=lambda arm: arm.saved.mid)
+    ranks = f"{e.world_size} ranks × " if e.world_size > 1 else ""
+    return saved_by(e, best, c.replayed), Cause(
+        cause="oversubscribed threads",
+        why=f"{ranks}{e.threads} threads share {cores:.0f} cores; with {best.name} the step without its loader takes "
+        f"{units.percent(best.saved.mid)} less.",
+    )
+
+
+def collection(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
+    """Python's cyclic garbage collector, where it is at work in most steps."""
+    arm, inside = e.arm("no_gc"), e.inside
+    if arm:
+        saved = saved_by(e, arm, c.replayed)
+    elif inside and inside.step and inside.gc:
+        seconds = inside.gc * (1 + inside.slowdown) / inside.step * c.replayed
+        saved = Interval(low=0.8 * seconds, mid=seconds, high=1.2 * seconds)
+    else:
+        return None
+    return saved, Cause(
+        cause="garbage collection",
+        why=f"Python's cyclic garbage collector takes {units.percent(saved.mid / c.step)} of the step.",
+    )
+
+
+def without_operators(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
+    """The time in which no operator runs, and that of operators so short that launching them is most of their cost."""
+    inside = e.inside
+    if inside is None or c.host == NOTHING:
+        return None
+    gaps = units.percent(c.host.mid / c.step)
+    where = "".join(f" {units.percent(share)} of the step is spent in {line}." for line, share in inside.lines[:1])
+    if c.sleeping >= MOSTLY * c.host.mid and c.sleeping:
+        return c.host, Cause(
+            cause="sleeping or I/O",
+            why=f"For {units.seconds(c.sleeping)} of each step the training thread neither computes nor waits for a core: it sleeps, "
+            f"or reads or writes.{where}",
+        )
+    if (e.device != "cpu" and inside.syncs >= MANY_SYNCS) or inside.syncs >= MANY_ITEMS:
+        return c.called if e.device == "cpu" else c.host, Cause(
+            cause="syncs",
+            why=f"{inside.syncs:.0f} times per step Python asks for a number (.item() and the like) and goes on only when it is there; "
+            f"for {gaps} of the step no operator runs.{where}",
+        )
+    if _flat(e, c) and _short(e, c):
+        return capped(c.called, max(c.fixed, c.host.mid)), Cause(
+            cause="launches",
+            why=f"{inside.op_count:.0f} operators per step are so short that calling them is most of their cost: with twice the samples "
+            f"the step takes only {units.percent(growth(e))} longer.",
+        )
+    if _tiny(e):
+        return c.called, Cause(
+            cause="launches",
+            why=f"{inside.op_count:.0f} operators per step, most of them so short that calling them is all of their cost, hang on loops of "
+            f"Python; for {gaps} of the step no operator runs.{where}",
+        )
+    return c.host, Cause(cause="python", why=f"For {gaps} of the step no operator runs: Python is at work.{where}")
+
+
+def _flat(e: Evidence, c: Costs) -> bool:
+    """Does the step hardly grow with its batch? Where that is lost in noise, the trace tells how much of it is the calling of operators."""
+    grown = growths(e)
+    if grown.low <= GROWS < grown.high:
+        return c.called.low >= MOSTLY * c.replayed
+    return growth(e) <= GROWS
+
+
+def _tiny(e: Evidence) -> bool:
+    """Do most operators do next to nothing? Then there are as many of them as a loop of Python makes, of samples or of tensors."""
+    inside = e.inside
+    if inside is None or not inside.op_count or e.device != "cpu":
+        return False
+    work = inside.ops - (inside.optimizer_ops or 0.0)
+    return inside.small_ops >= MOSTLY * work and inside.small_ops <= TINY * inside.op_count
+
+
+def _short(e: Evidence, c: Costs) -> bool:
+    """Is the time without an operator that between operators, spread over many short ones, rather than one long piece of Python?"""
+    inside = e.inside
+    if inside is None or not inside.op_count:
+        return False
+    return c.host.mid <= GAP * inside.op_count and inside.ops <= SHORT * inside.op_count

@@ -1,0 +1,438 @@
+"""Costs: the seconds of each part of a step, worked out from the evidence, and what the removal of each would save.
+
+Every arm is a ratio to its baseline, measured pair by pair; here the ratios are chained to seconds of the step as it is. All that follows
+(verdict, remedies, StepModel) starts from these numbers.
+
+Slow: the slowest rank beside a typical one.
+
+Doubt: arithmetic with intervals, and what noise does to them.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from workbench.core import units
+from workbench.core.statistics import Interval
+from workbench.core.vocabulary import PHASES
+from workbench.diagnosis.analysis.evidence import Evidence, Inside, RankEvidence
+from workbench.harness.arm import Arm
+
+ODD_ONE_OUT = 0.5
+"""Of its wait: a rank that waits by so much longer than the others is why the step waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slow:
+    """The slowest rank beside a typical one, in seconds per step without reductions."""
+
+    ranks: tuple[int, ...]
+    """Those that are slow."""
+    input: float
+    """What it waits longer for data."""
+    compute: float
+    """What it computes longer."""
+    alone: float
+    """Its step."""
+    typical: float
+    """The step of the others."""
+    odd: float = 0.0
+    """Of its wait for data: the fraction by which it exceeds that of the others; 0 if it waits hardly longer than they do. Were it not for
+    that, the step would wait no longer than they do."""
+
+    @property
+    def excess(self) -> float:
+        return self.input + self.compute
+
+
+def slowest(ranks: tuple[RankEvidence, ...]) -> Slow | None:
+    """Who is slow; None with one rank, if all are equal, or if they were not timed apart.
+
+    The others are represented by their lower median, so that half of the ranks may be slow without setting the standard.
+    """
+    known = sorted((one for one in ranks if math.isfinite(one.alone)), key=lambda one: one.alone)
+    if len(known) < 2:
+        return None
+    worst, typical = known[-1], known[(len(known) - 1) // 2]
+    excess = worst.alone - typical.alone
+    if excess <= 0:
+        return None
+    waits = [0.0 if math.isnan(one.wait) else one.wait for one in (worst, typical)]
+    by_input = max(0.0, waits[0] - waits[1])
+    by_compute = max(0.0, (worst.alone - waits[0]) - (typical.alone - waits[1]))
+    both = by_input + by_compute or 1.0
+    odd = by_input / waits[0] if waits[0] > 0 and by_input > by_compute else 0.0
+    limit = typical.alone + excess / 2
+    return Slow(
+        ranks=tuple(sorted(one.rank for one in known if one.alone > limit)),
+        input=excess * by_input / both,
+        compute=excess * by_compute / both,
+        alone=worst.alone,
+        typical=typical.alone,
+        odd=odd if odd >= ODD_ONE_OUT else 0.0,
+    )
+
+
+FOREIGN = 0.3
+"""Cores taken by others from which on noise may spoil a close decision; the prediction errors of loaders explode there."""
+SPREAD = 0.25
+"""Middle half over median of equal blocks, likewise."""
+MIDDLE_HALF = 1.35
+"""Standard deviations that the middle half of normal values is wide."""
+NINETY = 1.645
+"""Standard deviations to each side that hold 90 % of normal values."""
+FRESH = 0.2
+"""Of training: the most that a batch costs more when it is fresh than when it is replayed (10 to 20 % where batches are cheap to make)."""
+
+
+def scaled(one: Interval, by: float) -> Interval:
+    """The interval times a positive number."""
+    return Interval(low=one.low * by, mid=one.mid * by, high=one.high * by)
+
+
+def at_least_0(one: Interval) -> Interval:
+    """No part takes less than no time: noise below it is cut off."""
+    return Interval(low=max(0.0, one.low), mid=max(0.0, one.mid), high=max(0.0, one.high))
+
+
+def less(one: Interval, by: float) -> Interval:
+    """The interval moved down, but not below 0."""
+    return at_least_0(Interval(low=one.low - by, mid=one.mid - by, high=one.high - by))
+
+
+def plus(one: Interval, two: Interval) -> Interval:
+    """The sum of two parts whose errors have nothing to do with each other."""
+    down, up = math.hypot(one.mid - one.low, two.mid - two.low), math.hypot(one.high - one.mid, two.high - two.mid)
+    mid = one.mid + two.mid
+    return Interval(low=mid - down, mid=mid, high=mid + up)
+
+
+def capped(one: Interval, most: float) -> Interval:
+    """No end above `most`."""
+    return Interval(low=min(one.low, most), mid=min(one.mid, most), high=min(one.high, most))
+
+
+def noises(e: Evidence) -> list[str]:
+    """What makes close decisions doubtful, in words."""
+    if e.noise is None:
+        return []
+    said = []
+    if e.noise.foreign > FOREIGN:
+        said.append(f"Other processes took {e.noise.foreign:.1f} of {e.noise.cores:.0f} cores.")
+    if e.noise.spread > SPREAD:
+        said.append(f"Equal blocks vary by {units.percent(e.noise.spread)}.")
+    return said
+
+
+def beside_others(e: Evidence, saved: Interval) -> Interval:
+    """The fraction that reductions take, no more certain than other processes let it be: while they have the core of one rank, the others
+    wait for it in the reduction. That makes up to `crowded / cores × (1 − 1 / ranks)` of the rest of the step. (Measured: beside others
+    that took 0.6 of 2 cores, the reductions of two ranks were 18 % of a step instead of 9 %; this gives 13.)
+    """
+    if e.noise is None or e.device != "cpu" or e.noise.foreign <= FOREIGN:
+        return saved
+    crowded = max(0.0, min(e.noise.foreign, e.world_size * e.threads + e.noise.foreign - e.noise.cores))
+    waited = crowded / e.noise.cores * (1 - 1 / e.world_size) * (1 - saved.mid)
+    return Interval(low=saved.low - waited, mid=saved.mid, high=saved.high)
+
+
+def in_turn(data: Interval, loader: float, clean: float) -> Interval:
+    """What a loader without workers adds: what it takes, which noise spoils less than the difference of two long steps, and a bit more."""
+    more = FRESH * (clean - data.mid)
+    return Interval(low=min(data.low, loader), mid=min(data.mid, loader + more / 2), high=min(data.high, loader + more))
+
+
+def between(arm: Interval, traced: float) -> Interval:
+    """Two sources that noise keeps from agreeing: the truth lies somewhere between them.
+
+    A trace is a share of its own steps, which noise changes little, but does not see what an optimizer's writes push out of the caches.
+    To read that again takes no longer than the optimizer, which reads and writes it.
+    """
+    low, mid, high = min(arm.low, traced), (arm.mid + traced) / 2, max(arm.high, traced)
+    return capped(Interval(low=low, mid=mid, high=high), 2 * traced)
+
+
+def widened(e: Evidence, arm: Arm) -> Interval:
+    """The fraction that an arm saves, no more certain than equal blocks are equal: three pairs may agree by chance."""
+    saved = arm.saved
+    block = (e.noise.spread if e.noise else 0.0) / MIDDLE_HALF
+    loose = NINETY * block * math.sqrt(1.5 / len(arm.pairs)) * max(0.0, 1 - saved.mid)  # one block beside the mean of two
+    return Interval(low=min(saved.low, saved.mid - loose), mid=saved.mid, high=max(saved.high, saved.mid + loose))
+
+
+NOTHING = Interval(low=0.0, mid=0.0, high=0.0)
+DOUBTFUL = 0.15
+"""Fraction of the step: a loader that costs more at the lower end of its interval is sure to cost much, noise or not."""
+SEEN, FEWER = 10, 4
+"""Stalls that ranks would have had on their own if those were theirs, to say that they are not; and they had so many times fewer there."""
+PYTHON_IN_OPTIMIZER = 0.5
+"""Share of an optimizer's step with no operator running, where the trace could not tell: 0.3 to 0.6 for torch's own loops over tensors,
+about 0.1 for fused ones. It belongs to the optimizer, not to the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds per step. Those with an interval come from paired experiments or a trace."""
+
+    step: float
+    """As it is, stalls included."""
+    clean: float
+    """Without stalls, but for those of the reductions (where experiments told them apart)."""
+    cached: float
+    """Of it, without the loader."""
+    replayed: float
+    """The same on a batch that is there already, without any stall: the baseline of most arms, and the step of the trace. Reductions of
+    fresh batches take longer, and stall now and then."""
+    loader: float
+    """What the loader takes for a step's batches, on its own."""
+    overlap: float
+    """How far loader and training run side by side: 0 = in turn, 1 = wholly."""
+    data: Interval
+    """What the loader adds, that of a slow rank alone left out."""
+    transfer: Interval
+    optimizer: Interval
+    communication: Interval
+    straggler: Interval
+    host: Interval
+    """No operator runs; without the optimizer's, collectives and stalls."""
+    sleeping: float
+    """Of it: the training thread sleeps, reads or writes."""
+    called: Interval
+    """`host` and the operators of forward and backward that are so short that calling them is most of their cost."""
+    fixed: float
+    """Of forward and backward: does not grow with the batch; nan if no doubled batch was tried."""
+    stalls: Interval
+    slow: Slow | None = None
+
+    @classmethod
+    def of(cls, e: Evidence) -> "Costs":
+        """Work them out."""
+        if e.observed:
+            return _observed(e)
+        clean = e.step * (1 - e.stalls.share)
+        ratio = e.arms["cached"].saved if "cached" in e.arms else NOTHING
+        data = at_least_0(scaled(ratio, clean))
+        loader = _loader(e)
+        noise, met = (e.noise.spread if e.noise else 0.05) / 2, NOTHING
+        if not noises(e):
+            met = _met(e, data, loader, noise)
+        elif e.loading and not e.loading.num_workers and loader < data.mid and data.low < DOUBTFUL * clean:
+            data = in_turn(data, loader, clean)
+        data, replayed = less(data, met.mid), clean - data.mid
+        slow = slowest(e.ranks)
+        by_input = min(max(slow.input, slow.odd * data.mid), data.mid) if slow else 0.0
+        straggler = NOTHING
+        if slow:
+            late = by_input + slow.compute
+            straggler = at_least_0(Interval(low=late - noise * slow.alone, mid=late, high=late + noise * slow.alone))
+        optimizer = _saved(e, "no_optimizer", replayed)
+        if e.inside and e.inside.optimizer is not None and e.inside.step:
+            traced = e.inside.optimizer / e.inside.step * replayed
+            if "no_optimizer" not in e.arms:
+                optimizer = Interval(low=max(0.0, traced * (1 - max(0.0, e.inside.slowdown))), mid=traced, high=traced)
+            elif e.device == "cpu" and noises(e):
+                optimizer = between(optimizer, traced)
+        communication = _saved(e, "no_sync", replayed)
+        transfer = _saved(e, "device_batch", replayed)
+        host, sleeping, called = _host(e, replayed, optimizer.mid, communication.mid)
+        rest = replayed - transfer.mid - optimizer.mid - communication.mid - (slow.compute if slow else 0.0)
+        host, called = capped(host, max(0.0, rest)), capped(called, max(0.0, rest))
+        stuck = _stuck(e)
+        more = plus(met, stuck)
+        return cls(
+            step=e.step,
+            clean=clean + stuck.mid,
+            cached=replayed + more.mid,
+            replayed=replayed,
+            loader=loader,
+            overlap=_overlap(clean - met.mid, replayed, loader),
+            data=less(data, by_input),
+            transfer=transfer,
+            optimizer=optimizer,
+            communication=plus(communication, more),
+            straggler=straggler,
+            host=host,
+            sleeping=sleeping,
+            called=called,
+            fixed=_fixed(e, replayed, optimizer.mid, communication.mid),
+            stalls=less(_stalls(e), stuck.mid),
+            slow=slow,
+        )
+
+    def saves(self, seconds: Interval) -> Interval:
+        """What the step saves if training gets this much faster: nothing where it would only wait longer for its loader."""
+        room = max(0.0, self.clean - self.loader)
+        hidden = capped(seconds, room)
+        keep = 1 - self.overlap
+        ends = (keep * getattr(seconds, end) + self.overlap * getattr(hidden, end) for end in ("low", "mid", "high"))
+        low, mid, high = ends
+        return Interval(low=low, mid=mid, high=high)
+
+    def share(self, seconds: Interval) -> Interval:
+        """As a fraction of the step."""
+        return scaled(seconds, 1 / self.step) if self.step else NOTHING
+
+    @property
+    def compute(self) -> float:
+        """What is left of the step without its loader: operators of forward and backward."""
+        late = self.slow.compute if self.slow else 0.0
+        return max(0.0, self.cached - self.transfer.mid - self.optimizer.mid - self.communication.mid - self.host.mid - late)
+
+
+def _observed(e: Evidence) -> Costs:
+    """From clocks alone: means of the phases over the ranks. Host and communication cannot be seen; `other` stands for the host."""
+    clean = e.step * (1 - e.stalls.share)
+    slow = slowest(e.ranks)
+    waits = sorted(one.wait for one in e.ranks)
+    wait = min(waits[(len(waits) - 1) // 2], clean)
+    means = {phase: statistics.fmean(one.timeline.mean(phase) for one in e.ranks) for phase in PHASES}
+    working = sum(means.values()) - means["data_wait"]
+    fair = (clean - wait) / working if working > 0 else 0.0  # stalls, and what ranks wait for each other, lie in the phases
+    late = min(slow.excess, clean - wait) if slow else 0.0
+    beside = bool(e.loading and e.loading.num_workers) and wait > 0.05 * clean
+    cached = clean - wait - min(slow.input if slow else 0.0, late)
+    return Costs(
+        step=e.step,
+        clean=clean,
+        cached=cached,
+        replayed=cached,
+        loader=clean if beside else math.nan,  # whatever training saved, it would wait for its loader
+        overlap=1.0 if beside else 0.0,
+        data=_roughly(wait),
+        transfer=_roughly(means["h2d"] * fair),
+        optimizer=_roughly(means["optimizer"] * fair),
+        communication=NOTHING,
+        straggler=_roughly(late),
+        host=_roughly(means["other"] * fair),
+        sleeping=0.0,
+        called=NOTHING,
+        fixed=math.nan,
+        stalls=_stalls(e),
+        slow=slow,
+    )
+
+
+def _roughly(seconds: float) -> Interval:
+    """What clocks saw: the true cost may be less, if something else hides behind it; seldom more."""
+    return Interval(low=0.8 * seconds, mid=seconds, high=1.1 * seconds)
+
+
+def mean_saved(arm: Arm) -> float:
+    """`arm.saved.mid`, without the trouble of its interval."""
+    base = sum(base for base, _ in arm.pairs)
+    return 1 - sum(changed for _, changed in arm.pairs) / base if base else 0.0
+
+
+def saved_by(e: Evidence, arm: Arm, replayed: float) -> Interval:
+    """Seconds that an arm saves of its baseline, the replayed step; negative where it costs time."""
+    return scaled(widened(e, arm), replayed)
+
+
+def _saved(e: Evidence, name: str, replayed: float) -> Interval:
+    return at_least_0(saved_by(e, e.arms[name], replayed)) if name in e.arms else NOTHING
+
+
+def _loader(e: Evidence) -> float:
+    alone = e.loading.alone * e.accumulation if e.loading else math.nan
+    arm = e.arms["loader"].seconds if "loader" in e.arms else math.nan
+    if e.world_size > 1 and not math.isnan(alone) and not math.isnan(arm):
+        return max(alone, arm)  # `loading` is one rank's; the arm is the slowest one's
+    return arm if math.isnan(alone) else alone
+
+
+def _overlap(clean: float, cached: float, loader: float) -> float:
+    """Serial: full = cached + loader. Side by side: full = the larger. Where between the two does the full step lie?"""
+    smaller = min(cached, loader)
+    if math.isnan(loader) or smaller <= 0:
+        return 0.0
+    return min(1.0, max(0.0, (cached + loader - clean) / smaller))
+
+
+def _stalls(e: Evidence) -> Interval:
+    """Regular stalls are certain; of irregular ones that were seen n times, the true number lies within about n ± √n."""
+    seconds = e.step * e.stalls.share
+    loose = 0.1 if e.stalls.every else 1 / math.sqrt(len(e.stalls.at) or 1)
+    return Interval(low=seconds * (1 - min(1.0, loose)), mid=seconds, high=seconds * (1 + loose))
+
+
+def _met(e: Evidence, data: Interval, loader: float, noise: float) -> Interval:
+    """Seconds by which the reductions of fresh batches take longer than those of a replayed one, with a loader in the ranks themselves.
+
+    Ranks that replay a batch find a rhythm. What a fresh one costs them beyond the slowest loader, and beyond what it costs a rank that
+    waits for no other (it is not in the caches), they wait for each other.
+    """
+    if "no_sync" not in e.arms or e.loading is None or e.loading.num_workers or not e.ranks:
+        return NOTHING
+    if math.isnan(loader + sum(one.alone + one.compute for one in e.ranks)):
+        return NOTHING
+    alone = max(one.alone - one.wait for one in e.ranks)
+    colder = max(0.0, alone - max(one.compute for one in e.ranks))
+    more = less(data, max(loader, e.longest_wait) + colder)
+    if not more.mid:
+        return NOTHING
+    return at_least_0(Interval(low=more.low - noise * alone, mid=more.mid, high=more.high + noise * alone))
+
+
+def _stuck(e: Evidence) -> Interval:
+    """Seconds per step of the stalls that no rank has on its own: reductions that now and then take far longer than most."""
+    s, alone = e.stalls, [one.stalls for one in e.ranks]
+    if "no_sync" not in e.arms or not s.steps or s.every or s.kind or not alone:
+        return NOTHING
+    for one in alone:
+        expected = len(s.at) / s.steps * one.steps
+        if expected < SEEN or len(one.at) > expected / FEWER:
+            return NOTHING
+    unevenly = max(0.0, e.longest_wait - min(one.wait for one in e.ranks))  # and the others wait for who waits for data
+    own = sum(one.extra * len(one.at) / one.steps for one in alone)
+    return less(_stalls(e), own + unevenly)
+
+
+def _fixed(e: Evidence, cached: float, optimizer: float, communication: float) -> float:
+    """Forward and backward take a + m × samples; a from a batch of another size."""
+    arm = e.arms.get("doubled")
+    if arm is None or arm.samples <= 1:
+        return math.nan
+    other = optimizer + communication
+    one = max(0.0, cached - other)
+    more = max(0.0, cached * (1 - arm.saved.mid) - other)
+    return min(one, max(0.0, (arm.samples * one - more) / (arm.samples - 1)))
+
+
+def _host(e: Evidence, cached: float, optimizer: float, communication: float) -> tuple[Interval, float, Interval]:
+    """Time of a cached step without an operator: in all (less the optimizer's) and asleep; and with small operators.
+
+    A trace makes the gaps between operators, and short operators, longer; how much longer the whole step got is the uncertainty.
+    """
+    inside = e.inside
+    if inside is None or not inside.step or math.isnan(inside.ops):  # nan: no trace could be taken
+        return NOTHING, 0.0, NOTHING
+    idle = max(0.0, 1 - (inside.ops + (inside.collectives or 0.0)) / inside.step)
+    slower = max(0.0, inside.slowdown) / (1 + max(0.0, inside.slowdown))
+    if e.world_size > 1:  # what ranks wait for each other is not the host's
+        idle = max(0.0, idle - max(0.0, communication / cached - (inside.collectives or 0.0) / inside.step) if cached else idle)
+    loose = max(slower, -inside.slowdown)  # a trace makes nothing faster: that was noise
+    gaps = Interval(low=max(0.0, idle - loose), mid=max(0.0, idle - slower / 2), high=idle)
+    seconds = scaled(gaps, cached)
+    if inside.optimizer and inside.optimizer_ops is not None:
+        python = max(0.0, inside.optimizer - inside.optimizer_ops) / inside.step * cached
+        host = less(seconds, python)
+    else:
+        host = at_least_0(
+            Interval(
+                low=seconds.low - optimizer,
+                mid=seconds.mid - PYTHON_IN_OPTIMIZER * min(optimizer, 2 * seconds.mid),
+                high=seconds.high,
+            )
+        )
+    # all that the trace adds falls on what it writes down, so that the share of both shrinks without it
+    small = max(0.0, inside.small_ops) / inside.step
+    alone = (host.high / cached if cached else 0.0) + small
+    bare = max(0.0, (alone - slower) / (1 - slower))
+    called = scaled(Interval(low=min(bare, alone), mid=(min(bare, alone) + alone) / 2, high=alone), cached)
+    asleep = inside.blocked / _untraced(inside) * cached - communication if inside.blocked else 0.0
+    return host, min(host.mid, max(0.0, asleep)), called
+
+
+def _untraced(inside: Inside) -> float:
+    """`blocked`, `waiting`, `cpu` and `gc` belong to steps outside the trace."""
+    return inside.step / (1 + inside.slowdown)

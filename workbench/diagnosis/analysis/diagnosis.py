@@ -1,0 +1,234 @@
+"""Diagnosis: what holds a step back, what would help and by how much, and what was proved of it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from workbench.core import late, units
+from workbench.core.codec import NOT_STORED, JsonDataclass
+from workbench.core.display import table as display
+from workbench.core.vocabulary import PART_WORDS, PARTS
+from workbench.diagnosis.analysis.costs import FOREIGN
+from workbench.diagnosis.analysis.evidence import Evidence
+from workbench.diagnosis.analysis.loader_curve import LoaderCurve
+from workbench.diagnosis.analysis.parts import Parts
+from workbench.diagnosis.analysis.proof import Proof
+from workbench.diagnosis.analysis.remedies import remedies_for
+from workbench.diagnosis.analysis.remedy import Remedy, rank
+from workbench.diagnosis.analysis.step_model import StepModel
+from workbench.diagnosis.analysis.verdict import Judgement, judge
+from workbench.runs.spec import Spec
+
+QUIET = 0.1
+"""Cores taken by others that are not worth a word."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Diagnosis(JsonDataclass):
+    """Verdict, reason and remedies of one training step. Get one from `diagnose`."""
+
+    evidence: Evidence
+    """What clocks and experiments found out."""
+    judgement: Judgement
+    """What follows from it."""
+    remedies: tuple[Remedy, ...] = ()
+    """What would help, best first. Their gains do not multiply."""
+    spec: Spec | None = None
+    """What was diagnosed, if it was a spec or a run."""
+    subject: Any = field(default=None, metadata=NOT_STORED)
+    """What was diagnosed, if it was a step and a loader of this process: what `prove` needs to go on."""
+    proofs: list[Proof] = field(default_factory=list)
+    """What `prove` showed so far."""
+
+    @classmethod
+    def of(
+        cls,
+        evidence: Evidence,
+        *,
+        spec: Spec | None = None,
+        subject: Any = None,
+        adjust: Callable[[Remedy], Remedy] | None = None,
+    ) -> "Diagnosis":
+        """Judge evidence.
+
+        Args:
+            evidence: of one training step.
+            spec: what was diagnosed, if it was a spec or a run.
+            subject: what `prove` needs, if it was a step and a loader.
+            adjust: applied to each remedy, such as the widening of intervals by what earlier proofs on this machine showed.
+        """
+        judgement = judge(evidence)
+        found = remedies_for(evidence, judgement, spec=spec)
+        if adjust:
+            found = tuple(sorted(map(adjust, found), key=rank))
+        return cls(evidence=evidence, judgement=judgement, remedies=found, spec=spec, subject=subject)
+
+    @property
+    def verdict(self) -> str:
+        """One word of VERDICTS."""
+        return self.judgement.verdict
+
+    @property
+    def cause(self) -> str:
+        """The same in finer words."""
+        return self.judgement.cause
+
+    @property
+    def why(self) -> str:
+        """The reason, with its numbers."""
+        return self.judgement.why
+
+    @property
+    def next(self) -> str:
+        """What to try first, and what it is predicted to gain."""
+        if not self.remedies:
+            if untried := next((note for note in self.evidence.notes if note.startswith("no time was left to try")), ""):
+                return f"Diagnose again with a larger budget: {untried}."
+            return {
+                "inconclusive": "Measure again when the machine is quieter, or with a larger budget_s.",
+                "compute-bound": "Nothing we know of would make this step faster here: it computes. More or faster devices would.",
+            }.get(self.verdict, "There is no remedy here whose gain could be predicted.")
+        best = next((one for one in self.remedies if one.answers(self.verdict)), self.remedies[0])
+        costs = f" It costs: {best.costs}." if best.costs else ""
+        more = self.remedies[0]
+        also = "" if more is best else f" Whatever the cause: {more.name}, {more.gain}."
+        return f"{best.what} Predicted: {best.gain}.{costs}{also}"
+
+    @cached_property
+    def model(self) -> StepModel:
+        """Predicts the step under changed knobs."""
+        return StepModel.of(self.evidence)
+
+    @property
+    def parts(self) -> Parts:
+        """What the step is made of now."""
+        return self.model.parts()
+
+    @property
+    def loader_curve(self) -> LoaderCurve | None:
+        """Loader and step over the number of workers, predicted, with what was measured beside; None if the loader was not probed."""
+        feeding, loading = self.model.feeding, self.evidence.loading
+        if feeding is None or loading is None:
+            return None
+        now = loading.num_workers
+        curve = feeding.curve(persistent_workers=loading.persistent_workers)
+        return curve.with_measured(loader={now: loading.alone}, step={now: self.model.costs.clean})
+
+    def remedy(self, which: Remedy | int | str | None = None) -> Remedy:
+        """One of the remedies: the best that can be proved (None), by its number in the table (from 1), by its name, or itself.
+
+        Raises:
+            ValueError: there is none, or none of that name or number.
+        """
+        if isinstance(which, Remedy):
+            return which
+        names = ", ".join(f"{i} ({one.name})" for i, one in enumerate(self.remedies, 1)) or "none"
+        if which is None:
+            best = next((one for one in self.remedies if one.provable), None)
+            if best is None:
+                raise ValueError(f"there is nothing to prove: no remedy of this {self.verdict} step turns knobs of ours; it has {names}")
+            return best
+        found = [one for i, one in enumerate(self.remedies, 1) if which in (i, one.name)]
+        if not found:
+            raise ValueError(f"no remedy {which!r}: this diagnosis has {names}")
+        return found[0]
+
+    def prove(self, which: Remedy | int | str | None = None, *, budget_s: float = 60.0) -> Proof:
+        """Run a remedy, interleaved with the step as it is; the proof is kept in `proofs`.
+
+        Args:
+            which: a remedy, its number in the table or its name; None = the best that can be proved.
+            budget_s: seconds it may take.
+
+        Raises:
+            ValueError: there is no such remedy, it is not ours to turn, or what was diagnosed is not here any more.
+        """
+        remedy = self.remedy(which)
+        if not remedy.provable:
+            raise ValueError(f"{remedy.name} is not ours to turn: {remedy.what} Then diagnose again")
+        proof: Proof = late.load("prove")(self, remedy, budget_s=budget_s)
+        self.proofs.append(proof)
+        return proof
+
+    # --- how it shows itself
+
+    @property
+    def summary(self) -> str:
+        """Verdict, why, next."""
+        return f"{self.verdict} ({self.cause})\nWhy: {self.why}\nNext: {self.next}"
+
+    @property
+    def caption(self) -> str:
+        """One line that says what the numbers are."""
+        e = self.evidence
+        if e.observed:
+            text = f"observed in {e.steps} steps; nothing was tried"
+        else:
+            text = f"measured by {len(e.arms)} experiments in {units.seconds(e.seconds)}, {e.steps} calls of step()"
+        if e.noise and QUIET < e.noise.foreign <= FOREIGN:  # from there on, it is among the notes
+            text += f"; other processes took {e.noise.foreign:.1f} of {e.noise.cores:.1f} cores"
+        return "; ".join([text, *e.notes, *self.judgement.notes])
+
+    @property
+    def table(self) -> display.Table:
+        """One row per part of the step: what it adds to it, and what its removal would save (less, where another part hides behind it)."""
+        parts, rows = self.parts, []
+        for part in PARTS:
+            saved = self.judgement.shares.get(part)
+            if parts.seconds(part) or saved:
+                gone = units.MISSING if saved is None else f"{units.percent(saved.low)} … {units.percent(saved.high)}"
+                rows.append([part, units.seconds(parts.seconds(part)), units.percent(parts.share(part)), gone, PART_WORDS[part]])
+        return display.Table(
+            columns=("part", "adds", "share", "without it, saved", ""),
+            rows=[*rows, ["step", units.seconds(parts.step), "100 %", units.MISSING, ""]],
+            title="What the step is made of",
+            note=self.caption,
+        )
+
+    @property
+    def remedy_table(self) -> display.Table:
+        """One row per remedy, best first, proofs beside."""
+        rows = []
+        for i, one in enumerate(self.remedies, 1):
+            proved = [proof for proof in self.proofs if proof.remedy.name == one.name]
+            measured = units.times(proved[-1].measured.mid) if proved else ("not yet" if one.provable else units.MISSING)
+            rows.append([i, one.name, one.gain, measured, one.what])
+        return display.Table(
+            columns=("", "remedy", "predicted", "measured", "what to do"),
+            rows=rows,
+            title="What would help",
+            note="predicted throughput over that of now, each alone: gains do not multiply; prove(1) runs the first",
+        )
+
+    @property
+    def _tables(self) -> list[display.Table]:
+        return [self.table, *([self.remedy_table] if self.remedies else []), self.judgement.table]
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per remedy: predicted speedup with its interval, and the measured one where it was proved."""
+        return display.frame(
+            [
+                {
+                    **one.to_json(),
+                    "provable": one.provable,
+                    "measured": next((p.measured.mid for p in reversed(self.proofs) if p.remedy.name == one.name), math.nan),
+                }
+                for one in self.remedies
+            ],
+            columns=("name", "speedup", "low", "high", "measured", "ceiling", "provable", "change", "what", "formula", "costs"),
+        )
+
+    plot = display.plot_method("diagnosis")
+
+    def __repr__(self) -> str:
+        return f"Diagnosis({self.verdict!r}, cause={self.cause!r}, {len(self.remedies)} remedies)"
+
+    def __str__(self) -> str:
+        return "\n\n".join([self.summary, *map(str, self._tables)])
+
+    def _repr_html_(self) -> str:
+        head = f"<p><strong>{display.escape(self.verdict)}</strong> ({display.escape(self.cause)})</p>"
+        said = f"<p>{display.escape(self.why)}</p><p><strong>Next:</strong> {display.escape(self.next)}</p>"
+        return head + said + "".join(table._repr_html_() for table in self._tables)

@@ -1,0 +1,216 @@
+"""Evidence: what clocks and experiments found out about a training step, before anybody judges it. Seconds, bytes and fractions only.
+
+A step here is one optimizer step, so it takes `accumulation` batches from the loader. Times of several ranks that compute together are
+those of the slowest one: the job's.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from workbench.core.codec import JsonDataclass
+from workbench.core.system_load import Noise
+from workbench.harness.arm import Arm
+from workbench.timeline.timeline import Timeline
+
+__all__ = [
+    "ARMS", "SMALL_OP", "Evidence", "Gradients", "Inside", "Loading", "RankEvidence", "Stalls"
+]  # fmt: skip
+
+ARMS = {
+    "cached": "the batches that were just trained on, again: no loader",
+    "loader": "the loader alone: no training",
+    "device_batch": "the same batches, already on the device: no transfer",
+    "no_optimizer": "no optimizer step",
+    "no_sync": "no reduction of the gradients",
+    "doubled": "batches twice as large",
+    "precision=amp_bf16": "forward and backward in mixed precision with bf16",
+    "precision=amp_fp16": "forward and backward in mixed precision with fp16",
+    "optimizer=fused": "the optimizer's fused implementation",
+    "optimizer=foreach": "the optimizer's foreach implementation",
+    "channels_last": "weights and images in the channels_last layout",
+    "threads=": "another number of threads per operator (`threads=1`, `threads=2`, …)",
+    "no_gc": "Python's cyclic garbage collector switched off",
+    "trimmed": "batches cut to the mean length of their samples: no padding",
+}
+"""What an arm changes in the step, by name; a name that ends in "=" is followed by a value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """What it takes to make a batch. Seconds per batch (not per step)."""
+
+    kind: str
+    """"DataLoader", "iterable" (can be read again) or "once" (an iterator or generator)."""
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    pin_memory: bool = False
+    batch_size: int | None = None
+    """Samples per batch."""
+    batch_bytes: int = 0
+    epoch: int | None = None
+    """Batches per epoch; None = not known."""
+    alone: float = math.nan
+    """From the loader as it is, nothing else running, start-up and a full queue left out: the service time."""
+    cpu: float | None = None
+    """CPU of making a batch in the training process (no workers)."""
+    blocked: float | None = None
+    """Of making it: neither computing nor waiting for a core (storage, network, sleep)."""
+    fetch_cpu: float | None = None
+    """Of `cpu`: the dataset's own (decode, transform)."""
+    fetch_blocked: float | None = None
+    collate: float | None = None
+    """Of `cpu`: collate_fn."""
+    slow_share: float | None = None
+    """Share of the fetch time beyond the median that the slowest twentieth of the samples takes: near 0 = all alike."""
+    read_bytes: float | None = None
+    """Bytes read from files per batch, page cache included (Linux: rchar)."""
+    files: float | None = None
+    """Different files opened per batch, where it could be counted: a shard that is opened for each sample counts once."""
+    worker_cpu: float | None = None
+    """CPU of a worker per batch, transport included; from a probe with one worker, or from the running ones."""
+    handover: float | None = None
+    """CPU of the training process to take a batch from a worker."""
+    start_up: float | None = None
+    """From `iter(loader)` to the first batch, beyond a steady one: paid once per epoch unless workers persist."""
+    depth: tuple[int, ...] = ()
+    """Batches that lay ready before each of the first steps, where that could be read."""
+    slow_lines: tuple[tuple[str, float], ...] = ()
+    """Where making a batch in this process spends its time: "file.py:12 function" and its share, largest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stalls:
+    """Steps that took far longer than their neighbours, the waiting for data aside. Steps are counted by calls of step()."""
+
+    steps: int = 0
+    """How many steps were looked at."""
+    at: tuple[int, ...] = ()
+    """Which of them stalled."""
+    extra: float = 0.0
+    """Mean seconds that a stall adds."""
+    share: float = 0.0
+    """Fraction of the time of all steps (in a full loop) that the stalls add."""
+    every: float | None = None
+    """Steps from one to the next, where that is regular."""
+    where: str | None = None
+    """The line that was running: "train.py:41 save_checkpoint"."""
+    kind: str | None = None
+    """"checkpoint", "evaluation", "logging", "garbage collection" or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inside:
+    """What happens inside a cached step (no loader), from a short trace and from samples of the Python stack. Seconds per step."""
+
+    step: float
+    """Of the cached step while the trace ran."""
+    ops: float
+    """With at least one torch operator (on a GPU: kernel or copy) running."""
+    op_count: float = 0.0
+    """Top-level operators (on a GPU: kernels)."""
+    small_ops: float = 0.0
+    """In operators shorter than SMALL_OP, the optimizer's left out: what is left of them is mostly the cost of calling them."""
+    optimizer: float | None = None
+    """Inside Optimizer.step, as the trace sees it."""
+    optimizer_ops: float | None = None
+    """Of `optimizer`: with an operator running; the rest is Python."""
+    collectives: float | None = None
+    """With a collective running and no other operator: exposed communication; None without several ranks."""
+    syncs: float = 0.0
+    """`.item()` and the like, per step: each lets a GPU run dry."""
+    slowdown: float = 0.0
+    """What the trace cost: 0.1 = the step took 10 % longer while it ran."""
+    cpu: float = 0.0
+    """CPU of the process, all threads, per cached step outside the trace."""
+    blocked: float = 0.0
+    """The training thread neither computes nor waits for a core (CPU training: sleeping, reading or writing files, waiting for others)."""
+    waiting: float = 0.0
+    """The training thread is ready and waits for a core."""
+    gc: float = 0.0
+    """In Python's cyclic garbage collector."""
+    lines: tuple[tuple[str, float], ...] = ()
+    """Where Python was, outside torch: "train.py:41 function" and its share of the step, largest first."""
+
+
+SMALL_OP = 20e-6
+"""Seconds: dispatch, allocation and autograd book-keeping of one operator cost 5 to 15 µs on current CPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """What the ranks reduce, and what that costs here: seconds = latency × buckets + size × per_byte, measured with bare all-reduces."""
+
+    size: int
+    """Bytes of the gradients."""
+    buckets: int
+    """Reductions per step."""
+    latency: float
+    """Seconds of a tiny all-reduce."""
+    per_byte: float
+    """Seconds per byte of a large one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEvidence:
+    """One rank on its own: seconds per step without reductions."""
+
+    rank: int
+    timeline: Timeline
+    """Its steps in the full loop, as the clocks see them."""
+    alone: float = math.nan
+    """Loader and compute, no reduction."""
+    wait: float = math.nan
+    """Of `alone`: waiting for data."""
+    compute: float = math.nan
+    """Cached batches, no reduction."""
+    stalls: Stalls = Stalls()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence(JsonDataclass):
+    """All that was found out about one training step."""
+
+    step: float
+    """Mean seconds of a full step, stalls included: loader, transfer, compute, reductions."""
+    device: str = "cpu"
+    world_size: int = 1
+    accumulation: int = 1
+    threads: int = 1
+    """Threads per operator of each rank."""
+    samples: float | None = None
+    """Samples per step over all ranks, where it could be told."""
+    parameters: int | None = None
+    """Numbers in the model that are trained."""
+    tensors: int | None = None
+    """Tensors they lie in."""
+    convolutions: bool = False
+    """Is there a 2d convolution in the model?"""
+    optimizer: str | None = None
+    """Class of the optimizer, and its implementation: "AdamW(foreach)"."""
+    precision: str = "fp32"
+    arms: Mapping[str, Arm] = dataclasses.field(default_factory=dict)
+    loading: Loading | None = None
+    inside: Inside | None = None
+    stalls: Stalls = Stalls()
+    gradients: Gradients | None = None
+    ranks: tuple[RankEvidence, ...] = ()
+    noise: Noise | None = None
+    longest_wait: float = math.nan
+    """Mean seconds, over steps, of the longest wait for data of any rank while none waits for another: with reductions, all wait for it."""
+    padding: float | None = None
+    """Fraction of the batch that is padding; None = no padding was recognised."""
+    observed: bool = False
+    """True: from a finished run, nothing was tried. False: from experiments."""
+    seconds: float = 0.0
+    """What the experiments took."""
+    steps: int = 0
+    """Calls of step()."""
+    notes: tuple[str, ...] = ()
+    """What could not be done, and what was done instead."""
+
+    def arm(self, name: str) -> Arm | None:
+        """The arm of that name, if it was run."""
+        return self.arms.get(name)

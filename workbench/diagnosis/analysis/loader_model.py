@@ -1,0 +1,310 @@
+"""Feeding: how many workers does a step need? Two probes give the whole curve; arithmetic only.
+
+Uneven batches: what slow samples cost when workers deliver in order and only so many batches may lie ready.
+"""
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
+
+from workbench.diagnosis.analysis.evidence import Evidence
+from workbench.diagnosis.analysis.loader_curve import CurvePoint, LoaderCurve
+
+COUNT = 400
+"""Batches that are played through: the mean over them is within a few percent of that over many."""
+SLOWEST = 0.05
+"""The samples whose share of the time is known: see `Loading.slow_share`."""
+
+
+def paced(making: Sequence[float], workers: int, queue: int, training: float) -> float:
+    """Seconds per batch of a loop whose workers deliver in order.
+
+    Batch j is made by worker j mod n as soon as that one is free and batch j − queue has been taken; it is taken in its turn, when training
+    on the one before is done.
+
+    >>> paced([2.0] * 100, workers=2, queue=4, training=0.5)
+    1.0
+    >>> paced([2.0] * 100, workers=4, queue=8, training=1.5)
+    1.5
+
+    Args:
+        making: seconds to make each batch; the first half, in which queues fill up, is not counted.
+        workers: n.
+        queue: batches that are on their way or ready, at most.
+        training: seconds that training takes for a batch.
+    """
+    made, taken = [0.0] * len(making), [0.0] * len(making)
+    for j, seconds in enumerate(making):
+        free = made[j - workers] if j >= workers else 0.0
+        asked = taken[j - queue] if j >= queue else 0.0
+        made[j] = max(free, asked) + seconds
+        taken[j] = max(made[j], taken[j - 1] + training if j else 0.0)
+    half = len(making) // 2
+    return (taken[-1] - taken[half - 1]) / (len(making) - half)
+
+
+@lru_cache(maxsize=64)
+def uneven(share: float, batch_size: int) -> tuple[float, ...]:
+    """Relative times to make batches, mean 1 in the second half: the slowest twentieth of the samples takes `share` of the time more.
+
+    The same each time: no chance in a result.
+    """
+    chance = random.Random(0)
+    slow = [sum(chance.random() < SLOWEST for _ in range(batch_size)) for _ in range(COUNT)]
+    mean = sum(slow[COUNT // 2 :]) / (COUNT - COUNT // 2)  # of those that count
+    return tuple((1 - share) + share * count / mean if mean else 1.0 for count in slow)
+
+
+__all__ = ["CurvePoint", "Feeding", "LoaderCurve", "blind_window"]
+
+PLATEAU = 0.05
+"""A number of workers within 5 % of the best one is as good: two runs of one setting differ as much."""
+MOST_WORKERS = 64
+"""Beyond that nobody looks."""
+ALONE = 1.2
+"""CPU over duration: below that, training computes on one thread."""
+UNEVEN = 0.1
+"""A smaller share of slow samples is as good as none."""
+PACE = 1.5
+"""A machine is not that much faster or slower than a minute ago: then the probe saw something else."""
+LEAST_CORES = 0.25
+"""However busy the machine is, something is left for us."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feeding:
+    """What decides how fast a loader feeds a step. Seconds per batch.
+
+    With n workers, and w, d, h, C, K, R as named below:
+
+        loader(0) = cpu + d                    step(0) = loader(0) + C
+        loader(n) = max((w + d) / n, R (w + h) / K, h)
+        step(n)   = max(loader(n), C + h + late)
+
+    `late` is what training loses to workers that run on its cores. It leaves them idle for `spare = K (C + h) − R (compute_cpu + h)`; what
+    they need beyond that, R w − spare, is taken from it. If training computes on one thread, all K cores share the loss, so that
+    C + h + late = R (w + h + compute_cpu) / K. If its threads wait for each other at the end of every operator, they get on only while none
+    of them is put aside, half of the time beside each busy worker: b busy ones, which work at half speed, too, cost it 2 (1 − 2^−b) / b of
+    the time that they compute.
+
+    Known error of the step, 36 settings with 1 to 4 workers on two cores (sleeping, computing and mixed loaders): 6.5 % in the median, 33 %
+    at worst. The worst ones had probes that other processes disturbed. Where batches are cheap and training binds, it is 10 to 20 % too
+    short: a batch that comes fresh from a worker costs training more than one that is replayed.
+    If some samples are far slower than others, batches are uneven, and max(loader, …) is played through batch by batch: `uneven.paced`.
+    Left out: hyperthreads, memory bandwidth.
+    """
+
+    cpu: float
+    """CPU of making a batch in the training process."""
+    blocked: float = 0.0
+    """d: the time of making it that is spent neither computing nor waiting for a core."""
+    worker_cpu: float | None = None
+    """w: CPU of a worker per batch, transport included. None = not known: `cpu` is taken."""
+    handover: float = 0.0
+    """h: CPU of the training process to take a batch from a worker."""
+    compute: float = 0.0
+    """C: training on a batch that is there already."""
+    compute_cpu: float | None = None
+    """CPU of that on the host, all threads of the process. None = `compute`."""
+    cores: float = 1.0
+    """K: that our processes may use, less those that others take."""
+    ranks: int = 1
+    """R: training processes that share the cores, each with workers of its own."""
+    accumulation: int = 1
+    """Batches per step."""
+    start_up: float = 0.0
+    """To start the workers that there are now (if none: one), once per epoch unless they persist."""
+    epoch: int | None = None
+    """Batches per epoch."""
+    batch_bytes: int = 0
+    batch_size: int | None = None
+    slow_share: float = 0.0
+    """Of the time of making a batch: what the slowest twentieth of the samples takes beyond the others, see `Loading.slow_share`."""
+    num_workers: int = 0
+    """What the loader has now."""
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> Self | None:
+        """From what was measured; None if nothing is known about how batches are made, or about the step without that."""
+        loading, cached = evidence.loading, evidence.arm("cached")
+        if loading is None or cached is None:
+            return None
+        cpu = loading.cpu if loading.cpu is not None else loading.worker_cpu
+        if cpu is None:
+            return None
+        inside, noise = evidence.inside, evidence.noise
+        probed = cls(
+            cpu=cpu,
+            blocked=loading.blocked or 0.0,
+            worker_cpu=loading.worker_cpu,
+            handover=loading.handover or 0.0,
+            compute=cached.seconds / evidence.accumulation,
+            compute_cpu=inside.cpu / evidence.accumulation if inside and inside.cpu else None,
+            cores=max(LEAST_CORES, noise.cores - noise.foreign) if noise else 1.0,
+            ranks=evidence.world_size,
+            accumulation=evidence.accumulation,
+            start_up=loading.start_up or 0.0,
+            epoch=loading.epoch,
+            batch_bytes=loading.batch_bytes,
+            batch_size=loading.batch_size,
+            slow_share=min(1.0, max(0.0, loading.slow_share or 0.0)),
+            num_workers=loading.num_workers,
+        )
+        alone = evidence.arm("loader")
+        return probed._at_the_pace_of(alone.seconds / evidence.accumulation) if alone else probed
+
+    def _at_the_pace_of(self, loader: float) -> Self:
+        """The same with the CPU times of the probes scaled to a loader's measured seconds per batch: machines are faster or slower for
+        a while, and the loader's arm was measured beside the others.
+        """
+        n = self.num_workers
+        if n == 0:
+            now, then = self.cpu, loader - self.blocked
+        elif max(terms := self._loader_terms(n), key=terms.__getitem__) == "workers":
+            now, then = self._worker, loader * n - self.blocked
+        else:
+            now, then = self.loader(n), loader
+        pace = min(max(then / now, 1 / PACE), PACE) if now > 0 else 1.0
+        return dataclasses.replace(
+            self,
+            cpu=self.cpu * pace,
+            worker_cpu=None if self.worker_cpu is None else self.worker_cpu * pace,
+            handover=self.handover * pace,
+        )
+
+    def loader(self, num_workers: int, *, prefetch_factor: int = 2) -> float:
+        """Seconds per batch of the loader alone."""
+        if num_workers == 0:
+            return self.cpu + self.blocked
+        terms = self._loader_terms(num_workers)
+        return max(self._delivered(num_workers, prefetch_factor, self.handover), terms["cores"], terms["hand-over"])
+
+    def step(self, num_workers: int, *, prefetch_factor: int = 2, persistent_workers: bool = False) -> float:
+        """Seconds per step (of `accumulation` batches) with the loader and training both at work, the start of each epoch included."""
+        if num_workers == 0:
+            return (self.loader(0) + self.compute) * self.accumulation
+        loader, training = self.loader(num_workers, prefetch_factor=prefetch_factor), self._training(num_workers)
+        steady = max(loader, self._delivered(num_workers, prefetch_factor, training))
+        if self.epoch:
+            # workers begin an epoch with empty queues: training waits for the first batch, the workers do not wait for training
+            start = 0.0 if persistent_workers else self.start_up * (1 + num_workers) / (1 + max(1, self.num_workers))
+            first = self._worker + self.blocked
+            trained = first + self.epoch * (steady if steady > loader else training)
+            steady = (start + max(self.epoch * loader + self.compute, trained)) / self.epoch
+        return steady * self.accumulation
+
+    def data_wait(self, num_workers: int, *, prefetch_factor: int = 2, persistent_workers: bool = False) -> float:
+        """Of `step`: what loading adds to training on batches that are there already."""
+        step = self.step(num_workers, prefetch_factor=prefetch_factor, persistent_workers=persistent_workers)
+        return max(0.0, step - self.compute * self.accumulation)
+
+    def binds(self, num_workers: int) -> str:
+        """Which term holds the step where it is: "in turn" (no workers), "workers", "cores", "hand-over" or "compute"."""
+        if num_workers == 0:
+            return "in turn"
+        late = self._training(num_workers) - self.compute - self.handover
+        terms = {**self._loader_terms(num_workers), "compute": self.compute + self.handover}
+        if late > 0:
+            terms["cores"] = max(terms["cores"], self.compute + self.handover + late)
+        return max(terms, key=terms.__getitem__)
+
+    def recommend(self, *, most: int | None = None, prefetch_factor: int = 2, shm_bytes: float | None = None) -> int:
+        """The smallest number of workers whose step is within 5 % of the best.
+
+        Args:
+            most: workers, at most (None: as many as there are cores for each rank, or more if they mostly wait).
+            prefetch_factor: batches that each of them makes ahead.
+            shm_bytes: shared memory that their batches have to fit in.
+        """
+        most = self._most if most is None else most
+        if shm_bytes is not None and self.batch_bytes:
+            most = min(most, math.floor((shm_bytes / self.batch_bytes / self.ranks - 1) / prefetch_factor))
+        steps = [self.step(count, prefetch_factor=prefetch_factor, persistent_workers=True) for count in range(max(0, most) + 1)]
+        return next(count for count, step in enumerate(steps) if step <= (1 + PLATEAU) * min(steps))
+
+    def curve(self, most: int | None = None, *, persistent_workers: bool = True) -> LoaderCurve:
+        """The prediction for 0 to `most` workers (None: a little beyond the recommended number and that of now).
+
+        Args:
+            most: workers.
+            persistent_workers: those that there are now, which are predicted as they are. All others are recommended ones: they persist.
+
+        Raises:
+            ValueError: fewer than 0.
+        """
+        if most is not None and most < 0:
+            raise ValueError(f"a curve up to {most} workers: 0 or more are possible, e.g. curve(8)")
+        recommended = self.recommend()
+        last = min(MOST_WORKERS, max(4, recommended + 2, self.num_workers)) if most is None else most
+        return LoaderCurve(
+            points=tuple(
+                CurvePoint(
+                    num_workers=n,
+                    loader=self.loader(n),
+                    step=self.step(n, persistent_workers=persistent_workers or n != self.num_workers),
+                    binds=self.binds(n),
+                )
+                for n in range(last + 1)
+            ),
+            recommended=recommended,
+            compute=self.compute * self.accumulation,
+            current=self.num_workers,
+            persistent_workers=persistent_workers or not self.num_workers,
+        )
+
+    @property
+    def _worker(self) -> float:
+        return self.cpu if self.worker_cpu is None else self.worker_cpu
+
+    @property
+    def _most(self) -> int:
+        """Enough workers for any purpose: with more, the cores or the hand-over bind."""
+        floor = max(self.compute + self.handover, self.ranks * (self._worker + self.handover) / self.cores, 1e-9)
+        return min(MOST_WORKERS, math.ceil((self._worker + self.blocked) / floor) + 1)
+
+    def _delivered(self, num_workers: int, prefetch_factor: int, training: float) -> float:
+        """Seconds per batch if only the workers and training limit it."""
+        alone = (self._worker + self.blocked) / num_workers
+        if self.slow_share < UNEVEN or not self.batch_size or not alone:
+            return max(alone, training)
+        making = [num_workers * alone * relative for relative in uneven(round(self.slow_share, 2), self.batch_size)]
+        return paced(making, num_workers, num_workers * max(1, prefetch_factor), training)
+
+    def _loader_terms(self, num_workers: int) -> dict[str, float]:
+        return {
+            "workers": (self._worker + self.blocked) / num_workers,
+            "cores": self.ranks * (self._worker + self.handover) / self.cores,
+            "hand-over": self.handover,
+        }
+
+    def _training(self, num_workers: int) -> float:
+        """Seconds per batch that training takes beside such workers, if it never waits for them."""
+        own = self.compute + self.handover
+        cpu = self.compute if self.compute_cpu is None else self.compute_cpu
+        wanted = self.ranks * self._worker
+        spare = self.cores * own - self.ranks * (cpu + self.handover)
+        if wanted <= max(0.0, spare):
+            return own
+        late = wanted - max(0.0, spare)
+        if cpu <= ALONE * self.compute:  # its core is shared like all others
+            return own + late / self.cores
+        step = own + late  # beside one busy worker, which is the worst
+        for _ in range(8):
+            busy = min(max(1.0, wanted / step), self.ranks * num_workers, max(1.0, self.cores))
+            step = own + late * 2 * (1 - 0.5**busy) / busy
+        return step
+
+
+def blind_window(service: float, compute: float, queue: int) -> float:
+    """Steps of one batch for which a queue, full at first, hides a loader that is slower than training; infinite if it is not slower.
+
+    The queue loses `1 - compute / service` of a batch per step.
+
+    >>> blind_window(0.050, 0.025, 8), blind_window(0.010, 0.025, 8)
+    (16.0, inf)
+    """
+    return queue / (1 - compute / service) if service > compute else math.inf

@@ -1,0 +1,113 @@
+"""Observed: evidence from the timelines of a run alone. Nothing was tried, so every saving is a ceiling, and some questions stay open."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+
+from workbench.core import units
+from workbench.core.vocabulary import PHASES
+from workbench.diagnosis.analysis.evidence import Evidence, Loading, RankEvidence
+from workbench.diagnosis.analysis.stalls import Call, find_stalls
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec
+from workbench.timeline.timeline import Timeline
+
+FEW = 8
+"""Fewer measured steps say nothing about a mean."""
+DATA, BACKWARD = PHASES.index("data_wait"), PHASES.index("backward")
+
+
+def observe(run: Run) -> Evidence:
+    """What a run's timelines tell.
+
+    Under DDP all ranks are equally long at each step, since they wait for each other inside `backward`. The one that is waited for is the
+    one that waits least there: what the others' backward takes longer than the shortest is counted as their waiting, not as their work.
+
+    Raises:
+        ValueError: the run has no step to look at, or too few.
+    """
+    timelines = [drained(one) for one in run.timelines if one.count]
+    if not timelines or min(one.count for one in timelines) < FEW:
+        most = min((one.count for one in timelines), default=0)
+        hint = "wait for it: run.wait()" if run.state == "running" else "a script's steps are measured with watch=True"
+        raise ValueError(f"{run!r} has {most} measured steps, and at least {FEW} are wanted to judge it ({run.state}): {run.error or hint}")
+    spec = run.spec if isinstance(run.spec, RunSpec) else None
+    waits = _waits(timelines)
+    ranks = tuple(_rank(one, wait) for one, wait in zip(timelines, waits, strict=True))
+    together = max((one.stalls for one in ranks), key=lambda one: one.share)
+    samples = [_samples(one) for one in timelines]
+    return Evidence(
+        step=statistics.fmean(one.mean() for one in timelines),
+        device="cuda" if timelines[0].clock == "device" else "cpu",
+        world_size=max(len(timelines), run.spec.world_size),
+        accumulation=spec.accumulation if spec else 1,
+        threads=run.spec.threads,
+        samples=None if None in samples else sum(one for one in samples if one is not None),
+        precision=spec.precision if spec else "fp32",
+        loading=_loading(spec) if spec else None,
+        stalls=together,
+        ranks=ranks,
+        observed=True,
+        steps=sum(one.count for one in timelines),
+        notes=_notes(timelines),
+    )
+
+
+def drained(timeline: Timeline) -> Timeline:
+    """Without the steps in which a queue that was full at first still hid a loader that cannot keep up."""
+    waits = timeline.values("data_wait")
+    half = len(waits) // 2
+    if half < FEW:
+        return timeline
+    late, early, step = statistics.fmean(waits[half:]), statistics.fmean(waits[:half]), timeline.mean()
+    if late - early < 0.05 * step or late < 1.5 * early:
+        return timeline
+    left = timeline.left_out + half
+    note = f"waiting for data grew from {units.seconds(early)} to {units.seconds(late)} per step: only the last steps count"
+    return dataclasses.replace(timeline, warmup=left, notes=(*timeline.notes, note))
+
+
+def _waits(timelines: Sequence[Timeline]) -> list[list[float]]:
+    """Of each rank, step by step: what its backward takes longer than the shortest one."""
+    count = min(one.count for one in timelines)
+    columns = [[step.phases[BACKWARD] for step in one.measured[-count:]] for one in timelines]
+    if len(columns) == 1:
+        return [[0.0] * count]
+    return [[mine - min(all_) for mine, all_ in zip(column, zip(*columns, strict=True), strict=True)] for column in columns]
+
+
+def _rank(timeline: Timeline, waits: Sequence[float]) -> RankEvidence:
+    steps = timeline.measured[-len(waits) :]
+    own = [step.seconds - step.phases[DATA] - wait for step, wait in zip(steps, waits, strict=True)]
+    wait = statistics.fmean(step.phases[DATA] for step in steps)
+    stalls = find_stalls([Call(number=step.index, seconds=seconds) for step, seconds in zip(steps, own, strict=True)], wait=wait)
+    stalled = set(stalls.at)
+    compute = statistics.fmean(seconds for step, seconds in zip(steps, own, strict=True) if step.index not in stalled)
+    return RankEvidence(rank=timeline.rank, timeline=timeline, alone=compute + wait, wait=wait, compute=compute, stalls=stalls)
+
+
+def _samples(timeline: Timeline) -> float | None:
+    known = [step.samples for step in timeline.measured if step.samples is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _loading(spec: RunSpec) -> Loading:
+    return Loading(
+        kind="DataLoader",
+        num_workers=spec.num_workers,
+        prefetch_factor=spec.prefetch_factor,
+        persistent_workers=spec.persistent_workers,
+        pin_memory=spec.pin_memory,
+        batch_size=spec.micro_batch,
+        alone=math.nan,
+    )
+
+
+def _notes(timelines: Sequence[Timeline]) -> tuple[str, ...]:
+    """What only an experiment could settle, beside what the timelines say about themselves."""
+    notes = [note for one in timelines for note in one.notes]
+    notes.append("only an experiment could settle: what the loader would take alone, how much of forward and backward is Python")
+    if len(timelines) > 1:
+        notes[-1] += ", what reducing the gradients costs (it is inside backward)"
+    return tuple(dict.fromkeys(notes))

@@ -1,0 +1,208 @@
+"""Proof: a remedy that was run, predicted against measured; and Ladder: the throughput after one proved remedy on top of another."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass, fields_to_json
+from workbench.core.display import table as display
+from workbench.core.statistics import Interval
+from workbench.diagnosis.analysis.remedy import Remedy
+
+TOLERANCE = 0.25
+"""A prediction this far off did not hold: the choice of a remedy could have been another one."""
+REAL = 1.02
+"""Least speedup that is called one: below it, drift between neighbouring blocks looks the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof(display.Shown, JsonDataclass):
+    """A remedy's prediction beside what running it showed, interleaved with the baseline."""
+
+    remedy: Remedy
+    """What was tried, with its prediction."""
+    measured: Interval
+    """Throughput in samples with the remedy over that without."""
+    baseline: float = math.nan
+    """Samples per second without it (steps per second where a batch's samples could not be told)."""
+    notes: tuple[str, ...] = ()
+    """What the measurement has to say about itself."""
+
+    @property
+    def predicted(self) -> Interval:
+        """The remedy's speedup with its interval."""
+        return Interval(low=self.remedy.low, mid=self.remedy.speedup, high=self.remedy.high)
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1: 0.1 = the prediction was 10 % too high."""
+        return self.remedy.speedup / self.measured.mid - 1
+
+    @property
+    def gained(self) -> bool:
+        """Is the step faster beyond doubt?"""
+        return self.measured.low > 1 and self.measured.mid >= REAL
+
+    @property
+    def held(self) -> bool:
+        """Was the prediction right: the gain is there, and no further off than TOLERANCE? A ceiling holds if it was not exceeded."""
+        fair = self.measured.low <= self.remedy.high if self.remedy.ceiling else abs(self.error) <= TOLERANCE
+        return self.gained and fair
+
+    @property
+    def summary(self) -> str:
+        """One line: what was predicted, what was measured, and whether they agree."""
+        return (
+            f"{self.remedy.name}: predicted {units.times(self.remedy.speedup)} ({_between(self.predicted)}), "
+            f"measured {units.times(self.measured.mid)} ({_between(self.measured)}): {self.word}"
+        )
+
+    @property
+    def word(self) -> str:
+        """How the proof went, in words."""
+        if math.isnan(self.measured.mid):
+            return "it could not be run"
+        if not self.gained:
+            return "it did not help"
+        error = f"the prediction was {units.percent(abs(self.error))} too {'high' if self.error > 0 else 'low'}"
+        if self.remedy.ceiling:
+            return f"it helps; {'a ceiling, as promised' if self.held else 'beyond its ceiling'}"
+        return f"it helps; {error}"
+
+    @property
+    def table(self) -> display.Table:
+        """Two rows: predicted, measured."""
+        rows = [
+            [kind, units.times(one.mid), units.times(one.low), units.times(one.high)]
+            for kind, one in (("predicted", self.predicted), ("measured", self.measured))
+        ]
+        return display.Table(
+            columns=("", "speedup", "low", "high"),
+            rows=rows,
+            title=f"Proof of {self.remedy.name}",
+            note="; ".join([self.word, *self.notes]),
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row."""
+        return display.frame([proof_row(self)])
+
+    plot = display.plot_method("proof")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**fields_to_json(self), "measured": self.measured.to_list()}
+
+    def __repr__(self) -> str:
+        return f"Proof({self.remedy.name!r}, predicted={units.times(self.remedy.speedup)}, measured={units.times(self.measured.mid)})"
+
+
+def proof_row(proof: Proof) -> dict[str, object]:
+    """A proof as plain columns."""
+    return {
+        "remedy": proof.remedy.name,
+        "predicted": proof.remedy.speedup,
+        "predicted_low": proof.remedy.low,
+        "predicted_high": proof.remedy.high,
+        "measured": proof.measured.mid,
+        "measured_low": proof.measured.low,
+        "measured_high": proof.measured.high,
+        "error": proof.error,
+        "gained": proof.gained,
+        "held": proof.held,
+    }
+
+
+def _between(one: Interval) -> str:
+    return f"{units.times(one.low)} … {units.times(one.high)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung(JsonDataclass):
+    """One attempt to climb: what held the step back, what was tried, what came of it."""
+
+    verdict: str
+    """Before the attempt."""
+    cause: str
+    """Before the attempt, in finer words."""
+    proof: Proof
+    """The remedy that was tried."""
+    samples_per_sec: float
+    """After it (as before, where it was dropped); steps per second where samples are not known."""
+
+    @property
+    def kept(self) -> bool:
+        """Does the climb go on from here? A remedy that does not help is dropped."""
+        return self.proof.gained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder(display.Shown, JsonDataclass):
+    """Throughput after each proved remedy, from where the climb began to where nothing predicted to be worth it was left."""
+
+    start: float
+    """Samples per second before the first rung."""
+    rungs: tuple[Rung, ...] = ()
+    """Every attempt, those that were dropped included."""
+    verdict: str = "compute-bound"
+    """At the end."""
+    cause: str = "compute"
+    """At the end, in finer words."""
+    changes: Mapping[str, Any] | None = None
+    """All knobs that were turned and kept; None = nothing was."""
+    stopped: str = ""
+    """Why the climb ended there."""
+
+    @property
+    def kept(self) -> tuple[Rung, ...]:
+        """The rungs that helped."""
+        return tuple(rung for rung in self.rungs if rung.kept)
+
+    @property
+    def speedup(self) -> float:
+        """Throughput at the end over that at the start: the product of what was measured rung by rung, each against its own baseline."""
+        return math.prod(rung.proof.measured.mid for rung in self.kept)
+
+    @property
+    def samples_per_sec(self) -> float:
+        """At the end."""
+        return self.kept[-1].samples_per_sec if self.kept else self.start
+
+    @property
+    def table(self) -> display.Table:
+        """One row per rung, the start first."""
+        rows: list[list[object]] = [["start", units.MISSING, units.MISSING, units.rate(self.start), "–"]]
+        for rung in self.rungs:
+            proof = rung.proof
+            rows.append(
+                [
+                    proof.remedy.name,
+                    units.times(proof.remedy.speedup),
+                    units.times(proof.measured.mid),
+                    units.rate(rung.samples_per_sec) if rung.kept else units.MISSING,
+                    f"{rung.verdict} ({rung.cause})" + ("" if rung.kept else ": it did not help, and was dropped"),
+                ]
+            )
+        note = f"measured rung by rung, each beside its own baseline: {units.times(self.speedup)} in all; now {self.verdict} ({self.cause})"
+        return display.Table(
+            columns=("remedy", "predicted", "measured", "throughput", "against"),
+            rows=rows,
+            title="The ladder",
+            note=f"{note}; {self.stopped}" if self.stopped else note,
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per rung: predicted and measured speedup, throughput after it."""
+        return display.frame(
+            [
+                {**proof_row(r.proof), "kept": r.kept, "verdict": r.verdict, "cause": r.cause, "samples_per_sec": r.samples_per_sec}
+                for r in self.rungs
+            ]
+        )
+
+    plot = display.plot_method("ladder")
+
+    def __repr__(self) -> str:
+        return f"Ladder({len(self.rungs)} rungs)"

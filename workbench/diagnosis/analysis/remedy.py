@@ -1,0 +1,214 @@
+"""Remedy: one change of the step, with the gain it promises, how that was worked out, and what it costs.
+
+Promises: from a change of the step to a Remedy with its predicted gain; and what can be turned, and where.
+
+Turning: what becomes of a spec when a remedy is followed.
+"""
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass, OrInf
+from workbench.core.statistics import Interval
+from workbench.diagnosis.analysis.costs import Costs, saved_by
+from workbench.diagnosis.analysis.evidence import Evidence
+from workbench.diagnosis.analysis.step_model import StepModel
+from workbench.diagnosis.analysis.verdict import Judgement
+from workbench.runs.spec import IMPLEMENTATIONS, KNOBS, RunSpec, ScriptSpec, Spec, check_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy(JsonDataclass):
+    """A change and its predicted gain. Gains of several remedies are not multiplied: what one frees, the other may no longer find."""
+
+    name: str
+    """Short, and unique in a diagnosis: "num_workers=2"."""
+    change: Mapping[str, Any] = field(default_factory=dict)
+    """Knobs to turn: fields of RunSpec, and `optimizer` ("fused", "foreach"), `channels_last`, `gc`; empty where it is not ours to turn."""
+    what: str
+    """What to do, in a sentence."""
+    speedup: OrInf
+    """Predicted throughput in samples over that of now."""
+    low: OrInf
+    """The same, at least."""
+    high: OrInf
+    """The same, at most."""
+    formula: str
+    """How the prediction was worked out, with the numbers that went in."""
+    costs: str = ""
+    """What it costs: memory, accuracy, convenience; empty = nothing that we know of."""
+    ceiling: bool = False
+    """True: no more than this, since what replaces the removed part is taken to cost nothing."""
+
+    @property
+    def provable(self) -> bool:
+        """Can it be tried by turning knobs?"""
+        return bool(self.change)
+
+    def answers(self, verdict: str) -> bool:
+        """Does it change what the verdict blames, and not only make the rest of the step shorter?"""
+        shortens = [KNOBS[name].shortens if name in KNOBS else () for name in self.change]
+        return not any(shortens) or all(verdict in verdicts for verdicts in shortens)
+
+    @property
+    def gain(self) -> str:
+        """The prediction as text: "1.62× (1.51× … 1.70×)"; of a ceiling "up to 1.62×"."""
+        if self.ceiling:
+            return f"up to {units.times(self.speedup)}"
+        return f"{units.times(self.speedup)} ({units.times(self.low)} … {units.times(self.high)})"
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: {self.gain}",
+            self.what,
+            f"Predicted from: {self.formula}.",
+            f"It costs: {self.costs or 'nothing we know of'}.",
+        ]
+        return "\n".join(lines)
+
+
+def rank(remedy: Remedy) -> float:
+    """By which remedies are sorted: the larger the gain, the earlier. Of a ceiling half is counted: what replaces the part is not free."""
+    return -(1 + (remedy.speedup - 1) / 2 if remedy.ceiling else remedy.speedup)
+
+
+WORTH = 1.03
+"""Smaller gains are not offered: two runs of one setting differ as much."""
+WORTH_A_BATCH = 1.15
+"""A larger batch changes what is trained, so it has to gain more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Everything a remedy may be derived from."""
+
+    evidence: Evidence
+    judgement: Judgement
+    model: StepModel
+    spec: Spec | None = None
+
+    @property
+    def costs(self) -> Costs:
+        return self.model.costs
+
+    def turnable(self, change: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The change, if all of it can be turned from here; else nothing, and the remedy is for people."""
+        if isinstance(self.spec, ScriptSpec):
+            return {}
+        if isinstance(self.spec, RunSpec):
+            known = set(KNOBS)
+        else:
+            loading = self.evidence.loading
+            places = ("loader", "step") if loading and loading.kind == "DataLoader" else ("step",)
+            known = {name for name, about in KNOBS.items() if about.turned_in in places}
+        return dict(change) if set(change) <= known else {}
+
+
+def worth(remedy: Remedy, least: float = WORTH) -> bool:
+    """Is it predicted to help, and not only perhaps?"""
+    return remedy.speedup >= least and remedy.low >= 1.0
+
+
+def tried(case: Case, arm: str, change: Mapping[str, Any], what: str, costs: str) -> Remedy | None:
+    """A change that an experiment made itself: its saving, put into the full step."""
+    e, model = case.evidence, case.model
+    if arm not in e.arms:
+        return None
+    seconds = saved_by(e, e.arms[arm], case.costs.replayed)
+    remedy = Remedy(
+        name=", ".join(f"{name}={value}" for name, value in change.items()),
+        change=case.turnable(change),
+        what=what,
+        speedup=model.without(seconds.mid, **change),
+        low=model.without(seconds.low, **change),
+        high=model.without(seconds.high, **change),
+        formula=f"measured: it saves {units.percent(e.arms[arm].saved.mid)} of the step without its loader; put into the full step",
+        costs=costs,
+    )
+    return remedy if worth(remedy) else None
+
+
+def predicted(
+    case: Case, name: str, change: Mapping[str, Any], what: str, speedup: float, errors: tuple[float, float], formula: str, costs: str = ""
+) -> Remedy:
+    """A formula's prediction; `errors` = how far measurements lie from it, as factors of the step: (0.95, 1.1) = 5 % less to 10 % more."""
+    faster, slower = errors
+    return Remedy(
+        name=name,
+        change=case.turnable(change),
+        what=what,
+        speedup=speedup,
+        low=max(min(1.0, speedup), speedup / slower),
+        high=speedup / faster,
+        formula=formula,
+        costs=costs,
+    )
+
+
+def ceiling(
+    case: Case,
+    name: str,
+    what: str,
+    saved: float | Interval,
+    formula: str,
+    costs: str = "",
+    change: Mapping[str, Any] | None = None,
+) -> Remedy | None:
+    """What the removal of a part would gain, whatever replaces it taken to be free.
+
+    Args:
+        case: the step.
+        name: of the remedy.
+        what: to do.
+        saved: fraction of the step.
+        formula: what is removed.
+        costs: of the remedy.
+        change: knobs, where there are any.
+    """
+    most = saved.mid if isinstance(saved, Interval) else saved
+    top = saved.high if isinstance(saved, Interval) else saved
+    if most <= 0:
+        return None
+    speedup = 1 / max(1e-3, 1 - most)
+    remedy = Remedy(
+        name=name,
+        change=case.turnable(change or {}),
+        what=what,
+        speedup=speedup,
+        low=1.0,
+        high=1 / max(1e-3, 1 - min(0.999, top)),
+        formula=f"ceiling: {formula}",
+        costs=costs,
+        ceiling=True,
+    )
+    return remedy if worth(remedy) else None
+
+
+def turned(spec: RunSpec, remedy: Remedy) -> RunSpec:
+    """The spec with a remedy's knobs turned, and with those that hang on them: without workers nothing is prefetched.
+
+    Raises:
+        SpecError: a knob that a spec does not have, or a value it does not take.
+    """
+    change = dict(remedy.change)
+    check_names(RunSpec, change)
+    if change.get("num_workers") == 0:
+        change = {"prefetch_factor": None, "persistent_workers": False} | change
+    if spec.optimizer and spec.optimizer not in IMPLEMENTATIONS and change.get("optimizer") in IMPLEMENTATIONS:
+        change["optimizer"] = _implemented(spec.optimizer, change["optimizer"])
+    return spec.replace(**change)
+
+
+def _implemented(optimizer: str, how: str) -> str:
+    """An optimizer's name and options, with its implementation among them.
+
+    >>> _implemented("adamw(betas=(0.9, 0.95), foreach=True)", "fused")
+    'adamw(betas=(0.9, 0.95), fused=True)'
+    """
+    node = ast.parse(optimizer.strip(), mode="eval").body
+    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+    options = [option for option in call.keywords if option.arg not in IMPLEMENTATIONS]
+    return ast.unparse(ast.Call(func=call.func, args=call.args, keywords=[*options, ast.keyword(how, ast.Constant(True))]))

@@ -1,0 +1,190 @@
+"""Stalls: calls of step() that took far longer than their like, told apart from noise and from steps that are merely of several lengths."""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from workbench.diagnosis.analysis.evidence import Stalls
+from workbench.harness.place import Place
+
+LEVELS = (15.0, 7.0, 3.0, 1.5, 0.7)
+"""Normal lengths by which a call exceeds the normal one. Those above a level are looked at together, the highest level first, so that a
+checkpoint shows among evaluations, and both among batches of different lengths."""
+IRREGULAR = 3.0
+"""Without regularity a stall exceeds the normal length by so many of it: lengths of sequences vary by a factor of 3 in healthy training."""
+ABOVE_THE_REST = 2.0
+"""And it is so many times longer than the longest tenth of the other calls begins."""
+LEAST = 2e-3
+"""Seconds: without regularity, less is what an operating system does now and then."""
+RARE = 0.1
+"""Irregular stalls are at most this fraction of the calls: what is more frequent is a step of two lengths."""
+SHORT_PERIOD, LONG_PERIOD = 4, 8
+"""Calls: below the first, regular long steps are how the step works (accumulation, the two networks of a GAN); between the two they are
+so if they exceed the normal length by no more than IRREGULAR."""
+HITS, PURITY = 0.8, 0.6
+"""A period holds if so many of its turns are long calls, and so many of the long calls are its turns."""
+FEW = 3
+"""Fewer turns show no period."""
+FEW_CALLS = 4
+"""So many calls of an arm tell its normal length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of step(). Seconds."""
+
+    number: int
+    """Which one it was: the user's own counter (`if step % 100 == 0`) goes by that."""
+    seconds: float
+    arm: str = "full"
+    """What ran: arms have different normal lengths."""
+    delay: float = 0.0
+    """Of it: the thread was ready, and waited for a core."""
+    gc: float = 0.0
+    """Of it: in Python's cyclic garbage collector."""
+
+    @property
+    def own(self) -> float:
+        """Without what other processes took."""
+        return max(0.0, self.seconds - self.delay)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Stalls with the same cause."""
+
+    calls: tuple[Call, ...]
+    extra: float
+    """Mean seconds that each of them adds."""
+    every: float | None
+    kind: str | None = None
+    where: str | None = None
+
+    def per_step(self, steps: int) -> float:
+        """Mean seconds that they add to a step."""
+        return self.extra / self.every if self.every else self.extra * len(self.calls) / steps
+
+
+def find_stalls(calls: Iterable[Call], *, wait: float = 0.0, places: Callable[[int], Mapping[Place, float]] | None = None) -> Stalls:
+    """Find the calls that took far longer than others of their arm, and what they have in common.
+
+    A call counts if what it has too much is neither waiting for a core nor usual for this step. It is one of a series at a regular distance
+    (checkpoint, evaluation, log), or a pause of the garbage collector, or so long that no healthy step varies so much.
+
+    Args:
+        calls: those that were timed, of all arms; calls that nobody timed may be missing, if only the numbers are right.
+        wait: mean seconds of waiting for data per step of the full loop.
+        places: seconds that the thread was seen where, during the call of a number.
+    """
+    arms: dict[str, list[Call]] = {}
+    for call in calls:
+        arms.setdefault(call.arm, []).append(call)
+    judged = sorted((call for arm in arms.values() if len(arm) >= FEW_CALLS for call in arm), key=lambda call: call.number)
+    normal = {name: _normal(arm) for name, arm in arms.items()}
+    if not judged:
+        return Stalls()
+    extras = {call.number: call.own - normal[call.arm] for call in judged}
+    groups = _groups(judged, normal, extras)
+    stalled = {call.number for group in groups for call in group.calls}
+    usual = [call for call in judged if call.number not in stalled]
+    groups = [group for group in (_named(group, usual, places) for group in groups) if group.kind != "optimizer"]
+    if not groups:
+        return Stalls(steps=len(judged))
+    numbers = sorted(call.number for group in groups for call in group.calls)
+    full = [call.own for call in usual if call.arm == "full"] or [call.own for call in usual]
+    added = sum(group.per_step(len(judged)) for group in groups)
+    main = max(groups, key=lambda group: group.per_step(len(judged)))
+    return Stalls(
+        steps=len(judged),
+        at=tuple(numbers),
+        extra=sum(group.extra * len(group.calls) for group in groups) / len(numbers),
+        share=added / (added + wait + statistics.fmean(full)) if full else 1.0,
+        every=main.every,
+        where=main.where,
+        kind=main.kind,
+    )
+
+
+def _normal(calls: Sequence[Call]) -> float:
+    """The usual length; where cores are always short, what is left of a call is not all that it takes."""
+    return max(statistics.median(call.own for call in calls), statistics.median(call.seconds for call in calls) / 2)
+
+
+def _groups(judged: Sequence[Call], normal: Mapping[str, float], extras: Mapping[int, float]) -> list[_Group]:
+    """Stalls by what they have in common: the collector, a period, or nothing but their length."""
+    found: list[_Group] = []
+    collected = [call for call in judged if call.gc > LEVELS[-1] * normal[call.arm] and call.gc > extras[call.number] / 2]
+    if collected:
+        found.append(_Group(tuple(collected), statistics.fmean(call.gc for call in collected), _even(collected), "garbage collection"))
+    rest = [call for call in judged if call not in set(collected)]
+    for level in LEVELS:
+        long = [call for call in rest if extras[call.number] > level * normal[call.arm]]
+        period, turns = _regular(long, rest, extras, level)
+        if turns:
+            found.append(_Group(turns, _mean(turns, extras), period))
+            rest = [call for call in rest if call not in set(turns)]
+    if odd := _irregular(rest, normal, extras):
+        found.append(_Group(odd, _mean(odd, extras), _even(odd)))
+    return found
+
+
+def _mean(calls: Sequence[Call], extras: Mapping[int, float]) -> float:
+    return statistics.fmean(extras[call.number] for call in calls)
+
+
+def _regular(long: Sequence[Call], rest: Sequence[Call], extras: Mapping[int, float], level: float) -> tuple[float, tuple[Call, ...]]:
+    """The distance at which most of the long calls come, if there is one, and the calls that come so."""
+    numbers = [call.number for call in long]
+    shortest = SHORT_PERIOD if level >= IRREGULAR else LONG_PERIOD
+    best, turns = 0, list[Call]()
+    for period in sorted({b - a for skip in (1, 2, 3) for a, b in zip(numbers, numbers[skip:], strict=False)}):
+        if period < shortest:
+            continue
+        turns_of = Counter(call.number % period for call in rest)
+        offset, hits = Counter(number % period for number in numbers).most_common(1)[0]
+        if hits >= max(FEW, HITS * turns_of[offset], PURITY * len(numbers)) and hits > len(turns):
+            best, turns = period, [call for call in long if call.number % period == offset]
+    if not turns:
+        return 0.0, ()
+    usual, offset = _mean(turns, extras), turns[0].number % best  # those a little below the level belong to it, too
+    return float(best), tuple(call for call in rest if call.number % best == offset and extras[call.number] > usual / 2)
+
+
+def _irregular(rest: Sequence[Call], normal: Mapping[str, float], extras: Mapping[int, float]) -> tuple[Call, ...]:
+    """Calls so long that no healthy step varies so much."""
+    ratios = sorted(call.own / normal[call.arm] for call in rest)
+    if not ratios or not min(normal[call.arm] for call in rest) > 0:
+        return ()
+    limit = max(1 + IRREGULAR, ABOVE_THE_REST * ratios[int((1 - RARE) * (len(ratios) - 1))])
+    odd = tuple(call for call in rest if call.own / normal[call.arm] > limit and extras[call.number] > LEAST)
+    return odd if len(odd) <= max(1, RARE * len(rest)) else ()
+
+
+def _even(calls: Sequence[Call]) -> float | None:
+    """Their mean distance, if it is about the same each time."""
+    distances = [b.number - a.number for a, b in pairwise(calls)]
+    if len(distances) < FEW - 1:
+        return None
+    mean = statistics.fmean(distances)
+    return mean if statistics.pstdev(distances) <= 0.25 * mean else None
+
+
+def _named(group: _Group, usual: Sequence[Call], places: Callable[[int], Mapping[Place, float]] | None) -> _Group:
+    """The group with the line at which its calls spend what they have too much."""
+    if places is None:
+        return group
+    surplus = dict[Place, float]()
+    for call, weight in [*((call, 1.0) for call in group.calls), *((call, -len(group.calls) / len(usual)) for call in usual)]:
+        for place, seconds in places(call.number).items():
+            surplus[place] = surplus.get(place, 0.0) + weight * seconds
+    kinds = dict[str | None, float]()
+    for place, seconds in surplus.items():
+        kinds[place.kind] = kinds.get(place.kind, 0.0) + max(0.0, seconds)
+    total = sum(kinds.values())
+    if total <= 0:
+        return group
+    kind = max(kinds, key=lambda one: kinds[one])
+    where = max((place for place in surplus if place.kind == kind), key=lambda place: surplus[place]).line
+    return replace(group, kind=group.kind or (kind if kinds[kind] >= total / 2 else None), where=where)

@@ -1,0 +1,308 @@
+"""StepModel: predicts the parts of a step under changed knobs, from what experiments found out about it as it is."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.core.checks import did_you_mean
+from workbench.core.vocabulary import PARTS
+from workbench.diagnosis.analysis.costs import FRESH, Costs, mean_saved
+from workbench.diagnosis.analysis.evidence import Evidence, Gradients
+from workbench.diagnosis.analysis.loader_model import Feeding
+from workbench.diagnosis.analysis.parts import Parts
+from workbench.runs import spec
+
+__all__ = ["KNOBS", "PARTS", "Parts", "StepModel"]
+
+KNOBS = tuple(name for name, about in spec.KNOBS.items() if about.predicted)
+"""What can be changed; `optimizer` is "fused" or "foreach"."""
+
+BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0
+"""DDP's own sizes: Source: torch.nn.parallel.DistributedDataParallel, `bucket_cap_mb` and `dist._DEFAULT_FIRST_BUCKET_BYTES`."""
+MIB = 2**20
+LOOPBACK = Gradients(size=0, buckets=1, latency=3e-4, per_byte=1e-9)
+"""What a reduction between two processes of one machine costs (gloo, order of magnitude), where none was measured: a run of one rank."""
+
+DRIFTED = 1.15
+"""A reduction after micro-batches without one takes so much longer: ranks on CPUs have drifted apart meanwhile. (Measured on
+two cores, with gloo, three programs: 0.96, 1.13 and 1.34, four micro-batches per reduction against steps with and without `no_sync`.)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """A step taken apart, to be put together again under other knobs. Everything that an experiment tried is taken from it as measured;
+    what was not tried follows formulas. Known errors: `Feeding` for the loader; the rest of the step is taken to scale as
+
+        forward + backward = fixed + samples × the rest         (from the doubled batch)
+        reductions = measured × (latency × buckets (n − 1) + size × per_byte × 2 (n − 1) / n, now over then)
+        reductions after micro-batches without one = measured × DRIFTED   (ranks on CPUs)
+    """
+
+    evidence: Evidence
+    costs: Costs
+    feeding: Feeding | None
+    """The loader as it is, its times those of its own arm; None if it could not be probed."""
+    unexplained: float
+    """Seconds of data wait that the formulas do not give for the loader as it is. Without workers, nothing runs beside anything, so it is
+    what a fresh batch costs training more than a replayed one: no worker takes that off."""
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> "StepModel":
+        """Take a step apart."""
+        costs = Costs.of(evidence)
+        feeding = None if evidence.observed else Feeding.of(evidence)
+        if feeding is None:
+            return cls(evidence=evidence, costs=costs, feeding=None, unexplained=0.0)
+        feeding = _with_compute(feeding, costs.cached / evidence.accumulation)
+        left = costs.cached + costs.data.mid - feeding.step(**_loader_knobs(evidence))
+        return cls(evidence=evidence, costs=costs, feeding=feeding, unexplained=left)
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """Every knob as it is, by default where no experiment says; None where it is not known."""
+        e = self.evidence
+        loading = e.loading
+        known = {
+            "num_workers": loading.num_workers if loading else None,
+            "prefetch_factor": loading.prefetch_factor if loading else None,
+            "persistent_workers": loading.persistent_workers if loading else None,
+            "pin_memory": loading.pin_memory if loading else None,
+            "micro_batch": loading.batch_size if loading else None,
+            "accumulation": e.accumulation,
+            "precision": e.precision,
+            "nproc_per_node": e.world_size,
+            "threads": e.threads,
+        }
+        return {name: known[name] if name in known else spec.KNOBS[name].default for name in KNOBS}
+
+    def parts(self, **changes: Any) -> Parts:
+        """What the step would be made of.
+
+        Args:
+            changes: knobs of KNOBS; without any, the step as it is, measured.
+
+        Raises:
+            ValueError: no such knob, or it cannot be predicted from what was measured.
+        """
+        for name in changes:
+            if name not in KNOBS:
+                raise ValueError(f"no knob {name!r}: {did_you_mean(name, KNOBS)}There are {', '.join(KNOBS)}")
+        now = self.knobs
+        new = {name: value for name, value in changes.items() if value != now[name] and not (value is None and name != "bucket_cap_mb")}
+        notes: list[str] = []
+        inner, samples = self._inner({**now, **new}, new, notes)
+        data = self._data_wait({**now, **new}, new, sum(inner.values()) - self._late_for(new))
+        return Parts(
+            data_wait=data,
+            stalls=self.costs.stalls.mid,
+            samples=None if self.evidence.samples is None else self.evidence.samples * samples,
+            predicted=bool(new),
+            notes=tuple(notes),
+            **inner,
+        )
+
+    def speedup(self, **changes: Any) -> float:
+        """Throughput in samples under changed knobs over that of now."""
+        new = self.parts(**changes)
+        samples = self._samples(changes)
+        return samples * self.parts().step / new.step if new.step else math.nan
+
+    def without(self, seconds: float, **changes: Any) -> float:
+        """Speedup if training took so many seconds less per step, the loader as it is; `changes` are the knobs that make it so."""
+        cached = max(1e-12, self.costs.cached - seconds)
+        step = cached + self._data_wait({**self.knobs, **changes}, {}, cached) + self.costs.stalls.mid + self._late_input
+        return self.costs.step / step if step > 0 else math.nan
+
+    # --- training on batches that are there
+
+    @property
+    def _late_input(self) -> float:
+        """What a slow rank's loader adds to every step."""
+        slow = self.costs.slow
+        return max(0.0, self.costs.straggler.mid - slow.compute) if slow else 0.0
+
+    def _late_for(self, new: Mapping[str, Any]) -> float:
+        """The same under changed knobs: it is slow with every sample."""
+        if new.get("nproc_per_node") == 1:
+            return 0.0
+        return self._late_input * self._samples({name: value for name, value in new.items() if name != "nproc_per_node"})
+
+    def _samples(self, changes: Mapping[str, Any]) -> float:
+        now = self.knobs
+        return math.prod(float(changes[k] / now[k]) for k in ("micro_batch", "accumulation", "nproc_per_node") if changes.get(k) and now[k])
+
+    def _inner(self, knobs: Mapping[str, Any], new: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, float], float]:
+        """The parts of a step without its loader, and its samples relative to now."""
+        c, e = self.costs, self.evidence
+        if "micro_batch" in new and not self.knobs["micro_batch"]:
+            raise ValueError("micro_batch cannot be predicted: how many samples a batch has now could not be told")
+        size = float(knobs["micro_batch"] / self.knobs["micro_batch"]) if "micro_batch" in new else 1.0
+        batches = float(knobs["accumulation"] / e.accumulation)
+        compute, host = c.compute, c.host.mid
+        if size != 1.0 and math.isnan(c.fixed):
+            notes.append("how the step grows with its batch was not measured: all but Python is taken to grow with it")
+        fixed = host if math.isnan(c.fixed) else min(c.fixed, compute + host)
+        host_fixed = min(host, fixed)
+        compute_fixed = fixed - host_fixed
+        host = (host_fixed + (host - host_fixed) * size) * batches
+        compute = (compute_fixed + (compute - compute_fixed) * size) * batches
+        late = (c.slow.compute if c.slow else 0.0) * size * batches
+        transfer = 0.0 if new.get("pin_memory") else c.transfer.mid * size * batches
+        optimizer, communication = c.optimizer.mid, c.communication.mid
+        for name, value in new.items():
+            if name in ("precision", "channels_last") or (name == "gc" and not value):
+                ratio = 1 - self._tried(name, value, notes) / max(c.compute + c.host.mid, 1e-12)
+                compute, host = compute * max(0.05, ratio), host * max(0.05, ratio)
+            elif name == "optimizer":
+                optimizer = max(0.0, optimizer - self._tried(name, value, notes))
+            elif name == "threads":
+                ratio = max(0.05, 1 - self._tried(name, value, notes) / max(c.replayed, 1e-12))
+                compute, host, optimizer, communication = (ratio * part for part in (compute, host, optimizer, communication))
+        if "bucket_cap_mb" in new and e.gradients:
+            more = buckets_of(e.gradients.size, knobs["bucket_cap_mb"]) - e.gradients.buckets
+            communication = max(0.0, communication + e.gradients.latency * more)
+        if "nproc_per_node" in new:
+            communication = self._reduced(knobs["nproc_per_node"], notes)
+            crowd = self._crowd(knobs["nproc_per_node"]) / self._crowd(e.world_size)
+            compute, host, optimizer = compute * crowd, host * crowd, optimizer * crowd
+            late = 0.0 if knobs["nproc_per_node"] == 1 else late
+        if e.device == "cpu" and batches > 1 and e.accumulation == 1:
+            communication *= DRIFTED
+        inner = {
+            "transfer": transfer,
+            "compute": compute,
+            "host": host,
+            "optimizer": optimizer,
+            "communication": communication,
+            "straggler": late + self._late_for(new),
+        }
+        return inner, size * batches * knobs["nproc_per_node"] / e.world_size
+
+    def _tried(self, name: str, value: Any, notes: list[str]) -> float:
+        """Seconds that a change saves of a cached step, where an arm tried it."""
+        e = self.evidence
+        arm = {"channels_last": "channels_last", "gc": "no_gc"}.get(name, f"{name}={value}")
+        if arm not in e.arms:
+            notes.append(f"{name}={value} was not tried: its effect is not known and left out")
+            return 0.0
+        return self.costs.replayed * mean_saved(e.arms[arm])
+
+    def _reduced(self, ranks: int, notes: list[str]) -> float:
+        e = self.evidence
+        if ranks == 1:
+            return 0.0
+        size = e.gradients.size if e.gradients else 4 * (e.parameters or 0)
+        if e.world_size > 1 and e.gradients:
+            was = _bare(e.gradients, e.world_size)
+            return self.costs.communication.mid * (_bare(e.gradients, ranks) / was if was else 1.0)
+        if e.world_size > 1:
+            return self.costs.communication.mid * (ranks - 1) / ranks * e.world_size / (e.world_size - 1)
+        notes.append("no reduction was measured, with one rank: a loopback of 1 GB/s is assumed")
+        return _bare(dataclasses.replace(LOOPBACK, size=size, buckets=buckets_of(size, None)), ranks)
+
+    def _crowd(self, ranks: int) -> float:
+        """How much slower the ranks get by sharing the cores; on a GPU each has its own."""
+        e = self.evidence
+        if e.device != "cpu" or e.noise is None:
+            return 1.0
+        busy = float(e.threads)
+        if e.inside and e.inside.cpu and self.costs.replayed:
+            busy = min(busy, e.inside.cpu / self.costs.replayed)
+        return max(1.0, ranks * busy / max(e.noise.cores - e.noise.foreign, 0.5))
+
+    # --- the loader
+
+    def _data_wait(self, knobs: Mapping[str, Any], new: Mapping[str, Any], inner: float) -> float:
+        """What the loader adds to a step that takes `inner` seconds without it."""
+        c, e = self.costs, self.evidence
+        batches = float(knobs["accumulation"] / e.accumulation)
+        size = float(knobs["micro_batch"] / self.knobs["micro_batch"]) if "micro_batch" in new else 1.0
+        if self.feeding is None:
+            if math.isnan(c.loader):
+                return c.data.mid * batches * size
+            loader = c.loader * batches * size
+            left = c.data.mid - _wait(c.loader, c.cached, c.overlap)
+            return max(0.0, _wait(loader, inner, c.overlap) + left * batches * size)
+        fresh = self._fresh(knobs) * batches * size
+        feeding = _with_compute(
+            _times(self.feeding, size, knobs["nproc_per_node"] / e.world_size), (inner + fresh) / knobs["accumulation"], self.costs.cached
+        )
+        feeding = dataclasses.replace(feeding, accumulation=knobs["accumulation"], ranks=knobs["nproc_per_node"])
+        if (
+            e.device == "cpu" and f"threads={knobs['threads']}" in e.arms
+        ):  # while an operator lasts they keep a core each, those that wait for the others, too
+            feeding = dataclasses.replace(feeding, compute_cpu=knobs["threads"] * feeding.compute)
+        wait = feeding.step(**_defaults(knobs)) - inner
+        kept = 0.0  # of what the formulas do not give: all, if the workers are the same; none, if they are others
+        if knobs["num_workers"] == self.knobs["num_workers"]:
+            now = feeding.step(**_loader_knobs(e)) - inner
+            kept = min(1.0, max(0.0, wait / now)) if now > 0 else 1.0
+        return max(0.0, wait + kept * self.unexplained * batches * size)
+
+    def _fresh(self, knobs: Mapping[str, Any]) -> float:
+        """What a fresh batch costs training more than a replayed one, where it is not a part of `unexplained` already."""
+        assert self.feeding is not None
+        if self.feeding.num_workers or not knobs["num_workers"]:
+            return 0.0
+        return min(max(0.0, self.unexplained), FRESH * self.costs.cached)
+
+
+def _wait(loader: float, inner: float, overlap: float) -> float:
+    return (1 - overlap) * loader + overlap * max(0.0, loader - inner)
+
+
+def _times(feeding: Feeding, by: float, ranks: float = 1.0) -> Feeding:
+    """The loader with batches so many times as large, on so many times as many ranks: fewer batches make an epoch; start-up stays."""
+    if by == 1.0 and ranks == 1.0:
+        return feeding
+    return dataclasses.replace(
+        feeding,
+        epoch=None if feeding.epoch is None else max(1, round(feeding.epoch / by / ranks)),
+        batch_bytes=round(feeding.batch_bytes * by),
+        cpu=feeding.cpu * by,
+        blocked=feeding.blocked * by,
+        worker_cpu=None if feeding.worker_cpu is None else feeding.worker_cpu * by,
+        handover=feeding.handover * by,
+    )
+
+
+def _with_compute(feeding: Feeding, compute: float, was: float | None = None) -> Feeding:
+    """Training takes `compute` seconds per batch; its CPU changes in proportion, if a step took `was` seconds when it was measured."""
+    cpu = feeding.compute_cpu
+    if cpu is not None and was:
+        cpu = cpu * compute * feeding.accumulation / was
+    return dataclasses.replace(feeding, compute=compute, compute_cpu=cpu)
+
+
+def _loader_knobs(e: Evidence) -> dict[str, Any]:
+    assert e.loading is not None  # or there would be no Feeding
+    return _defaults(dataclasses.asdict(e.loading))
+
+
+def _defaults(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a loader's curve depends on, torch's own values where none are given."""
+    return {
+        "num_workers": knobs["num_workers"] or 0,
+        "prefetch_factor": knobs["prefetch_factor"] or 2,
+        "persistent_workers": bool(knobs["persistent_workers"]),
+    }
+
+
+def buckets_of(size: float, cap_mb: float | None) -> int:
+    """How many reductions DDP makes of gradients of `size` bytes: a small first bucket, then full ones.
+
+    >>> buckets_of(100 * 2**20, None), buckets_of(2**19, 25)
+    (5, 1)
+    """
+    cap = BUCKET_MB if cap_mb is None else cap_mb
+    return 1 + math.ceil(max(0.0, size - min(FIRST_BUCKET_MB, cap) * MIB) / (cap * MIB))
+
+
+def _bare(g: Gradients, ranks: int) -> float:
+    """Seconds of the reductions over so many ranks, nothing beside: rings of n − 1 hops; each rank sends 2 (n − 1) / n of the bytes.
+
+    `g` was measured over a number of ranks of its own, so only ratios of this mean something.
+    """
+    return g.latency * g.buckets * (ranks - 1) + g.size * g.per_byte * 2 * (ranks - 1) / ranks

@@ -1,0 +1,415 @@
+"""The verdict: by what removing a part would save of the step, never by its share of observed time.
+
+Waiting that is hidden saves nothing when it is removed, and a part of training saves nothing while the step waits for its loader. So each
+part is taken away, in an experiment or in arithmetic over experiments, and the largest saving names the verdict. A step from which nothing
+can be taken computes, and is left in peace.
+
+Judgement: what holds a step back, why we think so, and whether three independent sources agree on it.
+
+Three independent sources, part by part: marks in the loop, experiments, and a trace from inside a step. Where they differ, and why.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass, fields_to_json
+from workbench.core.display import table as display
+from workbench.core.statistics import Interval
+from workbench.diagnosis.analysis import causes
+from workbench.diagnosis.analysis import causes as hosts
+from workbench.diagnosis.analysis.causes import Cause
+from workbench.diagnosis.analysis.costs import NOTHING, Costs, at_least_0, beside_others, noises
+from workbench.diagnosis.analysis.evidence import Evidence
+
+VERDICTS = {
+    "input-bound": "waiting for data",
+    "transfer-bound": "copying batches to the device",
+    "compute-bound": "forward and backward: it computes",
+    "optimizer-bound": "the optimizer's step",
+    "host-bound": "Python, launches, sleeping: no operator runs",
+    "communication-bound": "reducing gradients over the ranks",
+    "straggler": "one rank slower than the others",
+    "stalled": "stops now and then",
+    "inconclusive": "too much noise to tell",
+}
+"""What holds a step back, in one word, and in a few."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One part of the step as three independent sources see it: fractions of the step; None where a source cannot see it."""
+
+    part: str
+    """Of PARTS."""
+    clocks: float | None = None
+    """Time between marks in the loop, as `wb.watch` sees it."""
+    arms: float | None = None
+    """What the step saved when the part was taken away."""
+    trace: float | None = None
+    """Operators and Python stacks, from inside a cached step."""
+    note: str = ""
+    """Why they differ, where they do; which one counts."""
+
+    @property
+    def agree(self) -> bool | None:
+        """Do the sources that can see it lie within AGREE of each other? None if there are fewer than two."""
+        seen = [value for value in (self.clocks, self.arms, self.trace) if value is not None]
+        return max(seen) - min(seen) <= AGREE if len(seen) > 1 else None
+
+
+AGREE = 0.1
+"""Fractions of the step this far apart still agree: blocks of one quiet machine differ by half of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement(JsonDataclass):
+    """What follows from evidence."""
+
+    verdict: str
+    """Of VERDICTS."""
+    cause: str
+    """In finer words."""
+    why: str
+    """One or two sentences with the numbers."""
+    shares: Mapping[str, Interval] = field(default_factory=dict)
+    """Part → the fraction of the step that its removal would save. A part that hides behind another one saves nothing."""
+    sources: tuple[Source, ...] = ()
+    """The parts as clocks, arms and trace see them."""
+    notes: tuple[str, ...] = ()
+    """What was close, or spoils the result."""
+
+    @property
+    def table(self) -> display.Table:
+        """One row per part: clocks beside arms beside trace."""
+        word = {None: "one source only", True: "they agree", False: "they differ"}
+        rows = [
+            [
+                s.part,
+                units.percent(s.clocks),
+                units.percent(s.arms),
+                units.percent(s.trace),
+                "; ".join(filter(None, [word[s.agree], s.note])),
+            ]
+            for s in self.sources
+        ]
+        return display.Table(
+            columns=("part", "clocks", "arms", "trace", ""),
+            rows=rows,
+            title="Three sources",
+            note="share of the step as marks in the loop see it; saved when it is taken away; seen from inside a cached step. "
+            "The verdict goes by what was saved",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**fields_to_json(self), "shares": {part: saved.to_list() for part, saved in self.shares.items()}}
+
+    def __str__(self) -> str:
+        return f"{self.verdict} ({self.cause}): {self.why}\n\n{self.table}"
+
+    def _repr_html_(self) -> str:
+        said = "".join(f"<p>{display.escape(text)}</p>" for text in (f"{self.verdict} ({self.cause})", self.why))
+        return said + self.table._repr_html_()
+
+
+def sources_of(e: Evidence, c: Costs) -> tuple[Source, ...]:
+    """Each part that at least one source can see, as fractions of the step."""
+    found = [_data(e, c), _transfer(e, c), _optimizer_source(e, c), _communication(e, c), _host(e, c)]
+    return tuple(one for one in found if one is not None)
+
+
+def _clock(e: Evidence, phase: str) -> float | None:
+    """Mean share of a phase over the ranks."""
+    shares = [one.timeline.share(phase) for one in e.ranks if one.timeline.count]
+    known = [share for share in shares if not math.isnan(share)]
+    return statistics.fmean(known) if known else None
+
+
+def _traced(c: Costs, seconds: float | None, step: float) -> float | None:
+    """From the replayed step to the whole one."""
+    return None if seconds is None or not step else seconds / step * c.replayed / c.step
+
+
+def _arm(e: Evidence, c: Costs, name: str, seconds: float) -> float | None:
+    return seconds / c.step if name in e.arms else None
+
+
+def _data(e: Evidence, c: Costs) -> Source | None:
+    clock = _clock(e, "data_wait")
+    late = max(0.0, c.straggler.mid - c.slow.compute) if c.slow else 0.0
+    arm = _arm(e, c, "cached", c.data.mid + min(late, c.clean - c.cached))
+    if clock is None and arm is None:
+        return None
+    note = ""
+    if clock is not None and arm is not None and abs(clock - arm) > 0.05:
+        if arm > clock:
+            note = "workers take cores from training: the loader costs more than it is waited for"
+        else:
+            note = "part of the waiting would only move elsewhere: another rank or the device is slower"
+    return Source(part="data_wait", clocks=clock, arms=arm, note=note)
+
+
+def _transfer(e: Evidence, c: Costs) -> Source | None:
+    clock = _clock(e, "h2d")
+    arm = _arm(e, c, "device_batch", c.transfer.mid)
+    if arm is None and not clock:
+        return None
+    return Source(part="transfer", clocks=clock, arms=arm)
+
+
+def _optimizer_source(e: Evidence, c: Costs) -> Source | None:
+    clock = _clock(e, "optimizer")
+    arm = _arm(e, c, "no_optimizer", c.optimizer.mid)
+    trace = _traced(c, e.inside.optimizer, e.inside.step) if e.inside else None
+    if clock is None and arm is None and trace is None:
+        return None
+    note = ""
+    if clock is not None and arm is not None and clock > arm + 0.05:
+        note = "work queued before it ends in its time"
+    elif trace is not None and arm is not None and arm > trace + 0.05:
+        note = "its writes push forward and backward out of the caches"
+    return Source(part="optimizer", clocks=clock, arms=arm, trace=trace, note=note)
+
+
+def _communication(e: Evidence, c: Costs) -> Source | None:
+    arm = _arm(e, c, "no_sync", c.communication.mid)
+    trace = _traced(c, e.inside.collectives, e.inside.step) if e.inside else None
+    if arm is None and trace is None:
+        return None
+    note = "clocks have it inside backward"
+    if arm is not None and trace is not None:
+        exposed = min(arm, trace)
+        note = f"exposed {units.percent(exposed)}, contention {units.percent(max(0.0, arm - exposed))}; clocks have it inside backward"
+    return Source(part="communication", arms=arm, trace=trace, note=note)
+
+
+def _host(e: Evidence, c: Costs) -> Source | None:
+    if e.inside is None:
+        return None
+    clock = _clock(e, "other")
+    return Source(part="host", trace=c.host.mid / c.step, note=f"clocks saw {units.percent(clock)} outside all phases" if clock else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """From which saving on a part is blamed."""
+
+    least: float
+    """Fraction of the step that its removal saves."""
+    floor: float
+    """The same at the lower end of its interval."""
+    reason: str
+
+
+USUAL = Limit(
+    least=0.15,
+    floor=0.10,
+    reason="removal makes the step 1.18 times as fast: worth a change. Loaders, reductions and logging of healthy training take 1 to 10 %",
+)
+LIMITS = {
+    "optimizer": Limit(
+        least=0.30,
+        floor=0.20,
+        reason="an optimizer can be made cheaper, not left out, and a healthy AdamW takes up to a quarter of a step with small batches",
+    ),
+    "host": Limit(
+        least=0.25,
+        floor=0.12,
+        reason="between operators there is always some Python: 10 to 20 % in healthy models on a CPU, and a trace makes the gaps longer",
+    ),
+}
+"""Limits of parts that differ from USUAL."""
+
+WIDE = 0.2
+"""An interval of a saving as wide as this decides nothing near a limit."""
+EXPLAINS = 0.4
+"""More threads than cores slow down everything else; they are blamed if they explain so much of the largest saving (measured: 0.6 to 0.75
+of what reductions seem to cost then)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A verdict that the evidence may support."""
+
+    verdict: str
+    part: str
+    saved: Interval
+    """Fraction of the step."""
+    cause: Cause
+    limit: Limit = USUAL
+
+    @property
+    def stands(self) -> bool:
+        return self.saved.mid >= self.limit.least and self.saved.low >= self.limit.floor
+
+    @property
+    def open(self) -> bool:
+        """Could it be one, as far as its interval goes?"""
+        return not self.stands and self.saved.high >= self.limit.least and (self.saved.mid >= self.limit.floor or self.saved.width >= WIDE)
+
+
+def judge(evidence: Evidence) -> Judgement:
+    """What holds the step back, and why.
+
+    Args:
+        evidence: from experiments, or from observation alone, whose savings are ceilings.
+    """
+    costs = Costs.of(evidence)
+    candidates = _candidates(evidence, costs)
+    shares: dict[str, Interval] = {}
+    for one in candidates:
+        if one.part not in shares or one.saved.mid > shares[one.part].mid:
+            shares[one.part] = one.saved
+    standing = sorted((one for one in candidates if one.stands), key=lambda one: -one.saved.mid)
+    doubtful = sorted((one for one in candidates if one.open), key=lambda one: -one.saved.mid)
+    notes = noises(evidence)
+    if not evidence.observed and "cached" not in evidence.arms:
+        verdict, cause, why = "inconclusive", "not enough was tried", _untried(evidence)
+    elif standing:
+        best = _surest(standing, bool(notes))
+        crowd = next((one for one in standing if one.cause.cause == "oversubscribed threads"), best)
+        if crowd.saved.mid >= EXPLAINS * standing[0].saved.mid:
+            best = crowd
+        verdict, cause, why = best.verdict, best.cause.cause, f"{_saving(evidence, costs, best)} {best.cause.why}"
+        notes += [_also(one) for one in standing if one.verdict != verdict]
+    elif doubtful and (notes or doubtful[0].saved.width >= WIDE):
+        best = doubtful[0]
+        verdict, cause = "inconclusive", "noise" if notes else "too few measurements"
+        why = f"{_saving(evidence, costs, best)} That is {best.verdict} or not, and the measurements vary too much to tell." + (
+            f" {notes[0]}" if notes else ""
+        )
+    elif evidence.observed and (hidden := _hidden_reduction(evidence)) >= USUAL.least:
+        verdict, cause = "inconclusive", "communication hides inside backward"
+        why = (
+            f"Backward is longer than twice forward by {units.percent(hidden)} of the step, which may be the reduction of gradients or "
+            "computing: clocks cannot tell. wb.diagnose(spec) tries it."
+        )
+    else:
+        computes = causes.compute_cause(evidence, costs)
+        verdict, cause, why = "compute-bound", computes.cause, _computes(costs, candidates, computes)
+        notes += [f"{one.verdict} is close: {_percents(one.saved)} could be saved" for one in doubtful]
+    return Judgement(verdict=verdict, cause=cause, why=why.strip(), shares=shares, sources=sources_of(evidence, costs), notes=tuple(notes))
+
+
+def _surest(standing: list[Candidate], noisy: bool) -> Candidate:
+    """The one that saves most; of those that might, where intervals overlap because of noise, the one that saves most at least."""
+    first = standing[0]
+    if not noisy and first.saved.width < WIDE:
+        return first
+    return max((one for one in standing if one.saved.high >= first.saved.low), key=lambda one: one.saved.low)
+
+
+def _input_limit(e: Evidence, c: Costs, cause: Cause) -> Limit:
+    """Where workers keep up, taking batches over from them is a part of having them: no deeper queue takes that off."""
+    if cause.cause != "prefetch" or e.loading is None or not e.loading.handover:
+        return USUAL
+    taken = e.loading.handover * e.accumulation / c.step
+    return dataclasses.replace(USUAL, least=USUAL.least + taken, floor=USUAL.floor + taken)
+
+
+def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
+    """Every part that could be taken away, with what that saves."""
+    cause = causes.input_cause(e, c)
+    found = [Candidate(verdict="input-bound", part="data_wait", saved=c.share(c.data), cause=cause, limit=_input_limit(e, c, cause))]
+    pausing = causes.pausing_rank(e)
+    if c.slow:
+        late = c.straggler if c.slow.input >= c.slow.compute else c.saves(c.straggler)
+        found.append(Candidate(verdict="straggler", part="straggler", saved=c.share(late), cause=causes.straggler_cause(e, c)))
+    for verdict, part, seconds, cause_of in (
+        ("communication-bound", "communication", c.communication, causes.communication_cause),
+        ("transfer-bound", "transfer", c.transfer, causes.transfer_cause),
+    ):
+        if seconds != NOTHING:
+            saved = c.share(c.saves(seconds))
+            saved = at_least_0(beside_others(e, saved)) if part == "communication" else saved
+            found.append(Candidate(verdict=verdict, part=part, saved=saved, cause=cause_of(e, c)))
+    if e.stalls.at:
+        stalled = c.share(c.stalls)
+        if pausing is None:
+            found.append(Candidate(verdict="stalled", part="stalls", saved=stalled, cause=causes.stalled_cause(e, c)))
+        else:
+            found.append(Candidate(verdict="straggler", part="stalls", saved=stalled, cause=causes.pauses_cause(e, pausing)))
+    if c.optimizer != NOTHING:
+        found.append(_optimizer(e, c))
+    if e.observed and c.host.mid:
+        said = Cause(cause="python", why=f"{units.seconds(c.host.mid)} of each step lie outside all phases.")
+        found.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(c.host)), cause=said))
+    for host in (hosts.oversubscription(e, c), hosts.collection(e, c)):
+        if host:
+            saved, why = host
+            found.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=why))
+    if gaps := hosts.without_operators(e, c):
+        saved, why = gaps
+        limit = USUAL if why.cause == "sleeping or I/O" else LIMITS["host"]
+        found.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=why, limit=limit))
+    return found
+
+
+def _optimizer(e: Evidence, c: Costs) -> Candidate:
+    """It cannot be left out, so the usual limit holds for what another implementation saves; or it is most of the step."""
+    cheaper = [e.arms[name].saved for name in ("optimizer=fused", "optimizer=foreach") if name in e.arms]
+    real = any(one.mid * c.replayed / c.step >= USUAL.least and one.low * c.replayed / c.step >= USUAL.floor for one in cheaper)
+    return Candidate(
+        verdict="optimizer-bound",
+        part="optimizer",
+        saved=c.share(c.saves(c.optimizer)),
+        cause=causes.optimizer_cause(e, c),
+        limit=USUAL if real else LIMITS["optimizer"],
+    )
+
+
+def _hidden_reduction(e: Evidence) -> float:
+    """Fraction of an observed step by which backward exceeds its usual length, twice forward; several ranks reduce gradients in it."""
+    if e.world_size < 2:
+        return 0.0
+    return max(one.timeline.share("backward") - 2 * one.timeline.share("forward") for one in e.ranks)
+
+
+# --- words
+
+_WITHOUT = {
+    "data_wait": "the loader",
+    "straggler": "the slowest rank's delay",
+    "communication": "the reduction of gradients",
+    "transfer": "copies to the device",
+    "stalls": "the stalls",
+    "optimizer": "the optimizer's step",
+    "host": "it",
+}
+
+
+def _percents(one: Interval) -> str:
+    return f"{units.percent(one.mid)} ({units.percent(max(0.0, one.low))} … {units.percent(one.high)})"
+
+
+def _saving(e: Evidence, c: Costs, one: Candidate) -> str:
+    left = units.seconds(c.step * (1 - one.saved.mid))
+    if e.observed:
+        return f"Without {_WITHOUT[one.part]} the step would take {left} instead of {units.seconds(c.step)}, at best."
+    if one.part == "host":
+        return f"The host holds up {_percents(one.saved)} of the step."
+    return f"Without {_WITHOUT[one.part]} the step takes {left} instead of {units.seconds(c.step)}: {_percents(one.saved)} less."
+
+
+def _also(one: Candidate) -> str:
+    return f"also {one.verdict} ({one.cause.cause}): {_percents(one.saved)} could be saved"
+
+
+def _computes(c: Costs, candidates: list[Candidate], computes: Cause) -> str:
+    largest = max(candidates, key=lambda one: one.saved.mid)
+    said = f"Forward and backward take {units.percent(c.compute / c.step)} of the step."
+    if largest.saved.mid > 0.01:
+        name = "optimizer" if largest.part == "optimizer" else largest.verdict.removesuffix("-bound")
+        said += f" The most that could be taken away otherwise is {units.percent(largest.saved.mid)} ({name}: {largest.cause.cause})."
+    return f"{computes.why} {said}" if computes.why else said
+
+
+def _untried(e: Evidence) -> str:
+    return "The step could not be run without its loader, so nothing can be said about what holds it back." + "".join(
+        f" {note}" for note in e.notes[:1]
+    )

@@ -1,0 +1,228 @@
+"""Diagnose, prove, climb: from a step, a spec or a run to a verdict; from a remedy to its proof; from proof to proof until nothing is left.
+
+What is judged and predicted lives in `diagnosis` and never touches a process; here experiments are run: in this process for a step and
+its loader, in a launch of their own for a spec.
+"""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.core import run_directory, units
+from workbench.core.checks import real_number
+from workbench.core.statistics import Interval
+from workbench.diagnosis.analysis import calibration
+from workbench.diagnosis.analysis.calibration import Calibration
+from workbench.diagnosis.analysis.diagnosis import Diagnosis
+from workbench.diagnosis.analysis.evidence import Evidence
+from workbench.diagnosis.analysis.observed import observe
+from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
+from workbench.diagnosis.analysis.remedy import Remedy, turned
+from workbench.harness.arm import Arm
+from workbench.runs import task
+from workbench.runs.failure import RunError
+from workbench.runs.launch import experiments
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec, ScriptSpec, check_names
+from workbench.runs.target import Measured, Step, check_spec
+
+BUDGET = 60.0
+"""Seconds that an experiment may take, where nobody says; most need fewer."""
+WORTH = 1.05
+"""Predicted speedup from which on a climb tries a remedy."""
+LEAST = 15.0
+"""Seconds: with less than that left of its budget, a climb begins nothing new."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """A spec, whose experiments are launched."""
+
+    runs_dir: str | os.PathLike[str] | None = None
+    """Where their run directories go; None = `runs` in the current folder."""
+
+
+def diagnose(
+    target: RunSpec | Run | str | os.PathLike[str] | Callable[[Any], Any],
+    loader: Iterable[Any] | None = None,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    budget_s: float = BUDGET,
+    runs_dir: str | os.PathLike[str] | None = None,
+) -> Diagnosis:
+    """Find out what holds a training step back, by experiment: parts of it are taken away in turn, and what changes is the truth.
+
+    * `diagnose(step, loader)` tries in this process; `step(batch)` does one whole optimizer step. Model, optimizer, random generators,
+      loader and whatever else the step reaches are left as they were; what could not be, such as a generator that is used up, is said.
+    * `diagnose(spec)` tries in a launch of its own, with as many ranks as the spec has. They keep memory that was freed (see
+      `launcher.environment.steady`): what glibc does with it otherwise is chance, and may take a third of a CPU's step.
+    * `diagnose(run)` goes by what was observed, tries nothing, and says what only an experiment could settle.
+
+    Args:
+        target: a step function, a RunSpec, a run, or the path of a run directory.
+        loader: with a step: its batches, from a DataLoader or any other iterable.
+        model: with a step: the module, or several; None = found by looking at the step.
+        optimizer: with a step: the optimizer, or several; None = found as well.
+        budget_s: seconds to spend at most, the start of a launch included. It ends earlier when it is sure.
+        runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
+
+    Raises:
+        ValueError: something else was given, or what was given cannot be diagnosed; the message says why.
+        RunError: an experiment that was launched failed; its run directory stays.
+    """
+    check_budget(budget_s)
+    given = _TARGET.read(target, loader, model=model, optimizer=optimizer)
+    if isinstance(given, RunSpec):
+        return _tried(experiments.explore(given, budget_s=budget_s, runs_dir=runs_dir), Elsewhere(runs_dir=runs_dir))
+    if isinstance(given, Run):
+        return _looked_at(given)
+    from workbench.diagnosis.measure.experiment import experiment
+
+    evidence = experiment(given.step, given.loader, model=model, optimizer=optimizer, budget_s=budget_s)
+    return Diagnosis.of(evidence, subject=given, adjust=Calibration.load().adjust)
+
+
+def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> Proof:
+    """Run a remedy in turns with the baseline, and keep what came of it for later predictions; see `Diagnosis.prove`.
+
+    Raises:
+        ValueError: what was diagnosed is not here any more, or cannot be changed from here.
+        RunError: one of the two failed in its launch.
+    """
+    check_budget(budget_s)
+    spec, subject = diagnosis.spec, diagnosis.subject
+    name = ""
+    if isinstance(spec, RunSpec):
+        runs_dir = subject.runs_dir if isinstance(subject, Elsewhere) else None
+        changed = turned(spec, remedy)
+        run = experiments.contend(spec, changed, name=remedy.name, budget_s=budget_s, runs_dir=runs_dir)
+        arm, samples = read_contest(run), float(spec.global_batch)
+        name = task.label(spec.task)
+    elif isinstance(subject, Step):
+        from workbench.harness.ab_test import prove_here
+
+        arm = prove_here(
+            subject.step, subject.loader, dict(remedy.change), model=subject.model, optimizer=subject.optimizer, budget_s=budget_s
+        )
+        samples = diagnosis.evidence.samples or 1.0
+    else:
+        script = isinstance(spec, ScriptSpec)
+        raise ValueError(
+            f"{remedy.name} cannot be proved from here: "
+            + ("a script's knobs are its own; change it there, and " if script else "the step that was diagnosed is not in this process; ")
+            + "diagnose(step, loader) or diagnose(spec) gives a diagnosis whose remedies can be tried"
+        )
+    proof = Proof(
+        remedy=remedy,
+        measured=arm.speedup,
+        baseline=samples / statistics.fmean(base for base, _ in arm.pairs),
+        notes=(arm.note,) if arm.note else (),
+    )
+    if os.environ.get("RANK", "0") == "0" and (trouble := calibration.keep(proof, task=name)):
+        proof = Proof(remedy=remedy, measured=proof.measured, baseline=proof.baseline, notes=(*proof.notes, trouble))
+    return proof
+
+
+def climb(
+    spec: RunSpec, *, budget_s: float = 10 * BUDGET, leave: Collection[str] = (), runs_dir: str | os.PathLike[str] | None = None
+) -> Ladder:
+    """Diagnose, prove the best remedy, keep it if it helps, and so on, until nothing that is predicted to gain more than 5 % is left.
+
+    Args:
+        spec: where to begin.
+        budget_s: seconds for all of it; nothing new is begun when they are over.
+        leave: knobs that are not to be turned, such as "micro_batch", which changes what is trained.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+
+    Raises:
+        ValueError: not a RunSpec, no such knob, or no budget.
+        RunError: a diagnosis failed in its launch. A remedy that fails in its proof is only dropped.
+    """
+    check_budget(budget_s)
+    check_spec("climb", spec, because="whose knobs can be turned")
+    check_names(RunSpec, dict.fromkeys(leave))
+    end = time.monotonic() + budget_s
+
+    def budget() -> float:
+        return min(BUDGET, max(LEAST, end - time.monotonic()))
+
+    diagnosis = diagnose(spec, budget_s=budget(), runs_dir=runs_dir)
+    now, dropped, rungs = spec, set[str](), list[Rung]()
+    rate = start = (diagnosis.evidence.samples or 1.0) / diagnosis.evidence.step
+    while True:
+        remedy = next(
+            (one for one in diagnosis.remedies if one.speedup > WORTH and _can_try(one, now, leave) and one.name not in dropped), None
+        )
+        if remedy is None:
+            stopped = f"nothing is left that can be tried and is predicted to gain more than {units.percent(WORTH - 1)}"
+            break
+        if end - time.monotonic() < LEAST:
+            stopped = f"the budget of {units.seconds(budget_s)} was spent before {remedy.name} could be tried"
+            break
+        try:
+            proof = diagnosis.prove(remedy, budget_s=budget())
+        except RunError as error:
+            nothing = Interval(low=math.nan, mid=math.nan, high=math.nan)
+            proof = Proof(remedy=remedy, measured=nothing, baseline=rate, notes=(f"it failed: {error}",))
+        if proof.gained:
+            now, rate = turned(now, remedy), proof.baseline * proof.measured.mid
+        rungs.append(Rung(verdict=diagnosis.verdict, cause=diagnosis.cause, proof=proof, samples_per_sec=rate))
+        if not proof.gained:
+            dropped.add(remedy.name)
+            continue
+        if end - time.monotonic() < LEAST:
+            stopped = f"the budget of {units.seconds(budget_s)} was spent with {remedy.name}; the verdict is that before it"
+            break
+        try:
+            diagnosis = diagnose(now, budget_s=budget(), runs_dir=runs_dir)
+        except RunError as error:  # what was proved so far is not lost
+            stopped = f"with {remedy.name} it could not be diagnosed again: {error}"
+            break
+    changes = {name: new for name, (_, new) in spec.changes(now).items()}
+    return Ladder(
+        start=start, rungs=tuple(rungs), verdict=diagnosis.verdict, cause=diagnosis.cause, changes=changes or None, stopped=stopped
+    )
+
+
+def _can_try(remedy: Remedy, spec: RunSpec, leave: Collection[str]) -> bool:
+    return remedy.provable and not remedy.ceiling and remedy.change.keys().isdisjoint(leave) and turned(spec, remedy) != spec
+
+
+def read_contest(run: Run) -> Arm:
+    """What came of two specs that took turns."""
+    value = run_directory.read_json(run.path / run_directory.CONTEST)
+    return Arm(**{**value, "pairs": tuple((base, other) for base, other in value["pairs"])})
+
+
+def check_budget(budget_s: float) -> None:
+    """Refuse a budget that is none.
+
+    Raises:
+        ValueError: it is not a positive number.
+    """
+    real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60")
+
+
+_TARGET = Measured(name="diagnose", verb="diagnosed", script='a script by a run of it, diagnose(wb.launch("train.py", watch=True).wait())')
+
+
+def _tried(run: Run, subject: Elsewhere) -> Diagnosis:
+    evidence = Evidence.from_json(run_directory.read_json(run.path / run_directory.EVIDENCE))
+    return Diagnosis.of(evidence, spec=run.spec, subject=subject, adjust=Calibration.load().adjust)
+
+
+def _looked_at(run: Run) -> Diagnosis:
+    """By what a run has left behind: the evidence of an experiment, or the timelines of a training.
+
+    Raises:
+        ValueError: it still runs, or has no measured step.
+    """
+    subject = Elsewhere(runs_dir=run.path.parent)
+    if (run.path / run_directory.EVIDENCE).exists():
+        return _tried(run, subject)
+    return Diagnosis.of(observe(run), spec=run.spec, subject=subject, adjust=Calibration.load().adjust)

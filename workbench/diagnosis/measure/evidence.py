@@ -1,0 +1,185 @@
+"""Sums: what blocks, trials and looks at a step come to, on all ranks together: Evidence."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from workbench.diagnosis.analysis.evidence import Evidence, Inside, Loading, RankEvidence, Stalls
+from workbench.diagnosis.analysis.stalls import Call, find_stalls
+from workbench.diagnosis.measure.trials import has_convolutions
+from workbench.harness import ablations
+from workbench.harness.alternate import SHORT, Rounds
+from workbench.harness.arm import Arm
+from workbench.harness.blocks import Bench, paired
+from workbench.harness.discover import Found, describe
+from workbench.harness.feed import Feed
+from workbench.harness.observe import weights_of
+from workbench.timeline.timeline import Timeline
+
+ALONE = ("alone", "no_sync")
+"""Arms in which no rank waits for another."""
+NOT_FOR_STALLS = ("warm-up", "loader", "first", "threads=")
+"""Arms whose calls vary for reasons of their own: more threads than cores wait for each other."""
+MOST_CALLS = 20_000
+"""No more calls are searched for stalls: the last ones."""
+MOST_STEPS = 400
+"""Steps of the timeline of each rank that are kept."""
+
+
+class Sums:
+    """What was measured so far, summed up."""
+
+    def __init__(self, bench: Bench, feed: Feed, rounds: Rounds) -> None:
+        """Nothing is summed up yet.
+
+        Args:
+            bench: has the timings.
+            feed: counted passes over the loader.
+            rounds: counted its pairs of blocks, and has the clocks' timeline.
+        """
+        self.bench, self.feed, self.rounds, self.peers = bench, feed, rounds, bench.peers
+
+    def pairs(self, base: str, arm: str) -> tuple[tuple[float, float], ...]:
+        """Neighbours of the rounds. What a new pass of the loader costs is spread over the steps of a pass."""
+        left, right = self._with_passes(base), self._with_passes(arm)
+        return paired(left[: len(right)], right[: len(left)])
+
+    def arm(self, name: str) -> Arm:
+        """One of the rounds' arms beside the full step."""
+        return Arm(name=name, baseline="full", pairs=self.pairs("full", name))
+
+    def _with_passes(self, arm: str) -> list[float]:
+        extra = self._per_step_of_passes(arm)
+        return [value + extra for value in self.bench.timings.slowest(arm)[: self.rounds.pairs]]
+
+    def _per_step_of_passes(self, arm: str) -> float:
+        """Seconds per step that beginning new passes adds: blocks leave such steps out, or some would have one and others none.
+
+        Where each pass forks workers, the call is a part of it: training then copies each page that it writes to and shares with them.
+        """
+        if not SHORT <= self.rounds.steps_per_pass < math.inf or arm not in ("full", "loader"):
+            return 0.0
+        forks = self.feed.forks
+        first, waits, calls = list[float](), list[float](), list[float]()
+        for laps in (laps for block in self.bench.timings.blocks.get(arm, ()) for laps in block.laps):
+            fresh = set(laps.fresh)
+            first += [laps.waits[i] + (laps.calls[i] if forks else 0.0) for i in fresh]
+            waits += [wait for i, wait in enumerate(laps.waits) if i not in fresh]
+            calls += [call for i, call in enumerate(laps.calls) if i not in fresh] if forks else []
+        usual = _mean(waits) + (statistics.median(calls) if calls else 0.0)  # some of the calls may have stalled
+        cost = statistics.median(first) - usual if first else self.rounds.start_up - _mean(waits) / self.feed.accumulation
+        return max(0.0, cost) / self.rounds.steps_per_pass
+
+    def spread(self) -> float:
+        """Middle half over median of a cached block over the one before: slow changes do no harm to pairs of neighbours."""
+        values = [value for value in self.bench.timings.slowest("cached") if value == value]
+        ratios = [after / before for before, after in pairwise(values)]
+        if len(ratios) < 4:
+            return 0.0
+        low, mid, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return (high - low) / mid / math.sqrt(2)
+
+    def stalls(self, *, alone: bool = False) -> Stalls:
+        """Those of this rank, among the calls of all arms but those that differ from step to step.
+
+        Args:
+            alone: only while no rank waits for another.
+        """
+        rank, forks = self.peers.rank, self.feed.forks
+        calls = [
+            Call(number=block.first + i, seconds=laps.calls[i], arm=arm, delay=laps.delays[i], gc=laps.gcs[i])
+            for arm, blocks in self.bench.timings.blocks.items()
+            if not arm.startswith(NOT_FOR_STALLS) and (not alone or arm in ALONE)
+            for block in blocks
+            for laps in [block.laps[rank]]
+            for i in range(len(laps.calls))
+            if not (forks and i in laps.fresh)  # a part of the pass, as `_per_step_of_passes` has it
+        ]
+        calls.sort(key=lambda call: call.number)
+        wait = _mean([wait for block in self.bench.timings.blocks.get("full", ()) for wait in block.laps[rank].waits])
+        return find_stalls(calls[-MOST_CALLS:], wait=wait, places=self.bench.sampler.places)
+
+    def evidence(
+        self,
+        found: Found,
+        *,
+        tried: Mapping[str, Arm],
+        inside: Inside | None,
+        loading: Loading | None,
+        samples: int | None,
+        precision: str,
+        padding: float | None,
+        notes: Sequence[str],
+    ) -> Evidence:
+        """All of it, the same on all ranks. Collective.
+
+        Args:
+            found: what is trained.
+            tried: the arms without a loader.
+            inside: a look inside the step on this rank.
+            loading: what batches take, on rank 0.
+            samples: per step of this rank.
+            precision: in which it computes.
+            padding: fraction of the batch.
+            notes: of this rank.
+        """
+        timings, peers, models = self.bench.timings, self.peers, found.models
+        stalls = self.stalls()
+        alone = self.stalls(alone=True) if peers.world_size > 1 else stalls
+        everyone = peers.gather((self.rounds.timeline, stalls, alone, inside, loading, notes, samples))
+        timings.stalled = [frozenset(stalls.at) for _, stalls, *_ in everyone]
+        together = max((stalls for _, stalls, *_ in everyone), key=lambda one: one.share)
+        all_arms = {"cached": self.arm("cached"), "loader": self.arm("loader"), **tried}
+        steady = statistics.fmean(base for base, _ in all_arms["cached"].pairs)
+        _, _, _, look, load, _, _ = everyone[0]
+        optimizers = [
+            f"{describe(one)}({kind})" if (kind := ablations.implementation_of(one)) else describe(one) for one in found.optimizers
+        ]
+        weights = [weight for weight in weights_of(models) if weight.requires_grad]
+        updated = {id(weight) for one in found.optimizers for group in one.param_groups for weight in group["params"]}
+        counts = [one for *_, one in everyone if one is not None]
+        own = timings.blocks.get("alone" if peers.world_size > 1 else "full", ())
+        return Evidence(
+            step=steady / (1 - together.share) if together.share < 1 else steady,
+            device=self.bench.device.type,
+            world_size=peers.world_size,
+            accumulation=self.feed.accumulation,
+            threads=torch.get_num_threads(),
+            samples=float(sum(counts)) if len(counts) == len(everyone) else None,
+            parameters=sum(weight.numel() for weight in weights) if models else None,
+            tensors=max(len(weights), len(updated)) if models or found.optimizers else None,
+            convolutions=has_convolutions(models),
+            optimizer=", ".join(optimizers) or None,
+            precision=precision,
+            arms=all_arms,
+            loading=load,
+            inside=look,
+            stalls=together,
+            ranks=tuple(self._rank(rank, timeline, alone) for rank, (timeline, _, alone, *_) in enumerate(everyone)),
+            longest_wait=_mean([max(waits) for block in own for waits in zip(*(laps.waits for laps in block.laps), strict=False)]),
+            padding=padding,
+            seconds=self.bench.elapsed,
+            steps=self.bench.called,
+            notes=tuple(dict.fromkeys(note for *_, notes, _ in everyone for note in notes)),
+        )
+
+    def _rank(self, rank: int, timeline: Timeline, stalls: Stalls) -> RankEvidence:
+        timings, parallel = self.bench.timings, self.peers.world_size > 1
+        own, bare = ("alone", "no_sync") if parallel else ("full", "cached")
+        return RankEvidence(
+            rank=rank,
+            timeline=replace(timeline, rank=rank, steps=timeline.steps[:MOST_STEPS], warmup=0),
+            alone=_mean([row[rank] for row in timings.means(own)]) if own in timings.blocks else float("nan"),
+            wait=_mean([wait for block in timings.blocks.get(own, ()) for wait in block.laps[rank].waits]),
+            compute=_mean([row[rank] for row in timings.means(bare)]) if bare in timings.blocks else float("nan"),
+            stalls=stalls,
+        )
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else 0.0

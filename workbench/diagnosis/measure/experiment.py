@@ -1,0 +1,252 @@
+"""The experiment: a training step is tried with one thing taken away at a time, and Evidence is what comes out."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from workbench.core.statistics import Interval
+from workbench.core.system_load import Meter
+from workbench.diagnosis.analysis.evidence import Evidence, Inside, Loading
+from workbench.diagnosis.measure import inside, loading
+from workbench.diagnosis.measure.evidence import Sums
+from workbench.diagnosis.measure.gradients import reductions
+from workbench.diagnosis.measure.trials import NARROW, PAIRS, Trials, treatments
+from workbench.harness import ablations
+from workbench.harness.alternate import Rounds
+from workbench.harness.blocks import Bench, DiagnoseError, length
+from workbench.harness.discover import Found
+from workbench.harness.feed import Exhausted, Feed
+from workbench.harness.observe import Seen, check, device_of, first_steps, look_around
+from workbench.harness.peers import Peers
+from workbench.harness.restore import Keep
+
+SHARES = {"warm-up": 0.1, "rounds": 0.4, "inside": 0.5, "loading": 0.6, "trials": 0.9}
+"""Until which fraction of the budget each part may go on, at most."""
+LOADING_SECONDS, INSIDE_SECONDS = 5.0, 2.0
+"""Most that these parts take of a large budget."""
+CHEAP, CHEAP_SECONDS = 0.08, 2.0
+"""Fraction of the step below which nobody would change the loader, and how long is looked at it then."""
+CLEAR, ROUGHLY = 0.25, 0.12
+"""A loader that costs more than CLEAR of the step is to blame: then, it does not matter whether it costs ROUGHLY more or less."""
+SLOW = 0.7
+"""Seconds: such steps are traced once."""
+CALLS = 120
+"""So many calls of step() should be seen, for stalls to show, unless they take more than a third of the budget."""
+STALLS = 3
+"""Stalls that are waited for once one was seen, for half of the budget at most."""
+
+
+def experiment(
+    step: Callable[[Any], Any],
+    loader: Any,
+    *,
+    model: nn.Module | Sequence[nn.Module] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    budget_s: float = 60.0,
+    accumulation: int = 1,
+) -> Evidence:
+    """Find out what holds a training step up, by experiments in this process. Everything is left as it was.
+
+    Where a process group is initialised, all of its ranks have to call it: they take part together.
+
+    Args:
+        step: `step(batch)` does one optimizer step. With `accumulation` it gets a tuple of so many batches.
+        loader: gives the batches; a DataLoader or any iterable.
+        model: the module that is trained, or several; None = those that the step's closure, `self` or globals hold.
+        optimizer: likewise.
+        budget_s: seconds that it may take, about.
+        accumulation: batches per step.
+
+    Returns:
+        What was found out; the same on all ranks.
+
+    Raises:
+        DiagnoseError: step() cannot be called so, or raised an error.
+        ValueError: the loader is empty, or is none.
+    """
+    check(step, budget_s, accumulation)
+    notes: list[str] = []
+    found = look_around(step, model, optimizer, loader, notes)
+    with Peers.join() as peers, contextlib.ExitStack() as undo:
+        keep = Keep(found)
+        undo.callback(keep.restore)
+        feed = undo.enter_context(Feed(loader, accumulation))
+        bench = undo.enter_context(Bench(step, peers, device_of(found.models)))
+        undo.enter_context(ablations.schedules_at_rest(found.objects))
+        if peers.world_size > 1 and max(peers.gather(feed.kind == "once")):
+            raise DiagnoseError(
+                "the loader can be read only once, and there are several ranks: if it ended on one of them, the others would wait for it "
+                "for ever. Give a list, a DataLoader or another iterable that can be read again"
+            )
+        try:
+            return _Experiment(bench, feed, keep, found, budget_s, notes).run()
+        except Exhausted:
+            raise DiagnoseError(too_few(feed)) from None
+
+
+def too_few(feed: Feed) -> str:
+    """The complaint about a loader that ended before anything was known."""
+    return (
+        f"the loader could be read only once, and gave {feed.batches} batches: too few to compare anything. Give a list, a "
+        "DataLoader or another iterable that can be read again, or a generator of at least 30 batches"
+    )
+
+
+class _Experiment:
+    """One experiment, on one rank. All ranks take the same way through it, by figures on which they agree."""
+
+    def __init__(self, bench: Bench, feed: Feed, keep: Keep, found: Found, budget: float, notes: list[str]) -> None:
+        self.bench, self.feed, self.keep, self.found, self.budget, self.notes = bench, feed, keep, found, budget, notes
+        self.models, self.optimizers = found.models, found.optimizers
+        self.peers = bench.peers
+        self.seen: Seen
+        self.rounds: Rounds
+        self.sums: Sums
+        self.trials: Trials
+        self.inside: Inside | None = None
+        self.loading: Loading | None = None
+
+    def run(self) -> Evidence:
+        """All of it."""
+        meter = self.meter = Meter()
+        try:
+            self._warm_up()
+            self._rounds()
+            cached = self.bench.timings.typical("cached")
+            self._look_inside(cached)
+            self._probe_loader()
+            self._trials(self.bench.timings.typical("full"))
+            self._wait_for_stalls(cached)
+            reduced = self.peers.world_size > 1 and ablations.can_rest(self.models)
+            gradients = reductions(self.models, self.peers) if reduced else None
+            self.bench.tick()
+            evidence = self.sums.evidence(
+                self.found,
+                tried=self.trials.results(),
+                inside=self.inside,
+                loading=self.loading,
+                samples=self.seen.samples,
+                precision=self.seen.precision,
+                padding=self.seen.padding,
+                notes=self.notes,
+            )
+            return replace(evidence, noise=meter.noise(self.sums.spread()), gradients=gradients)
+        finally:
+            meter.close()
+
+    def _until(self, part: str) -> float:
+        return SHARES[part] * self.budget
+
+    # The parts
+
+    def _warm_up(self) -> None:
+        """First steps, and what can be seen of the step on the way."""
+        self.seen = first_steps(self.bench, self.feed, self.keep, self.found, self._until("warm-up"), self.notes)
+        self.rounds = Rounds(self.bench, self.feed, self.keep, self.models, self.optimizers, written=self.seen.written)
+        self.sums = Sums(self.bench, self.feed, self.rounds)
+
+    def _rounds(self) -> None:
+        """The full loop, the loader alone and the cached step, until it is clear what the loader costs."""
+        rounds, bench = self.rounds, self.bench
+        rounds.prepare(self.budget / 8)
+        while True:
+            rounds.turn()
+            if max(self.peers.gather(self.feed.exhausted)) or bench.elapsed + rounds.cost > self._until("rounds"):
+                break
+            cached = self.sums.arm("cached")
+            if self.peers.agree(len(cached.pairs) >= PAIRS and _clear(cached.saved), all):  # passes may have other lengths elsewhere
+                break
+        if not rounds.watched:
+            rounds.clocked(50)
+        self._note_the_loader()
+
+    def _note_the_loader(self) -> None:
+        feed = self.feed
+        if not self.sums.pairs("full", "cached"):
+            raise DiagnoseError(too_few(feed))
+        if feed.kind == "once":
+            self.notes.append(
+                f"the loader can be read only once: {feed.batches} batches of it were used up and are gone, so what depends on the loader "
+                f"comes from {len(self.sums.pairs('full', 'cached'))} pairs of short blocks; a DataLoader, or a list, tells more"
+            )
+        elif feed.epoch == 1:
+            self.notes.append("the loader has one batch: each step begins a new pass over it, and pays for that")
+
+    def _look_inside(self, cached: float) -> None:
+        """A short trace of the cached step."""
+        bench, replay = self.bench, self.rounds.replay
+        self.rounds.settle()
+        seconds = min(INSIDE_SECONDS, max(0.0, self._until("inside") - bench.elapsed))
+        traced, plain = inside.counts_for(cached, budget_s=seconds) if cached < SLOW else (1, 1)
+        batches = chain.from_iterable(iter(lambda: replay.give(8), None))
+        with bench.unsampled():
+            self.inside, why = inside.look(
+                lambda: bench.warm([next(batches)]),
+                traced=traced,
+                plain=plain,
+                synchronize=bench.synchronize if bench.device.type == "cuda" else None,
+                ranks=self.peers.world_size > 1,
+            )
+        self.notes += [why] if why else []
+        bench.tick()
+
+    def _probe_loader(self) -> None:
+        """What making a batch takes: on rank 0, while the others rest."""
+        costs = self.sums.arm("cached").saved
+        most = CHEAP_SECONDS if costs.high < CHEAP else LOADING_SECONDS
+        seconds = min(most, max(1.0, self._until("loading") - self.bench.elapsed))
+        if self.peers.rank == 0 and self.feed.exhausted:
+            self.loading = Loading(kind="once", alone=self.bench.timings.typical("loader") / self.feed.accumulation)
+        elif self.peers.rank == 0:
+            self.loading, notes = loading.probe(self.feed.loader, self.feed, seconds)
+            self.notes += notes
+        self.bench.tick()
+
+    def _trials(self, full: float) -> None:
+        self.rounds.settle()
+        self.trials = Trials(
+            self.bench, self.rounds.replay, self.keep.rewind, full=full, alone=lambda: ablations.without_reduction(self.models)
+        )
+        gc_share = self.inside.gc / self.inside.step if self.inside and self.inside.step > 0 else 0.0
+        some = treatments(
+            self.models,
+            self.optimizers,
+            self.rounds.replay,
+            device=self.bench.device,
+            precision=self.seen.precision,
+            accumulation=self.feed.accumulation,
+            world_size=self.peers.world_size,
+            gc_share=self.peers.agree(gc_share),
+            foreign=self.peers.agree(self.meter.noise().foreign),
+        )
+        everywhere = set[str].intersection(*(set(names) for names in self.peers.gather([one.name for one in some])))
+        everywhere -= set() if self.seen.reduces else {"no_sync"}  # it would say that communication costs nothing
+        self.trials.run([one for one in some if one.name in everywhere], self._until("trials"))
+        self.notes += self.trials.notes
+
+    def _wait_for_stalls(self, cached: float) -> None:
+        """More cached steps, where too few were seen, or one that stalled and no second one."""
+        bench, replay = self.bench, self.rounds.replay
+        count = replay.fitting(length(cached, 0.5, least=1))
+        alone = self.peers.world_size > 1 and ablations.can_rest(self.models)
+        arm = ablations.without_reduction(self.models) if alone else contextlib.nullcontext()
+        name = "no_sync" if alone else "cached"
+        with arm:
+            while True:
+                seen = max(self.peers.gather(len(self.sums.stalls().at)))
+                if seen and alone:  # whose are they? A rank shows that only while it does not wait for the others
+                    seen = max(self.peers.gather(len(self.sums.stalls(alone=True).at))) or 1
+                few = bench.called < CALLS and bench.elapsed < self.budget / 3
+                if not few and (not 0 < seen < STALLS or bench.elapsed > self.budget / 2):
+                    return
+                bench.run(name, replay.give(count), count)
+
+
+def _clear(saved: Interval) -> bool:
+    """Is it known well enough what the loader costs?"""
+    return saved.width <= NARROW or saved.high < CHEAP or (saved.low > CLEAR and saved.width <= ROUGHLY)

@@ -1,0 +1,251 @@
+"""Inside a step: operators, collectives and synchronisations from a short trace, Python's lines from looks at the stack.
+
+Events of a trace of torch's profiler, in columns, and what they say about a step.
+"""
+
+import contextlib
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from workbench.core.system_load import Collections, Meter
+from workbench.diagnosis.analysis.evidence import SMALL_OP, Inside
+from workbench.harness.stack_sampler import StackSampler
+from workbench.traces.analysis.intervals import NONE, Spans, inside, length, union
+from workbench.traces.analysis.labels import DEVICE, Label, kind_of
+from workbench.traces.measure.profiler import hindrance, plain_profiler
+
+OPERATORS = r"(?!autograd::engine::)(.*::|.*Backward\d+$|Torch-Compiled Region|CompiledFunctionBackward)"
+"""The operators among what torch records as such: not the Python of an `autograd.Function`, which has no `::` and no number."""
+ENGINE = "autograd::engine::"
+"""Around each node of the backward graph, and around hooks, which may be Python."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    """Events by label, thread and time."""
+
+    labels: tuple[Label, ...]
+    """Labels that occur."""
+    codes: NDArray[np.int64]
+    """Of each event: which of them."""
+    threads: NDArray[np.int64]
+    spans: Spans
+    begin: int
+    """Nanoseconds: where the steps that count begin."""
+    end: int
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[str, str, int, int, int]], *, window: str) -> Self:
+        """From rows (name, category, start, end, thread), cut to the annotation called `window`.
+
+        Raises:
+            ValueError: there is no such annotation.
+        """
+        names, categories, starts, ends, threads = zip(*rows, strict=True) if (rows := list(rows)) else ((),) * 5
+        known: dict[tuple[str, str], int] = {}
+        codes = np.array([known.setdefault(pair, len(known)) for pair in zip(names, categories, strict=True)], dtype=np.int64)
+        if (code := known.get((window, "user_annotation"))) is None:
+            raise ValueError(f"the trace has no annotation {window!r}")
+        at = int(np.flatnonzero(codes == code)[0])
+        begin, end = starts[at], ends[at]
+        spans = np.array([starts, ends], dtype=np.int64).T
+        kept = (spans[:, 0] < end) & (spans[:, 1] > begin) & (codes != code)
+        return cls(
+            labels=tuple(Label(name, category, False) for name, category in known),
+            codes=codes[kept],
+            threads=np.array(threads, dtype=np.int64)[kept],
+            spans=spans[kept].clip(begin, end),
+            begin=begin,
+            end=end,
+        )
+
+    @classmethod
+    def recorded(cls, events: Sequence[Any], *, window: str) -> Self:
+        """From the events of Kineto's results."""
+        category = (lambda event: event.activity_type()) if events and hasattr(events[0], "activity_type") else _category
+        rows = ((e.name(), category(e), (start := e.start_ns()), start + e.duration_ns(), e.start_thread_id()) for e in events)
+        return cls.of(rows, window=window)
+
+    def where(self, *kinds: str, name: str = "") -> NDArray[np.bool_]:
+        """Which events are of one of some kinds (none = of any) and have a name that a regular expression matches."""
+        answers = [(not kinds or kind_of(label) in kinds) and re.match(name, label.name) is not None for label in self.labels]
+        return np.array(answers, dtype=np.bool_)[self.codes]
+
+
+def _category(event: Any) -> str:
+    """The category of an event, for a torch that does not tell."""
+    name = event.name()
+    if event.is_user_annotation():
+        return "user_annotation"
+    if event.device_type() != type(event.device_type()).CPU:
+        return "gpu_memcpy" if name.startswith("Memcpy") else "gpu_memset" if name.startswith("Memset") else "kernel"
+    return "cuda_runtime" if re.match("cu(da)?[A-Z]|hip[A-Z]", name) else "cpu_op"
+
+
+def read(events: Events, steps: int, *, ranks: bool = False) -> Inside:
+    """What a trace of some steps says.
+
+    On a CPU an operator is what torch records as one, in whatever thread, backward nodes included; what a Python function or hook does in
+    backward is none. On a GPU it is a kernel or a copy.
+
+    Args:
+        events: of the steps.
+        steps: how many there were.
+        ranks: do others compute along?
+    """
+    on_device = events.where(*DEVICE)
+    optimizer = union(events.spans[events.where("optimizer", name=r"Optimizer\.step")])
+    if on_device.any():
+        collective = events.where("communication")
+        ops = events.spans[on_device & ~collective]
+        busy = union(ops)
+        syncs = events.where("wait").sum()
+    else:
+        collective = events.where("host_communication", "collective_call")  # gloo's run in threads of their own
+        found = events.where("operator", name=OPERATORS)
+        nodes = events.where(name=ENGINE)
+        tops, around = [NONE], []
+        for thread in np.unique(events.threads[found]):
+            here = events.threads == thread
+            tops.append(outermost(events.spans[found & here]))
+            around.append(_around(tops[-1], outermost(events.spans[nodes & here])))
+        ops = np.concatenate(tops)
+        busy = union(ops, *around)
+        items = events.spans[events.where(name="aten::_local_scalar_dense$"), 0]
+        syncs = len(items) - inside(items, optimizer).sum()
+    own = optimizer if not on_device.any() else NONE  # on a GPU its kernels run later than its Python
+    lengths = (ops[:, 1] - ops[:, 0])[~inside(ops[:, 0], own)]
+    both = length(busy) + length(own) - length(union(busy, own))
+    exposed = length(union(busy, events.spans[collective])) - length(busy)
+    nano = 1e-9 / steps
+    return Inside(
+        step=(events.end - events.begin) * nano,
+        ops=length(busy) * nano,
+        op_count=len(ops) / steps,
+        small_ops=int(lengths[lengths < SMALL_OP * 1e9].sum()) * nano,
+        optimizer=length(optimizer) * nano if len(optimizer) else None,
+        optimizer_ops=both * nano if len(own) else None,
+        collectives=exposed * nano if ranks else None,
+        syncs=int(syncs) / steps,
+    )
+
+
+def outermost(spans: Spans) -> Spans:
+    """The spans of one thread that lie in no other one of it."""
+    spans = spans[np.lexsort((-spans[:, 1], spans[:, 0]))]
+    until: NDArray[np.int64] = np.maximum.accumulate(spans[:, 1])
+    kept: Spans = spans[np.concatenate([[True], spans[1:, 0] >= until[:-1]])[: len(spans)]]
+    return kept
+
+
+def _around(ops: Spans, nodes: Spans) -> Spans:
+    """What lies around the operators of the nodes of the backward graph belongs to them if it is short; else it is a hook."""
+    edges = np.concatenate([ops, nodes[:, [0, 0]], nodes[:, [1, 1]]])  # the borders of a node, as operators of no length
+    edges = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
+    gaps: Spans = np.stack([np.maximum.accumulate(edges[:-1, 1]), edges[1:, 0]], axis=1)
+    lengths = gaps[:, 1] - gaps[:, 0]
+    return gaps[(lengths > 0) & (lengths < SMALL_OP * 1e9) & inside(gaps[:, 0], nodes)]
+
+
+WINDOW = "workbench: look inside"
+"""The mark in the trace around the steps that count."""
+MOST_EVENTS = 60_000
+"""More of them are not traced, unless one step has more: each takes 8 µs to write down and read."""
+
+
+def counts_for(seconds: float, *, budget_s: float = 2.0) -> tuple[int, int]:
+    """How many steps to trace, and how many to look at without a trace (`look`'s `traced` and `plain`), if a step takes so long.
+
+    Args:
+        seconds: of a step.
+        budget_s: for all of it.
+    """
+    return max(2, min(20, int(budget_s / 4 / seconds))), max(2, min(400, int(budget_s * 3 / 8 / seconds)))
+
+
+def look(
+    call: Callable[[], object], *, traced: int, plain: int, synchronize: Callable[[], object] | None = None, ranks: bool = False
+) -> tuple[Inside, str | None]:
+    """Look inside a step.
+
+    `call` is called 2 × `plain` + `traced` + 1 times, whatever happens, so that several ranks can look at the same time.
+
+    Args:
+        call: does one step on a batch that is there already.
+        traced: steps to trace.
+        plain: steps to time without a trace, half of them before it and half after it; and as many to sample afterwards.
+        synchronize: waits for the device; None on a CPU.
+        ranks: do others compute along? Then collectives are looked for.
+
+    Returns:
+        What was seen, and why there was no trace, if there was none: then `ops` is nan.
+    """
+    wait = synchronize or _nothing
+    early, late = (plain + 1) // 2, plain // 2
+    before = _timed(call, early, wait)
+    events, seconds, steps, why = _trace(call, traced, wait)
+    after = _timed(call, late, wait)
+    with StackSampler(fine=True, operators=False) as sampler:
+        for _ in range(plain):
+            call()
+        wait()
+    clocks = {name: (before[name] + after[name]) / plain for name in before}
+    usual = clocks.pop("step")
+    seen = read(events, steps, ranks=ranks) if events else Inside(step=usual, ops=math.nan)
+    slowdown = seconds / steps / usual - 1 if events and usual > 0 else 0.0
+    return replace(seen, slowdown=slowdown, lines=sampler.lines(), **clocks), why
+
+
+def _nothing() -> None: ...
+
+
+def _timed(call: Callable[[], object], steps: int, wait: Callable[[], object]) -> dict[str, float]:
+    """Seconds that some steps take, by several clocks."""
+    wait()
+    with contextlib.closing(Meter()) as meter, Collections() as collections:
+        for _ in range(steps):
+            call()
+        wait()
+        lap = meter.lap()
+    return {"step": lap.seconds, "cpu": lap.cpu, "blocked": lap.blocked, "waiting": lap.waiting, "gc": collections.seconds}
+
+
+def _trace(call: Callable[[], object], steps: int, wait: Callable[[], object]) -> tuple[Events | None, float, int, str | None]:
+    """Call `steps` + 1 times, and trace as many as are not too much.
+
+    Returns:
+        The events, the seconds and the number of the steps they are of, or why there are none.
+    """
+    if why := hindrance():
+        for _ in range(steps + 1):
+            call()
+        return None, 0.0, 0, why
+    first, _ = _cycle(call, 1, wait)  # which takes up to three times as long: memory for the events is new
+    some = min(steps, max(1, MOST_EVENTS // max(1, len(first))))
+    events, seconds = _cycle(call, some, wait)
+    for _ in range(steps - some):
+        call()
+    return events, seconds, some, None
+
+
+def _cycle(call: Callable[[], object], steps: int, wait: Callable[[], object]) -> tuple[Events, float]:
+    """Trace some steps: their events, and their seconds."""
+    wait()
+    with plain_profiler() as profiler, torch.autograd.profiler.record_function(WINDOW):
+        start = time.perf_counter()
+        for _ in range(steps):
+            call()
+        wait()
+        seconds = time.perf_counter() - start
+    return Events.recorded(profiler.kineto_results.events(), window=WINDOW), seconds

@@ -1,0 +1,266 @@
+"""Trials: the arms that need no loader, each between two blocks of the unchanged step, for as long as they can still tell something."""
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from workbench.core.gc import without_gc
+from workbench.core.statistics import interval_of
+from workbench.harness import ablations
+from workbench.harness.ablations import Treatment
+from workbench.harness.arm import Arm
+from workbench.harness.batches import bytes_of, doubled, padding_of, tensors_of, trimmed
+from workbench.harness.blocks import Bench, StepFailed, length, paired
+from workbench.harness.replay import Replay
+
+BLOCK = 0.15
+"""Seconds of a block, where steps are not longer than that."""
+PAIRS, FEW_PAIRS = 5, 3
+"""Pairs that an arm takes at least, and one that is clear, or for which there is no time."""
+NARROW = 0.06
+"""An interval of the fraction of the full step that is saved tells enough if it is no wider than this."""
+MATTERS = 0.05
+"""An arm that saves no more than this fraction of the full step does not matter."""
+BLAMED = 0.1
+"""Nor does a part of it that takes no more: no verdict names one."""
+PARTS = ("no_sync", "no_optimizer", "device_batch", "doubled")
+"""Arms that the verdict goes by. The others are remedies: whether they gain 10 or 15 % does not have to be known."""
+ROUGHLY = 0.1
+"""An interval of a remedy's saving tells enough if it is no wider."""
+TAKEN = 0.3
+"""Cores that others take from which on more threads are not tried: they wait for each other, and for the others."""
+HOPELESS = -0.5
+"""An arm that costs so much is not asked a third time."""
+MOST_PAIRS, MOST_OF_REMEDIES = 16, 8
+CLEAR = 0.5
+"""Fewer pairs than PAIRS are enough where their interval is so many times narrower: three agree by chance now and then."""
+SETTLING = 2
+"""Steps after which threads that are no longer wanted have stopped to look for work."""
+LONGER = 4.0
+"""Steps that warm up so many times slower make shorter blocks, or two threads on a busy core could take a minute."""
+LARGEST = 2**29
+"""Bytes: larger batches are not doubled."""
+GC_SHARE = 0.02
+"""Fraction of the step below which the garbage collector is not worth an arm."""
+
+
+def treatments(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    replay: Replay,
+    *,
+    device: torch.device,
+    precision: str,
+    accumulation: int,
+    world_size: int,
+    gc_share: float,
+    foreign: float = 0.0,
+) -> list[Treatment]:
+    """The arms that this step can be put to, the more telling first."""
+    first = replay.first
+    each = _each(accumulation)
+    found: list[Treatment] = []
+    if world_size > 1:
+        found.append(Treatment(name="no_sync", on=partial(ablations.without_reduction, models)))
+    if optimizers:
+        found.append(Treatment(name="no_optimizer", on=partial(ablations.without_optimizer, optimizers)))
+    if device.type == "cuda" and any(not tensor.is_cuda for tensor in tensors_of(first)):
+        found.append(Treatment(name="device_batch", batch=partial(_moved, device=device)))
+    if bytes_of(first) < LARGEST and each(doubled)(first) is not None:
+        found.append(Treatment(name="doubled", batch=each(doubled), samples=2.0))
+    if device.type == "cpu":
+        found += [_with_threads(count) for count in thread_counts() if count < torch.get_num_threads()]  # are there too many?
+    if gc_share > GC_SHARE:
+        found.append(Treatment(name="no_gc", on=without_gc))
+    if each(padding_of)(first) is not None and each(trimmed)(first) is not None:
+        found.append(Treatment(name="trimmed", batch=each(trimmed)))
+    if device.type == "cpu" and foreign <= TAKEN:
+        found += [_with_threads(count) for count in thread_counts() if count > torch.get_num_threads()]
+    found += [
+        Treatment(name=f"optimizer={name}", on=partial(ablations.implementation, optimizers, name))
+        for name in ("fused", "foreach")
+        if ablations.can_be(optimizers, name)
+    ]
+    if precision == "fp32" and models:
+        name = "amp_bf16" if device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False) else "amp_fp16"
+        found.append(Treatment(name=f"precision={name}", wrap=partial(ablations.in_precision, name=name, device=device)))
+    if has_convolutions(models) and world_size == 1 and any(tensor.ndim == 4 for tensor in tensors_of(first)):
+        found.append(Treatment(name="channels_last", on=partial(ablations.channels_last, models, optimizers), batch=ablations.images_last))
+    return found
+
+
+def _with_threads(count: int) -> Treatment:
+    return Treatment(name=f"threads={count}", on=partial(ablations.threads, count))
+
+
+def has_convolutions(models: Sequence[nn.Module]) -> bool:
+    """Is there a 2d convolution in them?"""
+    return any(isinstance(part, nn.Conv2d) for model in models for part in model.modules())
+
+
+def thread_counts() -> list[int]:
+    """Numbers of threads worth a try: 1, 2, and the cores; not the one in use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return sorted({count for count in (1, 2, cores) if count <= cores} - {torch.get_num_threads()})
+
+
+def _each(accumulation: int) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Does a function on batches to each of those that one step takes; None if it gives that for one of them."""
+
+    def of(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        if accumulation == 1:
+            return function
+
+        def on_all(batches: tuple[Any, ...]) -> Any:
+            results = [function(batch) for batch in batches]
+            return None if any(result is None for result in results) else tuple(results)
+
+        return on_all
+
+    return of
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    from workbench.harness.batches import map_tensors
+
+    return map_tensors(lambda tensor: tensor.to(device), batch)
+
+
+class Trials:
+    """Puts the cached step to each treatment in turn, between blocks without any, and keeps the pairs."""
+
+    def __init__(
+        self, bench: Bench, replay: Replay, rewind: Callable[[], None], *, full: float, alone: ablations.Switch = contextlib.nullcontext
+    ) -> None:
+        """Nothing is tried yet.
+
+        Args:
+            bench: times the blocks.
+            replay: the batches.
+            rewind: puts the weights back.
+            full: seconds of a full step.
+            alone: inside, no rank waits for another.
+        """
+        self.alone = alone
+        self.bench, self.replay, self.rewind, self.full = bench, replay, rewind, full
+        self.notes: list[str] = []
+        self._pairs: dict[str, list[tuple[tuple[int, int], int]]] = {}  # cached blocks before and after, the arm's block
+        self._treatments: dict[str, Treatment] = {}
+        step = bench.timings.typical("cached")
+        self.worth = step / full
+        """Fraction of the full step that an arm has to do with."""
+        least = 4 if step < 0.15 else 2 if step < 0.6 else 1
+        count = length(step, BLOCK, least=least)
+        if bench.peers.agree(replay.varied):
+            count = max(count, bench.peers.agree(len(replay)))
+        self.count = bench.peers.agree(replay.fitting(count), min)
+        self.warm = 2 if least > 2 else 1 if step < 1 else 0
+
+    def run(self, treatments: Sequence[Treatment], until: float) -> None:
+        """Try them until all have told enough or the time is up.
+
+        Args:
+            treatments: the more telling first: where there is too little time, the others are left out.
+            until: seconds on the bench's clock.
+        """
+        cost = self._seconds_of_a_pair()
+        left = max(0.0, until - self.bench.elapsed)
+        least = FEW_PAIRS if FEW_PAIRS * cost <= left / 2 else 2
+        fit = max(1, int(left / max(cost * least, 1e-9)))
+        if len(treatments) > fit:
+            self.notes.append(f"no time was left to try {', '.join(one.name for one in treatments[fit:])}: a larger budget_s= would do")
+        active = [*treatments[:fit]]
+        before = self._baseline() if active else 0
+        for turn in range(MOST_PAIRS):
+            self.rewind()
+            for treatment in [*active] if turn % 2 == 0 else [*reversed(active)]:
+                if not self._try(treatment):
+                    active.remove(treatment)
+                    continue
+                after = self._baseline(more=SETTLING if treatment.name.startswith("threads=") else 0)
+                self._pairs.setdefault(treatment.name, []).append(((before, after), len(self.bench.timings.blocks[treatment.name]) - 1))
+                before = after
+            active = [one for one in active if not self._told_enough(one.name, least)]
+            if not active or (turn + 1 >= least and self.bench.elapsed > until) or self.bench.elapsed > 1.3 * until:
+                break
+
+    def results(self) -> dict[str, Arm]:
+        """The arms that were tried."""
+        found = {}
+        for name in self._pairs:
+            if pairs := self._seconds(name):
+                treatment = self._treatments[name]
+                found[name] = Arm(name=name, baseline="cached", pairs=pairs, samples=treatment.samples, note=treatment.note)
+        return found
+
+    def _seconds(self, name: str) -> tuple[tuple[float, float], ...]:
+        cached, arm = self.bench.timings.slowest("cached"), self.bench.timings.slowest(name)
+        between = [(cached[before] + cached[after]) / 2 for (before, after), _ in self._pairs[name]]
+        return paired(between, [arm[index] for _, index in self._pairs[name]])
+
+    def _told_enough(self, name: str, least: int) -> bool:
+        pairs = self._seconds(name)
+        if len(pairs) < 2:
+            return False
+        samples, part = self._treatments[name].samples, name in PARTS
+        saved = interval_of(pairs, lambda base, arm: 1 - arm / base / samples)
+        if len(pairs) < least:
+            return saved.high < HOPELESS
+        if saved.high * self.worth < (BLAMED if part else MATTERS) or (not part and len(pairs) >= MOST_OF_REMEDIES):
+            return True
+        width = saved.width * self.worth
+        return width <= (NARROW if part else ROUGHLY) * (1 if len(pairs) >= PAIRS else CLEAR)
+
+    def _baseline(self, more: int = 0) -> int:
+        self.bench.warm(self.replay.give(self.warm + more))
+        self.bench.run("cached", self.replay.give(self.count), self.count)
+        return len(self.bench.timings.blocks["cached"]) - 1
+
+    def _try(self, treatment: Treatment) -> bool:
+        """A block of the arm; False if the step cannot be put to it."""
+        bench, step = self.bench, treatment.wrap(self.bench.step)
+        change = None if treatment.batch is ablations.unchanged else treatment.batch
+        warm = max(self.warm, 1) + 1 if treatment.name not in self._treatments else self.warm
+        if treatment.name not in self._treatments and bench.peers.world_size > 1:
+            # once without a reduction: a rank that fails (out of memory) would leave the others waiting in it
+            with treatment.on(), self.alone():
+                if failure := self._failure(step, change):
+                    return self._cannot(treatment, failure)
+        with treatment.on():
+            failed, start = "", bench.clock()
+            try:
+                bench.warm(self.replay.give(warm, change), step)
+                bench.synchronize()
+            except StepFailed as error:
+                failed = f"{type(error.error).__name__}: {error.error}"
+            warmed = bench.peers.gather((failed, (bench.clock() - start) / warm if warm else 0.0))
+            if failures := [failed for failed, _ in warmed if failed]:
+                return self._cannot(treatment, failures[0])
+            self._treatments[treatment.name] = treatment
+            slower = max(seconds for _, seconds in warmed) / bench.timings.typical("cached")
+            count = self.count if slower < LONGER else max(1, round(self.count * LONGER / slower))
+            bench.run(treatment.name, self.replay.give(count, change), count, step=step)
+        return True
+
+    def _failure(self, step: Callable[[Any], Any], change: Callable[[Any], Any] | None) -> str:
+        """Why a single step fails on some rank; empty if it does not."""
+        failed = ""
+        try:
+            self.bench.warm(self.replay.give(1, change), step)
+            self.bench.synchronize()
+        except StepFailed as error:
+            failed = f"{type(error.error).__name__}: {error.error}"
+        return next((one for one in self.bench.peers.gather(failed) if one), "")
+
+    def _cannot(self, treatment: Treatment, failure: str) -> bool:
+        self.notes.append(f"{treatment.name} could not be tried: {failure.splitlines()[0]:.200}")
+        return False
+
+    def _seconds_of_a_pair(self) -> float:
+        return 2.2 * (self.count + self.warm) * self.bench.timings.typical("cached")

@@ -1,0 +1,233 @@
+"""ThroughputDoctor: turn a knob and see what it would change; measure; prove."""
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import ipywidgets
+
+from workbench.core import units
+from workbench.core.display.style import Style
+from workbench.diagnosis import api
+from workbench.diagnosis.analysis.diagnosis import Diagnosis
+from workbench.diagnosis.analysis.parts import Parts
+from workbench.diagnosis.analysis.proof import Ladder
+from workbench.diagnosis.analysis.remedy import Remedy
+from workbench.diagnosis.analysis.step_model import StepModel
+from workbench.diagnosis.panel import html as doctor_faces
+from workbench.diagnosis.panel.background import Background
+from workbench.diagnosis.panel.knobs import Knobs, WhatIf, standing, what_if
+from workbench.runs.panel import html as faces
+from workbench.runs.spec import RunSpec
+from workbench.runs.target import Step
+
+CLIMB = 10
+"""A climb may take as many times the budget of a measurement: each of its rungs is a diagnosis and a proof."""
+
+
+class ThroughputDoctor:
+    """Knobs with the step they are predicted to make, beside the measured one; a verdict, its reason, and remedies that can be proved.
+
+    Turning a knob asks a model and starts nothing. Measure, Prove and Climb run experiments, one at a time, in a thread of their own.
+    Stop ends what was launched for them.
+
+    Attributes:
+        spec: what is measured now; None if the diagnosis is of a step in this process.
+        result: the Diagnosis; None before the first measurement.
+        what_if: the prediction for the knobs as they stand; None while none is turned.
+        ladder: what a climb found.
+        num_workers, prefetch_factor, micro_batch, precision, nproc_per_node: the knobs; `.value` turns one.
+        knobs: all of them.
+        measure, climb, stop: buttons.
+        proves: the remedies' buttons, by name.
+        bars, verdict, remedies, ladder_view, problem, status: what is shown.
+        widget: everything in one box.
+    """
+
+    def __init__(
+        self, target: RunSpec | Diagnosis, *, budget_s: float = api.BUDGET, runs_dir: str | os.PathLike[str] | None = None
+    ) -> None:
+        """
+        Args:
+            target: a spec, or what was found out about one (or about a step of this process) before.
+            budget_s: seconds that a measurement or a proof may take.
+            runs_dir: where run directories go; None = `runs` in the current folder.
+
+        Raises:
+            ValueError: something else was given, or no budget.
+        """
+        if not isinstance(target, RunSpec | Diagnosis):
+            raise ValueError(
+                f"ThroughputDoctor({type(target).__name__}): a RunSpec or a Diagnosis is wanted; "
+                'try ThroughputDoctor(wb.RunSpec(task="clipart-resnet")) or ThroughputDoctor(wb.diagnose(step, loader))'
+            )
+        api.check_budget(budget_s)
+        self._budget, self._runs_dir = budget_s, runs_dir
+        self.result: Diagnosis | None = None
+        self.ladder: Ladder | None = None
+        self.what_if: WhatIf | None = None
+        self._promised: WhatIf | None = None
+        self._model: StepModel | None = None
+        self._now: Parts | None = None
+        given = target.spec if isinstance(target, Diagnosis) else target
+        self.spec = given if isinstance(given, RunSpec) else None
+        self._make_widgets()
+        if isinstance(target, Diagnosis):
+            self._take(target)
+        else:
+            self.knobs.set(standing(target))
+            self.head.value = doctor_faces.head(self.title)
+            self._redraw()
+        self._allow()
+
+    def _make_widgets(self) -> None:
+        self._background, self._holds = Background(self._allow), False
+        self.status, self.problem, self.stop = self._background.status, self._background.problem, self._background.stop
+        self.knobs = Knobs(self._turned)
+        found = self.knobs.widgets
+        self.num_workers, self.prefetch_factor, self.micro_batch = found["num_workers"], found["prefetch_factor"], found["micro_batch"]
+        self.precision, self.nproc_per_node = found["precision"], found["nproc_per_node"]
+        self.head, self.bars, self.verdict, self.ladder_view = (ipywidgets.HTML() for _ in range(4))
+        self.remedies = ipywidgets.VBox().add_class("wb-remedies")
+        self.proves: dict[str, ipywidgets.Button] = {}
+        self.measure = ipywidgets.Button(
+            description="Measure", tooltip="Run the step under the knobs as they stand, take parts of it away in turn, and see what changes"
+        )
+        self.climb = ipywidgets.Button(
+            description="Climb", tooltip="Prove the best remedy, keep it, diagnose again, and so on until nothing worth it is left"
+        )
+        for button, pressed in ((self.measure, self._measure), (self.climb, self._climb)):
+            button.add_class("wb-go")
+            button.on_click(pressed)
+        buttons = ipywidgets.HBox([self.measure, self.climb, self.stop]).add_class("wb-buttons")
+        top = ipywidgets.HBox([self.head.add_class("wb-status"), buttons]).add_class("wb-top")
+        shown = [top, self.status, self.problem, self.knobs.box, self.bars, self.verdict, self.remedies, self.ladder_view, Style()]
+        self.widget = ipywidgets.VBox(shown).add_class("wb-panel").add_class("wb-doctor")
+
+    @property
+    def chosen(self) -> RunSpec | None:
+        """The spec with the knobs as they stand; None if there is no spec."""
+        return None if self.spec is None else self.knobs.turned(self.spec)
+
+    def _turned(self) -> None:
+        self._promised = None
+        self._redraw()
+
+    # --- what is shown
+
+    def _redraw(self) -> None:
+        """The bars, for the knobs as they stand: arithmetic and text, no process and no clock."""
+        changes = self.knobs.changes
+        self.what_if = None
+        if changes and self._model is not None and self._now is not None:
+            self.what_if = what_if(self._model, self._now, changes, self.knobs.samples)
+        observed = self.result is not None and self.result.evidence.observed
+        self.bars.value = doctor_faces.bars(self._now, self.what_if, promised=self._promised, observed=observed)
+
+    def _take(self, result: Diagnosis) -> None:
+        """Show a diagnosis."""
+        self.result, self._model, self._now = result, result.model, result.parts
+        self.knobs.set(standing(self.spec) if self.spec else self._model.knobs)
+        self.head.value = doctor_faces.head(self.title)
+        self._redraw()
+        self.verdict.value = doctor_faces.verdict(result)
+        self.proves = {}
+        self._rows = {one.name: self._row(one) for one in result.remedies}
+        self.remedies.children = tuple(self._rows.values())
+        for one in result.remedies:
+            self._show_remedy(one)
+
+    def _row(self, one: Remedy) -> ipywidgets.HBox:
+        words = ipywidgets.HTML()
+        if not one.provable:
+            return ipywidgets.HBox([words]).add_class("wb-choice")
+        button = ipywidgets.Button(description="Prove", tooltip=f"Run {one.name} in turns with the step as it is, and see what it gains")
+        button.disabled = self._background.busy  # until what runs has ended
+        button.add_class("wb-prove")
+        button.on_click(functools.partial(self._prove, one))
+        self.proves[one.name] = button
+        return ipywidgets.HBox([words, button]).add_class("wb-choice")
+
+    def _show_remedy(self, one: Remedy) -> None:
+        assert self.result is not None
+        proof = next((p for p in reversed(self.result.proofs) if p.remedy.name == one.name), None)
+        gains = [r.speedup for r in self.result.remedies] + [p.measured.mid for p in self.result.proofs]
+        scale = max([1.0, *(gain for gain in gains if math.isfinite(gain))])
+        self._rows[one.name].children[0].value = doctor_faces.remedy(one, proof, min(scale, 10.0))
+
+    # --- what runs
+
+    def _measure(self, _button: object) -> None:
+        self._promised = self.what_if
+        chosen = self.chosen
+        here = getattr(self.result, "subject", None)
+
+        def work() -> None:
+            if chosen is not None:
+                found = api.diagnose(chosen, budget_s=self._budget, runs_dir=self._runs_dir)
+                self.spec = chosen
+            else:
+                assert isinstance(here, Step)
+                found = api.diagnose(here.step, here.loader, model=here.model, optimizer=here.optimizer, budget_s=self._budget)
+            self._take(found)
+
+        self._start("measuring: parts of the step are taken away in turn", work, self._budget, hold=True)
+
+    def _prove(self, one: Remedy, _button: object) -> None:
+        result = self.result
+        assert result is not None
+
+        def work() -> None:
+            result.prove(one, budget_s=self._budget)
+            if self.result is result:
+                for other in result.remedies:  # all, since they share a scale
+                    self._show_remedy(other)
+
+        self._start(f"proving {one.name}, in turns with the step as it is", work, self._budget)
+
+    def _climb(self, _button: object) -> None:
+        chosen = self.chosen
+        assert chosen is not None
+
+        def work() -> None:
+            ladder = api.climb(chosen, budget_s=CLIMB * self._budget, runs_dir=self._runs_dir)
+            self._background.heed()  # a rung that was stopped is none that failed
+            self.ladder = ladder
+            self.ladder_view.value = doctor_faces.ladder(self.ladder)
+
+        self._start("climbing: the best remedy is proved and kept, again and again", work, CLIMB * self._budget)
+
+    def _start(self, what: str, work: Callable[[], None], budget_s: float, *, hold: bool = False) -> None:
+        """Run something, unless something runs; `hold`: the knobs stay where they are meanwhile."""
+        if self._background.busy:
+            return
+        self._holds = hold
+        endless = "" if self.spec else f"A step of this process cannot be stopped: it ends by itself, after about {units.seconds(budget_s)}"
+        self._background.start(what, work, budget_s, endless=endless)
+
+    def _allow(self) -> None:
+        """Buttons can be pressed where there is something to run, and while nothing runs."""
+        busy = self._background.busy
+        here = isinstance(getattr(self.result, "subject", None), Step)
+        self.measure.disabled = busy or not (self.spec or here)
+        self.climb.disabled = busy or self.spec is None
+        for button in self.proves.values():
+            button.disabled = busy
+        self.knobs.hold(busy and self._holds)
+
+    # --- how it shows itself
+
+    @property
+    def title(self) -> str:
+        """What is examined, in a line."""
+        return faces.essentials(self.spec) if self.spec else "a step and its loader"
+
+    def __repr__(self) -> str:
+        return f"ThroughputDoctor({self.title!r})"
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        bundle = self.widget._repr_mimebundle_(**options)
+        face = doctor_faces.static(self.title, self.result, self.what_if, self.ladder)
+        return {**bundle, "text/plain": repr(self), "text/html": face}

@@ -1,0 +1,261 @@
+"""Arms: one thing taken away from a training step, or changed in it, and given back; the step is any function of the user's."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+
+from workbench.core.gc import without_gc
+from workbench.harness.batches import map_tensors
+
+Step = Callable[[Any], Any]
+Switch = Callable[[], AbstractContextManager[Any]]
+
+DTYPES = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
+
+
+def unchanged(value: Any) -> Any:
+    """The same."""
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """How an arm is switched on."""
+
+    name: str
+    """Of `evidence.ARMS`."""
+    on: Switch = contextlib.nullcontext
+    """Inside, it is on; outside, all is as before. Entering and leaving are not timed."""
+    wrap: Callable[[Step], Step] = unchanged
+    """The step that is called instead: what has to happen anew in each."""
+    batch: Callable[[Any], Any] = unchanged
+    """The batch that it is given instead."""
+    samples: float = 1.0
+    """Samples per step, relative to before."""
+    note: str | None = None
+
+
+@contextlib.contextmanager
+def without_optimizer(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Inside, `optimizer.step()` does nothing. A closure is called all the same: it holds the forward and the backward."""
+
+    def skip(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    with ExitStack() as undo:
+        for optimizer in optimizers:
+            function = partial(skip)
+            function._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or schedulers warn that it was replaced, or not called
+            undo.enter_context(attribute(optimizer, "step", function))
+            undo.enter_context(attribute(optimizer, "_opt_called", True))
+        yield
+
+
+@contextlib.contextmanager
+def without_reduction(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, no gradient is reduced and no buffer sent, by DDP or by the step's own all_reduce: each rank runs at its own pace."""
+    with ExitStack() as undo:
+        for model in _parallel(models):
+            undo.enter_context(attribute(model, "require_backward_grad_sync", False))
+            undo.enter_context(attribute(model, "require_forward_param_sync", False))
+        for module in (dist, dist.distributed_c10d):
+            undo.enter_context(attribute(module, "all_reduce", _reduce_nothing))
+            undo.enter_context(attribute(module, "barrier", _reduce_nothing))
+        yield
+
+
+class _Done:
+    """What an asynchronous reduction gives back: done already."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _reduce_nothing(*_: Any, async_op: bool = False, **__: Any) -> _Done | None:
+    return _Done() if async_op else None
+
+
+def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    return [part for model in models for part in model.modules() if isinstance(part, DistributedDataParallel)]
+
+
+def can_rest(models: Sequence[nn.Module]) -> bool:
+    """Can each rank run at its own pace (see `without_reduction`)? Not where it needs the others' part of the weights (FSDP)."""
+    return not any(_DEALT & {kind.__name__ for kind in type(part).__mro__} for model in models for part in model.modules())
+
+
+_DEALT = {"FSDPModule", "FullyShardedDataParallel"}
+
+
+@contextlib.contextmanager
+def implementation(optimizers: Sequence[Optimizer], name: str) -> Iterator[None]:
+    """Inside, the optimizers use their "fused" or "foreach" implementation."""
+    with ExitStack() as undo:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for flag in ("fused", "foreach"):
+                    if flag in group:
+                        undo.enter_context(item(group, flag, flag == name))
+            if name == "fused":
+                for parameter, state in optimizer.state.items():  # the fused one counts its steps on the device
+                    if isinstance(count := state.get("step"), Tensor) and isinstance(parameter, Tensor):
+                        undo.enter_context(item(state, "step", count.to(parameter.device, torch.float32)))
+        yield
+
+
+def can_be(optimizers: Sequence[Optimizer], name: str) -> bool:
+    """Have they that implementation, and not in use? (Each kind of optimizer may refuse it yet, when it is tried.)"""
+    if not optimizers or any(name not in group for optimizer in optimizers for group in optimizer.param_groups):
+        return False
+    return implementation_of(optimizers[0]) != name
+
+
+def implementation_of(optimizer: Optimizer) -> str:
+    """Which implementation an optimizer uses: "fused", "foreach", or "single" for a loop over tensors; "" if it has only one."""
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    if group.get("fused"):
+        return "fused"
+    if group.get("foreach"):
+        return "foreach"
+    if "foreach" not in group:
+        return ""
+    on_gpu = all(parameter.is_cuda for parameter in group["params"])
+    return "foreach" if group["foreach"] is None and not group.get("fused") and on_gpu else "single"
+
+
+@contextlib.contextmanager
+def channels_last(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Inside, weights of 2d convolutions and the optimizer's numbers for them lie in the channels_last layout."""
+    with ExitStack() as undo:
+        for parameter in {weight for model in models for weight in model.parameters() if weight.ndim == 4}:
+            undo.enter_context(_memory(parameter))
+            for optimizer in optimizers:
+                state = optimizer.state.get(parameter, {})
+                for name, value in [*state.items()]:
+                    if isinstance(value, Tensor) and value.ndim == 4:
+                        undo.enter_context(item(state, name, value.contiguous(memory_format=torch.channels_last)))
+        yield
+
+
+@contextlib.contextmanager
+def _memory(parameter: nn.Parameter) -> Iterator[None]:
+    before, gradient = parameter.data, parameter.grad
+    parameter.grad = None
+    parameter.data = before.contiguous(memory_format=torch.channels_last)
+    try:
+        yield
+    finally:
+        parameter.grad = None
+        parameter.data = before
+        parameter.grad = gradient
+
+
+def images_last(batch: Any) -> Any:
+    """The batch with its images in the channels_last layout."""
+    return map_tensors(lambda value: value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value, batch)
+
+
+def in_precision(step: Step, name: str, device: torch.device) -> Step:
+    """The step in mixed precision. It is entered anew in each step: weights are converted once per step, as in training."""
+    dtype = DTYPES[name]
+
+    def mixed(batch: Any) -> Any:
+        with torch.autocast(device.type, dtype=dtype):
+            return step(batch)
+
+    return mixed
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Inside, an operator on the CPU uses so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def schedules_at_rest(objects: Sequence[Any]) -> Iterator[None]:
+    """Inside, learning-rate schedules with a last step stand still: experiments call the step more often than a training does."""
+    with ExitStack() as undo:
+        for one in objects:
+            if isinstance(one, OneCycleLR):
+                undo.enter_context(attribute(one, "step", _rest))
+        yield
+
+
+def _rest(*_: Any, **__: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute has another value; afterwards the one it had, or none of its own."""
+    own = vars(owner)
+    had, before = name in own, own.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+@contextlib.contextmanager
+def item(owner: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    """Inside, an item of a dictionary has another value."""
+    before = owner[name]
+    owner[name] = value
+    try:
+        yield
+    finally:
+        owner[name] = before
+
+
+@contextlib.contextmanager
+def changed(change: Mapping[str, Any], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Inside, the changes of a remedy that are no knobs of the loader are in force; see `wrapped` for those of each step."""
+    with ExitStack() as undo:
+        for name, value in change.items():
+            if name == "optimizer":
+                undo.enter_context(implementation(optimizers, value))
+            elif name == "threads":
+                undo.enter_context(threads(value))
+            elif name == "channels_last" and value:
+                undo.enter_context(channels_last(models, optimizers))
+            elif name == "gc" and not value:
+                undo.enter_context(without_gc())
+        yield
+
+
+def wrapped(step: Step, change: Mapping[str, Any], device: torch.device) -> Step:
+    """The step under those changes that have to be made anew in each."""
+    if change.get("channels_last"):
+        step = _after(images_last, step)
+    if change.get("precision", "fp32") != "fp32":
+        step = in_precision(step, change["precision"], device)
+    return step
+
+
+def _after(first: Callable[[Any], Any], step: Step) -> Step:
+    return lambda batch: step(first(batch))

@@ -1,0 +1,222 @@
+"""Rounds: the loader alone, the full loop and the same batches without a loader, in turns, as neighbours in time."""
+
+import contextlib
+import os
+import statistics
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from workbench.core import run_directory
+from workbench.harness import ablations
+from workbench.harness.blocks import Bench, Block, length, nothing
+from workbench.harness.feed import Exhausted, Feed
+from workbench.harness.replay import MOST_BATCHES, MOST_VARIED, Replay, drain, settle
+from workbench.harness.restore import Keep
+from workbench.timeline.timeline import Timeline
+from workbench.timeline.watch import Watch
+
+BLOCK = 0.35
+"""Seconds of a block of the full loop, where steps are not longer than that."""
+WATCHED = 1e-3
+"""Steps shorter than this run without the clocks of `wb.watch` (5 µs a step), except in a block of their own."""
+
+
+ONCE = 6
+"""Steps of a block where what the loader gives is gone for good."""
+SHORT = 4
+"""Steps: where a pass over the loader is shorter, a new one belongs to every block."""
+
+
+class Rounds:
+    """The arms that need the loader, and what they take."""
+
+    def __init__(
+        self, bench: Bench, feed: Feed, keep: Keep, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], *, written: bool
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            bench: times the blocks.
+            feed: gives the batches.
+            keep: has the weights.
+            models: what the step trains.
+            optimizers: and how.
+            written: does the step write into its batch?
+        """
+        self.bench, self.feed, self.keep = bench, feed, keep
+        self.replay = Replay(written=written)
+        self.pairs = 0
+        """Rounds so far."""
+        self.steps = self.loads = self.warm = 1
+        self.recent: deque[Any] = deque(maxlen=MOST_BATCHES)  # more of them may hold too many of the workers' file descriptors
+        self._models, self._optimizers = models, optimizers
+        self._watches = {arm: _watch(_Source(self, arm), models, optimizers) for arm in ("full", "cached")}
+        self._replayed: list[Any] = []
+        self.watched = False
+
+    @property
+    def parallel(self) -> bool:
+        """Do several ranks train together?"""
+        return self.bench.peers.world_size > 1
+
+    @property
+    def timeline(self) -> Timeline:
+        """The steps of the full loop on this rank, as the clocks of `wb.watch` saw them."""
+        return self._watches["full"].timeline
+
+    def prepare(self, most: float) -> None:
+        """A first round, not counted, to see how long blocks should be.
+
+        Args:
+            most: seconds that it should not take much longer than.
+        """
+        bench, feed = self.bench, self.feed
+        workers = max(1, feed.num_workers)
+        self.drain()
+        load = self.load(1, arm="first loader")
+        few = 1 if bench.timings.typical("first loader") > most / 8 else 2
+        full = self.full(few, arm="first full")
+        step, alone = bench.timings.typical(full.arm), bench.timings.typical(load.arm)
+        self.watched = step >= WATCHED
+        least = 4 if step < 0.25 else 3 if step < 0.7 else 2 if step < 1.5 else 1
+        whole = workers if workers * step < 3 * BLOCK else 1
+        self.steps = length(step, BLOCK, least=least, multiple=whole)
+        some = (min(least, 3), workers if workers * alone < 2 * BLOCK else 1) if feed.queue else (1, 1)  # without a queue none is drained
+        self.loads = length(alone, BLOCK / 2, least=some[0], most=self.steps, multiple=some[1])
+        self.warm = 0 if least == 1 else max(1 if step > 0.25 else 2, whole if feed.queue and self.steps > whole else 1)
+        if feed.kind == "once":
+            self.steps, self.loads, self.warm = min(self.steps, ONCE), 1, 1
+        self.cost = self.steps * 2 * step + self.loads * alone + self.warm * 2 * step
+        """Seconds of a round, about."""
+        self._agree_on_start_up()
+
+    def _agree_on_start_up(self) -> None:
+        starts = self.feed.start_ups[1:] or self.feed.start_ups  # the very first imports, and fills caches
+        self.start_up = self.bench.peers.agree(statistics.median(starts) if starts else 0.0)
+        """Seconds from a new pass to its first batch, on the slowest rank."""
+
+    def turn(self) -> None:
+        """One round. The order of loader and replay is swapped each time, unless batches differ: then the very same are replayed."""
+        self.keep.rewind()
+        varied = self.bench.peers.agree(self.replay.varied)  # ranks have batches of their own, and have to keep one order
+        swapped = self.pairs % 2 == 1 and not varied and self.feed.kind != "once"
+        for part in (self._without_loader, self._with_loader) if swapped else (self._with_loader, self._without_loader):
+            part(swapped)
+        self._agree_on_start_up()
+        self.pairs += 1
+
+    def passes(self) -> int:
+        """How many passes over the loader have begun, unless they are so short that every block has some."""
+        return self.feed.passes if self.steps_per_pass >= SHORT else 0
+
+    @property
+    def steps_per_pass(self) -> float:
+        """Steps from one beginning of the loader to the next; infinite if none was seen."""
+        return self.feed.epoch // self.feed.accumulation if self.feed.epoch else float("inf")
+
+    def _with_loader(self, swapped: bool) -> None:
+        with contextlib.suppress(Exhausted):
+            self.drain()
+            self.load(self.loads)
+            self.bench.warm(self._taken(self.warm))
+        if self.feed.kind != "once":
+            self.recent.clear()
+        kinds = ("alone", "full") if swapped else ("full", "alone")
+        for kind in kinds if self.parallel else ("full",):
+            if kind == "full":
+                self.full(self.steps)
+            else:
+                with ablations.without_reduction(self._models):
+                    self.bench.warm(self._taken(1))
+                    self.full(self.steps, arm="alone")
+        if not swapped or not len(self.replay):
+            self._hold()
+
+    def _hold(self) -> None:
+        """Hold batches to be replayed: the ones just trained on, or fresh ones if the step spoils its batch. No clock runs meanwhile."""
+        if self.replay.written:
+            with contextlib.suppress(Exhausted):
+                for _ in range(min(self.steps, MOST_BATCHES)):
+                    self.recent.append(self.feed.next())
+        self.replay.hold(list(self.recent))
+        if self.replay.varied and self.recent.maxlen != MOST_VARIED:
+            self.recent = deque(self.recent, maxlen=MOST_VARIED)
+
+    def _without_loader(self, swapped: bool) -> None:
+        self.settle()
+        self.cached(self.bench.peers.agree(self.replay.fitting(self.steps), min))
+
+    # Blocks
+
+    def load(self, count: int, arm: str = "loader") -> Block:
+        """Batches, and nothing is done with them."""
+        return self.bench.run(arm, self._taken(count), count, step=nothing, passes=self.passes)
+
+    def full(self, count: int, arm: str = "full") -> Block:
+        """The loop as it is."""
+        source: Any = self._watches["full"] if self.watched and arm == "full" else self._taken(count)
+        return self.bench.run(arm, source, count, passes=self.passes)
+
+    def cached(self, count: int) -> Block:
+        """The batches of the last full block, again."""
+        self.bench.warm(self.replay.give(self.warm))
+        self._replayed = self.replay.give(count)
+        return self.bench.run("cached", self._watches["cached"] if self.watched else self._replayed, count)
+
+    def clocked(self, count: int) -> None:
+        """Full steps for the clocks alone, where they would have disturbed the others."""
+        if not self.watched:
+            self.watched = True
+            self.full(count)
+            self.watched = False
+            self.bench.timings.blocks["full"].pop()
+
+    def _taken(self, count: int) -> Iterator[Any]:
+        for _ in range(count):
+            batch = self.feed.next()
+            if not self.replay.written:
+                self.recent.append(batch)
+            yield batch
+
+    def source(self, arm: str) -> Iterator[Any]:
+        """What a watched loop is given."""
+        return iter(self._replayed) if arm == "cached" else self._taken(self.steps)
+
+    def drain(self) -> None:
+        """Take what lies ready in the queue: a full one hides a slow loader for a while."""
+        drain(self.feed)
+
+    def settle(self) -> None:
+        """Wait until the queue is full: workers would take cores from what does not need them."""
+        if self.bench.timings.blocks.get("loader"):
+            settle(self.feed, self.bench.timings.typical("loader"))
+
+
+class _Source:
+    """The loader of a watched loop: what the rounds have for it."""
+
+    def __init__(self, rounds: Rounds, arm: str) -> None:
+        self._rounds, self._arm = rounds, arm
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._rounds.source(self._arm)
+
+
+def _watch(source: _Source, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> "Watch[Any]":
+    with _no_run_directory():
+        return Watch(source, model=list(models), optimizer=list(optimizers))
+
+
+@contextlib.contextmanager
+def _no_run_directory() -> Iterator[None]:
+    """What the clocks of an experiment see is no training: it does not belong into a rank's file."""
+    before = os.environ.pop(run_directory.ENV_RUN_DIR, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[run_directory.ENV_RUN_DIR] = before

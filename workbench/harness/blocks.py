@@ -1,0 +1,280 @@
+"""Blocks: some steps in a row, timed one by one and synchronised at both ends only; and what their neighbours in time say together."""
+
+import contextlib
+import math
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+
+from workbench.core.system_load import Collections, Delay
+from workbench.harness.feed import Exhausted
+from workbench.harness.peers import Peers
+from workbench.harness.stack_sampler import StackSampler
+
+STALL = 2.5
+"""A call of step() so many times longer than usual has stalled: steps of like batches vary far less."""
+STALL_SECONDS = 1e-3
+"""And it lasts at least so much longer: below lie the interrupts of an operating system."""
+RARE = 0.15
+"""Stalls are rare: where more of the calls are so long, the step has two speeds, such as one that updates at every fourth call."""
+
+
+class DiagnoseError(ValueError):
+    """Something that cannot be diagnosed; the message says what was given, what is allowed and what to try."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laps:
+    """The steps of one block on one rank. Seconds."""
+
+    waits: "array[float]"
+    """In the loader."""
+    calls: "array[float]"
+    """In step()."""
+    delays: "array[float]"
+    """Of `calls`: the thread was ready and waited for a core; 0 where that cannot be read."""
+    gcs: "array[float]"
+    """Of `calls`: in Python's cyclic garbage collector."""
+    fresh: tuple[int, ...] = ()
+    """Steps at which the loader began a new pass."""
+    tail: float = 0.0
+    """Until the device was done with all of them."""
+
+    def mean(self, left_out: Iterable[int] = ()) -> float | None:
+        """Mean seconds of a step, without those that are left out and those at which a pass began; None if none remains."""
+        skip = {*left_out, *self.fresh}
+        kept = [wait + call for i, (wait, call) in enumerate(zip(self.waits, self.calls, strict=True)) if i not in skip]
+        return statistics.fmean(kept) + self.tail / len(self.calls) if kept else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A block, on all ranks."""
+
+    arm: str
+    """Which arm it belongs to."""
+    first: int
+    """Number of its first call of step(), from 1."""
+    laps: tuple[Laps, ...]
+    """Of each rank."""
+
+
+@dataclass(slots=True)
+class Timings:
+    """All blocks so far, by arm."""
+
+    blocks: dict[str, list[Block]] = field(default_factory=dict)
+    stalled: list[frozenset[int]] = field(default_factory=list)
+    """Of each rank the calls of step() that are known to have stalled."""
+
+    def add(self, block: Block) -> None:
+        """One more."""
+        self.blocks.setdefault(block.arm, []).append(block)
+
+    def limit(self, arm: str, rank: int) -> float:
+        """The call of this arm that is longer than that has stalled."""
+        calls = sorted(call for block in self.blocks[arm] for call in block.laps[rank].calls)
+        if len(calls) < 4:
+            return float("inf")
+        usual = calls[len(calls) // 2]
+        limit = max(STALL * usual, usual + STALL_SECONDS)
+        longer = sum(call > limit for call in reversed(calls))
+        return limit if longer <= max(1, RARE * len(calls)) else float("inf")
+
+    def means(self, arm: str) -> list[list[float | None]]:
+        """Of each block of an arm the mean seconds per step on each rank, stalled steps left out."""
+        rows: list[list[float | None]] = [[] for _ in self.blocks[arm]]
+        for rank in range(len(self.blocks[arm][0].laps)):
+            limit = self.limit(arm, rank)
+            known = self.stalled[rank] if self.stalled else frozenset[int]()
+            for row, block in zip(rows, self.blocks[arm], strict=True):
+                laps = block.laps[rank]
+                row.append(laps.mean(i for i, call in enumerate(laps.calls) if call > limit or block.first + i in known))
+        return rows
+
+    def slowest(self, arm: str) -> list[float]:
+        """Of each block of an arm the mean seconds per step of the slowest rank: that of the job. nan if all steps stalled."""
+        return [max((mean for mean in row if mean is not None), default=float("nan")) for row in self.means(arm)]
+
+    def typical(self, arm: str) -> float:
+        """Median of `slowest`."""
+        known = [value for value in self.slowest(arm) if value == value]
+        return statistics.median(known) if known else float("nan")
+
+
+class Bench:
+    """Where blocks are timed: it counts the calls of step(), keeps the time, and tells all ranks what each has measured."""
+
+    def __init__(self, step: Callable[[Any], Any], peers: Peers, device: torch.device, *, clock: Callable[[], float] = time.perf_counter):
+        """Nothing runs yet.
+
+        Args:
+            step: does one optimizer step with the batch, or batches, that it is given.
+            peers: who takes part.
+            device: where it computes.
+            clock: seconds.
+        """
+        self.step, self.peers, self.device = step, peers, device
+        self.timings = Timings()
+        self.called = 0
+        """Calls of step() so far."""
+        self.elapsed = 0.0
+        """Seconds since the start, as all ranks last agreed."""
+        self.clock = clock
+        """Seconds."""
+        self._start = clock()
+        self.sampler = StackSampler()
+        """Looks where step() is."""
+        self._delay = Delay()
+        self._collections = Collections()
+
+    def __enter__(self) -> Self:
+        self.sampler.call = None
+        self.sampler.__enter__()
+        self._collections.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._collections.__exit__(None, None, None)
+        self.sampler.__exit__(None, None, None)
+        self._delay.close()
+
+    @contextlib.contextmanager
+    def unsampled(self) -> Iterator[None]:
+        """Inside, nobody looks at the stack."""
+        self.sampler.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.sampler.__enter__()
+
+    def tick(self) -> float:
+        """Look at the clock, together."""
+        self.elapsed = self.peers.agree(self.clock() - self._start)
+        return self.elapsed
+
+    def warm(self, batches: Iterable[Any], step: Callable[[Any], Any] | None = None) -> None:
+        """Steps that nobody times.
+
+        Raises:
+            StepFailed: step() raised an error.
+        """
+        for batch in batches:
+            self._call(step or self.step, batch)
+
+    def run(
+        self, arm: str, source: Iterable[Any], count: int, *, step: Callable[[Any], Any] | None = None, passes: Callable[[], int] = int
+    ) -> Block:
+        """Time a block, and tell all ranks. A source that ends makes it shorter.
+
+        Args:
+            arm: its name.
+            source: gives what step() takes; the time for that is a wait.
+            count: how many steps.
+            step: another one than the usual.
+            passes: how many passes of the loader have begun.
+
+        Raises:
+            StepFailed: step() raised an error.
+        """
+        first = self.called + 1
+        self.peers.barrier()
+        laps = self._time(source, count, step or self.step, passes)
+        measured = self.peers.gather((laps, self.clock() - self._start))
+        self.elapsed = max(elapsed for _, elapsed in measured)
+        block = Block(arm=arm, first=first, laps=tuple(laps for laps, _ in measured))
+        self.timings.add(block)
+        return block
+
+    def _time(self, source: Iterable[Any], count: int, step: Callable[[Any], Any], passes: Callable[[], int]) -> Laps:
+        now, delay, collections = self.clock, self._delay.read, self._collections
+        waits, calls, delays, gcs, fresh = array("d"), array("d"), array("d"), array("d"), []
+        begun = passes()
+        batches = iter(source)
+        self.synchronize()
+        waited, collected, start = delay(), collections.seconds, now()
+        try:
+            for i in range(count):
+                try:
+                    batch = next(batches)
+                except (StopIteration, Exhausted):
+                    break
+                between = now()
+                self._call(step, batch)
+                end = now()
+                waits.append(between - start)
+                calls.append(end - between)
+                waited, before = delay(), waited
+                delays.append(waited - before)
+                collected, before = collections.seconds, collected
+                gcs.append(collected - before)
+                if (so_far := passes()) != begun:
+                    begun = so_far
+                    fresh.append(i)
+                start = now()
+            self.synchronize()
+            tail = now() - start
+        finally:
+            if close := getattr(batches, "close", None):
+                close()
+        return Laps(waits=waits, calls=calls, delays=delays, gcs=gcs, fresh=tuple(fresh), tail=tail)
+
+    def _call(self, step: Callable[[Any], Any], batch: Any) -> None:
+        if step is nothing:
+            return
+        self.called += 1
+        self.sampler.call = self.called
+        try:
+            step(batch)
+        except Exception as error:
+            raise StepFailed(self.called, error) from error
+        finally:
+            self.sampler.call = None
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def nothing(_: Any) -> None:
+    """The step of an arm without training."""
+
+
+class StepFailed(DiagnoseError):
+    """step() raised an error; `error` is it, and the cause of this one."""
+
+    def __init__(self, call: int, error: BaseException) -> None:
+        """The message names the call.
+
+        Args:
+            call: its number, from 1.
+            error: what it raised.
+        """
+        super().__init__(
+            f"step() raised {type(error).__name__} at its call number {call}: {error}. "
+            "Experiments call it many times, also with a batch that it has seen before; its state has been put back"
+        )
+        self.call, self.error = call, error
+
+
+def length(seconds: float, target: float, *, least: int = 1, most: int = 2000, multiple: int = 1) -> int:
+    """How many steps of so many seconds fill a block of `target` seconds: at least `least`, and a multiple of `multiple`.
+
+    >>> length(0.05, 0.2), length(1.0, 0.2), length(0.05, 0.2, multiple=3)
+    (4, 1, 6)
+    """
+    if not math.isfinite(seconds):  # nothing was measured: a loader that ended
+        return least
+    count = max(least, min(most, round(target / max(seconds, 1e-6))))
+    return -(-count // multiple) * multiple
+
+
+def paired(base: Sequence[float], arm: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """The pairs of neighbours in which both are known."""
+    return tuple((b, a) for b, a in zip(base, arm, strict=True) if b == b and a == a)

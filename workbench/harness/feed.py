@@ -1,0 +1,221 @@
+"""Feed: batches without end from any loader, its passes and their start-up counted, and the loader left as it was found."""
+
+import multiprocessing
+import pickle
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
+
+from torch.utils.data import DataLoader
+
+from workbench.harness.discover import find
+from workbench.harness.loaders import inner_loaders, length_of, quiet, shut_down, unshared, why_no_worker
+from workbench.harness.restore import Keep
+
+ORDERS = 2**26
+"""Bytes: the tensors and arrays of a loader that say where it is and in which order it goes are not larger; its data may be."""
+
+
+class Exhausted(Exception):
+    """An iterator that can be read only once has ended."""
+
+
+class Feed:
+    """What a training step takes from a loader, without end: a new pass begins where one ends, and its time counts.
+
+    A DataLoader is not touched itself: a shallow copy is iterated over, so persistent workers of its own stay as they are. What the copy
+    shares with it (samplers, random generators, what datasets remember) is put back by `close`, as is the state of any other loader. The
+    rest of a pass that does not fill a whole step is left out.
+    """
+
+    def __init__(self, loader: Iterable[Any], accumulation: int = 1, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Nothing is started yet.
+
+        Args:
+            loader: a DataLoader, or anything that gives batches.
+            accumulation: batches per step.
+            clock: seconds.
+
+        Raises:
+            ValueError: not an iterable.
+        """
+        if isinstance(loader, str | bytes) or not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
+            raise ValueError(
+                f"the loader is {loader!r}, which gives no batches: it has to be a DataLoader or any other iterable of batches, "
+                "e.g. a list of tensors"
+            )
+        self.loader = loader
+        self.accumulation = accumulation
+        self.kind = "DataLoader" if isinstance(loader, DataLoader) else "once" if isinstance(loader, Iterator) else "iterable"
+        """"DataLoader", "iterable" (can be read again) or "once" (an iterator or generator)."""
+        self.exhausted = False
+        """Has a loader of kind "once" ended?"""
+        self.epoch = length_of(loader)
+        """Batches per pass, as soon as it is known."""
+        self.batches = 0
+        """Batches taken so far."""
+        self.start_ups: list[float] = []
+        """Of each pass: seconds from `iter(loader)` to its first batch."""
+        self.ends: list[float] = []
+        """Of each pass that ended: the seconds to find that out, which is where workers are shut down."""
+        self._clock = clock
+        self._source: Any = unshared(loader)
+        self._inner = [(one, one._iterator) for one in inner_loaders(loader)]
+        reached = find(loader, data=True)
+        self.unread = reached.unread
+        """What of the loader cannot be put back, in words."""
+        self._keep = Keep(reached, most_bytes=ORDERS)
+        self._iterator: Iterator[Any] | None = None
+        self._children: set[Any] = set()
+        self._taken = 0  # batches of this pass
+
+    @property
+    def passes(self) -> int:
+        """How many passes have begun."""
+        return len(self.start_ups)
+
+    @property
+    def num_workers(self) -> int:
+        """Of the loader: 0 if it is none of torch's."""
+        return int(getattr(self._source, "num_workers", 0) or 0) if self.kind == "DataLoader" else 0
+
+    @property
+    def forks(self) -> bool:
+        """Does each pass fork workers, who share the pages of this process until one of them writes there?"""
+        context = getattr(self._source, "multiprocessing_context", None) or multiprocessing
+        how = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+        return self.num_workers > 0 and not getattr(self._source, "persistent_workers", False) and how == "fork"
+
+    @property
+    def queue(self) -> int:
+        """How many batches its workers make ahead at most."""
+        return self.num_workers * int(getattr(self._source, "prefetch_factor", None) or 0)
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """The processes that make the batches of this pass, as far as they are children of this one."""
+        workers = getattr(self._iterator, "_workers", None)
+        if workers is None:
+            workers = [child for child in self._children if child.is_alive()] if self._iterator is not None else []
+        return tuple(worker.pid for worker in workers if worker.pid)
+
+    def next(self) -> Any:
+        """One step's input: a batch, or a tuple of them if a step takes several.
+
+        Raises:
+            ValueError: the loader is empty.
+            Exhausted: it could be read only once, and was.
+        """
+        if self.accumulation == 1:
+            return self.batch()
+        if self.epoch and self.epoch >= self.accumulation > self.epoch - self._taken:
+            self.restart()
+        return tuple(self.batch() for _ in range(self.accumulation))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self.next()
+        except Exhausted:
+            raise StopIteration from None
+
+    def batch(self) -> Any:
+        """The next batch.
+
+        Raises:
+            ValueError: the loader is empty.
+            Exhausted: it could be read only once, and was.
+        """
+        if self._iterator is not None:
+            start = self._clock()
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self.ends.append(self._clock() - start)
+                self.epoch, self._iterator = self._taken, None  # gone before the next one comes, as in a for loop
+            else:
+                self._taken += 1
+                self.batches += 1
+                return batch
+        return self._first()
+
+    def _first(self) -> Any:
+        if self.exhausted:
+            raise Exhausted("the loader could be read only once, and it has ended")
+        before = set(multiprocessing.active_children())
+        start = self._clock()
+        try:
+            with quiet():
+                self._iterator = iter(self._source)
+                batch = next(self._iterator)
+        except StopIteration:
+            self._iterator = None
+            if not self.batches:
+                raise ValueError(
+                    f"the loader is empty: {_said(self.loader)} gave no batch. Is its dataset empty, smaller than one batch with "
+                    "drop_last=True, or a generator that was read before?"
+                ) from None
+            self.kind, self.exhausted = "once", True
+            raise Exhausted("the loader could be read only once, and it has ended") from None
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            if self.num_workers and (why := why_no_worker(self.loader, error)) != str(error).strip():
+                raise ValueError(
+                    f"num_workers={self.num_workers}: no worker could be started: {why}. Workers that are not forked get their dataset "
+                    "pickled: keep paths in it and open files at the first use, use functions of a module in place of lambdas, or try "
+                    "num_workers=0"
+                ) from error
+            raise
+        if self.kind == "once" and self.passes:
+            self.kind = "iterable"  # an iterator that can be read again after all
+        self.start_ups.append(self._clock() - start)
+        self._children = set(multiprocessing.active_children()) - before
+        self._taken = 1
+        self.batches += 1
+        return batch
+
+    def depth(self) -> int | None:
+        """Batches that lie ready now: in the queues, or taken out of them early and waiting for their turn. None = cannot be read."""
+        source: Any = self._iterator
+        try:
+            ready = sum(len(task) == 2 for task in source._task_info.values())
+            queues = {id(queue): queue for queue in (source._data_queue, source._worker_result_queue)}
+            return ready + sum(int(queue.qsize()) for queue in queues.values())  # with pinned memory there are two
+        except (AttributeError, NotImplementedError, OSError):  # no workers; torch's names changed; macOS cannot count; shut down
+            return None
+
+    def restart(self) -> None:
+        """Leave this pass; the next batch begins a new one. Workers that do not persist are shut down."""
+        if self._iterator is None or self.kind == "once":
+            return
+        start = self._clock()
+        if not getattr(self._source, "persistent_workers", False):
+            shut_down(self._iterator)
+        self._iterator = None
+        self.ends.append(self._clock() - start)
+
+    def close(self) -> None:
+        """Shut the workers down and put back what the loader shares with its copy."""
+        if self._iterator is not None and self.kind != "once":
+            shut_down(self._iterator)
+        for loader, before in self._inner:
+            if loader._iterator is not before and loader._iterator is not None:
+                shut_down(loader._iterator)
+                loader._iterator = before
+        if self._source is not self.loader and (running := getattr(self._source, "_iterator", None)) is not None:
+            shut_down(running)
+            self._source._iterator = None
+        self._iterator = None
+        self._keep.restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _said(loader: Any) -> str:
+    length = f" over {len(loader.dataset)} samples" if isinstance(loader, DataLoader) and hasattr(loader.dataset, "__len__") else ""
+    return f"a {type(loader).__name__}{length}"

@@ -1,0 +1,354 @@
+"""First steps: they warm up, and give away what can be seen of a step from outside; what they change for good is said.
+
+Spy: what a single call of the step gives away: does it use its batch, which optimizers step, which collectives are called?
+
+Subject: the step under experiment, as far as it can be told before and while it is called: models, optimizers, precision, samples.
+"""
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from workbench.core.checks import real_number, whole_number
+from workbench.core.interrupts import here, waiting
+from workbench.harness import ablations
+from workbench.harness.ablations import DTYPES
+from workbench.harness.batches import padding_of, tensors_of
+from workbench.harness.blocks import Bench, DiagnoseError
+from workbench.harness.discover import Found, describe, find, name_of
+from workbench.harness.feed import Feed
+from workbench.harness.replay import versions
+from workbench.harness.restore import Keep
+from workbench.timeline.loops import samples_in
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Inside, a compiled model runs as it was written: it would be compiled again, or hide what it does."""
+    with contextlib.ExitStack() as stack:
+        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+LOOKS = {"__get__", "size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "storage_offset", "element_size", "data_ptr"}
+LOOKS |= {"untyped_storage", "is_floating_point", "is_complex", "is_contiguous", "is_pinned", "get_device", "__hash__", "__repr__"}
+"""Functions of a tensor that do not ask for its numbers."""
+
+
+def uses(step: Callable[[Any], object], batch: Any) -> bool | None:
+    """Does `step(batch)` use what is in the batch? It is called once, for that. None: there is no tensor in it that could be followed."""
+    tensors = tensors_of(batch)
+    spy = _Reader({id(tensor) for tensor in tensors})
+    with as_written(), spy:
+        step(batch)
+    return spy.seen if tensors else None
+
+
+class _Reader(TorchFunctionMode):
+    """Sees whether a function of torch gets one of some tensors."""
+
+    def __init__(self, watched: set[int]) -> None:
+        super().__init__()
+        self._watched = watched
+        self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.seen and getattr(func, "__name__", "") not in LOOKS:
+            self.seen = any(id(leaf) in self._watched for leaf in tree_leaves((args, kwargs)))
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def meeting(known: Sequence[Optimizer], meet: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Inside, `meet` is told of each optimizer that is about to step and is neither known nor part of one that is."""
+    met = {id(one) for one in known} | {id(part) for one in known for part in vars(one).values()}
+    alive = []
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) not in met:
+            met.add(id(optimizer))
+            alive.append(optimizer)
+            meet(optimizer)
+
+    with as_written():
+        handle = register_optimizer_step_pre_hook(before)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+COLLECTIVES = {
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "recv": "recv",
+    "barrier": "barrier",
+}
+"""As torch.distributed calls them, by how its operators begin; the first that fits."""
+
+
+@contextlib.contextmanager
+def collectives() -> Iterator[set[str]]:
+    """Inside, the names of the collectives that are called gather: DDP's, FSDP's, an optimizer's and the step's own."""
+    listener = _Listener()
+    with waiting(), as_written(), listener:
+        handle = register_module_forward_pre_hook(lambda *_: here())  # between modules an interrupt may come
+        try:
+            yield listener.heard
+        finally:
+            handle.remove()
+
+
+class _Listener(TorchDispatchMode):
+    """Hears operators of process groups."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.heard = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func.name().partition("::")
+        if "c10d" in space:
+            plain = name.replace("_", "")
+            self.heard |= set([word for start, word in COLLECTIVES.items() if plain.startswith(start)][:1])
+        return func(*args, **(kwargs or {}))
+
+
+def check(step: Any, budget_s: float, accumulation: int = 1) -> None:
+    """Refuse what cannot work before anything is started.
+
+    Raises:
+        DiagnoseError: no function of one argument; no time; no whole number of batches.
+    """
+    if not callable(step):
+        raise DiagnoseError(f"step is a {type(step).__name__}: wanted is a function, step(batch), that does one optimizer step")
+    try:
+        signature = inspect.signature(step)
+    except ValueError:  # functions written in C have none
+        signature = None
+    if signature is not None:
+        try:
+            signature.bind(None)
+        except TypeError as error:
+            raise DiagnoseError(
+                f"step cannot be called with one argument, the batch: {name_of(step)}{signature}, {error}. "
+                "Try lambda batch: …, or functools.partial for the other arguments"
+            ) from None
+    real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60", error=DiagnoseError, finite=False)
+    whole_number("accumulation", accumulation, least=1, error=DiagnoseError)
+
+
+def look_around(step: Any, model: Any, optimizer: Any, loader: Any, notes: list[str]) -> Found:
+    """The models and optimizers that are given, and everything else that the step reaches; what was found without being given is noted.
+
+    Raises:
+        DiagnoseError: no module, no optimizer.
+    """
+    models = _several(model, nn.Module, "model", "a torch.nn.Module")
+    optimizers = _several(optimizer, Optimizer, "optimizer", "a torch.optim.Optimizer")
+    found = find(step, *models, *optimizers, but=[loader])
+    if models:
+        found.models[:] = models
+    elif found.models:
+        notes.append(f"found behind step: the model {', '.join(map(describe, found.models))}")
+    else:
+        notes.append("no model was found behind step: it could not be put back to what it was before. Try model=…")
+    if optimizers:
+        found.optimizers[:] = [*optimizers, *(one for one in found.optimizers if one not in optimizers)]
+    elif found.optimizers:
+        notes.append(f"found behind step: the optimizer {', '.join(map(describe, found.optimizers))}")
+    return found
+
+
+def _several(given: Any, kind: type, name: str, what: str) -> list[Any]:
+    parts = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    for part in parts:
+        if not isinstance(part, kind):
+            shown = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
+            raise DiagnoseError(f"{name}= was given {shown}: it takes {what}, or a list of them; leave it out if there is none")
+    return parts
+
+
+def device_of(models: Sequence[nn.Module]) -> torch.device:
+    """Where the models are; without one, the current CUDA device if that is in use."""
+    weight = next((weight for model in models for weight in model.parameters()), None)
+    if weight is not None:
+        return weight.device
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda", torch.cuda.current_device()) if in_use else torch.device("cpu")
+
+
+def weights_of(models: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Their parameters, each once."""
+    return list({id(weight): weight for model in models for weight in model.parameters()}.values())
+
+
+def samples_of(batch: Any, accumulation: int) -> int | None:
+    """Samples in what one step takes; None if it cannot be told."""
+    sizes = [samples_in(one) for one in (batch if accumulation > 1 else [batch])]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def dtype_of(models: Sequence[nn.Module]) -> str:
+    """The precision of the weights."""
+    weights = {weight.dtype for weight in weights_of(models)}
+    return "fp32" if not weights or torch.float32 in weights else ", ".join(sorted(str(one).removeprefix("torch.") for one in weights))
+
+
+@contextlib.contextmanager
+def autocast_seen(models: Sequence[nn.Module], device: torch.device) -> Iterator[list[str]]:
+    """Collects in which precision the innermost modules with weights are called."""
+    seen: list[str] = []
+    names = {dtype: name for name, dtype in DTYPES.items()}
+
+    def called(*_: Any) -> None:
+        if torch.is_autocast_enabled(device.type):
+            seen.append(names.get(torch.get_autocast_dtype(device.type), "fp32"))
+
+    handles = [
+        part.register_forward_pre_hook(called)
+        for model in models
+        if not any(getattr(one, "_compiled_call_impl", None) or "_orig_mod" in one._modules for one in model.modules())
+        for part in model.modules()
+        if not list(part.children()) and next(part.parameters(), None) is not None
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+MOST = 20
+"""First steps, even if they still get shorter."""
+SHORTER = 0.8
+"""A step that takes no less than that of the one before it is warm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What the first steps showed."""
+
+    samples: int | None
+    """That one step takes on this rank."""
+    padding: float | None
+    """Fraction of the first batch."""
+    precision: str
+    """In which modules were called."""
+    written: bool
+    """Does the step write into its batch?"""
+    reduces: bool
+    """Does the arm without reductions take any communication away?"""
+
+
+def first_steps(bench: Bench, feed: Feed, keep: Keep, found: Found, until: float, notes: list[str]) -> Seen:
+    """Step until steps do not get shorter any more.
+
+    Args:
+        bench: where it runs.
+        feed: gives the batches.
+        keep: gets what is met on the way.
+        found: what is known of the step.
+        until: seconds on the bench's clock when it is enough in any case.
+        notes: get what one should know.
+
+    Raises:
+        Exhausted: the loader ended.
+    """
+    batch = feed.next()
+    samples, padding = samples_of(batch, feed.accumulation), padding_of(batch if feed.accumulation == 1 else batch[0])
+    before, late = versions(batch), list[Optimizer]()
+
+    def meet(optimizer: Optimizer) -> None:
+        late.append(optimizer)
+        keep.add(find(optimizer))
+
+    with autocast_seen(found.models, bench.device) as precisions:
+        with meeting(found.optimizers, meet):
+            bench.warm([batch], _watching_use(bench.step, notes))
+        written = versions(batch) != before
+        times = [_seconds(bench, feed.next() if written else batch)]
+        while len(times) < 3 or (times[-1] < SHORTER * times[-2] and len(times) < MOST):
+            times.append(_seconds(bench, feed.next()))
+            if bench.tick() > until:
+                break
+    _note_what_stays(feed, keep, found, late, notes)
+    return Seen(
+        samples=samples,
+        padding=padding,
+        precision=precisions[-1] if precisions else dtype_of(found.models),
+        written=written,
+        reduces=bench.peers.world_size > 1 and _reduces(bench, feed, found, notes),
+    )
+
+
+def _seconds(bench: Bench, batch: Any) -> float:
+    block = bench.run("warm-up", [batch], 1)
+    return max(laps.calls[0] + laps.tail for laps in block.laps)
+
+
+def _watching_use(step: Callable[[Any], Any], notes: list[str]) -> Callable[[Any], None]:
+    """The step, for once with an eye on whether it uses its batch."""
+
+    def watched(batch: Any) -> None:
+        if uses(step, batch) is False:
+            notes.append("step() does not use its batch: what the loader gives makes no difference to it")
+
+    return watched
+
+
+def _note_what_stays(feed: Feed, keep: Keep, found: Found, late: list[Optimizer], notes: list[str]) -> None:
+    """What will not be as it was before."""
+    if late:
+        notes.append(
+            f"{', '.join(map(describe, late))} was found only as it stepped: it was put back, but gradients may differ, and what it takes "
+            "is in the rest of the step. Try optimizer=…"
+        )
+    elif found.models and not found.optimizers:
+        notes.append(
+            "no optimizer was found behind step: what it takes is in the rest of the step, and if it remembers anything, that was not put "
+            "back. Try optimizer=…"
+        )
+    if keep.left_out:
+        notes.append(f"step() reaches what could not be put back to what it was before: {', '.join(keep.left_out)}")
+    if feed.unread and feed.kind != "once":
+        notes.append(f"the loader holds what could not be put back to what it was before: {', '.join(feed.unread)}")
+
+
+def _reduces(bench: Bench, feed: Feed, found: Found, notes: list[str]) -> bool:
+    """Does the arm without reductions take any communication away? What it leaves is noted: then it is not all that it costs."""
+    heard = []
+    for arm in (contextlib.nullcontext(), ablations.without_reduction(found.models)):
+        batch = feed.next()
+        with arm, collectives() as called:
+            bench.warm([batch])
+        heard.append(set[str]().union(*bench.peers.gather(called)))
+    usual, left = heard
+    if left:
+        notes.append(
+            "communication's true cost was not measured: no_sync is DDP's, and all that could be taken away besides is the step's own "
+            f"all_reduce; this step also calls {' and '.join(sorted(left))}, so ranks waited for each other in all arms"
+        )
+    return usual != left

@@ -1,0 +1,361 @@
+"""MemoryBreakdown: what the fullest moment of a training step is made of. Measured and predicted breakdowns have this same type.
+
+MemoryDifference: two breakdowns side by side. A prediction less a measurement says how wrong the prediction was, group by group.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.device import Device
+from workbench.core.display import table as display
+from workbench.core.vocabulary import GROUPS
+from workbench.memory.analysis.fit import Fit, fit
+from workbench.memory.analysis.holders import Holder
+from workbench.memory.analysis.log import MemoryLog
+from workbench.memory.analysis.outside import Outside, outside_of
+from workbench.memory.analysis.over_time import EMPTY, MemoryTimeline
+from workbench.memory.analysis.peak import CUDA_GRANULARITY as CUDA_GRANULARITY
+from workbench.memory.analysis.peak import read
+from workbench.memory.analysis.shares import Shares, prefix, shares
+
+_SUMS = ("total", "reserved", "device_used")
+_NAMES = {"total": "allocated", "device_used": "device used"}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDifference(display.Shown):
+    """`this - other`, in bytes."""
+
+    this: "MemoryBreakdown"
+    """What was subtracted from."""
+    other: "MemoryBreakdown"
+    """What was subtracted: the measure of percentages."""
+
+    def __getitem__(self, name: str) -> int:
+        """Bytes that `this` has more.
+
+        Args:
+            name: of GROUPS, or "total", "reserved", "device_used".
+
+        Raises:
+            KeyError: no such name, or one of both does not have it.
+        """
+        if name not in (*GROUPS, *_SUMS):
+            raise KeyError(f"no {name!r} in a difference: there are {', '.join((*GROUPS, *_SUMS))}")
+        mine, theirs = getattr(self.this, name), getattr(self.other, name)
+        if mine is None or theirs is None:
+            raise KeyError(f"{name!r} is not known on both sides: on a CPU nothing is reserved")
+        return int(mine - theirs)
+
+    @property
+    def total(self) -> int:
+        """Difference of what is allocated at the peak."""
+        return self["total"]
+
+    @property
+    def error(self) -> float:
+        """Difference of what is allocated, as a fraction of what `other` has; negative: less."""
+        return self.total / self.other.total
+
+    @property
+    def table(self) -> display.Table:
+        """One row per group that one of both has, then the sums that both have."""
+        names = [group for group in GROUPS if getattr(self.this, group) or getattr(self.other, group)]
+        names += [name for name in _SUMS if getattr(self.this, name) is not None and getattr(self.other, name) is not None]
+        rows = [
+            [
+                _NAMES.get(name, name.replace("_", " ")),
+                units.bytes_(getattr(self.this, name)),
+                units.bytes_(getattr(self.other, name)),
+                _signed(self[name]),
+                f"{100 * self[name] / self.other.total:+.2f} %",
+            ]
+            for name in names
+        ]
+        mine, theirs = self.names
+        note = f"{mine}: {self.this.title}, peak: {self.this.peak_moment}; {theirs}: {self.other.title}, peak: {self.other.peak_moment}"
+        columns = ("group", mine, theirs, "difference", f"of all that is allocated, {theirs}")
+        return display.Table(columns=columns, rows=rows, title=f"{mine} less {theirs}", note=note)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What each side is called: which of the two is predicted and which measured, or first and second of the same kind."""
+        kinds = self.this.kind, self.other.kind
+        return kinds if kinds[0] != kinds[1] else (f"{kinds[0]}, this", f"{kinds[1]}, other")
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per group and sum, in bytes."""
+        names = [name for name in (*GROUPS, *_SUMS) if None not in (getattr(self.this, name), getattr(self.other, name))]
+        rows = [
+            {"group": name, "this": getattr(self.this, name), "other": getattr(self.other, name), "difference": self[name]}
+            for name in names
+        ]
+        return display.frame(rows, columns=("group", "this", "other", "difference"))
+
+    def plot(self, ax: Any = None) -> Any:
+        """Both as stacked bars, one below the other; returns the Axes."""
+        return display.picture("memory")([self.this, self.other], ax=ax)
+
+    def __repr__(self) -> str:
+        return f"MemoryDifference({_signed(self.total)}, {100 * self.error:+.2f} %)"
+
+
+def _signed(value: int) -> str:
+    return f"{'+' if value > 0 else ''}{units.bytes_(value)}"
+
+
+Kind = Literal["predicted", "measured"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class MemoryBreakdown(display.Shown, JsonDataclass):
+    """Bytes by group at the moment of the peak, who holds them, and what they were at other moments."""
+
+    kind: Kind
+    """Whether it was "measured", or "predicted" without running anything for real."""
+    title: str
+    """What was run, in one line."""
+    device: str
+    """Whose memory: "cpu", "cuda" (any GPU) or a device's name, such as "H200"."""
+    rank: int = 0
+    """Rank of the process."""
+    world_size: int = 1
+    """Ranks of the job."""
+    parameters: int
+    """Bytes at the peak, as is every group: weights, gathered ones included."""
+    gradients: int
+    """Gradients and the buckets that they are reduced in."""
+    optimizer_states: int
+    """Momenta, variances, master weights."""
+    activations: int
+    """Kept from forward for backward, or recomputed there."""
+    temporaries: int
+    """Everything that lives inside one phase."""
+    inputs: int
+    """The batch."""
+    buffers: int
+    """Running statistics and the like."""
+    other: int
+    """The rest, never dropped."""
+    reserved: int | None = None
+    """Peak of the allocator's segments, measured or simulated; None where there is no caching allocator (CPU)."""
+    outside: Outside | None = None
+    """What the process takes on the device beside them; None on a CPU."""
+    peak_moment: str
+    """When the peak is and what is then largest: "start of backward, step 2: log_softmax of the loss"."""
+    first_step: int
+    """Peak of the first step, in bytes; the optimizer's states are born in it."""
+    steady: int
+    """Peak of the later steps; of the first where there is no other."""
+    largest: Mapping[str, int]
+    """Group → the most that it ever held."""
+    phases: Mapping[str, int]
+    """Phase → its peak, all groups together."""
+    holders: tuple[Holder, ...] = ()
+    """Who holds the memory at the peak, the largest first; they sum to `total`. Empty where nothing recorded them."""
+    timeline: MemoryTimeline = EMPTY
+    """All groups over the steps."""
+    retries: int = 0
+    """Times that the allocator gave its cache back and asked again, at the limit."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know."""
+
+    @classmethod
+    def from_log(
+        cls,
+        log: MemoryLog,
+        *,
+        kind: Kind,
+        title: str,
+        device: str = "cpu",
+        granularity: int | None = None,
+        reserved: int | None = None,
+        outside: Outside | None = None,
+        scratch: int = 0,
+        retries: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        notes: tuple[str, ...] = (),
+    ) -> "MemoryBreakdown":
+        """From the storages of some steps.
+
+        Args:
+            log: what a recorder wrote.
+            kind: "measured" or "predicted".
+            title: what was run, in one line.
+            device: "cpu", "cuda" or a device's name.
+            granularity: bytes that each storage is rounded up to a multiple of; None: 1 on a CPU, 512 elsewhere.
+            reserved: the measured peak of the segments; None: simulated for a prediction on a GPU, else not known.
+            outside: what lies beside them; None: what is known of the device, nothing on a CPU.
+            scratch: bytes of the measured peak above the log's: memory inside kernels, counted as temporaries.
+            retries: measured retries of the allocator.
+            rank: rank of the process.
+            world_size: ranks of the job.
+            notes: what a reader should know beside the notes of the log.
+
+        Raises:
+            ValueError: no such kind, a negative scratch, or a log without storages.
+        """
+        if kind not in get_args(Kind):
+            raise ValueError(f"kind={kind!r}: a breakdown is {' or '.join(map(repr, get_args(Kind)))}")
+        if scratch < 0:
+            raise ValueError(f"scratch={scratch}: bytes of the measured peak above the log's; the log cannot hold more than was allocated")
+        on_cpu = device == "cpu"
+        fields = read(
+            log,
+            granularity=granularity or (1 if on_cpu else CUDA_GRANULARITY),
+            simulated=kind == "predicted" and not on_cpu,
+            reserved=reserved,
+            scratch=scratch,
+            retries=retries,
+            notes=notes,
+        )
+        if outside is None and not on_cpu:
+            outside = outside_of(device, world_size, fields["reserved"] or 0)
+        return cls(kind=kind, title=title, device=device, rank=rank, world_size=world_size, outside=outside, **fields)
+
+    @property
+    def total(self) -> int:
+        """Bytes in live tensors at the peak: the sum of the groups."""
+        return sum(int(getattr(self, group)) for group in GROUPS)
+
+    @property
+    def allocated(self) -> int:
+        """The same, by the name that PyTorch has for it."""
+        return self.total
+
+    @property
+    def device_used(self) -> int | None:
+        """What nvidia-smi would show of the process: reserved and what is outside; None where nothing is reserved or that is not known."""
+        return None if self.reserved is None or self.outside is None else self.reserved + self.outside.mid
+
+    def by_module(self, depth: int | None = None, group: str | None = None) -> Shares:
+        """What each module holds at the peak.
+
+        Args:
+            depth: how many names of a module's path are looked at (1: the model's children); None: all.
+            group: of one group only, such as "activations".
+
+        Raises:
+            ValueError: no such group, or a depth below 1.
+        """
+        if depth is not None and depth < 1:
+            raise ValueError(f"depth={depth}: how many names of a module's path to look at, from 1 on; None for the whole path")
+        return self._shares(lambda h: prefix(h.module, depth) or "outside any module", "module", group)
+
+    def by_operator(self, group: str | None = None) -> Shares:
+        """What was made by each operator and is held at the peak.
+
+        Raises:
+            ValueError: no such group.
+        """
+        return self._shares(lambda h: h.operator or "no operator", "operator", group)
+
+    def by_phase(self) -> display.Table:
+        """The peak of each phase, over all steps, and what each group holds then."""
+        then = self.timeline.fullest
+        groups = [group for group in GROUPS if any(held[group] for held in then.values())]
+        rows = [
+            [phase, units.bytes_(peak), units.percent(peak / self.total), *(units.bytes_(then[phase][group] or None) for group in groups)]
+            for phase, peak in self.phases.items()
+        ]
+        columns = ("phase", "peak", "of the peak", *(group.replace("_", " ") for group in groups))
+        return display.Table(columns=columns, rows=rows, title=f"Peak of each phase: {self.title}", note=self.headline)
+
+    def _shares(self, name: Any, key: str, group: str | None) -> Shares:
+        if group is not None and group not in GROUPS:
+            raise ValueError(f"no group {group!r}: memory is held as {', '.join(GROUPS)}")
+        chosen = [h for h in self.holders if group is None or h.group == group]
+        what = (group or "memory").replace("_", " ").capitalize()
+        return shares(chosen, name, key, f"{what} by {key}: {self.title}", self.headline)
+
+    def fits(self, device: str | Device | int, margin: float = 0.0) -> Fit:
+        """Whether it fits a device.
+
+        Args:
+            device: a name that `Device.named` knows, a Device, or bytes.
+            margin: fraction 0..1 of its memory that is to stay free.
+
+        Raises:
+            ValueError: an unknown name; a margin outside 0..1; a GPU, for a breakdown of a CPU's memory.
+        """
+        if isinstance(device, int):
+            return self._fit(self.outside, "", device, margin)
+        found = Device.named(device) if isinstance(device, str) else device
+        if self.device == "cpu":
+            raise ValueError(
+                f"this is memory as a CPU holds it ({self.title}); a GPU rounds, reserves and computes otherwise. "
+                f"Predict it: wb.estimate_memory(…, device={found.name!r}); or ask about a number of bytes: fits({found.memory})"
+            )
+        outside = outside_of(found.name, self.world_size, self.reserved or 0) if self.device == "cuda" else self.outside
+        return self._fit(outside, found.name, found.memory, margin)
+
+    def _fit(self, outside: Outside | None, name: str, capacity: int, margin: float) -> Fit:
+        """Of what is reserved and lies outside, where something is reserved; else of what is allocated."""
+        if self.reserved is None:
+            return fit(self.total, None, name, capacity, margin)
+        return fit(self.reserved, outside, name, capacity, margin)
+
+    def __sub__(self, other: "MemoryBreakdown") -> MemoryDifference:
+        if not isinstance(other, MemoryBreakdown):
+            return NotImplemented
+        return MemoryDifference(self, other)
+
+    @property
+    def headline(self) -> str:
+        """What the numbers are, in a few words."""
+        where = f" of rank {self.rank} of {self.world_size}" if self.world_size > 1 else ""
+        return f"{self.kind} for {self.device}{where}, at the peak ({self.peak_moment})"
+
+    @property
+    def caption(self) -> str:
+        """All there is to say about the numbers; where those of `outside` come from, its `source` says."""
+        text = f"{self.headline}; first step {units.bytes_(self.first_step)}, later steps {units.bytes_(self.steady)}"
+        if self.outside:
+            text += f"; outside of the allocator {units.bytes_(self.outside.low)} … {units.bytes_(self.outside.high)}"
+        if self.retries:
+            text += f"; the allocator ran into the limit and gave its cache back {self.retries} times"
+        return "; ".join([text, *self.notes])
+
+    @property
+    def _on_device(self) -> list[tuple[str, int]]:
+        """The sums that a device has beside what is allocated, those that are known."""
+        sums = {"reserved": self.reserved, "outside": self.outside.mid if self.outside else None, "device_used": self.device_used}
+        return [(name, held) for name, held in sums.items() if held is not None]
+
+    @property
+    def table(self) -> display.Table:
+        """One row per group at the peak, then the three sums that users confuse: allocated, reserved, device used."""
+        rows = [
+            [
+                g.replace("_", " "),
+                units.bytes_(getattr(self, g)),
+                units.percent(getattr(self, g) / self.total),
+                units.bytes_(self.largest[g]),
+            ]
+            for g in GROUPS
+        ]
+        rows.append(["allocated", units.bytes_(self.total), units.percent(1.0), units.bytes_(self.total)])
+        for name, held in self._on_device:
+            rows.append([name.replace("_", " "), units.bytes_(held), units.percent(held / self.total), units.MISSING])
+        columns = ("memory", "at the peak", "of allocated", "largest over time")
+        return display.Table(columns=columns, rows=rows, title=self.title, note=self.caption)
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per group and sum, in bytes: at the peak, and the largest over time."""
+        rows = [{"memory": group, "at_peak": getattr(self, group), "largest": self.largest[group]} for group in GROUPS]
+        rows.append({"memory": "allocated", "at_peak": self.total, "largest": self.total})
+        rows += [{"memory": name, "at_peak": held, "largest": held} for name, held in self._on_device]
+        return display.frame(rows, columns=("memory", "at_peak", "largest"))
+
+    plot = display.plot_method("memory")
+
+    def plot_timeline(self, ax: Any = None) -> Any:
+        """The stacked areas of `plot.memory_timeline`; returns the Axes."""
+        return display.picture("memory_timeline")(self, ax=ax)
+
+    def __repr__(self) -> str:
+        return f"MemoryBreakdown({self.kind}, {units.bytes_(self.total)} allocated on {self.device})"

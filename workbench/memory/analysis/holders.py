@@ -1,0 +1,125 @@
+"""Holder: who holds how much at one moment, by module and operator, and how to say so."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.core.vocabulary import CATEGORIES, MEMORY_PARTS
+from workbench.memory.analysis.log import Record
+from workbench.memory.analysis.replay import Replay
+
+_PARTS = {part.name: part for part in MEMORY_PARTS}
+_LASTING = tuple(part.name for part in MEMORY_PARTS if part.lasting)
+_MADE = {"to_copy": "copies in another number format", "empty": "empty tensors"}
+_LOSS = ("log_softmax", "nll_loss", "cross_entropy", "mse_loss", "binary_cross_entropy", "logsumexp", "kl_div", "smooth_l1")
+_SCRATCH, _UNSPLIT = "scratch", "unsplit"
+_OWN = {_SCRATCH: "scratch memory of kernels", _UNSPLIT: "rests of blocks that are not split off", "cublas": "workspace of cuBLAS"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Storages at one moment that have everything but their bytes in common."""
+
+    module: str
+    """Name of the module whose forward made them; "" = outside of any, or the model itself."""
+    module_class: str
+    """Its class; "" where it is not known."""
+    op: str
+    """Operator that made them, such as "aten.addmm.default"; "" = none."""
+    group: str
+    """Of `log.GROUPS`."""
+    phase: str
+    """Of `vocabulary.MEMORY_PHASES`, when they were born."""
+    bytes: int
+    """Together."""
+    count: int = 1
+    """How many storages."""
+    recomputed: bool = False
+    """Made again in backward, under activation checkpointing."""
+
+    @property
+    def operator(self) -> str:
+        """The operator without its namespace and overload: "addmm"."""
+        return short(self.op)
+
+    @property
+    def words(self) -> str:
+        """What they are, in a few words: "log_softmax of the loss", "gelu in blocks.3.mlp (GELU)", "optimizer states"."""
+        part = _PARTS.get(self.group)
+        if part and part.noun:
+            return part.noun + (f" of {self.module}" if self.module and part.of_module else "")
+        if self.op in _OWN:
+            return _OWN[self.op]
+        name = self.operator
+        made = _MADE.get(name, name) or "tensors made by no operator"
+        for ending in ("_backward_data", "_backward"):
+            if name.endswith(ending):
+                made = f"gradient of {name.removesuffix(ending)}"
+        if self.module:
+            kind = f" ({self.module_class})" if self.module_class else ""
+            return f"{made} in {self.module}{kind}" + (", recomputed" if self.recomputed else "")
+        if any(loss in name for loss in _LOSS):
+            return f"{made} of the loss"
+        return f"{made} in {self.phase}"
+
+
+def short(op: str) -> str:
+    """An operator without its namespace, overload and leading underscores: "aten._log_softmax.default" → "log_softmax".
+
+    >>> short("aten._log_softmax.default"), short("scratch"), short("")
+    ('log_softmax', 'scratch', '')
+    """
+    parts = op.split(".")
+    return (parts[1] if len(parts) > 1 else op).strip("_")
+
+
+def holders_at(replay: Replay, position: int) -> tuple[Holder, ...]:
+    """Everything that holds bytes after the event at `position`, merged, the largest first."""
+    records, modules = replay.log.records, replay.log.modules
+    return merged(_holder(records[index], held, modules) for index, held in replay.alive(position).items())
+
+
+def merged(holders: Iterable[Holder]) -> tuple[Holder, ...]:
+    """One holder for all that differ in bytes and count only, the largest first; equals stay in the order of their names."""
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for h in holders:
+        sums = found.setdefault((h.module, h.module_class, h.op, h.group, h.phase, h.recomputed), [0, 0])
+        sums[0] += h.bytes
+        sums[1] += h.count
+    names = ("module", "module_class", "op", "group", "phase", "recomputed")
+    made = [Holder(bytes=held, count=count, **dict(zip(names, key, strict=True))) for key, (held, count) in found.items()]
+    return tuple(sorted(made, key=lambda h: (-h.bytes, h.group, h.module, h.op, h.phase)))
+
+
+def scratch_of(held: int, phase: str) -> Holder:
+    """Memory inside kernels, which no log of tensors sees."""
+    return Holder(module="", module_class="", op=_SCRATCH, group="temporaries", phase=phase, bytes=held)
+
+
+def unsplit_of(held: int, phase: str) -> Holder:
+    """What large blocks are larger than their tensors: CUDA's allocator splits a rest off only if it is above 1 MiB."""
+    return Holder(module="", module_class="", op=_UNSPLIT, group="other", phase=phase, bytes=held)
+
+
+def telling(holders: Iterable[Holder], moment: str) -> Holder | None:
+    """The largest of those that say why the moment is full: in forward and backward, what is not there all the time.
+
+    Gradients are, from the second micro-step on, so they tell something at the end of a backward only.
+    """
+    passing = " of forward" in moment or " of backward" in moment
+    left_out = (*_LASTING, *(() if "end of backward" in moment else ("gradients",))) if passing else ()
+    known = [h for h in holders if h.group not in left_out]
+    return max(known, key=lambda h: h.bytes, default=None)
+
+
+def _holder(record: Record, held: int, modules: Mapping[str, str]) -> Holder:
+    category = record.category or "other"
+    return Holder(
+        module=record.module,
+        module_class=modules.get(record.module, ""),
+        op=record.op,
+        group=CATEGORIES[category],
+        phase=record.phase,
+        bytes=held,
+        recomputed=category == "recompute",
+    )

@@ -1,0 +1,66 @@
+"""MemoryLog: every storage of some training steps, from birth to death, in the order of the program; what the fullest moment is made of."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from workbench.core.vocabulary import CATEGORIES as CATEGORIES
+from workbench.core.vocabulary import GROUPS as GROUPS
+
+MARK, ALLOC, FREE, RESIZE = range(4)
+"""Kinds of event."""
+
+
+@dataclass(slots=True)
+class Record:
+    """One storage."""
+
+    size: int
+    """Bytes, at its largest."""
+    category: str | None
+    """A key of CATEGORIES; None = decided when the log is read."""
+    phase: str
+    """Of MEMORY_PHASES, when it was born."""
+    step: int
+    """Optimizer step, from 0, when it was born."""
+    micro: int
+    """Forward and backward, counted over all steps, when it was born."""
+    module: str
+    """Innermost module whose forward was running, by its name in the model; "" = the model itself or outside of it."""
+    op: str
+    """Operator that made it, such as "aten.addmm.default"; "" = not made by one."""
+    born: int
+    """Position in the events."""
+    died: int | None = None
+    """Position in the events; None = it lives on."""
+
+
+class Event(NamedTuple):
+    """Something that happened to a storage; or a mark, at which a phase begins."""
+
+    kind: int
+    """MARK, ALLOC, FREE or RESIZE."""
+    index: int  # type: ignore[assignment]  # tuple.index is not missed
+    """Of the record; of the mark in `MemoryLog.marks` if it is one."""
+    size: int
+    """Bytes from now on (ALLOC, RESIZE); 0 otherwise."""
+
+
+class Mark(NamedTuple):
+    """Where a phase begins."""
+
+    phase: str
+    step: int
+    micro: int
+
+
+@dataclass(slots=True)
+class MemoryLog:
+    """What a recorder writes."""
+
+    records: list[Record] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
+    """Name of each module → its class."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader should know, such as that `.item()` was answered without a value."""

@@ -1,0 +1,277 @@
+"""What changes do to memory, one by one: MemoryComparison.
+
+What changes do to memory, one on top of another until a step fits a device: MemoryLadder.
+
+The largest micro-batch that fits a device: MaxMicroBatch.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table
+from workbench.core.display import table as display
+from workbench.memory.analysis.breakdown import MemoryBreakdown
+
+SAME = "as it is"
+"""Label of the row in which nothing is changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """A change, and the memory it is predicted to lead to."""
+
+    changes: Mapping[str, Any]
+    """Knobs that are turned; empty = none."""
+    breakdown: MemoryBreakdown | None
+    """None if it could not be estimated."""
+    complaint: str = ""
+    """Why it could not be."""
+
+    @property
+    def label(self) -> str:
+        """The change in words."""
+        return changes_in_words(self.changes) or SAME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryComparison(display.Shown, JsonDataclass):
+    """What each of several changes does to the memory of a step. The first row is the step as it is."""
+
+    rows: tuple[WhatIf, ...]
+    """The baseline, then one per change."""
+    capacity: int | None = None
+    """Bytes of the device that it should fit; None = none was named."""
+    device: str = "cuda"
+    """Whose semantics the estimates have."""
+
+    def __getitem__(self, place: int) -> WhatIf:
+        return self.rows[place]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def baseline(self) -> MemoryBreakdown:
+        """The memory of the step as it is."""
+        assert self.rows[0].breakdown is not None
+        return self.rows[0].breakdown
+
+    @property
+    def table(self) -> display.Table:
+        """One row per change: what it holds at its peak, what that saves, and where the peak lies."""
+        fits = ["fits"] if self.capacity is not None else []
+        rows = []
+        for row in self.rows:
+            found = row.breakdown
+            if found is None:
+                rows.append([row.label, "–", "–", row.complaint, *(["–"] if fits else [])])
+                continue
+            saved = self.baseline.total - found.total
+            change = "" if row is self.rows[0] else f"{units.bytes_(-saved)} ({units.percent(-saved / self.baseline.total)})"
+            verdict = ["yes" if needed(found) <= (self.capacity or 0) else "no"] if fits else []
+            rows.append([row.label, units.bytes_(found.total), change, found.peak_moment, *verdict])
+        note = f"predicted, {self.device}; peak of what tensors hold"
+        if self.capacity is not None:
+            note += f"; fits = reserved memory and what lies outside of it within {units.bytes_(self.capacity)}"
+        return display.Table(columns=("change", "peak", "difference", "where the peak lies", *fits), rows=rows, title="Memory", note=note)
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per change: its groups of bytes, total, reserved, device_used, moment."""
+        return display.frame([_row(row) for row in self.rows])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Stacked bars, one per change; returns the Axes."""
+        found = [row for row in self.rows if row.breakdown is not None]
+        return display.picture("memory")([r.breakdown for r in found], labels=[r.label for r in found], device=self.capacity, ax=ax)
+
+    def __repr__(self) -> str:
+        return f"MemoryComparison({', '.join(row.label for row in self.rows)})"
+
+
+def needed(breakdown: MemoryBreakdown) -> int:
+    """Bytes that a device must have for it: what the allocator takes and what lies outside; without an allocator what tensors hold."""
+    used = breakdown.device_used
+    return breakdown.total if used is None else used
+
+
+def changes_in_words(changes: Mapping[str, Any]) -> str:
+    """`{"precision": "amp_bf16", "micro_batch": 8}` → "precision=amp_bf16, micro_batch=8"."""
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
+
+
+def _row(row: WhatIf) -> dict[str, object]:
+    found = row.breakdown
+    if found is None:
+        return {"change": row.label, "complaint": row.complaint}
+    frame = {group: getattr(found, group) for group in found.largest}
+    used = {"reserved": found.reserved, "device_used": found.device_used, "peak_moment": found.peak_moment}
+    return {"change": row.label, **frame, "total": found.total, **used}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRung:
+    """One change on the way to a step that fits."""
+
+    change: Mapping[str, Any]
+    """Knobs that this rung turns."""
+    breakdown: MemoryBreakdown
+    """Predicted after it, with all rungs before it."""
+    slowdown: float
+    """Seconds per sample after it over those before, at the roofline of the device; nan where nothing can be said."""
+    price: str
+    """What it costs besides time."""
+
+    @property
+    def label(self) -> str:
+        """The change in words."""
+        return changes_in_words(self.change)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLadder(display.Shown):
+    """The cheapest changes in time that make a step fit a device, one on top of another."""
+
+    start: MemoryBreakdown
+    """Without any change."""
+    rungs: tuple[MemoryRung, ...]
+    """In the order in which they are taken; the cheapest in time come first."""
+    device: str
+    """To be fitted."""
+    capacity: int
+    """Its bytes, less the margin."""
+    margin: float
+    """Share of the device that stays free."""
+    tried: int = 0
+    """Combinations that were estimated."""
+
+    @property
+    def end(self) -> MemoryBreakdown:
+        """With all changes."""
+        return self.rungs[-1].breakdown if self.rungs else self.start
+
+    @property
+    def fits(self) -> bool:
+        """Does the step fit at the end?"""
+        return needed(self.end) <= self.capacity
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """All knobs that are turned: `spec.replace(**ladder.changes)`."""
+        return {name: value for rung in self.rungs for name, value in rung.change.items()}
+
+    @property
+    def slowdown(self) -> float:
+        """Seconds per sample at the end over those at the start."""
+        return math.prod(rung.slowdown for rung in self.rungs)
+
+    @property
+    def word(self) -> str:
+        """How it ends, in a line."""
+        if not self.rungs and self.fits:
+            return f"it fits {self.device} as it is, with {units.bytes_(self.capacity - needed(self.start))} to spare"
+        if not self.fits:
+            over = needed(self.end) - self.capacity
+            return f"nothing tried makes it fit {self.device}: {units.bytes_(over)} too much with all of {self.tried} combinations"
+        spare = units.bytes_(self.capacity - needed(self.end))
+        return f"it fits {self.device} with {changes_in_words(self.changes)}: {spare} to spare, {_time(self.slowdown)}"
+
+    @property
+    def table(self) -> display.Table:
+        """One row per rung."""
+        rows = [[SAME, units.bytes_(needed(self.start)), "", "", self.start.peak_moment]]
+        rows += [
+            [rung.label, units.bytes_(needed(rung.breakdown)), _time(rung.slowdown), rung.price, rung.breakdown.peak_moment]
+            for rung in self.rungs
+        ]
+        return display.Table(
+            columns=("change", "needs", "time", "price", "where the peak lies"),
+            rows=rows,
+            title=f"What makes it fit {self.device} ({units.bytes_(self.capacity)}, {units.percent(self.margin)} kept free)",
+            note=f"{self.word}; predicted; time at the device's roofline, communication left out",
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per rung, the start first."""
+        start = {"change": SAME, "needed": needed(self.start), "total": self.start.total, "slowdown": 1.0, "price": ""}
+        rows = [
+            {"change": r.label, "needed": needed(r.breakdown), "total": r.breakdown.total, "slowdown": r.slowdown, "price": r.price}
+            for r in self.rungs
+        ]
+        return display.frame([start, *rows])
+
+    plot = display.plot_method("memory_ladder")
+
+    def __repr__(self) -> str:
+        return f"MemoryLadder({self.device!r}, {changes_in_words(self.changes) or SAME}, fits={self.fits})"
+
+
+def _time(slowdown: float) -> str:
+    if math.isnan(slowdown):
+        return "time not predicted"
+    return "same time" if abs(slowdown - 1) < 0.005 else f"{units.times(slowdown)} the time"
+
+
+def combinations(moves: Iterable[Mapping[str, Any]]) -> list[tuple[int, ...]]:
+    """All sets of moves of which no two turn the same knob, as places in `moves`, the empty one included.
+
+    >>> combinations([{"precision": "amp_bf16"}, {"parallel": "zero1"}, {"parallel": "fsdp"}])
+    [(), (0,), (1,), (0, 1), (2,), (0, 2)]
+    """
+    found: list[tuple[int, ...]] = [()]
+    listed = list(moves)
+    for place, move in enumerate(listed):
+        found += [(*others, place) for others in found if not any(set(move) & set(listed[other]) for other in others)]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaxMicroBatch:
+    """The largest micro-batch that fits a device, and what stands against the next larger one. `int()` of it is the number."""
+
+    micro_batch: int
+    """Samples; 0 = not even one fits."""
+    breakdown: MemoryBreakdown
+    """With that many; with one, where not even one fits."""
+    next: MemoryBreakdown
+    """With one sample more, which is too much."""
+    device: str
+    """To be fitted."""
+    capacity: int
+    """Its bytes, less the margin."""
+    runs: int
+    """Fake runs that were made."""
+
+    def __int__(self) -> int:
+        return self.micro_batch
+
+    __index__ = __int__
+
+    @property
+    def spare(self) -> int:
+        """Bytes left."""
+        return self.capacity - needed(self.breakdown)
+
+    @property
+    def word(self) -> str:
+        """In a line."""
+        if not self.micro_batch:
+            over = units.bytes_(-self.spare)
+            return f"not even one sample fits {self.device}: {over} too much; try wb.memory_ladder(spec, device={self.device!r})"
+        over = units.bytes_(needed(self.next) - self.capacity)
+        return (
+            f"micro_batch={self.micro_batch} is the largest that fits {self.device}: {units.bytes_(self.spare)} to spare; "
+            f"one more is {over} too much, at the {self.next.peak_moment}"
+        )
+
+    def __str__(self) -> str:
+        return self.word
+
+    def __repr__(self) -> str:
+        return f"MaxMicroBatch({self.micro_batch}, device={self.device!r})"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{table.escape(self.word)}</p>"

@@ -1,0 +1,291 @@
+"""Estimate: the memory of training steps before anything runs, on a machine without a GPU.
+
+The program that is estimated is the Trainer of real runs, driven on fake tensors, so every knob means the same.
+
+Measure memory: what a training step really holds, of a step and its loader in this process, or of a spec in a launch of its own.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from workbench.core.checks import whole_number
+from workbench.core.device import Device
+from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.log import MemoryLog
+from workbench.memory.analysis.outside import is_known
+from workbench.runs.launch import experiments
+from workbench.runs.run import Run
+from workbench.runs.spec import SHARDED, RunSpec
+from workbench.runs.target import Measured, check_step
+from workbench.runs.task import Task
+
+if TYPE_CHECKING:
+    from workbench.memory.estimate.dry_run import DryRun
+    from workbench.memory.estimate.plan import Plan
+    from workbench.memory.measure.leaks import Leaks
+    from workbench.train.trainer import Trainer
+
+
+Watch = Callable[[], AbstractContextManager[Any]]
+NO_LOADER: Any = SimpleNamespace(pin_memory=False)
+"""Stands in the place of a Trainer's loader: its batches are made here."""
+
+
+def estimate_memory(
+    target: "RunSpec | Task | Callable[[], Any] | Any",
+    batch: Any = None,
+    *,
+    loss: Callable[[Any, Any], Any] | None = None,
+    optimizer: str | Callable[[Any], Any] | None = None,
+    device: str | Device = "cuda",
+    steps: int = 2,
+    world_size: int | None = None,
+    rank: int | None = None,
+    sequence: int | None = None,
+    image: int | None = None,
+    **knobs: Any,
+) -> MemoryBreakdown:
+    """Predict the memory of a training step, without running it and without a GPU.
+
+    The step runs on tensors that have a shape but no values, with the memory behaviour of a GPU: a second or so, whatever the sizes.
+    Eager mode only. Of values, what follows from the batch's own whole numbers is known (lengths, masks, labels that are left out; of
+    tensors up to 4 million elements); where the program asks for another, it is told 1, and a note says so.
+
+    Args:
+        target: a RunSpec, a Task, a function that builds a model, or a model (which is not touched; one in
+            evaluation mode is estimated in training mode).
+        batch: tensors in a tuple, a list or a dict, for a model or a function; for a RunSpec or Task None takes samples of its dataset.
+            Shapes are enough: tensors on the meta device, or of zeros, will do where lengths or masks decide nothing.
+        loss: with a model or function: `loss(model, batch)` → a tensor with one number; None: see `estimate.examples.DefaultLoss`.
+        optimizer: a name with options, such as "sgd(momentum=0.9)", or a function of the parameters; None = that of the spec or task,
+            "adamw" for a model.
+        device: "cuda" (any GPU), "cpu", a name such as "H200", or a Device.
+        steps: optimizer steps; the second has the optimizer's states from its start.
+        world_size: ranks; None = the spec's nproc_per_node.
+        rank: whose memory; None = that of the rank with the most.
+        sequence: length of the batch's sequences, instead of the sample's own.
+        image: side of the batch's images in pixels, instead of the sample's own.
+        **knobs: of a RunSpec, such as precision="amp_bf16", micro_batch=64, accumulation=4, checkpointing="full", parallel="fsdp".
+
+    Raises:
+        ValueError: something else was given; an unknown device, knob or value; or the program cannot run without values. The message says
+            where, what is allowed and what to try.
+    """
+    from workbench.memory.estimate.plan import plan_of
+
+    plan = plan_of(
+        target,
+        batch,
+        loss=loss,
+        optimizer=optimizer,
+        device=device,
+        steps=steps,
+        world_size=world_size,
+        rank=rank,
+        sequence=sequence,
+        image=image,
+        **knobs,
+    )
+    return breakdown_of(plan, *record(plan))
+
+
+def breakdown_of(plan: "Plan", log: MemoryLog, rank: int) -> MemoryBreakdown:
+    """What the fullest moment of a plan's steps is made of.
+
+    Args:
+        plan: what was recorded.
+        log: of `record`.
+        rank: of `record`.
+    """
+    return MemoryBreakdown.from_log(log, kind="predicted", title=plan.title, device=plan.device, rank=rank, world_size=plan.world_size)
+
+
+def record(plan: "Plan", *, watch: Watch | None = None) -> tuple[MemoryLog, int]:
+    """The storages of a plan's steps, and the rank whose they are: the plan's, or the one with the most.
+
+    Args:
+        plan: what to run on fake tensors.
+        watch: makes something that is entered around the steps, such as a TorchDispatchMode; of several attempts the last counts.
+
+    Raises:
+        ValueError: it cannot run without values; the message says where and what to try.
+    """
+    from workbench.core.gc import RECENT, collected_before
+    from workbench.core.interrupts import waiting
+    from workbench.memory.estimate.building import BuildError
+    from workbench.memory.estimate.dry_run import kept_state
+
+    rank = plan.rank or 0
+    with waiting(), collected_before(RECENT), kept_state():
+        try:
+            log, fullest = _attempt(plan, rank, on_meta=True, watch=watch)
+            on_meta = True
+        except BuildError:
+            log, fullest = _attempt(plan, rank, on_meta=False, watch=watch)
+            on_meta = False
+        if plan.rank is None and fullest:
+            rank = fullest
+            log, _ = _attempt(plan, rank, on_meta=on_meta, watch=watch)
+    return log, rank
+
+
+def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> tuple[MemoryLog, int]:
+    from workbench.memory.estimate.building import build
+    from workbench.memory.estimate.cuda.overrides import replaced
+    from workbench.memory.estimate.dry_run import dry_run
+    from workbench.memory.estimate.errors import refused
+    from workbench.memory.estimate.world import fake_world
+    from workbench.train import checkpointing
+    from workbench.train.layout import Layout
+    from workbench.train.offload import Pretence, pretended
+    from workbench.train.ranks import Ranks
+    from workbench.train.trainer import Trainer, build_model
+
+    spec = plan.spec.replace(gc=False, device="cpu", backend="auto")
+    dealt = plan.gpu is not None and (spec.parallel in SHARDED or spec.tensor_parallel > 1)
+    with fake_world(plan.world_size, rank, bucket_seen=lambda bucket: recorder.track(bucket, "bucket")) as here:
+        ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)
+        layout = Layout.of(spec, ranks)
+        model = build(lambda: build_model(plan.task), on_meta=on_meta)
+        with dry_run(plan.gpu) as run:
+            recorder = run.recorder
+            run.model(model)
+            if not dealt:
+                recorder.attach(model)
+            with refused(recorder, model, plan.example), pretended(Pretence(born=recorder.leave_out, working=recorder.pause)):
+                with run.host(model) if dealt else contextlib.nullcontext():
+                    trainer = Trainer(spec, plan.task, ranks, module=model, loader=NO_LOADER, layout=layout, alone=plan.own_loop)
+                recorder.attach(trainer.module)
+                trainer.phase = recorder.phase
+                with (
+                    recorder.hooks(),
+                    replaced(checkpointing, "recomputing", recorder.whose.inside),
+                    watch() if watch else contextlib.nullcontext(),
+                ):
+                    _drive(trainer, run, plan)
+            recorder.recognise_unsharded(trainer.module)
+            recorder.close()
+            fullest = _fullest(trainer.optimizer)
+    recorder.log.notes += _notes(plan)
+    return recorder.log, fullest
+
+
+def _drive(trainer: "Trainer", run: "DryRun", plan: "Plan") -> None:
+    """The steps of `workbench.train.loop.train`. That loop holds its batch until the next one is there; on a GPU, the host's copy of it."""
+    recorder, batch = run.recorder, None
+    for step in range(plan.steps):
+        recorder.step = step
+        for left in reversed(range(plan.spec.accumulation)):
+            recorder.mark("data")
+            batch = run.batch(plan.example)
+            given, batch = batch, batch if plan.device == "cpu" else None
+            trainer.micro_step(given, last=not left)
+            del given
+        trainer.update()
+
+
+def _fullest(optimizer: Any) -> int:
+    """The rank that has most of an optimizer's states; whole parameters are dealt out by ZeroRedundancyOptimizer."""
+    deal = getattr(optimizer, "_partition_parameters", None)
+    if deal is None:
+        return 0
+    parts = [sum(weight.numel() for group in part for weight in group["params"]) for part in deal()]
+    return parts.index(max(parts))
+
+
+def _notes(plan: "Plan") -> list[str]:
+    notes = []
+    if how := getattr(plan.task.loss, "how", ""):
+        notes.append(f"no loss was given: taken is {how}")
+    if plan.device == "cuda":
+        notes.append('device="cuda" is any GPU: what lies outside of the allocator is a range; a name, such as "H200", narrows it')
+    elif plan.device != "cpu" and not is_known(plan.device):
+        notes.append(
+            f"no {plan.device} has been calibrated: what lies outside of the allocator is the range of any GPU (workbench calibrate)"
+        )
+    return notes
+
+
+STEPS = 3
+"""Steps that are measured where nobody says: the optimizer's states are born in the first; the second and the third should agree."""
+
+
+def measure_memory(
+    target: RunSpec | Run | str | os.PathLike[str] | Callable[[Any], Any],
+    loader: Iterable[Any] | None = None,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    steps: int | None = None,
+    runs_dir: str | os.PathLike[str] | None = None,
+) -> "MemoryBreakdown":
+    """Find out what a training step holds in memory, by running it.
+
+    * `measure_memory(step, loader)` takes some steps in this process; `step(batch)` does one whole optimizer step. Model, optimizer, random
+      generators and loader are left as they were. Counted is what the step reaches, not what else lives in the process.
+    * `measure_memory(spec)` takes them in a launch of its own, with as many ranks as the spec has, and gives the fullest rank's.
+    * `measure_memory(run)` reads what such a launch has left; `run.memory_breakdown(rank)` has every rank's.
+
+    Args:
+        target: a step function, a RunSpec, a run, or the path of a run directory.
+        loader: with a step: its batches, from a DataLoader or any other iterable.
+        model: with a step: the module, or several; None = found by looking at the step.
+        optimizer: with a step: the optimizer, or several; None = found as well.
+        steps: how many are taken; None = 3.
+        runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
+
+    Returns:
+        A breakdown whose total is what the allocator counted: on a CPU torch's profiler, on a GPU the allocator's own counters.
+
+    Raises:
+        ValueError: something else was given, or what was given cannot be measured; the message says why.
+        RunError: the launch failed; its run directory stays.
+    """
+    given = _TARGET.read(target, loader, model=model, optimizer=optimizer, steps=steps)
+    if isinstance(given, Run):
+        observed: MemoryBreakdown = given.memory_breakdown()
+        return observed
+    count = _checked(steps)
+    if isinstance(given, RunSpec):
+        launched: MemoryBreakdown = experiments.weigh(given, steps=count, runs_dir=runs_dir).memory_breakdown()
+        return launched
+    from workbench.memory.measure.memory import measure
+
+    return measure(given.step, given.loader, model=model, optimizer=optimizer, steps=count)
+
+
+def find_leaks(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None, optimizer: Any = None, steps: int = 8) -> "Leaks":
+    """Find memory that grows from step to step, and who holds it: operator, module, and the Python variable that keeps it alive.
+
+    It takes some steps in this process and leaves everything as it was, what has leaked meanwhile included.
+
+    Args:
+        step: `step(batch)` does one whole optimizer step.
+        loader: its batches, from a DataLoader or any other iterable.
+        model: the module, or several; None = found by looking at the step.
+        optimizer: the optimizer, or several; None = found as well.
+        steps: how many are taken, at least 5: what is born in one step and still lives two steps later is suspected.
+
+    Raises:
+        ValueError: what was given cannot be measured; the message says why.
+    """
+    check_step("find_leaks", step, loader)
+    from workbench.memory.measure.leaks import find
+
+    return find(step, loader, model=model, optimizer=optimizer, steps=steps)
+
+
+_TARGET = Measured(
+    name="measure_memory",
+    verb="measured",
+    script='of a script only the peak of each rank is known: wb.launch("train.py", watch=True).wait().memory',
+)
+
+
+def _checked(steps: Any) -> int:
+    also = "; with 2 or more the optimizer's states are seen"
+    return whole_number("steps", STEPS if steps is None else steps, least=1, also=also)

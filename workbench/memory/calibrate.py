@@ -1,0 +1,255 @@
+"""Calibrating: learn from a few runs on this machine's GPU what a process takes there beside what its allocator reserves."""
+
+import csv
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workbench.core import units
+from workbench.core.checks import whole_number
+from workbench.core.display import table as display
+from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.outside import FEWEST, MIB, OutsideFit, fit_outside, fits_file, save_fit, set_damaged_aside
+from workbench.memory.api import measure_memory
+from workbench.runs.failure import RunError
+from workbench.runs.launch import environment
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import label
+
+MODELS = (
+    "workbench.train.tasks:wide_gpt",
+    "clipart-resnet",
+    "text-gpt",
+    "workbench.train.tasks:wide_resnet",
+    "workbench.train.tasks:middle_gpt",
+    "workbench.train.tasks:deep_resnet",
+)
+"""Tasks to run, in this order: what they reserve lies far apart."""
+BATCHES = (8, 32, 128)
+"""Micro-batches of each."""
+STEPS = 3
+"""Optimizer steps of each run; all memory that a step needs has been taken after two."""
+_QUERY = ("name", "driver_version", "memory.used")
+_PATIENCE = 30.0
+"""Seconds within which nvidia-smi answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """This machine's GPU, as its driver describes it."""
+
+    name: str
+    """By its maker."""
+    driver: str
+    """Version of the driver."""
+    used: int
+    """Bytes of its memory that are in use now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """What one run took."""
+
+    task: str
+    """What was trained."""
+    micro_batch: int
+    """Samples."""
+    reserved: int
+    """Peak of the allocator's segments, in bytes."""
+    used: int
+    """Of the device, in bytes, above what was in use before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutsideCalibration(display.Shown):
+    """What lies outside of the allocator on this machine's GPU, learned from runs; `estimate_memory(device=…)` uses it from now on."""
+
+    points: tuple[Point, ...]
+    """One per run."""
+    fit: OutsideFit
+    """The line through them."""
+    path: Path | None = None
+    """Where it is kept; None = it could not be."""
+    notes: tuple[str, ...] = field(default=())
+    """What a reader should know."""
+
+    @property
+    def word(self) -> str:
+        """The line, and where it is kept."""
+        fit = self.fit
+        line = f"device used = {units.bytes_(fit.base)} + {fit.slope:.4f} · reserved, at most {units.percent(fit.worst)} off"
+        return f"{line}; {'not kept' if self.path is None else f'kept in {self.path}'}"
+
+    @property
+    def table(self) -> display.Table:
+        """One row per run: reserved, device used, as fitted, and how far off that is."""
+        rows = [
+            [
+                point.task,
+                point.micro_batch,
+                units.bytes_(point.reserved),
+                units.bytes_(point.used),
+                units.bytes_(round(self._fitted(point))),
+                f"{100 * residual:+.2f} %",
+            ]
+            for point, residual in zip(self.points, self.fit.residuals, strict=True)
+        ]
+        fit = self.fit
+        return display.Table(
+            columns=("task", "micro-batch", "reserved", "device used", "fitted", "measured over fitted"),
+            rows=rows,
+            title=f"{fit.device}, driver {fit.driver or 'unknown'}, torch {fit.torch or 'unknown'}, {fit.date}",
+            note="; ".join([self.word, *self.notes]),
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per run, in bytes."""
+        pairs = zip(self.points, self.fit.residuals, strict=True)
+        names = ("task", "micro_batch", "reserved", "used")
+        rows = [{**{name: getattr(p, name) for name in names}, "fitted": self._fitted(p), "residual": residual} for p, residual in pairs]
+        return display.frame(rows)
+
+    def _fitted(self, point: Point) -> float:
+        return self.fit.base + self.fit.slope * point.reserved
+
+    def __repr__(self) -> str:
+        return f"OutsideCalibration({self.fit.device!r}, {len(self.points)} runs)"
+
+
+def calibrate(models: int = 4, *, tell: Callable[[str], None] | None = None) -> OutsideCalibration:
+    """Learn what a process takes on this machine's GPU beside what its allocator reserves: the context, the kernels' code, libraries.
+
+    Each of a few models takes some steps at three batch sizes, each in fresh processes; the line device used = a + b · reserved that is off
+    by the least in relative terms is kept, with GPU, driver, torch and date. `estimate_memory(device=that GPU)` uses it from then on.
+
+    Args:
+        models: how many models, 1 … 6; half a minute each, about.
+        tell: is told what is about to run, in a line.
+
+    Raises:
+        ValueError: no NVIDIA GPU is here, or not such a number of models.
+        RunError: a run failed for another reason than that memory ran out; those are left out, and a note says so.
+    """
+    whole_number("models", models, least=1, most=len(MODELS), also=f", each of them runs at {len(BATCHES)} sizes")
+    look()  # says at once that there is none
+    with tempfile.TemporaryDirectory(prefix="workbench-calibrate-") as folder:
+        return calibrated(specs_of(models), look, lambda spec: measure_memory(spec, steps=STEPS, runs_dir=folder), tell=tell)
+
+
+def calibrated(
+    specs: Sequence[RunSpec],
+    look: Callable[[], Gpu],
+    measure: Callable[[RunSpec], MemoryBreakdown],
+    *,
+    torch: str | None = None,
+    path: Path | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> OutsideCalibration:
+    """Run specs, fit the line through what they took, and keep it.
+
+    Args:
+        specs: to run.
+        look: at the GPU; called before each of them, since what others have there is subtracted.
+        measure: runs one, as `measure_memory` does.
+        torch: its version; None = of the one that is installed.
+        path: file of the fits; None = the user's.
+        tell: is told what is about to run, in a line.
+
+    Raises:
+        ValueError: too few of them fit the GPU, or what was measured is not of a GPU.
+        RunError: one failed for another reason.
+    """
+    points, notes = [], []
+    gpu = look()
+    busiest = 0
+    for spec in specs:
+        gpu, name = look(), f"{label(spec.task)}, {spec.micro_batch} samples"
+        busiest = max(busiest, gpu.used)
+        if tell:
+            tell(f"{name} on {gpu.name} …")
+        try:
+            points.append(_point(spec, measure(spec), gpu.used))
+        except RunError as error:
+            if error.failure.kind != "out-of-memory":
+                raise
+            notes.append(f"left out, since memory ran out: {name}")
+    if len(points) < FEWEST:
+        raise ValueError(
+            f"only {len(points)} of {len(specs)} runs had enough memory on {gpu.name}, and a fit needs {FEWEST}: end what else is there "
+            f"({units.bytes_(busiest)}), or take more models"
+        )
+    if busiest > 100 * MIB:
+        notes.append(f"others had up to {units.bytes_(busiest)} of the GPU, which was subtracted: better nobody else is there")
+    version = environment.versions().get("torch", "") if torch is None else torch
+    fit = fit_outside([(point.reserved, point.used) for point in points], gpu.name, driver=gpu.driver, torch=version)
+    kept, said = _kept(fit, path)
+    return OutsideCalibration(points=tuple(points), fit=fit, path=kept, notes=(*notes, *said))
+
+
+def _point(spec: RunSpec, found: MemoryBreakdown, before: int) -> Point:
+    if found.reserved is None or found.outside is None or found.kind != "measured":
+        raise ValueError(f"{found.title}: {found.kind} on {found.device}; only what is measured on a GPU tells what lies outside there")
+    used = found.reserved + max(0, found.outside.mid - before)
+    return Point(task=label(spec.task), micro_batch=spec.micro_batch, reserved=found.reserved, used=used)
+
+
+def _kept(fit: OutsideFit, path: Path | None) -> tuple[Path | None, list[str]]:
+    """Where a fit is kept, and what is to be said about it; a file that cannot be written does not cost what was measured."""
+    notes = []
+    try:
+        if aside := set_damaged_aside(path):
+            notes.append(f"the file of the fits could not be read; it is now {aside}")
+        return save_fit(fit, path), notes
+    except OSError as error:
+        return None, [*notes, f"{path or fits_file()} cannot be written ({error.strerror or error}): set WORKBENCH_CACHE to another folder"]
+
+
+def specs_of(models: int) -> list[RunSpec]:
+    """What `calibrate` runs: the first so many models, each at all batch sizes, the small ones first.
+
+    Args:
+        models: how many.
+    """
+    return [
+        RunSpec(task=task, device="cuda", micro_batch=batch, num_workers=0, precision="fp32")
+        for task in MODELS[:models]
+        for batch in BATCHES
+    ]
+
+
+def look() -> Gpu:
+    """The first GPU that a rank would see, asked of nvidia-smi.
+
+    Raises:
+        ValueError: there is none, or nvidia-smi does not answer.
+    """
+    if environment.gpu_count() == 0:
+        raise ValueError(
+            "no NVIDIA GPU is visible here (/dev/nvidia0, CUDA_VISIBLE_DEVICES), and only runs on one tell what lies outside of its "
+            f"allocator: run `workbench calibrate` where it is, and copy {fits_file()} from there"
+        )
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    if first := os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip():
+        command.append(f"--id={first}")
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE).stdout
+        return next(_gpus(said))
+    except (OSError, subprocess.SubprocessError, StopIteration, ValueError) as error:
+        raise ValueError(
+            f"no NVIDIA GPU that can be asked: `{' '.join(command)}` did not answer ({type(error).__name__}: {error}). Is its driver "
+            "installed, and does CUDA_VISIBLE_DEVICES name a whole GPU?"
+        ) from error
+
+
+def _gpus(said: str) -> Iterator[Gpu]:
+    """What nvidia-smi says, in lines of comma-separated values.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    for name, driver, used in csv.reader(said.splitlines(), skipinitialspace=True):
+        yield Gpu(name=name.strip(), driver=driver.strip(), used=int(used) * MIB)

@@ -1,0 +1,228 @@
+"""What a dry run needs of torch that torch does not promise: context managers that put everything back.
+
+Discreet: a dry run does not show. Libraries that ask whether a tensor is a fake one are told that it is none.
+
+They ask to find tracing, and then leave out what depends on values: such as to drop a mask that masks nothing, which an ordinary run does.
+"""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn.parallel import DistributedDataParallel
+
+from workbench.memory.estimate.cuda.overrides import replaced
+
+
+class _Discreet(type):
+    """Makes a stand-in for the class of fake tensors, which knows its own among strangers only when torch asks."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        asks = str(sys._getframe(1).f_globals.get("__name__", ""))
+        hidden = torch._subclasses.FakeTensor is cls and asks.partition(".")[0] != "torch"
+        return isinstance(instance, FakeTensor) and not hidden
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, FakeTensor)
+
+
+@contextlib.contextmanager
+def unrecognised() -> Iterator[None]:
+    """Inside, `isinstance(tensor, torch._subclasses.FakeTensor)` is False, except where torch itself asks."""
+    torch._subclasses.FakeTensor = _Discreet("FakeTensor", (), {})  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        torch._subclasses.FakeTensor = FakeTensor  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside, tensors have a shape and a type but no values; real ones, such as a mask that a module keeps, may take part.
+
+    Who asks whether a tensor is a fake one is told that it is not (see `discreet`).
+    """
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        no_autocast(),
+        quiet(),
+        formatted(),
+        unrecognised(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def no_autocast() -> Iterator[None]:
+    """Inside, an autocast that the caller is in does not count."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, torch does not write a traceback to stderr where the shapes of an operator do not fit: the error itself says it."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "failed while attempting to run" not in str(record.msg)
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)
+
+
+@contextlib.contextmanager
+def formatted() -> Iterator[None]:
+    """Inside, `f"{loss:.3f}"` works on fake tensors: it asks for the value, as it does of real ones."""
+    usual = Tensor.__format__
+
+    def answer(self: Tensor, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else str(usual(self, spec))  # type: ignore[no-untyped-call]
+
+    with replaced(FakeTensor, "__format__", answer):
+        yield
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """Inside, within `fake_tensors`, tensors have values again."""
+    return unset_fake_temporarily()
+
+
+@contextlib.contextmanager
+def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
+    """Inside, this process is one rank of many, whose collectives return at once; values are not exchanged."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook  # torch puts one in its place that writes the rank before each line, and leaves it there
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+class _NeverRebuilds:
+    """DDP's reducer, but it keeps its buckets as they are: to put them into another order it would exchange indices as real tensors."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return _no if name == "_rebuild_buckets" else getattr(self._reducer, name)
+
+
+def _no(*_args: Any) -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def fake_data_parallel(bucket_seen: Callable[[Tensor], None]) -> Iterator[None]:
+    """Inside, DistributedDataParallel can be built on fake tensors; its reducer is the real one, and so are its buckets.
+
+    Left out are the first broadcast of the weights, the reduction itself (a hook answers at once) and the one reordering of the buckets.
+
+    Args:
+        bucket_seen: called with each bucket when it is reduced.
+    """
+    build = DistributedDataParallel.__init__
+
+    def reduced(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        bucket_seen(bucket.buffer())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    @wraps(build)
+    def build_fake(self: DistributedDataParallel, *args: Any, **options: Any) -> None:
+        build(self, *args, **options | {"init_sync": False})
+        self.register_comm_hook(None, reduced)
+        self.reducer = _NeverRebuilds(self.reducer)  # type: ignore[assignment]
+
+    DistributedDataParallel.__init__ = build_fake  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DistributedDataParallel.__init__ = build  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def real_device_meshes() -> Iterator[None]:
+    """Inside, device meshes are built and sliced with real tensors: their ranks are read as numbers."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    before = {
+        name: getattr(DeviceMesh, name) for name in ("__init__", "__getitem__", "_flatten", "_unflatten") if hasattr(DeviceMesh, name)
+    }
+
+    def apart(method: Any) -> Any:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with real_tensors():
+                return method(*args, **kwargs)
+
+        return call
+
+    for name, method in before.items():
+        setattr(DeviceMesh, name, apart(method))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(DeviceMesh, name, method)
+
+
+@contextlib.contextmanager
+def movable_modules() -> Iterator[None]:
+    """Inside, `module.to(…)` and the like work on fake parameters, which torch wants to swap with others and, being referred to, cannot."""
+    apply = nn.Module._apply
+
+    def replace(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        made: dict[int, nn.Parameter] = {}
+        for module in self.modules() if recurse else (self,):
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is None:
+                        continue
+                    with torch.no_grad():
+                        moved = fn(tensor)
+                    if moved is not tensor and isinstance(tensor, nn.Parameter):
+                        moved = made.setdefault(id(tensor), nn.Parameter(moved, requires_grad=tensor.requires_grad))
+                    table[name] = moved  # type: ignore[assignment]
+        return self
+
+    nn.Module._apply = replace  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def foreach_on_fakes() -> Iterator[None]:
+    """Inside, gradient clipping and optimizers take multi-tensor operators for fake tensors where they would for real ones."""
+    homes = [sys.modules[name] for name in ("torch.utils._foreach_utils", torch.optim.Optimizer.__module__)]
+    lists = {id(home._foreach_supported_types): home._foreach_supported_types for home in homes}
+    for types in lists.values():
+        types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for types in lists.values():
+            types.remove(FakeTensor)

@@ -1,0 +1,348 @@
+"""Dry run: training steps on fake tensors, written down by a Recorder; nothing is computed, and the process is left as it was.
+
+Answers: what a dry run says where a program asks a tensor for its value, which it has not.
+"""
+
+import contextlib
+import operator
+import os
+import random
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from workbench.harness.batches import map_tensors
+from workbench.memory.estimate import building, compat
+from workbench.memory.estimate.cuda.semantics import cuda_semantics
+from workbench.memory.estimate.errors import EstimateError
+from workbench.memory.estimate.external_tensors import Reals
+from workbench.memory.estimate.values import Values
+from workbench.memory.measure import private
+from workbench.memory.measure.recorder import Recorder
+
+ENDLESS = 10_000
+"""Answers at one place in one forward or backward, from which on it is taken for a loop that a value has to end."""
+_OURS = ("torch", "workbench")
+"""Packages that are not the program."""
+TRUE = ("all", "isfinite", "eq", "ge", "le", "lt", "isclose", "logical_and", "bitwise_and")
+"""Questions by the operator that asks them: "are all …", "is it finite", "is it equal". What is asserted is true, masks mask nothing."""
+FALSE = ("any", "isnan", "isinf", "isposinf", "isneginf")
+"""What is asked for because it is unusual."""
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "ne": operator.ne,
+    "ge": operator.ge,
+    "gt": operator.gt,
+    "le": operator.le,
+    "lt": operator.lt,
+}
+"""Questions about a number that is given: answered with 1 for what is asked about, so that 1 is below a number of classes."""
+
+
+def name_of(func: Any) -> str:
+    """`aten.all.dim` → "all"."""
+    return str(func.overloadpacket.__name__) if hasattr(func, "overloadpacket") else str(func)
+
+
+def _is_ours(module: str) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in _OURS)
+
+
+class Answers:
+    """Answers to `.item()`, `bool(tensor)` and the like.
+
+    Every number is 1, so sizes that are computed from it are small, and every question for something unusual (is anything not a number, is
+    anything above, did any gradient overflow) is answered no: the step is an ordinary one.
+
+    Attributes:
+        asked: how often a value was asked for.
+        moment: tells the step and what is being done.
+    """
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.moment: Callable[[], object] = lambda: None
+        self._first = ""  # the place that asked first
+        self._places: Counter[tuple[str, int]] = Counter()  # file and line → questions there at this moment
+        self._last: object = None
+        self._truth: dict[int, bool] = {}  # address of a storage of truth values → what they say
+        self._zeros: dict[int, weakref.ref[Any]] = {}  # address → a storage of flags that are zero unless something is wrong
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader should know, in sentences."""
+        if not self.asked:
+            return ()
+        times = "once" if self.asked == 1 else f"{self.asked} times"
+        where = f"; first in {self._first}" if self._first else ""
+        return (f"the program asked for the value of a tensor {times} (.item(), bool()): answered 1, and no to what is unusual{where}",)
+
+    def of(self, tensor: Any, *, count: bool = True) -> Any:
+        """The value of a fake tensor with one element, of which nothing is known.
+
+        Args:
+            tensor: asked for its value.
+            count: it is worth a note: the answer may decide what memory is needed.
+
+        Raises:
+            EstimateError: the program asks again and again.
+        """
+        if count:
+            self._count()
+        address = tensor.untyped_storage()._cdata
+        if tensor.dtype == torch.bool:
+            return self._truth.get(address, False)
+        one = self._number(tensor)
+        return float(one) if tensor.dtype.is_floating_point else one
+
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        """Are two tensors equal? If they can be."""
+        self._count()
+        return one.shape == other.shape
+
+    def _count(self) -> None:
+        self.asked += 1
+        if (now := self.moment()) != self._last:
+            self._last = now
+            self._places.clear()
+        frame: Any = sys._getframe(2)
+        while frame is not None and _is_ours(str(frame.f_globals.get("__name__", ""))):
+            frame = frame.f_back
+        if frame is None:
+            return
+        place = frame.f_code.co_filename, frame.f_lineno
+        self._first = self._first or f"{os.path.basename(place[0])}:{place[1]}"
+        self._places[place] += 1
+        if self._places[place] >= ENDLESS:
+            raise EstimateError(
+                f"{place[0]}:{place[1]} asked for the value of a tensor {ENDLESS} times in one step: values decide how often this runs, "
+                "and a dry run has none. Give the loop an end that is counted, such as for _ in range(…), or measure it: "
+                "wb.measure_memory(…)"
+            )
+
+    def learn(self, name: str, args: Any, out: Any) -> None:
+        """See an operator that was run, and remember what it says of its result."""
+        if name == "_amp_foreach_non_finite_check_and_unscale_":
+            self._is_zero(args[1])  # found_inf of a GradScaler
+        elif isinstance(out, Tensor) and out.dtype == torch.bool and out.layout == torch.strided:
+            address, says = out.untyped_storage()._cdata, self._says(name, args)
+            if says is None:
+                self._truth.pop(address, None)
+            else:
+                self._truth[address] = says
+        elif name in ("sum", "count_nonzero") and self._known(args[0]) is False:
+            self._is_zero(out)  # of those that are unusual there are none
+
+    def _says(self, name: str, args: Any) -> bool | None:
+        known = self._known(args[0]) if args else None
+        if name in ("logical_not", "bitwise_not"):
+            return not known
+        if name in COMPARISONS and isinstance(args[1], int | float):
+            return COMPARISONS[name](self._number(args[0]), args[1])
+        if name in TRUE:
+            return True if known is None or name != "all" else known
+        return False if name in COMPARISONS or name in FALSE else known
+
+    def _is_zero(self, tensor: Any) -> None:
+        storage = tensor.untyped_storage()
+        self._zeros[storage._cdata] = weakref.ref(storage)
+
+    def _number(self, tensor: Any) -> int:
+        """What numbers are."""
+        found = self._zeros.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+        return 0 if found is not None and found() is not None else 1
+
+    def _known(self, tensor: Any) -> bool | None:
+        """What truth values say, where that has been seen."""
+        strided = isinstance(tensor, Tensor) and tensor.dtype == torch.bool and tensor.layout == torch.strided
+        return self._truth.get(tensor.untyped_storage()._cdata) if strided else None
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "_grouped_mm", "_scaled_mm")
+"""Operators that go to cuBLAS."""
+
+_RECURRENT = "recurrent layers on the CPU: what oneDNN keeps for their backward is not known, and taken as 0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """What a dry run has to know of the GPU that it pretends to be on."""
+
+    precision: torch.dtype | None = None
+    """Of autocast; None = no autocast."""
+    capability: tuple[int, int] | None = None
+    """Compute capability; None = not known."""
+    workspace: int = 0
+    """Bytes that cuBLAS takes from the allocator at its first matrix product in a thread."""
+
+
+class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
+    """A Recorder of fake tensors, which answers where a value is asked for.
+
+    Attributes:
+        answers: what was said.
+        reals: tensors with values that the program reached.
+        values: what is known of those that are fake.
+    """
+
+    def __init__(self, gpu: Gpu | None) -> None:
+        super().__init__(host_counters=gpu is not None)
+        self.answers, self.values = Answers(), Values()
+        self.reals = Reals(_bytes_like, lambda tensor, category: self.track(tensor, category, module=""), self._is_dry)
+        self._workspace = gpu.workspace if gpu else 0
+        self._handles: set[bool] = set()
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator on fake tensors, or answer it."""
+        name = name_of(func)
+        args, kwargs = self.reals.instead(name, func, args, kwargs)
+        if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
+            number = self.values.number(args[0])
+            return self.answers.of(args[0], count=self.now != "optimizer") if number is None else number
+        if name == "equal":
+            same = self.values.same(args[0], args[1])
+            return self.answers.same(args[0], args[1]) if same is None else same
+        if name == "mkldnn_rnn_layer" and _RECURRENT not in self.log.notes:
+            self.log.notes.append(_RECURRENT)
+        if self._workspace and name in _PRODUCTS:
+            self._take_workspace()
+        plainly = _AS_THEY_ARE.get(name, _plainly)
+        out = self.values.call(func, args, kwargs, plainly) if self._is_dry() else plainly(func, args, kwargs)
+        self.answers.learn(name, args, out)
+        self.reals.made(out, args)
+        return out
+
+    def mark(self, phase: str) -> None:
+        """Begin a phase, as a Recorder does."""
+        if phase in ("between", "optimizer", "end"):
+            for leaf in self.reals.leaves:
+                if isinstance(leaf.grad, FakeTensor):
+                    self.track(leaf.grad, "gradient", module="")
+        super().mark(phase)
+
+    def _is_dry(self) -> bool:
+        return private.fake_mode() is self._mode
+
+    def _take_workspace(self) -> None:
+        """Once in a thread: CUDA's backward runs in one of its own, and cuBLAS has a handle for each."""
+        if (backward := self.now == "backward") not in self._handles:
+            self._handles.add(backward)
+            self.log.records[self.charge(self._workspace, "workspace", "cublas")].module = ""  # it is nobody's in particular
+
+
+def _bytes_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu")
+
+
+def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def _product(func: Any, args: Any, kwargs: Any) -> Any:
+    """A grouped product, of which torch's shape rule wants bf16, where the product itself takes other types, too."""
+    dtype = args[0].dtype
+    if dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    as_wanted = [arg.to(torch.bfloat16) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
+    like = func(*as_wanted, **kwargs | ({"out_dtype": None} if "out_dtype" in kwargs else {}))
+    return torch.empty_strided(like.shape, like.stride(), dtype=dtype)
+
+
+def _norms_gradient(func: Any, args: Any, kwargs: Any) -> Any:
+    """The gradient of a layer norm, which is contiguous; torch's shape rule gives it the strides of what came in."""
+    first, *others = func(*args, **kwargs)
+    return (first if first is None else torch.empty(first.shape, dtype=first.dtype), *others)
+
+
+_AS_THEY_ARE: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "_grouped_mm": _product,
+    "native_layer_norm_backward": _norms_gradient,
+}
+"""Operators of which fake tensors tell something else than what the real ones do."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DryRun:
+    """A place where everything is fake."""
+
+    recorder: FakeRecorder
+    """Active inside; enter its `hooks()` once the model stands."""
+
+    def model(self, model: nn.Module) -> None:
+        """Put fakes in the place of a model's tensors, in place; nothing of it is recorded yet."""
+        self.recorder.reals.owned(model)
+        with self.recorder.pause():
+            building.materialise(model, building.fake_like)
+
+    @contextlib.contextmanager
+    def host(self, model: nn.Module) -> Iterator[None]:
+        """On entering, a model's parameters lie in the host's memory; on leaving, those that are still there come to the device.
+
+        In between they may have been replaced by parts of them, which are on the device.
+        """
+        whole = list(model.parameters())
+        for parameter in whole:
+            self.recorder.leave_out(parameter)
+        yield
+        kept = {id(parameter) for parameter in model.parameters()}
+        for parameter in whole:
+            if id(parameter) in kept:
+                self.recorder.bring(parameter)
+
+    def batch(self, example: Any) -> Any:
+        """A fresh fake batch with the shapes of an example, recorded as an input."""
+
+        def make(tensor: Tensor) -> Tensor:
+            with self.recorder.pause():
+                fake = building.fake_like(tensor)
+            self.recorder.values.know(fake, tensor)
+            self.recorder.track(fake, "input")
+            return fake
+
+        return map_tensors(make, example)
+
+
+@contextlib.contextmanager
+def dry_run(gpu: Gpu | None) -> Iterator[DryRun]:
+    """Inside, tensors are fake and recorded; on leaving, an error or not, nothing is changed in this process.
+
+    Garbage collection should be off around it (`collector.collected_before`), and the state kept (`kept_state`).
+
+    Args:
+        gpu: whose memory behaviour to have; None = that of a CPU.
+    """
+    with contextlib.ExitStack() as stack:
+        reals = stack.enter_context(contextlib.ExitStack())  # left last, where tensors are real again
+        for change in (compat.fake_tensors(), compat.movable_modules(), compat.foreach_on_fakes()):
+            stack.enter_context(change)
+        semantics = cuda_semantics(gpu.precision, gpu.capability) if gpu else contextlib.nullcontext()
+        with semantics as met:
+            recorder = FakeRecorder(gpu)
+            reals.callback(recorder.reals.put_back)
+            stack.callback(register_optimizer_step_pre_hook(recorder.reals.stepping).remove)
+            with recorder:
+                yield DryRun(recorder=recorder)
+            recorder.log.notes += [*(met.notes if met else ()), *recorder.answers.notes, *recorder.reals.notes]
+
+
+@contextlib.contextmanager
+def kept_state() -> Iterator[None]:
+    """On leaving, the random generators and the number of threads are as they were; inside, tensors are made on the CPU by default."""
+    threads, generators = torch.get_num_threads(), (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    elsewhere = torch.get_default_device().type != "cpu"
+    try:
+        with torch.device("cpu") if elsewhere else contextlib.nullcontext():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(generators[0])
+        np.random.set_state(generators[1])
+        random.setstate(generators[2])

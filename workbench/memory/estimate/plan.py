@@ -1,0 +1,169 @@
+"""Plan: what is estimated, with nothing left to choose; made of whatever a user gives."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.loss import _Loss
+
+from workbench.core.checks import whole_number
+from workbench.core.device import Device
+from workbench.memory.analysis.outside import cublas_workspace
+from workbench.memory.estimate.building import copied
+from workbench.memory.estimate.dry_run import Gpu
+from workbench.memory.estimate.errors import EstimateError
+from workbench.memory.estimate.examples import DefaultLoss, resized, sample_batch
+from workbench.runs import task as tasks
+from workbench.runs.spec import SHARDED, RunSpec, check_names
+from workbench.runs.target import check_program, shown
+from workbench.runs.task import Task
+from workbench.timeline.loops import samples_in
+
+PRECISIONS = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
+"""Precision → the type of autocast, unless FSDP2 stands in its place."""
+STEPS = 2
+"""Optimizer steps that tell everything: the optimizer's states are born in the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is estimated, with nothing left to choose."""
+
+    spec: RunSpec
+    """Every knob; its nnodes × nproc_per_node is the world size."""
+    task: Task
+    """Whose model, loss and optimizer."""
+    example: Any
+    """A batch; only its shapes count."""
+    device: str
+    """"cpu", "cuda" (any GPU) or a device's name: whose memory behaviour."""
+    rank: int | None = None
+    """Rank that is reported; None = the one with the most."""
+    steps: int = STEPS
+    """Optimizer steps."""
+    own_loop: bool = False
+    """The loop is the user's own, without DDP on one rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.spec.world_size
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """Whose memory behaviour to have; None = a CPU's."""
+        if self.device == "cpu":
+            return None
+        device = Device.known(self.device)
+        capability = device.capability if device else None
+        precision = None if self.spec.parallel in SHARDED else PRECISIONS[self.spec.precision]
+        return Gpu(precision=precision, capability=capability, workspace=cublas_workspace(capability))
+
+    @property
+    def title(self) -> str:
+        """What is estimated, in one line."""
+        spec, optimizer = self.spec, self.spec.optimizer or self.task.optimizer
+        words = [self.task.name or spec.task, f"{spec.micro_batch} samples"]
+        words += [f"{spec.accumulation} micro-batches"] if spec.accumulation > 1 else []
+        words += [spec.precision, optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "own optimizer")]
+        words += [f"checkpointing {spec.checkpointing}"] if spec.checkpointing != "none" else []
+        words += [f"{spec.parallel} on {self.world_size} ranks"] if self.world_size > 1 else []
+        return ", ".join(words)
+
+
+def plan_of(
+    target: Any,
+    batch: Any = None,
+    *,
+    loss: Callable[[Any, Any], Any] | None = None,
+    optimizer: str | Callable[[Any], Any] | None = None,
+    device: str | Device = "cuda",
+    steps: int = STEPS,
+    world_size: int | None = None,
+    rank: int | None = None,
+    sequence: int | None = None,
+    image: int | None = None,
+    asked: str = "estimate_memory",
+    **knobs: Any,
+) -> Plan:
+    """What `workbench.memory.api.estimate_memory` estimates, with its arguments; see there. `asked`: what a user called."""
+    check_names(RunSpec, knobs)
+    for what, value, least in (("steps", steps, 1), ("rank", rank, 0), ("sequence", sequence, 1), ("image", image, 1)):
+        if value is not None:
+            whole_number(what, value, least=least)
+    name = device_name(device)
+    if world_size is not None:
+        knobs |= {"nproc_per_node": world_size, "nnodes": 1}
+    check_program(asked, target, batch)
+    spec, task = _spec_and_task(target, loss, optimizer, knobs)
+    if batch is None:
+        batch = sample_batch(task, spec.micro_batch)
+    batch = resized(batch, samples=knobs.get("micro_batch"), sequence=sequence, image=image)
+    count = samples_in(batch)
+    if count and count != spec.micro_batch:
+        spec = spec.replace(micro_batch=count)
+    own_loop = not isinstance(target, RunSpec | Task) and spec.world_size == 1
+    return Plan(spec=spec, task=task, example=batch, device=name, rank=rank, steps=steps, own_loop=own_loop)
+
+
+def device_name(device: str | Device) -> str:
+    """ "cpu", "cuda" or the name of a device in the table.
+
+    Raises:
+        ValueError: an unknown one.
+    """
+    if isinstance(device, Device):
+        return device.name
+    if not isinstance(device, str):
+        raise ValueError(f'device={device!r}: "cuda" (any GPU), "cpu", a name such as "H200", or a wb.Device is allowed')
+    if device in ("cpu", "cuda"):
+        return device
+    try:
+        return Device.named(device).name
+    except ValueError as error:
+        raise ValueError(f'{error}. Allowed, too: "cuda", any GPU, and "cpu"') from None
+
+
+def _spec_and_task(target: Any, loss: Any, optimizer: Any, knobs: dict[str, Any]) -> tuple[RunSpec, Task]:
+    chosen: dict[str, Any] = {"optimizer": optimizer} if isinstance(optimizer, str) else {}
+    if isinstance(target, RunSpec):
+        spec, task = target.replace(**knobs, **chosen), tasks.resolve(target.task)
+    elif isinstance(target, Task):
+        spec, task = RunSpec(task=target.name or "task", **knobs, **chosen), target
+    else:
+        spec, task = RunSpec(task="model", **knobs, **chosen), _task_of(target)
+    changes: dict[str, Any] = {} if loss is None else {"loss": checked(loss)}
+    if optimizer is not None and not chosen:
+        changes["optimizer"] = optimizer
+        spec = spec.replace(optimizer=None)
+    return spec, dataclasses.replace(task, **changes)
+
+
+def _task_of(target: Any) -> Task:
+    name, make = shown(target), target
+    if isinstance(target, nn.Module):
+        make = lambda: copied(target) if target.training else copied(target).train()  # noqa: E731
+    return Task(model=make, dataset=list, loss=DefaultLoss(), name="" if name == "<lambda>" else name)
+
+
+def checked(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A loss, which is not a criterion.
+
+    Raises:
+        EstimateError: it takes an output and a target.
+    """
+    try:
+        names = tuple(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters)
+    except (TypeError, ValueError):
+        names = ()
+    if isinstance(loss, _Loss) or names[:2] in (("input", "target"), ("inputs", "targets"), ("output", "target"), ("outputs", "targets")):
+        name = getattr(loss, "__name__", "") or f"{type(loss).__name__}()"
+        raise EstimateError(
+            f"loss={name} takes an output and a target; wanted is a function of the model and a batch: write "
+            "loss=lambda model, batch: criterion(model(batch[0]), batch[1])"
+        )
+    return loss

@@ -1,0 +1,178 @@
+"""Largest: the largest micro-batch that fits, by fake runs and what is exact between them; nothing is a line through peaks."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.core import units
+from workbench.core.device import Device
+from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.family import Family
+from workbench.memory.analysis.whatif import MaxMicroBatch, needed
+from workbench.memory.api import estimate_memory
+from workbench.memory.capacity import MARGIN, place_of
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import Task, resolve
+
+NODES = (7, 11)
+"""Micro-batches of the two fake runs that tell all others; small ones are avoided, since programs and kernels treat them specially."""
+
+
+ATTEMPTS = 3
+"""Pairs of runs, each near the answer of the one before, until one is right; after them the answer is looked for by single runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class WholeDataset(MaxMicroBatch):
+    """A MaxMicroBatch where the device could hold more than a rank's share of the dataset, which therefore sets the limit."""
+
+    @property
+    def word(self) -> str:
+        """In a line."""
+        return (
+            f"micro_batch={self.micro_batch} is the largest that can be trained: the dataset has no more for one optimizer step. "
+            f"It fits {self.device}: {units.bytes_(self.spare)} to spare"
+        )
+
+    def __str__(self) -> str:
+        return self.word
+
+
+def max_micro_batch(
+    target: Any, device: str | Device, *, capacity: int | None = None, margin: float = MARGIN, **options: Any
+) -> MaxMicroBatch:
+    """The largest micro-batch that fits a device, without the device.
+
+    Two fake runs tell the memory of every batch; the answer and the next larger one are run once more to be sure. Where the program
+    depends on the batch, every step of the bisection is a fake run. Of a spec or a task it is no more than the dataset has for one
+    optimizer step (a WholeDataset says so), as with `micro_batch="auto"`; unless a batch is given, or the dataset is a stream.
+
+    Args:
+        target: as `estimate_memory` takes it.
+        device: a name, such as "A100-80GB", or a Device; with a capacity also "cuda" (any GPU) or "cpu".
+        capacity: bytes that one rank can have; None = the device's.
+        margin: share of the device that stays free.
+        options: as `estimate_memory` takes them.
+
+    Raises:
+        ValueError: an unknown device, a target that cannot be estimated, or a dataset that is too small for one optimizer step.
+    """
+    name, limit = place_of(device, capacity, margin)
+    runs = _Runs(target, device, options)
+    most = _most(target, options)
+    largest = _largest(runs, limit, most)
+    next_one = runs.at(largest + 1)
+    kind = WholeDataset if largest == most and needed(next_one) <= limit else MaxMicroBatch
+    return kind(
+        micro_batch=largest,
+        breakdown=runs.at(max(1, largest)),
+        next=next_one,
+        device=name,
+        capacity=limit,
+        runs=runs.count,
+    )
+
+
+def _most(target: Any, options: Mapping[str, Any]) -> int:
+    """Samples that the dataset has for a rank's micro-batch; any number where there is no dataset, or one that does not say."""
+    if not isinstance(target, RunSpec | Task) or options.get("batch") is not None:
+        return sys.maxsize
+    from workbench.train.choose_micro_batch import most_samples
+
+    spec, task = (target, resolve(target.task)) if isinstance(target, RunSpec) else (RunSpec(task=target.name or "task"), target)
+    ways = {item.name for item in dataclasses.fields(RunSpec)} - {"optimizer", "steps", "micro_batch"}
+    knobs = {name: value for name, value in options.items() if name in ways}
+    if options.get("world_size") is not None:
+        knobs |= {"nproc_per_node": options["world_size"], "nnodes": 1}
+    most, stream = most_samples(task.dataset(), spec.replace(**knobs))
+    return sys.maxsize if stream else most
+
+
+class _Runs:
+    """Fake runs at several micro-batches, each made once.
+
+    Attributes:
+        count: how many were made.
+    """
+
+    def __init__(self, target: Any, device: str | Device, options: Mapping[str, Any]) -> None:
+        self._target, self._device, self._options = target, device, options
+        self._seen: dict[int, MemoryBreakdown] = {}
+        self.count = 0
+
+    def at(self, batch: int) -> MemoryBreakdown:
+        """The memory with so many samples."""
+        if batch not in self._seen:
+            self.count += 1
+            self._seen[batch] = estimate_memory(self._target, device=self._device, **{**self._options, "micro_batch": batch})
+        return self._seen[batch]
+
+    def family(self, batches: Sequence[int]) -> Family | None:
+        """That of every batch, from runs at two; None where they did not do the same."""
+        self.count += len(batches)
+        return batch_family(self._target, batches, device=self._device, **self._options)
+
+    def bracket(self, limit: int) -> tuple[int, int | None]:
+        """The largest number seen to fit (0: none) and the smallest above it seen not to (None: none)."""
+        fitting = max((batch for batch, found in self._seen.items() if needed(found) <= limit), default=0)
+        return fitting, min((batch for batch in self._seen if batch > fitting), default=None)
+
+
+def _largest(runs: _Runs, limit: int, most: int) -> int:
+    """The largest micro-batch within so many bytes, and so many samples; 0 if not even 1 is."""
+
+    def fits(batch: int) -> bool:
+        return needed(runs.at(batch)) <= limit
+
+    nodes = NODES
+    for _ in range(ATTEMPTS):
+        family = runs.family(nodes)
+        if family is None:
+            break
+        guess = min(most, family.largest(limit, needs(family, runs.at(nodes[0]))))
+        if (not guess or fits(guess)) and (guess == most or not fits(guess + 1)):
+            return guess
+        nodes = (max(2, guess), max(2, guess) + NODES[1] - NODES[0])  # the program is another there: ask it there
+    low, high = runs.bracket(limit)
+    low = min(low, most)
+    if high is None:
+        high = max(1, 2 * low)
+        while high <= most and fits(high):
+            low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def batch_family(target: Any, batches: Sequence[int] = NODES, *, device: str | Device = "cuda", **options: Any) -> Family | None:
+    """The memory of every micro-batch, from two fake runs; None where the program depends on the batch.
+
+    Args:
+        target: as `estimate_memory` takes it.
+        batches: micro-batches of the runs.
+        device: as there.
+        options: as there.
+
+    Raises:
+        ValueError: as `estimate_memory`.
+    """
+    from workbench.memory.api import record
+    from workbench.memory.estimate.plan import plan_of
+
+    logs = {batch: record(plan_of(target, device=device, **{**options, "micro_batch": batch}))[0] for batch in batches}
+    try:
+        return Family(logs)
+    except ValueError:
+        return None
+
+
+def needs(family: Family, like: MemoryBreakdown) -> Callable[[int], int]:
+    """Micro-batch → bytes that a device must have for it, with as much outside of the allocator as one of the family."""
+    if like.reserved is None:
+        return family.peak
+    beside = like.outside.mid if like.outside else 0
+    return lambda batch: family.reserved(batch) + beside

@@ -1,0 +1,409 @@
+"""Leaks: memory that grows from step to step, by who made it and by the Python variable that keeps it alive.
+
+Referrers: the Python variable that keeps a tensor alive, found by asking the garbage collector who refers to it.
+"""
+
+import gc
+import statistics
+import sys
+import types
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from workbench.core import gc as collector
+from workbench.core import units
+from workbench.core.checks import whole_number
+from workbench.core.display import table as display
+from workbench.core.package import ROOT
+from workbench.harness.discover import name_of as name_of_step
+from workbench.memory.analysis.log import FREE, MARK, MemoryLog, Record
+from workbench.memory.measure.memory import freed_by_collector, recorded
+from workbench.memory.measure.module_tracker import saved
+from workbench.memory.measure.recorder import storages
+
+MOST_DEEP = 10
+"""How many containers inside each other are followed."""
+MOST_SEEN = 20_000
+"""So many objects are asked about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What keeps something alive."""
+
+    words: str
+    """The variable, its kind and where it is."""
+    bounded: bool = False
+    """Is it a queue with a largest length?"""
+    graph: bool = False
+    """Does what it holds lead to a graph, which lives as long as it does?"""
+
+
+def living() -> list[Tensor]:
+    """All tensors that Python knows of, without those that have no memory. What was frozen is thawed, and `Referrers` see it."""
+    found = [one for one in collector.living() if issubclass(type(one), Tensor)]  # not isinstance, which asks proxies what they are
+    return [one for one in found if not one.is_meta]
+
+
+@dataclass(slots=True)
+class _Trail:
+    """How an object was come to, from the tensors that it keeps alive. Holds none of them: that would be a referrer as well."""
+
+    roots: set[int]
+    """The tensors, by id."""
+    bounded: bool = False
+    """Did it pass a queue with a largest length?"""
+    kind: str = ""
+    """Of what a dictionary or a variable stands for."""
+    key: str = ""
+    """Under which a dictionary has it."""
+    place: int = -1
+    """Of a variable among those that a function shares."""
+
+
+class Referrers:
+    """Answers who holds tensors. Make it where the variables of the user's functions still live, and ask it there.
+
+    The garbage collector looks at everything that lives for one answer, so all tensors are asked about at once, level by level.
+    """
+
+    def __init__(self, names: Mapping[nn.Module, str] | None = None) -> None:
+        """Look at the variables that there are.
+
+        Args:
+            names: of a model's modules.
+        """
+        self._names = names or {}
+        self._modules = {id(vars(module)): name for name, module in list(sys.modules.items()) if isinstance(module, types.ModuleType)}
+        self._locals: dict[int, tuple[str, str]] = {}
+        for frame in _frames():
+            if frame.f_code.co_name != "<module>":
+                self._locals.update({id(value): (name, frame.f_code.co_name) for name, value in frame.f_locals.items()})
+
+    def holdings(self, tensors: Iterable[Tensor]) -> dict[int, Holding]:
+        """The nearest variable that leads to each tensor, by the tensor's id; those to which none leads are left out."""
+        level: list[Any] = list(tensors)
+        graphs = {id(tensor): tensor.grad_fn is not None for tensor in level}
+        trails = {id(tensor): _Trail({id(tensor)}) for tensor in level}
+        found: dict[int, Holding] = {}
+        seen = {*trails, id(level)}
+        for _ in range(MOST_DEEP):
+            for one in level:
+                if id(one) in self._locals:
+                    name, function = self._locals[id(one)]
+                    _resolve(found, trails[id(one)], f"{name} ({_kind(one)} in {function}())", graphs)
+            level = [one for one in level if not trails[id(one)].roots <= found.keys()]
+            if not level or len(seen) > MOST_SEEN:
+                break
+            seen.add(id(level))
+            level, trails = self._above(level, trails, seen, found, graphs)
+        return found
+
+    def _above(
+        self, level: list[Any], trails: dict[int, _Trail], seen: set[int], found: dict[int, Holding], graphs: dict[int, bool]
+    ) -> tuple[list[Any], dict[int, _Trail]]:
+        """The referrers of a level that have no name, and how they were come to."""
+        above: dict[int, _Trail] = {}
+        objects: list[Any] = []
+        for referrer in gc.get_referrers(*level):
+            if id(referrer) in seen or isinstance(referrer, types.FrameType | types.ModuleType) or _is_ours(referrer):
+                continue
+            for one in gc.get_referents(referrer):
+                trail = trails.get(id(one))
+                if trail is None:
+                    continue
+                if name := self._named(one, trail, referrer):
+                    _resolve(found, trail, name, graphs)
+                    continue
+                if id(referrer) not in above:
+                    above[id(referrer)] = _trail(one, trail, referrer)
+                    objects.append(referrer)
+                above[id(referrer)].roots |= trail.roots
+        seen.update(above)
+        return objects, above
+
+    def _named(self, one: Any, trail: _Trail, referrer: Any) -> str | None:
+        """The name that a referrer has for an object, if it is a variable or an attribute."""
+        if isinstance(referrer, types.FunctionType):
+            if referrer.__closure__ is one and trail.place >= 0 and not (referrer.__module__ or "").startswith("workbench."):
+                return f"{referrer.__code__.co_freevars[trail.place]} ({trail.kind}, a variable around {referrer.__name__}())"
+            return f"a default ({trail.kind}) of {referrer.__qualname__}()" if referrer.__defaults__ is one else None
+        if isinstance(referrer, dict):
+            module = self._modules.get(id(referrer))
+            return None if module is None else f"{_key(referrer, one)} ({_kind(one)}, a global variable of {_file(module)})"
+        attributes = getattr(referrer, "__dict__", None)
+        if attributes is one:
+            return f"{trail.key} ({trail.kind}, an attribute of {self._owner(referrer)})"
+        if isinstance(attributes, dict) and (name := next((name for name, value in attributes.items() if value is one), None)):
+            return f"{name} ({_kind(one)}, an attribute of {self._owner(referrer)})"
+        return None
+
+    def _owner(self, owner: Any) -> str:
+        if isinstance(owner, type):
+            return f"the class {owner.__name__}"
+        name = self._names.get(owner) if isinstance(owner, nn.Module) else None
+        return f"the module {name}, {_kind(owner)}" if name else _kind(owner)
+
+
+def _resolve(found: dict[int, Holding], trail: _Trail, words: str, graphs: Mapping[int, bool]) -> None:
+    for root in trail.roots - found.keys():
+        found[root] = Holding(words, trail.bounded, graphs[root])
+
+
+def _trail(one: Any, before: _Trail, referrer: Any) -> _Trail:
+    trail = _Trail(set(before.roots), before.bounded or (isinstance(referrer, deque) and referrer.maxlen is not None), before.kind)
+    if isinstance(referrer, dict):
+        trail.key, trail.kind = _key(referrer, one), _kind(one)
+    elif isinstance(one, types.CellType) and isinstance(referrer, tuple):
+        trail.place = referrer.index(one)
+    else:
+        trail.kind = _kind(one)
+    return trail
+
+
+def _frames() -> Iterator[types.FrameType]:
+    """Of the user's functions that are running."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(str(ROOT)):
+            yield frame
+        frame = frame.f_back
+
+
+def _is_ours(one: Any) -> bool:
+    return type(one).__module__.startswith("workbench.") and not isinstance(one, nn.Module)
+
+
+def _key(names: dict[Any, Any], one: Any) -> str:
+    return next((str(name) for name, value in names.items() if value is one), "?")
+
+
+def _kind(one: Any) -> str:
+    name = type(one).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def _file(module: str) -> str:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file).name if file else "the notebook" if module == "__main__" else module
+
+
+LEAST_STEPS = 5
+"""Steps that it takes: the first is left out, as the optimizer's states are born in it, and the last two may yet let go."""
+OLD = 2
+"""Steps after which what was born in a step should be gone."""
+REGULAR = 0.75
+"""Fraction of the steps in which something has to be left behind to count as a leak: more than half, and one may be an exception."""
+SMALL = 1024
+"""Bytes per step below which only what drags a graph along is worth a word: a list of losses as numbers is no leak."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leak:
+    """What one holder keeps alive, more of it after each step."""
+
+    per_step: float
+    """Bytes that each step leaves behind."""
+    tensors: float
+    """Tensors that each step leaves behind."""
+    holder: str | None
+    """The variable that keeps them, in words; None = none was found: it lies outside of Python's reach, or in a running frame's stack."""
+    operator: str
+    """That made most of it."""
+    module: str
+    """Whose forward that was; "" = the model itself or none."""
+    graph: bool
+    """Does what is held lead to a graph, which lives as long?"""
+
+    def __str__(self) -> str:
+        held = self.holder or "a holder that was not found"
+        count = f"{self.tensors:.0f} tensor{'s' * (round(self.tensors) != 1)}"
+        how = ", and a graph with them" if self.graph else ""
+        where = f" in {self.module}" if self.module else ""
+        return f"{held}: {units.bytes_(self.per_step)} more with each step ({count}, made by {self.operator or 'no operator'}{where}){how}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaks(display.Shown):
+    """What grows; nothing, if the step is healthy. It is true if something does."""
+
+    title: str
+    """What was run."""
+    found: tuple[Leak, ...] = ()
+    """The largest first."""
+    after: Sequence[int] = field(default=())
+    """Bytes held at the end of each step."""
+    cyclic: float = 0
+    """Bytes that each step leaves behind in reference cycles, which Python's collector frees; it is off while this is measured."""
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+    @property
+    def per_step(self) -> float:
+        """Bytes that each step leaves behind."""
+        return sum(leak.per_step for leak in self.found)
+
+    @property
+    def hint(self) -> str | None:
+        """What to do."""
+        if any(leak.graph for leak in self.found):
+            return "Keep numbers, not tensors with a graph: loss.item() or tensor.detach(); evaluate under torch.no_grad()."
+        if any(leak.holder for leak in self.found):
+            return "Let go of it: clear it after each step, or give it a limit, such as collections.deque(maxlen=…)."
+        return _UNKNOWN if self.found else None
+
+    @property
+    def table(self) -> display.Table:
+        """One row per leak."""
+        rows = [
+            [leak.holder or "not found", units.bytes_(leak.per_step), f"{leak.tensors:.0f}", leak.operator or "–", leak.module or "–"]
+            for leak in self.found
+        ]
+        grown = f"held after the steps: {', '.join(units.bytes_(size) for size in self.after)}"
+        if self.cyclic:
+            grown += f"; {units.bytes_(self.cyclic)} of each step lie in reference cycles: no leak, but freed by gc only"
+        note = f"{grown}. {self.hint}" if self.found else f"nothing grows; {grown}"
+        columns = ("held by", "per step", "tensors", "operator", "module")
+        return display.Table(columns=columns, rows=rows, title=f"Leaks of {self.title}", note=f"measured: {note}")
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per leak; bytes per step."""
+        names = ("holder", "per_step", "tensors", "operator", "module", "graph")
+        return display.frame([{name: getattr(leak, name) for name in names} for leak in self.found], columns=names)
+
+
+_UNKNOWN = (
+    "Who holds it was not found: no Python variable leads to it. A numpy array over a tensor's memory or an extension may; leave out parts "
+    "of the step until it stops growing, beginning with the operator and the module that are named here."
+)
+
+
+def find(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None, optimizer: Any = None, steps: int = 8) -> Leaks:
+    """Take some steps, look for what is left behind, and put everything back.
+
+    Args:
+        step: `step(batch)` does one optimizer step.
+        loader: gives the batches.
+        model: the module, or several; None = found behind the step.
+        optimizer: likewise.
+        steps: how many.
+
+    Raises:
+        DiagnoseError: step cannot be called so.
+        ValueError: too few steps; the loader is empty or is none.
+    """
+    whole_number("steps", steps, least=LEAST_STEPS, also=": what lives on for two steps is looked for")
+    before = {storage._cdata for tensor in living() for storage in storages(tensor)}  # such as the batches of a list
+    with recorded(step, loader, model=model, optimizer=optimizer, steps=steps) as (recorder, _, _, models, _):
+        old = {index for address, index in recorder._live.items() if address in before}
+        cyclic = freed_by_collector(recorder)
+        alive = dict(recorder._live)
+        left = left_behind(recorder.log, but=old | cyclic)
+        waiting = left_behind(recorder.log, but=old | set(alive.values()))
+        suspects = {index for indices in left.values() for index in indices}
+        names = {module: name for one in models.models for name, module in one.named_modules()}
+        holders = _holders({address: index for address, index in alive.items() if index in suspects}, Referrers(names))
+        found = leaks_of(recorder.log, left, holders)
+    in_cycles = sum(leak.per_step for leak in leaks_of(recorder.log, waiting, {}))
+    return Leaks(title=name_of_step(step), found=found, after=tuple(held_after(recorder.log).values()), cyclic=in_cycles)
+
+
+_TO_STAY = ("parameter", "buffer", "gradient", "optimizer_state")
+
+
+def left_behind(log: MemoryLog, but: Collection[int] = ()) -> dict[int, list[int]]:
+    """Step → indices of the records that were born in it and live after two more; not of the first step, in which much is born to stay.
+
+    Args:
+        log: of the steps.
+        but: records that are not meant: those of what lived before.
+    """
+    last = max((mark.step for mark in log.marks), default=0)
+    found: dict[int, list[int]] = {step: [] for step in range(1, last - OLD + 1)}
+    for index, record in enumerate(log.records):
+        if record.step in found and record.died is None and record.size and record.category not in _TO_STAY and index not in but:
+            found[record.step].append(index)
+    return found
+
+
+def held_after(log: MemoryLog) -> dict[int, int]:
+    """Step → bytes that were held when it had ended."""
+    sizes: dict[int, int] = {}
+    held, after = 0, {}
+    for event in log.events:
+        if event.kind == MARK:
+            mark = log.marks[event.index]
+            if mark.phase == "end":
+                after[mark.step] = held
+            continue
+        size = 0 if event.kind == FREE else event.size
+        held += size - sizes.get(event.index, 0)
+        sizes[event.index] = size
+    return after
+
+
+def leaks_of(log: MemoryLog, left: Mapping[int, Sequence[int]], holders: Mapping[int, Holding]) -> tuple[Leak, ...]:
+    """What is left behind regularly, by holder.
+
+    Args:
+        log: of the steps.
+        left: step → records that it left behind.
+        holders: record → who keeps it alive, where that was found.
+    """
+    groups: dict[Holding | None, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for step, indices in left.items():
+        for index in indices:
+            groups[holders.get(index)][step].append(log.records[index])
+    leaks = []
+    for holding, steps in groups.items():
+        if len(steps) < REGULAR * len(left) or (holding is not None and holding.bounded):
+            continue
+        records = [record for some in steps.values() for record in some]
+        per_step = statistics.fmean(sum(record.size for record in steps.get(step, ())) for step in left)
+        if per_step < SMALL and not (holding is not None and holding.graph):
+            continue
+        most = max(records, key=lambda record: record.size)
+        leaks.append(
+            Leak(
+                per_step=per_step,
+                tensors=len(records) / len(left),
+                holder=holding.words if holding else None,
+                operator=most.op,
+                module=most.module,
+                graph=bool(holding and holding.graph),
+            )
+        )
+    return tuple(sorted(leaks, key=lambda leak: -leak.per_step))
+
+
+def _holders(addresses: Mapping[int, int], referrers: Referrers) -> dict[int, Holding]:
+    """Record → who keeps it alive: the variable of a tensor that has the storage, or from which a graph leads to it.
+
+    Args:
+        addresses: of a storage → its record.
+        referrers: to ask.
+    """
+    if not addresses:
+        return {}
+    tensors = living()
+    own = {id(tensor): {*_indices(tensor, addresses)} for tensor in tensors}
+    behind = {
+        id(tensor): {i for _, one in saved([tensor]) for i in _indices(one, addresses)} for tensor in tensors if tensor.grad_fn is not None
+    }
+    holdings = referrers.holdings([tensor for tensor in tensors if own[id(tensor)] or behind.get(id(tensor))])
+    found: dict[int, Holding] = {}
+    for indices in (own, behind):  # who has the tensor itself comes first
+        for tensor, mine in indices.items():
+            if tensor in holdings:
+                found.update(dict.fromkeys(mine - found.keys(), holdings[tensor]))
+    return found
+
+
+def _indices(tensor: Tensor, addresses: Mapping[int, int]) -> list[int]:
+    return [addresses[storage._cdata] for storage in storages(tensor) if storage._cdata in addresses]

@@ -1,0 +1,350 @@
+"""Memory of real steps: every storage recorded from birth to death, and held against what the allocator itself says.
+
+Stepping: where the phases of a user's own step begin, for a Recorder; found by hooks, while the step stays as it is.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import wraps
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from workbench.core import interrupts, units
+from workbench.core.checks import whole_number
+from workbench.core.gc import collected_before
+from workbench.core.interrupts import waiting
+from workbench.harness.discover import Found, name_of
+from workbench.harness.feed import Exhausted, Feed
+from workbench.harness.observe import check, device_of, look_around
+from workbench.harness.restore import Keep
+from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.log import Mark, MemoryLog
+from workbench.memory.analysis.peak import CUDA_GRANULARITY
+from workbench.memory.analysis.replay import Replay
+from workbench.memory.measure.allocator import Allocations, allocations
+from workbench.memory.measure.recorder import Recorder
+from workbench.timeline.hooks import Patch
+
+RESTING = ("data", "between", "optimizer", "end")
+"""Phases after which a module's forward begins a new one."""
+
+
+class Stepping:
+    """Marks a recorder's phases while a step runs.
+
+    Forward begins with the first call of a module, and goes on until backward begins, loss included; a step that calls no module before its
+    backward is all forward. The optimizer's phase is the Recorder's own affair.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._phase = ""
+        self._depth = 0
+        self._running = False
+        self._began = 0, 0  # number of records and of the last mark when the batch was there
+        self._thread = get_ident()
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Inside, modules' calls and backwards are seen."""
+        handle = register_module_forward_pre_hook(self._called)
+        patch = Patch(torch.autograd, "backward", self._wrap)
+        try:
+            yield
+        finally:
+            patch.remove()
+            handle.remove()
+
+    def step(self, number: int, fetch: Callable[[], Any], begin: Callable[[], None], step: Callable[[Any], Any]) -> None:
+        """Fetch a batch and take one step with it.
+
+        Args:
+            number: of the step, from 0.
+            fetch: gives the batch.
+            begin: called when the batch is there.
+            step: takes the batch.
+        """
+        recorder = self._recorder
+        recorder.step = number
+        self._mark("data")
+        with interrupts.at_once():  # a loader may hang
+            batch = fetch()  # without the recorder, which a worker that is forked here would inherit
+        take_in(recorder, batch)
+        self._began = len(recorder.log.records), len(recorder.log.marks) - 1
+        begin()
+        try:
+            with recorder:
+                self._running = True  # now: entering may try out a backward of its own
+                step(batch)
+        finally:
+            self._running = False
+        self._was_forward()
+        self._mark("end")
+
+    def _mark(self, phase: str) -> None:
+        self._phase = phase
+        self._recorder.mark(phase)
+
+    def _called(self, _module: nn.Module, _args: Any) -> None:
+        if self._running and self._phase in RESTING and not self._depth and get_ident() == self._thread:
+            self._mark("forward")
+
+    def _was_forward(self) -> None:
+        """Where no module has been called: what has happened since the batch was there was forward."""
+        if self._phase != "data":
+            return
+        first, marked = self._began
+        log = self._recorder.log
+        log.marks[marked] = Mark("forward", *log.marks[marked][1:])
+        for record in log.records[first:]:
+            if record.phase == "data":
+                record.phase = "forward"
+
+    def _wrap(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(backward)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if not self._running or self._depth or get_ident() != self._thread:  # reentrant checkpointing calls it from within
+                return backward(*args, **kwargs)
+            self._depth += 1
+            self._was_forward()
+            self._mark("backward")
+            try:
+                return backward(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                self._mark("between")
+                self._recorder.micro += 1
+
+        return marked
+
+
+def take_in(recorder: Recorder, batch: Any) -> None:
+    """Recognise the tensors of a batch."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            recorder.track(leaf, "input")
+
+
+STEPS = 3
+"""Steps that are measured where nobody says: the optimizer's states are born in the first; the second and the third should agree."""
+APART = 0.01
+"""Fraction of the peak by which the record may lie above the allocator's word before a note says so."""
+
+
+class Borders:
+    """Where a log and the allocator's record have been laid side by side: from each border on, both count from the same bytes."""
+
+    def __init__(self, log: MemoryLog, truth: Allocations) -> None:
+        self._log, self._truth = log, truth
+        self._at: list[tuple[int, int]] = []  # position of the next event, step
+
+    def begin(self, step: int) -> None:
+        """Here, in a step, when its batch is there."""
+        self._at.append((len(self._log.events), step))
+        self._truth.begin()
+
+    def excess(self, replay: Replay, *, drifts: bool) -> dict[int, int]:
+        """Step → bytes by which the allocator's peak lies above the record's; of the steps in which it can be told."""
+        ends = [position for position, _ in self._at[1:]] + [len(replay.total)]
+        truth: dict[int, int] = {}
+        record: dict[int, int] = {}
+        for (position, step), end, peak in zip(self._at, ends, self._truth.peaks, strict=False):
+            before = int(replay.total[position - 1])
+            truth[step] = max(truth.get(step, 0), before + peak)
+            record[step] = max(record.get(step, 0), before, int(replay.total[position:end].max(initial=0)))
+        return {step: truth[step] - record[step] for step in truth if not (drifts and step == min(truth) and len(truth) > 1)}
+
+
+def breakdown(
+    recorder: Recorder,
+    borders: Borders,
+    truth: Allocations,
+    *,
+    title: str,
+    device: torch.device,
+    rank: int = 0,
+    world_size: int = 1,
+    drifts: bool = False,
+    notes: Sequence[str] = (),
+    cyclic: Collection[int] = (),
+) -> MemoryBreakdown:
+    """What a recorder and the allocator have seen, as one.
+
+    Args:
+        recorder: has recorded.
+        borders: between its steps.
+        truth: the allocator's word.
+        title: what was run.
+        device: where.
+        rank: of this process.
+        world_size: how many there are.
+        drifts: other threads give memory back, which a CPU's profiler does not see: it counts too much, and least in the step that is
+            nearest to the truth.
+        notes: what a reader should know.
+        cyclic: records of storages that only Python's collector frees.
+    """
+    log, said = recorder.log, list(notes)
+    for record in log.records:
+        if record.phase == "data" and record.category is None:
+            record.category = "input"  # what becomes of a batch before the model is called
+    replay = Replay(log, CUDA_GRANULARITY if device.type == "cuda" else 1)
+    excess = borders.excess(replay, drifts=drifts)
+    if not excess:
+        scratch = 0
+    elif drifts:
+        scratch = min(excess.values())
+    else:
+        scratch = excess.get(replay.phase_of(replay.peak).step, max(excess.values()))
+    if truth.trouble:
+        said.append(truth.trouble)
+    if scratch < -APART * int(replay.total[replay.peak]):
+        said.append(
+            f"{units.bytes_(-scratch)} of it were not taken from torch's allocator (shared with workers or with numpy, mapped files)"
+        )
+    if drifts and world_size > 1 and scratch > APART * int(replay.total[replay.peak]):
+        said.append(
+            f"{units.bytes_(scratch)} of it belong to no tensor: memory inside kernels, or what threads of the communication gave back "
+            "without torch's profiler seeing it; more steps (steps=…) tell them apart, as the least is taken"
+        )
+    waiting = sum(log.records[index].size for index in cyclic if log.records[index].born <= replay.peak)
+    if waiting > APART * int(replay.total[replay.peak]):
+        said.append(
+            f"{units.bytes_(waiting)} of it lie in reference cycles: freed by gc only, which is off while this is measured, so that a run "
+            "may hold more or less"
+        )
+    return MemoryBreakdown.from_log(
+        log,
+        kind="measured",
+        title=title,
+        device=device.type,
+        scratch=max(0, scratch),
+        reserved=truth.reserved,
+        outside=truth.outside,
+        retries=truth.retries,
+        rank=rank,
+        world_size=world_size,
+        notes=tuple(said),
+    )
+
+
+def measure(
+    step: Callable[[Any], Any],
+    loader: Iterable[Any],
+    *,
+    model: nn.Module | Sequence[nn.Module] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    steps: int = STEPS,
+) -> MemoryBreakdown:
+    """Take some real steps in this process and say what they held. Everything is left as it was.
+
+    Args:
+        step: `step(batch)` does one optimizer step.
+        loader: gives the batches; a DataLoader or any iterable.
+        model: the module that is trained, or several; None = those that the step's closure, `self` or globals hold.
+        optimizer: likewise.
+        steps: how many steps are taken.
+
+    Raises:
+        DiagnoseError: step cannot be called so, or the loader ended too early.
+        ValueError: the loader is empty, or is none; not a number of steps.
+    """
+    with recorded(step, loader, model=model, optimizer=optimizer, steps=steps) as (recorder, borders, truth, found, notes):
+        cyclic = freed_by_collector(recorder)
+    parallel = dist.is_available() and dist.is_initialized()
+    return breakdown(
+        recorder,
+        borders,
+        truth,
+        title=f"{name_of(step)}, {steps} steps",
+        device=device_of(found.models),
+        rank=dist.get_rank() if parallel else 0,
+        world_size=dist.get_world_size() if parallel else 1,
+        drifts=parallel,
+        notes=notes,
+        cyclic=cyclic,
+    )
+
+
+@contextlib.contextmanager
+def recorded(
+    step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any, optimizer: Any, steps: int
+) -> Iterator[tuple[Recorder, Borders, Allocations, Found, list[str]]]:
+    """Take the steps; gives what was recorded while everything is still as the steps have left it, and puts it back on the way out.
+
+    Raises:
+        DiagnoseError: step cannot be called so.
+        ValueError: the loader is empty, is none or ended; not a number of steps.
+    """
+    check(step, 1.0)
+    check_steps(steps)
+    notes: list[str] = []
+    found = look_around(step, model, optimizer, loader, notes)
+    device = device_of(found.models)
+    with waiting(), contextlib.ExitStack() as undo:
+        undo.callback(Keep(found).restore)
+        feed = undo.enter_context(Feed(loader))
+        for weight in {weight for one in found.models for weight in one.parameters()}:
+            weight.grad = None  # what is kept of it for later must not count as held by the step
+        undo.enter_context(collected_before())
+        recorder = Recorder(device=device.type)
+        _take_stock(recorder, found)
+        with allocations(device) as truth:
+            borders = Borders(recorder.log, truth)
+            stepping = Stepping(recorder)
+            with recorder.hooks(), stepping.hooks():
+                for number in range(steps):
+                    try:
+                        stepping.step(number, feed.next, lambda: borders.begin(recorder.step), step)
+                    except Exhausted:
+                        if not number:
+                            raise ValueError(
+                                "the loader could be read only once, and it has ended: give one that still has batches"
+                            ) from None
+                        notes.append(f"the loader ended after {number} of {steps} steps")
+                        break
+        yield recorder, borders, truth, found, notes
+
+
+def freed_by_collector(recorder: Recorder) -> set[int]:
+    """Let Python's collector run after the steps: the records of what it frees, which the log does not show.
+
+    That is held by reference cycles, not by a variable.
+    """
+    log = recorder.log
+    over = len(log.events)
+    gc.collect()
+    freed = {event.index for event in log.events[over:]}
+    del log.events[over:]
+    for index in freed:
+        log.records[index].died = None
+    return freed
+
+
+def _take_stock(recorder: Recorder, found: Found) -> None:
+    """What lives already, as far as the step reaches it."""
+    for model in found.models:
+        recorder.attach(model)
+    for optimizer in found.optimizers:
+        for state in optimizer.state.values():
+            for value in tree_leaves(state):
+                if isinstance(value, Tensor):
+                    recorder.track(value, "optimizer_state")
+    for tensor in found.tensors:
+        recorder.track(tensor)
+
+
+def check_steps(steps: object) -> None:
+    """Refuse what is no number of steps.
+
+    Raises:
+        ValueError: not a whole number of at least 1.
+    """
+    whole_number("steps", steps, least=1, also="; with 2 or more the optimizer's states are seen")

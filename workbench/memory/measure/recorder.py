@@ -1,0 +1,370 @@
+"""Recorder: the births, resizings and deaths of all storages of a training step, on real or fake tensors, as a MemoryLog.
+
+Sums of gradients: in place in an ordinary run, where one that is recorded makes a new tensor for each.
+
+The gradients of a tensor that is used more than once are added up by autograd's engine. It does so in place if nobody else holds the first
+of them and no dispatch mode is on; a recorder is one, so the engine makes a new tensor for each sum, and holds one gradient too many.
+
+Source: `InputBuffer::accumulate`, `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp; `isTensorSubclassLike` in
+aten/src/ATen/TensorSubclassLikeUtils.h.
+"""
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from workbench.core import interrupts
+from workbench.memory.analysis.log import ALLOC, FREE, MARK, RESIZE, Event, Mark, MemoryLog, Record
+from workbench.memory.measure import private
+from workbench.memory.measure.module_tracker import Whose
+
+Holders = tuple[int, int, int]
+NOBODY: Holders = (0, 0, 0)
+"""Where this torch does not say."""
+
+
+def holders_of(tensor: Any) -> Holders:
+    """How many hold a tensor in C++, its storage, and the tensor in Python, as seen from the handling of an operator."""
+    if not (hasattr(tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")):
+        return NOBODY
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata), sys.getrefcount(tensor)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Do its elements lie side by side, in any order?
+
+    >>> is_dense(torch.zeros(2, 3).t()), is_dense(torch.zeros(2, 1).expand(2, 3))
+    (True, False)
+    """
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class Sums:
+    """Tells the sums that autograd's engine makes, and which of them would be in place."""
+
+    def __init__(self) -> None:
+        self._alone: Holders | None = None  # holders of a gradient that only the engine has
+        self._learning = False
+
+    def learn(self) -> None:
+        """See once, in a graph whose gradients nobody else holds, how many hold them; outside of operators, with nothing recorded."""
+        if self._alone is not None:
+            return
+        self._learning = True
+        with torch.enable_grad():
+            used_twice = torch.zeros(2, 2, requires_grad=True) * 1.0
+            ((used_twice * 2) + (used_twice * 3)).sum().backward()  # type: ignore[no-untyped-call]
+        self._learning = False
+        self._alone = self._alone or NOBODY
+
+    def in_place(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Would the engine add the second argument to the first in place? Ask in a backward, before the operator runs."""
+        if func is not torch.ops.aten.add.Tensor or kwargs or len(args) != 2 or torch.is_grad_enabled():
+            return False
+        first, second = args
+        if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or first.shape != second.shape or first.dtype != second.dtype:
+            return False
+        if self._learning:
+            self._alone = self._alone or holders_of(first)
+            return False
+        if first.layout != torch.strided or self._alone in (None, NOBODY):
+            return False
+        return holders_of(first) == self._alone and is_dense(first)
+
+
+TRAINER_PHASES = {
+    "h2d": ("data", "data"),
+    "forward": ("forward", "forward"),
+    "backward": ("backward", "between"),
+    "optimizer": ("optimizer", "end"),
+}
+"""Phase of a Trainer → the phase of the log that begins with it, and the one that begins after it."""
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down what happens to every storage while it is active; enter it, and `hooks()` inside of it.
+
+    Say where the steps are with `mark`, or let a Trainer say it (`trainer.phase = recorder.phase`). Between steps count `step` up. Garbage
+    collection should be off (`collector.collected_before`): storages that die in cycles would do so at moments that differ from run to run.
+
+    Attributes:
+        log: what has been written so far.
+        step: optimizer step, from 0.
+        micro: forward and backward, counted over all steps; `phase` counts it up.
+        whose: the module at work; where an error came from.
+    """
+
+    def __init__(self, model: nn.Module | None = None, *, device: str | None = None, host_counters: bool = False) -> None:
+        """Begin a log.
+
+        Args:
+            model: whose modules are named and whose parameters and buffers are recognised; may be given later, by `attach`.
+            device: only storages on devices of this type ("cuda") are recorded; None = all.
+            host_counters: leave out the optimizers' step counters: those of an ordinary optimizer stay in the host's memory, and where
+                fake tensors on the CPU stand for a GPU's they cannot be told by their device.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log = MemoryLog()
+        self.step = self.micro = 0
+        self.whose = Whose()
+        self._device, self._host_counters = device, host_counters
+        self._phase = "init"
+        self._live: dict[int, int] = {}  # address of a storage → index of its record
+        self._sizes: list[int] = []  # bytes of each record now
+        self._parameters: list[nn.Parameter] = []
+        self._owners: dict[int, str] = {}  # id of a parameter → name of the first module that has it
+        self._elsewhere: set[int] = set()
+        self._paused = 0
+        self._closed = False
+        self._mode = private.fake_mode()
+        self._sums = Sums()
+        if model is not None:
+            self.attach(model)
+
+    def attach(self, model: nn.Module) -> None:
+        """Name the modules of a model, and recognise its parameters and buffers; again after they have been replaced."""
+        self.log.modules.update(self.whose.name(model))
+        self._parameters = list(model.parameters())
+        for name, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                self._owners.setdefault(id(parameter), name)
+                self.track(parameter, "parameter", module=self._owners[id(parameter)])
+            for buffer in module.buffers(recurse=False):
+                self.track(buffer, "buffer", module=name)
+
+    def track(self, tensor: Tensor, category: str | None = None, op: str = "", module: str | None = None) -> None:
+        """Record the storages of a tensor, unless they are known; say what they are, if `category` is given.
+
+        Args:
+            tensor: of any kind; of a DTensor, its local part.
+            category: a key of `vocabulary.CATEGORIES`; None = as before, or to be decided when the log is read.
+            op: the operator that made it.
+            module: whose it is, by name; None = as before, or the one at work.
+        """
+        for storage in storages(tensor):
+            address, size = storage._cdata, storage.nbytes()
+            index = self._live.get(address)
+            if index is None:
+                if self._paused or self._device not in (None, storage.device.type):
+                    continue
+                index = self._follow(storage, self.charge(size, category, op))
+            record = self.log.records[index]
+            record.category = category or record.category
+            record.module = record.module if module is None else module
+            self._resized(index, size)
+
+    def charge(self, size: int, category: str | None = None, op: str = "") -> int:
+        """Record bytes that are taken now and belong to no tensor that is seen, such as a library's workspace; the record's index."""
+        log, module = self.log, self.whose.forward
+        if category is None and self._phase == "backward":
+            module, recomputed = self.whose.backward()
+            category = "recompute" if recomputed else "temp_backward"
+        index = len(log.records)
+        log.records.append(Record(size, category, self._phase, self.step, self.micro, module, op, len(log.events)))
+        log.events.append(Event(ALLOC, index, size))
+        self._sizes.append(size)
+        return index
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Take the storages of a tensor out of the count, from their birth on and until `bring`: they are elsewhere."""
+        for storage in storages(tensor):
+            index = self._live.get(storage._cdata)
+            if index is None:
+                index = self._follow(storage, self.charge(0, "other"))
+            self._elsewhere.add(index)
+            record = self.log.records[index]
+            record.size = self._sizes[index] = 0
+            self.log.events[record.born] = Event(ALLOC, index, 0)
+
+    def bring(self, tensor: Tensor) -> None:
+        """Count the storages of a tensor, which have been left out, from now on."""
+        for storage in storages(tensor):
+            if (index := self._live.get(storage._cdata)) in self._elsewhere:
+                self._elsewhere.remove(index)
+                self._resized(index, storage.nbytes())
+
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        """Has it been left out?"""
+        return any(self._live.get(storage._cdata) in self._elsewhere for storage in storages(tensor))
+
+    @property
+    def now(self) -> str:
+        """The phase."""
+        return self._phase
+
+    def mark(self, phase: str) -> None:
+        """Begin a phase (of `memory.log.PHASES`) of the present step and micro-step, unless it has begun."""
+        mark = Mark(phase, self.step, self.micro)
+        if self.log.marks and mark == self.log.marks[-1]:
+            return
+        if phase in ("between", "optimizer", "end"):
+            for parameter in self._parameters:
+                self._has_gradient(parameter)
+        interrupts.here()
+        if phase == "forward":
+            self.whose.begin_forward()
+        self._phase = phase
+        self.log.events.append(Event(MARK, len(self.log.marks), 0))
+        self.log.marks.append(mark)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase of a Trainer ("h2d", "forward", "backward", "optimizer"), marked at both ends; a backward's end ends a micro-step."""
+        begins, then = TRAINER_PHASES[name]
+        self.mark(begins)
+        yield
+        self.mark(then)
+        self.micro += name == "backward"
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, nothing is born; deaths are still seen."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of tensors unwraps itself: those come back here
+        in_place = self._phase in ("init", "backward") and self._sums.in_place(func, args, kwargs)
+        out = self.call(func, args, kwargs or {})
+        if in_place:
+            self._hand_over(args[0], out)
+        if not self._paused and private.fake_mode() is self._mode:
+            for value in tree_leaves(out):
+                if isinstance(value, Tensor):
+                    self.track(value, op=str(func))
+        return out
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()  # type: ignore[no-untyped-call]
+        with self.pause():
+            self._sums.learn()
+        return entered
+
+    def _hand_over(self, tensor: Tensor, heir: Tensor) -> None:
+        """What was a tensor's storage is its heir's, as if that had none of its own."""
+        if (index := self._live.pop(tensor.untyped_storage()._cdata, None)) is not None:
+            self._follow(heir.untyped_storage(), index)
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; those who know better than it what comes out may do so here."""
+        return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Inside, modules, gradients, optimizer steps and resizings are seen."""
+        outer: list[str] = []  # a stack: ZeroRedundancyOptimizer steps the optimizer inside of it
+
+        def begin(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            outer.append(self._phase)
+            self.mark("optimizer")
+            self._paused += self._on_host(optimizer)
+
+        def end(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            self._recognise_states(optimizer)
+            self._paused -= self._on_host(optimizer)
+            self.mark(outer.pop())
+
+        handles: list[Any] = [
+            *self.whose.hooks(),
+            register_optimizer_step_pre_hook(begin),
+            register_optimizer_step_post_hook(end),
+        ]
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._has_gradient))  # type: ignore[no-untyped-call]
+        try:
+            with private.resizes(self._resize), private.propagations(self.pause):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def recognise_unsharded(self, model: nn.Module) -> None:
+        """Say which storages hold FSDP2's gathered parameters: call it while they are known, such as after the last step."""
+        for tensor in private.unsharded(model):
+            for storage in storages(tensor):
+                if (index := self._live.get(storage._cdata)) is not None:
+                    self.log.records[index].category = "unsharded_parameter"
+
+    def close(self) -> None:
+        """The steps are over: what dies from now on does not belong to them."""
+        self._closed = True
+
+    def _has_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        if self._elsewhere and self.is_elsewhere(parameter):
+            self.leave_out(parameter.grad)
+        else:
+            self.track(parameter.grad, "gradient", module=self._owners.get(id(parameter)))
+
+    def _on_host(self, optimizer: Optimizer) -> bool:
+        """Is what it updates elsewhere, and so all that it makes?"""
+        return any(self.is_elsewhere(parameter) for group in optimizer.param_groups for parameter in group["params"][:1])
+
+    def _recognise_states(self, optimizer: Optimizer) -> None:
+        on_device = {name for group in optimizer.param_groups for name in ("fused", "capturable") if group.get(name)}
+        for parameter, state in list(optimizer.state.items()):
+            for value in tree_leaves(state):
+                if not isinstance(value, Tensor):
+                    continue
+                if self._host_counters and not on_device and value is state.get("step"):
+                    self.leave_out(value)
+                else:
+                    self.track(value, "optimizer_state", module=self._owners.get(id(parameter)))
+
+    def _resize(self, storage: torch.UntypedStorage) -> None:
+        if (index := self._live.get(storage._cdata)) is not None:
+            self._resized(index, storage.nbytes())
+
+    def _resized(self, index: int, size: int) -> None:
+        if size != self._sizes[index] and index not in self._elsewhere:
+            self._sizes[index] = size
+            record = self.log.records[index]
+            record.size = max(record.size, size)
+            self.log.events.append(Event(RESIZE, index, size))
+
+    def _follow(self, storage: torch.UntypedStorage, index: int) -> int:
+        """Note the death of a storage, whose record this is. Python keeps a finalizer, and all it knows of, for as long as the storage."""
+        self._live[storage._cdata] = index
+        weakref.finalize(storage, _died, weakref.ref(self), storage._cdata, index).atexit = False
+        return index
+
+
+def _died(recorder: "weakref.ref[Recorder]", address: int, index: int) -> None:
+    one = recorder()
+    if one is not None and one._live.get(address) == index and not one._closed:
+        del one._live[address]
+        one.log.records[index].died = len(one.log.events)
+        one.log.events.append(Event(FREE, index, 0))
+
+
+def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The plain storages behind a tensor: one, or those of the tensors that it is made of (a DTensor has its local part)."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):
+                yield from storages(inner)
+    elif tensor.layout == torch.strided:
+        yield tensor.untyped_storage()
+    elif tensor.layout == torch.sparse_coo:
+        yield from (part.untyped_storage() for part in (tensor._indices(), tensor._values()))

@@ -1,0 +1,332 @@
+"""Where the memory goes: one stacked bar per breakdown, what the allocator reserves and what lies outside of it, and what a device has.
+
+Memory after one change on top of another, against what a device has.
+
+Memory over the steps: stacked areas of the groups, the phases behind them, and the peak with its moment in words.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from workbench.core import units
+from workbench.core.device import Device
+from workbench.core.display.axes import PALE, WIDTH, ends, height, legend, prepared, rows, scale_of_bytes, wrapped
+from workbench.core.display.colors import GROUPS as COLORS
+from workbench.core.display.colors import INK, LIMIT, text_on
+from workbench.core.vocabulary import GROUPS
+from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.over_time import MemoryTimeline
+from workbench.memory.analysis.whatif import SAME, MemoryLadder, needed
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.container import BarContainer
+
+
+BESIDE = {"reserved, not allocated": "////", "outside the allocator": "...."}
+"""What a device holds beside tensors → its hatch; without a colour, since it belongs to no group."""
+_WIDE_ENOUGH = 0.06  # of the longest: a share is written into a piece from here on
+_LETTER = 0.0145  # of the axis: the width of a letter
+VISIBLE = 0.002
+"""Of the longest bar, or the highest area: from here on a group is in the legend."""
+
+
+def memory(
+    result: MemoryBreakdown | Sequence[MemoryBreakdown],
+    ax: Axes | None = None,
+    *,
+    device: str | Device | int | None = None,
+    labels: Sequence[str] | None = None,
+) -> Axes:
+    """What the fullest moment is made of: one stacked bar per breakdown, groups in their colours, predictions beside measurements paler.
+
+    Hatched: what the allocator has reserved and no tensor uses, and what the process takes outside of it; the range that is known of that
+    is in the text at the bar's end.
+
+    Args:
+        result: one breakdown or several, drawn from top to bottom.
+        ax: the Axes to draw into; None makes a figure.
+        device: whose capacity is drawn as a line: a name, a Device or bytes; None: the device of the breakdowns, if they name one and the
+            same.
+        labels: of the bars; None: what sets the breakdowns apart.
+
+    Raises:
+        ValueError: nothing to draw, or an unknown device.
+    """
+    shown = [result] if isinstance(result, MemoryBreakdown) else list(result)
+    if not shown:
+        raise ValueError("no breakdown to draw: give one, or several to be drawn below each other")
+    name, capacity = _capacity(shown, device)
+    reaches = [_reach(one) for one in shown]
+    scale, unit = scale_of_bytes(max(*reaches, capacity or 0))
+    names = [wrapped(label) for label in labels or labels_of(shown)]
+    ax = prepared(ax, WIDTH, height(names) + 0.25)
+    mixed = len({one.kind for one in shown}) == 2
+    drawn = _groups(ax, shown, scale, max(*reaches, capacity or 0), mixed) + _beside(ax, shown, scale)
+    if capacity:
+        drawn.append(_line(ax, capacity / scale, f"{name or 'limit'}: {units.bytes_(capacity)}"))
+    texts = [_end(one) for one in shown]
+    ends(ax, [reach / scale for reach in reaches], texts)
+    ax.set_xlim(0, max(*(reach / scale / _share(text) for reach, text in zip(reaches, texts, strict=True)), 1.03 * (capacity or 0) / scale))
+    rows(ax, names)
+    ax.set_xlabel(f"memory at the peak, {' and '.join(sorted({one.kind for one in shown}))} ({unit})")
+    legend(ax, drawn)
+    return ax
+
+
+def labels_of(shown: Sequence[MemoryBreakdown]) -> list[str]:
+    """What sets the breakdowns apart: title, kind, device, rank, as far as they differ."""
+    parts = [(one.title, one.kind, one.device, f"rank {one.rank}") for one in shown]
+    differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
+    if not any(differ):
+        return [one.title or one.kind for one in shown]
+    return [", ".join(word for word, differs in zip(part, differ, strict=True) if differs) for part in parts]
+
+
+def _reach(one: MemoryBreakdown) -> int:
+    return max(one.total, one.device_used or one.reserved or 0)
+
+
+def _end(one: MemoryBreakdown) -> str:
+    """What all of it is together, with its range where one is known."""
+    if one.outside is None or one.reserved is None:
+        return units.bytes_(_reach(one))
+    low, high = one.reserved + one.outside.low, one.reserved + one.outside.high
+    text = units.bytes_(one.device_used)
+    return text if units.bytes_(low) == units.bytes_(high) else f"{text}\n{units.bytes_(low)} … {units.bytes_(high)}"
+
+
+def _share(text: str) -> float:
+    """Of the axis, that a bar may take beside its text."""
+    return 0.96 - _LETTER * max(map(len, text.splitlines()))
+
+
+def _capacity(shown: Sequence[MemoryBreakdown], device: str | Device | int | None) -> tuple[str, int | None]:
+    """Name and bytes of the line."""
+    if device is None:
+        names = {one.device for one in shown}
+        if len(names) > 1 or names & {"cpu", "cuda"}:
+            return "", None
+        try:
+            device = Device.named(names.pop())
+        except ValueError:
+            return "", None
+    if isinstance(device, int):
+        return "", device
+    found = Device.named(device) if isinstance(device, str) else device
+    return found.name, found.memory
+
+
+def _groups(ax: Axes, shown: Sequence[MemoryBreakdown], scale: float, longest: float, mixed: bool) -> list[Artist | BarContainer]:
+    """The groups that any of them has, stacked."""
+    starts = [0.0] * len(shown)
+    drawn: list[Artist | BarContainer] = []
+    for group in GROUPS:
+        widths = [getattr(one, group) / scale for one in shown]
+        if not any(widths):
+            continue
+        bars = ax.barh(range(len(shown)), widths, left=starts, height=0.62, color=COLORS[group], label=group.replace("_", " "))
+        for place, (start, width, one) in enumerate(zip(starts, widths, shown, strict=True)):
+            if mixed and one.kind == "predicted":
+                bars.patches[place].set_alpha(PALE)
+            elif width >= _WIDE_ENOUGH * longest / scale:
+                share = units.percent(getattr(one, group) / one.total)
+                ax.text(start + width / 2, place, share, ha="center", va="center", fontsize=8.5, color=text_on(COLORS[group]))
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        if any(getattr(one, group) >= VISIBLE * longest for one in shown):
+            drawn.append(bars)
+    return drawn
+
+
+def _beside(ax: Axes, shown: Sequence[MemoryBreakdown], scale: float) -> list[Artist | BarContainer]:
+    """What is reserved beyond the groups, and what is outside with its range: hatched, without a colour."""
+    places = range(len(shown))
+    ends_ = [one.total / scale for one in shown]
+    pieces = (
+        [max(0, (one.reserved or 0) - one.total) / scale for one in shown],
+        [one.outside.mid / scale if one.outside and one.reserved is not None else 0.0 for one in shown],
+    )
+    drawn: list[Artist | BarContainer] = []
+    for (label, hatch), widths in zip(BESIDE.items(), pieces, strict=True):
+        if any(widths):
+            drawn.append(
+                ax.barh(places, widths, left=ends_, height=0.62, facecolor="none", edgecolor=INK, hatch=hatch, linewidth=0.8, label=label)
+            )
+        ends_ = [end + width for end, width in zip(ends_, widths, strict=True)]
+    return drawn
+
+
+def _line(ax: Axes, place: float, label: str) -> Artist:
+    line: Artist = ax.axvline(place, color=INK, linestyle="--", linewidth=1.4, label=label)
+    return line
+
+
+"""The line of what may be used: a red that reads on white and on near-black."""
+
+
+def memory_ladder(result: MemoryLadder, ax: Axes | None = None) -> Axes:
+    """A stacked bar for the step as it is and one after each change, those before it kept; the line: what the device has, less the margin.
+
+    A text at the end says what is needed, and what the change costs in time. Bars that reach beyond the line do not fit.
+
+    Args:
+        result: what `wb.memory_ladder` found.
+        ax: the Axes to draw into; None makes a figure.
+    """
+    shown = [result.start, *(rung.breakdown for rung in result.rungs)]
+    labels = [SAME, *(wrapped(f"+ {rung.label}") for rung in result.rungs)]
+    most = max(result.capacity, *map(needed, shown))
+    scale, unit = scale_of_bytes(most)
+    ax = prepared(ax, WIDTH, height(labels) + 0.25)
+    drawn = _bars(ax, shown, scale, most)
+    line = ax.axvline(result.capacity / scale, color=LIMIT, linewidth=1.8, label=result.device)
+    ends(ax, [max(needed(one), result.capacity) / scale for one in shown], _texts(result))  # behind the line, which would cross them
+    rows(ax, labels)
+    kept = f"; {units.percent(result.margin)} of the device kept free" if result.margin else ""
+    ax.set_xlabel(f"memory needed at the peak, predicted ({unit}){kept}")
+    legend(ax, [*drawn, line])
+    return ax
+
+
+def pieces(breakdown: MemoryBreakdown) -> dict[str, int]:
+    """Name → bytes of what a device must hold: the groups, what is reserved beyond them, what is outside; they sum to `needed`."""
+    found = {group.replace("_", " "): int(getattr(breakdown, group)) for group in GROUPS}
+    slack, outside = BESIDE
+    reserved = breakdown.reserved if breakdown.device_used is not None else None
+    found[slack] = 0 if reserved is None else max(0, reserved - breakdown.total)
+    found[outside] = needed(breakdown) - sum(found.values())
+    return found
+
+
+def _bars(ax: Axes, shown: list[MemoryBreakdown], scale: float, most: float) -> list[Artist | BarContainer]:
+    columns = [pieces(one) for one in shown]
+    starts = [0.0] * len(shown)
+    drawn: list[Artist | BarContainer] = []
+    for name in columns[0]:
+        widths = [column[name] / scale for column in columns]
+        if not any(widths):
+            continue
+        if name in BESIDE:
+            look = {"facecolor": "none", "edgecolor": INK, "hatch": BESIDE[name], "linewidth": 0.8}
+        else:
+            look = {"color": COLORS[name.replace(" ", "_")]}
+        bars = ax.barh(range(len(shown)), widths, left=starts, height=0.62, label=name, **look)  # type: ignore[arg-type]
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        if any(column[name] >= VISIBLE * most for column in columns):
+            drawn.append(bars)
+    return drawn
+
+
+def _texts(result: MemoryLadder) -> list[str]:
+    """What each row needs, and what its change costs in time; at the end what is to spare."""
+    found = [units.bytes_(needed(result.start))]
+    for rung in result.rungs:
+        time = "" if math.isnan(rung.slowdown) else f"  ·  {units.times(rung.slowdown)} time"
+        found.append(f"{units.bytes_(needed(rung.breakdown))}{time}")
+    spare = result.capacity - needed(result.end)
+    found[-1] += f"  ·  {units.bytes_(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"
+    return found
+
+
+SHADES = {"forward": 0.05, "backward": 0.16, "optimizer": 0.28}
+"""Phase → how dark it is shaded; the others are short and stay white."""
+_ROOM = 1.45  # of the highest: for the words above
+_TIMELINE_LETTER = 0.0098  # of the axis: the width of a letter; a phase has its name where that has room
+_LETTERS = 46
+
+
+def memory_timeline(result: MemoryBreakdown | MemoryTimeline, ax: Axes | None = None) -> Axes:
+    """What each group holds from event to event, stacked; the phases are shaded and named, the peak is marked with its moment in words.
+
+    The horizontal axis counts births and deaths of storages: a prediction knows no seconds.
+
+    Args:
+        result: a breakdown, or its timeline.
+        ax: the Axes to draw into; None makes a figure.
+
+    Raises:
+        ValueError: no timeline was recorded.
+    """
+    timeline = result.timeline if isinstance(result, MemoryBreakdown) else result
+    if not timeline.position:
+        raise ValueError(
+            "no timeline to draw: this breakdown was measured without a log of the storages; measure it with one, or predict it"
+        )
+    ax = prepared(ax, WIDTH, 3.6)
+    total = timeline.total
+    scale, unit = scale_of_bytes(max(total))
+    groups = [group for group in GROUPS if any(timeline.held[group])]
+    areas = ax.stackplot(
+        timeline.position,
+        *([held / scale for held in timeline.held[group]] for group in groups),
+        colors=[COLORS[group] for group in groups],
+        labels=[group.replace("_", " ") for group in groups],
+        step="post",
+        linewidth=0,
+    )
+    ax.set_xlim(timeline.position[0], max(timeline.position[-1], timeline.position[0] + 1))
+    ax.set_ylim(0, _ROOM * max(total) / scale)
+    _phases(ax, timeline)
+    moment = result.peak_moment if isinstance(result, MemoryBreakdown) else timeline.moment
+    _peak(ax, timeline.position[timeline.peak], total[timeline.peak] / scale, f"peak: {moment}")
+    ax.set_xlabel("births and deaths of tensors' memory, in the order of the program")
+    kind = f", {result.kind}" if isinstance(result, MemoryBreakdown) else ""
+    ax.set_ylabel(f"allocated{kind} ({unit})")
+    legend(ax, [area for area, group in zip(areas, groups, strict=True) if max(timeline.held[group]) >= VISIBLE * max(total)])
+    return ax
+
+
+def _phases(ax: Axes, timeline: MemoryTimeline) -> None:
+    """Shades behind the phases that compute, with their names above where there is room; a line where a step begins."""
+    left, right = ax.get_xlim()
+    seen: set[int] = set()
+    widest: dict[tuple[str, int], tuple[float, float]] = {}
+    for phase, step, first, last in timeline.spans:
+        begin = timeline.position[first]
+        end = timeline.position[min(last + 1, len(timeline.position) - 1)]
+        if phase != "init" and step not in seen:
+            seen.add(step)
+            ax.axvline(begin, color=INK, linewidth=0.8, linestyle=":")
+            _word(ax, begin, f" step {step + 1}", "left", 1.0)
+        if phase in SHADES:
+            ax.axvspan(begin, end, color=INK, alpha=SHADES[phase], linewidth=0, zorder=0)
+            widest[phase, step] = max(widest.get((phase, step), (0.0, 0.0)), (end - begin, (begin + end) / 2))
+    for (phase, _), (width, middle) in widest.items():
+        if width >= _TIMELINE_LETTER * len(phase) * (right - left):
+            _word(ax, middle, phase, "center", 0.93)
+
+
+def _word(ax: Axes, place: float, word: str, side: str, height: float) -> None:
+    ax.annotate(
+        word,
+        (place, height),
+        (0, -3),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        ha=side,
+        va="top",
+        fontsize=8.5,
+        color=INK,
+    )
+
+
+def _peak(ax: Axes, place: float, height: float, words: str) -> None:
+    """A ring around the peak and its moment in words, on the side where there is room."""
+    ax.plot([place], [height], marker="o", markersize=8, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.4)
+    left, right = ax.get_xlim()
+    on_the_left = place > (left + right) / 2
+    ax.annotate(
+        textwrap.fill(words, _LETTERS),
+        (place, height),
+        (-9 if on_the_left else 9, 3),
+        textcoords="offset points",
+        ha="right" if on_the_left else "left",
+        va="bottom",
+        fontsize=9,
+        color=INK,
+    )

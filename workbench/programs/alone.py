@@ -1,0 +1,146 @@
+"""`torchrun … -m workbench.programs.alone TASK RUNS [KNOB=VALUE…]`: trains a spec that nobody has launched, in a pod of Kubernetes.
+
+Rank 0 makes the run directory in RUNS, named after torchrun's run id; the others find it there, or make one of their own where the folder
+is not shared. There is no guard: the cluster ends what is left, and rank 0 holds the lock that says "alive" and writes how it ended.
+"""
+
+import ast
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from workbench.core import run_directory
+from workbench.programs import train as program
+from workbench.runs.spec import RunSpec, SpecError
+from workbench.runs.task import label
+
+
+def main(words: list[str] | None = None) -> None:
+    """Make the run directory, and train in it.
+
+    Raises:
+        SpecError: the directory is that of another run, or of one that cannot go on.
+    """
+    task, runs, *knobs = sys.argv[1:] if words is None else words
+    ranks, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    spec = RunSpec(task=task, nproc_per_node=local, nnodes=ranks // local).replace(**dict(map(_knob, knobs)))
+    number = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
+    path = Path(runs) / f"{label(task)}-{number}".replace("/", "-")
+    info = {
+        "format": run_directory.FORMAT, "id": number, "name": label(task), "created": time.time(), "host": platform.node(),
+        "spec": spec.to_json(), "launch_dir": ".", "timeout": None, "outcome": None, "alone": True,
+    }  # fmt: skip
+    _check(path, spec)
+    (path / run_directory.ERRORS).mkdir(parents=True, exist_ok=True)
+    os.environ[run_directory.ENV_RUN_DIR] = str(path)
+    if os.environ.get("RANK", "0") != "0":
+        _write_unless_there(path / run_directory.RUN_JSON, info)
+        program.main([str(path)])
+        return
+    lock = _lock(path)
+    for old in (path / run_directory.ERRORS).glob("rank*.json"):  # of a run that goes on: what it says is not why this one may fail
+        old.unlink(missing_ok=True)
+    run_directory.write_json(path / run_directory.RUN_JSON, info)
+    before = signal.signal(signal.SIGTERM, lambda *_: _ended_from_outside(path))
+    try:
+        program.main([str(path)])
+    except BaseException as error:
+        clean = isinstance(error, SystemExit) and not error.code
+        _end(path, "finished" if clean else "failed")
+        raise
+    else:
+        _end(path, "finished")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.close(lock)
+
+
+def _check(path: Path, spec: RunSpec) -> None:
+    """Two runs do not share a directory: who comes second would read the checkpoints of the first, and train nothing.
+
+    Raises:
+        SpecError: as `main` says.
+    """
+    if not (path / run_directory.RUN_JSON).exists():
+        return
+    there = run_directory.read_json(path / run_directory.RUN_JSON)
+    outcome = there.get("outcome") or {}
+    if outcome.get("state") == "finished":
+        why = "is that of a run that has finished"
+    elif there["spec"] != json.loads(json.dumps(spec.to_json())):
+        why = "is that of a run with another spec"
+    elif not spec.checkpoint_every and (outcome or (path / run_directory.METRICS).exists()):
+        why = "is that of a run that wrote no checkpoints to go on from"
+    else:
+        return
+    raise SpecError(f"{path} {why}: give torchrun another --rdzv-id (a new manifest has one of its own), or move the directory away")
+
+
+def _lock(path: Path) -> int:
+    """Hold the lock that says "alive", for as long as this process lives.
+
+    Raises:
+        SpecError: a living process has it.
+    """
+    lock = os.open(path / run_directory.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise SpecError(f"{path} is that of a run that is still running: give torchrun another --rdzv-id") from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(os.getpid()).encode(), 0)  # whom `run.stop()` asks, inside this pod
+    return lock
+
+
+def _write_unless_there(path: Path, info: dict[str, Any]) -> None:
+    """Where the folder is shared, what rank 0 has written stays."""
+    if path.exists():
+        return
+    mine = path.with_name(f"{path.name}.{platform.node()}-{os.environ.get('RANK')}")
+    run_directory.write_json(mine, info)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(mine, path)
+    except OSError:  # a file system without links
+        if not path.exists():
+            run_directory.write_json(path, info)
+    finally:
+        mine.unlink(missing_ok=True)
+
+
+def _ended_from_outside(path: Path) -> None:
+    """SIGTERM: the pod is deleted, or torchrun ends this rank because another one has failed."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _end(path, "failed", why="ended by SIGTERM: its pod was deleted, or another rank was killed")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end(path: Path, state: str, why: str | None = None) -> None:
+    """Write how the run has ended; what the ranks have left on record says why, and `why` where they left nothing."""
+    # a full disk, or a directory that is gone, must not cover the error itself
+    with contextlib.suppress(OSError, run_directory.DamagedRunError):
+        info = run_directory.read_json(path / run_directory.RUN_JSON)
+        outcome: dict[str, Any] = {"state": state, "returncode": int(state != "finished"), "seconds": time.time() - info["created"]}
+        if why and not any((path / run_directory.ERRORS).glob("rank*.json")):
+            outcome["error"] = {"rank": None, "kind": "launcher", "message": why, "traceback": None, "hint": None}
+        run_directory.write_json(path / run_directory.RUN_JSON, info | {"outcome": outcome})
+
+
+def _knob(word: str) -> tuple[str, Any]:
+    name, _, value = word.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Choosing: the micro-batch of a run that left it open; asked by its ranks, in a process of its own.
+
+`python -m workbench.programs.choose_micro_batch`: chooses a micro-batch for the ranks of a run; see `choosing.main`.
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from workbench.memory.analysis.outside import outside_of
+from workbench.memory.analysis.whatif import needed
+from workbench.memory.api import estimate_memory
+from workbench.memory.capacity import MARGIN, share_of
+from workbench.memory.max_micro_batch import NODES, max_micro_batch
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import resolve
+
+
+def choose_micro_batch(spec: RunSpec, *, device: str, room: int, margin: float = MARGIN) -> dict[str, Any]:
+    """The largest micro-batch with which a run can start where it is, and for which its dataset has one optimizer step.
+
+    Args:
+        spec: of the run; its own `micro_batch` does not count.
+        device: "cpu", "cuda" or the name of a GPU: whose memory behaviour.
+        room: bytes that a rank can have there; on a GPU beside its context.
+        margin: share of them that stays free.
+
+    Returns:
+        `micro_batch`; `most`: what the dataset allows; `stream`: it does not say how many samples it has; `bytes`: predicted need;
+        `limit`: bytes that may be used.
+
+    Raises:
+        ValueError: the program cannot be estimated, not even one sample fits, or the dataset has not enough of them.
+    """
+    from workbench.memory.estimate.examples import sample_batch
+    from workbench.train.choose_micro_batch import alone, most_samples
+
+    task = resolve(spec.task)
+    with alone():  # a stream may ask which rank it is read by
+        dataset = task.dataset()
+        example = sample_batch(dataclasses.replace(task, dataset=lambda: dataset), NODES[0])
+    most, stream = most_samples(dataset, spec)
+    context = 0 if device == "cpu" else outside_of(device).mid  # counted as a need of the device, and not in the room
+    limit = share_of(room, margin) + context
+    found, size = estimate_memory(spec, example, device=device, micro_batch=most), most
+    if needed(found) > limit:
+        fitted = max_micro_batch(spec, device, capacity=limit, margin=0.0, batch=example)
+        found, size = fitted.breakdown, fitted.micro_batch
+    figures = {"bytes": needed(found) - context, "limit": limit - context}
+    if not size:
+        raise ValueError("one sample takes {bytes:,} bytes, and {limit:,} may be used; wb.memory_ladder says what helps".format(**figures))
+    return {"micro_batch": size, "most": most, "stream": stream, **figures}
+
+
+def main() -> None:
+    """Read JSON arguments of `choose_micro_batch` from standard input and print its answer, or an "error", as JSON."""
+    asked = json.load(sys.stdin)
+    with contextlib.redirect_stdout(sys.stderr):  # what a task prints
+        try:
+            found = choose_micro_batch(RunSpec.from_json(asked["spec"]), device=asked["device"], room=asked["room"])
+        except ValueError as error:
+            found = {"error": str(error)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""`python -m workbench.programs.memory RUN_DIR`: takes a few steps of a spec and leaves what they held, each rank in `memory/rank<r>.json`.
+
+torchrun starts one per rank. How many steps stands in run.json under "experiment".
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from workbench.core import run_directory
+from workbench.core.gc import collected_before
+from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.log import ALLOC, Event
+from workbench.memory.measure.allocator import allocations
+from workbench.memory.measure.memory import Borders, breakdown, take_in
+from workbench.memory.measure.recorder import Recorder
+from workbench.programs.experiment import Assignment, carry_out
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import Task, label
+from workbench.train.ranks import Ranks
+from workbench.train.trainer import Trainer
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Do what run.json says."""
+    carry_out(find_out, name="workbench.programs.memory", about=__doc__, arguments=arguments)
+
+
+def find_out(mine: Assignment) -> dict[str, Any]:
+    """What this rank held."""
+    found = measure(mine.spec, mine.task, mine.ranks, int(mine.order["steps"]))
+    return {f"{run_directory.MEMORY}/rank{mine.ranks.rank}.json": found.to_json()}
+
+
+def measure(spec: RunSpec, task: Task, ranks: Ranks, steps: int) -> MemoryBreakdown:
+    """Take steps with the very Trainer of a run, and say what they held on this rank.
+
+    Args:
+        spec: every knob.
+        task: what is trained.
+        ranks: this process among the others.
+        steps: optimizer steps.
+    """
+    recorder = Recorder(device=ranks.device.type)
+    with allocations(ranks.device) as truth, contextlib.ExitStack() as stack:
+        trainer = Trainer(spec, task, ranks)
+        stack.enter_context(collected_before())  # the trainer has decided about the collector
+        recorder.attach(trainer.module)
+        _charge_buckets(recorder, trainer)
+        trainer.phase = recorder.phase
+        borders = Borders(recorder.log, truth)
+        batches = stack.enter_context(contextlib.closing(trainer.batches()))
+        stack.enter_context(recorder.hooks())
+        for recorder.step in range(steps):
+            for left in reversed(range(spec.accumulation)):
+                recorder.mark("data")
+                batch = next(batches)
+                take_in(recorder, batch)
+                borders.begin(recorder.step)
+                with recorder:
+                    trainer.micro_step(batch, last=not left)
+            with recorder:
+                trainer.update()
+            recorder.mark("end")
+        recorder.recognise_unsharded(trainer.model)
+        _leave_out_seen(recorder, trainer.model)
+    return breakdown(
+        recorder,
+        borders,
+        truth,
+        title=f"{label(spec.task)}, {steps} steps",
+        device=ranks.device,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        drifts=ranks.device.type == "cpu",
+    )
+
+
+def _charge_buckets(recorder: Recorder, trainer: Trainer) -> None:
+    """DDP's buckets, together as large as all gradients, live from its making on and are seen by no operator.
+
+    Those that are the gradients themselves, with `gradient_as_bucket_view`, are seen as gradients.
+    """
+    if not isinstance(trainer.model, DistributedDataParallel) or trainer.spec.gradient_as_bucket_view:
+        return
+    size = sum(weight.nbytes for weight in trainer.module.parameters() if weight.requires_grad)
+    recorder.charge(size, "bucket", "DistributedDataParallel")
+
+
+def _leave_out_seen(recorder: Recorder, model: nn.Module) -> None:
+    """The charged bytes stand for all buckets, so leave out those that operators have shown.
+
+    The first ones are seen when the first backward writes gradients into them. Before the second forward DDP lets go of them, and only then
+    makes new ones in the order in which gradients come: never are both alive.
+    """
+    if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
+        return
+    figures: Any = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    first, rebuilt = (
+        Counter(int(size) for size in str(figures.get(name, "")).replace(",", " ").split())
+        for name in ("bucket_sizes", "rebuilt_bucket_sizes")
+    )
+    log = recorder.log
+    for index, record in enumerate(log.records):
+        if record.phase == "backward" and record.op in _WRITING:
+            sizes = first
+        elif record.phase == "forward" and record.died is None and record.category is None:
+            sizes = rebuilt
+        else:
+            continue
+        if sizes[record.size] > 0:
+            sizes[record.size] -= 1
+            record.size, record.category = 0, "bucket"
+            log.events[record.born] = Event(ALLOC, index, 0)
+
+
+_WRITING = ("aten.mul.out", "aten.copy_.default", "aten.zero_.default")
+"""Operators that write a gradient into a bucket, which was there before them."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,421 @@
+"""`python -m workbench.programs.steps_to_target RUN_DIR`: trains at several batches and learning rates until a target is reached.
+
+torchrun starts one process per rank. What to do stands in run.json under "experiment". Each rank does trials of its own and by itself,
+with gradient accumulation for the batches: how many ranks there are changes how long it takes, not what comes out. They meet in
+`trials.jsonl` only.
+
+One training until its target: the laboratory that all trials of a process share, and the loop of a trial.
+
+The journal of trials: `trials.jsonl`, where ranks take trials and leave what came of them; whoever likes reads it meanwhile.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.utils.data import default_collate
+
+from workbench.batch.analysis.optimizer import Described
+from workbench.batch.analysis.scale_lr import scale_lr
+from workbench.batch.analysis.steps_to_target import TRIALS
+from workbench.batch.analysis.trials import Agenda, Job, Order, Outcome, Target, Trial
+from workbench.core import run_directory
+from workbench.core.units import count
+from workbench.memory.measure.at_oom import held
+from workbench.runs import failure
+from workbench.runs.spec import RunSpec, SpecError
+from workbench.runs.task import Task, TaskError, resolve
+from workbench.train.layout import Layout
+from workbench.train.loader import to_device
+from workbench.train.optimizers import build_optimizer, described, parse_optimizer
+from workbench.train.ranks import Ranks, choose_device
+from workbench.train.trainer import Trainer, build_model, evaluate, loss_of, seed_all
+
+SPACING = 1.03
+"""Steps of a look at the model over those of the last one: the same relative resolution for 50 steps and for 5,000, since what one look
+adds to the chance of an early crossing must not depend on the batch."""
+BLOWN_UP = 20.0
+"""A loss this many times that of the untrained model will not come back."""
+AGAIN = 1.0
+"""Seconds between two looks at what the other ranks have found."""
+
+
+class Lab:
+    """What trials share: the device, the dataset, and the samples on which the loss is measured."""
+
+    def __init__(self, spec: RunSpec, task: Task, *, probe: int, target: str) -> None:
+        """
+        Args:
+            spec: what all trials have in common; its micro_batch is the largest.
+            task: what is trained.
+            probe: samples on which the loss is measured, drawn once, the same for all.
+            target: "loss", or a figure of the task's evaluation.
+
+        Raises:
+            TaskError: its dataset has no length.
+        """
+        self.spec, self._name = spec, target
+        local_rank, local_world = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.device = choose_device(spec, local_rank, local_world)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.dataset = task.dataset()
+        if not hasattr(self.dataset, "__len__") or not hasattr(self.dataset, "__getitem__"):
+            raise TaskError(
+                f"the task's dataset() returned a {type(self.dataset).__name__} without length: steps to a target are compared on batches "
+                "that are drawn from a fixed set; a dataset with __len__ and __getitem__ is wanted"
+            )
+        self.task = dataclasses.replace(task, dataset=lambda: self.dataset)
+        self._probe = self._drawn(probe) if target == "loss" else []
+
+    def check(self, batch: int) -> None:
+        """See that a batch can be drawn.
+
+        Raises:
+            SpecError: it is above the dataset.
+        """
+        if batch > len(self.dataset):
+            raise SpecError(
+                f"batch {count(batch)} is above the dataset, which has {count(len(self.dataset))} samples: an optimizer step takes a batch "
+                f"of different samples; try batches up to {count(len(self.dataset))}"
+            )
+
+    def untrained(self) -> float:
+        """What the untrained model gives.
+
+        Raises:
+            SpecError: the task does not measure that.
+        """
+        seed_all(self.spec.seed)
+        module = build_model(self.task).to(self.device)
+        if self._name != "loss":
+            if self.task.evaluate is None:
+                raise SpecError(f'target {self._name!r}: the task has no evaluate=; only a "loss" can be a target (target_loss=…)')
+            figures = evaluate(self.task, module)
+            if self._name not in figures:
+                raise SpecError(f"target {self._name!r}: the task's evaluate measures {', '.join(figures)}; or there is target_loss=…")
+        return self.value(module)
+
+    def run(self, job: Job, plan: Mapping[str, Any], target: Target, limit: Callable[[], int], cap: int) -> Trial:
+        """Train until the target is reached, or there is no hope.
+
+        Args:
+            job: batch, learning rate and seed.
+            plan: what else a rule changes: betas, eps, warmup_steps.
+            target: with its direction.
+            limit: gives the steps after which it is hopeless; asked again from time to time.
+            cap: steps of any trial at most.
+        """
+        began = asked = time.monotonic()
+        trainer = self._trainer(job, plan)
+        batches = trainer.batches()
+        last = (0, self.value(trainer.module))
+        highest, best, most, ahead = BLOWN_UP * abs(last[1]), last[1], limit(), 1
+        outcome: Outcome = "capped"
+        steps: float | None = None
+        step = 0
+        while step < most:
+            step += 1
+            loss = trainer.step([next(batches) for _ in range(trainer.spec.accumulation)])
+            if step < ahead and step < most:
+                continue
+            ahead = max(step + 1, math.ceil(step * SPACING))
+            value = self.value(trainer.module)
+            if not (math.isfinite(value) and math.isfinite(float(loss))) or (self._name == "loss" and value > highest):
+                outcome = "diverged"
+                break
+            best = max(best, value) if target.rises else min(best, value)
+            if target.met(value):
+                outcome, steps = "reached", target.crossing(last, (step, value))
+                break
+            last = (step, value)
+            if time.monotonic() > asked + AGAIN:
+                most, asked = limit(), time.monotonic()
+        else:
+            outcome = "capped" if step >= cap else "stopped"
+        batches.close()
+        seconds = time.monotonic() - began
+        given = dataclasses.asdict(job)
+        return Trial(**given, steps=steps, after=step, outcome=outcome, best=best if math.isfinite(best) else None, seconds=seconds)
+
+    @torch.no_grad()
+    def value(self, module: nn.Module) -> float:
+        """What the target is about: the mean loss on the probe, in evaluation mode and fp32, or the task's figure."""
+        if self._name != "loss":
+            found = evaluate(self.task, module).get(self._name, math.nan)
+        else:
+            module.eval()
+            parts = [(loss_of(self.task, module, batch), samples) for batch, samples in self._probe]
+            found = float(sum(loss * samples for loss, samples in parts)) / sum(samples for _, samples in parts)
+        module.train()
+        return found
+
+    def _trainer(self, job: Job, plan: Mapping[str, Any]) -> Trainer:
+        micro = next(size for size in range(min(self.spec.micro_batch, job.batch), 0, -1) if job.batch % size == 0)
+        spec = self.spec.replace(
+            micro_batch=micro,
+            accumulation=job.batch // micro,
+            nproc_per_node=1,
+            parallel="ddp",  # which with one rank is nothing, as "zero1" is
+            noise_scale=False,
+            optimizer=job.optimizer or self.spec.optimizer,
+            lr=job.lr,
+            warmup_steps=plan["warmup_steps"],
+            seed=self.spec.seed + job.seed,
+        )
+        ranks = Ranks(rank=0, world_size=1, device=self.device, store=HashStore())
+        trainer = Trainer(spec, self.task, ranks, layout=Layout(readers=ranks, data=None), alone=True)
+        for group in trainer.optimizer.param_groups:
+            if plan.get("betas") and "betas" in group:
+                group["betas"] = tuple(plan["betas"])
+            elif plan.get("betas") and "alpha" in group:  # RMSProp's only one
+                group["alpha"] = plan["betas"][0]
+            if plan.get("eps") is not None and "eps" in group:
+                group["eps"] = plan["eps"]
+        return trainer
+
+    def _drawn(self, samples: int) -> list[tuple[Any, int]]:
+        """The probe: batches on the device, each with its number of samples."""
+        chosen = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(0))[:samples].tolist()
+        size = 4 * self.spec.micro_batch  # without gradients a model holds far less
+        collate = self.task.collate or default_collate
+        found = []
+        for start in range(0, len(chosen), size):
+            part = chosen[start : start + size]
+            fetch = getattr(self.dataset, "__getitems__", None)  # as torch's loader does
+            batch = fetch(part) if fetch else [self.dataset[i] for i in part]
+            found.append((to_device(collate(batch), self.device), len(part)))
+        return found
+
+
+LOCK = "trials.lock"
+
+
+class Journal:
+    """One rank's view of it. Rows: one "plan", and per trial a "claim" before and a "trial" after."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """
+        Args:
+            run_dir: of the launch, on a disk that all ranks see.
+        """
+        self._lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._tail = run_directory.LineTail(run_dir / TRIALS)
+        self._writer = run_directory.LineWriter(run_dir / TRIALS)
+        self._done: list[Trial] = []
+        self._claimed: set[Job] = set()
+        self._planned = False
+
+    def begin(self, order: Order, rates: Sequence[Mapping[str, Any]], spec: RunSpec, names: Mapping[str, str]) -> None:
+        """Write down what is planned, unless another rank has.
+
+        Args:
+            order: what is wanted.
+            rates: what the rules give each batch.
+            spec: what all trials have in common.
+            names: of the optimizers, for people.
+        """
+        with self._alone():
+            if not self._planned:
+                row = {"order": order.to_json(), "rates": list(rates), "spec": spec.to_json(), "names": dict(names)}
+                self._writer.write([{"kind": "plan", **row, "created": time.time()}])
+
+    def take(self, agenda: Agenda) -> tuple[Job | None, bool]:
+        """A trial to do, claimed; None = none now. And: is all done?"""
+        with self._alone():
+            wanted = agenda.wanted(self._done)
+            job = next((one for one in wanted if one not in self._claimed), None)
+            if job is not None:
+                self._writer.write([{"kind": "claim", **dataclasses.asdict(job)}])
+            return job, not wanted
+
+    def add(self, trial: Trial, agenda: Agenda) -> None:
+        """Write down what came of a trial, and how many there will be."""
+        with self._alone():
+            total = agenda.total([*self._done, trial])
+            self._writer.write([{"kind": "trial", **dataclasses.asdict(trial), "total": total, "at": time.time()}])
+
+    def read(self) -> list[Trial]:
+        """The trials that are done."""
+        for row in self._tail.read():
+            kind = row.pop("kind")
+            if kind == "trial":
+                self._done.append(Trial.from_json(row))
+            elif kind == "claim":
+                self._claimed.add(Job(**row))
+            else:
+                self._planned = True
+        return self._done
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no other rank reads or writes."""
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            self.read()
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+
+WAIT = 0.05
+"""Seconds between two looks for a trial to do, where the next ones depend on those that other ranks are at."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Do trials until none is left; whatever goes wrong is recorded."""
+    parser = argparse.ArgumentParser(prog="python -m workbench.programs.steps_to_target", description=__doc__)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help='directory with a run.json that has an "experiment"')
+    run_dir = parser.parse_args(arguments).run_dir
+    try:
+        info = run_directory.read_json(run_dir / run_directory.RUN_JSON)
+        spec, order = RunSpec.from_json(info["spec"]), Order.from_json(info["experiment"]["order"])
+        explore(spec, order, resolve(spec.task), run_dir)
+    except BaseException as error:
+        failure.record(error, run_dir=run_dir, held=held)
+        raise
+
+
+def explore(spec: RunSpec, order: Order, task: Task, run_dir: Path) -> None:
+    """Take trials from the journal and write down what came of them, until there is none left.
+
+    Args:
+        spec: what all trials have in common.
+        order: what is wanted.
+        task: what is trained.
+        run_dir: of the launch; the journal lies there.
+
+    Raises:
+        SpecError: a batch above the dataset, a target that the untrained model has reached, or one that the task does not measure.
+        TaskError: the untrained model's loss is not a number.
+    """
+    began = time.monotonic()
+    lab = Lab(spec, task, probe=order.probe, target=order.target.name)
+    for batch in order.batches:
+        lab.check(batch)
+    order = dataclasses.replace(order, target=aimed(lab, order.target))
+    recipes = {optimizer: recipe(spec, task, optimizer) for optimizer in order.optimizers}
+    plans = {
+        (optimizer, rule, batch): scaled(order, spec, recipes[optimizer], rule, batch)
+        for optimizer in order.optimizers
+        for rule in {*order.rules, "none"}
+        for batch in {*order.batches, order.base_batch}
+    }
+    agenda = Agenda(order, {key: plan["lr"] for key, plan in plans.items()})
+    journal = Journal(run_dir)
+    rows = [{"optimizer": o, "rule": r, "batch": b, **plan} for (o, r, b), plan in plans.items()]
+    journal.begin(order, rows, spec, {optimizer: optimizer or named(recipes[optimizer]) for optimizer in order.optimizers})
+    while order.budget_s is None or time.monotonic() - began < order.budget_s:
+        job, over = journal.take(agenda)
+        if over:
+            break
+        if job is None:
+            time.sleep(WAIT)
+            continue
+        own = {} if job.rule not in order.rules else plans[job.optimizer, job.rule, job.batch]
+        warmup = plans[job.optimizer, "none", job.batch]["warmup_steps"]
+        trial = lab.run(job, {"warmup_steps": warmup, **own}, order.target, _limit_of(agenda, journal, job), order.max_steps)
+        journal.add(trial, agenda)
+
+
+def _limit_of(agenda: Agenda, journal: Journal, job: Job) -> Callable[[], int]:
+    return lambda: agenda.limit(job, journal.read())
+
+
+def recipe(spec: RunSpec, task: Task, optimizer: str) -> dict[str, Any]:
+    """An optimizer's options, with the learning rate that the spec, or its own text, gives it.
+
+    Args:
+        spec: whose optimizer and learning rate stand where `optimizer` is empty.
+        task: whose optimizer stands where the spec has none.
+        optimizer: as a spec writes it, or empty. A learning rate in it goes before the spec's.
+    """
+    lr = spec.lr
+    if optimizer and "lr" in parse_optimizer(optimizer)[1]:
+        lr = None
+    made = build_optimizer(build_model(task), task.optimizer, override=optimizer or spec.optimizer, lr=lr)
+    return described(made)
+
+
+def named(made: Mapping[str, Any]) -> str:
+    """An optimizer as a spec writes it, without its learning rate; of a class that has no name here its own."""
+    try:
+        return Described.of(made).text
+    except ValueError:
+        return str(made["name"])
+
+
+def scaled(order: Order, spec: RunSpec, base: Mapping[str, Any], rule: str, batch: int) -> dict[str, Any]:
+    """The learning rate of a batch by a rule, with what else the rule changes.
+
+    The warm-up is the spec's own, as many samples long at each batch. Rules that advise some epochs of it mean trainings of many more
+    epochs than a target may take; it would be the warm-up whose steps were counted.
+
+    Args:
+        order: the base batch, and what is known of the noise.
+        spec: its warm-up.
+        base: the optimizer at the base batch.
+        rule: its name.
+        batch: in samples.
+    """
+    try:
+        found = scale_lr(
+            base["lr"],
+            batch=order.base_batch,
+            to_batch=batch,
+            optimizer=dict(base),
+            rule=rule,
+            noise_scale=order.noise_scale,
+            critical_batch=order.critical_batch,
+            warmup_steps=spec.warmup_steps,
+        )
+    except ValueError:
+        if rule != "none":  # that needs to know nothing of an optimizer
+            raise
+        warmup = round(spec.warmup_steps * order.base_batch / batch)
+        return {"lr": base["lr"], "betas": None, "eps": None, "warmup_steps": warmup, "valid": "unknown", "why": "it is left as it is"}
+    same = rule == "none"
+    return {
+        "lr": float(f"{found.lr:.6g}"),
+        "betas": None if same or found.betas is None else list(found.betas),
+        "eps": None if same else found.eps,
+        "warmup_steps": found.warmup_steps,
+        "valid": found.valid,
+        "why": found.why,
+    }
+
+
+def aimed(lab: Lab, target: Target) -> Target:
+    """The target, with the direction in which it lies from the untrained model.
+
+    Raises:
+        SpecError: it is reached already.
+        TaskError: what the untrained model gives is not a number.
+    """
+    start = lab.untrained()
+    if not math.isfinite(start):
+        raise TaskError(
+            f"the {target.name} of the untrained model is {start}: nothing can be learnt from it. Look for infinities in the data, a "
+            f'logarithm or a division in the loss, or try precision="fp32" (it is {lab.spec.precision!r})'
+        )
+    found = dataclasses.replace(target, rises=target.name != "loss" and start < target.value, start=start)
+    if found.met(start):
+        raise SpecError(
+            f"target {target}: the untrained model has {start:.4g}, and so reaches it without a step; "
+            f"try a {'larger' if found.rises else 'smaller'} one"
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Comparison: two or more runs side by side, with what was changed between them and what it brought."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+from workbench.core.display import table as display
+from workbench.core import units
+from workbench.runs.run import Run
+from workbench.core.vocabulary import PHASES
+
+@dataclass(frozen=True, slots=True)
+class Comparison(display.Shown):
+    """Runs side by side. The first is the baseline."""
+
+    runs: tuple[Run, ...]
+    """The runs; the first is the baseline."""
+
+    @property
+    def labels(self) -> list[str]:
+        """What sets each run apart: the knobs that differ, or its name where none does."""
+        specs = [run.spec.to_json() for run in self.runs]
+        names = [name for name in specs[0] if any(spec.get(name) != specs[0][name] for spec in specs)]
+        if not names or "kind" in names:  # equal specs, or a task beside a script
+            return [f"{run.name} ({i})" for i, run in enumerate(self.runs, 1)]
+        return [", ".join(f"{name}={_word(spec[name])}" for name in names) for spec in specs]
+
+    def seconds(self, phase: str | None = None) -> list[float]:
+        """Mean seconds of a phase (None: of the step) of each run, over its ranks; the phases add up to the step."""
+        means = [[timeline.mean(phase) for timeline in run.timelines if timeline.count] for run in self.runs]
+        return [sum(values) / len(values) if values else math.nan for values in means]
+
+    @property
+    def speedups(self) -> list[float]:
+        """Throughput of each run over that of the baseline."""
+        base = self.runs[0].samples_per_sec
+        return [run.samples_per_sec / base for run in self.runs]
+
+    @property
+    def speedup(self) -> float:
+        """Throughput of the last run over that of the baseline."""
+        return self.speedups[-1]
+
+    @property
+    def table(self) -> display.Table:
+        """One row per run."""
+        waits = [[timeline.share("data_wait") for timeline in run.timelines if timeline.count] for run in self.runs]
+        rows = [
+            [
+                label,
+                units.seconds(step),
+                units.percent(sum(wait) / len(wait) if wait else None),
+                units.rate(run.samples_per_sec),
+                units.times(up),
+            ]
+            for label, step, wait, run, up in zip(self.labels, self.seconds(), waits, self.runs, self.speedups, strict=True)
+        ]
+        return display.Table(
+            columns=("run", "step", "waits for data", "throughput", "speedup"),
+            rows=rows,
+            title="Before and after",
+            note="measured, one run after the other: a busy machine moves both columns of time; repeat before believing a small difference",
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per run: seconds per phase, samples per second, speedup."""
+        columns = {phase: self.seconds(phase) for phase in PHASES}
+        return display.frame(
+            [
+                {"run": label, **{p: values[i] for p, values in columns.items()}, "samples_per_sec": run.samples_per_sec, "speedup": up}
+                for i, (label, run, up) in enumerate(zip(self.labels, self.runs, self.speedups, strict=True))
+            ]
+        )
+
+    plot = display.plot_method("compare")
+
+    def __repr__(self) -> str:
+        return f"Comparison({', '.join(self.labels)})"
+
+
+def _word(value: object) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
+
+
+def compare(*runs: Run) -> Comparison:
+    """Set runs side by side; the first is the baseline.
+
+    Raises:
+        ValueError: fewer than two runs, or one that has no measured step.
+    """
+    for run in runs:
+        if not isinstance(run, Run):
+            raise ValueError(f"compare() got a {type(run).__name__}: runs are wanted, compare(before, after) or compare(*runs)")
+    if len(runs) < 2:
+        raise ValueError(f"compare() got {len(runs)} run{'s' * (len(runs) != 1)}: two or more are wanted, the baseline first")
+    for run in runs:
+        if not any(timeline.count for timeline in run.timelines):
+            hint = "wait for it: run.wait()" if run.state == "running" else "a script's steps are measured with watch=True"
+            raise ValueError(f"{run!r} has no measured step to compare ({run.state}): {run.error or hint}")
+    return Comparison(runs)

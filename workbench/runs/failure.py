@@ -1,0 +1,179 @@
+"""Failure: why a run failed, and the record that a rank leaves of its own error.
+
+Each rank leaves it on the monotonic clock before it tears anything down; `root_cause` reads them all.
+"""
+
+import contextlib
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from workbench.core import run_directory
+from workbench.core.package import ROOT
+from workbench.runs.errors import is_consequence, symptom_of
+
+if TYPE_CHECKING:
+    from workbench.runs.out_of_memory import Held, OutOfMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a run failed.
+
+    >>> print(Failure(rank=1, kind="exception", message="ValueError: boom", traceback=None, hint="Look at the data."))
+    rank 1: ValueError: boom
+    Look at the data.
+    """
+
+    rank: int | None
+    """The rank that failed first; None = none of them (the time limit, the launcher)."""
+    kind: str
+    """One of `symptoms.KINDS`."""
+    message: str
+    """Type and text of the error, or how the process ended."""
+    traceback: str | None
+    """Its traceback; the last lines on its stderr, where it left no record; None where the message says all."""
+    hint: str | None
+    """What to do, where that is known."""
+    memory: "OutOfMemory | None" = None
+    """Why memory ran out, where it did."""
+
+    @classmethod
+    def of_launcher(cls, message: str) -> "Failure":
+        """A failure of no rank and without a record, such as a run that was stopped."""
+        return cls(rank=None, kind="launcher", message=message, traceback=None, hint=None)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.memory, Mapping):  # as it stands in JSON
+            from workbench.runs.out_of_memory import OutOfMemory
+
+            object.__setattr__(self, "memory", OutOfMemory.from_json(self.memory))
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f"rank {self.rank}: "
+        parts = [
+            f"{where}{self.message}",
+            *([str(self.memory), *self.memory.hints] if self.memory else []),
+            *([self.hint] if self.hint else []),
+        ]
+        return "\n".join(parts)
+
+
+class RunError(RuntimeError):
+    """A run did not finish well. In a notebook it shows the traceback of the rank at fault, not ours.
+
+    Attributes:
+        failure: which rank, and why.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+    def _render_traceback_(self) -> list[str]:  # a hook of IPython
+        before = (self.failure.traceback or "").splitlines()
+        return [*before, *[""] * bool(before), *f"{type(self).__name__}: {self}".splitlines()]
+
+
+def record(
+    error: BaseException,
+    *,
+    run_dir: Path | None = None,
+    rank: int | None = None,
+    held: "Callable[[BaseException], Held] | None" = None,
+) -> None:
+    """Leave this rank's error in the run directory, where there is one. A rank's first record stays; a clean `sys.exit()` is no error.
+
+    Args:
+        error: what was raised. Call this before anything is torn down: peers fail as soon as a process group goes.
+        run_dir: None = the one in the environment.
+        rank: None = RANK of the environment, else 0.
+        held: tells what this rank holds; asked if memory has run out.
+    """
+    now = time.monotonic_ns()
+    path = _record_file(run_dir, rank)
+    if path is None or path.exists() or _is_clean(error):
+        return
+    message = describe(error)
+    symptom = symptom_of(message)
+    value = {
+        "rank": int(path.stem.removeprefix("rank")),
+        "time_ns": now,
+        "kind": symptom.kind if symptom else "exit" if isinstance(error, SystemExit) else "exception",
+        "message": message,
+        "traceback": _traceback(error),
+        "consequence": is_consequence(message),
+    }
+    if symptom and symptom.kind == "out-of-memory":
+        value["memory"] = _explain(error, message, held)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        run_directory.write_json(path, value)
+    except OSError:  # the disk is full: the launch has set some bytes aside for this moment
+        with contextlib.suppress(OSError):  # what was raised must not be covered by what cannot be written
+            run_directory.free_reserve(Path(os.environ.get(run_directory.ENV_RUN_DIR, path.parents[1])))
+            run_directory.write_json(path, value)
+
+
+def _traceback(error: BaseException) -> str | None:
+    """Where it was raised. An error of ours that came from no line of the user's says all by itself: of it, that of what led to it."""
+    ours = type(error).__module__.partition(".")[0] == "workbench"
+    if not ours or any(_is_the_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return "".join(traceback.format_exception(error))
+    return _traceback(error.__cause__) if error.__cause__ else None
+
+
+def _is_the_users(path: str) -> bool:
+    libraries = (str(ROOT), str(Path(os.__file__).parent), "<frozen")
+    return not path.startswith(libraries) and not {"site-packages", "dist-packages"} & set(Path(path).parts)
+
+
+def _explain(error: BaseException, message: str, held: "Callable[[BaseException], Held] | None") -> dict[str, Any] | None:
+    """Why memory ran out; nothing may cover the error itself, least of all where there is no memory left to explain it in."""
+    with contextlib.suppress(Exception):
+        from workbench.runs.out_of_memory import OutOfMemory
+
+        found = OutOfMemory.parse(message)
+        if found is not None and held is not None:
+            with contextlib.suppress(Exception):
+                found = OutOfMemory.parse(message, held(error))
+        return found.to_json() if found else None
+    return None
+
+
+def conclude(error: BaseException | None, *, held: "Callable[[BaseException], Held] | None" = None) -> None:
+    """Say how a whole program ended: record its error, or take an earlier record back, because the program handled that error.
+
+    Args:
+        error: what ended it; None = nothing did.
+        held: as in `record`.
+    """
+    if error is not None and not _is_clean(error):
+        record(error, held=held)
+    elif path := _record_file(None, None):
+        path.unlink(missing_ok=True)
+
+
+def _record_file(run_dir: Path | None, rank: int | None) -> Path | None:
+    where = run_dir or os.environ.get(run_directory.ENV_RUN_DIR)
+    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    return Path(where, run_directory.ERRORS, f"rank{rank}.json") if where else None
+
+
+def _is_clean(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def describe(error: BaseException) -> str:
+    """Type and text of an error; for `sys.exit(1)` in an `except` block, of what led to it.
+
+    >>> describe(ValueError("boom"))
+    'ValueError: boom'
+    """
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, SystemExit) and (led_here := error.__cause__ or error.__context__):
+        return f"{describe(led_here)} (then sys.exit({error.code!r}))"
+    return text

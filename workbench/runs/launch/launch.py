@@ -1,0 +1,202 @@
+"""`launch`: what was asked for is checked, then started."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from workbench.runs import task
+from workbench.core.checks import real_number
+from workbench.runs.launch import environment
+from workbench.runs.launch.rendezvous import TIMEOUT, Rendezvous, free_endpoint
+from workbench.runs.launch.resume import go_on, resumable
+from workbench.runs.launch.slurm import Slurm
+from workbench.runs.launch.new_run import LaunchError, NewRun
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec, ScriptSpec, Spec, check_profile
+from workbench.runs.target import check_launchable
+
+def launch(
+    target: RunSpec | str | os.PathLike[str] | None = None,
+    *,
+    resume: Run | str | os.PathLike[str] | None = None,
+    args: Sequence[str] = (),
+    nproc_per_node: int | None = None,
+    watch: bool = False,
+    timeout: float | None = None,
+    runs_dir: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+    nnodes: int | None = None,
+    rdzv_endpoint: str | None = None,
+    rdzv_timeout: float = TIMEOUT,
+    on: Slurm | None = None,
+    **knobs: Any,
+) -> Run:
+    """Start a RunSpec, or any training script as it is, under torchrun, and return at once.
+
+    The run ends with this process: nothing stays behind when a kernel is restarted or killed. A job of Slurm goes on without it.
+
+    On several machines this one is the first, and `run.join_command` says what to type on each of the others; they have to see the run
+    directory, and to have the same Python and files.
+
+    Args:
+        target: a RunSpec, or the path of a script; left out with `resume`.
+        resume: a run of this machine (or its directory) that was killed, stopped or failed, with checkpoints (`checkpoint_every=`): it
+            goes on from the last sound one, in its directory, from the folder where it was launched and with its spec; nothing but
+            `timeout` can be given with it. Order of samples, weights and schedule go on where they were; random numbers of dropout and
+            augmentation begin anew. What its processes printed before is in `attempts/`.
+        args: the script's arguments.
+        nproc_per_node: ranks on this machine; None = the spec's own, 1 for a script.
+        watch: find the script's loaders, modules and optimizers as it runs and write a Timeline per rank (a RunSpec always has one).
+        timeout: seconds after which the run is stopped; None = never.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+        name: for people, and the end of the run directory's name; None = after the task or script.
+        nnodes: machines; None = the spec's own, 1 for a script, or those of `on`.
+        rdzv_endpoint: host:port of this machine as the others reach it; None = its host name with a free port. With nnodes of 2 or more.
+        rdzv_timeout: seconds in which all machines have to come.
+        on: Slurm, whose job it becomes, followed through the run directory; None = it starts here and now.
+        **knobs: fields of the RunSpec to change, as `spec.replace` does; for a script `threads`, and with `watch` also `profile`.
+
+    Raises:
+        LaunchError: no such script, more ranks than GPUs, arguments that do not go together, no place to write, no Slurm here or one that
+            refuses the job (in its own words). Nothing was written.
+        SpecError: no such knob, or a value it does not take; fewer steps than `profile` needs.
+        TaskError: the task's file or function is not there.
+    """
+    if resume is not None:
+        given: dict[str, Any] = {"args": list(args), "nproc_per_node": nproc_per_node, "watch": watch, "runs_dir": runs_dir, "name": name}
+        given |= {"nnodes": nnodes, "rdzv_endpoint": rdzv_endpoint, "rdzv_timeout": rdzv_timeout, "on": on}
+        _refuse_changes(given, knobs)
+        check_timeout(timeout)
+        ended = resumable(resume, target)
+        check(ended.spec)
+        return go_on(ended, timeout)
+    check_launchable(target, error=LaunchError)
+    if isinstance(target, RunSpec):
+        if args or watch:
+            odd = f"args={list(args)!r}" if args else "watch=True"
+            raise LaunchError(f"{odd} with a RunSpec: only a script takes it. Turn the spec's knobs instead: launch(spec, micro_batch=64)")
+        ranks = {"nproc_per_node": nproc_per_node, "nnodes": nnodes}
+        spec: Spec = target.replace(**knobs | {knob: value for knob, value in ranks.items() if value is not None})
+    else:
+        assert target is not None
+        ranks = {"nproc_per_node": 1 if nproc_per_node is None else nproc_per_node, "nnodes": 1 if nnodes is None else nnodes}
+        spec = script_spec(target, knobs, args=args, watch=watch, **ranks)
+    check_profile(spec)
+    check_timeout(timeout)
+    check_timeout(rdzv_timeout, "rdzv_timeout")
+    if on is not None:
+        if rdzv_endpoint is not None:
+            raise LaunchError(f"rdzv_endpoint={rdzv_endpoint!r} with on={on!r}: the job chooses one on its first machine; leave it out")
+        spec = on.sized(spec, nnodes)
+        check(spec, here=False)
+        new = NewRun(runs_dir, name or label(spec))
+        return new.start(
+            spec, program(spec, new.path), timeout, submit=on.submit, batch={"system": "slurm", "rdzv_timeout": rdzv_timeout} | on.kept
+        )
+    if rdzv_endpoint is not None and spec.nnodes == 1:
+        raise LaunchError(f"rdzv_endpoint={rdzv_endpoint!r} with one machine: nobody has to be met; add nnodes=2 or more")
+    check(spec, alone=False)
+    several = spec.nnodes > 1
+    meeting = Rendezvous(nnodes=spec.nnodes, endpoint=rdzv_endpoint or free_endpoint(), timeout=rdzv_timeout) if several else None
+    new = NewRun(runs_dir, name or label(spec))
+    return new.start(spec, program(spec, new.path), timeout, rendezvous=meeting)
+
+
+def _refuse_changes(given: dict[str, Any], knobs: dict[str, Any]) -> None:
+    """Refuse what a run that goes on would have to be another one for: any knob, and any argument that is not at its default.
+
+    Raises:
+        LaunchError: there is one.
+    """
+    usual = {"args": [], "watch": False, "rdzv_timeout": TIMEOUT}
+    for name, value in ({name: value for name, value in given.items() if value != usual.get(name)} | knobs).items():
+        raise LaunchError(
+            f"{name}={value!r} with resume=…: a run goes on as it was launched, with its own spec; launch a new run for another"
+        )
+
+
+def script_spec(script: str | os.PathLike[str], knobs: dict[str, Any], **fields: Any) -> ScriptSpec:
+    """The spec of a script that is there to be run.
+
+    Raises:
+        LaunchError: it is not there, is not a Python file, or a knob of a RunSpec was given.
+        SpecError: a value that is not allowed.
+    """
+    path = Path(script).expanduser().absolute()
+    if path.suffix != ".py" or not path.is_file():
+        near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        there = f"in that folder there are {', '.join(near[:8])}" if near else "that folder has no .py file"
+        what = "is not a Python script (*.py)" if path.exists() else "does not exist"
+        hint = " A task is launched by its spec: launch(RunSpec(task=…))." if str(script) in task.SAMPLES or ":" in str(script) else ""
+        raise LaunchError(f"{path} {what}; {there}.{hint}")
+    strange = [knob for knob in knobs if knob not in ("threads", "profile")]
+    if strange:
+        raise LaunchError(
+            f"{strange[0]}={knobs[strange[0]]!r} with a script: a script takes the knobs nproc_per_node, threads and profile. "
+            f'Its own options go into args: args=["--{strange[0].replace("_", "-")}", "{knobs[strange[0]]}"]'
+        )
+    return ScriptSpec(script=str(path), **fields, **knobs)
+
+
+def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
+    """See that a spec can run on this machine.
+
+    Args:
+        spec: to run.
+        alone: on this machine alone.
+        here: on this machine at all.
+
+    Raises:
+        TaskError: its task is not there.
+        LaunchError: it wants more GPUs than there are, or other machines where this one works alone.
+    """
+    if alone and here and spec.nnodes > 1:
+        raise LaunchError(
+            f"nnodes={spec.nnodes}: several machines are for wb.launch, and this works on one: try spec.replace(nnodes=1), with "
+            f"nproc_per_node={spec.world_size} where this machine has the GPUs or cores"
+        )
+    if isinstance(spec, ScriptSpec):  # what a script does with its ranks is its own affair
+        return
+    task.check(spec.task)
+    if not here:
+        return
+    gpus = 0 if spec.device == "cpu" else environment.gpu_count()
+    if spec.device == "cuda" and gpus == 0:
+        raise LaunchError('device="cuda", and no NVIDIA GPU is visible here (/dev/nvidia0, CUDA_VISIBLE_DEVICES): try device="cpu"')
+    if gpus and spec.nproc_per_node > gpus and spec.device == "cuda" and spec.backend != "gloo":
+        raise LaunchError(
+            f'nproc_per_node={spec.nproc_per_node} on device="cuda": at most {gpus} here, one rank per visible GPU. '
+            f'Try nproc_per_node={gpus}, or device="auto", which takes the CPUs where ranks outnumber GPUs'
+        )
+
+
+def check_timeout(timeout: float | None, what: str = "timeout") -> None:
+    """Refuse a time limit that is none.
+
+    Raises:
+        LaunchError: it is not a positive number.
+    """
+    if timeout is not None:
+        also = ", or None for no limit" if what == "timeout" else ""
+        real_number(what, timeout, above=0, what="seconds", also=also, error=LaunchError, finite=False)
+
+
+def label(spec: Spec) -> str:
+    """A run's name, where none is given."""
+    return task.label(spec.task) if isinstance(spec, RunSpec) else Path(spec.script).stem
+
+
+def own(program: str, *run_dirs: Path) -> list[str]:
+    """What torchrun starts in every rank for a program of `workbench.programs`."""
+    return ["-m", "workbench.programs.start", program, *map(str, run_dirs)]
+
+
+def program(spec: Spec, *run_dirs: Path) -> list[str]:
+    """What torchrun starts in every rank for a spec."""
+    if isinstance(spec, RunSpec):
+        return own("workbench.programs.train", *run_dirs)
+    traced = ["--profile", json.dumps(dataclasses.asdict(spec.profile))] if spec.profile else []
+    # behind "--": else a script's own --n or --log counts as an abbreviation of torchrun's options
+    return ["-m", "--", "workbench.programs.script", *["--watch"] * spec.watch, *traced, spec.script, *spec.args]

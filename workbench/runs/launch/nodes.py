@@ -1,0 +1,129 @@
+"""A machine joins a run that another one has launched: the same guard, the same torchrun, in the run directory that both see.
+
+workbench join RUN_DIR    by hand, on each further machine; in a job of Slurm see in_job.py
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from workbench.core import run_directory
+from workbench.runs.launch import environment
+from workbench.runs.launch.resume import lives, put_away
+from workbench.runs.launch.rendezvous import Rendezvous, free_endpoint
+from workbench.runs.launch.new_run import GRACE, LaunchError, open_lock
+from workbench.runs.run import Run
+from workbench.runs.spec import Spec, spec_from_json
+
+ENV_ENDPOINT = "WORKBENCH_RUN_RDZV"
+_GUARD = str(Path(__file__).with_name("guard.py"))
+
+
+def join(run_dir: str | os.PathLike[str]) -> int:
+    """Run this machine's part of a run, until it has ended; returns the exit status. An interrupt ends the whole run.
+
+    Raises:
+        LaunchError: the run is of one machine, has ended, or has all of its machines.
+        DamagedRunError: it is no run directory.
+    """
+    path = Path(run_dir).expanduser().absolute()
+    run = Run.load(path)
+    info = run_directory.read_json(path / run_directory.RUN_JSON)
+    if not info.get("rendezvous"):
+        raise LaunchError(f"{run!r} is a run of one machine: launch it with nnodes=2 or more, so that others can join")
+    if info["outcome"]:
+        raise LaunchError(f"{run!r} has ended ({run.state}): nobody can join it any more")
+    rendezvous = Rendezvous(**info["rendezvous"])
+    rank = _take_place(path, rendezvous.nnodes)
+    lock = open_lock(path / run_directory.NODES / str(rank))
+    config, environ = _prepared(path, info, rendezvous, rank)
+    with open(path / run_directory.NODES / str(rank) / run_directory.LAUNCHER_LOG, "wb") as log:
+        guard = subprocess.Popen(
+            [sys.executable, "-I", _GUARD, json.dumps(config | {"lock": lock, "launcher": os.getpid()})],
+            stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environ, pass_fds=(lock,), start_new_session=True,
+        )  # fmt: skip
+    os.close(lock)
+    print(f"machine {rank} of {rendezvous.nnodes} of {run.name}: meeting at {rendezvous.endpoint}", flush=True)
+    try:
+        guard.wait()
+    except KeyboardInterrupt:
+        guard.send_signal(signal.SIGTERM)
+        guard.wait()
+    found = run_directory.read_json(path / run_directory.NODES / str(rank) / run_directory.NODE_JSON)["outcome"]
+    state = found["state"] if found else "lost"
+    print(f"machine {rank}: {state}", flush=True)
+    if state != "finished":
+        print(_last_words(path / run_directory.NODES / str(rank) / run_directory.LAUNCHER_LOG), file=sys.stderr)
+    return 0 if state == "finished" else 1
+
+
+def _take_place(path: Path, nnodes: int) -> int:
+    """The number of this machine: the first that nobody has.
+
+    Raises:
+        LaunchError: all are taken.
+    """
+    for rank in range(1, nnodes):
+        with contextlib.suppress(FileExistsError):
+            (path / run_directory.NODES / str(rank)).mkdir(parents=True)
+            return rank
+    raise LaunchError(f"{path} has all of its {nnodes} machines: there is nothing left to join")
+
+
+def begin(path: Path) -> str:
+    """A job begins, or begins anew because it was put back into the queue; where its machines meet.
+
+    What its machines and ranks said in an earlier life moves to `attempts/<n>`; steps, metrics and checkpoints stay, and it goes on there.
+    """
+    if (path / run_directory.NODES).exists():
+        put_away(path)
+    run_directory.write_json(path / run_directory.RUN_JSON, run_directory.read_json(path / run_directory.RUN_JSON) | {"outcome": None})
+    (path / run_directory.NODES).mkdir()
+    return free_endpoint()
+
+
+def step(path: Path) -> None:
+    """Become the guard of this machine's part of a job."""
+    info = run_directory.read_json(path / run_directory.RUN_JSON)
+    rank = int(os.environ["SLURM_PROCID"])
+    spec = spec_from_json(info["spec"])
+    rendezvous = Rendezvous(nnodes=spec.nnodes, endpoint=os.environ[ENV_ENDPOINT], timeout=info["batch"]["rdzv_timeout"])
+    name = os.environ.get("SLURMD_NODENAME")
+    folder = path / run_directory.NODES / str(rank)
+    config, environ = _prepared(path, info, rendezvous, rank, name)
+    lock = open_lock(folder if rank else path)
+    os.set_inheritable(lock, True)
+    log = os.open((folder if rank else path) / run_directory.LAUNCHER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.execve(sys.executable, [sys.executable, "-I", _GUARD, json.dumps(config | {"lock": lock, "launcher": None})], environ)
+
+
+def _prepared(
+    path: Path, info: dict[str, Any], rendezvous: Rendezvous, rank: int, name: str | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The guard's configuration, and the environment of this machine's ranks."""
+    spec: Spec = spec_from_json(info["spec"])
+    node = rendezvous.node(path, rank, name)
+    program = [str(path) if word == info["path"] else word for word in info["program"]]  # the shared folder may be mounted elsewhere
+    logs = path / run_directory.NODES / str(rank) / run_directory.LOGS if rank else path / run_directory.LOGS
+    environ, _, _ = environment.for_ranks(path, info["id"], spec.threads)
+    life = f"{info['id']}-{lives(path)}" if info["batch"] else info["id"]
+    config = {
+        "run_dir": str(path),
+        "id": info["id"],
+        "command": environment.torchrun(spec.nproc_per_node, logs, program, rendezvous.flags(life, rank)),
+        "nproc": spec.nproc_per_node,
+        "grace": GRACE,
+        "timeout": info["timeout"] if not rank else None,
+        "node": node,
+    }
+    return config, environ | rendezvous.environ()
+
+
+def _last_words(log: Path) -> str:
+    return "\n".join(run_directory.TextTail(log).read(last=True)[-20:])

@@ -1,0 +1,123 @@
+"""Rendezvous: where the machines of a run meet, in the words of torchrun; and what this machine is called by the others."""
+
+import fcntl
+import os
+import platform
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from workbench.core import run_directory
+
+TIMEOUT = 600.0
+"""Seconds in which all machines have to come, where nobody says; torchrun's own."""
+SILENCE = 60.0
+"""Seconds without a sign of life from a machine after which it counts as lost: a file system that is shared may take its time."""
+_ANYWHERE = "192.0.2.1"
+"""An address that nobody has (RFC 5737): the way to it is the way out."""
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+class RendezvousError(ValueError):
+    """An endpoint that is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where and how long."""
+
+    nnodes: int
+    """Machines that have to come."""
+    endpoint: str
+    """host:port of machine 0, as the others reach it."""
+    timeout: float = TIMEOUT
+    """Seconds until who has come gives up."""
+
+    def __post_init__(self) -> None:
+        host, _, port = self.endpoint.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise RendezvousError(
+                f"rdzv_endpoint={self.endpoint!r}: host:port is wanted, of this machine as the others reach it, such as "
+                f'"{platform.node()}:29400"'
+            )
+
+    @property
+    def host(self) -> str:
+        """Of the endpoint, without the brackets of an IPv6 address."""
+        return self.endpoint.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """Of the endpoint."""
+        return int(self.endpoint.rpartition(":")[2])
+
+    def flags(self, run_id: str, rank: int) -> list[str]:
+        """torchrun's options on machine `rank`.
+
+        Which machine hosts the meeting is said, because torchrun's own guess compares host names; and the address by which others reach
+        this one, because a host name need not mean anything to them.
+        """
+        conf = {
+            "is_host": int(not rank),
+            "join_timeout": max(1, round(self.timeout)),
+            "read_timeout": max(1, round(min(60.0, self.timeout))),
+        }
+        words = ["--nnodes", str(self.nnodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", self.endpoint, "--rdzv-id", run_id]
+        words += ["--rdzv-conf", ",".join(f"{name}={value}" for name, value in conf.items())]
+        address = self.address()
+        return [*words, "--local-addr", address] if address else words
+
+    def address(self) -> str | None:
+        """This machine's own address on the way to the endpoint; None = the endpoint's name means nothing here (yet).
+
+        Many a machine calls itself 127.0.1.1, which is another one to everybody else: then it is the address that leads out of here.
+        """
+        found = _own_address(self.host, self.port)
+        if found and found.startswith("127.") and not self.host.startswith(("127.", "localhost")):
+            return _own_address(_ANYWHERE, 9) or found
+        return found
+
+    def environ(self) -> dict[str, str]:
+        """What gloo has to be told: it takes the interface that the host's own name leads to, often one that no other machine reaches."""
+        interface = _interface(self.address())
+        return {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
+
+    def node(self, run_dir: Path, rank: int, name: str | None = None) -> dict[str, Any]:
+        """What the guard of machine `rank` needs to know of the others; its folder is made."""
+        (run_dir / run_directory.NODES / str(rank)).mkdir(parents=True, exist_ok=True)
+        return {"rank": rank, "count": self.nnodes, "name": name or platform.node(), "silence": SILENCE}
+
+
+def free_endpoint(host: str | None = None) -> str:
+    """host:port with a port that nobody listens at just now; where no host is given this machine's name, or its address if it has none."""
+    if host is None:
+        host = platform.node() if _own_address(platform.node(), 9) else _own_address(_ANYWHERE, 9) or "127.0.0.1"
+    with socket.create_server(("", 0)) as listening:
+        return f"{host}:{listening.getsockname()[1]}"
+
+
+def _own_address(host: str, port: int) -> str | None:
+    """This machine's address on the way to another; None = no way leads there."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
+            way.connect(place)  # of a datagram socket: nothing is sent
+            return str(way.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _interface(address: str | None) -> str | None:
+    """The network interface that has an IPv4 address; None = none has, or not to be found out here."""
+    if address is None:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None

@@ -1,0 +1,254 @@
+"""Resuming: a run that was killed or stopped goes on from its last checkpoint, as a new life of the same run, in its own directory.
+
+Lives: of a run that goes on from a checkpoint, what its processes said in each earlier one, in a folder `attempts/<n>` each.
+"""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from workbench.core import run_directory
+import math
+import platform
+import time
+import zipfile
+from dataclasses import dataclass
+from typing import Any
+from workbench.runs.launch import environment
+from workbench.runs.launch.new_run import GIT_PATIENCE, LaunchError, NewRun, end_guard, open_lock, wait_for_reaped
+from workbench.runs.run import ACTIVE, Run
+from workbench.runs.spec import RunSpec
+
+ATTEMPTS = "attempts"
+"""Folder of the folders."""
+_SAID = (run_directory.NODES, run_directory.LOGS, run_directory.ERRORS, run_directory.LAUNCHER_LOG)
+
+
+def lives(path: Path) -> int:
+    """Earlier lives of a run; the number of the next folder, whichever of those before were deleted."""
+    return max((int(folder.name) + 1 for folder in (path / ATTEMPTS).glob("*") if folder.name.isdecimal()), default=0)
+
+
+def put_away(path: Path, number: int | None = None) -> None:
+    """What processes said in an earlier life moves to `attempts/<n>`; steps, metrics and checkpoints stay, cut to whole lines.
+
+    Args:
+        path: of the run.
+        number: of that life; None = what `lives` says.
+    """
+    old = path / ATTEMPTS / str(lives(path) if number is None else number)
+    old.mkdir(parents=True)
+    for name in _SAID:
+        if (path / name).exists():
+            shutil.move(path / name, old / name)
+    for name in (run_directory.ERRORS, run_directory.LOGS):
+        (path / name).mkdir()
+    for rows in path.glob("*.jsonl"):
+        before = rows.stat()
+        run_directory.cut_to_whole_lines(rows)
+        os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))  # when its rank wrote last
+
+
+def bring_back(path: Path, number: int) -> None:
+    """What was put away, wholly or in part, takes its place again.
+
+    Args:
+        path: of the run.
+        number: of the life that did not begin: what `lives` said before.
+    """
+    old = path / ATTEMPTS / str(number)
+    if not old.exists():
+        return
+    for said in list(old.iterdir()):
+        new = path / said.name
+        if new.is_dir():
+            shutil.rmtree(new)
+        shutil.move(said, new)
+    old.rmdir()
+    with contextlib.suppress(OSError):  # there are others
+        old.parent.rmdir()
+
+
+PATIENCE = 20.0
+"""Seconds that a guard may take to leave after it has said how its run ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A run that can go on, as it stood when it was looked at."""
+
+    run: Run
+    """The run."""
+    spec: RunSpec
+    """Its spec; a task in a file has the file's whole path."""
+    info: dict[str, Any]
+    """What its run.json said."""
+    folder: Path
+    """Where it was launched: relative paths are found from there."""
+    seconds: float
+    """How long all its lives took."""
+
+
+def resumable(old: Run | str | os.PathLike[str], target: Any = None) -> Ended:
+    """A run that has ended before its last step and can go on.
+
+    Args:
+        old: the run, or its directory.
+        target: None, or a spec that has to be that of the run.
+
+    Raises:
+        LaunchError: it cannot go on, and why.
+    """
+    run = Run.load(old.path if isinstance(old, Run) else old)
+    info = run_directory.read_json(run.path / run_directory.RUN_JSON)
+    spec = _checked_spec(run, info, target)
+    home = Path(info["command"][-1])
+    if home != run.path:  # a link leads to it: its processes know it by one name
+        run = Run.load(home)
+    _refuse_as_it_stands(run, spec, info["host"])
+    info = run_directory.read_json(run.path / run_directory.RUN_JSON)  # as it stands: it may have ended since
+    folder = Path(info.get("cwd") or Path.cwd())
+    if not folder.is_dir():
+        raise LaunchError(f"{run!r} was launched in {folder}, which is gone: its task and its files were found from there. Put it back")
+    file, colon, function = spec.task.rpartition(":")
+    if file.endswith(".py"):
+        spec = spec.replace(task=f"{folder / file}{colon}{function}")
+    return Ended(run=run, spec=spec, info=info, folder=folder, seconds=run.seconds)
+
+
+def go_on(ended: Ended, timeout: float | None = None) -> Run:
+    """Start another life of a run, from its last checkpoint.
+
+    Args:
+        ended: what `resumable` said.
+        timeout: seconds after which this life is stopped; None = never.
+
+    Raises:
+        LaunchError: somebody else let it go on meanwhile, or there is no room. The run stays as it had ended.
+    """
+    run = ended.run
+    lock = _lock(run.path)
+    try:
+        now = run_directory.read_json(run.path / run_directory.RUN_JSON)
+        if now != ended.info:
+            state = (now.get("outcome") or {"state": "lost"})["state"]
+            raise LaunchError(f"{run!r} has gone on meanwhile, by somebody else's resume, and is {state} now: look at it anew")
+        _Again(run).start_again(ended, timeout, lock)
+    finally:
+        os.close(lock)
+    return Run.load(run.path)
+
+
+def _lock(path: Path) -> int:
+    """The lock of a run that has ended. Its guard may be about to leave, and who asks whether anybody holds it does so for a moment."""
+    limit = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return open_lock(path, wait=False)
+        except LaunchError:
+            if time.monotonic() >= limit:
+                raise
+        except OSError as error:
+            raise LaunchError(f"{path} cannot be written to, and a run goes on in its own directory: {error}") from error
+        time.sleep(0.02)
+
+
+def _checked_spec(run: Run, info: dict[str, Any], target: Any) -> RunSpec:
+    """The spec of a run, if it is one of a kind that goes on here."""
+    spec, path = run.spec, run.path
+    if info.get("batch"):
+        raise LaunchError(f"{run!r} is a job of Slurm: with Slurm(requeue=True) it goes on by itself, and scontrol requeue tells it to")
+    if info.get("alone") or info.get("experiment") or info["launch_dir"] != "." or not _is_at(path, info.get("command")):
+        raise LaunchError(f"{path} was not launched as a run of its own in this place: only such a run goes on. Launch its spec anew")
+    if not isinstance(spec, RunSpec):
+        raise LaunchError(f"{run!r} is a script, whose checkpoints are its own: launch it again with the option by which it reads them")
+    if target is not None and target != spec:
+        raise LaunchError(f"{run!r} goes on as it was launched, {_difference(spec, target)}: leave the spec out, or launch it as a new run")
+    if spec.nnodes > 1:
+        raise LaunchError(f"{run!r} is of {spec.nnodes} machines: only a run of one goes on here; on Slurm, with Slurm(requeue=True)")
+    return spec
+
+
+def _is_at(path: Path, command: Any) -> bool:
+    """Does the command of a run train in this directory, by whatever name?"""
+    try:
+        return isinstance(command, list) and os.path.samefile(command[-1], path)
+    except (OSError, IndexError, TypeError):
+        return False
+
+
+def _difference(spec: RunSpec, target: Any) -> str:
+    if not isinstance(target, RunSpec):
+        return f"and {target!r:.60} is not its spec"
+    name, (here, there) = next(iter(spec.changes(target).items()))
+    return f"with {name}={here!r} and not {there!r}"
+
+
+def _refuse_as_it_stands(run: Run, spec: RunSpec, host: str) -> None:
+    """Say why a run cannot go on now; `host` is where its last life was."""
+    state, lock = run.state, run.path / run_directory.LOCK
+    if state in ACTIVE:
+        raise LaunchError(f"{run!r} is still running: it goes on anyway. To begin again from its last checkpoint, run.stop() first")
+    if state == "finished":
+        raise LaunchError(f"{run!r} has finished: there is nothing left to go on with. For more steps launch a new run")
+    if state == "lost" and host != platform.node() and lock.exists():
+        raise LaunchError(
+            f"{run!r} was launched on {host}, and this is {platform.node()}: from here nobody can see whether it still runs there. "
+            f"Resume it there; or, where that machine is gone, delete {lock} and try again"
+        )
+    found = list((run.path / run_directory.CHECKPOINTS).glob("step*.pt"))
+    if not found:
+        every = f"ended before its first one (every {spec.checkpoint_every} steps)" if spec.checkpoint_every else "was to keep none"
+        raise LaunchError(f"{run!r} has no checkpoint to go on from: it {every}. Launch it anew: wb.launch(run.spec, checkpoint_every=…)")
+    if not any(zipfile.is_zipfile(path) for path in found):  # as torch writes them; whether all is well inside, the ranks will see
+        raise LaunchError(
+            f"{run!r} has no whole checkpoint to go on from: {', '.join(sorted(path.name for path in found))} in {found[0].parent} "
+            "cannot be read. Put a sound one there, or launch it anew: wb.launch(run.spec)"
+        )
+
+
+class _Again(NewRun):
+    """The directory of a run that was there before: nothing of it goes away."""
+
+    def __init__(self, run: Run) -> None:
+        self.path, self.id, self.name, self.created = run.path, run.id, run.name, run.created
+
+    def start_again(self, ended: Ended, timeout: float | None, lock: int) -> None:
+        """Start a guard in it, with the same command; or leave everything as it was."""
+        wait_for_reaped(self.id)
+        info, environ = self._anew(ended, timeout)
+        number, reserved = lives(self.path), (self.path / run_directory.RESERVE).exists()
+        try:
+            put_away(self.path, number)
+            (self.path / run_directory.RESERVE).write_bytes(os.urandom(run_directory.RESERVE_BYTES))
+            run_directory.write_json(self.path / run_directory.RUN_JSON, info)
+            self._start_guard(info, environ, lock)
+        except BaseException as error:
+            end_guard(self.id)
+            if not reserved:
+                run_directory.free_reserve(self.path)
+            bring_back(self.path, number)
+            if run_directory.read_json(self.path / run_directory.RUN_JSON) != ended.info:
+                run_directory.write_json(self.path / run_directory.RUN_JSON, ended.info)
+            if isinstance(error, OSError):
+                raise LaunchError(f"{self.path} could not go on: {error}. The run is as it had ended") from error
+            raise
+
+    def _anew(self, ended: Ended, timeout: float | None) -> tuple[dict[str, Any], dict[str, str]]:
+        """run.json's content for another life, and the environment of the ranks."""
+        git = environment.GitQuery(ended.folder)
+        environ, added, removed = environment.for_ranks(self.path, self.id, ended.spec.threads)
+        info = ended.info | {
+            "cwd": str(ended.folder),
+            "host": platform.node(),
+            "cores": environment.core_count(),
+            "gpus": environment.gpu_count(),
+            "timeout": timeout,
+            "environment": {"set": added, "removed": removed},
+            "versions": environment.versions(),
+            "git": git.answer(GIT_PATIENCE),
+            "begun": time.time(),
+            "seconds_before": 0.0 if math.isnan(ended.seconds) else ended.seconds,
+            "outcome": None,
+        }
+        return info, environ

@@ -1,0 +1,212 @@
+"""`sweep`: every combination of some knobs' values, one run each, in as few launches as fairness allows."""
+
+import contextlib
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from workbench.core import run_directory, units
+from workbench.core.checks import whole_number
+from workbench.runs.launch.launch import check, label, program
+from workbench.runs.launch.new_run import NewRun, child_dir
+from workbench.runs.launch.waiting import wait_for
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec, SpecError, check_names, check_profile
+from workbench.runs.target import check_spec
+
+_SAME_FOR_ALL = ("task", "launcher", "disk-full")
+"""Kinds of failure that the next configuration would meet as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One repetition of one configuration."""
+
+    place: int
+    """Where its run goes in the result."""
+    name: str
+    """The knobs that vary, with their values here."""
+    spec: RunSpec
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """What runs of one launch have in common: it is fixed when the processes start."""
+        return self.spec.nproc_per_node, self.spec.device, self.spec.backend, self.spec.threads
+
+
+def sweep(
+    spec: RunSpec,
+    *,
+    runs_dir: str | os.PathLike[str] | None = None,
+    repeat: int = 1,
+    quiet: bool = False,
+    **lists: Sequence[Any],
+) -> list[Run]:
+    """Run every combination of the knobs' values and return when all have ended. An interrupt stops everything.
+
+    Configurations that can share their processes run in one launch, which pays the start-up once. Launches follow one another, so no
+    two configurations run at the same time. With `repeat`, every repetition goes through the configurations in the opposite direction
+    (A B B A): a machine that slowly gets hotter or busier favours none.
+
+    Args:
+        spec: what all have in common.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+        repeat: how often each configuration runs.
+        quiet: do not print a line per finished run.
+        **lists: a list of values per knob, such as `micro_batch=[16, 32]`.
+
+    Returns:
+        The runs in the order of the product (the last knob varies fastest), repetitions side by side.
+
+    Raises:
+        SpecError: a knob or value that is not allowed. Nothing was started.
+        LaunchError: a configuration cannot run here. Nothing was started.
+        TaskError: the task is not there. Nothing was started.
+    """
+    check_spec("sweep", spec, because="whose knobs can be turned", instead="a script is launched with launch()", error=SpecError)
+    return run_all(combinations(spec, lists), runs_dir=runs_dir, repeat=repeat, quiet=quiet)
+
+
+def run_all(
+    specs: Sequence[tuple[str, RunSpec]], *, runs_dir: str | os.PathLike[str] | None = None, repeat: int = 1, quiet: bool = True
+) -> list[Run]:
+    """Run specs that need not be a product, as `sweep` does: in as few launches as fairness allows, in this order where they share one.
+
+    Args:
+        specs: each in words, and itself.
+        runs_dir: as there.
+        repeat: as there.
+        quiet: as there.
+
+    Returns:
+        The runs in the order of the specs, repetitions side by side.
+
+    Raises:
+        SpecError: no such number of repetitions, or fewer steps than `profile` needs. Nothing was started.
+        LaunchError: a configuration cannot run here. Nothing was started.
+        TaskError: the task is not there. Nothing was started.
+    """
+    whole_number("repeat", repeat, least=1, error=SpecError)
+    for _, each in specs:
+        check(each)
+        check_profile(each)
+    trials = plan(specs, repeat)
+    done: dict[int, Run] = {}
+    with contextlib.closing(in_turn(trials, runs_dir)) as ended:
+        for trial, run in ended:
+            done[trial.place] = run
+            if not quiet:
+                print(f"[{len(done)}/{len(trials)}] {trial.name}: {in_brief(run)}", flush=True)
+    return [done[place] for place in sorted(done)]
+
+
+def _kept(_: Trial) -> bool:
+    return False
+
+
+def in_turn(
+    trials: Sequence[Trial],
+    runs_dir: str | os.PathLike[str] | None = None,
+    tick: Callable[[], object] = int,
+    skip: Callable[[Trial], object] = _kept,
+) -> Generator[tuple[Trial, Run], None, None]:
+    """Run trials in their order, neighbours that can share a launch in one, and give each one's run as soon as it has ended.
+
+    Closing the generator stops what runs; runs that have ended stay.
+
+    Args:
+        trials: checked already.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+        tick: called again and again meanwhile, such as to show how far it is.
+        skip: asked of each trial before its launch, such as whether the same spec has failed already.
+    """
+    for _, group in itertools.groupby(trials, key=lambda trial: trial.shared):
+        waiting = list(group)
+        while waiting := [trial for trial in waiting if not skip(trial)]:  # a second time only if a launch broke down on the way
+            with contextlib.closing(_together(waiting, runs_dir, tick)) as ended:
+                for run in ended:
+                    yield waiting.pop(0), run
+
+
+def combinations(spec: RunSpec, lists: Mapping[str, Sequence[Any]]) -> list[tuple[str, RunSpec]]:
+    """The product of the lists: each configuration in words, and its spec.
+
+    >>> [words for words, _ in combinations(RunSpec(task="text-gpt"), {"micro_batch": [8, 16], "precision": ["fp32"]})]
+    ['micro_batch=8 precision=fp32', 'micro_batch=16 precision=fp32']
+
+    Raises:
+        SpecError: a knob or value that is not allowed; the message names both.
+    """
+    if not lists:
+        raise SpecError("a sweep of nothing: give at least one knob a list of values, such as micro_batch=[16, 32]")
+    check_names(RunSpec, lists)
+    for knob, values in lists.items():
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise SpecError(f"{knob}={values!r}: a list of values is wanted, such as {knob}=[{getattr(spec, knob)!r}]")
+        if any(value in values[:i] for i, value in enumerate(values)):
+            raise SpecError(f"{knob}={values!r} has a value twice: to run each configuration several times there is repeat=2")
+    found = []
+    for combination in itertools.product(*lists.values()):
+        changes = dict(zip(lists, combination, strict=True))
+        words = " ".join(f"{knob}={value}" for knob, value in changes.items())
+        try:
+            found.append((words, spec.replace(**changes)))
+        except SpecError as error:
+            raise SpecError(f"{error} (in {words})") from error
+    return found
+
+
+def plan(specs: Sequence[tuple[str, RunSpec]], repeat: int) -> list[Trial]:
+    """The order of execution: what can share a launch side by side, then there and back again."""
+    trials = [
+        [Trial(place=place * repeat + repetition, name=words, spec=spec) for place, (words, spec) in enumerate(specs)]
+        for repetition in range(repeat)
+    ]
+    first_seen = {trial.shared: trial.place for trial in reversed(trials[0])}
+    order = []
+    for repetition, there in enumerate(trials):
+        there.sort(key=lambda trial: first_seen[trial.shared])
+        order += there if repetition % 2 == 0 else there[::-1]
+    return order
+
+
+def _together(trials: Sequence[Trial], runs_dir: str | os.PathLike[str] | None, tick: Callable[[], object]) -> Generator[Run, None, None]:
+    """Run trials in one launch and give each one's run as it ends; none for those which a breakdown kept from beginning."""
+    trials = tuple(trials)
+    first = trials[0]
+    name = f"{label(first.spec)} {first.name}" if len(trials) == 1 else f"{label(first.spec)} sweep"
+    new = NewRun(runs_dir, name)
+    if len(trials) == 1:
+        folders = [new.path]
+        launched = new.start(first.spec, program(first.spec, new.path))
+    else:
+        folders = [child_dir(new.path, index) for index in range(len(trials))]
+        children = [(f"{label(trial.spec)} {trial.name}", trial.spec) for trial in trials]
+        launched = new.start(first.spec, program(first.spec, *folders), children=children)
+    try:
+        for index, folder in enumerate(folders):
+            run = wait_for(Run.load(folder), tick=tick, check=False)
+            if index and _never_begun(run, launched):
+                for left in folders[index:]:
+                    shutil.rmtree(left)
+                break
+            yield run
+        wait_for(launched, tick=tick, check=False)
+    except BaseException:
+        launched.stop()
+        raise
+
+
+def _never_begun(run: Run, launched: Run) -> bool:
+    """Did the launch break down before it came to this run, in a way that another launch need not?"""
+    if any(run.path.glob("rank*.jsonl")) or run_directory.read_json(run.path / run_directory.RUN_JSON)["outcome"]:
+        return False
+    return launched.error is not None and launched.error.kind not in _SAME_FOR_ALL
+
+
+def in_brief(run: Run) -> str:
+    """How a run ended, in one line."""
+    how = units.rate(run.samples_per_sec) if run.ok else f"{run.state}: {run.error}".splitlines()[0]
+    return f"{how} · {units.seconds(run.seconds)}"

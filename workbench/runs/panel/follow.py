@@ -1,0 +1,193 @@
+"""From a growing run directory to what a panel shows. Each call reads only what is new, so a long run costs no more than a short one."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from workbench.core import run_directory
+from workbench.runs.failure import Failure
+from workbench.runs.run import ACTIVE, Run, State
+from workbench.timeline.timeline import MOST_WARMUP, Step, StepSums, warmup_of
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colours and cursor movements of a terminal
+LOG_START = 64 * 1024
+"""Bytes of each log that a panel opened late starts with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShare:
+    """Where the mean step of one rank goes, so far."""
+
+    rank: int
+    """Rank of the process."""
+    phases: tuple[float, ...]
+    """Mean seconds per phase in the order of PHASES, warm-up left out; nan before there is a measured step."""
+    steps: int
+    """Steps done, warm-up included."""
+    left_out: int
+    """First steps that the means leave out."""
+    samples_per_sec: float
+    """Throughput of this rank over the measured steps; nan if not known."""
+    memory: int | None
+    """Peak bytes of the process; None if it was not read."""
+
+    @property
+    def seconds(self) -> float:
+        """Length of the mean step."""
+        return sum(self.phases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A run at one moment, as a panel shows it."""
+
+    state: State
+    """How the run stands."""
+    done: int
+    """Optimizer steps done."""
+    steps: int | None
+    """How many there will be; None = not known (a script)."""
+    seconds: float
+    """Since launch; from launch to end for a run that has ended."""
+    ranks: tuple[RankShare, ...] = ()
+    """Those that have written a step."""
+    losses: tuple[tuple[int, float], ...] = ()
+    """(step, loss) as rank 0 reported them."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What an evaluation found."""
+    error: Failure | None = None
+    """Why it failed."""
+
+    @property
+    def samples_per_sec(self) -> float:
+        """Over all ranks; nan before there is a measured step."""
+        return sum(rank.samples_per_sec for rank in self.ranks) if self.ranks else math.nan
+
+    @property
+    def memory(self) -> int | None:
+        """Peak bytes of the fullest rank."""
+        return max((rank.memory for rank in self.ranks if rank.memory is not None), default=None)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the last step if the slowest rank goes on as it did; None if that cannot be told."""
+        step = max((rank.seconds for rank in self.ranks), default=math.nan)
+        if self.state not in ACTIVE or self.steps is None or math.isnan(step):
+            return None
+        return max(0, self.steps - self.done) * step
+
+
+class _RankSums:
+    """Running sums of one rank's steps; its first ones are kept, because how many are left out grows with the number of steps."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = run_directory.LineTail(path)
+        self._first: list[Step] = []
+        self._sums = StepSums()
+        self._memory: int | None = None
+        self._damage = ""
+
+    def read(self) -> None:
+        """Take the steps that are new.
+
+        Raises:
+            DamagedRunError: a row of the file is no step, now or before; all others count.
+        """
+        rows = self._tail.read()
+        if self._tail.anew:  # the run went on from a checkpoint: its file begins anew, without what came after that
+            self._first, self._sums, self._damage = [], StepSums(), ""
+        steps = list[Step]()
+        for row in rows:
+            if "step" not in row:
+                continue
+            try:
+                steps.append(Step.of(row))
+            except ValueError as error:
+                self._damage = self._damage or f"{self._tail.path} is damaged: a row of it is no step: {error}"
+        self._first += steps[: MOST_WARMUP - len(self._first)]
+        self._sums += StepSums.of(steps)
+        peaks = [memory for memory in (self._memory, *(step.memory for step in steps)) if memory is not None]
+        self._memory = max(peaks, default=None)
+        if self._damage:
+            raise run_directory.DamagedRunError(self._damage)
+
+    def share(self, rank: int) -> RankShare:
+        left_out = warmup_of(self._sums.count)
+        measured = self._sums - StepSums.of(self._first[:left_out])
+        return RankShare(
+            rank=rank,
+            phases=measured.means,
+            steps=self._sums.count,
+            left_out=left_out,
+            samples_per_sec=measured.samples_per_sec,
+            memory=self._memory,
+        )
+
+
+class Follower:
+    """Reads a run as it grows. It has its own view on the directory, so it may live in a thread of its own."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = Run.load(run.path)
+        self._metrics = run_directory.LineTail(run.path / run_directory.METRICS)
+        self._sums = {rank: _RankSums(run.path / run_directory.rank_file(rank)) for rank in range(run.spec.world_size)}
+        self._logs: dict[Path, run_directory.TextTail] = {}
+        self._losses: list[tuple[int, float]] = []
+        self._figures: dict[str, float] = {}
+        self._progress: tuple[int, int | None] = (0, getattr(run.spec, "steps", None))
+        self._damage = ""
+
+    def snapshot(self) -> Snapshot:
+        """The run as it is now.
+
+        Raises:
+            DamagedRunError: a file of the run cannot be read.
+        """
+        state = self._run.state  # before the files: once it has ended, they are whole
+        rows = self._metrics.read()
+        if self._metrics.anew:
+            self._losses.clear()
+            self._damage = ""
+        for row in rows:
+            self._take(row)
+        if self._damage:
+            raise run_directory.DamagedRunError(self._damage)
+        for sums in self._sums.values():
+            sums.read()
+        ranks = [sums.share(rank) for rank, sums in self._sums.items()]
+        done, steps = self._progress
+        return Snapshot(
+            state=state,
+            done=max(done, ranks[0].steps),
+            steps=steps,
+            seconds=self._run.seconds,
+            ranks=tuple(rank for rank in ranks if rank.steps),
+            losses=tuple(self._losses),
+            figures=dict(self._figures),
+            error=self._run.error,
+        )
+
+    def _take(self, row: Mapping[str, Any]) -> None:
+        step, loss, steps = (row.get(name) for name in ("step", "loss", "steps"))
+        numbered = type(step) is int or (step is None and loss is None)
+        if not numbered or not all(value is None or type(value) in (int, float) for value in (loss, steps)):
+            told = f"{self._metrics.path} is damaged: the number of a step, or its loss, is no number: {row!r:.80}"
+            self._damage = self._damage or told
+            return
+        if "step" in row:
+            self._progress = row["step"], row.get("steps")
+        if row.get("loss") is not None:
+            self._losses.append((row["step"], row["loss"]))
+        self._figures |= {name: value for name, value in row.items() if name not in run_directory.METRIC_KEYS}
+
+    def log_lines(self, last: bool = False) -> list[tuple[int, str]]:
+        """(rank, line) of what was printed since the last call; with `last`, unfinished lines too."""
+        lines = []
+        for rank, paths in self._run.log_files().items():
+            for path in paths:
+                if path not in self._logs:
+                    self._logs[path] = run_directory.TextTail(path, start=max(0, path.stat().st_size - LOG_START))
+                lines += [(rank, _ESCAPES.sub("", line)) for line in self._logs[path].read(last)]
+        return lines

@@ -1,0 +1,120 @@
+"""RunPanel: a run in a notebook, live while later cells run."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+import ipywidgets
+from workbench.runs.run import ACTIVE, Run
+from workbench.core.run_directory import DamagedRunError
+from workbench.runs.panel import html as faces
+from workbench.runs.panel.follow import Follower, Snapshot
+from workbench.runs.panel.log import LogView
+
+TICK = 0.25
+"""Seconds between two looks at a run."""
+
+
+class RunPanel:
+    """Progress, throughput, loss, where the steps go, what the ranks print, and a Stop button. Holds widgets, is none.
+
+    One thread looks at the run's directory until the run ends, and touches nothing but traits of the widgets.
+
+    Attributes:
+        run: the run that is shown.
+        widget: everything below, in one box.
+        status, words, problem, figures, phases: HTML.
+        stop: the button.
+        log: what the ranks print.
+        now: the run when it was last looked at.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._follower, self._complaint, self._lock = Follower(run), "", threading.Lock()
+        self.status, self.words, self.problem, self.figures, self.phases = (ipywidgets.HTML() for _ in range(5))
+        self.stop = ipywidgets.Button(
+            description="Stop", icon="stop", tooltip="End all processes of this run. While a cell waits for the run, interrupt the kernel."
+        )
+        self.log = LogView(range(run.spec.world_size))
+        for name in ("status", "words", "problem", "figures", "phases", "stop"):
+            getattr(self, name).add_class(f"wb-{name}")
+        self.stop.on_click(self._stop)
+        top = ipywidgets.HBox([self.status, self.stop]).add_class("wb-top")
+        self.widget = ipywidgets.VBox([top, self.words, self.problem, self.figures, self.phases, self.log]).add_class("wb-panel")
+        self.now = self.refresh()
+        self._thread = threading.Thread(target=self._follow, name=f"follow {run.name}", daemon=True)
+        if self.now.state in ACTIVE:
+            self._thread.start()
+
+    @property
+    def live(self) -> bool:
+        """Does it go on looking at the run? Not after the run's end, nor once its directory could not be read."""
+        return self.now.state in ACTIVE and self._thread.is_alive()
+
+    def refresh(self) -> Snapshot:
+        """Look at the run and show what is new.
+
+        Raises:
+            DamagedRunError: its directory cannot be read any more.
+        """
+        with self._lock:
+            return self._refresh()
+
+    def _refresh(self) -> Snapshot:
+        now = self._follower.snapshot()
+        running = now.state in ACTIVE
+        self.log.append(self._follower.log_lines(last=not running), all_kept=not running)
+        self.status.value = faces.status(self.run, now)
+        self.words.value = faces.words(now)
+        self.figures.value = faces.figures(now)
+        self.phases.value = faces.phases(now)
+        self.problem.value = faces.problem(now) or self._complaint
+        if not running:
+            self.stop.layout.display = "none"
+            self.log.failed = now.error.rank if now.error else None
+            self.log.news = f"{self.run.name} {now.state}. {now.error or ''}"
+        return now
+
+    def _follow(self) -> None:
+        try:
+            while self.now.state in ACTIVE:
+                time.sleep(TICK)
+                self.now = self.refresh()
+        except (DamagedRunError, OSError) as error:  # the directory was removed while we looked
+            self._complain(str(error))
+
+    def _stop(self, _button: object) -> None:
+        """A callback returns at once: it may be on the thread that every cell of the notebook waits for."""
+        self.stop.disabled, self.stop.description = True, "Stopping"
+        threading.Thread(target=self._stop_run, daemon=True).start()
+
+    def _stop_run(self) -> None:
+        try:
+            self.run.stop()
+        except (TimeoutError, OSError) as error:
+            self._complain(str(error))
+            self.stop.disabled, self.stop.description = False, "Stop"
+
+    def _complain(self, message: str) -> None:
+        """Say what the panel itself met; the error of the run, once there is one, takes its place."""
+        self.problem.value = self._complaint = faces.alert(message)
+
+    def __repr__(self) -> str:
+        return f"RunPanel({self.run!r})"
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        self.now = self.refresh()  # what is stored with the notebook is how it stands now
+        bundle = self.widget._repr_mimebundle_(**options)
+        return {**bundle, "text/plain": repr(self.run), "text/html": faces.static(self.run, self.now)}
+
+
+_panels: dict[tuple[Path, str], RunPanel] = {}
+
+
+def run_panel(run: Run) -> RunPanel:
+    """The panel of a run: always the same one, however often the run is shown; a new one when that does not follow it any more."""
+    key = (run.path, run.id)
+    if key not in _panels or (not _panels[key].live and run.state in ACTIVE):
+        _panels[key] = RunPanel(run)
+    return _panels[key]

@@ -1,0 +1,134 @@
+"""Stacked bars of a step: one per rank (`step_time`) or one per run (`compare`). The pieces of a bar add up to the mean step.
+
+Curves of a run over its steps: the loss, the learning rate if it varies, evaluation where there is one.
+"""
+
+from __future__ import annotations
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from workbench.core import units
+from workbench.runs.compare import Comparison, compare as compared
+from workbench.core.display.colors import PHASES as COLORS, INK, LINE
+from workbench.core.display.axes import Bar, bar_chart, calm, prepared, WIDTH
+from workbench.runs.run import Run
+from workbench.core.vocabulary import PHASES
+from workbench.timeline.timeline import Timeline
+from workbench.core.run_directory import METRIC_KEYS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def step_time(result: Run | Timeline | Sequence[Timeline], ax: Axes | None = None) -> Axes:
+    """Where a step goes: one stacked bar per rank, in mean seconds per phase, warm-up left out.
+
+    Args:
+        result: a run, a timeline (measured or predicted) or several.
+        ax: the Axes to draw into; None makes a figure.
+
+    Raises:
+        ValueError: there is no measured step to draw.
+    """
+    timelines = result.timelines if isinstance(result, Run) else [result] if isinstance(result, Timeline) else list(result)
+    shown = [timeline for timeline in timelines if timeline.count]
+    if not shown:
+        raise ValueError(_nothing(result))
+    kinds = {"predicted" if timeline.predicted else "measured" for timeline in shown}
+    bars = [
+        Bar(
+            label=f"rank {t.rank}" + (f", {'predicted' if t.predicted else 'measured'}" if len(kinds) == 2 else ""),
+            pieces=[t.mean(phase) for phase in PHASES],
+            end=units.seconds(t.mean()),
+            pale=t.predicted and len(kinds) == 2,
+        )
+        for t in shown
+    ]
+    return bar_chart(ax, bars, f"mean step, {' and '.join(sorted(kinds))}", COLORS)
+
+
+def compare(result: Comparison | Sequence[Run], ax: Axes | None = None) -> Axes:
+    """The mean step of several runs on the same axes; the text at a bar's end is its throughput, and its speedup over the first.
+
+    Raises:
+        ValueError: fewer than two runs, or one without a measured step.
+    """
+    comparison = result if isinstance(result, Comparison) else compared(*result)
+    means = zip(*(comparison.seconds(phase) for phase in PHASES), strict=True)
+    ups = ["baseline", *(units.times(up) for up in comparison.speedups[1:])]
+    ends = [f"{up}  ·  {units.rate(run.samples_per_sec)}" for run, up in zip(comparison.runs, ups, strict=True)]
+    labels = [label.replace(", ", ",\n") for label in comparison.labels]
+    bars = [Bar(label=label, pieces=mean, end=end) for label, mean, end in zip(labels, means, ends, strict=True)]
+    return bar_chart(ax, bars, "mean step over all ranks, measured", COLORS)
+
+
+def _nothing(result: object) -> str:
+    if isinstance(result, Run):
+        hint = str(result.error) if result.error else "wait for its steps (run.wait()), or launch a script with watch=True"
+        return f"{result!r} has no measured step to draw ({result.state}): {hint}"
+    return f"{result!r} has no measured step to draw: a step is measured from the one after the warm-up on"
+
+
+def metrics(run: Run, ax: Axes | None = None) -> Axes:
+    """The loss against the optimizer step; the learning rate on a second axis if it varies; evaluation figures at their step.
+
+    Raises:
+        ValueError: the run has not reported a loss.
+    """
+    rows = run.metric_rows
+    losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    if not losses:
+        hint = str(run.error) if run.error else "a script launched with watch=True has timelines only; a RunSpec reports its loss"
+        raise ValueError(f"{run!r} has reported no loss to draw ({run.state}): {hint}")
+    ax = prepared(ax, WIDTH, 3.0)
+    ax.plot(*zip(*losses, strict=True), color=LINE, linewidth=1.8, label="loss", marker="o" if len(losses) < 3 else None)
+    ax.set_xlabel("optimizer step")
+    ax.set_ylabel("training loss")
+    ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
+    ax.margins(x=0.01)
+    _mark_evaluation(ax, rows)
+    rates = [(row["step"], row["lr"]) for row in rows if row.get("lr") is not None]
+    if len({rate for _, rate in rates}) > 1:
+        _draw_rates(ax, rates)
+    return ax
+
+
+def _mark_evaluation(ax: Axes, rows: list[dict[str, float]]) -> None:
+    """A dotted line where the model was evaluated, with the figures in words beside it."""
+    last = max(row["step"] for row in rows if "step" in row)
+    for row in rows:
+        figures = {name: value for name, value in row.items() if name not in METRIC_KEYS}
+        if not figures:
+            continue
+        left = row["step"] > last / 2  # the text stands on the side that has room
+        ax.axvline(row["step"], color=INK, linestyle=":", linewidth=1.2)
+        ax.annotate(
+            "\n".join(f"{name} {value:.3g}" for name, value in figures.items()),
+            (row["step"], 1),
+            (-6 if left else 6, -2),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="right" if left else "left",
+            va="top",
+            color=INK,
+        )
+
+
+def _draw_rates(ax: Axes, rates: list[tuple[float, float]]) -> None:
+    """The learning rate, dashed, on an axis of its own at the right."""
+    twin = calm(ax.twinx())
+    twin.plot(*zip(*rates, strict=True), color=INK, linewidth=1.2, linestyle="--", label="learning rate")
+    twin.set_ylabel("learning rate")
+    twin.set_ylim(bottom=0)
+    twin.spines["right"].set_visible(True)
+    twin.spines["left"].set_visible(False)
+    ax.legend(
+        handles=[*ax.get_lines()[:1], *twin.get_lines()],
+        frameon=False,
+        labelcolor=INK,
+        fontsize=9,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=2,
+        borderaxespad=0.2,
+        borderpad=0.2,
+    )

@@ -1,0 +1,207 @@
+"""Root cause: which rank failed first.
+
+torchrun's own "Root Cause" often names a victim: it keeps whole seconds, and the rank at fault is slow to leave when it tears the process
+group down first (`try/finally: destroy_process_group()`), while its peers die at once of "Connection closed by peer". So every rank leaves
+a record on the monotonic clock before it tears anything down, the guard notes when each rank died, and an error that is only the
+consequence of another rank's comes last.
+"""
+
+import contextlib
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from workbench.core import run_directory
+from workbench.runs.failure import Failure
+from workbench.runs.errors import LESS_MEMORY, symptom_of
+
+if TYPE_CHECKING:
+    from workbench.runs.out_of_memory import OutOfMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Suspect:
+    tier: int
+    """0: failed by itself. 1: died without a record, and nobody knows when. 2: a consequence. 3: ended by torchrun."""
+    time_ns: float
+    """On the monotonic clock; inf = not known."""
+    failure: Failure
+
+
+_LATE = 1_000_000_000
+"""ns after the first record. Who dies later without one was ended by torchrun, which ends the other ranks of a failed run."""
+
+
+def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
+    """Who failed first: by the ranks' records, the guard's times of death and torchrun's table of exit codes.
+
+    Args:
+        run_dir: of the launch.
+        outcome: run.json's `outcome`, or {"state": "lost"} where the guard could not write one.
+
+    Returns:
+        None for a run that finished or was stopped on purpose.
+    """
+    state = outcome["state"]
+    if state in ("finished", "stopped"):
+        return None
+    records = [run_directory.read_json(path) for path in sorted((run_dir / run_directory.ERRORS).glob("rank*.json"))]
+    clocks = outcome.get("clocks") or {}  # of ranks on other machines, whose monotonic clocks began at another time
+    records = [record | {"time_ns": record["time_ns"] + clocks.get(str(record["rank"]), 0)} for record in records]
+    if stopped_ns := outcome.get("stopped_ns"):  # what ranks say when they are stopped is not why
+        records = [record for record in records if record["time_ns"] < stopped_ns]
+    suspects = [_from_record(record) for record in records]
+    if state != "failed":
+        suspects = [suspect for suspect in suspects if suspect.tier == 0]
+    else:
+        deaths = {int(rank): time_ns for rank, time_ns in (outcome.get("exits") or {}).items()}
+        late = min((suspect.time_ns + _LATE for suspect in suspects), default=float("inf"))
+        silent = {rank: code for rank, code in _exit_codes(run_dir).items() if rank not in [record["rank"] for record in records]}
+        suspects += [_from_death(_death(run_dir, rank, code, outcome), code, deaths.get(rank), late) for rank, code in silent.items()]
+        suspects += _early_leavers(suspects, deaths)
+        lost = _lost_machine(suspects, outcome)
+        if lost is not None:
+            return lost
+    if not suspects:
+        return _of_the_launch(run_dir, outcome)
+    return min(suspects, key=lambda suspect: (suspect.tier, suspect.time_ns)).failure
+
+
+def _from_record(record: Mapping[str, Any]) -> _Suspect:
+    symptom = symptom_of(record["message"])
+    hint = symptom.hint if symptom else None
+    failure = Failure(hint=hint, memory=record.get("memory"), **{name: record[name] for name in ("rank", "kind", "message", "traceback")})
+    return _Suspect(tier=2 if record["consequence"] else 0, time_ns=record["time_ns"], failure=failure)
+
+
+def _from_death(failure: Failure, code: int, time_ns: int | None, late: float) -> _Suspect:
+    by_torchrun = code == -signal.SIGTERM or (time_ns is not None and time_ns > late)
+    tier = 3 if by_torchrun else 1 if time_ns is None else 0
+    return _Suspect(tier=tier, time_ns=float("inf") if time_ns is None else time_ns, failure=failure)
+
+
+def _early_leavers(suspects: list[_Suspect], deaths: Mapping[int, int]) -> list[_Suspect]:
+    """Where ranks only fell over the absence of others: those which had left before, without an error."""
+    fell = min((suspect for suspect in suspects if suspect.tier == 2), key=lambda suspect: suspect.time_ns, default=None)
+    if fell is None or any(suspect.tier < 2 for suspect in suspects):
+        return []
+    blamed = {suspect.failure.rank for suspect in suspects}
+    message = f"ended without an error while others still needed it: rank {fell.failure.rank} got {fell.failure.message}"
+    return [
+        _Suspect(
+            tier=0,
+            time_ns=time_ns,
+            failure=Failure(rank=rank, kind="exit", message=message, traceback=fell.failure.traceback, hint=_SAME_BRANCHES),
+        )
+        for rank, time_ns in deaths.items()
+        if rank not in blamed and time_ns < fell.time_ns
+    ]
+
+
+def _lost_machine(suspects: list[_Suspect], outcome: Mapping[str, Any]) -> Failure | None:
+    """The machine that has gone silent, or has never come, where no rank failed by itself."""
+    nodes = {rank: node for rank, node in (outcome.get("nodes") or {}).items() if node["state"] in ("silent", "absent")}
+    if not nodes or any(suspect.tier < 2 for suspect in suspects):
+        return None
+    rank, node = next(iter(nodes.items()))
+    if node["state"] == "absent":
+        return None  # torchrun has said so, with the time it waited
+    fell = min(suspects, key=lambda suspect: (suspect.tier, suspect.time_ns), default=None)
+    said = f"; rank {fell.failure.rank} got {fell.failure.message.splitlines()[0]}" if fell else ""
+    return Failure(
+        rank=None,
+        kind="node",
+        message=f"machine {rank} ({node['name']}) died or was cut off: its guard has not been heard of any more{said}",
+        traceback=fell.failure.traceback if fell else None,
+        hint="Is it up, and does it reach the shared file system? A job of Slurm goes on by itself, on others: Slurm(requeue=True) with "
+        "checkpoint_every=.",
+    )
+
+
+_SAME_BRANCHES = "All ranks must take the same number of steps: do they all get as many batches?"
+
+
+def _exit_codes(run_dir: Path) -> dict[int, int]:
+    """Exit codes of the ranks that did not end well (a signal as its negative number), from the table that torchrun prints last."""
+    text = ""
+    for path in run_directory.launcher_logs(run_dir):
+        with contextlib.suppress(OSError):
+            text += path.read_text(encoding="utf-8", errors="replace")
+    return {int(rank): int(code) for rank, code in re.findall(r"rank\s*: (\d+) \(local.*?exitcode\s*: (-?\d+)", text, re.DOTALL)}
+
+
+def _death(run_dir: Path, rank: int, code: int, outcome: Mapping[str, Any]) -> Failure:
+    """How a rank died that left no record."""
+    hint = memory = None
+    match -code:
+        case signal.SIGKILL if outcome.get("oom_kills") or outcome.get("kernel"):
+            kind, message, hint = "killed", "was killed by the kernel because memory ran out (SIGKILL)", LESS_MEMORY
+            memory = _last_seen(run_dir, rank, outcome)
+        case signal.SIGKILL:
+            kind, message = "killed", "was killed (SIGKILL)"
+            hint = f"Most often memory ran out, of the machine or of its container. {LESS_MEMORY}"
+        case signal.SIGTERM:
+            kind, message = "killed", "was ended by SIGTERM"
+        case number if number > 0:
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            kind, message, hint = "crash", f"crashed ({name})", "The stack of every thread is at the end of its stderr."
+        case _:
+            kind, message = "exit", f"ended with exit code {code}, without an exception"
+    files = [path for path, number in run_directory.log_files(run_dir) if number == rank and path.name == "stderr.log"]
+    said = run_directory.TextTail(files[-1]).read(last=True) if files else []
+    return Failure(rank=rank, kind=kind, message=message, traceback="\n".join(said[-20:]) or None, hint=hint, memory=memory)
+
+
+def _last_seen(run_dir: Path, rank: int, outcome: Mapping[str, Any]) -> "OutOfMemory":
+    """What is known of a rank that the kernel has killed for want of memory: by the kernel's own words, or by the rank's last report."""
+    from workbench.runs.out_of_memory import HOST, OutOfMemory, kernel_kills
+
+    rows: list[dict[str, Any]] = []
+    with contextlib.suppress(ValueError, OSError):
+        rows = run_directory.LineTail(run_dir / run_directory.rank_file(rank)).read()
+    pid = next((int(row["pid"]) for row in rows if row.get("pid")), -1)
+    killed = kernel_kills(outcome.get("kernel") or ())
+    resident = killed.get(pid) or (sum(killed.values()) if len(killed) == 1 else None)
+    reported = max((row["memory"] for row in rows if row.get("memory")), default=None)
+    return OutOfMemory(device=HOST, capacity=outcome.get("memory_limit"), this_process=resident or reported)
+
+
+def _of_the_launch(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
+    """No rank is to blame, but the time limit, the launching process, the guard or torchrun."""
+    kind, text, hint = "launcher", None, None
+    said = [line for path in run_directory.launcher_logs(run_dir) for line in run_directory.TextTail(path).read(last=True)]
+    match outcome["state"]:
+        case "timeout":
+            limit = run_directory.read_json(run_dir / run_directory.RUN_JSON).get("timeout")
+            kind, message = "timeout", "stopped at its time limit" + (f", timeout={limit:g} s" if limit else "")
+            hint = "Allow more time; if a rank hangs, run.logs() shows how far each one came."
+        case "abandoned":
+            message, hint = (
+                "stopped because the process that launched it ended",
+                "A run lives as long as the kernel or script that launched it.",
+            )
+            if left := outcome.get("cause"):
+                name = (outcome.get("nodes") or {}).get(str(left), {}).get("name")
+                message = f"stopped because workbench join ended on machine {left}" + (f" ({name})" if name else "")
+                hint = "A machine stays in a run as long as the workbench join that brought it in."
+        case "lost":
+            who = "rank 0" if run_directory.read_json(run_dir / run_directory.RUN_JSON).get("alone") else "its guard"
+            message, text = f"{who} was killed, so nobody saw how it ended", "\n".join(said[-30:]) or None
+        case _:
+            code, text = outcome.get("returncode"), "\n".join(said[-30:]) or None
+            errors = [line.strip() for line in said if re.match(r"\s*[\w.]*(Error|Exception)\b.*:", line)]
+            how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+            message = f"torchrun {how}" + (f": {errors[-1]}" if errors else "")
+            if symptom := symptom_of(message):
+                kind, hint = symptom.kind, symptom.hint
+            absent = [f"{rank}" for rank, node in (outcome.get("nodes") or {}).items() if node["state"] == "absent"]
+            if absent:
+                wait = (run_directory.read_json(run_dir / run_directory.RUN_JSON).get("rendezvous") or {}).get("timeout")
+                within = f" within {wait:g} s (rdzv_timeout)" if wait else ""
+                kind, message = "rendezvous", f"machine {', '.join(absent)} did not come{within}"
+                hint = (
+                    f"On each further machine: workbench join {run_dir}. Do they see that folder, and reach the endpoint's host and port?"
+                )
+    return Failure(rank=None, kind=kind, message=message, traceback=text, hint=hint)

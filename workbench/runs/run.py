@@ -1,0 +1,513 @@
+"""Run: a view on a run directory. It holds nothing that the directory does not, so a run can be read while it runs, after a crash,
+from another process, or a year later; `stop` reaches the guard by the pid that the directory names.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Literal, cast
+from workbench.core.display import table
+from workbench.core import late, progress, run_directory, units
+from workbench.runs.failure import Failure, RunError
+from workbench.runs.slurm_queue import Job, is_final
+from workbench.runs.root_cause import first_failure
+from workbench.runs.spec import AUTO, RunSpec, Spec, SpecError, spec_from_json
+from workbench.timeline.timeline import Timeline
+
+State = Literal["queued", "running", "finished", "failed", "stopped", "timeout", "abandoned", "lost"]
+"""How a run stands. `queued`: Slurm has not begun it yet. `abandoned`: the process that launched it went away. `lost`: its guard was
+killed, so nobody saw the end."""
+
+ACTIVE = ("queued", "running")
+"""States of a run that has not ended."""
+_TICK = 0.05
+_CANCELLING = 60.0
+"""Seconds that Slurm may take to end a job, at least."""
+_OUTPUT = f"{run_directory.LOGS}/*/attempt_*/*/std*.log"
+_WRITTEN_BY_RANKS = (
+    "*.jsonl",
+    run_directory.ENERGY,
+    f"{run_directory.CHECKPOINTS}/*",
+    f"{run_directory.TRACES}/*",
+    f"{run_directory.ERRORS}/*",
+    _OUTPUT,
+    f"{run_directory.NODES}/*/{_OUTPUT}",
+)
+"""Files that only the ranks of a run write: all others change also when somebody tries to let it go on."""
+
+
+_tell: ContextVar[Callable[["Run"], None] | None] = ContextVar("tell", default=None)
+
+
+_stoppers: dict[str, tuple[Callable[[], object], Callable[[float], object]]] = {}
+"""Run id → how a guard that this process has started is told to end, and waited for: where the run directory cannot say any more."""
+
+
+def remember_stopper(run_id: str, terminate: Callable[[], object], wait: Callable[[float], object]) -> None:
+    """Keep how a run of this process is stopped without its directory."""
+    _stoppers[run_id] = terminate, wait
+
+
+def forget_stopper(run_id: str) -> None:
+    """It has ended."""
+    _stoppers.pop(run_id, None)
+
+
+class RunFormatError(ValueError):
+    """The directory was written by a newer workbench."""
+
+
+class Run:
+    """One launched run. Get one from `launch`, or read one back with `Run.load`.
+
+    Attributes:
+        path: its directory.
+        id: unique; every process of the run carries it in its environment.
+        name: for people.
+        spec: the RunSpec (or ScriptSpec) that was launched.
+    """
+
+    def __init__(self, path: Path, info: Mapping[str, Any]) -> None:
+        self.path = path
+        self.id: str = info["id"]
+        self.name: str = info["name"]
+        self.created: float = info["created"]
+        self.spec: Spec = spec_from_json(info["spec"])
+        self._launch_dir = (path / info["launch_dir"]).resolve()
+        self._host: str = info["host"]
+        self._outcome: Mapping[str, Any] | None = None
+        self._written: tuple[int, int] | None = None
+        self._take(info)
+        if info.get("batch"):
+            self._outcome = None
+        self._job = Job.of(path) if info.get("batch") else None
+        self._meeting: Mapping[str, Any] | None = info.get("rendezvous")
+        self._tails: dict[Path, run_directory.LineTail] = {}
+        self._rows: dict[Path, list[dict[str, Any]]] = {}
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Run":
+        """Read a run directory, in whatever state.
+
+        Raises:
+            DamagedRunError: it is not a run directory, or its run.json cannot be read.
+            RunFormatError: a newer workbench wrote it.
+        """
+        where = Path(path).expanduser().absolute()
+        info = run_directory.read_json(where / run_directory.RUN_JSON)
+        written = info.get("format")
+        if not isinstance(written, int):
+            raise run_directory.DamagedRunError(f"{where / run_directory.RUN_JSON} is damaged: it has no format number")
+        if written > run_directory.FORMAT:
+            raise RunFormatError(
+                f"{where} was written in format {written} by a newer workbench; this one reads formats up to {run_directory.FORMAT}. "
+                "Try: pip install --upgrade training-workbench"
+            )
+        outcome = info.get("outcome")
+        if outcome is not None and not (isinstance(outcome, dict) and "state" in outcome):
+            raise run_directory.DamagedRunError(f"{where / run_directory.RUN_JSON} is damaged: its outcome has no state: {outcome!r:.80}")
+        try:
+            run = cls(where, info)
+        except (KeyError, TypeError, AttributeError, SpecError) as error:
+            raise run_directory.DamagedRunError(f"{where / run_directory.RUN_JSON} is damaged: {type(error).__name__}: {error}") from error
+        if tell := _tell.get():
+            tell(run)
+        return run
+
+    # --- how it stands
+
+    def _take(self, info: Mapping[str, Any]) -> None:
+        """What run.json says, and what changes when a run goes on from a checkpoint."""
+        self._host = info.get("host", self._host)
+        self._outcome = info.get("outcome")
+        self._begun: float = info.get("begun", self.created)
+        self._before: float = info.get("seconds_before", 0.0)
+
+    def _read_info(self) -> None:
+        self._written = self._last_written()  # before it is read: whatever is written later is read another time
+        self._take(run_directory.read_json(self.path / run_directory.RUN_JSON))
+
+    def _last_written(self) -> tuple[int, int] | None:
+        """Which run.json is there; None where none can be seen, as when it was deleted after the end."""
+        with contextlib.suppress(OSError):
+            stat = os.stat(self.path / run_directory.RUN_JSON)
+            return stat.st_ino, stat.st_mtime_ns
+        return None
+
+    @property
+    def state(self) -> State:
+        """How the run stands at this moment."""
+        if self._job is not None and not is_final(self._outcome):
+            state, self._outcome = self._job.standing(run_directory.read_json(self.path / run_directory.RUN_JSON).get("outcome"))
+            return cast(State, state)
+        if self._job is None and self._outcome is not None and self._last_written() not in (None, self._written):
+            self._read_info()  # it goes on from a checkpoint, maybe
+        if self._outcome is None:
+            alive = run_directory.is_locked(self._launch_dir / run_directory.LOCK)  # first the lock, then the file: the guard writes, then lets go
+            self._read_info()
+            if self._outcome is None and self._launch_dir != self.path:  # one of a sweep: what ended the launch ended it
+                self._outcome = run_directory.read_json(self._launch_dir / run_directory.RUN_JSON).get("outcome")
+            if self._outcome is None:
+                return "running" if alive else "lost"
+        return cast(State, self._outcome["state"])
+
+    @property
+    def ok(self) -> bool:
+        """Has it finished without an error?"""
+        return self.state == "finished"
+
+    @property
+    def error(self) -> Failure | None:
+        """Why it failed: the rank that failed first, its traceback and what to do. None while it runs, or if it did not fail."""
+        if self.state in (*ACTIVE, "finished", "stopped"):
+            return None
+        if self._outcome is not None and self._outcome.get("error"):  # one of a sweep that failed while the launch went on
+            return self._with_advice(Failure(**self._outcome["error"]))
+        found = first_failure(self._launch_dir, self._outcome or {"state": self.state})
+        return found and self._with_advice(found)
+
+    def _with_advice(self, failure: Failure) -> Failure:
+        """Names what predicts the way out, where memory ran out in steps that can be predicted."""
+        if failure.memory is None or not isinstance(self.spec, RunSpec) or self.spec.micro_batch == AUTO:
+            return failure
+        hint = " ".join(filter(None, [failure.hint, "Which changes would have fitted: wb.would_fit(run)."]))
+        return dataclasses.replace(failure, hint=hint)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from launch to end; so far, while it runs; to its last sign of life, where nobody saw its end.
+
+        Of a run that was resumed (`launch(resume=run)`) the sum over its lives, without the time between them.
+        """
+        if self.state in ACTIVE:
+            return self._before + time.time() - self._begun
+        if self._outcome is not None and self._outcome.get("seconds", math.nan) is not None:
+            return self._before + float(self._outcome.get("seconds", math.nan))
+        return self._before + self._last_sign() - self._begun
+
+    def _last_sign(self) -> float:
+        """When its ranks wrote last in its last life; when that began, if they have not written yet."""
+        times = [self._begun]
+        for path in (path for pattern in _WRITTEN_BY_RANKS for path in self.path.glob(pattern)):
+            with contextlib.suppress(OSError):  # deleted while we look
+                times.append(path.stat().st_mtime)
+        return max(times)
+
+    @property
+    def progress(self) -> tuple[int, int | None]:
+        """Steps done, and how many there will be (None: not known, as for a script)."""
+        rows = self._read(run_directory.METRICS)
+        if rows:
+            return rows[-1]["step"], rows[-1].get("steps")
+        done = next((row["step"] + 1 for row in reversed(self._read(run_directory.rank_file(0))) if "step" in row), 0)
+        return done, getattr(self.spec, "steps", None)
+
+    # --- what it does
+
+    def wait(self, timeout: float | None = None, check: bool = False) -> "Run":
+        """Wait for the end. In a terminal a progress line shows meanwhile. Interrupting the wait stops the run.
+
+        Args:
+            timeout: seconds to wait at most; the run itself goes on after them. None = as long as it takes.
+            check: raise if the run did not finish well.
+
+        Raises:
+            TimeoutError: it still runs after `timeout` seconds.
+            RunError: `check` is set and the run failed; it shows the failing rank's traceback.
+        """
+        limit = math.inf if timeout is None else time.monotonic() + timeout
+        line = progress.ProgressLine(self.progress_words)
+        try:
+            while self.state in ACTIVE:
+                if time.monotonic() > limit:
+                    raise TimeoutError(f"{self!r} still runs after {units.seconds(timeout)}: wait longer, or run.stop()")
+                time.sleep(_TICK)
+                line.show()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        finally:
+            line.close(self)
+        if check and not self.ok:
+            raise RunError(self.error or Failure.of_launcher(f"{self!r} was {self.state}"))
+        return self
+
+    def stop(self, timeout: float = 20.0) -> "Run":
+        """End all processes of the run and return when they are gone. A run that has ended is left as it is; one of a sweep ends it all.
+
+        Raises:
+            TimeoutError: something still lives after `timeout` seconds.
+            ValueError: it runs on another machine, or Slurm does not let it be cancelled.
+        """
+        if self._job is not None:
+            return self._cancelled(max(timeout, _CANCELLING))
+        if not (self._launch_dir / run_directory.RUN_JSON).exists() and self.id in _stoppers:
+            return self._stopped_without_directory(timeout)
+        lock = self._launch_dir / run_directory.LOCK
+        if self.state == "running" and self._host != platform.node():
+            raise ValueError(f"{self!r} runs on {self._host}, and this is {platform.node()}: stop it there")
+        limit = time.monotonic() + timeout
+        asked = False
+        while self.state == "running" and run_directory.is_locked(lock):
+            if not asked and (pid := lock.read_text().strip()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGTERM)
+                asked = True
+            if time.monotonic() > limit:
+                raise TimeoutError(
+                    f"{self!r} has not ended {units.seconds(timeout)} after stop(): see {self._launch_dir / run_directory.LAUNCHER_LOG}"
+                )
+            time.sleep(_TICK)
+        return self
+
+    def _stopped_without_directory(self, timeout: float) -> "Run":
+        """Its directory was deleted under it: the guard that this process has started is told directly."""
+        terminate, wait = _stoppers[self.id]
+        terminate()
+        try:
+            wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{self!r} has not ended {units.seconds(timeout)} after stop()") from None
+        self._outcome = {"state": "stopped", "returncode": None, "seconds": time.time() - self._begun}
+        return self
+
+    def _cancelled(self, timeout: float) -> "Run":
+        assert self._job
+        limit = time.monotonic() + timeout
+        if self.state in ACTIVE:
+            self._job.cancel()
+        while self.state in ACTIVE:
+            if time.monotonic() > limit:
+                raise TimeoutError(f"{self._job.words} has not ended {units.seconds(timeout)} after scancel")
+            time.sleep(_TICK)
+        return self
+
+    @property
+    def join_command(self) -> str:
+        """What to type on each further machine of a run on several; "" where there is nothing to be typed."""
+        if not self._meeting or getattr(self.spec, "nnodes", 1) == 1:
+            return ""
+        return f"workbench join {shlex.quote(str(self.path))}"
+
+    @property
+    def queue(self) -> str | None:
+        """What Slurm says of the run's job, in words; None for a run that Slurm does not have."""
+        return self._job.words if self._job else None
+
+    @property
+    def nodes(self) -> list[dict[str, Any]]:
+        """The machines that have come so far, of a run on several: what each has said last (name, ranks by local rank, outcome)."""
+        found = sorted(self.path.glob(f"{run_directory.NODES}/*/{run_directory.NODE_JSON}"), key=lambda path: int(path.parent.name))
+        return [run_directory.read_json(path) for path in found]
+
+    # --- what it has measured
+
+    def _read(self, name: str) -> list[dict[str, Any]]:
+        """All whole rows of a JSON-lines file; each call reads only what is new."""
+        path = self.path / name
+        rows = self._rows.setdefault(path, [])
+        tail = self._tails.setdefault(path, run_directory.LineTail(path))
+        new = tail.read()
+        if tail.anew:  # the run went on from a checkpoint, and what came after that is taken again
+            rows.clear()
+        rows += new
+        return rows
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """One Timeline per rank, by rank; those of ranks that have not written yet are missing."""
+        numbers = sorted(int(m[1]) for path in self.path.glob("rank*.jsonl") if (m := re.fullmatch(r"rank(\d+)\.jsonl", path.name)))
+        return [self._timeline(run_directory.rank_file(rank)) for rank in numbers]
+
+    def _timeline(self, name: str) -> Timeline:
+        rows = self._read(name)
+        try:
+            return Timeline.from_lines(rows)
+        except (TypeError, ValueError) as error:
+            raise run_directory.DamagedRunError(f"{self.path / name} is damaged: a row of it is no step: {error}") from error
+
+    @property
+    def metrics(self) -> Any:
+        """A DataFrame of what rank 0 reported: step, loss, lr, samples, seconds, and evaluation figures where there are any."""
+        rows: dict[int, dict[str, Any]] = {}
+        for row in self.metric_rows:  # the evaluation after a step goes into that step's row
+            if not isinstance(row.get("step"), int):
+                raise run_directory.DamagedRunError(f"{self.path / run_directory.METRICS} is damaged: a row of it has no number of its step: {row!r:.80}")
+            rows.setdefault(row["step"], {}).update(row)
+        return table.frame(rows.values(), columns=None if rows else sorted(run_directory.METRIC_KEYS))
+
+    @property
+    def metric_rows(self) -> list[dict[str, Any]]:
+        """The same as plain rows."""
+        return list(self._read(run_directory.METRICS))
+
+    @property
+    def samples_per_sec(self) -> float:
+        """Samples per second over all ranks, warm-up left out; nan before there is a measured step."""
+        rates = [timeline.samples_per_sec for timeline in self.timelines if timeline.count]
+        return sum(rates) if rates else math.nan
+
+    @property
+    def memory(self) -> list[int | None]:
+        """Peak bytes of each rank: allocated on its GPU, or resident in main memory where there is none."""
+        return [timeline.memory for timeline in self.timelines]
+
+    def memory_breakdown(self, rank: int | None = None) -> Any:
+        """The MemoryBreakdown of a rank (None: of the fullest one) at its fullest moment; of a run that `measure_memory(spec)` has made.
+
+        Raises:
+            ValueError: the run was not made by it, or has no such rank.
+        """
+        read = late.load("MemoryBreakdown").from_json
+        found = [read(run_directory.read_json(path)) for path in sorted(self.path.glob(f"{run_directory.MEMORY}/rank*.json"))]
+        if not found:
+            raise ValueError(
+                f"{self!r} has no breakdown of its memory: measure_memory(spec) makes one, in a launch of its own. Its peaks are run.memory"
+            )
+        chosen = [one for one in found if rank in (None, one.rank)]
+        if not chosen:
+            raise ValueError(f"{self!r} has no rank {rank!r}: it has {', '.join(str(one.rank) for one in found)}")
+        return max(chosen, key=lambda one: one.total)
+
+    @property
+    def traces(self) -> dict[int, Path]:
+        """Files of torch's profiler, by rank, of a run with `profile=`; empty before they are written. `wb.trace(run)` reads them."""
+        found = {path: re.match(r"rank(\d+)_", path.name) for path in sorted((self.path / run_directory.TRACES).glob("*.pt.trace.json.gz"))}
+        return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
+
+    def energy(self, **inputs: Any) -> Any:
+        """The Energy that the steps drew: as counters of the hardware told while it ran, else estimated by the design power of its GPUs.
+
+        Of a run that went on from a checkpoint the counters have all lives; the estimate has the steps on record, each once.
+
+        Args:
+            inputs: `price` (money per rank and hour), `electricity` (money per kWh), `intensity` (gCO2e per kWh), `pue`; `watts` of a
+                device, where nothing is known of it.
+
+        Raises:
+            CostError: nothing was counted, and the device's power is not known.
+        """
+        ranks, machines = self.spec.world_size, getattr(self.spec, "nnodes", 1)
+        if (self.path / run_directory.ENERGY).exists() and inputs.get("watts") is None:
+            told = {name: value for name, value in inputs.items() if name != "watts"}
+            return late.load("Energy.measured")(run_directory.read_json(self.path / run_directory.ENERGY), ranks=ranks, machines=machines, **told)
+        first, rows = self.timelines[:1], self._read(run_directory.rank_file(0))[:1]
+        return late.load("Energy.by_time")(
+            seconds=sum(step.seconds for one in first for step in one.steps),
+            ranks=ranks,
+            device=rows[0].get("device", "cpu") if rows else "cpu",
+            utilization=min(1.0, sum(one.share(phase) for one in first if one.count for phase in ("forward", "backward", "optimizer"))),
+            **inputs,
+        )
+
+    @property
+    def noise_scale(self) -> Any:
+        """The NoiseScale of the gradients so far, of a run with `noise_scale=True`; while it runs, and of what it had seen when it failed.
+
+        Raises:
+            ValueError: the run does not measure it, or there are too few steps yet, or its gradients were NaN from the first.
+        """
+        if not getattr(self.spec, "noise_scale", False):
+            raise ValueError(
+                f"{self!r} does not measure its noise scale: launch it with noise_scale=True, or ask wb.noise_scale(spec). In a loop of "
+                "your own: workbench.batch.measure.noise_watch.NoiseWatch"
+            )
+        ranks = [self._read(run_directory.noise_file(rank)) for rank in range(self.spec.world_size)]
+        return late.load("NoiseScale.of_run")([rows for rows in ranks if rows])
+
+    def log_files(self) -> dict[int, list[Path]]:
+        """Files with what each rank printed, by rank."""
+        found: dict[int, list[Path]] = {}
+        for path, rank in run_directory.log_files(self._launch_dir):
+            found.setdefault(rank, []).append(path)
+        return dict(sorted(found.items()))
+
+    def logs(self, rank: int | None = None) -> str:
+        """What a rank printed (None: all ranks, each line with its rank in front). One of a sweep has the log of the whole launch.
+
+        Raises:
+            ValueError: no such rank in this run.
+        """
+        files = self.log_files()
+        if rank is not None and rank not in files:
+            raise ValueError(f"{self!r} has no log of rank {rank!r}: it has ranks {', '.join(map(str, files)) or 'none yet'}")
+        lines = []
+        for number, paths in files.items():
+            if rank in (None, number):
+                for path in paths:
+                    prefix = f"[{number}] " if rank is None else ""
+                    lines += [prefix + line for line in run_directory.TextTail(path).read(last=True)]
+        return "\n".join(lines)
+
+    # --- how it shows itself
+
+    @property
+    def summary(self) -> str:
+        """One line: state, steps, throughput; the error, if there is one."""
+        done, steps = self.progress
+        state = self.state
+        parts = [state, f"{done} of {steps} steps" if steps else f"{done} steps"]
+        if state == "queued":
+            parts.insert(1, str(self.queue))
+        elif missing := self._missing(state, done):
+            parts.insert(1, missing)
+        if not math.isnan(self.samples_per_sec):
+            parts.append(units.rate(self.samples_per_sec))
+        return " · ".join([*parts, units.seconds(self.seconds)]) + (f"\n{self.error}" if self.error else "")
+
+    def _missing(self, state: str, done: int) -> str:
+        """What the run still waits for: machines that have to join it; "" for nothing."""
+        if state != "running" or done or not self.join_command:
+            return ""
+        have, want = len(self.nodes), self.spec.nnodes
+        return f"{have} of {want} machines are here; on each of the others: {self.join_command}" if have < want else ""
+
+    def progress_words(self) -> str:
+        """How it gets on, in a line."""
+        done, steps = self.progress
+        state = self.state
+        if waiting := str(self.queue) if state == "queued" else self._missing(state, done):
+            return f"{self.name}: {waiting}"
+        return progress.words(self.name, done, steps, self.seconds, self._read(run_directory.METRICS))
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per rank and step."""
+        rows = [{"rank": t.rank, **row} for t in self.timelines for row in t.to_frame().to_dict("records")]
+        return table.frame(rows)
+
+    plot = table.plot_method("step_time")
+
+    def __repr__(self) -> str:
+        several = f"nnodes={self.spec.nnodes}, " if self.spec.nnodes > 1 else ""
+        return f"Run({self.name!r}, {several}nproc_per_node={self.spec.nproc_per_node})"  # no clock, no path: equal in every execution
+
+    def __str__(self) -> str:
+        return f"{self!r}: {self.summary}"
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        try:
+            return table.panel("run_panel")(self)._repr_mimebundle_(**options)
+        except ImportError:  # a machine without the notebooks extra
+            return {"text/plain": str(self)}
+
+
+@contextlib.contextmanager
+def telling(tell: Callable[[Run], None]) -> Iterator[None]:
+    """Hear of each run that this thread opens meanwhile, at once: whoever launches one and waits for it, as `diagnose` does, names it only
+    when it has ended, too late for somebody who wants to stop it. What `tell` raises comes out of the launch.
+    """
+    before = _tell.set(tell)
+    try:
+        yield
+    finally:
+        _tell.reset(before)

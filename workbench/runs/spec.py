@@ -1,0 +1,445 @@
+"""RunSpec: every knob of a run as a field. A what-if is a changed spec: `spec.replace(num_workers=2)`."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, Self, TypeVar
+from workbench.core.checks import choice, did_you_mean, real_number, whole_number
+from workbench.runs.profile import Profile
+
+T = TypeVar("T")
+PRECISIONS = ("fp32", "amp_bf16", "amp_fp16")
+SCHEDULES = ("constant", "cosine")
+_MEANT = {
+    "gpu": "cuda",
+    "bf16": "amp_bf16",
+    "bfloat16": "amp_bf16",
+    "fp16": "amp_fp16",
+    "float16": "amp_fp16",
+    "float32": "fp32",
+    "zero3": "fsdp",
+    "fsdp2": "fsdp",
+}
+"""What is often typed → what it is called here."""
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "gloo", "nccl")
+IMPLEMENTATIONS = ("foreach", "fused")
+"""Ways in which torch runs an optimizer; the update is the same."""
+CHECKPOINTINGS = ("none", "full", "selective")
+PARALLELS = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+OFFLOADS = ("none", "activations", "optimizer")
+SHARDED = ("zero2", "fsdp", "hsdp")
+"""Those of PARALLELS in which no rank holds all of the parameters, gradients and optimizer states (torch's FSDP2)."""
+AUTO = "auto"
+"""The micro_batch of a run that is to choose it when it starts."""
+SHARD_RANKS = 8
+"""Ranks that share one copy of the model under "hsdp", where the spec does not say: the GPUs of a common node."""
+
+
+class SpecError(ValueError):
+    """A knob that does not exist or a value that it does not take; the message says what is allowed and what to try."""
+
+
+class Unchosen(str):
+    """AUTO in the place of a number: whoever compares or computes with it is told to give one."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise SpecError(
+            'micro_batch="auto" is chosen when a run starts (wb.launch, wb.sweep), and here a number is needed: '
+            "give one, such as wb.max_micro_batch(spec, device).micro_batch"
+        )
+
+    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __mul__ = __rmul__ = __mod__ = __index__ = _refuse
+    __radd__ = __sub__ = __rsub__ = __rmod__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __int__ = __float__ = _refuse
+
+
+class _Spec:
+    """What both kinds of spec can do: be changed, be written, be read back."""
+
+    __slots__ = ()
+
+    def replace(self, **changes: Any) -> Self:
+        """The same spec with some knobs turned.
+
+        Raises:
+            SpecError: no such knob, or a value it does not take.
+        """
+        check_names(type(self), changes)
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def changes(self, other: Self) -> dict[str, tuple[Any, Any]]:
+        """Knobs that differ: name → (here, in `other`)."""
+        mine, theirs = self.to_json(), other.to_json()
+        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs.get(name)}
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {"kind": _KINDS[type(self)], **dataclasses.asdict(self)}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Inverse of `to_json`."""
+        fields = {name: item for name, item in value.items() if name != "kind"}
+        check_names(cls, fields)
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """What the rest of the workbench knows of a field of RunSpec; it stands beside the field."""
+
+    default: Any = None
+    """Its value where nobody turns it."""
+    choices: tuple[str, ...] = ()
+    """All of its values, where they are names."""
+    turned_in: Literal["", "loader", "step"] = ""
+    """Where an experiment can turn it without a RunSpec: in a user's own loader or step; empty = in neither."""
+    predicted: bool = False
+    """Does `diagnosis.model.StepModel` predict a step with another value of it?"""
+    shortens: tuple[str, ...] = ()
+    """Verdicts that a change of it answers: it shortens the part of a step that they blame, and so may shorten many a step."""
+    panels: tuple[str, ...] = ()
+    """Panels that let it be turned: "doctor" (what-if of a step's time), "memory" (the memory explorer)."""
+
+
+def knob(default: T, **about: Any) -> T:
+    """A field of RunSpec, with what a Knob says of it."""
+    field: T = dataclasses.field(default=default, metadata={"knob": Knob(default=default, **about)})
+    return field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec(_Spec):
+    """A run of a Task, with every knob a field.
+
+    >>> spec = RunSpec(task="clipart-resnet", micro_batch=32, nproc_per_node=2)
+    >>> spec.replace(accumulation=4).global_batch
+    256
+    """
+
+    task: str
+    """Name of a sample task, `"path/file.py:function"` or `"package.module:function"`; the function returns a Task."""
+    micro_batch: int | Any = knob(  # noqa: RUF009
+        32,
+        turned_in="loader",
+        predicted=True,
+        shortens=("compute-bound", "optimizer-bound", "communication-bound", "host-bound"),
+        panels=("doctor", "memory"),
+    )
+    """Samples per rank in one forward and backward; or "auto": the largest that fits, chosen when the run starts, and split where memory
+    runs out nevertheless (see `train.choosing` and `train.halving`)."""
+    accumulation: int = knob(1, predicted=True, shortens=("compute-bound", "optimizer-bound", "communication-bound"), panels=("memory",))
+    """Micro-batches per optimizer step; gradients are reduced across ranks in the last one only."""
+    precision: str = knob(
+        "fp32", choices=PRECISIONS, turned_in="step", predicted=True, shortens=("compute-bound",), panels=("doctor", "memory")
+    )
+    """"fp32", "amp_bf16" or "amp_fp16" (with a GradScaler)."""
+    num_workers: int = knob(0, turned_in="loader", predicted=True, panels=("doctor",))
+    """Processes of each rank's DataLoader; 0 = batches are made in the loop itself."""
+    prefetch_factor: int | None = knob(None, turned_in="loader", predicted=True, panels=("doctor",))
+    """Batches each worker keeps ready; None = torch's own 2. Needs num_workers."""
+    persistent_workers: bool = knob(False, turned_in="loader", predicted=True)
+    """Keep the workers from one epoch to the next. Needs num_workers."""
+    pin_memory: bool = knob(False, turned_in="loader", predicted=True)
+    """Batches in page-locked memory, so that the copy to a GPU can overlap with compute."""
+    nproc_per_node: int = knob(1, predicted=True, panels=("doctor", "memory"))
+    """Ranks on each machine; on GPUs one rank each."""
+    nnodes: int = 1
+    """Machines; they share the run directory, and torchrun's rendezvous brings them together."""
+    steps: int = 60
+    """Optimizer steps."""
+    optimizer: str | None = knob(None, turned_in="step", predicted=True, shortens=("compute-bound", "optimizer-bound"), panels=("memory",))
+    """Name with options, such as "sgd(momentum=0.9)"; "fused" or "foreach": its own in that implementation; None = the task's own."""
+    lr: float | None = None
+    """Peak learning rate; None = the optimizer's own."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly to its peak."""
+    schedule: str = knob("constant", choices=SCHEDULES)
+    """After the warm-up: "constant", or "cosine" down to zero at the last step."""
+    clip_grad_norm: float | None = None
+    """Largest allowed norm of the gradient; None = no clipping."""
+    device: str = knob("auto", choices=DEVICES)
+    """"cpu", "cuda", or "auto": the GPUs if there is one for each rank."""
+    backend: str = knob("auto", choices=BACKENDS)
+    """"gloo", "nccl", or "auto": nccl on GPUs, gloo on CPUs."""
+    threads: int = knob(1, turned_in="step", predicted=True, shortens=("compute-bound", "host-bound"))
+    """Threads of each rank for one operator on the CPU (OMP_NUM_THREADS)."""
+    bucket_cap_mb: float | None = knob(None, predicted=True)
+    """Size of DDP's gradient buckets in MiB; None = torch's own 25."""
+    find_unused_parameters: bool = False
+    """Let DDP look for parameters without a gradient in every step; needed where some layers are skipped, and slower."""
+    gradient_as_bucket_view: bool = False
+    """Let gradients lie in DDP's buckets, which saves one copy of them in the optimizer's step."""
+    parallel: str = knob("ddp", choices=PARALLELS, panels=("memory",))
+    """What the ranks share: "ddp" nothing, "zero1" optimizer states, "zero2" all but the weights while a step lasts, "fsdp" all; "hsdp": as
+    "fsdp" among `shard_ranks`, as "ddp" among such groups. Under the last three, amp_bf16 keeps the weights in fp32, gathers them in bf16,
+    computes in bf16 (batch norms and the output in fp32) and reduces in fp32, without autocast; see `train.parallel`."""
+    shard_ranks: int | None = None
+    """Ranks that share one copy of the model under "hsdp"; None = 8, or all where there are fewer."""
+    tensor_parallel: int = 1
+    """Ranks that split each layer of the Task's `tensor_parallel` plan; they work on the same samples."""
+    checkpointing: str = knob("none", choices=CHECKPOINTINGS, panels=("memory",))
+    """What the backward computes anew instead of keeping it: "none", "full" each of the model's repeated blocks, or "selective" all of them
+    but matrix products, convolutions and attention."""
+    offload: str = knob("none", choices=OFFLOADS)
+    """What waits in the host's memory, on GPUs: "none", "activations" from forward to backward, or "optimizer": its states, and
+    its steps are taken there."""
+    channels_last: bool = knob(False, turned_in="step", predicted=True, shortens=("compute-bound",))
+    """Weights and images in memory as (batch, height, width, channel), which many convolutions prefer; sharded weights stay as they are."""
+    gc: bool = knob(True, turned_in="step", predicted=True)
+    """Python's cyclic garbage collector runs when it likes; False = in every thousandth step only."""
+    seed: int = 0
+    """Seed of the model, the data order and the augmentation."""
+    evaluate: bool = False
+    """Run the task's evaluation after the last step."""
+    checkpoint_every: int | None = None
+    """Steps between two checkpoints in the run directory, from which a job goes on that Slurm puts back into its queue (`Slurm(requeue=
+    True)`), and a run of this machine with `wb.launch(resume=run)`; None = none are written. With parallel="ddp"; see `train.saving`."""
+    noise_scale: bool | int = False
+    """Write the norms of which `run.noise_scale` is made: n = of each n-th step, at 1/n of the cost (1 = of each, in a long run 10 is
+    plenty), True = of each fourth, or of fewer where that took more than 5 % of the time. Needs two groups of samples in a step: ranks, or
+    accumulation."""
+    profile: Profile | Any = None
+    """Trace some steps with torch.profiler, into `traces/` of the run directory: how many, or a mapping of `Profile`'s fields: steps, ranks
+    ("all" or a list), wait, shapes, stacks, memory, flops. These steps count in no figure of the run. None = none."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.task, str) or not self.task:
+            raise SpecError(f'task={self.task!r}: a name is wanted, such as "clipart-resnet" or "my_task.py:build"')
+        if self.micro_batch == AUTO:
+            object.__setattr__(self, "micro_batch", Unchosen(AUTO))
+        else:
+            _whole(self, "micro_batch", 1, ', or "auto"')
+        for name in ("accumulation", "nproc_per_node", "nnodes", "steps", "threads", "tensor_parallel"):
+            _whole(self, name, 1)
+        for name in ("num_workers", "warmup_steps"):
+            _whole(self, name, 0)
+        for name in ("prefetch_factor", "shard_ranks", "checkpoint_every"):
+            if getattr(self, name) is not None:
+                _whole(self, name, 1)
+        for name in ("lr", "clip_grad_norm", "bucket_cap_mb"):
+            value = getattr(self, name)
+            if value is not None:
+                real_number(name, value, above=0, also=", or None", error=SpecError)
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(f"{name}={getattr(self, name)!r}: True or False is allowed")
+        if self.optimizer is not None and (not isinstance(self.optimizer, str) or not self.optimizer):
+            raise SpecError(f'optimizer={self.optimizer!r}: a name with options is allowed, such as "sgd(momentum=0.9)", or None')
+        whole_number("seed", self.seed, least=0, most=2**32 - 1, error=SpecError)
+        for name, about in KNOBS.items():
+            if about.choices:
+                _one_of(self, name, about.choices)
+        if not self.num_workers and (self.prefetch_factor is not None or self.persistent_workers):
+            knob = "persistent_workers" if self.persistent_workers else "prefetch_factor"
+            raise SpecError(f"{knob} needs workers, and num_workers is 0: set num_workers to 1 or more, or leave {knob} out")
+        if self.device == "cpu" and self.backend == "nccl":
+            raise SpecError('backend="nccl" with device="cpu": nccl reduces on GPUs only; use backend="gloo" or "auto"')
+        _check_parallel(self)
+        if self.noise_scale:
+            _check_noise(self)
+        _profile(self)
+
+    @property
+    def queue(self) -> int:
+        """Steps whose batches the loader's workers make ahead at most; 0 without workers."""
+        return -(-self.num_workers * (self.prefetch_factor or 2) // self.accumulation)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines: nnodes × nproc_per_node."""
+        return self.nnodes * self.nproc_per_node
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that work on different samples: all, divided by `tensor_parallel`."""
+        return self.world_size // self.tensor_parallel
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per optimizer step over all ranks: micro_batch × accumulation × data_ranks.
+
+        Raises:
+            SpecError: micro_batch is "auto".
+        """
+        return self.micro_batch * self.accumulation * self.data_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptSpec(_Spec):
+    """A run of a script that knows nothing of us."""
+
+    script: str
+    """Path of the script."""
+    args: tuple[str, ...] = ()
+    """Its arguments."""
+    nproc_per_node: int = 1
+    """Ranks on each machine."""
+    nnodes: int = 1
+    """Machines."""
+    watch: bool = False
+    """Find the script's loaders, modules and optimizers as it runs and write their timelines."""
+    threads: int = 1
+    """OMP_NUM_THREADS of each rank."""
+    profile: Profile | Any = None
+    """Trace some steps, as a RunSpec does; needs `watch`, which knows where they end."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.args, str):
+            raise SpecError(f"args={self.args!r}: a list of words is wanted, such as {self.args.split()!r}")
+        object.__setattr__(self, "args", tuple(str(word) for word in self.args))
+        for name in ("nproc_per_node", "nnodes", "threads"):
+            _whole(self, name, 1)
+        if not isinstance(self.watch, bool):
+            raise SpecError(f"watch={self.watch!r}: True or False is allowed")
+        _profile(self)
+        if self.profile is not None and not self.watch:
+            raise SpecError("profile of a script needs watch=True, which finds out where its steps end")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines: nnodes × nproc_per_node."""
+        return self.nnodes * self.nproc_per_node
+
+
+Spec = RunSpec | ScriptSpec
+_KINDS: dict[type, str] = {RunSpec: "task", ScriptSpec: "script"}
+
+
+def spec_from_json(value: Mapping[str, Any]) -> Spec:
+    """The spec that a run.json holds, of whichever kind.
+
+    Raises:
+        SpecError: a kind, knob or value this workbench does not know.
+    """
+    for cls, kind in _KINDS.items():
+        if value.get("kind") == kind:
+            return cls.from_json(value)  # type: ignore[attr-defined,no-any-return]
+    raise SpecError(f"a spec of kind {value.get('kind')!r}: allowed are {', '.join(_KINDS.values())}")
+
+
+def check_names(cls: type, names: Mapping[str, Any]) -> None:
+    """Refuse knobs that `cls` does not have, and name the nearest one.
+
+    Raises:
+        SpecError: no such knob.
+    """
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in names:
+        if name not in known:
+            raise SpecError(f"{cls.__name__} has no knob {name!r}: {did_you_mean(name, known)}It has {', '.join(known)}")
+
+
+KNOBS: Mapping[str, Knob] = {
+    field.name: field.metadata.get("knob") or Knob(default=None if field.default is dataclasses.MISSING else field.default)
+    for field in dataclasses.fields(RunSpec)
+}
+"""Name of a field of RunSpec → what is known of it."""
+_SWITCHES = tuple(field.name for field in dataclasses.fields(RunSpec) if field.type is bool)
+
+
+def _check_parallel(spec: RunSpec) -> None:
+    if spec.parallel in SHARDED:
+        for name in ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb"):
+            if getattr(spec, name):
+                raise SpecError(
+                    f'{name}={getattr(spec, name)} with parallel="{spec.parallel}": it is a knob of DDP, which "ddp" and "zero1" use; '
+                    f'leave {name} out, or try parallel="ddp"'
+                )
+    if spec.shard_ranks is not None and spec.parallel != "hsdp":
+        raise SpecError(
+            f'shard_ranks={spec.shard_ranks} with parallel="{spec.parallel}": only "hsdp" has groups that shard; try parallel="hsdp"'
+        )
+    if spec.world_size % spec.tensor_parallel:
+        of = "nproc_per_node" if spec.nnodes == 1 else "nnodes × nproc_per_node"
+        raise SpecError(
+            f"tensor_parallel={spec.tensor_parallel} does not divide the {spec.world_size} ranks ({of}): "
+            f"try tensor_parallel={_nearest_divisor(spec.world_size, spec.tensor_parallel)}"
+        )
+    if spec.checkpoint_every and (spec.parallel != "ddp" or spec.tensor_parallel > 1):
+        given = f'parallel="{spec.parallel}"' if spec.parallel != "ddp" else f"tensor_parallel={spec.tensor_parallel}"
+        raise SpecError(
+            f"checkpoint_every={spec.checkpoint_every} with {given}: rank 0 writes checkpoints, and does not hold all of it there; "
+            'leave checkpoint_every out, or try parallel="ddp" with tensor_parallel=1'
+        )
+    if spec.parallel == "hsdp":
+        ranks_per_shard(spec, spec.data_ranks)
+    if spec.tensor_parallel > 1 and spec.precision == "amp_fp16" and spec.parallel not in SHARDED:
+        raise SpecError(
+            f'precision="amp_fp16" with tensor_parallel={spec.tensor_parallel} and parallel="{spec.parallel}": each rank would '
+            'scale its part of a layer by itself; try precision="amp_bf16", or parallel="fsdp"'
+        )
+
+
+def _check_noise(spec: RunSpec) -> None:
+    if not isinstance(spec.noise_scale, int) or spec.noise_scale < 0:
+        raise SpecError(
+            f"noise_scale={spec.noise_scale!r}: allowed are True (each fourth step, or fewer), n (each n-th; 1 = each), and False"
+        )
+    if spec.tensor_parallel > 1:
+        raise SpecError(
+            f"noise_scale={spec.noise_scale} with tensor_parallel={spec.tensor_parallel}: a sample's gradient is spread over ranks there, "
+            "and its norm is not measured; the noise scale does not depend on it, so measure it with tensor_parallel=1 and a smaller "
+            "micro_batch"
+        )
+    if spec.accumulation * spec.data_ranks < 2:
+        half = "" if spec.micro_batch == AUTO or spec.micro_batch < 2 else f" with micro_batch={spec.micro_batch // 2}"
+        raise SpecError(
+            f"noise_scale={spec.noise_scale} with one rank and accumulation=1: noise shows in the difference between groups of samples, "
+            f"so a step needs two; try accumulation=2{half}, or wb.noise_scale(spec), which does so by itself"
+        )
+
+
+def _profile(spec: Spec) -> None:
+    try:
+        object.__setattr__(spec, "profile", Profile.of(spec.profile))
+    except ValueError as error:
+        raise SpecError(f"profile={spec.profile!r}: {error}") from None
+
+
+def check_profile(spec: Spec) -> None:
+    """See that a run has the steps and ranks that are to be traced; before it is started, since knobs are turned one by one.
+
+    Raises:
+        SpecError: it has not.
+    """
+    if spec.profile is None:
+        return
+    steps, queue = (spec.steps, spec.queue) if isinstance(spec, RunSpec) else (None, 0)
+    if trouble := spec.profile.trouble(steps=steps, queue=queue, ranks=spec.world_size):
+        raise SpecError(trouble)
+
+
+def ranks_per_shard(spec: RunSpec, data_ranks: int) -> int:
+    """Ranks that share one copy of the model under "hsdp".
+
+    Args:
+        spec: whose `shard_ranks` to use.
+        data_ranks: ranks that work on different samples.
+
+    Raises:
+        SpecError: it does not divide them.
+    """
+    wanted = spec.shard_ranks or min(SHARD_RANKS, data_ranks)
+    if data_ranks % wanted:
+        default = "" if spec.shard_ranks else " (its default)"
+        raise SpecError(
+            f"shard_ranks={wanted}{default} does not divide the {data_ranks} ranks that work on different samples: "
+            f"try shard_ranks={_nearest_divisor(data_ranks, wanted)}"
+        )
+    return wanted
+
+
+def _nearest_divisor(whole: int, wanted: int) -> int:
+    """The largest divisor of `whole` that is not above `wanted`."""
+    return next(n for n in range(min(whole, wanted), 0, -1) if whole % n == 0)
+
+
+def _whole(spec: Spec, name: str, least: int, other: str = "") -> None:
+    whole_number(name, getattr(spec, name), least=least, also=other, error=SpecError)
+
+
+def _one_of(spec: Spec, name: str, allowed: tuple[str, ...]) -> None:
+    choice(name, getattr(spec, name), allowed, meant=_MEANT, error=SpecError)

@@ -1,0 +1,218 @@
+"""Target: tells apart what a user gives to a function of the workbench, and refuses the rest with one set of messages.
+
+A function that runs a training step takes a step function with its loader, a RunSpec, or a run that it has made (`Measured.read`).
+One that works on a model without running it takes a RunSpec, a Task, or something that builds a model (`check_program`).
+One that turns knobs takes a RunSpec alone (`check_spec`), and `launch` a RunSpec or a script (`check_launchable`).
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from workbench.core import run_directory
+from workbench.runs import task
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec, ScriptSpec
+from workbench.runs.task import Task
+
+AS_SPEC = 'wb.RunSpec(task="my_task.py:build")'
+"""How a task is given where a RunSpec is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step function and its loader, to be run in this process."""
+
+    step: Callable[[Any], Any]
+    """`step(batch)` does one whole optimizer step."""
+    loader: Iterable[Any]
+    """Gives its batches."""
+    model: Any = None
+    """The module, or several; None = found by looking at the step."""
+    optimizer: Any = None
+    """The optimizer, or several; None = found as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A function that takes a step with its loader, a RunSpec, or a run: how its messages name it.
+
+    >>> Measured(name="diagnose", verb="diagnosed", script="a script by a run of it").read("clipart-resnet")
+    Traceback (most recent call last):
+    ...
+    ValueError: diagnose('clipart-resnet'): a text is the path of a run directory; a task is diagnosed by its spec, \
+diagnose(wb.RunSpec(task="clipart-resnet")); a script by a run of it
+    """
+
+    name: str
+    """As users call it."""
+    verb: str
+    """What it does to a target, as a participle: "measured"."""
+    script: str
+    """What to do with a script instead."""
+    file: str = ""
+    """What to do with a file that is neither a task nor a script; "" = no such file is likely."""
+    returns: str = ""
+    """What the step function has to return, as in "and returns the loss"; "" = nothing."""
+
+    def read(
+        self,
+        target: Any,
+        loader: Any = None,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        step_only: Mapping[str, Any] | None = None,
+        spec_only: Mapping[str, Any] | None = None,
+        steps: Any = None,
+    ) -> RunSpec | Run | Step:
+        """What was given: a RunSpec to launch, a Run to read, or a step to run here.
+
+        Args:
+            target: a RunSpec, a run, the path of a run directory, or a step function.
+            loader: with a step: its batches.
+            model: with a step: its module.
+            optimizer: with a step: its optimizer.
+            step_only: further arguments that only go with a step; None among them = not given.
+            spec_only: arguments that only go with a spec; None among them = not given.
+            steps: how many are to be taken, which does not go with a run; None = not given.
+
+        Raises:
+            ValueError: something else was given, or arguments that do not go with it.
+        """
+        if isinstance(target, Task | ScriptSpec):
+            raise ValueError(f"{self.name}({shown(target)}): {self._instead()}")
+        if isinstance(target, str | os.PathLike):
+            target = self._run_at(target)
+        if isinstance(target, RunSpec | Run):
+            given = {"loader": loader, "model": model, "optimizer": optimizer, **(step_only or {})}
+            self._refuse(target, given, "a step", "step, loader")
+        if not isinstance(target, RunSpec):
+            self._refuse(target, spec_only or {}, "a spec", "spec, …")
+        if isinstance(target, Run) and steps is not None:
+            raise ValueError(
+                f"{self.name}({target!r}, steps={steps!r}): a run has taken its steps; {self.name}(spec, steps=…) takes new ones"
+            )
+        if isinstance(target, RunSpec | Run):
+            return target
+        check_step(self.name, target, loader, returns=self.returns, others=", a RunSpec, a Run or the path of a run directory")
+        return Step(step=target, loader=loader, model=model, optimizer=optimizer)
+
+    def _instead(self, name: str = "my_task.py:build") -> str:
+        return f'a task is {self.verb} by its spec, {self.name}(wb.RunSpec(task="{name}")); {self.script}'
+
+    def _refuse(self, target: Any, given: Mapping[str, Any], goes_with: str, call: str) -> None:
+        extra = ", ".join("a loader" if name == "loader" else f"{name}=" for name, value in given.items() if value is not None)
+        if extra:
+            raise ValueError(f"{self.name}({shown(target)}, …) was given {extra}, which only goes with {goes_with}: {self.name}({call})")
+
+    def _run_at(self, path: str | os.PathLike[str]) -> Run:
+        try:
+            return Run.load(path)
+        except run_directory.DamagedRunError:
+            text, folder = os.fspath(path), os.path.isdir(os.path.expanduser(path))
+            if folder or not (text in task.SAMPLES or ":" in text or text.endswith(".py") or (self.file and os.path.splitext(text)[1])):
+                raise
+            name = text if not text.endswith(".py") else "my_task.py:build"
+            why = f"{self.name}({text!r}): a text is the path of a run directory; {self._instead(name)}"
+            raise ValueError(f"{why}; {self.file}" if self.file else why) from None
+
+
+def check_step(name: str, step: Any, loader: Any, *, returns: str = "", others: str = "") -> None:
+    """Refuse what is no step function with its loader.
+
+    Args:
+        name: of the function that was called.
+        step: as given.
+        loader: as given.
+        returns: what the step has to return, as in "and returns the loss".
+        others: what else is allowed in the step's place.
+
+    Raises:
+        ValueError: a module, the two the other way round, no function, or no loader.
+    """
+    if hasattr(step, "state_dict") and hasattr(step, "parameters"):
+        does = f"one whole optimizer step {returns}".rstrip()
+        raise ValueError(f"{name}({shown(step)}, …): a function is wanted that does {does}, def step(batch): …; a module goes into model=")
+    if not callable(step):
+        if callable(loader) and (hasattr(step, "__iter__") or hasattr(step, "__getitem__")):
+            raise ValueError(f"{name}(loader, step): it is the other way round, {name}(step, loader)")
+        raise ValueError(f"{name}({shown(step)}, …): allowed are a step function with its loader{others}")
+    if loader is None:
+        raise ValueError(f"{name}({shown(step)}): a step needs the loader of its batches: {name}(step, loader)")
+
+
+def check_spec(name: str, spec: Any, *, because: str = "", instead: str = "", error: type[ValueError] = ValueError) -> None:
+    """Refuse what is no RunSpec.
+
+    Args:
+        name: of the function that was called.
+        spec: as given.
+        because: what it has to be for, as in "whose knobs can be turned".
+        instead: what else is allowed, or what to do with something else.
+        error: to raise.
+    """
+    if not isinstance(spec, RunSpec):
+        wanted = "a RunSpec is wanted" + (f", {because}" if because else "")
+        raise error(f"{name}({shown(spec)}): " + "; ".join(part for part in (wanted, _its_spec(name, spec), instead) if part))
+
+
+def check_program(name: str, target: Any, batch: Any, *, others: str = "", error: type[ValueError] = ValueError) -> None:
+    """Refuse what is neither a RunSpec nor a Task nor builds a model, and a model without a batch.
+
+    Args:
+        name: of the function that was called.
+        target: as given.
+        batch: an example of it, which a model needs.
+        others: what else is allowed, as in "a cost.Transformer, ".
+        error: to raise.
+    """
+    if isinstance(target, RunSpec | Task):
+        return
+    if not callable(target):
+        hint = _its_spec(name, target)
+        raise error(
+            f"{name}({target!r:.80}): {others}a RunSpec, a Task, a function that builds a model, or a torch.nn.Module is wanted, not a "
+            f"{type(target).__name__}" + (f"; {hint}" if hint else "")
+        )
+    if batch is None:
+        raise error(f"{name}({shown(target)}): a model needs a batch: {name}(model, batch=…), of tensors on any device, even meta")
+
+
+def check_launchable(target: Any, *, error: type[ValueError] = ValueError) -> None:
+    """Refuse what is neither a RunSpec nor the path of a script.
+
+    Args:
+        target: as given.
+        error: to raise.
+    """
+    if isinstance(target, RunSpec | str | os.PathLike):
+        return
+    if target is None:
+        raise error("launch() of what? A RunSpec, the path of a script, or resume= with a run that was ended is wanted")
+    hint = (
+        f"; a task is launched by its spec, launch({AS_SPEC})"
+        if isinstance(target, Task)
+        else "; a run goes on with launch(resume=run), and is repeated by launch(run.spec)"
+        if isinstance(target, Run)
+        else "; a script that was launched is launched again by its path, launch(spec.script)"
+        if isinstance(target, ScriptSpec)
+        else "; a loop in this process is not launched: wb.watch(loader) or wb.diagnose(step, loader)"
+        if callable(target)
+        else ""
+    )
+    raise error(f"launch({shown(target)}): a RunSpec or the path of a script is wanted{hint}")
+
+
+def _its_spec(name: str, target: Any) -> str:
+    """How to give a task or a run to a function that takes a RunSpec; "" = it is neither."""
+    if isinstance(target, str) and (target in task.SAMPLES or ":" in target):
+        return f'a task is given by its spec, {name}(wb.RunSpec(task="{target}"))'
+    if isinstance(target, Task):
+        return f"a task is given by its spec, {name}({AS_SPEC})"
+    return f"a run has its spec: {name}(run.spec)" if isinstance(target, Run) and isinstance(target.spec, RunSpec) else ""
+
+
+def shown(target: object) -> str:
+    """A target in a message: the name of a function or class, else of its type."""
+    return getattr(target, "__name__", type(target).__name__)

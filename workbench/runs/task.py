@@ -1,0 +1,234 @@
+"""Task: what is trained; and finding one by its name, `"file.py:function"`, `"package.module:function"` or a sample's name."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from workbench.core.checks import did_you_mean, nearest
+
+SAMPLES = {
+    "clipart-resnet": "workbench.train.tasks:clipart_resnet",
+    "text-gpt": "workbench.train.tasks:text_gpt",
+    "fashion-mlp": "workbench.train.tasks:fashion_mlp",
+}
+"""Sample tasks by name."""
+
+_FORMS = '"path/file.py:function", "package.module:function", or a sample: ' + ", ".join(f'"{name}"' for name in SAMPLES)
+
+
+class TaskError(ValueError):
+    """A task that cannot be found, built or used; the message says what was given, what is allowed and what to try."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is trained. Model and dataset are made by calling, so that each process makes its own."""
+
+    model: Callable[[], Any]
+    """Builds the `torch.nn.Module`; takes no argument."""
+    dataset: Callable[[], Any]
+    """Builds the training `torch.utils.data.Dataset`; takes no argument."""
+    loss: Callable[[Any, Any], Any]
+    """`loss(model, batch)` → a tensor with one number, the mean over the batch. A Hugging Face model: `lambda m, b: m(**b).loss`."""
+    optimizer: Callable[[Any], Any] | str = "adamw"
+    """Takes the parameters and returns an optimizer; or a name with options, such as "sgd(lr=0.1, momentum=0.9)"."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """The loader's `collate_fn`; None = torch's own."""
+    evaluate: Callable[[Any], dict[str, float]] | None = None
+    """`evaluate(model)` → figures by name, such as accuracy; called on rank 0, without gradients and in evaluation mode."""
+    tensor_parallel: Mapping[str, str] | None = None
+    """Which layers are split over ranks with `RunSpec(tensor_parallel=…)`: pattern of module names → "colwise" (by outputs) or "rowwise"
+    (by inputs), such as {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}; None = a Hugging Face model's own plan, if it has
+    one."""
+    name: str = ""
+    """For people; the function's name is used where this is empty."""
+
+    def __post_init__(self) -> None:
+        for field in ("model", "dataset", "loss"):
+            if not callable(value := getattr(self, field)):
+                extra = "" if field == "loss" else f": write {field}=lambda: … so that each process builds its own"
+                raise TaskError(f"Task({field}=…) got a {type(value).__name__}, a function is wanted{extra}")
+        if hasattr(self.model, "parameters") and not isinstance(self.model, type):
+            kind = type(self.model).__name__
+            raise TaskError(
+                f"Task(model=…) got a {kind} that is built already: write model=lambda: {kind}(…) so that each process builds its own"
+            )
+        for field in ("collate", "evaluate"):
+            if (value := getattr(self, field)) is not None and not callable(value):
+                raise TaskError(f"Task({field}=…) got a {type(value).__name__}, a function is wanted, or None")
+        if not (callable(self.optimizer) or isinstance(self.optimizer, str)):
+            raise TaskError(f"Task(optimizer=…) got a {type(self.optimizer).__name__}: a name or a function of the parameters is wanted")
+        plan = self.tensor_parallel
+        if plan is not None and not (isinstance(plan, Mapping) and all(isinstance(one, str) for pair in plan.items() for one in pair)):
+            raise TaskError(
+                f"Task(tensor_parallel={plan!r:.100}): names of layers with how they are split are wanted, such as "
+                '{"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}'
+            )
+
+
+def check(name: str) -> None:
+    """See that a task's file and function are there, without importing anything (the notebook's kernel stays free of torch).
+
+    Raises:
+        TaskError: no such file or function, or the function takes arguments. What only an import can tell is not checked.
+    """
+    if name in SAMPLES:
+        return
+    where, function = _split(name)
+    if not where.endswith(".py"):
+        return
+    path = Path(where)
+    if not path.is_file():
+        near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        there = f"that folder holds {', '.join(near[:8])}" if near else "that folder holds no .py file"
+        raise TaskError(f"task={name!r}: there is no file {path.absolute()}; {there}")
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise TaskError(f"task={name!r}: {path} is not valid Python: {error}") from error
+    bound: dict[str, ast.AST] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                bound.setdefault(node.name, node)
+            case ast.Name(ctx=ast.Store()):
+                bound.setdefault(node.id, node)
+            case ast.ImportFrom() | ast.Import():
+                for alias in node.names:
+                    bound.setdefault(alias.asname or alias.name, node)
+                    if alias.name == "*":
+                        return  # only the import can tell
+    if _set_to_tasks(tree, function):
+        raise TaskError(_is_a_task(name, function))
+    if function not in bound:
+        functions = [n for n, node in bound.items() if isinstance(node, ast.FunctionDef)]
+        raise TaskError(f"task={name!r}: {_missing(function, path.name, functions)}")
+    if isinstance(node := bound[function], ast.FunctionDef):
+        given = node.args.posonlyargs + node.args.args
+        needed = [a.arg for a in given[: len(given) - len(node.args.defaults)]]
+        needed += [a.arg for a, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None]
+        if needed:
+            raise TaskError(_takes_arguments(name, function, needed))
+
+
+def _set_to_tasks(tree: ast.AST, name: str) -> bool:
+    """Is all that a file ever calls so the result of a call of Task? Whatever else it may be, only an import can tell."""
+    stored = tasks = 0
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                stored += node.name == name
+            case ast.ImportFrom() | ast.Import():
+                stored += any((alias.asname or alias.name) == name for alias in node.names)
+            case ast.Name(ctx=ast.Store()):
+                stored += node.id == name
+            case (
+                ast.Assign(targets=[ast.Name(id=target)], value=ast.Call(func=ast.Name(id="Task") | ast.Attribute(attr="Task")))
+                | ast.AnnAssign(target=ast.Name(id=target), value=ast.Call(func=ast.Name(id="Task") | ast.Attribute(attr="Task")))
+            ):
+                tasks += target == name
+    return stored == tasks > 0
+
+
+def _is_a_task(name: str, function: str) -> str:
+    return f"task={name!r}: {function} is a Task; a function that returns one is wanted: def {function}(): return wb.Task(…)"
+
+
+def resolve(name: str) -> Task:
+    """Import a task by its name and build it.
+
+    Raises:
+        TaskError: it cannot be found, does not import, takes arguments or does not return a Task.
+    """
+    where, function = _split(SAMPLES.get(name, name))
+    module = _import(name, where)
+    factory = getattr(module, function, None)
+    if factory is None:
+        functions = [n for n, value in vars(module).items() if inspect.isfunction(value)]
+        raise TaskError(f"task={name!r}: {_missing(function, where, functions)}")
+    if isinstance(factory, Task):
+        raise TaskError(_is_a_task(name, function))
+    if not callable(factory):
+        raise TaskError(f"task={name!r}: {function} is a {type(factory).__name__}; a function that returns a wb.Task is wanted")
+    parameters = inspect.signature(factory).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        raise TaskError(_takes_arguments(name, function, needed))
+    try:
+        task = factory()
+    except TaskError:
+        raise
+    except Exception as error:
+        raise TaskError(f"task={name!r}: {function}() raised {type(error).__name__}: {error}") from error
+    if not isinstance(task, Task):
+        raise TaskError(f"task={name!r}: {function}() returned a {type(task).__name__}; a wb.Task(model=…, dataset=…, loss=…) is wanted")
+    return task
+
+
+def label(name: str) -> str:
+    """A short word for a task's name, fit for a folder: `"my_task.py:build"` → `"my_task-build"`.
+
+    >>> label("code/my_task.py:build"), label("package.module:build"), label("text-gpt")
+    ('my_task-build', 'module-build', 'text-gpt')
+    """
+    where, _, function = name.rpartition(":")
+    stem = Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
+    text = f"{stem}-{function}" if where else name
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in text)
+
+
+def _split(name: str) -> tuple[str, str]:
+    where, colon, function = name.rpartition(":")
+    if not colon or not where or not function.isidentifier():
+        near = nearest(name, SAMPLES)
+        hint = f'; did you mean "{near}"?' if near else "."
+        raise TaskError(f"task={name!r}: no such task{hint} A task is named {_FORMS}")
+    return where, function
+
+
+def _import(name: str, where: str) -> ModuleType:
+    try:
+        if not where.endswith(".py"):
+            return importlib.import_module(where)
+        path = Path(where).resolve()
+        if not path.is_file():
+            raise TaskError(f"task={name!r}: there is no file {path}")
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))  # its neighbours import, also in the loader's workers
+        module = importlib.import_module(path.stem)
+        return module if Path(getattr(module, "__file__", None) or "").resolve() == path else _load(path)
+    except TaskError:
+        raise
+    except Exception as error:
+        raise TaskError(f"task={name!r}: {where} does not import: {type(error).__name__}: {error}") from error
+
+
+def _load(path: Path) -> ModuleType:
+    """Import a file whose name another module already has (`test.py`, `random.py`) under a name of its own."""
+    spec = importlib.util.spec_from_file_location(f"workbench_task_{path.stem}", path)
+    assert spec  # a .py file always has a spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _missing(function: str, where: str, functions: list[str]) -> str:
+    return (
+        f"{where} has no function {function!r}: {did_you_mean(function, functions)}It defines {', '.join(functions[:8]) or 'no function'}"
+    )
+
+
+def _takes_arguments(name: str, function: str, needed: list[str]) -> str:
+    values = ", ".join(f"{n}=…" for n in needed)
+    return (
+        f"task={name!r}: {function} needs the argument{'s' * (len(needed) > 1)} {', '.join(needed)}; one without is wanted. "
+        f"Try a second one: def {function}_default(): return {function}({values})"
+    )

@@ -1,0 +1,353 @@
+"""ScalingLaw: L(N, D) = E + A/N^α + B/D^β through measured runs, with intervals; what it says about runs that were not made.
+
+How a law shows itself: its five numbers, and its points.
+
+What a law answers: the loss of a run, the best use of a budget, how it would have done on runs it has not seen; with their intervals.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.core.statistics import Interval
+from workbench.scaling.analysis.law import doubt
+from workbench.scaling.analysis.law import fit as bootstrap
+from workbench.scaling.analysis.law.fit import DELTA, Columns, Five, best, exponent, losses, optimum
+from workbench.scaling.analysis.law.forecast import Allocation, Forecast, flops
+from workbench.scaling.analysis.law.held_out import HeldOut
+from workbench.scaling.analysis.law.points import FEWEST, Points, PointsError, points_of, positive, read
+
+PARTS = ("E", "A", "B")
+"""Those of which nothing beside any loss is shown as 0: the fit works in logarithms, and finds 1e-7 where a part is not needed."""
+
+
+def table(law: "ScalingLaw") -> display.Table:
+    """A row for each of the five numbers, and for the exponents of the best size and amount of data."""
+    size, least = law.exponent, 1e-5 * min(law.points.loss)
+    rows = {**law.intervals, "N_opt ∝ C^": size, "D_opt ∝ C^": Interval(low=1 - size.high, mid=1 - size.mid, high=1 - size.low)}
+    what = (
+        f"fitted to {len(law.points)} runs of {len(law.points.sizes)} sizes, {min(law.compute):.2g} … {flops(max(law.compute))}; "
+        f"{units.percent(law.level)} intervals from {len(law.draws)} drawings of {'points' if law.by == 'pairs' else 'runs'}; "
+        f"typical residual {units.percent(float(np.median(np.abs(law.residuals))))}"
+    )
+    warning = f"CANNOT TELL: {'; '.join(law.cannot_tell)}" if law.cannot_tell else ""
+    return display.Table(
+        columns=("", "fitted", "low", "high"),
+        rows=[[name, *one.cells(partial(_number, least=least if name in PARTS else 0.0))] for name, one in rows.items()],
+        title="Loss = E + A/parameters^alpha + B/tokens^beta",
+        note="; ".join(filter(None, [warning, what, *law.notes])),
+    )
+
+
+def _number(value: float, least: float) -> str:
+    """Four digits; 0 below the least that counts."""
+    return "0" if value < least else f"{value:.4g}"
+
+
+def frame(law: "ScalingLaw") -> Any:
+    """A DataFrame with one row per point: measured and fitted loss."""
+    fitted = losses(law.five, law.points.parameters, law.points.tokens)
+    rows = zip(law.points.rows, law.compute, fitted, law.residuals, strict=True)
+    return display.frame(
+        [
+            {"parameters": n, "tokens": d, "flops": c, "loss": loss, "fitted": float(fit), "residual": off, "run": run}
+            for (n, d, loss, run), c, fit, off in rows
+        ]
+    )
+
+
+def band(mid: float, drawn: Iterable[float], level: float) -> Interval:
+    """A number with the interval that holds `level` of `drawn`, and the number itself; without drawings it is endless."""
+    values = [one for one in drawn if math.isfinite(one)]
+    if not values:
+        return Interval(low=-math.inf, mid=mid, high=math.inf)
+    low, high = np.percentile(values, [50 * (1 - level), 50 * (1 + level)])
+    return Interval(low=float(min(low, mid)), mid=mid, high=float(max(high, mid)))
+
+
+def forecast(law: "ScalingLaw", parameters: float, tokens: float) -> Forecast:
+    """See `ScalingLaw.predict`. The interval: every drawing's loss, each with every residual as the luck of a single run."""
+    budget = law.flops_per * parameters * tokens
+    drawn = np.log([float(losses(one, parameters, tokens)) for one in law.draws])
+    extrapolation = budget / max(law.compute)
+    return Forecast(
+        parameters=parameters,
+        tokens=tokens,
+        flops=budget,
+        loss=law.band(float(losses(law.five, parameters, tokens)), np.exp(np.add.outer(drawn, _luck(law)).ravel())),
+        naive=min(law.points.loss),
+        extrapolation=extrapolation,
+        level=law.level,
+        notes=(*_warning(law), *doubt.far(parameters, tokens, extrapolation, law.points)),
+    )
+
+
+def allocation(law: "ScalingLaw", flops: float) -> Allocation:
+    """See `ScalingLaw.allocation`."""
+    work = flops / law.flops_per
+    found = optimum(law.five, work)
+    drawn = [optimum(one, work) for one in law.draws]
+    parameters, tokens, loss = (law.band(mid, [one[i] for one in drawn]) for i, mid in enumerate(found))
+    extrapolation = flops / max(law.compute)
+    return Allocation(
+        flops=flops,
+        parameters=parameters,
+        tokens=tokens,
+        loss=loss,
+        naive=min(law.points.loss),
+        extrapolation=extrapolation,
+        level=law.level,
+        notes=(*_warning(law), *doubt.far(parameters.mid, tokens.mid, extrapolation, law.points)),
+    )
+
+
+def held_out(law: "ScalingLaw", limit: float) -> HeldOut:
+    """See `ScalingLaw.held_out`.
+
+    Raises:
+        PointsError: too few runs have at most `limit` FLOPs, or none has more.
+    """
+    small = [one <= limit for one in law.compute]
+    if sum(small) < FEWEST or all(small):
+        raise PointsError(
+            f"{sum(small)} of {len(small)} runs have at most {limit:.3g} FLOPs: at least {FEWEST} to fit to are wanted, and at least "
+            f"one larger to hold out; the runs have {min(law.compute):.3g} … {max(law.compute):.3g} FLOPs"
+        )
+    fitted = law.refitted(law.points.where(small))
+    rest = law.points.where(not one for one in small)
+    forecasts = tuple(fitted.predict(n, d) for n, d in zip(rest.parameters, rest.tokens, strict=True))
+    return HeldOut(limit=max(fitted.compute), fitted=len(fitted.points), forecasts=forecasts, measured=rest.loss)
+
+
+def _luck(law: "ScalingLaw") -> Any:
+    """Residuals, as wide as those of points that the law was not fitted to: five numbers have followed these."""
+    count = len(law.points)
+    return np.asarray(law.residuals) * math.sqrt(count / max(1, count - 5))
+
+
+def _warning(law: "ScalingLaw") -> tuple[str, ...]:
+    return () if law.enough else (f"cannot tell: {law.cannot_tell[0]}",)
+
+
+FLOPS_PER = 6.0
+"""Training FLOPs per parameter and token: 2 in the forward, 4 in the backward (Kaplan et al. 2020). Attention over the context and
+recomputation are left out, and the embedding's parameters, which multiply nothing, are counted."""
+NAMES = ("E", "A", "B", "alpha", "beta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingLaw(display.Shown, JsonDataclass):
+    """The final loss of a model with N parameters trained on D tokens: E + A/N^α + B/D^β (Hoffmann et al. 2022).
+
+    E is what no model of this kind gets below, A/N^α what the model lacks in size, B/D^β what it lacks in data.
+    """
+
+    E: float
+    """Irreducible loss, in the unit of the points' loss."""
+    A: float
+    """With alpha: the part that size takes away."""
+    B: float
+    """With beta: the part that data take away."""
+    alpha: float
+    """Exponent of the parameters."""
+    beta: float
+    """Exponent of the tokens."""
+    wanted: int = 200
+    """Drawings that were asked for."""
+    level: float = 0.9
+    """Of all intervals, 0 … 1."""
+    by: str = "pairs"
+    """What was drawn: "pairs" = each point by itself, "run" = all points of a run together."""
+    delta: float = DELTA
+    """Of the Huber loss, in log loss."""
+    flops_per: float = FLOPS_PER
+    """Training FLOPs per parameter and token."""
+    seed: int = 0
+    """Of the drawings."""
+    points: Points
+    """What it was fitted to."""
+    draws: tuple[Five, ...] = field(repr=False)
+    """(E, A, B, alpha, beta) of each bootstrap drawing: every interval comes from them."""
+    notes: tuple[str, ...] = ()
+    """What the points have to say about themselves."""
+
+    # --- how one is made
+
+    @classmethod
+    def fit(
+        cls,
+        points: Any,
+        *,
+        draws: int = 200,
+        level: float = 0.9,
+        by: str | None = None,
+        flops_per: float = FLOPS_PER,
+        delta: float = DELTA,
+        seed: int = 0,
+        notes: Sequence[str] = (),
+    ) -> "ScalingLaw":
+        """Fit the law to measured runs. Deterministic: the same points and seed give the same law.
+
+        Args:
+            points: rows of (parameters, tokens, loss), a DataFrame or a mapping with these columns, or the path of a CSV file. All
+                losses of one kind, from runs that were trained to the end of their learning-rate schedule.
+            draws: bootstrap drawings for the intervals.
+            level: of the intervals, between 0 and 1.
+            by: "pairs" draws each point by itself, "run" all points of a run together; None = "run" where a run has several points.
+            flops_per: training FLOPs per parameter and token.
+            delta: of the Huber loss.
+            seed: of the drawings.
+            notes: what to keep in mind about the points.
+
+        Raises:
+            PointsError: fewer than 5 points, one size or one amount of data only, a missing column, a value that is no number above 0.
+        """
+        found = read(points).check()
+        if by is None:
+            by = "run" if len(set(found.run)) < len(found) else "pairs"
+        draws, level, seed = bootstrap.check(draws, level, by, seed)
+        flops_per, delta = positive(flops_per, "flops_per"), positive(delta, "delta")
+        columns = Columns.of(found.parameters, found.tokens, found.loss)
+        law = columns.outward(best(columns, delta=delta))
+        drawn = bootstrap.draws(found, law, count=draws, by=by, seed=seed, delta=delta)
+        options = {"wanted": draws, "level": level, "by": by, "delta": delta, "flops_per": flops_per, "seed": seed}
+        return cls(**dict(zip(NAMES, law, strict=True)), **options, points=found, draws=drawn, notes=tuple(notes))  # type: ignore[arg-type]
+
+    @classmethod
+    def from_runs(
+        cls,
+        runs: Iterable[Any],
+        *,
+        parameters: Mapping[str, float] | Sequence[float] | None = None,
+        tokens_per_sample: float = 1.0,
+        loss: str | None = None,
+        **options: Any,
+    ) -> "ScalingLaw":
+        """Fit the law to finished runs of specs.
+
+        Args:
+            runs: of different models and numbers of steps.
+            parameters: of each run's model, in the order of the runs, or by the name of its task; None = the figure "parameters" of the
+                runs' evaluation.
+            tokens_per_sample: what one sample counts; 1 = the law is one of samples.
+            loss: name of the evaluation's figure that is the loss; None = the one that ends in "loss", else the mean training loss of the
+                last tenth of the steps.
+            **options: of `fit`.
+
+        Raises:
+            PointsError: a run has no loss, or its parameters are not known; as `fit` does.
+        """
+        points, notes = points_of(list(runs), parameters=parameters, tokens_per_sample=tokens_per_sample, loss=loss)
+        return cls.fit(points, notes=(*notes, *options.pop("notes", ())), **options)
+
+    # --- what it is
+
+    @property
+    def five(self) -> Five:
+        """E, A, B, alpha, beta."""
+        return self.E, self.A, self.B, self.alpha, self.beta
+
+    @property
+    def intervals(self) -> dict[str, Interval]:
+        """Name → number with its interval."""
+        columns = zip(*self.draws, strict=True) if self.draws else [()] * len(NAMES)
+        return {name: self.band(mid, drawn) for name, mid, drawn in zip(NAMES, self.five, columns, strict=True)}
+
+    @property
+    def exponent(self) -> Interval:
+        """a = β/(α+β): the best N grows as C^a, the best D as C^(1-a)."""
+        return self.band(exponent(self.five), [exponent(one) for one in self.draws])
+
+    @property
+    def compute(self) -> tuple[float, ...]:
+        """FLOPs of each point."""
+        return self.points.compute(self.flops_per)
+
+    @property
+    def residuals(self) -> tuple[float, ...]:
+        """log measured − log fitted loss of each point: 0.01 = the run ended 1 % above the law."""
+        fitted = losses(self.five, self.points.parameters, self.points.tokens)
+        return tuple(float(one) for one in np.log(self.points.loss) - np.log(fitted))
+
+    @property
+    def cannot_tell(self) -> tuple[str, ...]:
+        """What these points do not say, and what would; empty where the law may be used."""
+        return doubt.doubts(self.points, self.intervals, self.exponent, draws=self.draws, wanted=self.wanted, residuals=self.residuals)
+
+    @property
+    def enough(self) -> bool:
+        """Do the points determine the law?"""
+        return not self.cannot_tell
+
+    def band(self, mid: float, drawn: Iterable[float]) -> Interval:
+        """A number with the interval that holds `level` of what the drawings say of it."""
+        return band(mid, drawn, self.level)
+
+    # --- what it says
+
+    def predict(self, parameters: float, tokens: float) -> Forecast:
+        """The final loss of a run, with the interval in which a single one should end.
+
+        Args:
+            parameters: of the model.
+            tokens: it is trained on.
+
+        Raises:
+            PointsError: not numbers above 0.
+        """
+        return forecast(self, positive(parameters, "parameters"), positive(tokens, "tokens"))
+
+    def allocation(self, flops: float) -> Allocation:
+        """The best use of a compute budget: N = G·(C/6)^a, D = (C/6)/N with a = β/(α+β), G = (αA/βB)^(1/(α+β)).
+
+        Args:
+            flops: training FLOPs that may be spent.
+
+        Raises:
+            PointsError: not a number above 0.
+        """
+        return allocation(self, positive(flops, "flops"))
+
+    def held_out(self, fraction: float = 0.3, *, flops: float | None = None) -> HeldOut:
+        """Fit to the smaller runs, predict the larger ones, and set them beside what was measured.
+
+        Args:
+            fraction: runs of at most this share of the largest run's compute are fitted to.
+            flops: or of at most this many FLOPs.
+
+        Raises:
+            PointsError: too few are left on either side.
+        """
+        return held_out(self, flops if flops is not None else fraction * max(self.compute))
+
+    def refitted(self, points: Any) -> "ScalingLaw":
+        """The same procedure with other points.
+
+        Raises:
+            PointsError: as `fit` does.
+        """
+        options = {"draws": self.wanted, "level": self.level, "flops_per": self.flops_per, "delta": self.delta, "seed": self.seed}
+        return ScalingLaw.fit(points, by=self.by, notes=self.notes, **options)  # type: ignore[arg-type]
+
+    # --- how it shows itself
+
+    @property
+    def table(self) -> display.Table:
+        """A row for each of the five numbers, and for the exponents of the best size and amount of data."""
+        return table(self)
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per point: measured and fitted loss."""
+        return frame(self)
+
+    plot = display.plot_method("scaling_law")
+
+    def __repr__(self) -> str:
+        return f"ScalingLaw(E={self.E:.3g}, alpha={self.alpha:.2f}, beta={self.beta:.2f}, {len(self.points)} runs)"

@@ -1,0 +1,155 @@
+"""Where the phases of an unedited loop show themselves: hooks on its model and optimizer, and functions of torch, wrapped for a while."""
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from functools import wraps
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from workbench.timeline.loops import Nest
+from workbench.timeline.marks import BACKWARD, END_FORWARD, END_PHASE, FORWARD, H2D, OPTIMIZER
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
+
+NEST = Nest()
+"""The loops that are measured by hooks: marks go to the one that runs, from its own thread only."""
+os.register_at_fork(after_in_child=NEST.clear)
+
+
+def on_model(module: "torch.nn.Module", begin: Callable[[], None] | None = None) -> "Patch":
+    """Mark the calls of a module, also those that end by an exception; `begin` is called where no loop runs, and may begin one.
+
+    It sits where `module.compile()` puts the compiled call. Forward hooks cost 5 µs more in the midst of a training step, they travel with
+    copies and pickles of the module, and would be compiled as well.
+    """
+
+    def wrap(compiled: Callable[..., Any] | None) -> Callable[..., Any]:
+        call = compiled or module._call_impl
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if begin and NEST.thread is None:
+                begin()
+            if get_ident() != NEST.thread:
+                return call(*args, **kwargs)
+            NEST.forward = True
+            now, marks = NEST.now, NEST.marks
+            marks.extend((now(), FORWARD))
+            try:
+                return call(*args, **kwargs)
+            finally:
+                marks.extend((now(), END_FORWARD))
+
+        return marked
+
+    return Patch(module, "_compiled_call_impl", wrap)
+
+
+def on_optimizer(optimizer: "torch.optim.Optimizer") -> list["RemovableHandle"]:
+    """Mark the steps of an optimizer. (Copies and checkpoints of an optimizer leave its hooks behind.)"""
+    return [optimizer.register_step_pre_hook(optimizer_begins), optimizer.register_step_post_hook(optimizer_ends)]
+
+
+def optimizer_begins(_optimizer: object, _args: object, _kwargs: object, /) -> None:
+    """The hook before an optimizer step."""
+    if get_ident() == NEST.thread:
+        now = NEST.now
+        NEST.marks.extend((now(), OPTIMIZER))
+
+
+def optimizer_ends(_optimizer: object, _args: object, _kwargs: object, /) -> None:
+    """The hook after an optimizer step."""
+    if get_ident() == NEST.thread:
+        now = NEST.now
+        NEST.marks.extend((now(), END_PHASE))
+
+
+_users: "weakref.WeakKeyDictionary[Callable[..., Any], int]" = weakref.WeakKeyDictionary()
+"""The wrappers that are in place, and how many need each."""
+
+
+class Patch:
+    """A function of torch, or the call of a module, wrapped while somebody needs it: once, however many need it. Keeps no module alive."""
+
+    def __init__(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        ours = getattr(owner, name)
+        if ours not in _users:
+            before, ours = ours, wrap(ours)
+            ours.__wrapped__, ours.inherited = before, name not in vars(owner)
+            setattr(owner, name, ours)
+        _users[ours] = _users.get(ours, 0) + 1
+        self._owner, self._name, self._ours = weakref.ref(owner), name, weakref.ref(ours)
+
+    def remove(self) -> None:
+        """Need it no longer. If someone has wrapped ours meanwhile, ours stays below, and marks nothing without a loop that runs."""
+        owner, ours = self._owner(), self._ours()
+        if owner is None or ours is None:
+            return
+        _users[ours] -= 1
+        if _users[ours] or getattr(owner, self._name) is not ours:
+            return
+        del _users[ours]
+        if ours.inherited:
+            delattr(owner, self._name)
+        else:
+            setattr(owner, self._name, ours.__wrapped__)
+
+
+def wrap_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark `torch.autograd.backward`, which `Tensor.backward` and so GradScaler and Accelerate call."""
+
+    @wraps(backward)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        if get_ident() != NEST.thread:
+            return backward(*args, **kwargs)
+        now, marks = NEST.now, NEST.marks
+        marks.extend((now(), BACKWARD))
+        try:
+            return backward(*args, **kwargs)
+        finally:
+            marks.extend((now(), END_PHASE))
+
+    return marked
+
+
+def wrap_copy(copy: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark `Tensor.to` and `Tensor.cuda` where they copy from the host's memory to the device's."""
+    always = copy.__name__ == "cuda"
+
+    @wraps(copy)
+    def marked(tensor: "torch.Tensor", *args: Any, **kwargs: Any) -> Any:
+        if tensor.device.type != "cpu" or not (always or to_cuda(args, kwargs)) or get_ident() != NEST.thread:
+            return copy(tensor, *args, **kwargs)
+        NEST.mark(H2D)
+        try:
+            return copy(tensor, *args, **kwargs)
+        finally:
+            NEST.mark(END_PHASE)
+
+    return marked
+
+
+def to_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Do these arguments of `Tensor.to` name a CUDA device?"""
+    where = kwargs.get("device", args[0] if args else kwargs.get("other"))
+    where = getattr(where, "device", where)  # like another tensor
+    return str(where).startswith("cuda") or (isinstance(where, int) and not isinstance(where, bool))
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """Inside, backward and the copies to the device are marked."""
+    import torch
+
+    patches = [Patch(torch.autograd, "backward", wrap_backward)]
+    if torch.version.cuda or torch.version.hip:  # whether there is a device must not be asked: the script may yet choose, or fork
+        patches += [Patch(torch.Tensor, name, wrap_copy) for name in ("to", "cuda")]
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.remove()

@@ -1,0 +1,234 @@
+"""Loops over loaders: one pass marks its tape around each `next()`; of several open passes, the one that runs gets the marks."""
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, islice, repeat
+from typing import Any, Generic, TypeVar
+
+from workbench.timeline.marks import AWAY, BACK, BATCH, BORDER, DATA_WAIT, END, END_PHASE, NEXT, NOWHERE, Marks, Tape
+from workbench.timeline.steps import Assembler, Row, Rules
+
+T = TypeVar("T")
+
+
+def samples_in(batch: Any) -> int | None:
+    """Length of the first dimension of the first tensor (or array) of a batch; None if there is none near its front, or if in doubt.
+
+    In a list inside the batch every tensor may well be one sample (`tuple(zip(*samples))`), so such lists say nothing.
+    """
+    first = batch[0] if batch.__class__ in (tuple, list) and batch else batch
+    try:
+        return first.shape[0]  # type: ignore[no-any-return]
+    except (AttributeError, IndexError, TypeError):  # no tensor, or one without dimensions
+        return _search(batch)
+
+
+def _search(batch: Any) -> int | None:
+    if isinstance(batch, Mapping):
+        parts = [*islice(batch.values(), 8)]
+    elif isinstance(batch, (list, tuple)):
+        parts = [*batch[:8]]
+    else:
+        return None
+    for part in parts:
+        if (shape := getattr(part, "shape", None)) and isinstance(shape, tuple):
+            return int(shape[0])
+    inner = [part for part in parts if isinstance(part, Mapping)]
+    if not isinstance(batch, Mapping) and len(inner) == len(parts) and all(one.keys() == inner[0].keys() for one in inner):
+        return None  # one for each sample
+    return next((found for one in inner if (found := _search(one)) is not None), None)
+
+
+def sizes_of(loader: Any) -> Iterator[int | None] | None:
+    """Samples per batch as a DataLoader over a map-style dataset that collates as torch does foretells them, which costs less than looking;
+    None for others: a collate function of one's own may leave samples out, or pack them.
+    """
+    data = sys.modules.get("torch.utils.data")
+    if data is None or type(loader) is not data.DataLoader or not loader.batch_size or isinstance(loader.dataset, data.IterableDataset):
+        return None
+    if loader.collate_fn is not data.default_collate:
+        return None
+    try:
+        batches, last = len(loader), loader.batch_size
+        if not loader.drop_last:
+            last = len(loader.sampler) - loader.batch_size * (batches - 1)
+    except TypeError:  # a sampler without a length
+        return None
+    return chain(repeat(loader.batch_size, batches - 1), (last,), repeat(None))
+
+
+def check_loader(loader: object, caller: str) -> None:
+    """Refuse what cannot be looped over before anything is measured.
+
+    Raises:
+        ValueError: not an iterable, or one that is measured already.
+    """
+    if isinstance(loader, Batches):
+        raise ValueError(f"{caller} was given {loader!r}, which is measured already: give it the loader itself")
+    if isinstance(loader, (str, bytes)) or not (isinstance(loader, Iterable) or hasattr(type(loader), "__getitem__")):
+        raise ValueError(
+            f"{caller} was given {loader!r}: it takes a DataLoader or any other iterable of batches, e.g. {caller}(train_loader)"
+        )
+
+
+class Batches(Generic[T]):
+    """The batches of a loader, measured: every `for` over it is one pass."""
+
+    def __init__(self, loader: Iterable[T]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[T]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # a loader without a length says so itself
+
+
+class Loop:
+    """One pass over a loader, with its own tape."""
+
+    def __init__(self, tape: Tape, rules: Rules) -> None:
+        self.tape = tape
+        self.took_turn = True
+        """Has it called `next()` since a loop below it did?"""
+        self.thread: int | None = None
+        """The thread that runs it."""
+        self.beside = False
+        """Does the loop on top wait for this one's batch, too?"""
+        self._sizes: deque[int | None] = deque()  # samples per batch, each put here before its mark
+        self._next_size: Callable[[], int | None] = self._sizes.popleft
+        self._assembler = Assembler(rules)
+
+    def run(
+        self, nest: "Nest", loader: Iterable[T], watching: AbstractContextManager[object] | None = None, *, sized_by: object = None
+    ) -> Iterator[T]:
+        """Yield the batches of a loader. Worker start-up counts as waiting for the first one; leaving the loop early ends it at once.
+
+        Args:
+            nest: the open loops, this one while it runs.
+            loader: gives the batches.
+            watching: entered as long as the loop is open.
+            sized_by: the DataLoader that tells how many samples are in them, where `loader` is only its iterator.
+        """
+        now, marks = self.tape.now, self.tape.marks
+        if foretold := sizes_of(loader if sized_by is None else sized_by):
+            self._next_size = foretold.__next__
+        read = self.tape.read if self.tape.clock == "device" else None
+        with watching or nullcontext():
+            nest.begin(self)
+            marks.extend((now(), NEXT))
+            try:
+                for batch in loader:
+                    if nest.top is self:
+                        if not foretold:
+                            self._sizes.append(samples_in(batch))
+                        marks.extend((now(), BATCH))
+                    else:
+                        nest.waited(self)
+                    yield batch
+                    if nest.top is self:
+                        self.took_turn = True
+                        marks.extend((now(), NEXT))
+                        if read:
+                            read()
+                    else:
+                        nest.wait(self)
+            finally:
+                nest.end(self)
+
+    def mark(self, code: int) -> None:
+        """Note the time under a code."""
+        self.tape.marks.extend((self.tape.now(), code))
+
+    def border(self) -> None:
+        """In a loop without a loader: a step ends here, and the next one begins."""
+        self._sizes.append(None)
+        self.mark(NEXT)
+        self.tape.read()
+        self.mark(BORDER)
+
+    def harvest(self) -> list[Row]:
+        """The steps finished since the last harvest."""
+        return self._assembler.feed(*self.tape.take(), self._next_size)
+
+    @property
+    def ended(self) -> bool:
+        """Has its END been harvested?"""
+        return self._assembler.ended
+
+
+class Nest:
+    """The open loops: a validation inside a training loop, two loaders side by side.
+
+    `now`, `marks` and `thread` are those of the one that runs. What may be called by another thread has to look at the latter.
+    """
+
+    __slots__ = ("_open", "forward", "marks", "now", "thread", "top")
+
+    def __init__(self) -> None:
+        self._open: list[Loop] = []
+        self.forward = False
+        """Has a model been called since somebody set this to False?"""
+        self._turn()
+
+    def mark(self, code: int) -> None:
+        """Note the time under a code, on the tape of the loop that runs, if any."""
+        self.marks.extend((self.now(), code))
+
+    def begin(self, loop: Loop) -> None:
+        """A loop begins: until it ends, its time is `other` of the one around it."""
+        if self.top:
+            self.mark(AWAY)
+        loop.thread = threading.get_ident()
+        self._open.append(loop)
+        self._turn()
+
+    def end(self, loop: Loop) -> None:
+        """A loop is over; the one around it goes on."""
+        self.waited(loop)
+        loop.mark(END)
+        if loop in self._open:
+            self._open.remove(loop)
+            if self.top is loop and self._turn():
+                self.mark(BACK)
+
+    def wait(self, loop: Loop) -> None:
+        """A loop that is not on top asks for a batch.
+
+        If the top one did so, too, since the last time, they run side by side (`zip`, or two iterators): the top one keeps the marks, and
+        waits. Otherwise the top one was left without being closed, and `loop` takes over.
+        """
+        assert self.top is not None
+        if self.top.took_turn and loop in self._open:
+            self.top.took_turn = False
+            loop.beside = True
+            self.mark(DATA_WAIT)
+        else:
+            self.mark(AWAY)
+            if loop in self._open:
+                self._open.remove(loop)
+            self._open.append(loop)
+            self._turn()
+            self.mark(BACK)
+            self.mark(NEXT)
+
+    def waited(self, loop: Loop) -> None:
+        """The loop beside the top one has its batch, or is over."""
+        if loop.beside:
+            loop.beside = False
+            self.mark(END_PHASE)
+
+    def clear(self) -> None:
+        """Forget all loops, without a mark: this is another process now."""
+        self._open.clear()
+        self._turn()
+
+    def _turn(self) -> bool:
+        self.top: Loop | None = self._open[-1] if self._open else None
+        self.now: Callable[[], Any] = self.top.tape.now if self.top else int
+        self.marks: Marks = self.top.tape.marks if self.top else NOWHERE
+        self.thread = self.top.thread if self.top else None
+        return self.top is not None

@@ -1,0 +1,187 @@
+"""Tapes: the borders between phases as bare marks, a clock and a code each; `steps` turns them into seconds later."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+DATA_WAIT, H2D, FORWARD, BACKWARD, OPTIMIZER, OTHER = range(6)
+"""Codes that begin a phase, numbered as in `timeline.PHASES`."""
+END_PHASE = 6
+"""Back to the phase around."""
+END_FORWARD = 7
+"""Back to the phase around; what follows is the loss, and counts as forward, if a backward comes next."""
+NEXT = 8
+"""The loop asks its loader for a batch."""
+BATCH = 9
+"""The batch is there."""
+AWAY = 10
+"""Another loop begins inside this one: its time is `other` here, and marks mean nothing until BACK."""
+BACK = 11
+"""The inner loop is over."""
+IDLE = 12
+"""From here on time belongs to no step, until NEXT."""
+END = 13
+"""The loop is over, or was left."""
+BORDER = 14
+"""Right after a NEXT: there is no loader, and so nothing was waited for."""
+
+Marks = list[Any] | deque[Any]
+"""Stamp, code, stamp, code, … A stamp and its code are added in one piece, so that no thread and no signal ever sees half a mark:
+
+    now = tape.now  # 3.11 calls a local faster than an attribute
+    tape.marks.extend((now(), code))
+
+Where that happens several times in a step, it stands written out: a call more is a good part of its cost.
+"""
+
+NOWHERE: Marks = deque(maxlen=0)
+"""The marks of a loop that is not running: none is kept."""
+
+
+class Tape(Protocol):
+    """Marks of one loop in the order they were made."""
+
+    clock: Literal["host", "device"]
+    device: int | None
+    """The index of the CUDA device whose clock this is, if known."""
+    marks: list[Any]
+
+    def now(self) -> Any:
+        """The stamp of a mark: all that happens inside a step."""
+
+    def read(self) -> None:
+        """Find out what times the stamps stand for, as far as it is known: once per step, on the training thread."""
+
+    def take(self) -> tuple[list[int], bytes]:
+        """Hand over, once, the marks whose time is known: nanoseconds and codes. Safe in another thread."""
+
+    def settle(self) -> None:
+        """Wait until the times of all marks are known."""
+
+
+class HostTape:
+    """Marks by the host's clock: a stamp is the time in nanoseconds."""
+
+    clock: Literal["host", "device"] = "host"
+    device: int | None = None
+
+    def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.now, self.marks = now, list[int]()
+
+    def read(self) -> None:
+        pass
+
+    def take(self) -> tuple[list[int], bytes]:
+        return _take(self.marks)
+
+    def settle(self) -> None:
+        pass
+
+
+def _take(marks: list[int]) -> tuple[list[int], bytes]:
+    count = len(marks)  # others may follow meanwhile
+    times, codes = marks[:count:2], bytes(marks[1:count:2])
+    del marks[:count]
+    return times, codes
+
+
+class Event(Protocol):
+    """What is used of `torch.cuda.Event(enable_timing=True)`."""
+
+    def record(self, stream: Any = None) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: "Event") -> float: ...
+
+
+class DeviceTape:
+    """Marks on a device's current stream: a stamp is an event, so a phase is the time the device spent in it, and the host never waits.
+
+    The events of a whole step are read when its last one has happened, at some later `next()`, on the training thread: reading them from
+    another thread would break a CUDA graph capture that goes on meanwhile. Events on a side stream may lie before their neighbour on the
+    main stream (a copy hidden behind compute): such an interval is 0.
+    """
+
+    clock: Literal["host", "device"] = "device"
+
+    def __init__(
+        self,
+        new_event: Callable[[], Event],
+        capturing: Callable[[], bool] = lambda: False,
+        *,
+        stream: "Callable[[int | None], torch.cuda.Stream | None]" = lambda device: None,
+        device: int | None = None,
+    ) -> None:
+        """Make an empty tape.
+
+        Args:
+            new_event: Makes an event that notes the time.
+            capturing: Is a CUDA graph being captured just now?
+            stream: The current stream of a device, given by its index.
+            device: The device to mark, which need not be the current one of this thread.
+        """
+        self._new_event, self._capturing, self._stream, self.device = new_event, capturing, stream, device
+        self.marks: list[Any] = []
+        self._free: list[Event] = []
+        self._turns: deque[list[tuple[Event, int]]] = deque()  # marks that are not read yet, from one `next()` to the following one
+        self._last: Event | None = None
+        self._raw = self._time = 0  # ns since the first event: as read, and never running backwards
+        self._done: list[int] = []
+
+    def now(self) -> Event | None:
+        """Let the device note the time when it gets here."""
+        if self._capturing():
+            return None  # an event recorded into a CUDA graph has no time of its own
+        event = self._free.pop() if self._free else self._new_event()
+        event.record(self._stream(self.device))
+        return event
+
+    def read(self) -> None:
+        self._end_turn()
+        while self._turns and all(event.query() for event, _ in reversed(self._turns[0])):  # asks, does not wait
+            self._read_turn()
+
+    def take(self) -> tuple[list[int], bytes]:
+        return _take(self._done)
+
+    def settle(self) -> None:
+        self._end_turn()
+        while self._turns:
+            for event, _ in self._turns[0]:
+                event.synchronize()
+            self._read_turn()
+
+    def _end_turn(self) -> None:
+        marks = self.marks[:]
+        del self.marks[: len(marks)]
+        self._turns.append([(event, code) for event, code in zip(marks[::2], marks[1::2], strict=True) if event])
+
+    def _read_turn(self) -> None:
+        for event, code in self._turns.popleft():
+            if self._last:
+                self._raw += round(self._last.elapsed_time(event) * 1e6)  # ms → ns
+                self._time = max(self._time, self._raw)
+                self._free.append(self._last)
+            self._last = event
+            self._done.extend((self._time, code))
+
+
+def new_tape(device: "torch.device | str | None" = None) -> Tape:
+    """A tape for work on `device`; None: the device's clock if this process uses CUDA already. Without an index: the current device."""
+    torch = sys.modules.get("torch")
+    if torch is None or not (torch.cuda.is_initialized() if device is None else str(device).startswith("cuda")):
+        return HostTape()
+    cuda = torch.cuda
+    index = torch.device(device or "cuda").index
+    return DeviceTape(
+        lambda: cuda.Event(enable_timing=True),
+        cuda.is_current_stream_capturing,
+        stream=cuda.current_stream,
+        device=cuda.current_device() if index is None else index,
+    )

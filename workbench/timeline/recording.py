@@ -1,0 +1,117 @@
+"""Recording: all steps of one timer, from however many loops, as a Timeline and in its rank's file."""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from workbench.timeline import rank_log
+from workbench.timeline.loops import Loop
+from workbench.timeline.marks import Tape
+from workbench.timeline.steps import Row, Rules, StepsBy
+from workbench.timeline.timeline import Clock, Step, Timeline
+
+
+class Recording:
+    """Opens a loop per pass and keeps the steps that they finish."""
+
+    def __init__(
+        self,
+        *,
+        tape: Callable[[], Tape],
+        steps_by: StepsBy,
+        log: Path | None = None,
+        notes: Iterable[str] = (),
+        expected: Mapping[int, str] | None = None,
+    ) -> None:
+        """Start with no steps.
+
+        Args:
+            tape: Makes the tape of each loop.
+            steps_by: What ends a step.
+            log: File of JSON lines to write; None = that of this rank if a run directory is set in the environment, else no file.
+            notes: What the timeline should say about the way it was measured.
+            expected: Notes by phase, to be added if no step spent any time in that phase.
+        """
+        self._tape, self._rules, self._notes, self._expected = tape, Rules(steps_by=steps_by), tuple(notes), expected or {}
+        self._loops: list[Loop] = []
+        self._rows: list[Row] = []
+        self._profiled: tuple[int, ...] = ()
+        self._done = 0
+        self._lock = threading.Lock()
+        self.clock: Clock | None = None  # not known before the first loop
+        self.device: int | None = None  # of the latest loop: asked for on its thread, as every thread has a current device of its own
+        path = log or rank_log.default_path()
+        self._log = rank_log.attach(path, self) if path else None
+        self._logging = self._log is not None
+
+    def open(self) -> Loop:
+        """A new loop, to be run once."""
+        tape = self._tape()
+        self.clock = tape.clock
+        self.device = rank_log.current_device() if tape.device is None else tape.device
+        loop = Loop(tape, self._rules)
+        with self._lock:
+            self._loops.append(loop)
+        return loop
+
+    def harvest(self) -> list[Row]:
+        """The steps finished since the last harvest. Never waits for the device, so any thread may do it at any time."""
+        with self._lock:
+            try:
+                rows = [row for loop in self._loops for row in loop.harvest()]
+            except Exception:
+                self._loops.clear()  # half read: nothing they say from here on could be trusted
+                raise
+            self._loops = [loop for loop in self._loops if not loop.ended]
+            self._rows += rows
+            return rows
+
+    def settle(self) -> None:
+        """Wait until the device has done all that was marked, and harvest it."""
+        for loop in list(self._loops):
+            loop.tape.settle()
+        if self._log and self._logging:
+            self._log.flush()
+        else:
+            self.harvest()
+
+    def close(self) -> None:
+        """Settle, write what is left, and leave the file to others."""
+        self.settle()
+        if self._log and self._logging:
+            self._log.detach(self)
+            self._logging = False
+
+    def leave_out(self, first: int, last: int) -> None:
+        """Have statistics leave out the steps from `first` to `last`."""
+        self._profiled = tuple(range(first, last + 1))
+        if self._log and self._logging:
+            self._log.say({"profiled": [self._done + first, self._done + last]})
+
+    def go_on(self, done: int) -> None:
+        """Count the steps in the file on from `done`."""
+        self._done = done
+        if self._log:
+            self._log.go_on(done)
+
+    @property
+    def failed(self) -> Exception | None:
+        """Why the file is not written any more, if it is not."""
+        return self._log.failed if self._log else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the measurement has to say about itself."""
+        notes = [*self._notes]
+        if self._rows:
+            notes += [note for phase, note in self._expected.items() if not any(row[phase] for row in self._rows)]
+        if count := self._rules.left_out:
+            notes.append(f"{count} batches with no optimizer step after them are no steps (evaluation, or the rest of an accumulation)")
+        return tuple(notes)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The steps so far; the one that is under way is not among them."""
+        self.settle()
+        steps = tuple(Step(index=i, phases=tuple(ns / 1e9 for ns in row[:6]), samples=row[6]) for i, row in enumerate(self._rows))
+        return Timeline(rank=rank_log.rank(), clock=self.clock or "host", steps=steps, notes=self.notes, profiled=self._profiled)

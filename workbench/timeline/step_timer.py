@@ -1,0 +1,135 @@
+"""StepTimer: the phases of a training loop, marked by hand. Works without torch, for any loop."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from workbench.core.vocabulary import PHASES
+from workbench.timeline import watch_script
+from workbench.timeline.loops import Batches, Nest, check_loader
+from workbench.timeline.marks import END_PHASE, Tape, new_tape
+from workbench.timeline.recording import Recording
+from workbench.timeline.timeline import Timeline
+
+T = TypeVar("T")
+
+
+class Span:
+    """One phase of one timer, to be entered any number of times; nested ones are timed apart (exclusive time)."""
+
+    __slots__ = ("_code", "_nest")
+
+    def __init__(self, nest: Nest, code: int) -> None:
+        self._nest, self._code = nest, code
+
+    def __enter__(self) -> None:
+        nest = self._nest
+        now = nest.now
+        nest.marks.extend((now(), self._code))
+
+    def __exit__(self, kind: object, error: object, trace: object, /) -> None:
+        nest = self._nest
+        now = nest.now
+        nest.marks.extend((now(), END_PHASE))
+
+
+class StepTimer:
+    """Times the phases of each training step, at a few microseconds per step.
+
+    What no `with` covers is `other`, so the phases of a step sum to its length. A step goes from the start of a `next(loader)` to the start
+    of the next one that follows a `with timer("optimizer")`: with accumulation it spans several batches. In a loop that never uses such a
+    span, every batch is a step. A step cut short by a break or an exception counts if its optimizer step was done. Time between two loops
+    belongs to no step.
+
+    On CUDA a phase is the time the *device* spent in it, from events on the current stream; nothing waits for the device inside a step.
+
+        >>> timer = StepTimer()
+        >>> for batch in timer.batches([1, 2, 3]):
+        ...     with timer("forward"):
+        ...         _ = batch + 1
+        >>> len(timer.timeline.steps)
+        3
+    """
+
+    def __init__(self, log: Path | None = None, *, device: str | None = None, tape: Callable[[], Tape] | None = None) -> None:
+        """Make a timer; it costs nothing until its first loop.
+
+        Args:
+            log: JSON-lines file to write the steps to; None = `rank<r>.jsonl` in the run directory of this launch, or no file outside one.
+            device: "cpu", "cuda" (the current one when a loop begins) or "cuda:1": whose clock to use; None = that of the current
+                device if this process uses CUDA when a loop begins.
+            tape: For tests: makes the tape of a loop, in place of a real clock.
+
+        Raises:
+            ValueError: no such device.
+        """
+        if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", str(device)):
+            text = f'StepTimer(device={device!r}): it takes "cpu", "cuda", "cuda:1" or None (CUDA if it is in use); try device="cuda"'
+            raise ValueError(text)
+        watch_script.step_aside()
+        self._nest = Nest()
+        self._recording = Recording(tape=tape or partial(new_tape, device), steps_by="undecided", log=log)
+        self._spans = {phase: Span(self._nest, code) for code, phase in enumerate(PHASES)}
+
+    def __call__(self, phase: str) -> Span:
+        """The span of a phase, for `with timer("forward"):`.
+
+        Raises:
+            ValueError: no such phase.
+        """
+        try:
+            return self._spans[phase]
+        except KeyError:
+            text = f"timer({phase!r}): a step is made of {', '.join(PHASES)}; what is none of them needs no span, it counts as other"
+            raise ValueError(text) from None
+
+    def batches(self, loader: Iterable[T]) -> Batches[T]:
+        """The batches of a loader, with the waits for them measured; every `for` over the result is one pass.
+
+        Raises:
+            ValueError: not an iterable.
+        """
+        check_loader(loader, "timer.batches")
+        return _TimedBatches(loader, self._recording, self._nest)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The steps so far, without the one that is under way."""
+        return self._recording.timeline
+
+    def leave_out(self, first: int, last: int) -> None:
+        """Have statistics leave out some steps, `first` to `last`, counted from 0, because a profiler slows them down."""
+        self._recording.leave_out(first, last)
+
+    def go_on(self, done: int) -> None:
+        """Count the steps in the file on from `done`, of a run that goes on from a checkpoint; `leave_out` still counts from 0."""
+        self._recording.go_on(done)
+
+    @property
+    def failed(self) -> Exception | None:
+        """Why the steps are not written to their file any more, e.g. a full disk; None if they are."""
+        return self._recording.failed
+
+    def close(self) -> None:
+        """Write what is left to the file, and let go of it."""
+        self._recording.close()
+
+    def __repr__(self) -> str:
+        return "StepTimer()"
+
+    def _repr_html_(self) -> str:
+        return self.timeline._repr_html_()
+
+
+class _TimedBatches(Batches[T]):
+    def __init__(self, loader: Iterable[T], recording: Recording, nest: Nest) -> None:
+        super().__init__(loader)
+        self._recording, self._nest = recording, nest
+
+    def __iter__(self) -> Iterator[T]:
+        return self._recording.open().run(self._nest, self._loader)
+
+    def __repr__(self) -> str:
+        return "StepTimer().batches(…)"

@@ -1,0 +1,205 @@
+"""From marks to steps: pure arithmetic on nanoseconds. Neighbouring intervals, so the phases of a step sum to its length exactly.
+
+The marks between one NEXT and the following one are a turn of the loop. Almost all turns of a loop have the same codes, so what the codes
+mean is worked out once per sequence; for a run of equal turns only subtractions and additions are left.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, repeat
+from typing import Literal
+
+from workbench.core.vocabulary import PHASES
+from workbench.timeline.marks import (
+    AWAY,
+    BACK,
+    BACKWARD,
+    BATCH,
+    BORDER,
+    DATA_WAIT,
+    END,
+    END_FORWARD,
+    END_PHASE,
+    FORWARD,
+    H2D,
+    IDLE,
+    NEXT,
+    OPTIMIZER,
+    OTHER,
+)
+
+LOSS, NO_STEP = 6, 7
+"""Two more columns beside the six phases: between forward and a backward that may come or not; time that belongs to no step."""
+
+Row = tuple[int, int, int, int, int, int, int | None]
+"""A finished step: nanoseconds per phase in the order of `timeline.PHASES`, and samples."""
+
+StepsBy = Literal["optimizer", "batch", "undecided"]
+"""What ends a step: the first `next()` after an optimizer step; every `next()`; the first of these two that the loop shows."""
+
+UNDECIDED_BATCHES = 64
+"""So many batches without an optimizer step are no accumulation: each was a step."""
+
+_NEXT, _END = bytes([NEXT]), bytes([END])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the codes from a NEXT to the following one mean."""
+
+    columns: tuple[int, ...]
+    """Where the interval after each mark goes, the NEXT itself being the first: a phase, or NO_STEP."""
+    rows: Callable[[list[int], Iterable[int | None]], list[Row]]
+    """The rows of such turns in a row, from the times of all their marks and of the one after them, and the samples of each."""
+    batch: bool
+    """Did the loader give one?"""
+    updated: bool
+    """Did an optimizer step begin?"""
+
+
+@lru_cache(maxsize=1024)
+def turn(codes: bytes) -> Turn:
+    """Read the codes that follow a NEXT. A phase that nothing ends is over at the next `next()`."""
+    columns = [DATA_WAIT]
+    around: list[int] = []  # the phases that wait for a nested one to end
+    batch = away = updated = False
+    for code in codes:
+        phase = columns[-1]
+        if code < END_PHASE and not away:
+            if not batch and code != H2D:
+                code = DATA_WAIT  # a model inside the loader's transforms does the loader's work
+            if code in (BACKWARD, OPTIMIZER):
+                columns = [_loss_is(FORWARD if code == BACKWARD else OTHER, column) for column in columns]
+                phase = OTHER if phase == LOSS else phase
+                updated |= code == OPTIMIZER
+            around.append(phase)
+            phase = code
+        elif code in (END_PHASE, END_FORWARD) and not away:
+            phase = around.pop() if around else phase
+            if code == END_FORWARD and phase == OTHER and not around:
+                phase = LOSS
+        elif code in (BATCH, BORDER):
+            batch, phase = True, OTHER
+            if code == BORDER:
+                columns[-1] = OTHER
+        elif code == AWAY:
+            around.append(phase)
+            away, phase = True, OTHER if batch else DATA_WAIT
+        elif code == BACK:
+            away, phase = False, around.pop() if around else OTHER
+        elif code in (IDLE, END):
+            phase = NO_STEP
+        columns.append(phase)
+    columns = [_loss_is(OTHER, column) for column in columns]
+    if codes.endswith(_END):
+        columns.pop()
+    return Turn(columns=tuple(columns), rows=_adder(columns), batch=batch, updated=updated)
+
+
+def _loss_is(phase: int, column: int) -> int:
+    return phase if column == LOSS else column
+
+
+def _adder(columns: list[int]) -> Callable[[list[int], Iterable[int | None]], list[Row]]:
+    """`Turn.rows` as one expression, cheaper than loops: `[(b-a, 0, e-c, …, n) for a, b, c, … in zip(t[0::9], t[1::9], …)]`."""
+    terms: dict[int, list[str]] = {phase: [] for phase in range(NO_STEP + 1)}
+    for column, run in groupby(range(len(columns)), columns.__getitem__):
+        first, *_, last = [*run] * 2
+        terms[column].append(f"t{last + 1}-t{first}")
+    # a chain of a thousand `+` nests too deep for the compiler
+    sums = [f"sum(({','.join(some)}))" if len(some) > 9 else "+".join(some) or "0" for some in terms.values()]
+    marks = range(len(columns) + 1)
+    names, times = ", ".join(f"t{i}" for i in marks), ", ".join(f"t[{i}::{len(columns)}]" for i in marks)
+    return eval(f"lambda t, sizes: [({', '.join(sums[: len(PHASES)])}, n) for {names}, n in zip({times}, sizes)]")  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True)
+class Rules:
+    """What the loops of one timer share."""
+
+    steps_by: StepsBy = "undecided"
+    """Becomes "optimizer" at the first optimizer step of an undecided timer."""
+    left_out: int = 0
+    """Batches that no optimizer step followed, where only an optimizer step makes a step: evaluation, rest of an accumulation."""
+
+
+class Assembler:
+    """Turns the marks of one loop into steps, piece by piece as they come."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self.ended = False
+        """Has the END been seen?"""
+        self._times: list[int] = []  # of the turn that is under way
+        self._codes = b""
+        self._startup: Row | None = None  # time before the first batch, to be counted with it
+        self._open: list[Row] = []  # batches of a step that is not over, or of a loop that has not shown whether it uses an optimizer
+        self._each_batch = rules.steps_by == "batch"
+        self._had_step = False
+
+    def feed(self, times: list[int], codes: bytes, next_size: Callable[[], int | None]) -> list[Row]:
+        """Take the next marks (ns, codes) and, for each batch in them, its number of samples; give the steps they finish."""
+        self._times += times
+        self._codes += codes
+        before, *turns = self._codes.split(_NEXT)
+        if not turns:
+            return []
+        last, end, _ = turns.pop().partition(_END)  # is under way, or has the END; what was open then may leave marks behind it
+        last += end
+        ns, start = self._times, len(before)
+        rows: list[Row] = []
+        for codes_of_turn, run in groupby(turns):
+            this, count = turn(codes_of_turn), len([*run])
+            stop = start + count * len(this.columns)
+            done = this.rows(ns[start : stop + 1], [next_size() for _ in range(count)] if this.batch else repeat(0))
+            start = stop
+            if not this.batch:
+                self._startup = done[-1]
+            elif this.updated:
+                self._add(done[0], True, rows)
+                rows += done[1:]  # of one batch each
+            else:
+                for row in done:
+                    self._add(row, False, rows)
+        if end:
+            this = turn(last)
+            if this.updated:  # cut short by a break or an exception, but with its optimizer step
+                self._add(this.rows(ns[start:], [next_size()])[0], True, rows)
+            self._end(rows, cut_off=int(this.batch and not this.updated))
+        self._times, self._codes = ns[start:], self._codes[start:]
+        self._had_step |= bool(rows)
+        return rows
+
+    def _add(self, row: Row, updated: bool, rows: list[Row]) -> None:
+        """A batch is over: it ends a step, or belongs to one that goes on."""
+        if self._startup:
+            row, self._startup = _sum([self._startup, row]), None
+        open_, rules = self._open, self._rules
+        if updated:
+            if rules.steps_by == "undecided":
+                rules.steps_by = "optimizer"
+            self._each_batch = rules.steps_by == "batch"
+            rows.append(_sum([*open_, row]) if open_ else row)
+            open_.clear()
+            return
+        open_.append(row)
+        if self._each_batch or (rules.steps_by == "undecided" and len(open_) > UNDECIDED_BATCHES):
+            self._each_batch = True
+            rows += open_
+            open_.clear()
+
+    def _end(self, rows: list[Row], *, cut_off: int) -> None:
+        """The loop is over; `cut_off` batches were not worked through."""
+        if self._rules.steps_by != "optimizer":
+            rows += self._open
+        elif not (cut_off and (self._had_step or rows)):  # the batch at which a training loop was left is nothing to speak of
+            self._rules.left_out += len(self._open) + cut_off
+        self._open.clear()
+        self.ended = True
+
+
+def _sum(rows: list[Row]) -> Row:
+    *phases, samples = zip(*rows, strict=True)
+    data_wait, h2d, forward, backward, optimizer, other = map(sum, phases)
+    return data_wait, h2d, forward, backward, optimizer, other, None if None in samples else sum(samples)

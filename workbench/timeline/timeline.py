@@ -1,0 +1,353 @@
+"""Timeline: where the time of each training step went, on one rank. Measured and predicted timelines have this same type."""
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from workbench.core import units
+from workbench.core.display import table as display
+from workbench.core.vocabulary import PHASES as PHASES
+
+_READ = ("samples", "memory", "cpu")
+"""What a step has besides its phases, where it was read."""
+
+Clock = Literal["host", "device"]
+
+MOST_WARMUP = 10
+"""The most first steps that statistics leave out by themselves."""
+
+
+def warmup_of(count: int) -> int:
+    """How many of `count` steps are warm-up, where nobody says: a fifth, at most MOST_WARMUP."""
+    return min(MOST_WARMUP, count // 5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer step. Its phases are neighbouring intervals of one clock, so they sum to its length."""
+
+    index: int
+    """Number of the step on this rank, from 0."""
+    phases: tuple[float, ...]
+    """Seconds per phase, in the order of PHASES."""
+    samples: int | None = None
+    """Samples this rank trained on in the step; None = could not be told from the batch."""
+    memory: int | None = None
+    """Peak bytes of this process so far, where it was read (not at every step)."""
+    cpu: float | None = None
+    """CPU seconds of this process and its workers so far, where they were read (not at every step)."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Step":
+        """From a row of a `rank<r>.jsonl` file; a phase that is not in it took no time.
+
+        Raises:
+            ValueError: its number is none, or a value is not a number.
+        """
+        if type(row["step"]) is not int or row["step"] < 0:
+            raise ValueError(f"step is {row['step']!r}, expected a number from 0")
+        for name in (*PHASES, *_READ):
+            value = row.get(name)
+            if type(value) not in (int, float) and (value is not None or (name in PHASES and name in row)):
+                raise ValueError(f"{name} of step {row['step']} is {value!r}, expected a number")
+        phases = tuple(float(row.get(phase, 0.0)) for phase in PHASES)
+        return cls(index=row["step"], phases=phases, **{name: row.get(name) for name in _READ})
+
+    @property
+    def seconds(self) -> float:
+        """Length of the step, waiting for data included."""
+        return sum(self.phases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSums:
+    """Sums over steps, of which means are made; they can be added up as steps come, and taken from each other."""
+
+    count: int = 0
+    phases: tuple[float, ...] = (0.0,) * len(PHASES)
+    """Seconds per phase, in the order of PHASES."""
+    samples: int = 0
+    timed: float = 0.0
+    """Seconds of the steps whose samples are known."""
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> "StepSums":
+        """Of some steps."""
+        known = [step for step in steps if step.samples is not None]
+        return cls(
+            count=len(steps),
+            phases=tuple(sum(step.phases[column] for step in steps) for column in range(len(PHASES))),
+            samples=sum(step.samples or 0 for step in known),
+            timed=sum(step.seconds for step in known),
+        )
+
+    def __add__(self, other: "StepSums") -> "StepSums":
+        phases = tuple(a + b for a, b in zip(self.phases, other.phases, strict=True))
+        return StepSums(count=self.count + other.count, phases=phases, samples=self.samples + other.samples, timed=self.timed + other.timed)
+
+    def __sub__(self, other: "StepSums") -> "StepSums":
+        phases = tuple(max(0.0, a - b) for a, b in zip(self.phases, other.phases, strict=True))  # rounding may end below 0
+        return StepSums(count=self.count - other.count, phases=phases, samples=self.samples - other.samples, timed=self.timed - other.timed)
+
+    @property
+    def means(self) -> tuple[float, ...]:
+        """Mean seconds per phase; nan without a step."""
+        return tuple(seconds / self.count if self.count else float("nan") for seconds in self.phases)
+
+    @property
+    def samples_per_sec(self) -> float:
+        """Samples over the time of the steps whose samples are known; nan without one."""
+        return self.samples / self.timed if self.timed > 0 else float("nan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline(display.Shown):
+    """The steps of one rank; statistics leave the first `warmup` steps out and say so."""
+
+    rank: int = 0
+    """Rank of the process in its run."""
+    clock: Clock = "host"
+    """"host": `perf_counter_ns`. "device": CUDA events, so that a phase is the time the GPU spent in it."""
+    steps: tuple[Step, ...] = ()
+    """All steps, warm-up included."""
+    warmup: int | None = None
+    """First steps left out of every statistic (allocator, caches, worker start-up); None = a fifth of the steps, at most 10."""
+    notes: tuple[str, ...] = ()
+    """What the measurement has to say about itself."""
+    profiled: tuple[int, ...] = ()
+    """Numbers of the steps that a profiler slowed down; every statistic leaves them out too."""
+    predicted: bool = False
+    """True for a prediction; False for a measurement."""
+
+    @classmethod
+    def from_lines(cls, rows: Iterable[Mapping[str, Any]], warmup: int | None = None) -> "Timeline":
+        """From the rows of a `rank<r>.jsonl` file, in any state of being written; steps of a run that went on are counted on."""
+        head: Mapping[str, Any] = {}
+        steps, notes, profiled = [], [], list[int]()
+        told: list[tuple[int, int]] = []
+        last, before = -1, 0
+        for row in rows:
+            if "step" in row:
+                step = Step.of(row)
+                if step.index <= last:  # a run that went on from a checkpoint: its process counts anew
+                    before += last + 1
+                    profiled = [number for number in profiled if number < before]  # it ended before the others
+                last = step.index
+                profiled += [before + number for pair in told for number in range(pair[0], pair[1] + 1)]
+                told.clear()
+                steps.append(dataclasses.replace(step, index=before + last) if before else step)
+            elif "profiled" in row:
+                told.append(tuple(row["profiled"]))  # before the first step of its process, or among them
+            elif "note" in row:
+                notes.append(str(row["note"]))
+            elif "rank" in row:
+                head = row
+        profiled += [before + number for pair in told for number in range(pair[0], pair[1] + 1)]
+        return cls(
+            rank=head.get("rank", 0),
+            clock=head.get("clock", "host"),
+            steps=tuple(steps),
+            warmup=warmup,
+            notes=tuple(notes),
+            profiled=tuple(profiled),
+        )
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Timeline":
+        """Inverse of `to_json`."""
+        found = cls.from_lines(value["steps"], value["warmup"])
+        return cls(
+            rank=value["rank"],
+            clock=value["clock"],
+            steps=found.steps,
+            warmup=found.warmup,
+            notes=tuple(value["notes"]),
+            profiled=tuple(value.get("profiled", ())),
+            predicted=value["predicted"],
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; seconds and bytes."""
+        return {
+            "rank": self.rank,
+            "clock": self.clock,
+            "warmup": self.warmup,
+            "notes": list(self.notes),
+            "profiled": list(self.profiled),
+            "predicted": self.predicted,
+            "steps": [
+                {"step": s.index, **dict(zip(PHASES, s.phases, strict=True)), "samples": s.samples, "memory": s.memory, "cpu": s.cpu}
+                for s in self.steps
+            ],
+        }
+
+    @property
+    def left_out(self) -> int:
+        """How many first steps the statistics leave out."""
+        return warmup_of(len(self.steps)) if self.warmup is None else self.warmup
+
+    @property
+    def measured(self) -> tuple[Step, ...]:
+        """The steps behind every statistic: all but the warm-up, and those that a profiler slowed down."""
+        steps = self.steps[self.left_out :]
+        return tuple(step for step in steps if step.index not in self.profiled) if self.profiled else steps
+
+    @property
+    def count(self) -> int:
+        """Number of steps behind every statistic."""
+        return len(self.measured)
+
+    def values(self, phase: str | None = None) -> list[float]:
+        """Seconds of a phase (None: of the whole step) in each measured step.
+
+        Raises:
+            ValueError: no such phase.
+        """
+        if phase is None:
+            return [step.seconds for step in self.measured]
+        if phase not in PHASES:
+            raise ValueError(f"no phase {phase!r}: a step is made of {', '.join(PHASES)}")
+        column = PHASES.index(phase)
+        return [step.phases[column] for step in self.measured]
+
+    def mean(self, phase: str | None = None) -> float:
+        """Mean seconds; nan without a measured step. Means of the phases add up to the mean of the step (medians do not)."""
+        values = self.values(phase)
+        return sum(values) / len(values) if values else float("nan")
+
+    def median(self, phase: str | None = None) -> float:
+        """Median seconds; nan without a measured step."""
+        values = self.values(phase)
+        return statistics.median(values) if values else float("nan")
+
+    def spread(self, phase: str | None = None) -> tuple[float, float]:
+        """First and third quartile, in seconds; nan below two measured steps."""
+        values = self.values(phase)
+        if len(values) < 2:
+            return float("nan"), float("nan")
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        return low, high
+
+    def share(self, phase: str) -> float:
+        """Fraction 0..1 of the measured time that a phase took; nan without a measured step."""
+        values, whole = self.values(phase), sum(self.values())
+        return sum(values) / whole if whole else float("nan")
+
+    @property
+    def samples_per_sec(self) -> float:
+        """Samples of this rank over the measured time, slow steps included; nan if the sizes of the batches are not known."""
+        return StepSums.of(self.measured).samples_per_sec
+
+    @property
+    def cpu_per_sample(self) -> float:
+        """CPU seconds of this rank and its workers for a sample, between readings (each 0.3 s) without a profiled step from one to the
+        next; nan without two such readings.
+        """
+        read = [(place, step.cpu) for place, step in enumerate(self.steps) if step.cpu is not None and place >= self.left_out - 1]
+        profiled = set(self.profiled)
+        seconds, samples = 0.0, 0
+        for (first, before), (last, after) in itertools.pairwise(read):
+            between = self.steps[first + 1 : last + 1]
+            if after >= before and profiled.isdisjoint(step.index for step in between):  # less: the process of a run that went on is new
+                seconds += after - before
+                samples += sum(step.samples or 0 for step in between)
+        return seconds / samples if samples else float("nan")
+
+    @property
+    def memory(self) -> int | None:
+        """Peak bytes of the process, warm-up included; None if it was not read.
+
+        On a host's clock that of the steps before a profiler's, whose own memory would stay in it, as far as it was read there.
+        """
+        return max((step.memory for step in self._unslowed if step.memory is not None), default=None)
+
+    @property
+    def _unslowed(self) -> tuple[Step, ...]:
+        """The steps whose peak of memory is that of the training; all where none of them was read."""
+        slowed = [step.index for step in self.steps if step.index in self.profiled]
+        if not slowed or self.clock == "device":  # a profiler takes nothing of torch's allocator there
+            return self.steps
+        before = tuple(step for step in self.steps if step.index < slowed[0])
+        return before if any(step.memory is not None for step in before) else self.steps
+
+    @property
+    def caption(self) -> str:
+        """One line that says what the numbers are: which kind, how many steps, what was left out, how much they vary."""
+        kind = "predicted" if self.predicted else "measured"
+        if not self.steps:
+            return "; ".join([f"no step was {kind} on rank {self.rank}", *self.notes])
+        text = f"{kind} on rank {self.rank}, {self.clock} clock: {self.count} steps"
+        if self.left_out:
+            text += f", the first {self.left_out} left out as warm-up"
+        if slowed := [step.index for step in self.steps if step.index in self.profiled]:
+            text += f", and steps {min(slowed)} to {max(slowed)}, which a profiler slowed down"
+            if self.clock == "host" and self.memory is not None:
+                text += " (peak memory is as before them)" if len(self._unslowed) < len(self.steps) else " (its memory is in the peak)"
+        low, high = self.spread()
+        if self.count >= 2 and high - low > 0.1 * self.median():
+            text += f"; the step varies by {units.percent((high - low) / self.median())} (middle half over median)"
+        return "; ".join([text, *self.notes])
+
+    def without(self, *phases: str) -> "Timeline":
+        """The same steps if these phases took no time: a prediction, and a ceiling, since what replaces them is never free.
+
+        Raises:
+            ValueError: no such phase.
+
+        >>> step = Step(index=0, phases=(0.6, 0.0, 0.1, 0.2, 0.1, 0.0))
+        >>> Timeline(steps=(step,)).without("data_wait").mean()
+        0.4
+        """
+        for phase in phases:
+            self.values(phase)
+        steps = tuple(
+            dataclasses.replace(step, phases=tuple(0.0 if name in phases else t for name, t in zip(PHASES, step.phases, strict=True)))
+            for step in self.steps
+        )
+        return dataclasses.replace(
+            self, steps=steps, predicted=True, notes=(*self.notes, f"a ceiling: as if {', '.join(phases)} took no time")
+        )
+
+    @property
+    def table(self) -> display.Table:
+        """One row per phase: mean, share, median, middle half; the last row is the step."""
+        rows: list[list[object]] = []
+        for phase in (*PHASES, None):
+            low, high = self.spread(phase)
+            rows.append(
+                [
+                    phase or "step",
+                    units.seconds(self.mean(phase)),
+                    units.percent(self.share(phase) if phase else (1.0 if self.count else None)),
+                    units.seconds(self.median(phase)),
+                    f"{units.seconds(low)} … {units.seconds(high)}",
+                ]
+            )
+        return display.Table(
+            columns=("phase", "mean", "share", "median", "middle half"), rows=rows, title="Where the step goes", note=self.caption
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per step, warm-up marked: seconds per phase, total, samples, peak bytes."""
+        return display.frame(
+            [
+                {
+                    "step": s.index,
+                    **dict(zip(PHASES, s.phases, strict=True)),
+                    "total": s.seconds,
+                    "samples": s.samples,
+                    "memory": s.memory,
+                    "warmup": i < self.left_out,
+                }
+                for i, s in enumerate(self.steps)
+            ],
+            columns=("step", *PHASES, "total", "samples", "memory", "warmup"),
+        )
+
+    plot = display.plot_method("step_time")
+
+    def __repr__(self) -> str:
+        return f"Timeline(rank={self.rank}, {len(self.steps)} steps)"

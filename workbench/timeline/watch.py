@@ -1,0 +1,132 @@
+"""watch: the phases of a training loop that nobody edited, from hooks on its model and optimizer."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from workbench.timeline import hooks, watch_script
+from workbench.timeline.loops import Batches, check_loader
+from workbench.timeline.marks import BACKWARD, FORWARD, Tape, new_tape
+from workbench.timeline.recording import Recording
+from workbench.timeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    import torch
+
+
+T = TypeVar("T")
+
+
+def watch(
+    loader: Iterable[T],
+    *,
+    model: "torch.nn.Module | Sequence[torch.nn.Module] | None" = None,
+    optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
+) -> "Watch[T]":
+    """Watch a training loop: `for batch in wb.watch(loader, model=model, optimizer=optimizer):`, and nothing else changes.
+
+    `data_wait` is the time blocked in `next(loader)`, `forward` goes from the call of the model to the start of backward (so the loss is in
+    it), `backward` is `loss.backward()`, `optimizer` is `optimizer.step()`, `h2d` the copies to a CUDA device; `other` is all the rest. A
+    step ends at the first `next(loader)` after an optimizer step; batches without one (an evaluation loop) are no steps. Hooks and wrappers
+    are there while the loop runs and gone when it ends, however it ends. A watched loop inside another one has a timeline of its own; to
+    the outer loop its time is `other`.
+
+    Args:
+        loader: A DataLoader or any iterable of batches.
+        model: The module that the loop calls (under DDP or DataParallel: the wrapper), or several.
+        optimizer: The optimizer, or several. Without one every batch counts as a step.
+
+    Returns:
+        An iterable of the loader's batches; its `.timeline` grows with every pass.
+
+    Raises:
+        ValueError: not an iterable, a module, an optimizer.
+    """
+    return Watch(loader, model=model, optimizer=optimizer)
+
+
+class Watch(Batches[T]):
+    """The batches of a watched loader; every `for` over it is one pass."""
+
+    def __init__(
+        self,
+        loader: Iterable[T],
+        *,
+        model: "torch.nn.Module | Sequence[torch.nn.Module] | None" = None,
+        optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
+        tape: Callable[[], Tape] | None = None,
+    ) -> None:
+        """See `watch`; `tape`, for tests, makes the tape of a pass in place of a real clock."""
+        import torch
+
+        check_loader(loader, "wb.watch")
+        super().__init__(loader)
+        self._models: list[torch.nn.Module] = _several(model, torch.nn.Module, "model", "the module that your loop calls")
+        optimizers = [_inner(one) for one in ([optimizer] if not isinstance(optimizer, list | tuple) else optimizer)]
+        self._optimizers: list[torch.optim.Optimizer] = _several(
+            None if optimizer is None else optimizers, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer"
+        )
+        watch_script.step_aside()
+        notes, expected = [], {BACKWARD: "backward was never called: a backward through torch.autograd.grad, if any, is in other"}
+        if self._models:
+            expected[FORWARD] = "the watched model was never called: its time is in other. Give wb.watch the module that the loop calls"
+        else:
+            notes.append("forward is in other: wb.watch was not given a model=")
+        if not self._optimizers:
+            notes.append("the optimizer's time is in other, and every batch counts as a step: wb.watch was not given an optimizer=")
+        self._recording = Recording(
+            tape=tape or self._new_tape, steps_by="optimizer" if self._optimizers else "batch", notes=notes, expected=expected
+        )
+
+    def __iter__(self) -> Iterator[T]:
+        return self._recording.open().run(hooks.NEST, self._loader, self._watching())
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(hooks.patched())
+            for model in self._models:
+                undo.callback(hooks.on_model(model).remove)
+            for handle in [handle for optimizer in self._optimizers for handle in hooks.on_optimizer(optimizer)]:
+                undo.callback(handle.remove)
+            yield
+
+    @property
+    def timeline(self) -> Timeline:
+        """The steps so far, of all passes, without the one that is under way."""
+        return self._recording.timeline
+
+    def close(self) -> None:
+        """Write what is left to the rank's file, if there is one, and let go of it."""
+        self._recording.close()
+
+    def _new_tape(self) -> Tape:
+        weight = next((p for model in self._models for p in model.parameters()), None)
+        return new_tape(None if weight is None else weight.device)
+
+    def __repr__(self) -> str:
+        return "wb.watch(…)"
+
+    def _repr_html_(self) -> str:
+        return self.timeline._repr_html_()
+
+
+def _several(given: Any, kind: type, name: str, what: str) -> list[Any]:
+    """None, one, or a list of a kind of object, as a list.
+
+    Raises:
+        ValueError: something else.
+    """
+    parts = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    for part in parts:
+        if not isinstance(part, kind):
+            shown = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
+            raise ValueError(f"wb.watch(…, {name}=…) was given {shown}: it takes {what}, or a list of them; leave it out if there is none")
+    return parts
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer in a wrapper that has no hooks of its own (Accelerate's)."""
+    while hasattr(optimizer, "optimizer") and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -1,0 +1,268 @@
+"""auto: the phases of a whole script that knows nothing of us, by hooks on whatever loaders, models and optimizers it turns out to use."""
+
+import contextlib
+import gc
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import wraps
+from itertools import chain, compress
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Protocol
+
+from workbench.core import gc as collector
+from workbench.timeline import hooks, rank_log
+from workbench.timeline.loops import Loop
+from workbench.timeline.marks import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, Tape, new_tape
+from workbench.timeline.recording import Recording
+from workbench.timeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    import torch
+
+
+SEARCH_AFTER = (1, 3, 30, 300)
+"""After so many optimizer steps in a row without a forward, models are looked for once more; each number is used once. The script may have
+gone on to another model, or call only a part of one, so the parts of those known are taken, too. (A search takes some 50 ms,
+nearly all of it to list the 300,000 objects that live once torch is imported; the first one delays the first batch.)"""
+NEW_LEADER = 10
+"""After so many steps of other optimizers in a row, the one whose steps end the steps of a loop without loader is taken to be retired."""
+
+_installed: "Auto | None" = None
+
+
+class Borders(Protocol):
+    """What starts and stops a profiler between the steps of the script."""
+
+    def begin(self, loader: Any = None) -> None:
+        """A loop begins."""
+
+    def stepped(self, loop: Loop | None) -> None:
+        """An optimizer step was taken in a loop."""
+
+    def reached(self, loop: Loop) -> bool:
+        """A loop is at a place where a step ends, if one was taken in it: did one?"""
+
+    def between(self, loop: Loop, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a loop, with a border before each."""
+
+    def close(self) -> None:
+        """No step will be traced any more."""
+
+
+MakeBorders = Callable[[Callable[[int, int], None]], Borders]
+"""Makes them of a function that is told which steps will not count."""
+
+
+def install(borders: MakeBorders | None = None) -> "Auto":
+    """Watch whatever this process trains, into its rank's file of the run directory; a second call gives the first one's result.
+
+    Args:
+        borders: what traces some of the steps; None = nothing does.
+    """
+    global _installed
+    if _installed is None:
+        _installed = Auto(borders)
+    return _installed
+
+
+def step_aside() -> None:
+    """The script measures itself (`wb.watch`, `StepTimer`): that wins, and the watching from outside ends."""
+    if _installed is not None:
+        _installed.uninstall()
+
+
+class Auto:
+    """This process, watched from outside until it ends or measures itself.
+
+    * Every pass over a DataLoader is a loop; loops that see no optimizer step (validation) give no steps.
+    * Where no such pass is open, training is a `bare` loop, whose steps go from the end of one optimizer step to the end of the next.
+    * Models are the modules with parameters that are part of no other module. They are found among the living objects: hooks on all modules
+      would find them, too, but make `torch.compile` compile everything twice.
+    """
+
+    def __init__(self, borders: MakeBorders | None = None) -> None:
+        """Begin to watch; see `install`."""
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        from torch.utils.data import DataLoader
+
+        expected = {
+            DATA_WAIT: "no DataLoader was seen in the training loop: waiting for data, if any, is in other",
+            FORWARD: "no module was called in the training loop: forward is in other",
+            BACKWARD: "backward was never called: a backward through torch.autograd.grad, if any, is in other",
+        }
+        self._recording = Recording(tape=self._new_tape, steps_by="optimizer", expected=expected)
+        self._here = True  # False in a forked child
+        self._bare: Loop | None = None
+        self._leader: Callable[[], torch.optim.Optimizer | None] = lambda: None  # its steps end those of the bare loop
+        self._strangers = 0  # steps of other optimizers since the leader's last
+        self._models = weakref.WeakSet[torch.nn.Module]()
+        self._without_forward = 0  # optimizer steps since one was seen
+        self._searches = [*SEARCH_AFTER]
+        self._borders = borders(self._recording.leave_out) if borders else None
+        self._undo = contextlib.ExitStack()
+        if self._borders:
+            self._undo.callback(self._borders.close)
+        self._undo.enter_context(hooks.patched())
+        self._undo.callback(hooks.Patch(DataLoader, "__iter__", self._wrap_iter).remove)
+        self._undo.callback(register_optimizer_step_pre_hook(hooks.optimizer_begins).remove)
+        self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The steps so far."""
+        return self._recording.timeline
+
+    def uninstall(self) -> None:
+        """Remove every hook, and write what is left."""
+        global _installed
+        _installed = None
+        self._undo.close()
+        self._end_bare()
+        self._recording.close()
+
+    def leave(self) -> None:
+        """Keep quiet: this is a forked child (a DataLoader worker)."""
+        self._here = False
+
+    # Loops
+
+    def _wrap_iter(self, iterate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        @wraps(iterate)
+        def watched(loader: object) -> Iterator[Any]:
+            if not self._here or threading.current_thread() is not threading.main_thread():
+                return iterate(loader)
+            self._end_bare()
+            if not self._models:
+                self._find_models()
+            if self._borders:
+                self._borders.begin(loader)
+            loop = self._recording.open()
+            loop.mark(NEXT)
+            batches = iterate(loader)  # starts the workers now, as it would without us; the first batch may be asked for much later
+            loop.mark(IDLE)
+            measured = loop.run(hooks.NEST, batches, sized_by=loader)
+            return _Batches.of(self._borders.between(loop, measured) if self._borders else measured, batches)
+
+        return watched
+
+    def _begin_bare(self) -> None:
+        if self._here and hooks.NEST.top is None:
+            self._bare = self._recording.open()
+            hooks.NEST.begin(self._bare)
+            self._bare.border()
+
+    def _end_bare(self) -> None:
+        if self._bare:
+            hooks.NEST.end(self._bare)
+            self._bare = None
+
+    # Optimizers
+
+    def _optimizer_ends(self, optimizer: "torch.optim.Optimizer", _args: object, _kwargs: object, /) -> None:
+        nest = hooks.NEST
+        if get_ident() != nest.thread and nest.top is not None:
+            if nest.top is self._bare:
+                self._strangers += 1
+                if self._strangers >= NEW_LEADER:  # training goes on in another thread
+                    self._end_bare()
+                    self._strangers, self._leader = 0, weakref.ref(optimizer)
+                    self._begin_bare()
+            return
+        now = nest.now
+        nest.marks.extend((now(), END_PHASE))
+        if self._borders:
+            self._borders.stepped(nest.top)
+        if nest.forward:
+            nest.forward, self._without_forward = False, 0
+        else:
+            self._without_forward += 1
+            if self._without_forward >= next(iter(self._searches), math.inf):
+                del self._searches[0]
+                self._find_models()
+        if nest.top is None:  # the first step of a bare loop cannot be timed: nothing announced it
+            self._leader = weakref.ref(optimizer)
+            self._begin_bare()
+        elif nest.top is self._bare:
+            leader = self._leader()
+            self._strangers = 0 if optimizer is leader else self._strangers + 1
+            if leader is None or self._strangers >= NEW_LEADER:
+                self._leader, leader = weakref.ref(optimizer), optimizer
+            if optimizer is leader:
+                self._bare.border()
+                if self._borders:
+                    self._borders.reached(self._bare)
+
+    # Models
+
+    def _find_models(self) -> None:
+        from torch.nn import Module
+
+        kinds, more = set[type](), [Module]
+        while more:
+            kind = more.pop()
+            more += [] if kind in kinds else type.__subclasses__(kind)
+            kinds.add(kind)
+        modules = _modules(gc.get_objects(), kinds)
+        if not self._models and gc.get_freeze_count() and not any(map(_has_weights, modules)):
+            modules = _modules(collector.living(), kinds)  # only then: a program that freezes wants no pauses of the collector
+        inner = {id(child) for module in modules if module not in self._models for child in module.children()}
+        for module in modules:
+            if id(module) not in inner and module not in self._models and _has_weights(module):
+                self._models.add(module)
+                self._undo.callback(hooks.on_model(module, self._forward_alone).remove)
+
+    def _forward_alone(self) -> None:
+        """A model is called, and no loop runs."""
+        hooks.NEST.forward = True
+        if threading.current_thread() is threading.main_thread():  # another may serve, or fill a queue
+            self._begin_bare()
+
+    def _new_tape(self) -> Tape:
+        """By the clock of the device that the models are on; of several, the current one."""
+        weights = (next(model.parameters(), None) for model in self._models)
+        devices = {weight.device for weight in weights if weight is not None and weight.device.type == "cuda"}
+        current = rank_log.current_device()
+        return new_tape(None if any(device.index == current for device in devices) else min(devices, key=str, default=None))
+
+
+def _modules(objects: list[object], kinds: set[type]) -> list[Any]:
+    """The modules among objects, by their classes: `isinstance` would ask proxies what they are."""
+    return [found for found in compress(objects, map(kinds.__contains__, map(type, objects))) if "_parameters" in vars(found)]
+
+
+def _has_weights(module: Any) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+class _Batches(chain[Any]):
+    """What an unedited script gets from `iter(loader)`: batches that are measured, and for all else the loader's own iterator.
+
+    It is a chain of one because that hands batches on without a line of Python.
+    """
+
+    _own: Iterator[Any]
+
+    @classmethod
+    def of(cls, measured: Iterator[Any], own: Iterator[Any]) -> "_Batches":
+        """The batches of `measured`, which come from `own`."""
+        batches = cls(measured)
+        batches._own = own
+        return batches
+
+    def __len__(self) -> int:
+        return len(self._own)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)  # the script was written for that iterator, and may use anything of it
+
+
+def _in_child() -> None:
+    if _installed:
+        _installed.leave()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,153 @@
+"""Critical: which resource holds the step back. For each one, what the step would take at least if that one took no time at all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.traces.analysis.intervals import Spans, covered, intersection, subtract, union
+from workbench.traces.analysis.kinds import Kinds
+from workbench.traces.analysis.windows import Windows
+
+RESOURCES = ("data", "host", "transfer", "device", "communication")
+"""* `data`: the loop is blocked in `next(loader)`.
+* `host`: Python, operators and launches, whatever the host does but wait; on a CPU only what is outside of operators.
+* `transfer`: copies from host to device.
+* `device`: kernels and copies on the device; on a CPU the operators, which compute there.
+* `communication`: collectives."""
+CLOSE = 0.05
+"""Fraction of the step: resources whose ceilings are as near as that are called even."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resource:
+    """One resource; mean seconds per step."""
+
+    name: str
+    busy: float
+    """It is at work, whatever else is."""
+    alone: float
+    """It is at work and no other is: what the step would be shorter by if it took no time, at best."""
+    ceiling: float
+    """The step without that: no remedy for this resource alone makes it shorter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critical(display.Shown, JsonDataclass):
+    """The resources of a step. Get it from `trace.critical()`.
+
+    A ceiling is no forecast: the others go on as they were in the trace, while in truth they may begin earlier, or get in each other's way.
+    Ceilings do not add up either: time in which two resources work is lost with neither.
+    """
+
+    rows: tuple[Resource, ...]
+    """That with the longest time alone first."""
+    step_seconds: float
+    nothing: float
+    """Mean seconds of a step in which none of them is at work."""
+    device: str
+    """Who computes: "device" or "cpu"."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The critical resource; "" where the trace has no step, or none is ever alone at work."""
+        return self.rows[0].name if self.rows and self.rows[0].alone > 0 else ""
+
+    @property
+    def speedup(self) -> float:
+        """How much faster the step could be at most, were the critical resource free; nan without one."""
+        first = self.rows[0] if self.name else None
+        return self.step_seconds / first.ceiling if first and first.ceiling > 0 else float("inf") if first else float("nan")
+
+    def __getitem__(self, name: str) -> Resource:
+        """A resource by its name.
+
+        Raises:
+            KeyError: no such resource.
+        """
+        found = {one.name: one for one in self.rows}
+        if name not in found:
+            raise KeyError(f"no resource {name!r}: there are {', '.join(found) or 'none'}")
+        return found[name]
+
+    @property
+    def caption(self) -> str:
+        """What the numbers are."""
+        if not self.name:
+            return "; ".join(["no resource is ever alone at work in a step", *self.notes])
+        first = f"{self.name} is critical: were it free, the step would be at most {units.times(self.speedup)} as fast"
+        even = [one.name for one in self.rows[1:] if self.rows[0].alone - one.alone < CLOSE * self.step_seconds and one.alone > 0]
+        said = [first, *([f"{' and '.join(even)} could gain about as much"] if even else [])]
+        if self.nothing > CLOSE * self.step_seconds:
+            said.append(f"for {units.seconds(self.nothing)} of the step nothing recorded is at work")
+        return "; ".join([*said, "ceilings, not forecasts: they do not add up", *self.notes])
+
+    @property
+    def table(self) -> display.Table:
+        """One row per resource."""
+        rows = [
+            [
+                one.name,
+                units.seconds(one.busy),
+                units.seconds(one.alone),
+                units.percent(one.alone / self.step_seconds if self.step_seconds else None),
+                units.seconds(one.ceiling),
+            ]
+            for one in self.rows
+        ]
+        columns = ("resource", "at work", "alone", "share", "step without it")
+        title = f"What holds back the step of {units.seconds(self.step_seconds)}"
+        return display.Table(columns=columns, rows=rows, title=title, note=self.caption)
+
+    to_frame = display.frame_method("rows", Resource)
+
+    plot = display.plot_method("critical")
+
+    def __repr__(self) -> str:
+        return f"Critical({self.name!r}, at most {units.times(self.speedup)} as fast)"
+
+
+def critical(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Critical:
+    """With U the union of all resources' times and U_r that without r: alone = |U| − |U_r| inside the steps, ceiling = step − alone."""
+    spans = windows.spans
+    count = max(1, len(spans))
+    step = int((spans[:, 1] - spans[:, 0]).sum())
+    covers = resources(kinds, windows)
+    whole = int(covered(union(*covers.values()), spans).sum())
+    rows = []
+    for name, cover in covers.items():
+        busy = int(covered(cover, spans).sum())
+        alone = whole - int(covered(union(*(other for one, other in covers.items() if one != name)), spans).sum())
+        if busy:
+            rows.append(Resource(name=name, busy=busy / 1e9 / count, alone=alone / 1e9 / count, ceiling=(step - alone) / 1e9 / count))
+    said = list(windows.notes)
+    if kinds.device and not kinds.where("operator", "runtime").any():
+        said.append("the file has no events of the host: whether it holds the device back cannot be told")
+    return Critical(
+        rows=tuple(sorted(rows, key=lambda one: -one.alone)),
+        step_seconds=step / 1e9 / count,
+        nothing=(step - whole) / 1e9 / count,
+        device="device" if kinds.device else "cpu",
+        notes=(*said, *notes),
+    )
+
+
+def resources(kinds: Kinds, windows: Windows) -> dict[str, Spans]:
+    """When each works. What the loader does inside `next()` is data's; a host that waits for the device or for others does not work."""
+    data = kinds.cover("data_wait")
+    if kinds.device:
+        active = kinds.cover("operator", "backward", "optimizer", "runtime", "range", "collective_call")
+        return {
+            "data": data,
+            "host": subtract(active, union(data, kinds.cover("wait"))),
+            "transfer": kinds.cover("h2d"),
+            "device": kinds.cover("kernel", "copy"),
+            "communication": kinds.cover("communication", "host_communication"),
+        }
+    communication = kinds.cover("host_communication", "collective_call")
+    computing = subtract(kinds.cover("operator", "backward", "optimizer"), union(data, kinds.cover("collective_call")))
+    marked = union(windows.spans)
+    busy = union(data, computing, communication)
+    return {"data": data, "host": subtract(marked, busy), "device": computing, "communication": intersection(communication, marked)}

@@ -1,0 +1,141 @@
+"""Breakdown: each step of a trace in parts that exclude each other and add up to it."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.traces.analysis.intervals import NONE, covered, union
+from workbench.traces.analysis.kinds import Kinds
+from workbench.traces.analysis.windows import Windows
+
+PARTS = ("data_wait", "h2d", "compute", "communication", "host", "idle", "other")
+"""What a step of a trace is made of. Each moment counts for one part only, the first that applies in the order of ON_DEVICE or ON_CPU.
+
+* `data_wait`: the loop is blocked in `next(loader)`.
+* `h2d`: copies from host to device, as far as nothing hides them.
+* `compute`: kernels; on a CPU operators, nodes of the backward graph and the optimizer's step.
+* `communication`: collectives, as far as computing does not hide them.
+* `host`: Python or operators of the host, while the device has nothing to do; on a CPU all of the step outside of operators.
+* `idle`: the device has nothing to do, and the host shows nothing either (0 on a CPU, where a trace cannot tell it from Python).
+* `other`: the device's other copies; on a CPU, what lies outside of the steps' marks."""
+
+ON_DEVICE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("compute", ("kernel",)),
+    ("data_wait", ("data_wait",)),
+    ("communication", ("communication", "host_communication")),
+    ("h2d", ("h2d",)),
+    ("other", ("copy",)),
+    ("host", ("runtime", "wait", "operator", "backward", "optimizer", "collective_call", "range")),
+)
+"""Highest first. Waiting for data stands above collectives: a collective that runs meanwhile waits for the data of some rank.
+Source: the order of openxla/xprof, utils/event_span.h."""
+
+ON_CPU: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("data_wait", ("data_wait",)),
+    ("compute", ("operator", "backward", "optimizer", "kernel")),
+    ("communication", ("host_communication", "collective_call")),
+    ("host", ("range", "step")),
+)
+"""Highest first. Data stands above computing, as the operators that collate a batch belong to the loader."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """One step; its parts in seconds."""
+
+    step: int
+    """The number in its mark."""
+    data_wait: float
+    h2d: float
+    compute: float
+    communication: float
+    host: float
+    idle: float
+    other: float
+    total: float
+    """Length of the step: the sum of its parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown(display.Shown, JsonDataclass):
+    """Where the steps of a trace go. Get one from `trace.breakdown()`."""
+
+    steps: tuple[StepParts, ...]
+    device: str
+    """Who computes: "device" or "cpu"."""
+    notes: tuple[str, ...] = ()
+    """What is missing, and what the numbers cannot say."""
+
+    def mean(self, part: str = "total") -> float:
+        """Mean seconds of a part, or of the step.
+
+        Raises:
+            ValueError: no such part.
+        """
+        if part not in (*PARTS, "total"):
+            raise ValueError(f"no part {part!r}: a step is made of {', '.join(PARTS)}; 'total' is all of it")
+        return sum(getattr(one, part) for one in self.steps) / len(self.steps) if self.steps else float("nan")
+
+    def share(self, part: str) -> float:
+        """Fraction 0..1 of the steps' time that a part takes."""
+        whole = self.mean()
+        return self.mean(part) / whole if whole else float("nan")
+
+    @property
+    def caption(self) -> str:
+        """What the numbers are."""
+        what = "a device computes" if self.device == "device" else "the CPU computes"
+        return "; ".join(
+            [f"from a trace of {len(self.steps)} step{'s' * (len(self.steps) != 1)}, taken under the profiler; {what}", *self.notes]
+        )
+
+    @property
+    def table(self) -> display.Table:
+        """One row per part: mean, share, least and most of a step."""
+        rows: list[list[object]] = []
+        for part in (*PARTS, "total"):
+            values = [getattr(one, part) for one in self.steps] or [float("nan")]
+            ends = [units.seconds(min(values)), units.seconds(max(values))]
+            rows.append([part, units.seconds(self.mean(part)), units.percent(self.share(part)), *ends])
+        return display.Table(
+            columns=("part", "mean", "share", "least", "most"), rows=rows, title="Where the traced step goes", note=self.caption
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per step, in seconds."""
+        return display.frame([dataclasses.asdict(one) for one in self.steps], columns=("step", *PARTS, "total"))
+
+    plot = display.plot_method("breakdown")
+
+    def __repr__(self) -> str:
+        return f"Breakdown({len(self.steps)} steps, {units.seconds(self.mean())} each)"
+
+
+def breakdown(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Breakdown:
+    """Split every step by priority.
+
+    With U_k the union of the layers 0 … k, the part of layer k is |U_k| − |U_(k−1)| inside the step: every moment counts once, and the
+    parts add up to the step exactly, in whole nanoseconds.
+    """
+    spans = windows.spans
+    lengths = spans[:, 1] - spans[:, 0]
+    found = {part: np.zeros(len(spans), dtype=np.int64) for part in PARTS}
+    cover, below = NONE, np.zeros(len(spans), dtype=np.int64)
+    for part, layer in ON_DEVICE if kinds.device else ON_CPU:
+        cover = union(cover, kinds.cover(*layer))
+        upto = covered(cover, spans)
+        found[part] += upto - below
+        below = upto
+    found["idle" if kinds.device else "other"] += lengths - below
+    columns = [(found[part] / 1e9).tolist() for part in PARTS]
+    steps = tuple(
+        StepParts(step=number, total=total / 1e9, **dict(zip(PARTS, parts, strict=True)))
+        for number, total, *parts in zip(windows.numbers.tolist(), lengths.tolist(), *columns, strict=True)
+    )
+    return Breakdown(steps=steps, device="device" if kinds.device else "cpu", notes=(*windows.notes, *notes))

@@ -1,0 +1,119 @@
+"""Captured: what is known of a trace that its file does not say, above all what the profiler cost. It lies beside the file."""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workbench.core import units
+
+DEAR = 0.5
+"""Slowdown from which on it is said that small operators look dearer than they are."""
+SCATTER = 0.25
+"""Where half of the steps without the profiler lie further than that off their median, they are nothing to compare with."""
+FEWEST = 3
+"""Steps without the profiler that it takes to know how much they scatter."""
+
+DEARER, SO = "the profiler slows these steps down", "small operators look dearer than they are"
+
+
+@dataclass(slots=True, kw_only=True)
+class Captured:
+    """Where a trace was written, and what it cost."""
+
+    path: Path
+    traced: float = math.nan
+    """Seconds of a step under the profiler, without the wait for its batch: the median."""
+    plain: float = math.nan
+    """Seconds of a step of the same run without it, from before and after, likewise."""
+    compared: int = 0
+    """Steps behind that."""
+    spread: float = math.nan
+    """How far, as a fraction of their median, half of them lie off it: their own scatter, to which single long steps add nothing."""
+    notes: list[str] = field(default_factory=list)
+    """What the capture has to say about itself."""
+
+    def compare(self, plain: Sequence[float], traced: Sequence[float]) -> None:
+        """Take in what steps took.
+
+        Medians: where a pass of the loader begins, the model is evaluated or the machine halts, one step takes many times as long as the
+        others, and a mean of a few steps would say only in which stretch that fell.
+
+        Args:
+            plain: seconds of each step without the profiler.
+            traced: of each step under it.
+        """
+        self.compared = len(plain)
+        self.plain = statistics.median(plain) if plain else math.nan
+        self.traced = statistics.median(traced) if traced else math.nan
+        self.spread = math.nan
+        if self.plain > 0:
+            self.spread = statistics.median(abs(one - self.plain) for one in plain) / self.plain
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer a traced step takes: 0.1 = 10 %; nan where it is not known, of which `said` says why."""
+        return math.nan if self._unknown else self.traced / self.plain - 1 if self.plain > 0 else math.nan
+
+    @property
+    def _unknown(self) -> str:
+        """Why the slowdown is not known although both kinds of steps were timed."""
+        if not (self.plain > 0 and self.traced > 0):
+            return ""
+        if self.compared < FEWEST:
+            return f"it takes {FEWEST} steps without it to compare with, and there {'is one' if self.compared == 1 else 'are two'}"
+        if self.spread > SCATTER:
+            return f"half of the steps without it lie {units.percent(self.spread)} or more off their median"
+        if self.traced < self.plain:
+            return "the steps under it took no longer than those without"
+        return ""
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """The notes, and what follows from the slowdown."""
+        if why := self._unknown:
+            return (*self.notes, f"what the profiler costs is not known: {why}")
+        if self.slowdown > DEAR:
+            return (*self.notes, f"{DEARER} by {units.percent(self.slowdown)}: {SO}")
+        return tuple(self.notes)
+
+    @staticmethod
+    def beside(trace: Path) -> Path:
+        """The file that says this of a trace: `….pt.trace.json.gz` → `….capture.json`."""
+        return trace.with_name(trace.name.partition(".pt.trace.json")[0].removesuffix(".capture.json") + ".capture.json")
+
+    @classmethod
+    def of(cls, trace: Path) -> "Captured | None":
+        """What lies beside a trace; None without, or where it cannot be read."""
+        try:
+            return cls.from_json(json.loads(cls.beside(trace).read_text(encoding="utf-8")), trace)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; seconds."""
+        known = {name: None if math.isnan(value := getattr(self, name)) else value for name in ("traced", "plain", "spread")}
+        return {"file": self.path.name, **known, "compared": self.compared, "notes": self.notes}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], path: Path) -> "Captured":
+        """Inverse of `to_json`."""
+        known = {"spread": None, **value}
+        times = {name: math.nan if known[name] is None else float(known[name]) for name in ("traced", "plain", "spread")}
+        return cls(path=path, compared=int(value["compared"]), notes=[str(note) for note in value["notes"]], **times)
+
+
+def notes_in(folder: Path) -> tuple[str, ...]:
+    """What captures that left no trace in a folder say of why."""
+    left = (path for path in sorted(folder.glob("*.capture.json")) if not any(trace.is_file() for trace in _traces_of(path)))
+    found = (Captured.of(path) for path in left)
+    return tuple(note for one in found if one for note in one.notes)
+
+
+def _traces_of(beside: Path) -> list[Path]:
+    """Where the trace may be of which a file says something."""
+    name = beside.name.removesuffix(".capture.json")
+    return [beside.with_name(f"{name}.pt.trace.json{end}") for end in ("", ".gz")]

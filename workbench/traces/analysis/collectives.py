@@ -1,0 +1,173 @@
+"""Collectives of a trace: how often, how much, how long, at which bus bandwidth."""
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.traces.analysis.columns import Columns
+from workbench.traces.analysis.details import Details
+from workbench.traces.analysis.events import Args
+from workbench.traces.analysis.flops import WIDTHS
+from workbench.traces.analysis.kinds import Kinds
+from workbench.traces.analysis.labels import HOST_COLLECTIVE
+
+BYTES = {
+    "float": 4, "half": 2, "bfloat16": 2, "double": 8, "long": 8, "int": 4, "short": 2, "byte": 1, "char": 1, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "complexfloat": 8, "complexdouble": 16,
+}  # fmt: skip
+"""Bytes per element, by the names that torch writes into traces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """All collectives of one kind and size."""
+
+    name: str
+    """"all_reduce" and so on; the name of the kernel where the file tells no more."""
+    count: int
+    bytes: int | None
+    """Of one message: the larger of what goes in and what comes out; None where the file does not tell."""
+    ranks: int | None
+    seconds: float
+    """Sum; waiting for the slowest rank is in it."""
+    median: float
+    """Seconds of one."""
+    best: float
+    """Of the shortest, which waited least."""
+    bus_bandwidth: float | None
+    """Bytes per second and rank that the link has to carry, of the shortest; None where bytes or ranks are not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collectives(display.Shown, JsonDataclass):
+    """The collectives, those that take longest first. Get them from `trace.collectives()`."""
+
+    rows: tuple[Collective, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def table(self) -> display.Table:
+        """One row per kind and size."""
+        cells = [
+            [
+                one.name if len(one.name) < 50 else f"{one.name[:48]}…",
+                f"{one.count:,}",
+                units.bytes_(one.bytes),
+                one.ranks or units.MISSING,
+                units.seconds(one.seconds),
+                units.seconds(one.median),
+                units.count(one.bus_bandwidth, "B/s"),
+            ]
+            for one in self.rows
+        ]
+        columns = ("collective", "calls", "bytes", "ranks", "all", "median", "bus bandwidth of the fastest")
+        return display.Table(columns=columns, rows=cells, title="Collectives", note="; ".join(self.notes) or None)
+
+    to_frame = display.frame_method("rows", Collective)
+
+    def __repr__(self) -> str:
+        return f"Collectives({sum(one.count for one in self.rows)} of {len(self.rows)} kinds)"
+
+
+def bus_factor(name: str, ranks: int) -> float:
+    """What the link carries over what the message has, per rank.
+
+    Source: nccl-tests, doc/PERFORMANCE.md: all-reduce 2 (n − 1) / n; all-gather, reduce-scatter and all-to-all (n − 1) / n, with the size
+    of the larger side; broadcast, reduce and point-to-point 1.
+    """
+    plain = re.sub(r"[^a-z]", "", name.lower())
+    if "allreduce" in plain:
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if any(one in plain for one in ("allgather", "reducescatter", "alltoall")) else 1.0
+
+
+def collectives(columns: Columns, kinds: Kinds, details: Callable[[], Details], world_size: int | None) -> Collectives:
+    """Of a whole file. On a device its kernels, on a CPU what gloo or MPI ran in threads of their own.
+
+    NCCL's events say their sizes and ranks. gloo's have shapes and types of what goes in, and no group: it is taken for that of all ranks.
+
+    Args:
+        columns: the events.
+        kinds: what they are.
+        details: of the events, for the types of gloo's.
+        world_size: ranks of the job, where the file tells.
+    """
+    chosen = kinds.where("communication") if kinds.where("communication").any() else kinds.where("host_communication")
+    told = {message.event: message.args for message in columns.messages}
+    groups: dict[tuple[str, int | None, int | None], list[int]] = defaultdict(list)
+    shaped = False
+    for event in np.flatnonzero(chosen).tolist():
+        name = columns.labels[columns.label[event]].name
+        if (args := told.get(event)) is not None:
+            groups[_named(args, name), _size(args), args.ranks].append(event)
+            continue
+        shape = columns.shapes[columns.shape[event]] if HOST_COLLECTIVE.match(name) else ""
+        size = _shaped(name, shape, details().inputs[details().input[event]].types, world_size) if shape else None
+        shaped = shaped or size is not None
+        groups[_named(None, name), size, None if size is None else world_size].append(event)
+    lengths = (columns.end - columns.start) / 1e9
+    rows = [_row(*key, lengths[events]) for key, events in groups.items()]
+    notes = (
+        ["a duration has in it the wait for the slowest rank; the bandwidth is that of the shortest, which waited least"] if rows else []
+    )
+    if not rows:
+        notes.append("the trace has no collectives")
+    elif shaped and world_size:
+        notes.append(f"the file does not say which ranks take part in gloo's: they are taken for the default group, all {world_size}")
+    if any(one.bytes is None for one in rows):
+        notes.append("where bytes are missing the file does not tell them (torch writes them for NCCL, from 2.1 on)")
+    return Collectives(rows=tuple(sorted(rows, key=lambda one: -one.seconds)), notes=tuple(notes))
+
+
+def _named(args: Args | None, name: str) -> str:
+    return args.collective if args and args.collective else name.split("(", 1)[0]
+
+
+def _size(args: Args | None) -> int | None:
+    if args is None or args.dtype is None or (width := BYTES.get(args.dtype.lower())) is None:
+        return None
+    counts = [one for one in (args.sent, args.received) if one is not None]
+    return max(counts) * width if counts else None
+
+
+def _shaped(name: str, dims: str, types: str, ranks: int | None) -> int | None:
+    """Bytes of a message by what goes in; of an all-gather as many times that come out as there are ranks."""
+    try:
+        sizes = [math.prod(shape) * WIDTHS[kind] for shape, kind in zip(json.loads(dims), _words(types), strict=True)]
+    except (ValueError, KeyError, TypeError, RecursionError):  # a list of tensors, or a type that nobody knows
+        return None
+    whole = sum(sizes)
+    if "all_gather" not in name:
+        return whole or None
+    return whole * ranks or None if ranks else None
+
+
+def _words(types: str) -> Sequence[str]:
+    found = json.loads(types)
+    if not isinstance(found, list):
+        raise TypeError(types)
+    return found
+
+
+def _row(name: str, size: int | None, ranks: int | None, seconds: "np.ndarray[Any, np.dtype[np.float64]]") -> Collective:
+    best = float(seconds.min())
+    known = size and ranks and ranks > 1 and best > 0
+    return Collective(
+        name=name,
+        count=len(seconds),
+        bytes=size,
+        ranks=ranks,
+        seconds=float(seconds.sum()),
+        median=float(np.median(seconds)),
+        best=best,
+        bus_bandwidth=size * bus_factor(name, ranks) / best if known and size and ranks else None,
+    )

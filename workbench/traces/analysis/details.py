@@ -1,0 +1,142 @@
+"""Details of the events that only some answers need, read in a second pass over the file when one of them asks for the first time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.core.gc import without_gc
+from workbench.traces.analysis.columns import Codes, Columns, floats, integers, possible
+from workbench.traces.analysis.events import DETAILS, NO_DETAIL, Detailed
+from workbench.traces.analysis.intervals import Numbers
+from workbench.traces.analysis.reading import Reading, TraceError
+
+DEVICE_TYPES = {0: "CPU", 1: "CUDA", 6: "HIP", 12: "XPU", 13: "MPS", 20: "PrivateUse1"}
+"""Source: torch, c10/core/DeviceType.h."""
+
+
+class Inputs(NamedTuple):
+    """What an operator was called with, as the file writes it; empty where it was not recorded."""
+
+    types: str
+    concrete: str
+    """Values of what is no tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Requests:
+    """Requests for memory, in order of time."""
+
+    time: Numbers
+    """Nanoseconds from the first event of the file on."""
+    lane: NDArray[np.int32]
+    """Number of the thread; -1 for one that has no events."""
+    size: Numbers
+    """Bytes; negative = given back."""
+    allocated: Numbers
+    """Bytes that the device's allocator has given out afterwards; -1 where the file does not tell."""
+    address: Numbers
+    device: NDArray[np.int32]
+    """Number of the device."""
+    devices: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Details:
+    """Details of the events of a trace, one place each in every array."""
+
+    sequence: Numbers
+    """Joins an operator and its part of the backward pass; -1 = none."""
+    input: NDArray[np.int32]
+    inputs: tuple[Inputs, ...]
+    requests: Requests
+    occupancy: NDArray[np.float64]
+    """Of kernels, "est. achieved occupancy %"; nan = not told."""
+    blocks: NDArray[np.float64]
+    """Of kernels, "blocks per SM"; likewise."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Gathering:
+    lanes: dict[tuple[object, object], int]
+    inputs: Codes = field(default_factory=lambda: Codes({(b"", b""): 0}))
+    devices: Codes = field(default_factory=Codes)
+    events: list[tuple[NDArray[Any], ...]] = field(default_factory=list)
+    requests: list[tuple[NDArray[Any], ...]] = field(default_factory=list)
+    origin: float | None = None
+    first: int = 2**62
+
+    def add(self, batch: Sequence[Detailed]) -> None:
+        """Take in some events, as `columns.Gathering` does."""
+        found, start, _ = possible([e for e in batch if e.ph == "X"])
+        if found:
+            if self.origin is None:
+                self.origin = float(start.min())
+            self.first = min(self.first, int(np.rint((start - self.origin) * 1e3).min()))
+            args = [e.args or NO_DETAIL for e in found]
+            codes = [self.inputs[bytes(a.types), bytes(a.concrete)] for a in args]
+            of_kernels = floats([a.occupancy for a in args]), floats([a.blocks for a in args])
+            self.events.append((integers([a.sequence for a in args]), np.array(codes, dtype=np.int32), *of_kernels))
+        if len(found) < len(batch):
+            self._requests([e for e in batch if e.name == "[memory]" and e.args and e.args.size is not None])
+
+    def _requests(self, batch: list[Detailed]) -> None:
+        asked, start, _ = possible(batch)
+        args = [e.args or NO_DETAIL for e in asked]
+        devices = [self.devices[_device(a.device_type, a.device)] for a in args]
+        lanes = [self.lanes.get((e.pid, e.tid), -1) for e in asked]
+        numbers = [integers([a.size for a in args]), integers([a.allocated for a in args]), integers([a.address for a in args])]
+        self.requests.append((start, np.array(lanes, dtype=np.int32), *numbers, np.array(devices, dtype=np.int32)))
+
+    def found(self) -> Requests:
+        """All requests."""
+        empty: list[NDArray[Any]] = [np.empty(0, dtype=kind) for kind in (np.float64, np.int32, np.int64, np.int64, np.int64, np.int32)]
+        parts: list[NDArray[Any]] = [np.concatenate(column) for column in zip(*self.requests, strict=True)] if self.requests else empty
+        time = np.rint((parts[0] - (self.origin or 0.0)) * 1e3).astype(np.int64) - self.first
+        order = np.argsort(time, kind="stable")
+        lane, size, allocated, address, device = (part[order] for part in parts[1:])
+        return Requests(
+            time=time[order], lane=lane, size=size, allocated=allocated, address=address, device=device, devices=tuple(self.devices)
+        )
+
+
+def details(path: Path, columns: Columns) -> Details:
+    """Read them. Where that is not possible any more there are none, and `notes` say why."""
+    reading = Reading(path=path, words=DETAILS)
+    found = _Gathering({(lane.process, lane.thread): i for i, lane in enumerate(columns.lanes)})
+    why = "the file has changed since it was loaded, or is damaged"
+    try:
+        with without_gc():
+            for batch in reading.batches():
+                found.add(batch)
+                batch.clear()
+    except TraceError as error:
+        found, why = _Gathering({}), str(error)
+    if sum(len(part[0]) for part in found.events) != len(columns):
+        nothing, unknown = np.full(len(columns), -1, dtype=np.int64), np.full(len(columns), np.nan)
+        note = f"shapes' types, sequence numbers, memory and occupancy could not be read ({why})"
+        bare = (Inputs("", ""),)
+        return Details(
+            sequence=nothing,
+            input=np.zeros(len(columns), dtype=np.int32),
+            inputs=bare,
+            requests=_Gathering({}).found(),
+            occupancy=unknown,
+            blocks=unknown,
+            notes=(note,),
+        )
+    sequence, codes, occupancy, blocks = (np.concatenate(column) for column in zip(*found.events, strict=True))
+    inputs = tuple(Inputs(types.decode("utf-8", "replace"), concrete.decode("utf-8", "replace")) for types, concrete in found.inputs)
+    return Details(sequence=sequence, input=codes, inputs=inputs, requests=found.found(), occupancy=occupancy, blocks=blocks)
+
+
+def _device(kind: int | None, number: int | None) -> str:
+    name = DEVICE_TYPES.get(kind, f"device {kind}") if kind is not None else "an unknown device"
+    return name if number is None or number < 0 else f"{name} {number}"

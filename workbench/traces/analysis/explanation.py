@@ -1,0 +1,124 @@
+"""Explanation: what a trace says about its step in words, and what it cannot say."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.traces.analysis.breakdown import PARTS, Breakdown
+from workbench.traces.analysis.overlap import Overlap
+
+CLEAR = 0.15
+"""Fraction of the step from which on a part is blamed, as a diagnosis by experiment does: without it the step is 1.18 times as fast."""
+VERDICTS = {
+    "data_wait": ("data-bound", "the step waits for its loader", "more workers, cheaper samples, or data that is prepared beforehand"),
+    "h2d": ("transfer-bound", "nothing computes while batches are copied to the device", "pinned memory and non_blocking copies"),
+    "communication": (
+        "communication-bound",
+        "ranks exchange numbers, and nothing computes meanwhile",
+        "larger buckets, accumulation, fewer bytes",
+    ),
+    "host": (
+        "host-bound",
+        "the host is at work while nothing computes",
+        "compile, CUDA graphs, larger batches, or less Python in the loop",
+    ),
+    "idle": ("idle", "neither the device nor the host's operators are at work", "look for Python, locks or I/O between the operators"),
+    "other": ("other", "copies on the device, or time outside of every mark", "look at trace.ops('kernel')"),
+}
+"""Part → verdict, what it means, what is commonly tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation(display.Shown, JsonDataclass):
+    """A verdict on observed shares. What removing a part would really gain, only an experiment tells: `wb.diagnose`."""
+
+    verdict: str
+    """"data-bound", "transfer-bound", "communication-bound", "host-bound", "idle", "other", "compute-bound" or "inconclusive"."""
+    why: str
+    next: str
+    cannot: tuple[str, ...]
+    """What this trace cannot tell."""
+    shares: Mapping[str, float]
+    """Part → fraction 0..1 of the step."""
+
+    @property
+    def table(self) -> display.Table:
+        """Verdict, why, next, and what it cannot tell."""
+        rows = [["verdict", self.verdict], ["why", self.why], ["next", self.next], *(["it cannot tell", one] for one in self.cannot)]
+        return display.Table(columns=("", "what the trace says"), rows=rows, title="The traced step in words")
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per part."""
+        return display.frame([{"part": part, "share": share} for part, share in self.shares.items()], columns=("part", "share"))
+
+    def __repr__(self) -> str:
+        return f"Explanation({self.verdict!r})"
+
+
+def explain(breakdown: Breakdown, overlap: Overlap, *, marked: bool, ranks: int | None, stacks: bool = False) -> Explanation:
+    """Judge the shares of a breakdown: the largest part that is not computing, if it is large enough.
+
+    Args:
+        breakdown: of the trace.
+        overlap: likewise.
+        marked: does it have marks of steps?
+        ranks: of its job, where it tells.
+        stacks: does it have Python's frames?
+    """
+    shares = {part: breakdown.share(part) for part in PARTS}
+    cannot = _cannot(breakdown, overlap, marked, ranks, stacks)
+    if not breakdown.steps or any(map(math.isnan, shares.values())):
+        return Explanation(
+            verdict="inconclusive",
+            why="the trace has no step with a length",
+            next="trace some steps with a schedule: wb.trace(step, loader)",
+            cannot=cannot,
+            shares={},
+        )
+    part = max(VERDICTS, key=lambda one: shares[one])
+    seconds = f"{units.seconds(breakdown.mean(part))} of {units.seconds(breakdown.mean())}, {units.percent(shares[part])}"
+    if not marked and part in ("idle", "other", "host"):
+        return Explanation(
+            verdict="inconclusive",
+            why=f"{part} takes {seconds}, but without step marks that may lie before or after training",
+            next="trace with a schedule, and call step() of the profiler after every step: wb.trace(step, loader) does both",
+            cannot=cannot,
+            shares=shares,
+        )
+    if shares[part] < CLEAR:
+        return Explanation(
+            verdict="compute-bound",
+            why=f"computing takes {units.percent(shares['compute'])} of the step; next comes {part}, {seconds}",
+            next="trace.ops() names the operators that take longest",
+            cannot=cannot,
+            shares=shares,
+        )
+    verdict, meaning, tried = VERDICTS[part]
+    return Explanation(
+        verdict=verdict,
+        why=f"{meaning}: {part} takes {seconds}",
+        next=f"Commonly tried: {tried}. wb.diagnose proves what it gains",
+        cannot=cannot,
+        shares=shares,
+    )
+
+
+def _cannot(breakdown: Breakdown, overlap: Overlap, marked: bool, ranks: int | None, stacks: bool) -> tuple[str, ...]:
+    said = ["what removing a part would gain: shares are not gains, and the profiler itself slows the step down"]
+    if breakdown.device == "cpu":
+        more = "trace.idle() names its functions" if stacks else "with_stack=True tells more"
+        said.append(f"whether the time outside of operators is Python at work, waiting or asleep ({more})")
+    if overlap.mean("communication") > 0 and ranks != 1:
+        said.append("how much of a collective is waiting for a slower rank: those of all ranks tell, TraceSet.load(directory).stragglers()")
+    elif ranks and ranks > 1:
+        said.append(f"why no collective is to be seen, although the file is of one of {ranks} ranks")
+    if not marked:
+        said.append("how steps differ: there are no step marks")
+    elif len(breakdown.steps) < 3:
+        said.append(f"how much steps vary: it has {len(breakdown.steps)}")
+    said.append("whether a full prefetch queue hides a slow loader, unless tracing began after as many steps as the queue has batches")
+    return tuple(said)

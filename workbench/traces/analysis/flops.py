@@ -1,0 +1,367 @@
+"""Formulas: FLOPs and bytes of an operator, from the shapes and types of its inputs as a trace has them. 1 MAC = 2 FLOPs.
+
+The same operators count as in torch's `FlopCounterMode`, and give the same numbers (a test compares them): products of matrices,
+convolutions, attention. Two differ, as torch 2.13 does not count flash attention on a CPU, and the gradient of the weights of a grouped
+convolution once per group too often. Of the elementwise operators `add`, `sub`, `mul` and `div` have a number, one FLOP per element.
+
+Counting: FLOPs, bytes and time of the operators of a trace that have a formula, per step.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.traces.analysis.columns import Columns
+from workbench.traces.analysis.details import Details
+from workbench.traces.analysis.intervals import Numbers, Spans, covered, union
+from workbench.traces.analysis.kinds import Kinds, callers
+from workbench.traces.analysis.nesting import Nesting, nested
+
+WIDTHS = {
+    "float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "long": 8, "int": 4, "short": 2, "short int": 2,
+    "signed char": 1, "unsigned char": 1, "char": 1, "bool": 1, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
+    "c10::complex<float>": 8, "c10::complex<double>": 16,
+}  # fmt: skip
+"""Bytes per element, by the names that torch writes into "Input type" (on Linux)."""
+FORMATS = {"float": "fp32", "c10::Half": "fp16", "c10::BFloat16": "bf16", "double": "fp64"}
+"""Names of `Device.flops_per_sec`."""
+
+Shape = list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one call has to do."""
+
+    flops: int
+    elements: int
+    """That it writes."""
+    matrix: bool
+    """Is it one of those that model FLOPs are made of?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """The inputs of one call, position by position."""
+
+    dims: Sequence[Any]
+    types: Sequence[str]
+    concrete: Sequence[str]
+
+    def shape(self, at: int) -> Shape:
+        """Of a tensor.
+
+        Raises:
+            ValueError: there is none of known shape.
+        """
+        found = self.dims[at]
+        if not isinstance(found, list) or not found or not all(type(one) is int and one >= 0 for one in found):
+            raise ValueError("no shape")
+        return found
+
+    def value(self, at: int) -> Any:
+        """Of what is no tensor: numbers, truth values, lists.
+
+        Raises:
+            ValueError: it was not recorded.
+        """
+        return json.loads(self.concrete[at].lower())
+
+    def pick(self, at: int, length: int) -> Shape:
+        """A list of whole numbers, one for each dimension, as a convolution's stride.
+
+        Raises:
+            ValueError: it is none.
+        """
+        found = self.value(at)
+        if not isinstance(found, list) or len(found) not in (1, length) or not all(type(one) is int for one in found):
+            raise ValueError("no list of whole numbers")
+        return found * length if len(found) == 1 else found
+
+    @property
+    def dtype(self) -> str:
+        """Type of the first tensor."""
+        return next((kind for kind in self.types if kind in WIDTHS), "")
+
+    @property
+    def read(self) -> int | None:
+        """Bytes of all tensors that go in; None where a type is not known."""
+        found = 0
+        for shape, kind in zip(self.dims, self.types, strict=False):
+            if kind in WIDTHS and isinstance(shape, list) and all(type(one) is int for one in shape):
+                found += math.prod(shape) * WIDTHS[kind]
+        return found or None
+
+
+def _mm(call: Call, at: int = 0) -> Work:
+    (*batch, m, k), (*_, n) = call.shape(at), call.shape(at + 1)
+    out = math.prod(batch) * m * n
+    return Work(flops=2 * out * k, elements=out, matrix=True)
+
+
+def _mv(call: Call, at: int = 0) -> Work:
+    m, k = call.shape(at)
+    return Work(flops=2 * m * k, elements=m, matrix=True)
+
+
+def _linear(call: Call) -> Work:
+    (*rows, k), (*_, n) = call.shape(0), call.shape(1)[:1]
+    out = math.prod(rows) * n
+    return Work(flops=2 * out * k, elements=out, matrix=True)
+
+
+def _convolution(call: Call) -> Work:
+    """Each element of the output (of the input, if transposed) meets all weights of its group."""
+    (batch, channels, *size), (out, per_group, *kernel) = call.shape(0), call.shape(1)
+    stride, padding, dilation = (call.pick(at, len(size)) for at in (3, 4, 5))
+    transposed, groups = bool(call.value(6)), int(call.value(8))
+    if transposed:
+        margin = call.pick(7, len(size))
+        rows = zip(size, kernel, stride, padding, dilation, margin, strict=True)
+        made = math.prod((i - 1) * s - 2 * p + d * (k - 1) + m + 1 for i, k, s, p, d, m in rows)
+        return Work(
+            flops=2 * batch * math.prod(size) * channels * per_group * math.prod(kernel),
+            elements=batch * per_group * groups * made,
+            matrix=True,
+        )
+    rows_ = zip(size, kernel, stride, padding, dilation, strict=True)
+    elements = batch * out * math.prod(max(0, (i + 2 * p - d * (k - 1) - 1) // s + 1) for i, k, s, p, d in rows_)
+    return Work(flops=2 * elements * per_group * math.prod(kernel), elements=elements, matrix=True)
+
+
+def _convolution_backward(call: Call) -> Work:
+    """As much again for the gradient of the input, and for that of the weights, as far as they are wanted."""
+    given, taken, weight = call.shape(0), call.shape(1), call.shape(2)
+    mask = call.value(10)
+    meets = math.prod(taken[2:] if bool(call.value(7)) else given[2:]) * given[0]
+    wanted = [math.prod(taken), math.prod(weight)]
+    chosen = [elements for elements, want in zip(wanted, mask, strict=False) if want]
+    return Work(flops=2 * meets * math.prod(weight) * len(chosen), elements=sum(chosen), matrix=True)
+
+
+def _attention(call: Call, at: int = 0, products: int = 2) -> Work:
+    """q·kᵀ and scores·v; five such products for the gradients, scores made again among them. A causal mask halves nothing here."""
+    (*batch, rows, width), (*_, columns, _), (*_, wide) = call.shape(at), call.shape(at + 1), call.shape(at + 2)
+    cells = math.prod(batch) * rows * columns
+    flops = 2 * cells * (width + wide) if products == 2 else 2 * cells * (3 * width + 2 * wide)
+    elements = math.prod(batch) * (rows * wide if products == 2 else rows * width + columns * (width + wide))
+    return Work(flops=flops, elements=elements, matrix=True)
+
+
+def _elementwise(call: Call) -> Work:
+    shapes = [one for one in call.dims[:2] if isinstance(one, list) and all(type(n) is int and n >= 0 for n in one)]
+    deep = max(map(len, shapes))
+    wide = [[1] * (deep - len(one)) + one for one in shapes]
+    elements = math.prod(max(column) if min(column) else 0 for column in zip(*wide, strict=True))
+    return Work(flops=elements, elements=elements, matrix=False)
+
+
+FORMULAS: dict[str, Callable[[Call], Work]] = {
+    "aten::mm": _mm,
+    "aten::bmm": _mm,
+    "aten::_scaled_mm": _mm,
+    "aten::addmm": lambda call: _mm(call, 1),
+    "aten::_addmm_activation": lambda call: _mm(call, 1),
+    "aten::baddbmm": lambda call: _mm(call, 1),
+    "aten::mv": _mv,
+    "aten::addmv": lambda call: _mv(call, 1),
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "aten::scaled_dot_product_attention": _attention,
+    "aten::_scaled_dot_product_flash_attention_backward": lambda call: _attention(call, 1, 5),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda call: _attention(call, 1, 5),
+    "aten::_scaled_dot_product_efficient_attention_backward": lambda call: _attention(call, 1, 5),
+    "aten::_scaled_dot_product_cudnn_attention_backward": lambda call: _attention(call, 1, 5),
+    **{f"aten::{name}{place}": _elementwise for name in ("add", "sub", "mul", "div") for place in ("", "_")},
+}
+"""Operator → its formula. What is called inside one of them counts with it."""
+OTHERWISE = {"aten::linear": _linear}
+"""Those that count only where nothing inside them does."""
+
+
+def work(name: str, dims: str, types: str, concrete: str) -> tuple[Work, Call] | None:
+    """What one call has to do; None where that is not known.
+
+    Args:
+        name: of the operator.
+        dims: "Input Dims" as the file has them.
+        types: "Input type".
+        concrete: "Concrete Inputs".
+    """
+    formula = FORMULAS.get(name) or OTHERWISE.get(name)
+    if formula is None:
+        return None
+    try:
+        call = Call(dims=_list(dims), types=[str(one) for one in _list(types)], concrete=[str(one) for one in _list(concrete)])
+        found = formula(call)
+    except (ValueError, IndexError, TypeError, RecursionError):
+        return None
+    return (found, call) if 0 <= found.flops < 2**62 and found.elements >= 0 else None
+
+
+def _list(text: str) -> list[Any]:
+    found = json.loads(text) if text else []
+    return found if isinstance(found, list) else []
+
+
+BUSY = ("operator", "backward", "optimizer", "collective_call")
+"""Kinds of the host whose time is that of operators."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoofPoint:
+    """All calls of an operator on inputs of one shape and type; per step."""
+
+    name: str
+    shapes: str
+    """Of the inputs, as the file has them."""
+    dtype: str
+    """Number format of the first input, as `Device.flops_per_sec` names it where it has one."""
+    calls: float
+    seconds: float
+    """Of kernels where a device computes, else of the operator on the CPU with all that it calls."""
+    flops: float
+    bytes: float | None
+    """Of inputs and output, each once: the least that has to move; None where types were not recorded."""
+    matrix: bool
+    """Is it one of the operators that MFU counts: products of matrices, convolutions, attention?"""
+    peak: float | None = None
+    """FLOP/s that the device can do in this format at best; None where that is not known."""
+
+    @property
+    def flops_per_sec(self) -> float:
+        """Reached; nan where it took no time."""
+        return self.flops / self.seconds if self.seconds else float("nan")
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs per byte."""
+        return self.flops / self.bytes if self.bytes else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """All of them."""
+
+    rows: tuple[RoofPoint, ...]
+    unaccounted: float | None
+    """Fraction 0..1 of the time of operators (of kernels, where a device computes) outside of these; None where there is none."""
+    notes: tuple[str, ...]
+
+
+def counted(columns: Columns, kinds: Kinds, steps: Spans, details: Details) -> Counted:
+    """Count what lies within the steps.
+
+    Where operators with a formula call others with one, the outermost counts. On a device its time is that of the kernels it launched,
+    itself or by what it calls; communication counts for nobody.
+
+    Args:
+        columns: the events.
+        kinds: what they are.
+        steps: of the host.
+        details: of the events, for types and what is no tensor.
+    """
+    cover = union(steps)
+    calls = nested(columns, kinds.where(*BUSY, "data_wait", "runtime", "wait"))
+    inside = covered(cover, calls.spans) > 0
+    keys, code = _signatures(columns, details, calls)
+    found = [work(*key) for key in keys]
+    chosen = _outermost(calls, [key[0] for key in keys], np.array([one is not None for one in found], dtype=np.bool_), code)
+    owner = calls.nearest(chosen)
+    time, other = _device_time(columns, kinds, calls, owner, inside) if kinds.device else _host_time(columns, kinds, calls, owner, cover)
+    rows: list[RoofPoint] = []
+    count = max(1, len(steps))
+    picked = np.flatnonzero(chosen & inside)
+    for at in np.unique(code[picked]).tolist():
+        result = found[at]
+        assert result is not None
+        done, call = result
+        places = picked[code[picked] == at]
+        read = call.read
+        moved = None if read is None else read + done.elements * WIDTHS[call.dtype]
+        each = len(places) / count
+        rows.append(
+            RoofPoint(
+                name=keys[at][0],
+                shapes=keys[at][1],
+                dtype=FORMATS.get(call.dtype, call.dtype),
+                calls=each,
+                seconds=float(time[places].sum()) / 1e9 / count,
+                flops=done.flops * each,
+                bytes=None if moved is None else moved * each,
+                matrix=done.matrix,
+            )
+        )
+    spent = float(time[picked].sum())
+    whole = spent + other
+    return Counted(rows=tuple(rows), unaccounted=other / whole if whole else None, notes=_notes(columns, details, rows))
+
+
+def _signatures(columns: Columns, details: Details, calls: Nesting) -> tuple[list[tuple[str, str, str, str]], Numbers]:
+    """Name, shapes, types and values of the different calls, and which one each place is."""
+    events = calls.events
+    name = columns.label[events].astype(np.int64)
+    wide, deep = len(columns.shapes), len(details.inputs)
+    keys, code = np.unique((name * wide + columns.shape[events]) * deep + details.input[events], return_inverse=True)
+    found = []
+    for key in keys.tolist():
+        inputs = details.inputs[key % deep]
+        label = columns.labels[key // deep // wide]
+        found.append((label.name, columns.shapes[key // deep % wide], inputs.types, inputs.concrete))
+    return found, code
+
+
+def _outermost(calls: Nesting, names: list[str], has: NDArray[np.bool_], code: Numbers) -> NDArray[np.bool_]:
+    """Places with a formula that no other with one is around."""
+    first = (has & np.array([name in FORMULAS for name in names], dtype=np.bool_))[code]
+    second = (has & np.array([name in OTHERWISE for name in names], dtype=np.bool_))[code]
+    above = calls.nearest(first)
+    outer: NDArray[np.bool_] = first & (above == np.arange(len(first)))
+    parents = calls.parent[outer]
+    outer[outer] = np.where(parents >= 0, above[np.maximum(parents, 0)] < 0, True)
+    if second.any():
+        holders = calls.nearest(second)
+        filled = np.unique(holders[outer & (holders >= 0)])
+        second[filled] = False
+        outer |= second
+    return outer
+
+
+def _host_time(columns: Columns, kinds: Kinds, calls: Nesting, owner: Numbers, cover: Spans) -> tuple[Numbers, float]:
+    """Nanoseconds of each place with all it calls, and of all operators that none of them is around."""
+    total, own = calls.within(cover)
+    loader = calls.nearest(kinds.where("data_wait")[calls.events]) >= 0
+    rest = (owner < 0) & ~loader & kinds.where(*BUSY)[calls.events]
+    return total, float(own[rest].sum())
+
+
+def _device_time(columns: Columns, kinds: Kinds, calls: Nesting, owner: Numbers, inside: NDArray[np.bool_]) -> tuple[Numbers, float]:
+    """Nanoseconds of the kernels that each place launched, itself or by what it calls, and of all kernels that none of them launched."""
+    kernels = np.flatnonzero(kinds.where("kernel"))
+    lengths = (columns.end - columns.start)[kernels]
+    call = callers(columns, kinds, kernels)
+    place = np.full(len(columns), -1, dtype=np.int64)
+    place[calls.events] = np.arange(len(calls.events))
+    at = np.where(call >= 0, place[call], -1)
+    of = np.where(at >= 0, owner[at], -1)
+    found = np.zeros(len(calls.events), dtype=np.int64)
+    np.add.at(found, of[of >= 0], lengths[of >= 0])
+    seen = (of < 0) & (at >= 0)
+    seen[seen] = inside[at[seen]]
+    return found, float(lengths[seen].sum())
+
+
+def _notes(columns: Columns, details: Details, rows: list[RoofPoint]) -> tuple[str, ...]:
+    said = list(details.notes)
+    if not any(columns.shapes):
+        said.append("shapes were not recorded, and without them there are no FLOPs: profile with record_shapes=True")
+    elif not rows:
+        said.append("no operator of the steps has a formula")
+    elif any(one.bytes is None for one in rows) and not details.notes:
+        said.append("types of some inputs were not recorded: their bytes are not known")
+    return tuple(said)

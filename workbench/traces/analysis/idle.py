@@ -1,0 +1,271 @@
+"""Idle: when the device (on a CPU: the thread that trains) has nothing to do, and why, as far as the trace tells.
+
+Pauses of a device's streams, each by itself, and why it pauses, by the rules of HolisticTraceAnalysis.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+import numpy as np
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.traces.analysis.columns import Columns
+from workbench.traces.analysis.intervals import Numbers, Spans, covered, intersection, subtract, union
+from workbench.traces.analysis.kinds import Kinds, callers
+from workbench.traces.analysis.labels import DEVICE
+from workbench.traces.analysis.operators import CALLERS, short
+from workbench.traces.analysis.windows import Windows
+
+GAP = 30e-6
+"""Seconds: a shorter pause between two pieces of work of a stream, both launched in time, is what starting one takes (about 1 µs each on a
+V100). Source: HolisticTraceAnalysis, `get_idle_time_breakdown(consecutive_kernel_delay=30)`: it says nanoseconds and compares with
+microseconds; of 30 ns there would be none."""
+WAITS = ("host_wait", "kernel_wait", "other")
+"""Of a stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamIdle:
+    """One stream, from the start of its first work to the end of its last; seconds between pieces of work."""
+
+    stream: str
+    seconds: float
+    """From first to last."""
+    host_wait: float
+    """The next work had not been launched yet when the last one ended: the queue was empty."""
+    kernel_wait: float
+    """It had been launched, and started at once: within 30 µs, if not told otherwise."""
+    other: float
+    """It had been launched, and did not start: it waited for another stream, an event or memory; or the file does not link it."""
+
+    @property
+    def idle(self) -> float:
+        """All three."""
+        return self.host_wait + self.kernel_wait + self.other
+
+
+def streams(columns: Columns, kinds: Kinds, gap: int) -> tuple[StreamIdle, ...]:
+    """Of each stream; work that overlaps leaves no pause (there it counts as a negative one).
+
+    Args:
+        columns: the events.
+        kinds: what they are.
+        gap: nanoseconds; shorter pauses are `kernel_wait`.
+    """
+    work = np.flatnonzero(kinds.where(*DEVICE))
+    call = callers(columns, kinds, work)
+    found = []
+    for lane in np.unique(columns.lane[work]).tolist():
+        here = np.flatnonzero(columns.lane[work] == lane)
+        here = here[np.argsort(columns.start[work[here]], kind="stable")]
+        start, end = columns.start[work[here]], np.maximum.accumulate(columns.end[work[here]])
+        pause = np.maximum(start[1:] - end[:-1], 0)
+        asked = call[here[1:]]
+        late = (asked >= 0) & (columns.start[asked] > end[:-1])
+        brief = ~late & (pause < gap)
+        sums = [float(pause[which].sum()) / 1e9 for which in (late, brief, ~late & ~brief)]
+        whole = float(end[-1] - start[0]) / 1e9
+        name = columns.lanes[lane].name
+        found.append(StreamIdle(stream=name, seconds=whole, host_wait=sums[0], kernel_wait=sums[1], other=sums[2]))
+    return tuple(sorted(found, key=lambda one: -one.seconds))
+
+
+LONGEST, SHOWN = 12, 5
+"""Gaps that are kept, and that a table has."""
+CAUSES = {
+    "data": "blocked in next(loader)",
+    "waiting": "the host waits for the device (it synchronises), and only then launches on",
+    "communication": "a collective runs, or is waited for",
+    "launching": "the host is in a call that launches",
+    "operators": "the host is in an operator between launches",
+    "python": "the host is in a recorded function or range of Python, and in no operator",
+    "unrecorded": "no event at all: Python, locks, I/O or sleep",
+}
+"""Cause → what the host does while the device idles. Each moment counts for the first that applies."""
+ON_DEVICE = (
+    ("data", ("data_wait",)),
+    ("waiting", ("wait",)),
+    ("launching", ("runtime",)),
+    ("operators", ("operator", "backward", "optimizer", "collective_call", "host_communication")),
+    ("python", ("range",)),
+)
+ON_CPU = (("data", ("data_wait",)), ("communication", ("host_communication", "collective_call")), ("python", ("range",)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """What the host does meanwhile; mean seconds per step."""
+
+    cause: str
+    seconds: float
+    share: float
+    """Fraction 0..1 of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """One pause."""
+
+    start: float
+    """Seconds from the first event of the file on."""
+    seconds: float
+    cause: str
+    """What takes most of it."""
+    before: str
+    after: str
+    """Names of what ends where it begins, and of what begins where it ends."""
+    inside: str
+    """Name of what the host is in halfway, the innermost of the thread that trains; empty where nothing was recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle(display.Shown, JsonDataclass):
+    """Where nothing is computed. Get it from `trace.idle()`."""
+
+    who: str
+    """Who idles: "device", or the name of the thread that trains."""
+    step_seconds: float
+    causes: tuple[Cause, ...]
+    """They exclude each other and add up to all idle time of the steps."""
+    gaps: tuple[Gap, ...]
+    """The longest."""
+    streams: tuple[StreamIdle, ...] = ()
+    """Of a device, each by itself; of a whole file."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Mean idle seconds per step."""
+        return sum(one.seconds for one in self.causes)
+
+    @property
+    def share(self) -> float:
+        """Fraction 0..1 of the step."""
+        return self.seconds / self.step_seconds if self.step_seconds else float("nan")
+
+    @property
+    def table(self) -> display.Table:
+        """Causes, then streams, then the longest gaps."""
+        rows: list[list[object]] = [
+            [one.cause, units.seconds(one.seconds), units.percent(one.share), CAUSES[one.cause]] for one in self.causes
+        ]
+        for one in self.streams:
+            kinds = ", ".join(f"{name.replace('_', ' ')} {units.seconds(getattr(one, name))}" for name in WAITS)
+            rows.append([one.stream, units.seconds(one.idle), units.percent(one.idle / one.seconds if one.seconds else None), kinds])
+        for gap in self.gaps[:SHOWN]:
+            inside = f" in {short(gap.inside)}" if gap.inside else ""
+            around = f"{gap.cause}{inside}; {short(gap.before)} → {short(gap.after)}"
+            rows.append([f"gap at {units.seconds(gap.start)}", units.seconds(gap.seconds), units.MISSING, around])
+        title = f"{self.who} idles {units.percent(self.share)} of the step"
+        note = "; ".join(["causes per step, streams over the whole trace", *self.notes] if self.streams else self.notes) or None
+        return display.Table(columns=("what", "time", "share", "meanwhile"), rows=rows, title=title, note=note)
+
+    to_frame = display.frame_method("causes", Cause)
+
+    plot = display.plot_method("idle")
+
+    def __repr__(self) -> str:
+        return f"Idle({self.who!r}, {units.percent(self.share)} of the step)"
+
+
+def idle(columns: Columns, kinds: Kinds, windows: Windows, notes: Sequence[str] = (), gap: float = GAP) -> Idle:
+    """Find the pauses within the steps, and what the host does meanwhile.
+
+    On a device a pause is where no stream works. On a CPU it is where the thread that marks the steps is in no operator, node of the
+    backward graph or optimizer's step; meanwhile other threads may well compute, such as autograd's.
+
+    Raises:
+        ValueError: gap is no time.
+    """
+    if not isinstance(gap, Real) or not 0 <= gap < float("inf"):
+        raise ValueError(f"gap={gap!r}: seconds are allowed, from 0 on; 30e-6 is what HolisticTraceAnalysis has in effect")
+    spans = windows.spans
+    cover, count = union(spans), max(1, len(spans))
+    lane = trains(columns, kinds)
+    who, busy, order = (
+        ("device", np.flatnonzero(kinds.where(*DEVICE)), ON_DEVICE)
+        if kinds.device
+        else (
+            columns.lanes[lane].name,
+            np.flatnonzero(kinds.where("operator", "backward", "optimizer") & (columns.lane == lane)),
+            ON_CPU,
+        )
+    )
+    pauses = subtract(cover, union(columns.spans[busy]))
+    if not kinds.device:  # what the loader does in operators is waiting for it
+        pauses = union(pauses, intersection(_of(columns, kinds, lane, ("data_wait",)), cover))
+    left, causes, layers = pauses, [], {}
+    for cause, layer in order:
+        meanwhile = kinds.cover(*layer) if kinds.device else _of(columns, kinds, lane, layer)
+        layers[cause] = intersection(left, meanwhile)
+        left = subtract(left, meanwhile)
+    layers["unrecorded"] = left
+    whole = int((spans[:, 1] - spans[:, 0]).sum()) or 1
+    for cause, found in layers.items():
+        taken = int((found[:, 1] - found[:, 0]).sum())
+        causes.append(Cause(cause=cause, seconds=taken / 1e9 / count, share=taken / whole))
+    return Idle(
+        who=who,
+        step_seconds=float((spans[:, 1] - spans[:, 0]).sum()) / 1e9 / count,
+        causes=tuple(one for one in causes if one.seconds),
+        gaps=_gaps(columns, busy, np.flatnonzero(kinds.where(*CALLERS) & (columns.lane == lane)), pauses, layers),
+        streams=streams(columns, kinds, round(gap * 1e9)) if kinds.device else (),
+        notes=(*windows.notes, *_said(kinds, columns), *notes),
+    )
+
+
+def _said(kinds: Kinds, columns: Columns) -> list[str]:
+    if any(label.category == "python_function" for label in columns.labels):
+        return []
+    return ["what Python does meanwhile was not recorded: profile with_stack=True"]
+
+
+def trains(columns: Columns, kinds: Kinds) -> int:
+    """The thread that marks the steps or, without marks, calls most operators."""
+    for chosen in (kinds.where("step"), kinds.where("operator"), np.ones(len(columns), dtype=np.bool_)):
+        if chosen.any():
+            return int(np.bincount(columns.lane[chosen]).argmax())
+    return 0
+
+
+def _of(columns: Columns, kinds: Kinds, lane: int, layer: tuple[str, ...]) -> Spans:
+    """When a thread is in an event of some kinds; collectives that the CPU runs have threads of their own."""
+    of = kinds.where(*layer)
+    if "host_communication" not in layer:
+        of &= columns.lane == lane
+    return union(columns.spans[of])
+
+
+def _gaps(columns: Columns, busy: Numbers, host: Numbers, pauses: Spans, layers: dict[str, Spans]) -> tuple[Gap, ...]:
+    """The longest pauses, with the names around them."""
+    lengths = pauses[:, 1] - pauses[:, 0]
+    longest = np.argsort(-lengths, kind="stable")[:LONGEST]
+    chosen = pauses[longest]
+    shares = np.array([covered(found, chosen) for found in layers.values()])
+    ends, starts = busy[np.argsort(columns.end[busy], kind="stable")], busy[np.argsort(columns.start[busy], kind="stable")]
+    before = np.searchsorted(columns.end[ends], chosen[:, 0], side="right") - 1
+    after = np.searchsorted(columns.start[starts], chosen[:, 1], side="left")
+    return tuple(
+        Gap(
+            start=float(start) / 1e9,
+            seconds=float(end - start) / 1e9,
+            cause=list(layers)[int(shares[:, i].argmax())],
+            before=_name(columns, ends, int(before[i])),
+            after=_name(columns, starts, int(after[i])),
+            inside=_inside(columns, host, (start + end) // 2),
+        )
+        for i, (start, end) in enumerate(chosen.tolist())
+    )
+
+
+def _name(columns: Columns, events: Numbers, place: int) -> str:
+    return columns.labels[columns.label[events[place]]].name if 0 <= place < len(events) else "the edge of the trace"
+
+
+def _inside(columns: Columns, host: Numbers, time: int) -> str:
+    """The event of the host that began last of those around a time."""
+    around = host[(columns.start[host] <= time) & (columns.end[host] > time)]
+    return columns.labels[columns.label[around[columns.start[around].argmax()]]].name if len(around) else ""

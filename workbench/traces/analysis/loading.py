@@ -1,0 +1,259 @@
+"""Loading: from a file to columns, and what the file says of itself; from its cache where that is wanted and still true.
+
+Caching: the columns of a trace in a file beside it, from which they are back at once; true as long as the trace is the same file.
+
+What is kept says of which content it is: version of the format, size, time of the last change, and a hash of the beginning and the end.
+Anything else (another content, damage, a cache that somebody else wrote) is no cache, and is written anew.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.traces.analysis import events
+from workbench.traces.analysis.columns import Columns, Lane, Message, gathered
+from workbench.traces.analysis.events import NO_SHAPES, Args
+from workbench.traces.analysis.labels import Label
+from workbench.traces.analysis.reading import Reading, TraceError
+
+TRACES = "traces"
+"""Folder of a run directory."""
+NAMES = (".pt.trace.json", ".pt.trace.json.gz", "trace.json", "trace.json.gz")
+"""How files of traces end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A file that was read."""
+
+    path: Path
+    columns: Columns
+    rank: int | None = None
+    world_size: int | None = None
+    host: str | None = None
+    devices: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What is missing of the file."""
+
+
+def read(path: Path) -> Loaded:
+    """Read a file from its text.
+
+    Raises:
+        TraceError: there is no such file, it is none, or it has no event that can be read.
+    """
+    reading = Reading(path=path, words=events.EVENTS)
+    found = gathered(reading.batches())
+    columns = found.columns()
+    notes = list(reading.notes)
+    if found.impossible:
+        notes.append(f"{found.impossible:,} events have times that cannot be (no number, or a negative length): they are left out")
+    if found.unpaired:
+        notes.append(f"{found.unpaired:,} events are beginnings or ends only, which torch.profiler does not write: they are left out")
+    if not len(columns):
+        raise TraceError(
+            f"{reading.path} has no events{f': {notes[0]}' if notes else ''}. "
+            "A profiler with a schedule writes them when its active steps are over: was step() called often enough?"
+        )
+    rank, world_size = _ranks(reading.header.distributed)
+    host = reading.header.host if isinstance(reading.header.host, str) else None
+    return Loaded(
+        path=path,
+        columns=columns,
+        rank=rank,
+        world_size=world_size,
+        host=host,
+        devices=_devices(reading.header.devices),
+        notes=tuple(notes),
+    )
+
+
+def files(where: Path) -> list[Path]:
+    """The traces in a directory, or in the folder for them of a run directory; a file is itself.
+
+    Raises:
+        TraceError: the directory has none.
+    """
+    if not where.is_dir():
+        return [where]
+    found = _traces_in(where) or (_traces_in(where / TRACES) if (where / TRACES).is_dir() else [])
+    if not found:
+        raise TraceError(f"{where} has no traces: such files end in {' or '.join(NAMES[:2])}")
+    return found
+
+
+def _traces_in(folder: Path) -> list[Path]:
+    """The files of a directory that are traces by their names; hidden ones are not."""
+    return sorted(one for one in folder.iterdir() if one.name.endswith(NAMES) and not one.name.startswith("."))
+
+
+def _ranks(value: object) -> tuple[int | None, int | None]:
+    if not isinstance(value, dict):
+        return None, None
+    rank, size = value.get("rank"), value.get("world_size")
+    return (rank if isinstance(rank, int) else None), (size if isinstance(size, int) else None)
+
+
+def _devices(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        return ()
+    return tuple(str(one["name"]) for one in value if isinstance(one, dict) and "name" in one)
+
+
+FORMAT = 5
+"""Version: a number up whenever columns change, or what is read into them."""
+ENDS = 2**16
+"""Bytes of the beginning and of the end that are hashed."""
+CODES, NUMBERS = ("label", "lane", "shape"), ("start", "end", "correlation", "external")
+FIELDS = [one.name for one in dataclasses.fields(Loaded) if one.name not in ("path", "columns")]
+TOLD = [one for one in Args.__struct_fields__ if one != "shapes"]
+
+
+def key_of(path: Path) -> str:
+    """What a file's cache is true of.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    with path.open("rb") as file:
+        told = os.fstat(file.fileno())
+        digest = hashlib.sha256(file.read(ENDS))
+        file.seek(max(0, told.st_size - ENDS))
+        digest.update(file.read(ENDS))
+    return f"{FORMAT} {told.st_size} {told.st_mtime_ns} {digest.hexdigest()}"
+
+
+def load(path: Path) -> Loaded:
+    """The trace from its cache, or from its file, and then it is kept.
+
+    Raises:
+        TraceError: there is no such file, it is none, or it has no event that can be read.
+    """
+    if (found := kept(path)) is not None:
+        return found
+    with contextlib.suppress(OSError):
+        key = key_of(path)
+        found = read(path)
+        keep(found, key)
+        return found
+    return read(path)
+
+
+def kept(path: Path) -> Loaded | None:
+    """The trace from its cache; None where there is none that can be read and is of this content."""
+    try:
+        key = key_of(path)
+    except OSError:
+        return None
+    for place in _places(path):
+        with contextlib.suppress(Exception):  # whatever is wrong with it: then it is no cache
+            if place.is_file():
+                with place.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                    if (head := json.loads(arrays["head"].tobytes()))["key"] == key:
+                        return _loaded(path, head, arrays)
+    return None
+
+
+def keep(loaded: Loaded, key: str) -> Path | None:
+    """Write the cache, whole or not at all: beside the file or, where that cannot be written, into the user's cache.
+
+    Args:
+        loaded: the trace.
+        key: what its file was before it was read; if that has changed since, nothing is written.
+
+    Returns:
+        Where it is; None where it could not be written.
+    """
+    for place in _places(loaded.path):
+        with contextlib.suppress(OSError):
+            if key_of(loaded.path) != key:
+                return None
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with _whole(place) as file:
+                np.savez(file, **_arrays(loaded, key))
+            return place
+    return None
+
+
+def _places(path: Path) -> Iterator[Path]:
+    """Where a cache may be, the best place first."""
+    yield path.with_name(f".{path.name}.columns.npz")
+    own = os.environ.get("WORKBENCH_CACHE")
+    folder = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "workbench")
+    yield folder / "traces" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.npz"
+
+
+@contextlib.contextmanager
+def _whole(place: Path) -> Iterator[Any]:
+    """A file that is there when all of it was written."""
+    handle, name = tempfile.mkstemp(prefix=f"{place.name}.", dir=place.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.replace(name, place)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _arrays(loaded: Loaded, key: str) -> dict[str, Any]:
+    columns = loaded.columns
+    head = {
+        "key": key,
+        "file": {name: getattr(loaded, name) for name in FIELDS},
+        "origin": columns.origin,
+        "labels": columns.labels,
+        "lanes": columns.lanes,
+        "shapes": columns.shapes,
+        "messages": [[one.event, *(getattr(one.args, name) for name in TOLD)] for one in columns.messages],
+    }
+    text = np.frombuffer(json.dumps(head).encode("utf-8", "surrogatepass"), dtype=np.uint8)
+    return {"head": text, **{name: _narrow(getattr(columns, name)) for name in (*CODES, *NUMBERS)}}
+
+
+def _narrow(values: NDArray[Any]) -> NDArray[Any]:
+    """In as few bytes as they fit."""
+    if not len(values):
+        return values
+    low, high = int(values.min()), int(values.max())
+    kind = next(kind for kind in (np.int8, np.int16, np.int32, np.int64) if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
+    return values.astype(kind)
+
+
+def _loaded(path: Path, head: dict[str, Any], arrays: Any) -> Loaded:
+    """The trace.
+
+    Raises:
+        Exception: it cannot be one.
+    """
+    codes = {name: arrays[name].astype(np.int32) for name in CODES}
+    numbers = {name: arrays[name].astype(np.int64) for name in NUMBERS}
+    columns = Columns(
+        labels=tuple(Label(*one) for one in head["labels"]),
+        lanes=tuple(Lane(*one) for one in head["lanes"]),
+        shapes=tuple(head["shapes"]),
+        origin=None if head["origin"] is None else float(head["origin"]),
+        messages=tuple(Message(event, Args(**dict(zip(TOLD, args, strict=True)), shapes=NO_SHAPES)) for event, *args in head["messages"]),
+        **codes,
+        **numbers,
+    )
+    of = {"label": columns.labels, "lane": columns.lanes, "shape": columns.shapes}
+    if {len(one) for one in (*codes.values(), *numbers.values())} != {len(columns)} or not len(columns):
+        raise ValueError("columns of different lengths")
+    if any(code.min() < 0 or code.max() >= len(of[name]) for name, code in codes.items()) or (columns.end < columns.start).any():
+        raise ValueError("numbers that cannot be")
+    if any(not 0 <= one.event < len(columns) for one in columns.messages):
+        raise ValueError("messages of no event")
+    said = head["file"]
+    return Loaded(path=path, columns=columns, **{**said, "devices": tuple(said["devices"]), "notes": tuple(said["notes"])})

@@ -1,0 +1,200 @@
+"""Memory curve: what is allocated on each device over the time of a trace, and who asked for what is held at the fullest moment."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.traces.analysis.columns import Columns
+from workbench.traces.analysis.details import Details, Requests
+from workbench.traces.analysis.intervals import Numbers
+from workbench.traces.analysis.kinds import Kinds
+from workbench.traces.analysis.modules import MODULE
+from workbench.traces.analysis.nesting import Nesting, nested
+from workbench.traces.analysis.operators import CALLERS, short
+
+POINTS = 1_500
+"""Points of a curve: the highest of each piece of time."""
+SHOWN = 12
+"""Holders in a table."""
+BEFORE = "held since before the trace"
+NOBODY = "outside of every recorded call"
+NONE = "memory was not recorded: profile with profile_memory=True (wb.trace(step, loader, memory=True))"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who asked for memory that is held at the peak."""
+
+    name: str
+    """The innermost operator around the request; or a module around it, and the operator."""
+    bytes: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Of one device."""
+
+    device: str
+    peak: int
+    """Bytes allocated at the fullest moment."""
+    at: float
+    """When: seconds from the first event of the file on."""
+    step: int | None
+    """In which step; None outside of all."""
+    first: int
+    """Bytes allocated at the first request."""
+    last: int
+    requests: int
+    holders: tuple[Holder, ...]
+    """Who holds the peak, the most first; their bytes add up to it, as far as the trace has the requests."""
+    times: tuple[float, ...]
+    """Seconds from the first event on."""
+    allocated: tuple[int, ...]
+    """Bytes from that time on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCurve(display.Shown, JsonDataclass):
+    """Allocated memory over time. Get it from `trace.memory_curve()`."""
+
+    devices: tuple[DeviceMemory, ...]
+    """That with the highest peak first."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def table(self) -> display.Table:
+        """Peak and its holders, per device."""
+        rows: list[list[object]] = []
+        for one in self.devices:
+            when = f"at {units.seconds(one.at)}, {f'in step {one.step}' if one.step is not None else 'outside of the steps'}"
+            rows.append([one.device, "peak", units.bytes_(one.peak), when])
+            for held in one.holders[:SHOWN]:
+                share = units.percent(held.bytes / one.peak if one.peak else None)
+                rows.append(["", short(held.name), units.bytes_(held.bytes), f"{share} of it, {held.requests:,} requests"])
+            rest = one.holders[SHOWN:]
+            if rest:
+                rows.append(["", f"{len(rest)} others", units.bytes_(sum(held.bytes for held in rest)), ""])
+        note = "; ".join(self.notes) or None
+        return display.Table(columns=("device", "who", "bytes", "what"), rows=rows, title="Memory at its fullest", note=note)
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per device and point of its curve: seconds and bytes."""
+        rows = [
+            {"device": one.device, "seconds": time, "allocated": size}
+            for one in self.devices
+            for time, size in zip(one.times, one.allocated, strict=True)
+        ]
+        return display.frame(rows, columns=("device", "seconds", "allocated"))
+
+    plot = display.plot_method("memory_curve")
+
+    def __repr__(self) -> str:
+        peaks = ", ".join(f"{one.device} {units.bytes_(one.peak)}" for one in self.devices)
+        return f"MemoryCurve({peaks or 'not recorded'})"
+
+
+def memory_curve(columns: Columns, kinds: Kinds, details: Details, steps: Sequence[Any]) -> MemoryCurve:
+    """Per device, from the `[memory]` events.
+
+    Args:
+        columns: the events.
+        kinds: what they are.
+        details: of the events, with the requests.
+        steps: of the host: number, start and end in nanoseconds.
+    """
+    requests = details.requests
+    if not len(requests):
+        return MemoryCurve(devices=(), notes=details.notes or (NONE,))
+    calls = nested(columns, kinds.where(*CALLERS))
+    devices = [_device(columns, calls, requests, number, steps) for number in range(len(requests.devices))]
+    notes = list(details.notes)
+    if any(held.name == BEFORE for one in devices for held in one.holders):
+        notes.append(f"{BEFORE}: parameters, and what else was allocated when the profiler began; it saw nobody ask for that")
+    if any(one.device == "CPU" for one in devices):
+        notes.append("on the CPU the profiler counts from its own beginning: what was there before is missing, and its end goes unseen")
+    return MemoryCurve(devices=tuple(sorted(devices, key=lambda one: -one.peak)), notes=tuple(notes))
+
+
+def _device(columns: Columns, calls: Nesting, requests: Requests, number: int, steps: Sequence[Any]) -> DeviceMemory:
+    of = np.flatnonzero(requests.device == number)
+    time, size, told = requests.time[of], requests.size[of], requests.allocated[of]
+    summed = np.cumsum(size)
+    held = told if (told >= 0).all() else summed - min(0, int(summed.min(initial=0)))
+    peak = int(held.argmax())
+    at = int(time[peak])
+    live = _live(requests.address[of], size, peak)
+    holders = _holders(columns, calls, time[live], requests.lane[of][live], size[live])
+    known = sum(one.bytes for one in holders)
+    if held[peak] > known:
+        holders.append(Holder(name=BEFORE, bytes=int(held[peak]) - known, requests=0))
+    points = _points(time, held)
+    return DeviceMemory(
+        device=requests.devices[number],
+        peak=int(held[peak]),
+        at=at / 1e9,
+        step=next((int(step) for step, start, end in steps if start <= at < end), None),
+        first=int(held[0]),
+        last=int(held[-1]),
+        requests=len(of),
+        holders=tuple(sorted(holders, key=lambda one: -one.bytes)),
+        times=tuple((time[points] / 1e9).tolist()),
+        allocated=tuple(held[points].tolist()),
+    )
+
+
+def _live(address: Numbers, size: Numbers, peak: int) -> Numbers:
+    """Requests up to the peak that were not given back before it."""
+    live: dict[int, int] = {}
+    for i, (where, asked) in enumerate(zip(address[: peak + 1].tolist(), size[: peak + 1].tolist(), strict=True)):
+        if asked > 0:
+            live[where] = i
+        else:
+            live.pop(where, None)
+    return np.array(sorted(live.values()), dtype=np.int64)
+
+
+def _holders(columns: Columns, calls: Nesting, times: Numbers, lanes: NDArray[np.int32], sizes: Numbers) -> list[Holder]:
+    """Who asked: the innermost call around each request."""
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    lane = columns.lane[calls.events]
+    borders = {int(one): (int(np.searchsorted(lane, one)), int(np.searchsorted(lane, one, side="right"))) for one in np.unique(lanes)}
+    for time, on, size in zip(times.tolist(), lanes.tolist(), sizes.tolist(), strict=True):
+        begin, end = borders[on]
+        place = begin + int(np.searchsorted(calls.spans[begin:end, 0], time, side="right")) - 1 if on >= 0 else -1
+        while place >= max(begin, 0) and calls.spans[place, 1] <= time:
+            place = int(calls.parent[place])
+        found = sums[_who(columns, calls, place)]
+        found[0] += size
+        found[1] += 1
+    return [Holder(name=name, bytes=size, requests=count) for name, (size, count) in sums.items()]
+
+
+def _who(columns: Columns, calls: Nesting, place: int) -> str:
+    """The outermost operator around a request, which a program names, and the innermost module around that."""
+    operator = module = ""
+    while place >= 0:
+        label = columns.labels[columns.label[calls.events[place]]]
+        if MODULE.match(label.name):
+            module = module or MODULE.sub("", label.name)
+        elif label.category != "python_function":
+            operator = label.name if not module else operator
+        place = int(calls.parent[place])
+    return " › ".join(one for one in (module, operator) if one) or NOBODY
+
+
+def _points(time: Numbers, held: Numbers) -> Numbers:
+    """Of each piece of time the highest point, and the first and the last of all."""
+    if len(time) <= POINTS:
+        return np.arange(len(time))
+    piece = (time - time[0]) * POINTS // max(1, int(time[-1] - time[0]) + 1)
+    order = np.lexsort((-held, piece))
+    _, first = np.unique(piece[order], return_index=True)
+    return np.unique(np.concatenate([[0], order[first], [len(time) - 1]]))

@@ -1,0 +1,167 @@
+"""Operators and kernels of a trace: how often, how long by themselves and with all they call, on what shapes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.traces.analysis.columns import Columns
+from workbench.traces.analysis.intervals import Numbers, Spans
+from workbench.traces.analysis.kinds import Kinds
+from workbench.traces.analysis.labels import DEVICE
+from workbench.traces.analysis.nesting import named, nested
+
+Which = Literal["operator", "kernel"]
+SHOWN = 15
+"""Rows of a table; a frame has all."""
+LONGEST = 60
+"""Characters of a name in a table."""
+CALLERS = ("operator", "optimizer", "backward", "data_wait", "range", "host_communication", "collective_call", "runtime", "wait")
+"""Kinds on the host that take time of their own out of what calls them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """All calls of one operator or kernel."""
+
+    name: str
+    shapes: str
+    """Of the inputs, as the file writes them; empty where they were not recorded or not asked for."""
+    count: int
+    self_seconds: float
+    """Without what it calls."""
+    total_seconds: float
+    """With it; calls inside a call of the same name count once in their caller and once by themselves."""
+    device_seconds: float
+    """Work of a device that it launched; its own time for a kernel."""
+    share: float
+    """Fraction 0..1 of all `self_seconds` (of all `device_seconds` for kernels)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operators(display.Shown, JsonDataclass):
+    """Operators or kernels, those with the most time of their own first. Get them from `trace.ops()`."""
+
+    rows: tuple[Operator, ...]
+    which: Which
+    notes: tuple[str, ...] = ()
+
+    @property
+    def table(self) -> display.Table:
+        """The first 15."""
+        shaped, on_device = any(one.shapes for one in self.rows), any(one.device_seconds for one in self.rows)
+        cells = [
+            [
+                short(one.name),
+                *([short(one.shapes)] if shaped else []),
+                f"{one.count:,}",
+                units.seconds(one.self_seconds),
+                units.percent(one.share),
+                units.seconds(one.total_seconds),
+                *([units.seconds(one.device_seconds)] if on_device else []),
+            ]
+            for one in self.rows[:SHOWN]
+        ]
+        more = [f"{len(self.rows) - SHOWN} more in to_frame()"] if len(self.rows) > SHOWN else []
+        note = "; ".join([*more, *self.notes]) or None
+        columns = (self.which, *(["shapes"] if shaped else []), "calls", "self", "share", "total", *(["device"] if on_device else []))
+        return display.Table(columns=columns, rows=cells, title=f"{self.which.capitalize()}s, by time of their own", note=note)
+
+    to_frame = display.frame_method("rows", Operator)
+
+    def __repr__(self) -> str:
+        return f"Operators({len(self.rows)} {self.which}s)"
+
+
+def short(name: str) -> str:
+    """A name that fits a table: on one line, and shortened in the middle."""
+    name = " ".join(name.split())
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 16]}…{name[-15:]}"
+
+
+def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool, steps: Spans | None = None) -> Operators:
+    """Operators (`cpu_op` and the like), or kernels and copies, of a whole file; or with `steps` those that begin in one of them.
+
+    Raises:
+        ValueError: neither.
+    """
+    if which not in ("operator", "kernel"):
+        raise ValueError(f"ops({which!r}): allowed are 'operator' (of the host) and 'kernel' (of the device)")
+    chosen = np.flatnonzero(
+        kinds.where(*DEVICE)
+        if which == "kernel"
+        else kinds.where("operator", "host_communication", "collective_call", "optimizer", "backward")
+    )
+    if steps is not None:
+        chosen = chosen[_inside(columns.start[chosen] if which == "operator" else columns.end[chosen] - 1, steps)]
+    lengths = columns.end - columns.start
+    own = lengths[chosen] if which == "kernel" else self_times(columns, kinds)[chosen]
+    device = lengths[chosen] if which == "kernel" else _launched(columns, kinds)[chosen]
+    shape = columns.shape[chosen] if by_shape else np.zeros(len(chosen), dtype=np.int32)
+    told, codes = named(columns)
+    name = codes[columns.label[chosen]]
+    keys, at = np.unique(name * len(columns.shapes) + shape, return_inverse=True)
+
+    def summed(values: Numbers) -> NDArray[np.float64]:
+        return np.bincount(at, weights=values, minlength=len(keys)) / 1e9
+
+    counts, selfs, totals, devices = np.bincount(at, minlength=len(keys)), summed(own), summed(lengths[chosen]), summed(device)
+    whole = selfs.sum() or 1.0
+    rows = tuple(
+        Operator(
+            name=told[keys[i] // len(columns.shapes)],
+            shapes=columns.shapes[keys[i] % len(columns.shapes)],
+            count=int(counts[i]),
+            self_seconds=float(selfs[i]),
+            total_seconds=float(totals[i]),
+            device_seconds=float(devices[i]),
+            share=float(selfs[i] / whole),
+        )
+        for i in np.argsort(-selfs, kind="stable")
+    )
+    notes = []
+    if not rows:
+        notes.append("the trace has no work of a device" if which == "kernel" else "the trace has no operators of the host")
+    if by_shape and rows and not any(one.shapes for one in rows):
+        notes.append("shapes were not recorded: profile with record_shapes=True")
+    return Operators(rows=rows, which=which, notes=tuple(notes))
+
+
+def _inside(times: Numbers, steps: Spans) -> NDArray[np.bool_]:
+    """Which times are in one of some spans, of which none overlaps another."""
+    if not len(steps):
+        return np.zeros(len(times), dtype=np.bool_)
+    place = np.searchsorted(steps[:, 0], times, side="right") - 1
+    found: NDArray[np.bool_] = (place >= 0) & (times < steps[np.maximum(place, 0), 1])
+    return found
+
+
+def self_times(columns: Columns, kinds: Kinds) -> Numbers:
+    """Nanoseconds of each event of the host less those of the events directly inside it, on its own thread."""
+    calls = nested(columns, kinds.where(*CALLERS))
+    inner = calls.parent >= 0
+    events, callers = calls.events[inner], calls.events[calls.parent[inner]]
+    own = columns.end - columns.start
+    lost = np.zeros(len(own), dtype=np.int64)
+    np.add.at(lost, callers, np.minimum(columns.end[events], columns.end[callers]) - columns.start[events])
+    found: Numbers = np.maximum(own - lost, 0)
+    return found
+
+
+def _launched(columns: Columns, kinds: Kinds) -> Numbers:
+    """Nanoseconds of the device's work that each operator launched, by "External id"."""
+    found = np.zeros(len(columns), dtype=np.int64)
+    work = kinds.where(*DEVICE) & (columns.external >= 0)
+    callers = np.flatnonzero(kinds.where("operator") & (columns.external >= 0))
+    if not work.any() or not len(callers):
+        return found
+    keys, at = np.unique(columns.external[work], return_inverse=True)
+    sums = np.zeros(len(keys), dtype=np.int64)
+    np.add.at(sums, at, (columns.end - columns.start)[work])
+    place = np.minimum(np.searchsorted(keys, columns.external[callers]), len(keys) - 1)
+    found[callers] = np.where(keys[place] == columns.external[callers], sums[place], 0)
+    return found

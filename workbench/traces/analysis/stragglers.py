@@ -1,0 +1,225 @@
+"""Stragglers: which rank makes the others wait, by how much, and in which part of its step.
+
+Ranks of a synchronous training meet in collectives, and whoever comes last there waits least: the rank with the *shortest* time in
+collectives holds the others up. Durations tell that without any common clock.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.traces.analysis.breakdown import PARTS
+from workbench.traces.analysis.rank_breakdown import RankParts
+
+CLEAR = 0.05
+"""Fraction of the step from which on waiting for a rank is worth a name."""
+CLOSE = 0.5
+"""A rank that waits less than this times as long as the one that waits most belongs to those that hold it up."""
+ENOUGH = 0.25
+"""Fraction of the waiting that a longer part has to explain to be named."""
+Seconds: TypeAlias = NDArray[np.float64]
+OWN = tuple(part for part in PARTS if part != "communication")
+"""What a rank does by itself."""
+WHY = {
+    "data_wait": "its loader is slower",
+    "h2d": "its copies to the device take longer",
+    "compute": "its operators take longer",
+    "host": "Python or the operating system takes longer between its operators",
+    "idle": "its device and its operators rest longer",
+    "other": "what lies outside of every mark takes longer",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWait:
+    """One rank; mean seconds per step."""
+
+    rank: int
+    step: float
+    collectives: float
+    """In collectives that computing does not hide."""
+    waits: float
+    """Of that, what the rank that waits least in each step does not have: waiting for others."""
+    last: int
+    """Steps in which it waits least, so that it came last."""
+    held_up: float
+    """What the others wait in those steps, their median, spread over all steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stragglers(display.Shown, JsonDataclass):
+    """Who waits for whom. Get it from `trace_set.stragglers()`."""
+
+    rows: tuple[RankWait, ...]
+    ranks: tuple[int, ...]
+    """Those that hold the others up in most steps; empty where none does, or where ranks take turns."""
+    lost: float
+    """What a step loses to its slowest rank, whichever it is: the mean, over all steps, of what the others wait for the last one."""
+    phase: str | None
+    """The part of their step that is longer than that of the others; None where none is."""
+    excess: Mapping[str, float]
+    """Part → seconds by which it is longer on them, in the steps in which one of them comes last."""
+    steps: int
+    details: tuple[str, ...] = ()
+    """Which operators, in words."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rank(self) -> int | None:
+        """The one that holds the others up most; None where none does."""
+        return max(self.ranks, key=lambda rank: self._row(rank).held_up, default=None)
+
+    @property
+    def seconds(self) -> float:
+        """What the others wait for `ranks`, per step."""
+        return sum(self._row(rank).held_up for rank in self.ranks)
+
+    @property
+    def share(self) -> float:
+        """The same as a fraction 0..1 of the step."""
+        return self._of_step(self.seconds)
+
+    def _of_step(self, seconds: float) -> float:
+        step = sum(row.step for row in self.rows) / len(self.rows) if self.rows else 0.0
+        return seconds / step if step else float("nan")
+
+    def _row(self, rank: int) -> RankWait:
+        return next(row for row in self.rows if row.rank == rank)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        if len(self.rows) < 2:
+            return "one rank has a trace: who waits for whom only several tell"
+        if not self.steps:
+            return "the traces have no step in common"
+        if not self.ranks:
+            lost = f"{units.seconds(self.lost)} a step, {units.percent(self._of_step(self.lost))}"
+            turns = "no rank in particular: they take turns in coming last, which costs" if self._of_step(self.lost) >= CLEAR else "none:"
+            return f"{turns} {lost}" if turns != "none:" else f"none: waiting for the last rank costs {lost}"
+        who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))}"
+        often = sum(self._row(rank).last for rank in self.ranks)
+        when = "" if often == self.steps else f", last in {often} of {self.steps} steps"
+        return f"{who}{when}: the others wait {units.seconds(self.seconds)} a step, {units.percent(self.share)} of it"
+
+    @property
+    def why(self) -> str:
+        """What is longer on the slow ranks, in words; empty where no rank is slow."""
+        if not self.ranks:
+            return ""
+        if self.phase is None:
+            return "no part of its own work is longer: the traces do not tell why"
+        text = f"{WHY[self.phase]}: {self.phase} is {units.seconds(self.excess[self.phase])} longer than on the others"
+        return "; ".join([text, *self.details])
+
+    @property
+    def table(self) -> display.Table:
+        """One row per rank."""
+        rows = [
+            [
+                row.rank,
+                units.seconds(row.step),
+                units.seconds(row.collectives),
+                units.seconds(row.waits),
+                f"{row.last} of {self.steps}",
+                units.seconds(row.held_up),
+            ]
+            for row in self.rows
+        ]
+        columns = ("rank", "step", "in collectives", "waits for others", "comes last", "others wait for it")
+        note = "\n".join([f"Straggler: {self.verdict}", *([f"Why: {self.why}"] if self.why else []), *self.notes])
+        return display.Table(columns=columns, rows=rows, title="Who waits for whom, per step", note=note)
+
+    to_frame = display.frame_method("rows", RankWait)
+
+    def __repr__(self) -> str:
+        return f"Stragglers(ranks={list(self.ranks)}, {units.seconds(self.seconds)} a step)"
+
+
+def stragglers(parts: RankParts) -> Stragglers:
+    """Judge the parts of all ranks.
+
+    With c the exposed time in collectives, the wait of a rank in a step is c − the least c of all ranks in it: what the last rank has too
+    is the exchange itself.
+    """
+    collectives, totals = parts.values("communication"), parts.values()
+    if not totals.size:
+        return Stragglers(rows=(), ranks=(), lost=0.0, phase=None, excess={}, steps=0, notes=parts.notes)
+    count = len(parts.steps)
+    waits = collectives - collectives.min(axis=0)
+    last = collectives.argmin(axis=0)
+    held = np.zeros(count)
+    if len(parts.ranks) > 1:
+        held = np.array([_lower_median(np.delete(waits[:, step], place)) for step, place in enumerate(last.tolist())])
+    rows = tuple(
+        RankWait(
+            rank=rank,
+            step=float(totals[place].mean()),
+            collectives=float(collectives[place].mean()),
+            waits=float(waits[place].mean()),
+            last=int((last == place).sum()),
+            held_up=float(held[last == place].sum() / count),
+        )
+        for place, rank in enumerate(parts.ranks)
+    )
+    slow = _slow(waits, last, held, totals)
+    excess, phase = _excess(parts, slow, np.isin(last, slow))
+    return Stragglers(
+        rows=rows,
+        ranks=tuple(parts.ranks[place] for place in slow),
+        lost=float(held.mean()),
+        phase=phase,
+        excess=excess,
+        steps=count,
+        notes=(*parts.notes, *_notes(parts)),
+    )
+
+
+def _lower_median(values: Seconds) -> float:
+    """Of an even number the lower one of the two in the middle: of three ranks one that is faster than two makes nobody a straggler."""
+    return float(np.sort(values)[(len(values) - 1) // 2])
+
+
+def _slow(waits: Seconds, last: NDArray[np.int64], held: Seconds, totals: Seconds) -> list[int]:
+    """Places of the ranks that the others wait for: they wait much less than whoever waits most, are not most of all, and it is they who
+    come last in the median step, by what is worth a name, and so in the mean of all. Single steps that were held up do not make a
+    straggler.
+    """
+    mean = waits.mean(axis=1)
+    found = [place for place, wait in enumerate(mean.tolist()) if wait <= CLOSE * mean.max()]
+    if len(mean) < 2 or len(found) > len(mean) / 2:
+        return []
+    theirs = np.isin(last, found)
+    usual = float(np.median(np.where(theirs, held, -held)))
+    said = float(np.where(theirs, held, 0.0).mean())
+    return found if usual >= CLEAR * float(np.median(totals)) and said >= CLEAR * float(totals.mean()) else []
+
+
+def _excess(parts: RankParts, slow: Sequence[int], when: NDArray[np.bool_]) -> tuple[dict[str, float], str | None]:
+    """By how much each part is longer on slow ranks than on the median of the others, in the steps in which one of them comes last; and
+    the part that is so in the median of these steps.
+    """
+    if not slow:
+        return {}, None
+    others = [place for place in range(len(parts.ranks)) if place not in slow]
+    longer = {}
+    for part in OWN:
+        values = parts.values(part)[:, when]
+        longer[part] = values[list(slow)].mean(axis=0) - np.median(values[others], axis=0)
+    usual = {part: float(np.median(values)) for part, values in longer.items()}
+    most = max(usual, key=lambda part: usual[part])
+    held = parts.values("communication")[:, when]
+    waited = float(np.median(np.median(held[others], axis=0) - held[list(slow)].min(axis=0)))
+    return {part: float(values.mean()) for part, values in longer.items()}, most if usual[most] >= ENOUGH * waited else None
+
+
+def _notes(parts: RankParts) -> tuple[str, ...]:
+    if len(parts.ranks) > 1 and not parts.values("communication").any():
+        return ("no collective shows in these traces: ranks that never meet do not wait for each other",)
+    return ()

@@ -1,0 +1,270 @@
+"""TraceSet: the traces of several ranks of one run, and what only all of them together tell.
+
+The traces of several ranks in words: a verdict, and which operators are slower on a rank that holds the others up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workbench.core import units
+from workbench.core.display import table as display
+from workbench.traces.analysis.arrivals import Arrivals, Seen, arrivals
+from workbench.traces.analysis.breakdown import PARTS
+from workbench.traces.analysis.captured import DEARER
+from workbench.traces.analysis.explanation import CLEAR, Explanation
+from workbench.traces.analysis.labels import kind_of
+from workbench.traces.analysis.loading import files
+from workbench.traces.analysis.operators import short
+from workbench.traces.analysis.rank_breakdown import RankParts, rank_parts
+from workbench.traces.analysis.reading import TraceError
+from workbench.traces.analysis.stragglers import Stragglers, stragglers
+from workbench.traces.analysis.trace import Trace
+
+NAMED = 3
+"""Operators that are named at most."""
+ALIKE = 0.1
+"""Calls per step that differ by less than that fraction are as many."""
+EXCHANGE = ("communication", "host_communication", "collective_call")
+"""Kinds that are no computing."""
+TRIED = {
+    "data_wait": "the same number of workers and equally fast storage on every rank, and samples that are dealt out evenly",
+    "h2d": "pinned memory, and the same slot or link for every device",
+    "compute": "equal shapes on every rank (lengths of sequences, sizes of pictures), and a device or core that nothing else uses",
+    "host": "look for what only this rank does: logging, checkpoints, metrics, another program on its cores",
+    "idle": "look for what only this rank does between its operators: files, locks, sleep",
+    "other": "look at what only this rank does outside of its steps",
+}
+"""Part that is longer → what is commonly tried."""
+
+
+def slower(traces: Mapping[int, Trace], slow: Sequence[int]) -> tuple[str, ...]:
+    """Operators, or kernels, that take longest in comparison on slow ranks, in words; nothing where no operator does.
+
+    Args:
+        traces: of all ranks.
+        slow: ranks that hold the others up.
+    """
+    device = all(trace.kinds.device for trace in traces.values())
+    seconds: dict[str, dict[int, float]] = defaultdict(dict)
+    calls: dict[str, dict[int, float]] = defaultdict(dict)
+    for rank, trace in traces.items():
+        exchange = {label.name for label in trace.columns.labels if kind_of(label) in EXCHANGE}
+        for name, (own, count) in trace.per_step("kernel" if device else "operator").items():
+            if name not in exchange:  # waiting in them is what a slow rank does least, and none of its own work
+                seconds[name][rank], calls[name][rank] = own, count
+    others = [rank for rank in traces if rank not in slow]
+
+    def more(values: Mapping[int, float]) -> float:
+        return float(np.mean([values.get(r, 0.0) for r in slow]) - np.median([values.get(r, 0.0) for r in others]))
+
+    found = sorted(((more(of), name) for name, of in seconds.items()), reverse=True)
+    whole = sum(extra for extra, _ in found if extra > 0)
+    said = []
+    for extra, name in found[:NAMED]:
+        if extra <= CLEAR * whole:
+            break
+        usual = float(np.median([calls[name].get(rank, 0.0) for rank in others]))
+        often = "called as often" if abs(more(calls[name])) <= ALIKE * usual else f"{usual:.3g} calls a step on the others"
+        said.append(f"{short(name)} +{units.seconds(extra)} ({often})")
+    return tuple(said)
+
+
+def explain_ranks(parts: RankParts, found: Stragglers, each: Mapping[int, Explanation]) -> Explanation:
+    """A straggler first; else what the slowest rank's own trace says."""
+    shares = _shares(parts)
+    cannot = tuple(dict.fromkeys(one for explained in each.values() for one in explained.cannot if "waiting for a slower rank" not in one))
+    if found.ranks and found.share >= CLEAR:
+        tried = TRIED[found.phase] if found.phase else "the same work on every rank"
+        return Explanation(
+            verdict="straggler",
+            why=f"{found.verdict}; {found.why}",
+            next=f"Commonly tried: {tried}. wb.diagnose proves what it gains",
+            cannot=cannot,
+            shares=shares,
+        )
+    slowest = max(parts.ranks, key=lambda rank: parts.mean(rank) if parts.steps else 0.0)
+    own = each[slowest]
+    waiting = f"Straggler: {found.verdict}" if len(parts.ranks) > 1 else ""
+    return Explanation(
+        verdict=own.verdict,
+        why="; ".join(filter(None, [f"rank {slowest}: {own.why}" if len(parts.ranks) > 1 else own.why, waiting])),
+        next=own.next,
+        cannot=cannot,
+        shares=shares,
+    )
+
+
+def _shares(parts: RankParts) -> dict[str, float]:
+    """Of all steps of all ranks."""
+    whole = float(parts.values().sum())
+    return {part: float(parts.values(part).sum()) / whole for part in PARTS} if whole else {}
+
+
+RANK = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TraceSet(display.Shown, Mapping[int, Trace]):
+    """Traces of the ranks of one run, by rank. Get one from `TraceSet.load(directory)`."""
+
+    traces: Mapping[int, Trace]
+    notes: tuple[str, ...] = ()
+    """What is missing."""
+
+    @classmethod
+    def load(cls, where: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, cache: bool = False) -> TraceSet:
+        """Read the files of a directory, or those that are named.
+
+        A file's rank is what it says of its job; where it says nothing, the number behind "rank" in its name.
+
+        Args:
+            where: a directory, or paths of files.
+            cache: as in `Trace.load`.
+
+        Raises:
+            TraceError: there is none, one cannot be read or has no rank, or two are of the same rank.
+        """
+        paths = files(Path(where)) if isinstance(where, str | os.PathLike) else [Path(one) for one in where]
+        if not paths:
+            raise TraceError(
+                f"no traces: {where!s} names none. A trace is a .pt.trace.json or .pt.trace.json.gz that torch.profiler exported"
+            )
+        return cls.of(Trace.load(path, cache=cache) for path in paths)
+
+    @classmethod
+    def of(cls, traces: Iterable[Trace]) -> TraceSet:
+        """Of traces that are read already.
+
+        Raises:
+            TraceError: there is none, one has no rank, or two have the same.
+        """
+        found: dict[int, Trace] = {}
+        given = list(traces)
+        for trace in given:
+            rank = rank_of(trace) if len(given) > 1 else rank_of(trace) or 0
+            if rank is None:
+                raise TraceError(
+                    f"{trace.path} does not say of which rank it is (no distributedInfo, and no rank in its name): load it alone, or name "
+                    f"it rank0_{trace.path.name}"
+                )
+            if rank in found:
+                raise TraceError(
+                    f"two traces of rank {rank}: {found[rank].path.name} and {trace.path.name}. Name the files of one capture: "
+                    "TraceSet.load([path, path])"
+                )
+            found[rank] = trace
+        if not found:
+            raise TraceError("no traces: at least one is wanted")
+        sizes = {trace.world_size for trace in found.values() if trace.world_size}
+        notes = []
+        if len(sizes) > 1:
+            notes.append(f"the files are of jobs with {', '.join(map(str, sorted(sizes)))} ranks: are they of one run?")
+        elif missing := sorted(set(range(max(sizes, default=0))) - set(found)):
+            shown = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+            notes.append(f"{len(missing)} of {max(sizes)} ranks have no trace here: {shown}")
+        return cls(traces=dict(sorted(found.items())), notes=tuple(notes))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that have a trace."""
+        return tuple(self.traces)
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks of the job, where the files tell."""
+        return next((trace.world_size for trace in self.traces.values() if trace.world_size), None)
+
+    @property
+    def slowdown(self) -> float | None:
+        """The largest of the ranks': how much longer a traced step takes; None where it was not measured."""
+        return max((trace.slowdown for trace in self.traces.values() if trace.slowdown is not None), default=None)
+
+    def __getitem__(self, rank: int) -> Trace:
+        try:
+            return self.traces[rank]
+        except KeyError:
+            raise KeyError(f"no trace of rank {rank!r}: there are those of {', '.join(map(str, self.traces))}") from None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.traces)
+
+    def __len__(self) -> int:
+        return len(self.traces)
+
+    def breakdown(self) -> RankParts:
+        """The steps that all ranks have, in parts that exclude each other and add up to them, side by side."""
+        found = {rank: trace.breakdown() for rank, trace in self.traces.items()}
+        most = max(self.traces, key=lambda rank: self.traces[rank].slowdown or 0.0)  # what the profiler costs is said once
+        said = _said({rank: [note for note in one.notes if rank == most or not note.startswith(DEARER)] for rank, one in found.items()})
+        return rank_parts(found, marked=all(trace.windows.marked for trace in self.traces.values()), notes=(*self.notes, *said))
+
+    def stragglers(self) -> Stragglers:
+        """Which rank makes the others wait, by how much, and in which part of its step: the one that waits least itself."""
+        found = stragglers(self.breakdown())
+        if found.phase == "compute":
+            found = dataclasses.replace(found, details=slower(self.traces, found.ranks))
+        return found
+
+    def arrivals(self) -> Arrivals:
+        """The same collective on every rank: who came last, how long the others waited there, and how far apart they came."""
+        return arrivals(
+            {rank: Seen(columns=one.columns, kinds=one.kinds, windows=one.windows, host=one.host) for rank, one in self.traces.items()}
+        )
+
+    def explain(self) -> Explanation:
+        """What the traces say together in words, and what they cannot say."""
+        return explain_ranks(self.breakdown(), self.stragglers(), {rank: trace.explain() for rank, trace in self.traces.items()})
+
+    plot = display.plot_method("ranks")
+
+    @property
+    def table(self) -> display.Table:
+        """One row per rank."""
+        rows = [
+            [rank, trace.path.name, f"{len(trace.columns):,}", len(trace.steps), units.percent(trace.slowdown)]
+            for rank, trace in self.traces.items()
+        ]
+        columns = ("rank", "file", "events", "steps", "slowed down by")
+        return display.Table(columns=columns, rows=rows, title="Traces of a run", note="; ".join(self.notes) or None)
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per rank."""
+        rows = [
+            {"rank": rank, "path": str(trace.path), "events": len(trace.columns), "steps": len(trace.steps), "slowdown": trace.slowdown}
+            for rank, trace in self.traces.items()
+        ]
+        return display.frame(rows, columns=("rank", "path", "events", "steps", "slowdown"))
+
+    def __repr__(self) -> str:
+        return f"TraceSet(ranks={list(self.ranks)})"
+
+
+def _said(notes: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
+    """Notes that all ranks have as they are; others with their ranks."""
+    of: dict[str, list[int]] = {}
+    for rank, each in notes.items():
+        for note in dict.fromkeys(each):
+            of.setdefault(note, []).append(rank)
+    found = []
+    for note, ranks in of.items():
+        whose = "" if len(ranks) == len(notes) else f"rank {ranks[0]}: " if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}: "
+        found.append(f"{whose}{note}")
+    return tuple(found)
+
+
+def rank_of(trace: Trace) -> int | None:
+    """What the file says, or its name."""
+    if trace.rank is not None:
+        return trace.rank
+    told = RANK.search(trace.path.name)
+    return int(told[1]) if told else None

@@ -1,0 +1,175 @@
+"""Trace: some steps under torch's profiler, of this process or of a run that is launched for it, and the files they leave, read."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from workbench.core import run_directory
+from workbench.core.checks import whole_number
+from workbench.runs.launch.launch import label, launch
+from workbench.runs.launch.waiting import wait_for
+from workbench.runs.profile import ALL, STEPS, Profile
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec, SpecError
+from workbench.runs.target import Measured
+from workbench.traces.analysis.captured import notes_in
+from workbench.traces.analysis.reading import TraceError
+from workbench.traces.analysis.trace import Trace
+from workbench.traces.analysis.trace_set import TraceSet
+
+Ranks = Literal["all"] | int | Iterable[int]
+
+
+@overload
+def trace(
+    step: Callable[[Any], Any],
+    loader: Iterable[Any] | None = None,
+    *,
+    steps: int = STEPS,
+    into: str | os.PathLike[str] | None = None,
+    model: Any = None,
+    optimizer: Any = None,
+    shapes: bool = True,
+    stacks: bool = False,
+    memory: bool = False,
+    flops: bool = False,
+) -> Trace: ...
+@overload
+def trace(
+    step: RunSpec,
+    *,
+    steps: int = STEPS,
+    ranks: Ranks = 0,
+    wait: int | None = None,
+    shapes: bool = True,
+    stacks: bool = False,
+    memory: bool = False,
+    flops: bool = False,
+    runs_dir: str | os.PathLike[str] | None = None,
+) -> Any: ...
+@overload
+def trace(step: Run | str | os.PathLike[str]) -> Any: ...
+def trace(
+    step: Callable[[Any], Any] | RunSpec | Run | str | os.PathLike[str],
+    loader: Iterable[Any] | None = None,
+    *,
+    steps: int = STEPS,
+    ranks: Ranks | None = None,
+    wait: int | None = None,
+    into: str | os.PathLike[str] | None = None,
+    model: Any = None,
+    optimizer: Any = None,
+    shapes: bool = True,
+    stacks: bool = False,
+    memory: bool = False,
+    flops: bool = False,
+    runs_dir: str | os.PathLike[str] | None = None,
+) -> Any:
+    """Take some steps under torch's profiler, and read what it wrote down.
+
+    * `trace(step, loader)` traces in this process, after the prefetch queue was emptied, which would hide a slow loader. As many steps are
+      taken without the profiler, before and after. Model, optimizer, random generators and loader are left as they were.
+    * `trace(spec)` launches the spec, as long as it takes to get past warm-up and prefetch queue, and traces the ranks that are asked for.
+    * `trace(run)` reads what a run with `profile=` has written.
+
+    `slowdown` of a trace says what the profiler cost, against other steps of the same run.
+
+    Args:
+        step: `step(batch)` does one whole optimizer step; or a RunSpec, a Run, or the path of a run directory.
+        loader: with a step: its batches, from a DataLoader or any other iterable.
+        steps: how many are traced.
+        ranks: with a spec: which, a number, a list or "all"; None = the first.
+        wait: with a spec: steps before the profiler; None = past warm-up and prefetch queue.
+        into: with a step: the directory the file goes to, where `tensorboard --logdir` finds it with the plugin torch-tb-profiler; None =
+            `traces` in the current folder. A run has a folder `traces` of its own.
+        model: with a step: the module, or several; None = found by looking at the step.
+        optimizer: with a step: the optimizer, or several; None = found as well.
+        shapes: record the shapes of operators' inputs.
+        stacks: record Python's frames: dear, but they name what the host does between operators.
+        memory: record every request for memory.
+        flops: let the profiler count FLOPs of operators.
+        runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
+
+    Returns:
+        A Trace; where several ranks were to be traced a TraceSet, whose notes say which have none.
+
+    Raises:
+        ValueError: what was given cannot be traced; the message says why.
+        RunError: the run that was launched failed; its run directory stays.
+        TraceError: the profiler wrote nothing that can be read, or the run has no traces.
+    """
+    options = {"shapes": shapes, "stacks": stacks, "memory": memory, "flops": flops}
+    given = _TARGET.read(
+        step,
+        loader,
+        model=model,
+        optimizer=optimizer,
+        step_only={"into": into},
+        spec_only={"ranks": ranks, "wait": wait, "runs_dir": runs_dir},
+    )
+    if isinstance(given, Run):
+        return of_run(given)
+    if isinstance(given, RunSpec):
+        profile = {"steps": steps, "ranks": 0 if ranks is None else ranks, "wait": wait, **options}
+        return of_run(_launched(given, profile, runs_dir))
+    whole_number("steps", steps, least=2, also="; with 5 one sees how much they vary")
+    Profile(steps=steps, shapes=shapes, stacks=stacks, memory=memory, flops=flops)  # refuses what is neither True nor False
+    from workbench.traces.measure.capture import Options, capture
+
+    folder = Path("traces" if into is None else into)
+    return Trace.load(
+        capture(given.step, given.loader, steps=steps, into=folder, options=Options(**options), model=model, optimizer=optimizer).path
+    )
+
+
+def of_run(run: Run) -> Trace | TraceSet:
+    """The traces of a run: a Trace of one rank, a TraceSet of several.
+
+    Raises:
+        TraceError: it has none, or they cannot be read.
+    """
+    paths = list(run.traces.values())
+    wanted = getattr(run.spec, "profile", None)
+    if not paths:
+        why = "it was not asked for any: launch it with profile=5" if wanted is None else _why_none(run)
+        raise TraceError(f"{run!r} has no traces: {why}")
+    several = wanted is not None and (run.spec.world_size if wanted.ranks == ALL else len(wanted.ranks)) > 1
+    if len(paths) == 1 and not several:
+        return Trace.load(paths[0])
+    found = TraceSet.load(paths)
+    return dataclasses.replace(found, notes=(*found.notes, *notes_in(run.path / run_directory.TRACES)))
+
+
+def _why_none(run: Run) -> str:
+    if run.state == "running":
+        return f"it has done {run.progress[0]} steps, and they are written when all of the traced ones are over; wait for run.wait()"
+    if said := notes_in(run.path / run_directory.TRACES):
+        return "; ".join(said)
+    least = run.spec.profile.least(run.spec.queue if isinstance(run.spec, RunSpec) else 0)
+    return (
+        f"it was {run.state} after {run.progress[0]} steps, before the traced ones were over; that takes {least} at least, fewer with a "
+        'shorter one, such as profile={"steps": 3, "wait": 2}'
+    )
+
+
+def _launched(spec: RunSpec, profile: dict[str, Any], runs_dir: str | os.PathLike[str] | None) -> Run:
+    """Train until the traced steps have been compared with others."""
+    try:
+        wanted = Profile.of(profile)
+    except ValueError as error:
+        raise SpecError(f"trace({spec.task!r}, …): {error}") from None
+    assert wanted is not None
+    steps = wanted.good(spec.queue)
+    changed = spec.replace(profile=wanted, steps=steps, warmup_steps=min(spec.warmup_steps, steps), evaluate=False, noise_scale=False)
+    run = launch(changed, runs_dir=runs_dir, name=f"{label(spec)} trace")
+    return wait_for(run, show=Run.progress_words)
+
+
+_TARGET = Measured(
+    name="trace",
+    verb="traced",
+    script='a script by its run, trace(wb.launch("train.py", watch=True, profile=5).wait())',
+    file="a file that a profiler wrote is read by wb.Trace.load(path)",
+)

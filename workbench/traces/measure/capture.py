@@ -1,0 +1,242 @@
+"""Capturing a trace: some steps of this process under torch's profiler, past what a full prefetch queue hides, beside steps without it."""
+
+import contextlib
+import gzip
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.core import run_directory
+from workbench.harness.feed import Exhausted, Feed
+from workbench.harness.observe import check, device_of, look_around
+from workbench.harness.replay import drain
+from workbench.harness.restore import Keep
+from workbench.traces.analysis.captured import Captured
+from workbench.traces.measure.profiler import hindrance, without_kineto_lines
+from workbench.traces.measure.step_timing import Lap, seconds_of
+
+SETTLING = 3
+"""Steps after the queue was emptied, before anything counts."""
+LEVEL = 5
+"""Of gzip: its own 9 takes several times as long for a few per cent."""
+FETCH = "enumerate(DataLoader)#Feed.__next__"
+"""The mark around waiting for a batch, start-ups of a pass included; readers of traces know its first word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a profiler records beside operators."""
+
+    shapes: bool = True
+    """Of the inputs of operators."""
+    stacks: bool = False
+    """Python's frames: dear."""
+    memory: bool = False
+    """Every request for memory."""
+    flops: bool = False
+    """Of operators whose formula torch knows; they are in the profiler's own tables, not in the file."""
+
+
+def capture(
+    step: Callable[[Any], Any],
+    loader: Iterable[Any],
+    *,
+    steps: int,
+    into: Path,
+    options: Options | None = None,
+    model: Any = None,
+    optimizer: Any = None,
+) -> Captured:
+    """Trace some steps; everything is left as it was.
+
+    The order is: warm up, empty the prefetch queue (a full one hides a slow loader), settle, half of the plain steps, the traced ones, the
+    other half. The profiler has a schedule with one warm-up step and one cycle, so that the file has marks of steps and nothing else.
+
+    Args:
+        step: `step(batch)` does one optimizer step.
+        loader: its batches.
+        steps: how many are traced, and how many are timed without the profiler.
+        into: the directory; the file has the name that TensorBoard's profiler plugin looks for.
+        options: what is recorded.
+        model: the module, or several; None = found by looking at the step.
+        optimizer: likewise.
+
+    Raises:
+        DiagnoseError: step cannot be called so.
+        ValueError: the loader is empty, or ends too early; a profiler is running already; the directory cannot be written.
+    """
+    check(step, 1.0)
+    if why := hindrance():
+        raise ValueError(f"{why}. Try again when it has ended")
+    notes: list[str] = []
+    found = look_around(step, model, optimizer, loader, notes)
+    device = device_of(found.models)
+    _make(into)
+    captured = Captured(path=into / file_name(), notes=notes)
+    with contextlib.ExitStack() as undo:
+        undo.callback(Keep(found).restore)
+        run = _Run(step, undo.enter_context(Feed(loader)), device)
+        try:
+            _take(run, captured, steps, options or Options())
+        except Exhausted:
+            raise ValueError(
+                f"the loader could be read only once, and it ended after {run.feed.batches} batches: give one that has at least "
+                f"{2 * steps + SETTLING + 4}, or that can be read again"
+            ) from None
+    keep(captured)
+    return captured
+
+
+def _make(into: Path) -> None:
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        why = "" if os.access(into, os.W_OK) else "it cannot be written"
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        raise ValueError(f"into={str(into)!r}: no traces can be put there ({why}): give a directory that can be made or written")
+
+
+def keep(captured: Captured) -> None:
+    """Write what is known of a trace beside it.
+
+    Raises:
+        OSError: there is no room.
+    """
+    run_directory.write_json(Captured.beside(captured.path), captured.to_json())
+
+
+def file_name(prefix: str = "") -> str:
+    """Of a trace of this process: `host_pid.nanoseconds.pt.trace.json.gz`, as TensorBoard's profiler plugin wants it."""
+    host = re.sub(r"[^\w-]", "-", socket.gethostname())
+    return f"{prefix}{host}_{os.getpid()}.{time.time_ns()}.pt.trace.json.gz"
+
+
+def export(profiler: Any, path: Path) -> None:
+    """Write what a profiler has recorded, packed: a whole file or none.
+
+    Raises:
+        OSError: there is no room.
+    """
+    plain, packed = (path.with_name(f".{path.name}.{end}") for end in ("json", "part"))  # no reader of traces takes these for one
+    try:
+        profiler.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=LEVEL) as target:
+            shutil.copyfileobj(source, target, 2**20)
+        packed.replace(path)
+    finally:
+        plain.unlink(missing_ok=True)
+        packed.unlink(missing_ok=True)
+
+
+class _Run:
+    """Takes steps."""
+
+    def __init__(self, step: Callable[[Any], Any], feed: Feed, device: torch.device) -> None:
+        self._step, self.feed, self._device = step, feed, device
+
+    def once(self) -> Lap:
+        """One step."""
+        lap = Lap(self._device)
+        with torch.profiler.record_function(FETCH):
+            batch = self.feed.next()
+        lap.begin()
+        self._step(batch)
+        lap.pause()
+        return lap
+
+    def wait(self) -> None:
+        """For the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def timed(self, steps: int, between: Callable[[], object] | None = None) -> list[float]:
+        """Seconds that each of some steps takes, without the wait for its batch."""
+        self.wait()
+        laps = []
+        for number in range(steps):
+            if number and between:
+                between()
+            laps.append(self.once())
+        self.wait()
+        return seconds_of(laps)
+
+
+def _take(run: _Run, captured: Captured, steps: int, options: Options) -> None:
+    for _ in range(2):  # states of the optimizer, caches of the allocator
+        run.once()
+    drain(run.feed)
+    for _ in range(SETTLING):
+        run.once()
+    early = (steps + 1) // 2
+    plain = run.timed(early)
+    traced = _profiled(run, captured, steps, options)
+    captured.compare(plain, traced)
+    keep(captured)  # a later step may fail, and the trace is there
+    run.once()  # the profiler's end frees much memory
+    captured.compare([*plain, *run.timed(steps - early)], traced)
+    if run.feed.queue:
+        captured.notes.append(f"the prefetch queue of {run.feed.queue} batches was emptied before: it would have hidden a slow loader")
+
+
+def _profiled(run: _Run, captured: Captured, steps: int, options: Options) -> list[float]:
+    """Trace and write the file.
+
+    Returns:
+        Seconds of each traced step.
+    """
+    with profiling(steps, options, run.wait) as profiler:
+        run.once()
+        run.wait()
+        profiler.step()
+        seconds = run.timed(steps, profiler.step)
+        with without_kineto_lines():
+            profiler.step()
+    export(profiler, captured.path)
+    return seconds
+
+
+@contextlib.contextmanager
+def profiling(steps: int, options: Options, wait: Callable[[], object], *, at: int = 0) -> Iterator[Any]:
+    """A profiler that runs: after one step of warm-up it traces `steps`; `step()` of it is called after each.
+
+    Args:
+        steps: how many are traced.
+        options: what is recorded.
+        wait: waits for the device.
+        at: the number of the step that comes next, of which marks of steps go on.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profiler = torch.profiler.profile(
+        activities=activities,
+        schedule=_schedule(steps, at),
+        record_shapes=options.shapes,
+        with_stack=options.stacks,
+        profile_memory=options.memory,
+        with_flops=options.flops,
+    )
+    profiler.step_num = at
+    wait()
+    with without_kineto_lines():
+        profiler.start()
+    try:
+        yield profiler
+    finally:
+        with without_kineto_lines():
+            profiler.stop()
+
+
+def _schedule(steps: int, at: int) -> Callable[[int], torch.profiler.ProfilerAction]:
+    """One step of warm-up, then those that are recorded, once."""
+    plan = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
+    return lambda number: plan(max(0, number - at))  # a profiler asks for step 0 when it is made

@@ -1,0 +1,172 @@
+"""Profiled: the stretch of a training run that torch's profiler traces, on the ranks that want it, beside steps without it."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.runs.profile import PLAIN, Profile
+from workbench.traces.analysis.captured import Captured
+from workbench.traces.measure.capture import FETCH, Options, export, file_name, keep, profiling
+from workbench.traces.measure.profiler import hindrance, without_kineto_lines
+from workbench.traces.measure.step_timing import Lap, seconds_of
+
+
+class Profiled:
+    """Starts and stops the profiler between steps, writes the trace, and keeps what it cost.
+
+    On every rank of the run, traced or not, the steps that a profiler on any of them slows down are marked, so that no figure of the run
+    counts them. What goes wrong with the profiler is said in the file beside the trace, and is no matter of the training.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        folder: Path,
+        leave_out: Callable[[int, int], None],
+        *,
+        rank: int = 0,
+        queue: int = 0,
+        steps: int | None = None,
+    ) -> None:
+        """Say which steps will not count.
+
+        Args:
+            profile: what is traced.
+            folder: where the file goes; it is made when there is one.
+            leave_out: is told, before the first step, the first and the last that will not count, from 0 for the first one that this
+                process takes: a run that goes on from a checkpoint counts its rows anew.
+            rank: of this process.
+            queue: steps whose batches the loader makes ahead at most.
+            steps: of the run; None = not known.
+        """
+        self._profile, self._rank, self._folder, self._leave_out = profile, rank, folder, leave_out
+        self._on = profile.on(rank)
+        self._start = profile.start(queue)
+        self._end = self._start + 1 + profile.steps
+        plain = min(PLAIN, profile.steps)
+        self._early = max(0, min(plain, self._start - 1))  # steps to compare with: not the first of all
+        self._late = plain if steps is None else max(0, min(plain, steps - self._end - 1))  # nor the one in which its memory is freed
+        self._undo = contextlib.ExitStack()
+        self._profiler: Any = None
+        self._finished = False
+        self._done = 0
+        self._steps, self._first_call = steps, True
+        self._laps: dict[str, list[Lap]] = {"plain": [], "traced": []}
+        self._stretch = ""
+        self._lap = Lap()
+        self._captured = Captured(path=folder / file_name(f"rank{rank}_"))
+
+    @property
+    def measuring(self) -> bool:
+        """Is the step that comes next, or runs, timed?"""
+        return bool(self._stretch)
+
+    def batches(self, batches: Generator[Any, None, None]) -> Iterator[Any]:
+        """The same batches; waiting for each that is traced is marked, the start of a pass included, which torch's own marks leave out."""
+        while True:
+            self._lap.pause()
+            with torch.profiler.record_function(FETCH) if self._profiler else contextlib.nullcontext():
+                batch = next(batches)  # there is no end
+            if self._stretch:
+                self._lap.begin()
+            yield batch
+
+    def step(self, done: int, lap: Lap | None = None) -> None:
+        """Before the first step, and after each.
+
+        Args:
+            done: how many there have been.
+            lap: the step, timed; None = by its `batches`.
+        """
+        lap, self._lap = lap or self._lap, Lap()
+        if self._first_call:
+            self._first_call = False
+            self._say_which(done)
+        if not self._on:
+            return
+        try:
+            lap.pause()
+            if self._stretch:
+                self._laps[self._stretch].append(lap)
+            self._step(done)
+            self._stretch = self._stretch_after(done)
+        except Exception as error:
+            self.close()
+            with contextlib.suppress(OSError):  # the disk may be what is wrong
+                self._say(str(error))
+
+    def _say_which(self, done: int) -> None:
+        """Which steps will not count: from the one at whose end a profiler starts, to the one in which the other ranks wait for one that
+        writes its file. None of a run that went on behind its window: no rank is traced.
+        """
+        first, last = max(0, self._start - 1), self._end if self._steps is None else min(self._end, self._steps - 1)
+        if done <= self._start:
+            self._leave_out(max(0, first - done), last - done)
+
+    def _stretch_after(self, done: int) -> str:
+        """What the next step is measured for, if at all."""
+        if self._start - self._early <= done < self._start or self._end < done <= self._end + self._late:
+            return "plain"
+        return "traced" if self._start < done < self._end else ""
+
+    def _say(self, why: str) -> None:
+        """Why there is no trace."""
+        self._captured.notes.append(f"rank {self._rank} was not traced: {why}")
+        print(f"workbench: {self._captured.notes[-1]}", file=sys.stderr, flush=True)
+        self._write()
+
+    def _step(self, done: int) -> None:
+        self._done = done
+        if done > self._start and not (self._profiler or self._finished):
+            raise RuntimeError(f"the run went on from step {done}, and the profiler is started after {self._start}")
+        if done == self._start:
+            self._begin()
+        elif done == self._start + 1:
+            self._wait()
+            self._profiler.step()
+        elif self._start + 1 < done < self._end:
+            self._profiler.step()
+        elif done == self._end:
+            self._wait()
+            self._finish()
+        elif done == self._end + 1 + self._late and self._late:
+            self._write()
+
+    def close(self) -> None:
+        """Stop the profiler, if the training ends while it runs."""
+        early = self._profiler is not None and sys.exception() is None
+        self._on, self._profiler = False, None
+        with contextlib.suppress(Exception):
+            self._undo.close()
+            if early:
+                self._say(f"the run ended after {self._done} steps, and the traced ones end after {self._end}")
+
+    def _wait(self) -> None:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+
+    def _begin(self) -> None:
+        if why := hindrance():
+            raise RuntimeError(why)
+        options = Options(**{field.name: getattr(self._profile, field.name) for field in fields(Options)})
+        self._profiler = self._undo.enter_context(profiling(self._profile.steps, options, self._wait, at=self._start))
+
+    def _finish(self) -> None:
+        with without_kineto_lines():
+            self._profiler.step()
+        profiler, self._profiler, self._finished = self._profiler, None, True
+        self._undo.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        export(profiler, self._captured.path)
+        self._write()
+
+    def _write(self) -> None:
+        """What is known so far, beside the trace."""
+        self._captured.compare(*(seconds_of(self._laps[stretch]) for stretch in ("plain", "traced")))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        keep(self._captured)

@@ -1,0 +1,108 @@
+"""Borders: between which steps of an unedited script a profiler starts and stops. Its loops only show themselves as they run."""
+
+import atexit
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from workbench.core import run_directory
+from workbench.runs.profile import Profile
+from workbench.timeline import rank_log
+from workbench.timeline.loops import Loop
+
+if TYPE_CHECKING:
+    from workbench.traces.measure.profiled_run import Profiled
+    from workbench.traces.measure.step_timing import Lap
+
+
+T = TypeVar("T")
+
+
+class Borders:
+    """Counts the steps of a watched script as its timeline does: one is over when its loop asks for the next batch."""
+
+    def __init__(self, profile: Profile, leave_out: Callable[[int, int], None]) -> None:
+        """Nothing is decided before the first loop: its loader says how many batches lie ready.
+
+        Args:
+            profile: what is traced.
+            leave_out: is told which steps will not count.
+        """
+        self._profile, self._leave_out = profile, leave_out
+        self._profiled: Profiled | None = None
+        self._in: Loop | None = None  # the loop in which an optimizer step was taken since its last border
+        self._lap: Lap | None = None  # of a loop without a loader: from border to border
+        self._done = 0
+
+    def begin(self, loader: Any = None) -> None:
+        """A loop begins."""
+        if self._in is not None:  # the one before was left in the middle
+            self._lap = None  # what came since its last batch may be anything
+            self.reached(self._in)
+        if self._profiled is None and (path := rank_log.default_path()):
+            from workbench.traces.measure.profiled_run import Profiled
+
+            queue = int(getattr(loader, "num_workers", 0) or 0) * int(getattr(loader, "prefetch_factor", 0) or 0)
+            folder = Path(path).parent / run_directory.TRACES
+            self._profiled = Profiled(self._profile, folder, self._leave_out, rank=rank_log.rank(), queue=queue)
+            atexit.register(self.close)
+            self._profiled.step(0)
+
+    def stepped(self, loop: Loop | None) -> None:
+        """An optimizer step was taken in a loop."""
+        self._in = loop
+
+    def reached(self, loop: Loop, lap: "Lap | None" = None) -> bool:
+        """A loop is at a place where a step ends, if one was taken in it.
+
+        Args:
+            loop: which.
+            lap: the step, timed; None = from the last border to here, where there is no loader to wait for.
+
+        Returns:
+            Did a step end?
+        """
+        if self._in is not loop:
+            return False
+        self._in = None
+        self._done += 1
+        if self._profiled is None:
+            self.begin()
+        if self._profiled:
+            self._profiled.step(self._done, lap or self._lap)
+            self._lap = self._new_lap()
+            if self._lap:
+                self._lap.begin()
+        return True
+
+    def _new_lap(self) -> "Lap | None":
+        if self._profiled is None or not self._profiled.measuring:
+            return None
+        from workbench.traces.measure.step_timing import Lap
+
+        return Lap()
+
+    def between(self, loop: Loop, batches: Iterator[T]) -> Iterator[T]:
+        """The batches of a loop, with a border before each."""
+        lap: Lap | None = None
+        while True:
+            if lap:
+                lap.pause()
+            if self.reached(loop, lap):
+                lap = None
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            lap = lap or self._new_lap()
+            if lap:
+                lap.begin()
+            yield batch
+
+    def close(self) -> None:
+        """No step will be traced any more; the last one may have ended in the middle of its loop."""
+        if self._in is not None:
+            self._lap = None
+            self.reached(self._in)
+        if self._profiled:
+            self._profiled.close()

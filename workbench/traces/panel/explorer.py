@@ -1,0 +1,299 @@
+"""TraceExplorer: a trace's threads and streams as lanes to zoom into; a step to choose, names to search, operators to find in the lanes.
+
+The knobs and views of the trace explorer, in one box; they know nothing of a trace.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import ipywidgets
+
+from workbench.core.display.style import Style
+from workbench.traces.analysis.breakdown import Breakdown
+from workbench.traces.analysis.ranking import Ranked
+from workbench.traces.analysis.trace import Trace
+from workbench.traces.analysis.trace_set import TraceSet
+from workbench.traces.panel import html as trace_faces
+from workbench.traces.panel.model import ALL, Described, Explored, Stretch
+from workbench.traces.panel.view import RankedList, TraceView
+
+
+class TraceKnobs:
+    """Widgets.
+
+    Attributes:
+        rank, step, search, which: what is chosen; `.value` turns one.
+        earlier, later, before, after: buttons for steps and for matches.
+        operators, view: the table and the lanes.
+        head, found, event, parts, label: what is written.
+        widget: everything in one box.
+    """
+
+    def __init__(
+        self, view: TraceView, ranks: Sequence[int | None], steps: Sequence[tuple[str, int | str]], step: int | str, device: bool
+    ) -> None:
+        """
+        Args:
+            view: the lanes.
+            ranks: to choose from; the choice is shown where there are several.
+            steps: words and number of each.
+            step: which is chosen at first.
+            device: are there kernels beside operators?
+        """
+        self.view = view
+        self.rank = ipywidgets.Dropdown(options=list(ranks), value=ranks[0], description="rank")
+        self.step = ipywidgets.Dropdown(options=steps, value=step, description="step")
+        self.earlier, self.later = _button("‹ step", "the step before"), _button("step ›", "the next step")
+        self.search = ipywidgets.Text(placeholder="part of a name", description="search")
+        self.before, self.after = _button("‹ match", "the match before"), _button("match ›", "the next match")
+        self.which = ipywidgets.ToggleButtons(options=["operator", "kernel"], value="kernel" if device else "operator")
+        self.operators = RankedList()
+        self.head, self.found, self.event, self.parts, self.label = (ipywidgets.HTML() for _ in range(5))
+        picks = [self.step, self.earlier, self.later, self.search, self.before, self.after, self.found.add_class("wb-found")]
+        if len(ranks) > 1:
+            picks.insert(0, self.rank)
+        table = [self.label, *([self.which] if device else []), self.operators]
+        sides = ipywidgets.HBox([self.parts.add_class("wb-parts"), ipywidgets.VBox(table)]).add_class("wb-sides")
+        shown = [self.head, ipywidgets.HBox(picks).add_class("wb-picks"), view, self.event, sides, Style()]
+        self.widget = ipywidgets.VBox(shown).add_class("wb-panel").add_class("wb-trace")
+
+
+def _button(words: str, tooltip: str) -> Any:
+    return ipywidgets.Button(description=words, tooltip=tooltip)
+
+
+class TraceExplorer:
+    """Lanes by thread, stream and rank; beside them where the chosen step goes and its operators, which light up in the lanes when chosen.
+
+    Of any number of events a page gets some thousands of rectangles at most: what is too narrow to be seen is put together, and comes apart
+    when the reader zooms in.
+
+    Attributes:
+        traces: what is shown, by rank; under None where it is a single one.
+        step: which step; `.value` is its number, or "all".
+        search: text that a name must have; `.value` sets it.
+        rank: whose step and operators; shown where there are several.
+        which: "operator" or "kernel"; shown where a device computes.
+        operators: the table; `.chosen` is the name that is lit.
+        view: the lanes; `.window` is where the reader looks.
+        picked: the event that has a frame, a Described; None without one.
+        widget: everything in one box.
+    """
+
+    def __init__(self, trace: Trace | TraceSet | str | os.PathLike[str]) -> None:
+        """
+        Args:
+            trace: a Trace, a TraceSet, or the path of a file or directory that torch.profiler wrote.
+
+        Raises:
+            ValueError: something else was given.
+            TraceError: the path has no trace that can be read.
+        """
+        self._model = Explored.of(trace)
+        self.traces = self._model.traces
+        self.picked: Described | None = None
+        self._lock, self._quiet = threading.RLock(), True
+        self._place: int | None = None
+        self._make_widgets()
+        self._quiet = False
+        self._choose_step()
+
+    def _make_widgets(self) -> None:
+        known, first = self._model, self._model.first
+        knobs = TraceKnobs(
+            TraceView(self._asked, scene=trace_faces.scene(known)),
+            list(self.traces),
+            known.choices(first),
+            known.usual(first),
+            known.device,
+        )
+        self.rank, self.step, self.search, self.which = knobs.rank, knobs.step, knobs.search, knobs.which
+        self.operators, self.view, self.widget, self._knobs = knobs.operators, knobs.view, knobs.widget, knobs
+        turned = {
+            self.rank: self._choose_rank,
+            self.step: self._choose_step,
+            self.search: self._choose_text,
+            self.which: self._show_operators,
+        }
+        for knob, action in turned.items():
+            knob.observe(lambda _change, action=action: self._turned(action), names="value")
+        self.operators.observe(lambda _: self._turned(self._choose_operator), names="chosen")
+        self.view.observe(lambda _: self._turned(self._redraw), names="window")
+        knobs.earlier.on_click(lambda _: self.go(-1))
+        knobs.later.on_click(lambda _: self.go(1))
+        knobs.before.on_click(lambda _: self.previous())
+        knobs.after.on_click(lambda _: self.next())
+        knobs.head.value = trace_faces.head(known.title) + trace_faces.notes(known.notes)
+
+    # --- what is known
+
+    @property
+    def number(self) -> int | None:
+        """Of the chosen step; None for all."""
+        return None if self.step.value == ALL else self.step.value
+
+    @property
+    def chosen(self) -> Stretch:
+        """The chosen step, in nanoseconds of the lanes; all of the file where none is."""
+        return self._model.step(self.rank.value, self.number)
+
+    @property
+    def result(self) -> Breakdown:
+        """Where the chosen step goes, or all of them."""
+        return self._model.breakdown(self.rank.value, self.number)
+
+    @property
+    def ranked(self) -> tuple[Ranked, ...]:
+        """Operators or kernels of the chosen step, or of all."""
+        return self._model.ranked(self.rank.value, self.number, self.which.value)
+
+    @property
+    def lit(self) -> tuple[str, ...]:
+        """The names that are told from the others, by search or by choice; empty without either."""
+        if self.operators.chosen:
+            return (self.operators.chosen,)
+        return tuple(self._model.scene.names[code] for code in self._model.scene.find(self.search.value).tolist())
+
+    # --- what is chosen
+
+    def _turned(self, action: Any) -> None:
+        with self._lock:
+            if not self._quiet:
+                action()
+
+    def _choose_rank(self) -> None:
+        number = self.step.value
+        self._quiet = True
+        self.step.options = self._model.choices(self.rank.value)
+        self.step.value = number if number in [value for _, value in self.step.options] else ALL
+        self._quiet = False
+        self._choose_step()
+
+    def _choose_step(self) -> None:
+        stretch = self.chosen
+        everything = self._model.breakdown(self.rank.value, None)
+        self._knobs.parts.value = trace_faces.parts(self.result, everything)
+        self.view.step = [] if self.number is None else [stretch.start, stretch.end]
+        self._show_operators()
+        self._look(stretch.start, stretch.end)
+
+    def _choose_text(self) -> None:
+        self._quiet = True
+        self.operators.chosen = ""
+        self._quiet = False
+        self._show_found()
+
+    def _choose_operator(self) -> None:
+        self._quiet = True
+        self.search.value = ""
+        self._quiet = False
+        self._show_found()
+
+    def _show_found(self) -> None:
+        scene = self._model.scene
+        calls = int(scene.chosen(scene.called(self.lit)).sum())
+        self._knobs.found.value = trace_faces.found(self.search.value or self.operators.chosen, calls)
+        self._redraw()
+
+    def _show_operators(self) -> None:
+        self._knobs.label.value = trace_faces.label(self.which.value, self.number)
+        self.operators.show((self.which.value, *trace_faces.HEADS), trace_faces.cells(self.ranked))
+
+    # --- where one looks
+
+    def zoom(self, start: float, end: float) -> None:
+        """Look at a part of the time, in seconds from the first event on.
+
+        Raises:
+            ValueError: it ends before it begins.
+        """
+        if not start < end:
+            raise ValueError(f"zoom({start!r}, {end!r}): seconds are wanted, and it has to end after it begins")
+        with self._lock:
+            self._look(int(start * 1e9), int(end * 1e9))
+
+    def go(self, by: int) -> None:
+        """To the next step, or with -1 to the one before; at the ends it stays."""
+        numbers = [value for _, value in self.step.options]
+        here = numbers.index(self.step.value)
+        self.step.value = numbers[min(max(here + by, 0), len(numbers) - 1)]
+
+    def next(self) -> Described | None:
+        """To the next event that is lit; None without any."""
+        return self._follow(1)
+
+    def previous(self) -> Described | None:
+        """To the one before."""
+        return self._follow(-1)
+
+    def _follow(self, way: int) -> Described | None:
+        with self._lock:
+            scene = self._model.scene
+            place = scene.following(scene.chosen(scene.called(self.lit)), self._place, way)
+            if place is not None:
+                self._pick(place)
+                self._show(place)
+            return self.picked if place is not None else None
+
+    def _show(self, place: int) -> None:
+        """Move the window to an event that is outside of it or too small in it."""
+        start, end = int(self._model.scene.start[place]), int(self._model.scene.end[place])
+        window = self.view.window
+        length = window["end"] - window["start"]
+        if not (window["start"] <= start and end <= window["end"]) or end - start < length / 200:
+            room = max(20 * (end - start), 1_000) if end - start < length / 200 or end - start > length else length
+            self._look(int(start + end - room) // 2, int(start + end + room) // 2)
+
+    def _look(self, start: int, end: int) -> None:
+        known = self.view.window
+        rows = {"first": known["first"], "rows": known["rows"] or self._model.scene.rows}
+        self.view.window = {"start": start, "end": max(end, start + 1), **rows, "dots": known["dots"]}
+
+    def _pick(self, place: int | None) -> None:
+        scene = self._model.scene
+        self._place = place
+        self.picked = None if place is None else self._model.described(place)
+        self._knobs.event.value = "" if self.picked is None else trace_faces.described(self.picked)
+        self.view.marked = (
+            {} if place is None else {"row": int(scene.row[place]), "start": int(scene.start[place]), "end": int(scene.end[place])}
+        )
+
+    def _asked(self, message: dict[str, Any]) -> None:
+        """What the page asks for."""
+        with self._lock:
+            match message.get("ask"):
+                case "pick":
+                    place = self._model.scene.at(int(message["row"]), float(message["time"]), float(message["within"]))
+                    self._pick(place)
+                    if self.picked is not None:
+                        self.operators.chosen = self.picked.name
+                case "next":
+                    self.next()
+                case "previous":
+                    self.previous()
+                case "step":
+                    self.go(int(message["by"]))
+                case "nothing":
+                    self._pick(None)
+                    self.operators.chosen = self.search.value = ""
+
+    def _redraw(self) -> None:
+        """Make what the page draws."""
+        self.view.tiles = self._model.drawn(self.view.window, self.lit, choosing=bool(self.lit or self.search.value.strip()))
+
+    # --- how it shows itself
+
+    def __str__(self) -> str:
+        rows = [f"{name:<60.60}  {calls:>8}  {own:>9}  {share:>7}" for name, calls, own, share, _ in trace_faces.cells(self.ranked)]
+        return "\n".join([f"Trace explorer: {self._model.title}", str(self.result), *rows])
+
+    def __repr__(self) -> str:
+        return f"TraceExplorer({self._model.title!r})"
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        with self._lock:
+            bundle = self.widget._repr_mimebundle_(**options)
+            face = trace_faces.static(self._model, self.rank.value, self.number, self.which.value)
+        return {**bundle, "text/plain": repr(self), "text/html": face}

@@ -1,0 +1,106 @@
+"""Icicles: the calls of a thread, each below its caller and as wide as the share of the step that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from workbench.core import units
+from workbench.core.display.axes import WIDTH, legend, prepared, scale_of
+from workbench.core.display.colors import PARTS, PHASES, text_on
+from workbench.traces.analysis.flame import Flame, FlameNode
+from workbench.traces.analysis.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+NARROW = 0.0008
+"""Share of the step: narrower calls would be thinner than a line."""
+DEEPEST = 24
+"""Rows that are drawn."""
+_ROW = 0.27  # inches
+_LETTER = 0.0083  # of the axis: the width of a letter
+KINDS = (
+    ("loader", PHASES["data_wait"], ("enumerate(DataLoader)",)),
+    ("optimizer", PHASES["optimizer"], ("Optimizer.",)),
+    ("backward", PHASES["backward"], ("autograd::", "torch::autograd")),
+    ("communication", PARTS["communication"], ("c10d::", "nccl:", "gloo:", "record_param_comms")),
+    ("operators", PHASES["forward"], ("aten::",)),
+    ("modules", PARTS["host"], ("nn.Module: ",)),
+)
+"""What a call is, its colour, and how its name begins; others are grey. What is called inside has the colour of its own name."""
+OTHERS = ("others", PHASES["other"])
+
+
+def flame(result: Trace | Flame, ax: Axes | None = None) -> Axes:
+    """The calls of a thread as icicles: callers above, as wide as the mean seconds per step that they take with all they call.
+
+    Args:
+        result: a trace (then of the thread that marks the steps), or its flame.
+        ax: the Axes to draw into; None makes a figure.
+
+    Raises:
+        ValueError: the thread calls nothing within a step.
+    """
+    found = result.flame() if isinstance(result, Trace) else result
+    shown = [one for one in found.nodes if found.share(one) >= NARROW and one.depth < DEEPEST]
+    if not shown:
+        raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes) or 'its calls take no time'}")
+    depth = max(one.depth for one in shown) + 1
+    ax = prepared(ax, WIDTH, 1.1 + _ROW * depth)
+    scale, unit = scale_of(found.step_seconds)
+    drawn: dict[str, object] = {}
+    for kind in (*((name, color) for name, color, _ in KINDS), OTHERS):
+        nodes = [one for one in shown if _kind(one.name) == kind]
+        if nodes:
+            drawn[kind[0]] = _boxes(ax, nodes, kind, scale)
+    for one in shown:
+        _label(ax, one, found.share(one), scale)
+    ax.set_xlim(0, found.step_seconds * scale)
+    ax.set_ylim(depth, 0)
+    ax.set_yticks([])
+    ax.spines["left"].set_visible(False)
+    ax.set_xlabel(f"mean seconds per step on {_plain(found.thread)} ({unit}); empty: outside of every call")
+    legend(ax, list(drawn.values()))  # type: ignore[arg-type]
+    return ax
+
+
+def _boxes(ax: Axes, nodes: Sequence[FlameNode], kind: tuple[str, str], scale: float) -> object:
+    """One collection per kind: thousands of boxes are as fast as one."""
+    from matplotlib.collections import PolyCollection
+
+    corners = []
+    for one in nodes:
+        left, right = one.start * scale, (one.start + one.seconds) * scale
+        corners.append([(left, one.depth + 0.04), (right, one.depth + 0.04), (right, one.depth + 0.96), (left, one.depth + 0.96)])
+    boxes = PolyCollection(corners, facecolor=kind[1], edgecolor="white", linewidth=0.3, label=kind[0])
+    ax.add_collection(boxes, autolim=False)
+    return boxes
+
+
+def _label(ax: Axes, one: FlameNode, share: float, scale: float) -> None:
+    """The name, as far as there is room for it, and the share of a wide one."""
+    room = int(share / _LETTER) - 1
+    text = _plain(one.name)
+    if room >= len(text) + 7:
+        text = f"{text}  {units.percent(share)}"
+    if room < 4:
+        return
+    text = text if len(text) <= room else f"{text[: room - 1]}…"
+    color = text_on(_kind(one.name)[1])
+    ax.text((one.start * scale), one.depth + 0.5, f" {text}", va="center", ha="left", fontsize=7.5, color=color, clip_on=True)
+
+
+def _kind(name: str) -> tuple[str, str]:
+    for kind, color, beginnings in KINDS:
+        if name.startswith(beginnings) or (kind == "backward" and "Backward" in name):
+            return kind, color
+    return OTHERS
+
+
+def _plain(name: str) -> str:
+    """Without what every name of its kind begins with."""
+    for beginning in ("autograd::engine::evaluate_function: ", "nn.Module: ", "aten::"):
+        name = name.removeprefix(beginning)
+    return " ".join(name.split()).replace("$", r"\$")

@@ -1,0 +1,125 @@
+"""Kernels of a trace: how long each takes, and whether on tensor cores.
+
+Modules of a trace: bars of forward and backward, indented as the modules call each other.
+
+Sequences of a trace: what follows what again and again, and the gaps between.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workbench.core import units
+from workbench.core.display.axes import Bar, bar_chart, shortened
+from workbench.core.display.colors import PHASES
+from workbench.traces.analysis.kernels import Kernels
+from workbench.traces.analysis.modules import Modules
+from workbench.traces.analysis.sequences import Sequences, brief, folded
+from workbench.traces.analysis.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+MOST_KERNELS = 12
+"""Kernels that are drawn: the longest."""
+KERNEL_COLORS = {"on tensor cores": PHASES["forward"], "without": PHASES["backward"]}
+
+
+def kernels(result: Trace | Kernels, ax: Axes | None = None) -> Axes:
+    """A bar per kernel, as long as all its launches take; the text is how much of the device's multiprocessors they fill.
+
+    Args:
+        result: a trace, or its kernels.
+        ax: the Axes to draw into; None makes a figure.
+
+    Raises:
+        ValueError: the trace has no kernels.
+    """
+    found = result.kernels() if isinstance(result, Trace) else result
+    if not found.rows:
+        raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes)}")
+    bars = [
+        Bar(
+            label=shortened(brief(one.name)),
+            pieces=[one.seconds, 0.0] if one.tensor_cores else [0.0, one.seconds],
+            end=f"occupancy {units.percent(one.occupancy)}" if one.occupancy is not None else units.seconds(one.seconds),
+        )
+        for one in found.rows[:MOST_KERNELS]
+    ]
+    ax = bar_chart(ax, bars, "all launches", KERNEL_COLORS, row=0.75, more=0.3)
+    for text in list(ax.texts):
+        if text.get_text() == "100 %":  # a bar has one colour only
+            text.remove()
+    return ax
+
+
+MOST_MODULES = 24
+"""Modules that are drawn: the longest."""
+MODULE_COLORS = {"forward": PHASES["forward"], "backward": PHASES["backward"]}
+ON_DEVICE = {"on the device": PHASES["forward"]}
+
+
+def modules(result: Trace | Modules, ax: Axes | None = None) -> Axes:
+    """A bar per module with all that it calls: forward and backward on the host, or work of the device where one computes.
+
+    Args:
+        result: a trace, or its modules.
+        ax: the Axes to draw into; None makes a figure.
+
+    Raises:
+        ValueError: the trace names no modules.
+    """
+    found = result.modules() if isinstance(result, Trace) else result
+    if not found.rows:
+        raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes) or 'no module was called within a step'}")
+    device = any(one.device_seconds for one in found.rows)
+
+    def pieces(at: int) -> list[float]:
+        one = found.rows[at]
+        return [one.device_seconds or 0.0] if device else [one.total_seconds, one.backward_seconds or 0.0]
+
+    longest = sorted(range(len(found.rows)), key=lambda at: -sum(pieces(at)))[:MOST_MODULES]
+    bars = [
+        Bar(label="  " * found.rows[at].depth + _short(found.rows[at].name), pieces=pieces(at), end=units.seconds(sum(pieces(at))))
+        for at in sorted(longest)
+    ]
+    ax = bar_chart(ax, bars, "mean step, with all that is called", ON_DEVICE if device else MODULE_COLORS, row=0.7, more=0.4)
+    ax.set_yticks(ax.get_yticks(), [bar.label for bar in bars], ha="left")
+    ax.tick_params(axis="y", pad=6 * max(len(bar.label) for bar in bars))
+    return ax
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 28 else f"{name[:27]}…"
+
+
+MOST_SEQUENCES, LINES = 8, 4
+"""Sequences that are drawn, and lines of a label."""
+SEQUENCE_COLORS = {"the work itself": PHASES["forward"], "gaps between": PHASES["data_wait"]}
+
+
+def sequences(result: Trace | Sequences, ax: Axes | None = None) -> Axes:
+    """A bar per sequence: the time of its kernels or operators, and of the gaps between them.
+
+    Args:
+        result: a trace, or its sequences.
+        ax: the Axes to draw into; None makes a figure.
+
+    Raises:
+        ValueError: no sequence comes again.
+    """
+    found = result.sequences() if isinstance(result, Trace) else result
+    if not found.rows:
+        raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes)}")
+    bars = [
+        Bar(label=_sequence_label(one.names), pieces=[one.seconds, one.gaps], end=f"{one.count:,} times")
+        for one in found.rows[:MOST_SEQUENCES]
+    ]
+    return bar_chart(ax, bars, "all occurrences", SEQUENCE_COLORS)
+
+
+def _sequence_label(names: tuple[str, ...]) -> str:
+    lines = [brief(name) for name in folded(names)]
+    lines = lines if len(lines) <= LINES else [*lines[: LINES - 1], f"… {len(lines) - LINES + 1} more"]
+    return "\n".join(map(shortened, lines))

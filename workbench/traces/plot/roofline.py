@@ -1,0 +1,107 @@
+"""Roofline: how fast each operator of a trace is over how many FLOPs it does per byte, under what the device can do at best."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.core import units
+from workbench.core.display.axes import WIDTH, prepared
+from workbench.core.display.colors import INK, LINE, PHASES
+from workbench.traces.analysis.flops import RoofPoint
+from workbench.traces.analysis.roofline import Roofline
+from workbench.traces.analysis.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+NAMED = 6
+"""Points that have their name beside them: those that take longest."""
+LARGEST = 900
+"""Area of a point that takes all of the time, in square points."""
+
+
+def roofline(result: Trace | Roofline, ax: Axes | None = None) -> Axes:
+    """Each operator and shape as a point, as large as the time that it takes; lines for what the device can do, where it is known.
+
+    Args:
+        result: a trace (then of the device that it names), or its roofline.
+        ax: the Axes to draw into; None makes a figure.
+
+    Raises:
+        ValueError: no operator has FLOPs, bytes and time.
+    """
+    found = result.roofline() if isinstance(result, Trace) else result
+    shown = [one for one in found.points if one.intensity and one.seconds and one.flops]
+    if not shown:
+        raise ValueError(f"{found!r} has no operator with FLOPs, bytes and time to draw: {'; '.join(found.notes) or 'they take no time'}")
+    ax = prepared(ax, WIDTH, 4.2)
+    whole = math.fsum(one.seconds for one in shown)
+    for matrix, color, label in ((True, PHASES["forward"], "matrices, convolutions, attention"), (False, PHASES["other"], "elementwise")):
+        points = [one for one in shown if one.matrix is matrix]
+        if points:
+            ax.scatter(
+                [one.intensity or 0 for one in points],
+                [one.flops_per_sec for one in points],
+                s=[max(9.0, LARGEST * one.seconds / whole) for one in points],
+                color=color,
+                alpha=0.75,
+                linewidth=0.6,
+                edgecolor=INK,
+                label=label,
+            )
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.margins(0.14)
+    if found.bandwidth:
+        _roof(ax, found, shown)
+    _names(ax, shown)
+    ax.set_xlabel("intensity (FLOP per byte)")
+    ax.set_ylabel("reached (FLOP/s)")
+    ax.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, labelcolor=INK, fontsize=9, markerscale=0.5, borderaxespad=0.2
+    )
+    return ax
+
+
+def _roof(ax: Axes, found: Roofline, shown: list[RoofPoint]) -> None:
+    """Slanted: bandwidth; level: the peak of each number format that a point is in."""
+    bandwidth = found.bandwidth or 0.0
+    left, right = ax.get_xlim()
+    used = {one.dtype: one.peak for one in shown if one.peak} or dict(found.peaks)
+    right = max(right, 4 * max(used.values()) / bandwidth)
+    for dtype, peak in used.items():
+        x = np.geomspace(left, right, 200)
+        ax.plot(x, np.minimum(peak or 0.0, x * bandwidth), color=LINE, linewidth=1.4, zorder=0)
+        text = f"{dtype}: {units.count(peak, 'FLOP/s')}"
+        ax.annotate(text, (right, peak or 0.0), (-2, 4), textcoords="offset points", ha="right", color=INK, fontsize=8.5)
+    start = math.sqrt(left * min(right, min(used.values()) / bandwidth))
+    text = f"{found.device}: {units.count(bandwidth, 'B/s')}"
+    ax.annotate(text, (start, start * bandwidth), (-4, 4), textcoords="offset points", ha="right", color=INK, fontsize=8.5)
+    ax.set_xlim(left, right)
+
+
+def _names(ax: Axes, shown: list[RoofPoint]) -> None:
+    """Beside the points that take longest; of several in one place the first."""
+    taken: list[tuple[float, float]] = []
+    low, high = (math.log10(one) for one in ax.get_ylim())
+    left, right = (math.log10(one) for one in ax.get_xlim())
+    for one in sorted(shown, key=lambda point: -point.seconds):
+        place = (math.log10(one.intensity or 1) - left) / (right - left), (math.log10(one.flops_per_sec) - low) / (high - low)
+        if len(taken) == NAMED or any(abs(place[0] - x) < 0.2 and abs(place[1] - y) < 0.055 for x, y in taken):
+            continue
+        taken.append(place)
+        side = "right" if place[0] > 0.75 else "left"
+        ax.annotate(
+            one.name.removeprefix("aten::"),
+            (one.intensity or 1, one.flops_per_sec),
+            (-7 if side == "right" else 7, 0),
+            textcoords="offset points",
+            ha=side,
+            va="center",
+            fontsize=8.5,
+            color=INK,
+        )

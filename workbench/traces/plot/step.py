@@ -1,0 +1,156 @@
+"""What holds a traced step back: how long each resource works, and how long it works alone.
+
+The critical path of a traced step: what its length consists of, and which operators are on it.
+
+Idle time of a trace: what the host does while nothing is computed, and the pauses of each stream.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workbench.core import units
+from workbench.core.display.axes import PALE, WIDTH, Bar, bar_chart, ends, height, legend, prepared, rows, scale_of, shortened
+from workbench.core.display.colors import PARTS, PHASES
+from workbench.traces.analysis.bottleneck import Critical
+from workbench.traces.analysis.critical_path import CriticalPath
+from workbench.traces.analysis.idle import Idle
+from workbench.traces.analysis.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+RESOURCE_COLORS = {
+    "data": PARTS["data_wait"],
+    "host": PARTS["host"],
+    "transfer": PARTS["transfer"],
+    "device": PARTS["compute"],
+    "communication": PARTS["communication"],
+}
+"""Resource → colour."""
+
+
+def critical(result: Trace | Critical, ax: Axes | None = None) -> Axes:
+    """A bar per resource, as long as it works in a mean step; its full part: nothing else works. The text is the step without it.
+
+    Args:
+        result: a trace, or its critical resource.
+        ax: the Axes to draw into; None makes a figure.
+
+    Raises:
+        ValueError: no resource works within a step.
+    """
+    found = result.critical() if isinstance(result, Trace) else result
+    if not found.rows:
+        raise ValueError(f"{found!r} has nothing to draw: nothing works within a step; trace some with a schedule, wb.trace(step, loader)")
+    labels = [one.name for one in found.rows]
+    ax = prepared(ax, WIDTH, height(labels))
+    scale, unit = scale_of(max(found.step_seconds, *(one.busy for one in found.rows)))
+    colors = [RESOURCE_COLORS[one.name] for one in found.rows]
+    places = range(len(labels))
+    alone = ax.barh(places, [one.alone * scale for one in found.rows], height=0.62, color=colors, label="alone")
+    beside = ax.barh(
+        places,
+        [(one.busy - one.alone) * scale for one in found.rows],
+        left=[one.alone * scale for one in found.rows],
+        height=0.62,
+        color=colors,
+        alpha=PALE / 2,
+        label="while another works too",
+    )
+    ends(ax, [one.busy * scale for one in found.rows], [f"step without it ≥ {units.seconds(one.ceiling)}" for one in found.rows])
+    rows(ax, labels)
+    ax.set_xlabel(f"at work in a mean step ({unit})")
+    legend(ax, [alone, beside])
+    return ax
+
+
+MOST = 10
+"""Operators that are drawn: those with most time on the path."""
+PATH_COLORS = {
+    "data_wait": PARTS["data_wait"],
+    "h2d": PARTS["transfer"],
+    "compute": PARTS["compute"],
+    "communication": PARTS["communication"],
+    "copy": PHASES["backward"],
+    "host": PARTS["host"],
+    "python": PARTS["stalls"],
+    "launch": PARTS["optimizer"],
+    "queue": PARTS["straggler"],
+    "waking": PHASES["other"],
+}
+"""Part of the path → colour."""
+
+
+def critical_path(result: Trace | CriticalPath, ax: Axes | None = None) -> Axes:
+    """The mean step as one bar of parts; below it a bar per operator, as long as all its time, of which the full part is on the path.
+
+    Args:
+        result: a trace, or its critical path.
+        ax: the Axes to draw into; None makes a figure.
+
+    Raises:
+        ValueError: there is no step with a length.
+    """
+    found = result.critical_path() if isinstance(result, Trace) else result
+    if not found.parts:
+        raise ValueError(f"{found!r} has no step with a length to draw: trace some with a schedule, wb.trace(step, loader)")
+    most = found.rows[:MOST]
+    labels = ["the step", *(_short(one.name) for one in most)]
+    ax = prepared(ax, WIDTH, height(labels) * 0.75 + 0.3)
+    scale, unit = scale_of(found.step_seconds)
+    left, drawn = 0.0, {}
+    for part in found.parts:
+        drawn[part.part] = ax.barh([0], [part.seconds * scale], left=[left], height=0.62, color=PATH_COLORS[part.part], label=part.part)
+        left += part.seconds * scale
+    for place, one in enumerate(most, 1):
+        ax.barh([place], [one.seconds * scale], height=0.62, color=PATH_COLORS[one.part])
+        beside = max(0.0, one.own_seconds - one.seconds) * scale
+        ax.barh([place], [beside], left=[one.seconds * scale], height=0.62, color=PATH_COLORS[one.part], alpha=PALE / 2)
+    reaches = [left, *(max(one.own_seconds, one.seconds) * scale for one in most)]
+    ends(ax, reaches, [units.seconds(found.step_seconds), *(f"{units.percent(one.on_path)} on the path" for one in most)])
+    rows(ax, labels)
+    ax.set_xlabel(f"mean traced step ({unit}); pale: beside the path")
+    legend(ax, list(drawn.values()))
+    return ax
+
+
+def _short(name: str) -> str:
+    return shortened(name.removeprefix("void "))
+
+
+IDLE_COLORS = {
+    "data": PARTS["data_wait"],
+    "waiting": PHASES["h2d"],
+    "communication": PARTS["communication"],
+    "launching": PARTS["optimizer"],
+    "operators": PARTS["compute"],
+    "python": PARTS["host"],
+    "unrecorded": PARTS["stalls"],
+    "something is computed": PHASES["other"],
+}
+"""Cause → colour; the last one is the rest of the step."""
+
+
+def idle(result: Trace | Idle, ax: Axes | None = None) -> Axes:
+    """The mean step in one bar: what the host does while nothing is computed, and the time in which something is.
+
+    Args:
+        result: a trace, or its idle time.
+        ax: the Axes to draw into; None makes a figure.
+
+    Raises:
+        ValueError: there is no step with a length.
+    """
+    found = result.idle() if isinstance(result, Trace) else result
+    if not found.step_seconds:
+        raise ValueError(f"{found!r} has no step with a length to draw: trace some with a schedule, wb.trace(step, loader)")
+    seconds = {one.cause: one.seconds for one in found.causes}
+    used = {name: color for name, color in IDLE_COLORS.items() if seconds.get(name)}
+    rest = max(0.0, found.step_seconds - found.seconds)
+    pieces = [*(seconds[name] for name in used), rest]
+    end = f"idle {units.percent(found.share)} of {units.seconds(found.step_seconds)}"
+    bars = [Bar(label="device" if found.who == "device" else "the thread\nthat trains", pieces=pieces, end=end)]
+    last = "something is computed"
+    return bar_chart(ax, bars, "mean traced step", {**used, last: IDLE_COLORS[last]}, more=0.2)

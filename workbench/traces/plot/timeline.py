@@ -1,0 +1,182 @@
+"""Pictures of a trace: each step in its parts (`breakdown`), and who was at work when (`timeline`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.core import units
+from workbench.core.display.axes import WIDTH, Bar, bar_chart, legend, prepared, rows, scale_of
+from workbench.core.display.colors import PARTS as OF_PARTS
+from workbench.core.display.colors import PHASES
+from workbench.traces.analysis.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown
+from workbench.traces.analysis.intervals import Spans, covered, union
+from workbench.traces.analysis.labels import KINDS
+from workbench.traces.analysis.trace import Trace
+from workbench.traces.analysis.windows import Step
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+COLORS = {
+    "data_wait": PHASES["data_wait"],
+    "h2d": PHASES["h2d"],
+    "compute": OF_PARTS["compute"],
+    "communication": OF_PARTS["communication"],
+    "host": OF_PARTS["host"],
+    "idle": OF_PARTS["stalls"],
+    "other": PHASES["other"],
+}
+"""Part of a traced step → colour; the same as everywhere else."""
+_DEVICE = {"kernel": COLORS["compute"], "communication": COLORS["communication"], "h2d": COLORS["h2d"], "copy": COLORS["other"]}
+_HOST = {
+    "data_wait": COLORS["data_wait"],
+    "backward": PHASES["backward"],
+    "optimizer": PHASES["optimizer"],
+    "host_communication": COLORS["communication"],
+    "collective_call": COLORS["communication"],
+    "runtime": PHASES["backward"],
+    "wait": COLORS["idle"],
+}
+MOST_BARS = 24
+"""Steps that get a bar of their own."""
+BINS = 1_200
+"""Pieces that the time of a picture is cut into: more than it has dots."""
+MOST_LANES = 16
+"""Threads and streams that are drawn: the busiest."""
+
+
+def kind_colors(device: bool) -> dict[str, str]:
+    """Kind of event → colour, for pictures that show single events.
+
+    Args:
+        device: does a device compute? Then operators are pale, as they only launch.
+    """
+    operator = COLORS["host"] if device else COLORS["compute"]
+    return {kind: {**_DEVICE, **_HOST, "operator": operator}.get(kind, COLORS["other"]) for kind in KINDS}
+
+
+def breakdown(result: Trace | Breakdown, ax: Axes | None = None) -> Axes:
+    """Each step in parts that add up to it: one stacked bar per step, and their mean.
+
+    Args:
+        result: a trace, or its breakdown.
+        ax: the Axes to draw into; None makes a figure.
+
+    Raises:
+        ValueError: it has no step with a length.
+    """
+    found = result.breakdown() if isinstance(result, Trace) else result
+    steps = [one for one in found.steps if one.total > 0]
+    if not steps:
+        raise ValueError(f"{found!r} has no step with a length to draw: trace some with a schedule, wb.trace(step, loader)")
+    bars = [
+        Bar(label=f"step {one.step}", pieces=[getattr(one, part) for part in PARTS], end=units.seconds(one.total))
+        for one in steps[:MOST_BARS]
+    ]
+    pieces = [sum(getattr(one, part) for one in steps) / len(steps) for part in PARTS]
+    bars.append(Bar(label=f"mean of {len(steps)}", pieces=pieces, end=units.seconds(sum(pieces))))
+    return bar_chart(ax, bars, "traced step", COLORS)
+
+
+def timeline(
+    trace: Trace, ax: Axes | None = None, *, step: int | None = None, start: float | None = None, end: float | None = None
+) -> Axes:
+    """Who was at work when: a lane per thread and stream, the busiest first, in the colours of the parts.
+
+    The time is cut into BINS pieces; the height of a colour in a lane is the share of a piece in which that part runs there, so that a
+    picture of 400,000 events takes hardly longer than one of 400. To zoom into it: `widgets.TraceExplorer(trace)`.
+
+    Args:
+        trace: whose events.
+        ax: the Axes to draw into; None makes a figure.
+        step: the number of a step to draw alone.
+        start: seconds from the first event on, where the picture begins; None: the first step, or the beginning of `step`.
+        end: where it ends; None: with the last step, or with `step`.
+
+    Raises:
+        ValueError: it ends before it begins; there is no such step; several traces were given.
+    """
+    steps = _steps(trace, step)
+    begin = steps[0].start if start is None else start
+    until = steps[-1].start + steps[-1].seconds if end is None else end
+    if not begin < until:
+        raise ValueError(
+            f"timeline(start={begin}, end={until}): it has to end after it begins; the trace lasts {units.seconds(trace.seconds)}"
+        )
+    edges = np.linspace(begin * 1e9, until * 1e9, BINS + 1).astype(np.int64)
+    lanes = _busiest(trace, int(edges[0]), int(edges[-1]))
+    ax = prepared(ax, WIDTH, 1.1 + 0.42 * max(1, len(lanes)))
+    scale, unit = scale_of(until - begin)
+    places = (edges - edges[0]) / 1e9 * scale
+    drawn: dict[str, object] = {}
+    for row, lane in enumerate(lanes):
+        base = np.full(BINS, row + 0.36)
+        for part, share in _shares(trace, lane, edges).items():
+            if share.any():
+                top = base - 0.72 * share
+                area = ax.fill_between(
+                    np.repeat(places, 2)[1:-1], np.repeat(base, 2), np.repeat(top, 2), color=COLORS[part], linewidth=0, label=part
+                )
+                drawn.setdefault(part, area)
+                base = top
+    for one in steps:
+        if begin <= one.start <= until:
+            ax.axvline((one.start - begin) * scale, color=PHASES["other"], linewidth=0.6, zorder=0)
+    rows(ax, [_short(trace.columns.lanes[lane].name) for lane in lanes])
+    ax.set_xlim(0, float(places[-1]))
+    ax.set_xlabel(f"time of the trace ({unit})")
+    if drawn:
+        legend(ax, [drawn[part] for part in PARTS if part in drawn])  # type: ignore[misc]
+    return ax
+
+
+def _steps(trace: Trace, number: int | None) -> Sequence[Step]:
+    """All steps, or the one that is asked for."""
+    if not isinstance(trace, Trace):
+        raise ValueError(f"timeline({trace!r:.60}): one trace is drawn, such as traces[0]; widgets.TraceExplorer(traces) shows several")
+    found = [one for one in trace.steps if number is None or one.index == number]
+    if not found:
+        raise ValueError(f"timeline(step={number!r}): the trace has the steps {', '.join(str(one.index) for one in trace.steps[:12])}")
+    return found
+
+
+def _busiest(trace: Trace, begin: int, end: int) -> list[int]:
+    """Lanes with an event between, those with most first, at most MOST_LANES."""
+    columns = trace.columns
+    layers = [kind for _, kinds in _layers(trace) for kind in kinds if kind != "step"]
+    seen = (columns.start < end) & (columns.end > begin) & trace.kinds.where(*layers)
+    counts = np.bincount(columns.lane[seen], minlength=len(columns.lanes))
+    order = np.argsort(-counts, kind="stable")[:MOST_LANES]
+    return [int(lane) for lane in order if counts[lane]]
+
+
+def _layers(trace: Trace) -> Sequence[tuple[str, tuple[str, ...]]]:
+    """Parts and the kinds of events in them; the host's operators have a colour of their own where a device computes."""
+    return ON_DEVICE if trace.kinds.device else ON_CPU
+
+
+def _shares(trace: Trace, lane: int, edges: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
+    """Part → share of each piece of time in which it runs on a lane and none before it does."""
+    columns = trace.columns
+    here = np.flatnonzero((columns.lane == lane) & (columns.start < edges[-1]) & (columns.end > edges[0]))
+    spans, codes = np.stack([columns.start[here], columns.end[here]], axis=1), trace.kinds.codes[here]
+    windows = np.stack([edges[:-1], edges[1:]], axis=1)
+    lengths = np.maximum(windows[:, 1] - windows[:, 0], 1)
+    cover: Spans = np.empty((0, 2), dtype=np.int64)
+    below = np.zeros(BINS, dtype=np.int64)
+    shares: dict[str, NDArray[np.float64]] = {}
+    for part, layer in _layers(trace):
+        cover = union(cover, spans[np.isin(codes, [KINDS.index(kind) for kind in layer if kind != "step"])])
+        upto = covered(cover, windows)
+        shares[part] = (upto - below) / lengths
+        below = upto
+    return shares
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 24 else f"{name[:23]}…"

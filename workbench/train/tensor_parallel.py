@@ -1,0 +1,113 @@
+"""Tensor parallelism: linear layers and embeddings that several ranks split among them, by a plan."""
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from workbench.runs.spec import SpecError
+from workbench.runs.task import Task, TaskError
+from workbench.train.layout import Layout
+from workbench.train.sharded_tensors import same_everywhere
+
+STYLES: dict[str, Any] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+}
+"""How a layer may be split: "colwise" by its outputs, which stay split; "rowwise" by its inputs, which come split, and the parts are
+summed; "colwise_rep" (newer Hugging Face plans: "colwise_gather_output") by its outputs, which are gathered; "embedding_rowwise" by the
+vocabulary."""
+
+
+def split_layers(module: nn.Module, task: Task, layout: Layout, device: torch.device) -> None:
+    """Split the layers of a model over the ranks of `layout.tensor`, in place.
+
+    Args:
+        module: whole, and the same on each rank.
+        task: whose plan to use; without one, a Hugging Face model's own.
+        layout: of the ranks.
+        device: of this rank.
+
+    Raises:
+        SpecError: there is no plan.
+        TaskError: the plan does not fit the model.
+    """
+    if layout.tensor is None:
+        return
+    plan = task.tensor_parallel or _own_plan(module)
+    if not plan:
+        raise SpecError(
+            f"tensor_parallel={layout.tensor.size()}: the task has no plan, and its {type(module).__name__} brings none of its own; say "
+            'which layers are split and how: wb.Task(…, tensor_parallel={"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}), '
+            "or leave tensor_parallel out"
+        )
+    styles = styles_of(module, plan, layout.tensor.size())
+    same_everywhere(module, layout.tensor.get_group(), device)
+    parallelize_module(module, layout.tensor, styles)
+
+
+def _own_plan(module: nn.Module) -> dict[str, str]:
+    """Of a Hugging Face model; part of its names are those inside its base model."""
+    plan = getattr(module, "_tp_plan", None) or getattr(module, "tp_plan", None) or {}
+    names, inner = [name for name, _ in module.named_modules()], f"{getattr(module, 'base_model_prefix', '')}."
+    return {
+        pattern if any(fnmatchcase(name, pattern) for name in names) or pattern.startswith(inner) else inner + pattern: style
+        for pattern, style in plan.items()
+    }
+
+
+def styles_of(module: nn.Module, plan: Mapping[str, str], ranks: int) -> dict[str, ParallelStyle]:
+    """The plan with its patterns resolved: name of a module → how it is split.
+
+    Args:
+        module: the model.
+        plan: pattern of module names ("*" stands for anything) → one of STYLES.
+        ranks: among which a layer is split.
+
+    Raises:
+        TaskError: a pattern without a module, an unknown style, or a layer that cannot be split.
+    """
+    named = dict(module.named_modules())
+    shared = {id(weight) for weight, count in _uses(named).items() if count > 1}
+    found: dict[str, ParallelStyle] = {}
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise TaskError(f"tensor_parallel plan {pattern!r}: {style!r}: allowed are {', '.join(map(repr, STYLES))}")
+        names = [name for name in named if name and fnmatchcase(name, pattern)]
+        if not names:
+            near = difflib.get_close_matches(pattern, named, n=3, cutoff=0.3) or [name for name in named if name][:3]
+            raise TaskError(f"tensor_parallel plan {pattern!r}: the model has no such module; near are {', '.join(map(repr, near))}")
+        for name in names:
+            _check(name, named[name], style, ranks, shared)
+            found[name] = STYLES[style]()
+    return found
+
+
+def _uses(named: Mapping[str, nn.Module]) -> Counter[nn.Parameter]:
+    return Counter(weight for part in named.values() for weight in part._parameters.values() if weight is not None)
+
+
+def _check(name: str, part: nn.Module, style: str, ranks: int, shared: set[int]) -> None:
+    if not isinstance(part, nn.Linear | nn.Embedding):
+        raise TaskError(f"tensor_parallel plan {name!r}: a {type(part).__name__}; a Linear or an Embedding can be split")
+    if id(part.weight) in shared:
+        raise TaskError(
+            f"tensor_parallel plan {name!r}: its weight is also that of another module, and would be split in one place only; "
+            "leave it out of the plan"
+        )
+    axis = int(("row" in style) == isinstance(part, nn.Linear))
+    size = part.weight.shape[axis]
+    if size % ranks:
+        raise TaskError(
+            f"tensor_parallel plan {name!r}: {style} splits axis {axis} of its weight, {tuple(part.weight.shape)}, and {ranks} ranks do "
+            f"not divide {size}; leave it out of the plan, or take another tensor_parallel"
+        )
