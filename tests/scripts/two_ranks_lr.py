@@ -55,7 +55,7 @@ def search(folder: str) -> None:
 
     step((inputs[:16], inputs[:16, :1]))
     before = state()
-    found = find(step, loader, sweeps=3, iterations=50, race_steps=20)
+    found = find(step, loader, sweeps=3, iterations=40, race_steps=10)
     restored = state() == before
 
     def fails(batch: tuple[Tensor, Tensor]) -> Tensor | None:
