@@ -4,11 +4,10 @@ Each runs in a process of its own: `python benchmarks/memory.py --judge TOOL CAS
 """
 
 import gc
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import published_formulas as formulas
 import torch
 from memory_cases import Case, loss
 from torch import nn
@@ -16,9 +15,6 @@ from torch.optim import Optimizer
 
 from workbench.train.checkpointing import apply_checkpointing
 from workbench.train.optimizers import OPTIMIZERS, parse_optimizer
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests import published_formulas as formulas
 
 STEPS = 3
 

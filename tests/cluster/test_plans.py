@@ -6,12 +6,12 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import published_formulas as formulas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests import published_formulas as formulas
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collectives import CostError, Link, broadcast
 from workbench.cluster.analysis.iteration import Layout, bubble

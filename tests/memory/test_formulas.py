@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from tests.published_formulas import accelerate, deepspeed, korthikanti, zero
+from published_formulas import accelerate, deepspeed, korthikanti, zero
 
 SHAPE = {"batch": 4, "sequence": 2048, "hidden": 1024, "heads": 16}
 SBH = 4 * 2048 * 1024
