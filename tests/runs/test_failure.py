@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import workbench as wb
-from workbench.runs import failure, errors
 from workbench.core import run_directory
+from workbench.runs import errors, failure
 from workbench.runs.root_cause import first_failure
 from workbench.runs.spec import SpecError
 from workbench.runs.task import TaskError

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import processes_with
 
+from tests.conftest import processes_with
 from workbench.core import run_directory
 from workbench.runs.launch import guard as guard_program
 

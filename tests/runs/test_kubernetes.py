@@ -24,11 +24,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.runs import failure
 from workbench.core import run_directory
+from workbench.programs import alone
+from workbench.runs import failure
 from workbench.runs.launch.kubernetes import KINDS, _yaml
 from workbench.runs.spec import ScriptSpec, SpecError
-from workbench.programs import alone
 
 SPEC = wb.RunSpec(task="text-gpt", nnodes=2, nproc_per_node=8, micro_batch=16, lr=0.01)
 DNS_1123 = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")

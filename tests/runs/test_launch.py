@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import processes_with
 
 import workbench as wb
+from tests.conftest import processes_with
 from workbench.core import run_directory
-from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.launch import environment, launch
+from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.spec import SpecError
 from workbench.runs.task import TaskError
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import HandMade, processes_with
 
 import workbench as wb
-from workbench.runs import slurm_queue
+from tests.conftest import HandMade, processes_with
 from workbench.core import run_directory
-from workbench.runs.launch.new_run import LaunchError
+from workbench.runs import slurm_queue
 from workbench.runs.launch import guard, nodes
+from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.launch.rendezvous import Rendezvous, RendezvousError, free_endpoint
 from workbench.runs.root_cause import first_failure
 from workbench.runs.spec import ScriptSpec, SpecError

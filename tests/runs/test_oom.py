@@ -17,13 +17,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import workbench as wb
-from workbench.runs import failure
 from workbench.core import run_directory
+from workbench.memory.measure.at_oom import held
+from workbench.runs import failure
 from workbench.runs.failure import Failure
 from workbench.runs.launch import guard
-from workbench.memory.measure.at_oom import held
-from workbench.runs.out_of_memory import Held, HeldBy
-from workbench.runs.out_of_memory import HOST, OutOfMemory, kernel_kills
+from workbench.runs.out_of_memory import HOST, Held, HeldBy, OutOfMemory, kernel_kills
 from workbench.runs.root_cause import first_failure
 
 TASKS = Path(__file__).parents[1] / "scripts" / "hungry_task.py"

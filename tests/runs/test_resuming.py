@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import HandMade
 
 import workbench as wb
+from tests.conftest import HandMade
 from workbench.core import run_directory
-from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.launch import environment, new_run
 from workbench.runs.launch.launch import own
+from workbench.runs.launch.new_run import LaunchError, open_lock
 from workbench.runs.launch.resume import _Again
-from workbench.runs.launch.new_run import open_lock
+from workbench.runs.panel.panel import run_panel
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
-from workbench.runs.panel.panel import run_panel
 
 TASK = """
 import time, torch
@@ -204,7 +203,9 @@ def test_a_run_that_somebody_else_has_resumed_meanwhile_does_not_begin_twice(tmp
 
     def finish() -> None:
         time.sleep(0.3)  # by now it has been looked at; where it has not, it is refused, too, as finished
-        run_directory.write_json(path / run_directory.RUN_JSON, run_directory.read_json(path / run_directory.RUN_JSON) | {"outcome": {"state": "finished"}})
+        run_directory.write_json(
+            path / run_directory.RUN_JSON, run_directory.read_json(path / run_directory.RUN_JSON) | {"outcome": {"state": "finished"}}
+        )
         os.close(lock)
 
     other = threading.Thread(target=finish)
@@ -336,7 +337,9 @@ def test_a_life_that_does_not_begin_leaves_the_time_of_a_lost_run(
     by_hand: Callable[..., HandMade], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = by_hand(created=time.time() - 1000, spec=SPEC.to_json()).steps(3).log(0, "hello\n").path
-    run_directory.write_json(path / run_directory.RUN_JSON, run_directory.read_json(path / run_directory.RUN_JSON) | {"command": ["torchrun", str(path)]})
+    run_directory.write_json(
+        path / run_directory.RUN_JSON, run_directory.read_json(path / run_directory.RUN_JSON) | {"command": ["torchrun", str(path)]}
+    )
     ended(path.with_name("other"))
     (path.with_name("other") / run_directory.CHECKPOINTS).rename(path / run_directory.CHECKPOINTS)
     with open(path / run_directory.rank_file(0), "a") as file:
@@ -389,7 +392,9 @@ def test_who_asks_whether_a_run_lives_is_waited_for(tmp_path: Path, begun: list[
 def test_a_run_that_goes_on_has_a_panel_that_is_live_again(by_hand: Callable[..., HandMade]) -> None:
     made = by_hand().ended("stopped")
     before = run_panel(Run.load(made.path))
-    run_directory.write_json(made.path / run_directory.RUN_JSON, run_directory.read_json(made.path / run_directory.RUN_JSON) | {"outcome": None})
+    run_directory.write_json(
+        made.path / run_directory.RUN_JSON, run_directory.read_json(made.path / run_directory.RUN_JSON) | {"outcome": None}
+    )
     made.alive()
     again = run_panel(Run.load(made.path))
     assert (before.now.state, before.stop.layout.display) == ("stopped", "none")

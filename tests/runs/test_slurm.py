@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import processes_with
-from tests.slurm_cluster import NoSlurm, SlurmCluster, missing
 
 import workbench as wb
+from tests.conftest import processes_with
+from tests.slurm_cluster import NoSlurm, SlurmCluster, missing
 from workbench.core import run_directory
 from workbench.runs.launch.new_run import LaunchError
 

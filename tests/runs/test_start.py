@@ -49,7 +49,12 @@ def test_an_import_that_fails_is_on_record(tmp_path: Path) -> None:
     (tmp_path / "program_of_a_rank.py").write_text("raise ImportError('no such library')")
     done = subprocess.run(
         [sys.executable, *own("program_of_a_rank", tmp_path)],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}", run_directory.ENV_RUN_DIR: str(tmp_path), "RANK": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+            run_directory.ENV_RUN_DIR: str(tmp_path),
+            "RANK": "1",
+        },
         capture_output=True,
         text=True,
     )

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import processes_with
 
 import workbench as wb
+from tests.conftest import processes_with
 from workbench.core import run_directory
 
 DEAF = Path(__file__).parents[1] / "scripts" / "deaf.py"

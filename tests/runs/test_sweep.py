@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import processes_with
 from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.conftest import processes_with
 from workbench.core import run_directory
 from workbench.runs.launch.sweep import combinations, plan
 from workbench.runs.spec import SpecError

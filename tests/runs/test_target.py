@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from workbench import Run, RunSpec, Task
-from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.launch.launch import launch
+from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.spec import ScriptSpec
 from workbench.runs.target import Measured, Step, check_launchable, check_program, check_spec
 

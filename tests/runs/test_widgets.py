@@ -11,18 +11,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from tests.conftest import HandMade
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.runs.run import Run
+from tests.conftest import HandMade
 from workbench.core.run_directory import METRICS, RUN_JSON, DamagedRunError, LineWriter, keep_rows, rank_file
-from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.core.vocabulary import PHASES
-from workbench.runs.panel.log import LogView
-from workbench.runs.panel.panel import RunPanel, run_panel
 from workbench.runs.panel import html as faces
 from workbench.runs.panel.follow import LOG_START, Follower, RankShare, Snapshot
+from workbench.runs.panel.log import LogView
+from workbench.runs.panel.panel import RunPanel, run_panel
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec, ScriptSpec
 
 ByHand = Callable[..., HandMade]
 

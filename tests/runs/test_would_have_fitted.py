@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 
 import workbench as wb
-from workbench.memory.would_fit import would_fit
+from workbench.__main__ import main
+from workbench.core import run_directory
+from workbench.memory.analysis.advice import Room, room_of
+from workbench.memory.analysis.whatif import needed
 from workbench.memory.ladder import memory_ladder
 from workbench.memory.max_micro_batch import max_micro_batch
-from workbench.core import run_directory
-from workbench.__main__ import main
-from workbench.memory.analysis.advice import Room, room_of
-from workbench.runs.out_of_memory import Held
-from workbench.runs.out_of_memory import HOST, OutOfMemory
-from workbench.memory.analysis.whatif import needed
+from workbench.memory.would_fit import would_fit
+from workbench.runs.out_of_memory import HOST, Held, OutOfMemory
 
 TASK = f"{Path(__file__).parents[1] / 'scripts' / 'limited_task.py'}:wide"
 MIB, GIB = 2**20, 2**30

@@ -3,10 +3,12 @@
 import math
 from dataclasses import dataclass
 from typing import Any
-from workbench.core.display import table as display
+
 from workbench.core import units
-from workbench.runs.run import Run
+from workbench.core.display import table as display
 from workbench.core.vocabulary import PHASES
+from workbench.runs.run import Run
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison(display.Shown):

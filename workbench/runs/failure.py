@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
 from workbench.core import run_directory
 from workbench.core.package import ROOT
 from workbench.runs.errors import is_consequence, symptom_of

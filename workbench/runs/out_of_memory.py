@@ -3,13 +3,14 @@
 Held: what a rank held at the moment at which memory ran out, as far as it could be seen.
 """
 
-from collections.abc import Mapping, Sequence, Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
+
 from workbench.core import units
 from workbench.core.codec import JsonDataclass, fields_from_json
 from workbench.core.vocabulary import GROUPS
-import re
 
 MOST_LISTED = 3
 """Holders that are named in text; all of them are in the record."""

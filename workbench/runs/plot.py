@@ -4,16 +4,20 @@ Curves of a run over its steps: the loss, the learning rate if it varies, evalua
 """
 
 from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
 from workbench.core import units
-from workbench.runs.compare import Comparison, compare as compared
-from workbench.core.display.colors import PHASES as COLORS, INK, LINE
-from workbench.core.display.axes import Bar, bar_chart, calm, prepared, WIDTH
-from workbench.runs.run import Run
-from workbench.core.vocabulary import PHASES
-from workbench.timeline.timeline import Timeline
+from workbench.core.display.axes import WIDTH, Bar, bar_chart, calm, prepared
+from workbench.core.display.colors import INK, LINE
+from workbench.core.display.colors import PHASES as COLORS
 from workbench.core.run_directory import METRIC_KEYS
+from workbench.core.vocabulary import PHASES
+from workbench.runs.compare import Comparison
+from workbench.runs.compare import compare as compared
+from workbench.runs.run import Run
+from workbench.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
+
 from workbench.core.checks import did_you_mean, is_whole, whole_number
 
 STEPS = 5

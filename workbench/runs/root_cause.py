@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
 from workbench.core import run_directory
-from workbench.runs.failure import Failure
 from workbench.runs.errors import LESS_MEMORY, symptom_of
+from workbench.runs.failure import Failure
 
 if TYPE_CHECKING:
     from workbench.runs.out_of_memory import OutOfMemory

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, cast
-from workbench.core.display import table
+
 from workbench.core import late, progress, run_directory, units
+from workbench.core.display import table
 from workbench.runs.failure import Failure, RunError
-from workbench.runs.slurm_queue import Job, is_final
 from workbench.runs.root_cause import first_failure
+from workbench.runs.slurm_queue import Job, is_final
 from workbench.runs.spec import AUTO, RunSpec, Spec, SpecError, spec_from_json
 from workbench.timeline.timeline import Timeline
 
@@ -153,7 +154,9 @@ class Run:
         if self._job is None and self._outcome is not None and self._last_written() not in (None, self._written):
             self._read_info()  # it goes on from a checkpoint, maybe
         if self._outcome is None:
-            alive = run_directory.is_locked(self._launch_dir / run_directory.LOCK)  # first the lock, then the file: the guard writes, then lets go
+            alive = run_directory.is_locked(
+                self._launch_dir / run_directory.LOCK
+            )  # first the lock, then the file: the guard writes, then lets go
             self._read_info()
             if self._outcome is None and self._launch_dir != self.path:  # one of a sweep: what ended the launch ended it
                 self._outcome = run_directory.read_json(self._launch_dir / run_directory.RUN_JSON).get("outcome")
@@ -342,7 +345,9 @@ class Run:
         rows: dict[int, dict[str, Any]] = {}
         for row in self.metric_rows:  # the evaluation after a step goes into that step's row
             if not isinstance(row.get("step"), int):
-                raise run_directory.DamagedRunError(f"{self.path / run_directory.METRICS} is damaged: a row of it has no number of its step: {row!r:.80}")
+                raise run_directory.DamagedRunError(
+                    f"{self.path / run_directory.METRICS} is damaged: a row of it has no number of its step: {row!r:.80}"
+                )
             rows.setdefault(row["step"], {}).update(row)
         return table.frame(rows.values(), columns=None if rows else sorted(run_directory.METRIC_KEYS))
 
@@ -400,7 +405,9 @@ class Run:
         ranks, machines = self.spec.world_size, getattr(self.spec, "nnodes", 1)
         if (self.path / run_directory.ENERGY).exists() and inputs.get("watts") is None:
             told = {name: value for name, value in inputs.items() if name != "watts"}
-            return late.load("Energy.measured")(run_directory.read_json(self.path / run_directory.ENERGY), ranks=ranks, machines=machines, **told)
+            return late.load("Energy.measured")(
+                run_directory.read_json(self.path / run_directory.ENERGY), ranks=ranks, machines=machines, **told
+            )
         first, rows = self.timelines[:1], self._read(run_directory.rank_file(0))[:1]
         return late.load("Energy.by_time")(
             seconds=sum(step.seconds for one in first for step in one.steps),

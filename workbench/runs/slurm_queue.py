@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
 from workbench.core import run_directory
 
 POLL, POLL_LATER, LATER = 1.0, 10.0, 60.0

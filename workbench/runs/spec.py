@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Self, TypeVar
+
 from workbench.core.checks import choice, did_you_mean, real_number, whole_number
 from workbench.runs.profile import Profile
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
 from workbench.core import run_directory
 from workbench.runs import task
 from workbench.runs.run import Run

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
 from workbench.core.checks import did_you_mean, nearest
 
 SAMPLES = {

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
 from workbench.core import run_directory
 from workbench.core.package import ROOT
 

@@ -6,6 +6,7 @@ Timing collectives in a launch of its own, awaited.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
 from workbench.runs.launch.launch import check, label, own
 from workbench.runs.launch.new_run import NewRun
 from workbench.runs.launch.waiting import time_left, wait_for
@@ -128,7 +129,12 @@ def range_test(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | os.
     steps = (options["sweeps"] + 1) * options["iterations"] + _RACES * options["race_steps"]
     order = {"kind": "lr_range", "budget_s": STEP * steps, **options}
     return launched(
-        spec, f"{label(spec)} find_lr", order, runs_dir, program="workbench.programs.lr_range", show=time_left("{done} of about {steps} steps")
+        spec,
+        f"{label(spec)} find_lr",
+        order,
+        runs_dir,
+        program="workbench.programs.lr_range",
+        show=time_left("{done} of about {steps} steps"),
     )
 
 

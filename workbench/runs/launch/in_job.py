@@ -6,7 +6,9 @@ python -m workbench.runs.launch.in_job step RUN_DIR     in each machine's part o
 
 import sys
 from pathlib import Path
+
 from workbench.runs.launch import nodes
+
 
 def main() -> None:
     """See the head of this file."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
 from workbench.core.checks import choice, whole_number
 from workbench.runs.launch.launch import label
 from workbench.runs.spec import RunSpec, ScriptSpec, SpecError

@@ -6,16 +6,18 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from workbench.runs import task
+
 from workbench.core.checks import real_number
+from workbench.runs import task
 from workbench.runs.launch import environment
+from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.rendezvous import TIMEOUT, Rendezvous, free_endpoint
 from workbench.runs.launch.resume import go_on, resumable
 from workbench.runs.launch.slurm import Slurm
-from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec, check_profile
 from workbench.runs.target import check_launchable
+
 
 def launch(
     target: RunSpec | str | os.PathLike[str] | None = None,

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
 from workbench.core import run_directory
 from workbench.runs.launch import environment
 from workbench.runs.launch.rendezvous import Rendezvous
@@ -110,7 +111,9 @@ class NewRun:
         batch: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Write what the run starts from; returns run.json's content and the environment of the ranks."""
-        (self.path / run_directory.RESERVE).write_bytes(os.urandom(run_directory.RESERVE_BYTES))  # bytes that no file system compresses away
+        (self.path / run_directory.RESERVE).write_bytes(
+            os.urandom(run_directory.RESERVE_BYTES)
+        )  # bytes that no file system compresses away
         for sub in (run_directory.ERRORS, run_directory.LOGS):
             (self.path / sub).mkdir()
         git = environment.GitQuery(Path(spec.script).parent if isinstance(spec, ScriptSpec) else Path.cwd())

@@ -11,11 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
 from workbench.core import run_directory
 from workbench.runs.launch import environment
-from workbench.runs.launch.resume import lives, put_away
-from workbench.runs.launch.rendezvous import Rendezvous, free_endpoint
 from workbench.runs.launch.new_run import GRACE, LaunchError, open_lock
+from workbench.runs.launch.rendezvous import Rendezvous, free_endpoint
+from workbench.runs.launch.resume import lives, put_away
 from workbench.runs.run import Run
 from workbench.runs.spec import Spec, spec_from_json
 

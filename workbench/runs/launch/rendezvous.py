@@ -8,6 +8,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
 from workbench.core import run_directory
 
 TIMEOUT = 600.0

@@ -4,16 +4,17 @@ Lives: of a run that goes on from a checkpoint, what its processes said in each 
 """
 
 import contextlib
-import os
-import shutil
-from pathlib import Path
-from workbench.core import run_directory
 import math
+import os
 import platform
+import shutil
 import time
 import zipfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from workbench.core import run_directory
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import GIT_PATIENCE, LaunchError, NewRun, end_guard, open_lock, wait_for_reaped
 from workbench.runs.run import ACTIVE, Run

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
 from workbench.core import run_directory, units
 from workbench.core.checks import whole_number
 from workbench.runs.launch.launch import check, label, program

@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable
+
 from workbench.core import units
-from workbench.runs.failure import Failure, RunError
 from workbench.core.progress import ProgressLine
+from workbench.runs.failure import Failure, RunError
 from workbench.runs.run import Run
 
 _TICK = 0.05

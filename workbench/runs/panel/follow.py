@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
 from workbench.core import run_directory
 from workbench.runs.failure import Failure
 from workbench.runs.run import ACTIVE, Run, State

@@ -8,15 +8,16 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from pathlib import Path
+
 from workbench.core import units
-from workbench.core.display.table import Table, escape
-from workbench.runs.failure import Failure
+from workbench.core.display import html as stack
 from workbench.core.display.colors import PHASES as COLORS
+from workbench.core.display.table import Table, escape
+from workbench.core.vocabulary import PHASES
+from workbench.runs.failure import Failure
+from workbench.runs.panel.follow import Snapshot
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import ScriptSpec, Spec
-from workbench.core.vocabulary import PHASES
-from workbench.core.display import html as stack
-from workbench.runs.panel.follow import Snapshot
 
 SIGNS = {"queued": "⏸", "running": "▶", "finished": "✔", "stopped": "■", "failed": "✘", "timeout": "✘", "abandoned": "✘", "lost": "✘"}
 """State → the sign before its word, so that colour is never alone."""

@@ -3,8 +3,10 @@
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+
 import anywidget
 import traitlets
+
 from workbench.core.display.style import sheet
 
 _HERE = Path(__file__).parent

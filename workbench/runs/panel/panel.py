@@ -4,12 +4,14 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
 import ipywidgets
-from workbench.runs.run import ACTIVE, Run
+
 from workbench.core.run_directory import DamagedRunError
 from workbench.runs.panel import html as faces
 from workbench.runs.panel.follow import Follower, Snapshot
 from workbench.runs.panel.log import LogView
+from workbench.runs.run import ACTIVE, Run
 
 TICK = 0.25
 """Seconds between two looks at a run."""
