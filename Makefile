@@ -14,9 +14,13 @@ CHOSEN = $(if $(ARGS),|| [ $$? = 5 ])
 # what fails is tried once more, since others may compute on the machine; the summary names it (RERUN)
 AGAIN := --reruns 1 --reruns-delay 1
 TWO := -n 2 --dist loadfile
+# files in which some tests have a mark: to collect them all takes seconds
+MARKED = $(if $(ARGS),,$$(grep -rlE 'mark\.($(1))\b' --include='test_*.py' tests))
 # nbval takes seconds to import
 PYTEST = $(BIN)/python -m pytest -p no:nbval
 test test-slow unit together alone slow slow-alone notebooks slow-notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
+# where it is set, as in many containers, each of a thousand processes compiles all that it imports
+export PYTHONDONTWRITEBYTECODE =
 export KINETO_LOG_LEVEL ?= 6
 
 .PHONY: help setup lab test test-slow lint unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu refresh bench coverage format clean
@@ -60,13 +64,13 @@ together: setup ## of these, what may run two files at a time
 	$(PYTEST) -m "not gpu and not browser and not alone and not slow" $(TWO) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 alone: setup ## of these, what judges times, so that nothing may run beside it
-	$(PYTEST) -m "alone and not slow" $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+	$(PYTEST) -m "alone and not slow" $(call MARKED,alone) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 slow: setup ## of the slow tests, what may run two files at a time
-	$(PYTEST) -m "slow and not gpu and not alone" $(TWO) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+	$(PYTEST) -m "slow and not gpu and not alone" $(call MARKED,slow) $(TWO) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 slow-alone: setup ## of the slow tests, what judges times
-	$(PYTEST) -m "slow and alone" $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+	$(PYTEST) -m "slow and alone" $(call MARKED,alone) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 notebooks: setup ## execute the notebooks and compare what they show (strict nbval)
 	$(BIN)/python -m tests.notebooks $(ARGS)

@@ -3,9 +3,12 @@
 import ast
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import nbformat
 import pytest
+
+if TYPE_CHECKING:  # it takes seconds to import
+    import nbformat
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -18,11 +21,13 @@ NEVER = {
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
-def notebook(request: pytest.FixtureRequest) -> nbformat.NotebookNode:
+def notebook(request: pytest.FixtureRequest) -> "nbformat.NotebookNode":
+    import nbformat
+
     return nbformat.read(request.param, as_version=4)
 
 
-def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+def code(notebook: "nbformat.NotebookNode") -> "list[nbformat.NotebookNode]":
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
@@ -30,30 +35,30 @@ def test_there_is_one() -> None:
     assert NOTEBOOKS
 
 
-def test_it_was_executed_from_top_to_bottom(notebook: nbformat.NotebookNode) -> None:
+def test_it_was_executed_from_top_to_bottom(notebook: "nbformat.NotebookNode") -> None:
     assert [cell.execution_count for cell in code(notebook)] == list(range(1, len(code(notebook)) + 1)), "make refresh"
 
 
-def test_it_stores_no_error_that_it_does_not_announce(notebook: nbformat.NotebookNode) -> None:
+def test_it_stores_no_error_that_it_does_not_announce(notebook: "nbformat.NotebookNode") -> None:
     for cell in code(notebook):
         if any(output.output_type == "error" for output in cell.outputs):
             assert "raises-exception" in cell.metadata.get("tags", [])
 
 
-def test_cells_are_short(notebook: nbformat.NotebookNode) -> None:
+def test_cells_are_short(notebook: "nbformat.NotebookNode") -> None:
     lengths = [len(cell.source.splitlines()) for cell in code(notebook)]
     assert max(lengths) <= 14
     assert sum(length <= 12 for length in lengths) >= 0.9 * len(lengths)
 
 
-def test_cells_can_be_compared(notebook: nbformat.NotebookNode) -> None:
+def test_cells_can_be_compared(notebook: "nbformat.NotebookNode") -> None:
     for cell in code(notebook):
         for word, reason in NEVER.items():
             assert word not in cell.source, f"{word}: {reason}"
         assert not cell.source.rstrip().endswith(";"), "nbval runs without history, so a trailing ; hides nothing: assign to _"
 
 
-def test_a_measurement_is_followed_by_a_check_of_what_the_text_claims(notebook: nbformat.NotebookNode) -> None:
+def test_a_measurement_is_followed_by_a_check_of_what_the_text_claims(notebook: "nbformat.NotebookNode") -> None:
     waiting = False
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -66,20 +71,22 @@ def test_a_measurement_is_followed_by_a_check_of_what_the_text_claims(notebook: 
     assert not waiting
 
 
-def test_it_says_what_it_asks_how_long_it_takes_and_what_comes_next(notebook: nbformat.NotebookNode) -> None:
+def test_it_says_what_it_asks_how_long_it_takes_and_what_comes_next(notebook: "nbformat.NotebookNode") -> None:
     first = notebook.cells[0].source
     assert re.match(r"# .*\?", first), "a question is the title"
     assert "| run time |" in first
     assert "our own" in "".join(cell.source for cell in notebook.cells[-4:]), "it ends with the reader's own loop"
 
 
-def test_it_carries_nothing_of_a_machine(notebook: nbformat.NotebookNode) -> None:
+def test_it_carries_nothing_of_a_machine(notebook: "nbformat.NotebookNode") -> None:
+    import nbformat
+
     text = nbformat.writes(notebook)
     assert not re.search(r"/(home|root|Users|work|tmp)/", text)
     assert "widgets" not in notebook.metadata
     assert len(text) < 1_000_000
 
 
-def test_its_cells_parse(notebook: nbformat.NotebookNode) -> None:
+def test_its_cells_parse(notebook: "nbformat.NotebookNode") -> None:
     for cell in code(notebook):
         ast.parse("\n".join(line for line in cell.source.splitlines() if not line.startswith("%")))

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import nbformat
-from nbclient import NotebookClient
 from playwright.sync_api import Browser, Locator, expect
 
 TIMEOUT = 45_000  # milliseconds; for a machine that is busy
@@ -158,6 +156,9 @@ class Notebook:
 
 def write(folder: Path, cells: Sequence[str], execute: bool) -> Path:
     """A notebook of code cells; with `execute`, with outputs as somebody else would have committed them (so it is not trusted here)."""
+    import nbformat  # here: this module is imported wherever tests are collected, and these take seconds
+    from nbclient import NotebookClient
+
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     if execute:
