@@ -72,7 +72,7 @@ def test_the_line_is_found_kept_and_told(tmp_path: Path) -> None:
     assert found.path == path
     assert load_fits(path) == [found.fit]
     assert len(told) == len(found.points) == 6
-    assert told[0] == "calibration-wide_gpt, 8 samples on NVIDIA H100 80GB HBM3 …"
+    assert told[0] == "tasks-wide_gpt, 8 samples on NVIDIA H100 80GB HBM3 …"
     for word in ("H100-SXM, driver 570.1, torch 2.11.0, 20", "500 MiB + 1.0100 · reserved", str(path), "+0.00 %"):
         assert word in str(found)
     assert "<table>" in found._repr_html_()
@@ -147,7 +147,7 @@ def test_runs_without_enough_memory_are_left_out(tmp_path: Path) -> None:
     machine.fails = {(calibrating.MODELS[0], 128): out_of("out-of-memory")}
     found = machine.calibrated(path=tmp_path / "fits.json")
     assert len(found.points) == 5
-    assert "left out, since memory ran out: calibration-wide_gpt, 128 samples" in str(found)
+    assert "left out, since memory ran out: tasks-wide_gpt, 128 samples" in str(found)
     with pytest.raises(ValueError, match="only 2 of 3 runs had enough memory on NVIDIA H100 80GB HBM3, and a fit needs 3"):
         machine.calibrated(1)
 

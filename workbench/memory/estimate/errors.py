@@ -31,9 +31,9 @@ _ARGUMENTS = re.compile(
     r"positional argument|keyword argument|required .*argument|multiple values for|argument .* must be|invalid combination"
 )
 """In a TypeError about what was given to a function."""
-_TORCHS = re.compile(r"[\\/](torch|workbench[\\/](estimate|measure|train))[\\/]")
+_TORCHS = re.compile(r"[\\/](torch|workbench[\\/](memory|harness|timeline|train|programs))[\\/]")
 """In the path of a file that shapes are refused in."""
-_NOT_THEIRS = re.compile(r"[\\/](torch|workbench[\\/](estimate|measure|train)|workbench[\\/]estimating\.py)([\\/]|$)")
+_NOT_THEIRS = re.compile(r"[\\/](torch|workbench[\\/](memory|harness|timeline|train|cluster|programs))[\\/]")
 """In the path of a file that is not the user's."""
 
 _FAKE_IS_MISSING = (

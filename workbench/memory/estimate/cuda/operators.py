@@ -92,18 +92,6 @@ def group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return result
 
 
-def install_composites(overrides: Overrides) -> None:
-    """Lay them over torch's own."""
-    overrides.composite("dropout", dropout)
-    overrides.composite("group_norm", group_norm)
-    for name in ("softmax", "log_softmax"):
-        overrides.composite(f"{name}.int", _softmax(name))
-    if exists("_fused_rms_norm"):  # torch 2.9 and newer
-        overrides.composite("rms_norm", rms_norm)
-        overrides.below("_fused_rms_norm", _rms_norm_values)
-        overrides.below("_fused_rms_norm_backward", _rms_norm_gradients)
-
-
 class _Ctc(torch.autograd.Function):
     """The losses of a batch, by what they hold."""
 
@@ -130,7 +118,7 @@ def longest_target(targets: Tensor, lengths: Tensor | Sequence[int], batch: int)
     return targets.size(1) if targets.dim() == 2 else -(-targets.numel() // max(batch, 1))
 
 
-def _kernel(name: str) -> Callable[..., Tensor]:
+def _ctc_loss(name: str) -> Callable[..., Tensor]:
     """The kernel of `ctc_loss.IntList` or `ctc_loss.Tensor`."""
 
     def kernel(
@@ -147,12 +135,6 @@ def _kernel(name: str) -> Callable[..., Tensor]:
         return losses.mean() if reduction == 1 else losses.sum() if reduction == 2 else losses
 
     return kernel
-
-
-def install_ctc(overrides: Overrides) -> None:
-    """Lay it over torch's own."""
-    for name in ("ctc_loss.IntList", "ctc_loss.Tensor"):
-        overrides.composite(name, _kernel(name))
 
 
 WRITERS = {
@@ -194,8 +176,18 @@ def _sorting(original: Callable[..., Any], self: Tensor, indices: Sequence[Tenso
     return result
 
 
-def install_indexing(overrides: Overrides) -> None:
-    """Lay them around torch's own."""
+def install(overrides: Overrides) -> None:
+    """Lay CUDA's ways over torch's own."""
+    overrides.composite("dropout", dropout)
+    overrides.composite("group_norm", group_norm)
+    for name in ("softmax", "log_softmax"):
+        overrides.composite(f"{name}.int", _softmax(name))
+    if exists("_fused_rms_norm"):  # torch 2.9 and newer
+        overrides.composite("rms_norm", rms_norm)
+        overrides.below("_fused_rms_norm", _rms_norm_values)
+        overrides.below("_fused_rms_norm_backward", _rms_norm_gradients)
+    for name in ("ctc_loss.IntList", "ctc_loss.Tensor"):
+        overrides.composite(name, _ctc_loss(name))
     for name in WRITERS:
         overrides.around(name, _in_place(name))
     for name in ("index_put_", "_index_put_impl_"):

@@ -12,20 +12,20 @@ operators of the torch that is installed here:
 
 | what | how | where |
 |---|---|---|
-| dropout | mask of 1 byte per element (in place and by channel: as on the CPU) | semantics_composites |
-| softmax, log_softmax of fp16 to fp32 | no fp32 copy of the input | semantics_composites |
-| group norm | saves a contiguous copy of a channels-last input | semantics_composites |
-| RMS norm | fused: input, weight and one fp32 per row (torch 2.9 and newer) | semantics_composites |
+| dropout | mask of 1 byte per element (in place and by channel: as on the CPU) | operators |
+| softmax, log_softmax of fp16 to fp32 | no fp32 copy of the input | operators |
+| group norm | saves a contiguous copy of a channels-last input | operators |
+| RMS norm | fused: input, weight and one fp32 per row (torch 2.9 and newer) | operators |
 | attention | flash, memory-efficient or math as CUDA chooses; the saved set of each; dq in fp32 and other scratch in backward | attention |
 | autocast | CUDA's five lists; fp32 results without fp32 inputs; bf16 and fp16; `torch.autocast("cuda")` | autocast |
-| LSTM, GRU, RNN | one operator with a reserve space, flat 16-bit weights under autocast | semantics_recurrent |
-| LSTM cell | fused, saves the gates | semantics_recurrent |
+| LSTM, GRU, RNN | one operator with a reserve space, flat 16-bit weights under autocast | recurrent |
+| LSTM cell | fused, saves the gates | recurrent |
 | embedding | sorting scratch in backward (distinct rows: as if drawn uniformly); bags of indices kept | workspaces |
-| indexing, gather, max, topk, … | sorting scratch in backward; gradients in place also for fake tensors | semantics_indexing |
-| CTC loss | runs on fake tensors; targets as long as their tensor is wide | semantics_ctc |
+| indexing, gather, max, topk, … | sorting scratch in backward; gradients in place also for fake tensors | operators |
+| CTC loss | runs on fake tensors; targets as long as their tensor is wide | operators |
 | convolution | no scratch of the CPU; cuDNN's by `convolution_workspace`, 0 unless given | workspaces |
-| optimizers, clip_grad_norm_ | foreach by default | semantics_devices |
-| "cuda" in a model | factories, `.to`, `.cuda()`, `.pin_memory()`, some of `torch.cuda` | semantics_devices |
+| optimizers, clip_grad_norm_ | foreach by default | devices |
+| "cuda" in a model | factories, `.to`, `.cuda()`, `.pin_memory()`, some of `torch.cuda` | devices |
 
 The same on both, so nothing is done: batch and layer norm (statistics), pooling (int64 indices), gelu, silu, losses, upsampling,
 scatter, grid_sample, padding, `nn.MultiheadAttention` (through attention, or its explicit products), autocast's cache.
@@ -41,25 +41,14 @@ tensors unfused attention adds its mask to a copy of the scores.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import ModuleType
 
 import torch
 
 from workbench.memory.estimate.cuda import attention, autocast, devices, operators, recurrent, workspaces
-from workbench.memory.estimate.cuda import operators as semantics_ctc
-from workbench.memory.estimate.cuda import operators as semantics_indexing
 from workbench.memory.estimate.cuda.overrides import Overrides
 
 AMPERE = (8, 0)
 """Compute capability taken where none is given: all of attention's backends, bf16."""
-
-_SIMPLE: tuple[ModuleType, ...] = (
-    operators,
-    semantics_ctc,
-    devices,
-    semantics_indexing,
-    recurrent,
-)
 
 _active: list["Semantics"] = []
 
@@ -145,8 +134,8 @@ def cuda_semantics(
         stack.callback(_active.remove, semantics)
         overrides = Overrides()
         stack.callback(overrides.close)
-        for room in _SIMPLE:
-            room.install(overrides)
+        for module in (operators, devices, recurrent):
+            module.install(overrides)
         semantics.attention.install(overrides)
         semantics.workspaces.install(overrides)
         weights = autocast.install(overrides)
