@@ -21,8 +21,7 @@ anything is run.
 from workbench.batch.panel.planner import BatchPlanner
 from workbench.diagnosis.panel.doctor import ThroughputDoctor
 from workbench.memory.panel.explorer import MemoryExplorer
-from workbench.runs.panel.log import LogView
-from workbench.runs.panel.panel import RunPanel, run_panel
+from workbench.runs.panel.panel import LogView, RunPanel, run_panel
 from workbench.scaling.panel.explorer import ScalingExplorer
 from workbench.traces.panel.explorer import TraceExplorer
 from workbench.traces.panel.perfetto import perfetto

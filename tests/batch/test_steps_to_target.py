@@ -15,7 +15,7 @@ from workbench.batch import steps_to_target
 from workbench.batch.analysis.steps_to_target import TRIALS, StepsToTarget
 from workbench.batch.analysis.trials import Agenda, Job, Order, Target
 from workbench.programs import steps_to_target as reach
-from workbench.programs.steps_to_target import Journal, Lab
+from workbench.programs.steps_to_target import Journal, TrialRunner
 from workbench.runs.task import Task
 
 SPEC = wb.RunSpec(task="fashion-mlp", micro_batch=256, device="cpu", nproc_per_node=2)
@@ -69,7 +69,7 @@ def test_an_interrupt_keeps_what_was_learnt(tmp_path: Path) -> None:
 
 def test_a_batch_above_the_dataset_is_refused_before_any_trial() -> None:
     with pytest.raises(wb.spec.SpecError, match=r"batch 9,000 is above the dataset, which has 64 samples: .*try batches up to 64"):
-        lab().check(9000)
+        runner().check(9000)
 
 
 def test_only_what_was_learnt_is_said_to_be_kept(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_only_what_was_learnt_is_said_to_be_kept(tmp_path: Path) -> None:
         return getattr(error, "__notes__", [])
 
     assert notes() == []  # refused, before there was a plan
-    here = lab()
-    target = reach.aimed(here, Target(name="loss", value=0.5))
+    here = runner()
+    target = reach.with_direction(here, Target(name="loss", value=0.5))
     order = Order(
         target=target, batches=(8,), rules=("none",), optimizers=("",), retune=(), seeds=2, base_batch=8, patience=3.0, max_steps=100,
         probe=16, budget_s=None, noise_scale=None, critical_batch=None,
@@ -145,7 +145,7 @@ class Line(torch.nn.Module):
         return self.weight * x
 
 
-def lab(spec: wb.RunSpec = SPEC, target: str = "loss", scale: float = 1.0, **fields: Any) -> Lab:
+def runner(spec: wb.RunSpec = SPEC, target: str = "loss", scale: float = 1.0, **fields: Any) -> TrialRunner:
     made = {
         "model": Line,
         "dataset": lambda: [torch.ones(()) for _ in range(64)],
@@ -153,14 +153,14 @@ def lab(spec: wb.RunSpec = SPEC, target: str = "loss", scale: float = 1.0, **fie
         "optimizer": "sgd(lr=0.05)",
         **fields,
     }
-    return Lab(spec.replace(nproc_per_node=1), Task(**made), probe=16, target=target)
+    return TrialRunner(spec.replace(nproc_per_node=1), Task(**made), probe=16, target=target)
 
 
 def test_a_trial_ends_at_the_crossing() -> None:
     """(1 − w)² falls by the factor (1 − 2 lr)² in each step: 0.81 at 0.05."""
     job = Job(batch=12, rule="none", optimizer="", lr=0.05, seed=0)
     plan = {"warmup_steps": 0}
-    here = lab(SPEC.replace(micro_batch=8))
+    here = runner(SPEC.replace(micro_batch=8))
     trial = here.run(job, plan, Target(name="loss", value=0.5, rises=False), lambda: 100, 100)
     assert trial.outcome == "reached"
     assert trial.after == 4  # 0.81, 0.66, 0.53, 0.43
@@ -184,14 +184,14 @@ def test_micro_batches_are_no_larger_than_the_specs() -> None:
         made.append(Line())
         return made[-1]
 
-    here = lab(SPEC.replace(micro_batch=8), model=build)
+    here = runner(SPEC.replace(micro_batch=8), model=build)
     here.run(Job(batch=12, rule="none", optimizer="", lr=0.05, seed=0), {"warmup_steps": 0}, Target(name="loss", value=0.5), lambda: 2, 2)
     assert made[-1].seen == [6] * 4  # 12 = 2 × 6, for 8 does not divide it
 
 
 def test_what_only_several_ranks_share_is_left_out() -> None:
     spec = SPEC.replace(parallel="zero1", noise_scale=True, micro_batch=8)
-    here = Lab(
+    here = TrialRunner(
         spec, Task(model=Line, dataset=lambda: [torch.ones(())] * 8, loss=lambda m, x: (m(x) - x).square().mean()), probe=4, target="loss"
     )
     trainer = here._trainer(Job(batch=8, rule="none", optimizer="", lr=0.02, seed=0), {"warmup_steps": 0})
@@ -199,43 +199,43 @@ def test_what_only_several_ranks_share_is_left_out() -> None:
 
 
 def test_a_rule_may_change_more_than_the_rate() -> None:
-    here = lab(optimizer="adam(lr=0.01)")
+    here = runner(optimizer="adam(lr=0.01)")
     trainer = here._trainer(Job(batch=8, rule="adam", optimizer="", lr=0.02, seed=3), {"warmup_steps": 5, "betas": [0.6, 0.9], "eps": 1e-7})
     (group,) = trainer.optimizer.param_groups
     assert (group["betas"], group["eps"], group["initial_lr"]) == ((0.6, 0.9), 1e-7, 0.02)
     assert trainer.lr == pytest.approx(0.02 / 5)
     assert trainer.spec.seed == SPEC.seed + 3
-    lone = lab(optimizer="rmsprop(lr=0.01)")._trainer(
+    lone = runner(optimizer="rmsprop(lr=0.01)")._trainer(
         Job(batch=8, rule="adam", optimizer="", lr=0.02, seed=0), {"warmup_steps": 0, "betas": [0.5]}
     )
     assert lone.optimizer.param_groups[0]["alpha"] == 0.5
 
 
 def test_a_target_is_seen_from_the_untrained_model() -> None:
-    assert reach.aimed(lab(), Target(name="loss", value=0.5)).rises is False
-    figures = lab(target="weight", evaluate=lambda model: {"weight": float(model.weight)})
-    assert reach.aimed(figures, Target(name="weight", value=0.5)).rises is True
-    assert reach.aimed(figures, Target(name="weight", value=-0.5)).rises is False
+    assert reach.with_direction(runner(), Target(name="loss", value=0.5)).rises is False
+    figures = runner(target="weight", evaluate=lambda model: {"weight": float(model.weight)})
+    assert reach.with_direction(figures, Target(name="weight", value=0.5)).rises is True
+    assert reach.with_direction(figures, Target(name="weight", value=-0.5)).rises is False
     with pytest.raises(
         wb.spec.SpecError, match=r"target loss 2: the untrained model has 1, and so reaches it without a step; try a smaller"
     ):
-        reach.aimed(lab(), Target(name="loss", value=2.0))
+        reach.with_direction(runner(), Target(name="loss", value=2.0))
     with pytest.raises(wb.task.TaskError, match=r"the loss of the untrained model is nan: nothing can be learnt"):
-        reach.aimed(lab(scale=float("nan")), Target(name="loss", value=0.5))
+        reach.with_direction(runner(scale=float("nan")), Target(name="loss", value=0.5))
     with pytest.raises(wb.spec.SpecError, match=r"target 'accuracy': the task's evaluate measures weight"):
-        lab(target="accuracy", evaluate=lambda model: {"weight": 0.0}).untrained()
+        runner(target="accuracy", evaluate=lambda model: {"weight": 0.0}).untrained()
     with pytest.raises(wb.spec.SpecError, match=r"the task has no evaluate="):
-        lab(target="accuracy").untrained()
+        runner(target="accuracy").untrained()
     with pytest.raises(wb.task.TaskError, match="a generator without length"):
-        lab(dataset=lambda: (i for i in range(3)))
+        runner(dataset=lambda: (i for i in range(3)))
 
 
 def test_a_recipe_has_the_rate_that_belongs_to_it() -> None:
     task = Task(model=Line, dataset=list, loss=max, optimizer="sgd(lr=0.05, momentum=0.9)")
     spec = wb.RunSpec(task="fashion-mlp", lr=0.3)
-    assert reach.recipe(spec, task, "")["lr"] == 0.3
-    assert reach.recipe(spec, task, "adam")["lr"] == 0.3
-    assert reach.recipe(spec, task, "adam(lr=0.01)")["lr"] == 0.01  # its own goes before the spec's
-    assert reach.recipe(spec.replace(lr=None), task, "")["momentum"] == 0.9
-    assert reach.named(reach.recipe(spec, task, "")) == "sgd(momentum=0.9)"
+    assert reach.options_of(spec, task, "")["lr"] == 0.3
+    assert reach.options_of(spec, task, "adam")["lr"] == 0.3
+    assert reach.options_of(spec, task, "adam(lr=0.01)")["lr"] == 0.01  # its own goes before the spec's
+    assert reach.options_of(spec.replace(lr=None), task, "")["momentum"] == 0.9
+    assert reach.named(reach.options_of(spec, task, "")) == "sgd(momentum=0.9)"
     assert reach.named({"name": "Mine", "lr": 0.1}) == "Mine"

@@ -18,7 +18,7 @@ from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.api import links_of
 from workbench.cluster.measure.links import rounded
 from workbench.core import run_directory
-from workbench.programs.links import found
+from workbench.programs.communication import as_links
 
 SIZES = (2**12, 2**16, 2**20, 2**24)
 
@@ -157,7 +157,7 @@ def test_more_ranks_than_cores_are_said_to_be() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda: "gloo")
-        links = found({"cores": 2, "host": "here"}, Ranks(), [])  # type: ignore[arg-type]
+        links = as_links({"cores": 2, "host": "here"}, Ranks(), [])  # type: ignore[arg-type]
     assert "oversubscribed: 64 ranks on 2 cores" in links.notes[0]
     assert links.host == "here"
 

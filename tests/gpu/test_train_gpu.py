@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from workbench.core import run_directory
-from workbench.runs.launch.launch import own
+from workbench.runs.programs import TRAIN, entrypoint
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def train(*directories: Path) -> list[Run]:
     """Train what the directories say in one launch of one rank."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", run_directory.ENV_RUN_DIR: str(directories[0].parent)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", *own("workbench.programs.train")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", *entrypoint(TRAIN)]
     done = subprocess.run([*command, *map(str, directories)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return [Run.load(directory) for directory in directories]

@@ -436,7 +436,7 @@ def test_a_job_that_cannot_be_written_down_is_cancelled(tmp_path: Path, slurm: A
 
 def test_what_a_job_starts_says_nothing_of_its_own(tmp_path: Path) -> None:
     run_directory.write_json(tmp_path / run_directory.RUN_JSON, {"outcome": None})
-    words = [sys.executable, "-m", "workbench.runs.launch.in_job", "begin", str(tmp_path)]
+    words = [sys.executable, "-m", "workbench.runs.launch.nodes", "begin", str(tmp_path)]
     found = subprocess.run(words, capture_output=True, text=True, check=True)
     assert found.stderr == ""  # a RuntimeWarning of runpy, in every slurm.log
     assert ":" in found.stdout
@@ -476,7 +476,7 @@ def test_the_script_asks_for_what_was_said() -> None:
     assert wanted <= {line.removeprefix("#SBATCH ") for line in lines}
     assert lines.index("module load cuda") < lines.index(next(line for line in lines if line.startswith("srun ")))
     assert lines[-1].startswith("srun --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 ")
-    assert lines[-1].endswith("/py -m workbench.runs.launch.in_job step '/runs/two words'")
+    assert lines[-1].endswith("/py -m workbench.runs.launch.nodes step '/runs/two words'")
 
 
 # --- a run that goes on

@@ -19,10 +19,10 @@ import workbench as wb
 from tests.conftest import HandMade
 from workbench.core import run_directory
 from workbench.runs.launch import environment, new_run
-from workbench.runs.launch.launch import own
 from workbench.runs.launch.new_run import LaunchError, open_lock
 from workbench.runs.launch.resume import _Again
 from workbench.runs.panel.panel import run_panel
+from workbench.runs.programs import TRAIN, entrypoint
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
 
@@ -66,7 +66,7 @@ def test_a_killed_run_goes_on_and_ends_where_one_that_was_never_killed_does(tmp_
     monkeypatch.chdir(tmp_path)
     spec = wb.RunSpec(task="task.py:build", device="cpu", micro_batch=4, steps=300, checkpoint_every=20, schedule="cosine")
     run = wb.launch(spec, runs_dir=tmp_path / "runs")
-    assert run_directory.read_json(run.path / run_directory.RUN_JSON)["command"][-4:] == own("workbench.programs.train", run.path)
+    assert run_directory.read_json(run.path / run_directory.RUN_JSON)["command"][-4:] == entrypoint(TRAIN, run.path)
     limit = time.monotonic() + 120
     while not list(run.path.glob(f"{run_directory.CHECKPOINTS}/step*.pt")):
         assert run.state == "running", run

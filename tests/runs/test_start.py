@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from workbench.core import run_directory
-from workbench.runs.launch.launch import own
+from workbench.runs.programs import entrypoint
 
 PROGRAM = """
 import gc, json, sys, weakref
@@ -30,7 +30,7 @@ def main():
 def test_libraries_are_frozen_and_what_a_task_makes_is_collected(tmp_path: Path) -> None:
     (tmp_path / "program_of_a_rank.py").write_text(PROGRAM)
     done = subprocess.run(
-        [sys.executable, *own("program_of_a_rank", tmp_path / "one", tmp_path / "two")],
+        [sys.executable, *entrypoint("program_of_a_rank", tmp_path / "one", tmp_path / "two")],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
@@ -48,7 +48,7 @@ def test_libraries_are_frozen_and_what_a_task_makes_is_collected(tmp_path: Path)
 def test_an_import_that_fails_is_on_record(tmp_path: Path) -> None:
     (tmp_path / "program_of_a_rank.py").write_text("raise ImportError('no such library')")
     done = subprocess.run(
-        [sys.executable, *own("program_of_a_rank", tmp_path)],
+        [sys.executable, *entrypoint("program_of_a_rank", tmp_path)],
         env={
             **os.environ,
             "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",

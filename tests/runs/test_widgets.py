@@ -19,8 +19,7 @@ from workbench.core.run_directory import METRICS, RUN_JSON, DamagedRunError, Lin
 from workbench.core.vocabulary import PHASES
 from workbench.runs.panel import html as faces
 from workbench.runs.panel.follow import LOG_START, Follower, RankShare, Snapshot
-from workbench.runs.panel.log import LogView
-from workbench.runs.panel.panel import RunPanel, run_panel
+from workbench.runs.panel.panel import LogView, RunPanel, run_panel
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from workbench.core import run_directory
 from workbench.data.samples import ByteText
-from workbench.programs.sweep import train_all
+from workbench.programs.train import train_all
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
 from workbench.train.models import Gpt, ResNet

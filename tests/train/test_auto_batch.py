@@ -26,7 +26,7 @@ from workbench.memory.compare import compare_memory
 from workbench.memory.ladder import memory_ladder
 from workbench.memory.max_micro_batch import max_micro_batch
 from workbench.programs.choose_micro_batch import choose_micro_batch
-from workbench.runs.launch.launch import own
+from workbench.runs.programs import TRAIN, entrypoint
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task
@@ -404,7 +404,7 @@ def test_one_of_two_ranks_runs_out_of_memory(by_hand: Callable[..., Any]) -> Non
     made = [by_hand(spec=spec.replace(evaluate=True).to_json()) for spec in specs]
     folder = made[0].path.parent
     environment = {**os.environ, "OMP_NUM_THREADS": "1", run_directory.ENV_RUN_DIR: str(folder)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *own("workbench.programs.train")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *entrypoint(TRAIN)]
     command += [str(directory.path) for directory in made]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from workbench.core import run_directory
-from workbench.runs.launch.launch import own
+from workbench.runs.programs import TRAIN, entrypoint
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import SAMPLES, resolve
@@ -22,7 +22,7 @@ def test_samples_learn(by_hand: Callable[..., Any]) -> None:
     """60 steps beat the largest class (13 % of the pictures) and the frequencies of the bytes (4.46 bits)."""
     spec = RunSpec(task="clipart-resnet", nproc_per_node=2, steps=60, warmup_steps=5, schedule="cosine", evaluate=True, device="cpu")
     directories = [by_hand(spec=spec.replace(task=task).to_json()).path for task in ("clipart-resnet", "text-gpt")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *own("workbench.programs.train")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *entrypoint(TRAIN)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", run_directory.ENV_RUN_DIR: str(directories[0].parent)}
     done = subprocess.run([*command, *map(str, directories)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

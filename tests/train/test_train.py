@@ -21,9 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests import toy_tasks
 from workbench.core import run_directory
-from workbench.programs import sweep
 from workbench.programs import train as program
-from workbench.runs.launch.launch import own
+from workbench.runs.programs import TRAIN, entrypoint
 from workbench.runs.root_cause import first_failure
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError
@@ -56,7 +55,7 @@ Make = Callable[..., Any]
 def torchrun(directories: list[Path], ranks: int = 2) -> subprocess.CompletedProcess[str]:
     """Train what the directories say, as the launcher would; the launch directory is the first one's parent."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", run_directory.ENV_RUN_DIR: str(directories[0].parent)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *own("workbench.programs.train")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *entrypoint(TRAIN)]
     return subprocess.run([*command, *map(str, directories)], env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -304,7 +303,7 @@ def test_a_peak_begins_anew() -> None:
     code = """
 import torch
 from workbench.timeline.rank_log import peak_bytes
-from workbench.programs.sweep import reset_peak
+from workbench.programs.train import reset_peak
 block = torch.ones(2**28)
 before = peak_bytes()
 del block
@@ -480,7 +479,7 @@ def test_a_script_is_not_for_this_program(by_hand: Make) -> None:
 
 def test_specs_of_one_launch_agree(alone: Ranks, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"backend='auto', 'gloo' in one launch: specs of one launch must agree on it"):
-        sweep.train_all([spec_of(), spec_of(backend="gloo")], [tmp_path, tmp_path], alone)
+        program.train_all([spec_of(), spec_of(backend="gloo")], [tmp_path, tmp_path], alone)
 
 
 def test_a_full_disk_fails_the_run_and_leaves_whole_lines(by_hand: Make) -> None:

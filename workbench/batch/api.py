@@ -13,8 +13,8 @@ from workbench.core import run_directory, units
 from workbench.core.checks import whole_number
 from workbench.core.progress import ProgressLine
 from workbench.runs.launch import experiments
+from workbench.runs.launch.experiments import error_of, wait_for
 from workbench.runs.launch.launch import launch
-from workbench.runs.launch.waiting import error_of, wait_for
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, RunSpec, SpecError
 from workbench.runs.target import Measured, check_spec
@@ -80,7 +80,7 @@ def find_lr(
         from workbench.batch.analysis.lr_range import check_options
 
         check_options(**options)
-        return read(experiments.range_test(given, options=options, runs_dir=runs_dir))
+        return read(experiments.run_lr_range(given, options=options, runs_dir=runs_dir))
     if isinstance(given, Run):
         return read(given)
     from workbench.batch.measure.lr_range import find

@@ -12,9 +12,10 @@ from workbench.batch.analysis.steps_to_target import StepsToTarget
 from workbench.batch.analysis.trials import Order, Target
 from workbench.core import units
 from workbench.core.checks import is_number, is_whole, real_number, whole_number
-from workbench.runs.launch.launch import check, label, own
+from workbench.runs.launch.experiments import wait_for
+from workbench.runs.launch.launch import check, label
 from workbench.runs.launch.new_run import NewRun
-from workbench.runs.launch.waiting import wait_for
+from workbench.runs.programs import STEPS_TO_TARGET, entrypoint
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, SHARDED, RunSpec
 from workbench.runs.target import check_spec
@@ -45,7 +46,7 @@ def reach(
     """
     check(spec)
     new = NewRun(runs_dir, f"{label(spec)} steps to target")
-    run = new.start(spec, own("workbench.programs.steps_to_target", new.path), experiment={"kind": "reach", "order": dict(order)})
+    run = new.start(spec, entrypoint(STEPS_TO_TARGET, new.path), experiment={"kind": "reach", "order": dict(order)})
     try:
         return wait_for(run, show=None if quiet else words)
     except BaseException as error:

@@ -15,7 +15,7 @@ from workbench.cluster.analysis.links import Links
 from workbench.core import run_directory
 from workbench.core.checks import is_whole, real_number, whole_number
 from workbench.runs.launch import environment
-from workbench.runs.launch.experiments import link_sweep
+from workbench.runs.launch.experiments import run_link_sweep
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 
@@ -70,7 +70,7 @@ def measure_collectives(
             f'nproc_per_node={gpus}, or device="cpu" to see how it works'
         )
     order = {"kinds": list(kinds), "sizes": [int(size) for size in sizes], "repeats": repeats, "measuring_s": float(seconds)}
-    return links_of(link_sweep(spec, order, runs_dir=runs_dir))
+    return links_of(run_link_sweep(spec, order, runs_dir=runs_dir))
 
 
 def links_of(run: Run | str | os.PathLike[str]) -> Links:

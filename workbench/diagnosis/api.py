@@ -78,7 +78,7 @@ def diagnose(
     check_budget(budget_s)
     given = _TARGET.read(target, loader, model=model, optimizer=optimizer)
     if isinstance(given, RunSpec):
-        return _tried(experiments.explore(given, budget_s=budget_s, runs_dir=runs_dir), Elsewhere(runs_dir=runs_dir))
+        return _tried(experiments.run_diagnosis(given, budget_s=budget_s, runs_dir=runs_dir), Elsewhere(runs_dir=runs_dir))
     if isinstance(given, Run):
         return _looked_at(given)
     from workbench.diagnosis.measure.experiment import experiment
@@ -100,7 +100,7 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
     if isinstance(spec, RunSpec):
         runs_dir = subject.runs_dir if isinstance(subject, Elsewhere) else None
         changed = turned(spec, remedy)
-        run = experiments.contend(spec, changed, name=remedy.name, budget_s=budget_s, runs_dir=runs_dir)
+        run = experiments.run_ab_test(spec, changed, name=remedy.name, budget_s=budget_s, runs_dir=runs_dir)
         arm, samples = read_contest(run), float(spec.global_batch)
         name = task.label(spec.task)
     elif isinstance(subject, Step):

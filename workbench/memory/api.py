@@ -251,7 +251,7 @@ def measure_memory(
         return observed
     count = _checked(steps)
     if isinstance(given, RunSpec):
-        launched: MemoryBreakdown = experiments.weigh(given, steps=count, runs_dir=runs_dir).memory_breakdown()
+        launched: MemoryBreakdown = experiments.run_memory_measurement(given, steps=count, runs_dir=runs_dir).memory_breakdown()
         return launched
     from workbench.memory.measure.memory import measure
 

@@ -23,6 +23,7 @@ from typing import IO, Any
 from workbench.core.codec import JsonDataclass
 from workbench.core.device import Device
 from workbench.memory.analysis.log import Event, Mark, MemoryLog, Record
+from workbench.runs.programs import ESTIMATE_WORKER
 from workbench.runs.spec import RunSpec
 
 AXES = ("micro_batch", "sequence", "image")
@@ -187,7 +188,7 @@ class Estimator:
                 sys.executable,
                 "-u",
                 "-m",
-                "workbench.programs.estimate_worker",
+                ESTIMATE_WORKER,
                 str(os.getpid()),
             ],  # unbuffered: the last words of one that dies
             stdin=subprocess.PIPE,

@@ -1,1 +1,1 @@
-"""programs."""
+"""What starts in another process: the programs that torchrun runs in a rank, and workers; `runs/programs.py` names them all."""

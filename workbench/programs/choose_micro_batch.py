@@ -1,6 +1,6 @@
-"""Choosing: the micro-batch of a run that left it open; asked by its ranks, in a process of its own.
+"""Chooses the micro-batch of a run that left it open, in a process beside its ranks.
 
-`python -m workbench.programs.choose_micro_batch`: chooses a micro-batch for the ranks of a run; see `choosing.main`.
+`python -m workbench.programs.choose_micro_batch` reads JSON from its input and prints JSON; `train.choose_micro_batch` starts it.
 """
 
 import contextlib
@@ -42,13 +42,13 @@ def choose_micro_batch(spec: RunSpec, *, device: str, room: int, margin: float =
         dataset = task.dataset()
         example = sample_batch(dataclasses.replace(task, dataset=lambda: dataset), NODES[0])
     most, stream = most_samples(dataset, spec)
-    context = 0 if device == "cpu" else outside_of(device).mid  # counted as a need of the device, and not in the room
+    context = 0 if device == "cpu" else outside_of(device).mid  # a need on the device, but no part of `room`
     limit = share_of(room, margin) + context
-    found, size = estimate_memory(spec, example, device=device, micro_batch=most), most
-    if needed(found) > limit:
-        fitted = max_micro_batch(spec, device, capacity=limit, margin=0.0, batch=example)
-        found, size = fitted.breakdown, fitted.micro_batch
-    figures = {"bytes": needed(found) - context, "limit": limit - context}
+    estimate, size = estimate_memory(spec, example, device=device, micro_batch=most), most
+    if needed(estimate) > limit:
+        largest = max_micro_batch(spec, device, capacity=limit, margin=0.0, batch=example)
+        estimate, size = largest.breakdown, largest.micro_batch
+    figures = {"bytes": needed(estimate) - context, "limit": limit - context}
     if not size:
         raise ValueError("one sample takes {bytes:,} bytes, and {limit:,} may be used; wb.memory_ladder says what helps".format(**figures))
     return {"micro_batch": size, "most": most, "stream": stream, **figures}
@@ -56,13 +56,13 @@ def choose_micro_batch(spec: RunSpec, *, device: str, room: int, margin: float =
 
 def main() -> None:
     """Read JSON arguments of `choose_micro_batch` from standard input and print its answer, or an "error", as JSON."""
-    asked = json.load(sys.stdin)
+    given = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):  # what a task prints
         try:
-            found = choose_micro_batch(RunSpec.from_json(asked["spec"]), device=asked["device"], room=asked["room"])
+            answer = choose_micro_batch(RunSpec.from_json(given["spec"]), device=given["device"], room=given["room"])
         except ValueError as error:
-            found = {"error": str(error)}
-    print(json.dumps(found))
+            answer = {"error": str(error)}
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -1,47 +1,103 @@
-"""`python -m workbench.programs.communication RUN_DIR`: how long a step of each of several specs takes with and without its reduction.
+"""Times communication between ranks: collectives by themselves, or the steps of specs with and without their reduction of gradients.
 
-torchrun starts one per rank. Which specs stands in run.json under "experiment"; rank 0 leaves what came of it beside.
+torchrun starts `python -m workbench.programs.communication RUN_DIR` once per rank. run.json says under "experiment" what to time. Rank 0
+writes the result, `links.json` or `communication.json`.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from workbench.cluster.analysis.links import LinkPoint, Links
+from workbench.cluster.measure.links import time_links
 from workbench.core import run_directory
 from workbench.harness.ab_test import contest
 from workbench.harness.ablations import can_rest, without_reduction
 from workbench.harness.peers import Peers
-from workbench.programs.experiment import Assignment, Resting, Training, carry_out, entered
+from workbench.programs.experiment import Assignment, Resting, Training, entered, run_program
+from workbench.runs.programs import COMMUNICATION
 from workbench.runs.spec import RunSpec
+from workbench.train.ranks import Ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Do what run.json says."""
-    carry_out(measure, name="workbench.programs.communication", about=__doc__, arguments=arguments)
+    run_program(measure, COMMUNICATION, __doc__, arguments)
 
 
-def measure(mine: Assignment) -> dict[str, Any]:
-    """Of each spec the pairs of neighbouring blocks: seconds per step with and without the reduction; rank 0 writes them.
+def measure(assignment: Assignment) -> dict[str, Any]:
+    """Time collectives or steps, whichever was ordered."""
+    return time_collectives(assignment) if assignment.order["kind"] == "links" else time_steps(assignment)
 
-    One spec after the other, each on as many ranks as it wants; the others rest.
+
+def time_collectives(assignment: Assignment) -> dict[str, Any]:
+    """Time collectives; the results so far are written after each round, so that a stop does not lose them."""
+    order, first, began = assignment.order, assignment.ranks.rank == 0, time.monotonic()
+    writer = run_directory.LineWriter(assignment.run_dir / run_directory.METRICS) if first else None
+
+    def seen(done: int, rounds: int, points: list[LinkPoint]) -> None:
+        if writer is not None:
+            links = as_links(assignment.info, assignment.ranks, points)
+            run_directory.write_json(assignment.run_dir / run_directory.LINKS, links.to_json())
+            writer.write([{"step": done, "steps": rounds, "seconds": time.monotonic() - began}])
+
+    torch.set_num_threads(1)
+    device, budget = assignment.ranks.device, order["measuring_s"]
+    points = time_links(order["kinds"], order["sizes"], device=device, repeats=order["repeats"], budget_s=budget, seen=seen)
+    if writer is not None:
+        writer.close()
+    return {run_directory.LINKS: as_links(assignment.info, assignment.ranks, points).to_json()} if first else {}
+
+
+def as_links(info: Mapping[str, Any], ranks: Ranks, points: Sequence[LinkPoint]) -> Links:
+    """The timed collectives, with notes on what they say of a real network."""
+    device, cores = ranks.device, info.get("cores")
+    notes = []
+    if device.type == "cpu" and cores and ranks.world_size > cores:
+        notes.append(f"oversubscribed: {ranks.world_size} ranks on {cores} cores wait for each other's turns, not for a link")
+    if device.type == "cpu":
+        notes.append("between processes of one machine, through its memory or loopback: no network of a cluster")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return Links(
+        points=tuple(points),
+        ranks=ranks.world_size,
+        backend=str(dist.get_backend()),
+        device=name,
+        host=str(info.get("host", "")),
+        notes=tuple(notes),
+    )
+
+
+def time_steps(assignment: Assignment) -> dict[str, Any]:
+    """Seconds per step of each spec with and without its reduction, in pairs of neighbouring blocks.
+
+    One spec after the other, each on as many ranks as it needs; the others rest.
     """
-    found = []
-    for place, given in enumerate(mine.order["specs"]):
+    steps = []
+    for index, given in enumerate(assignment.order["specs"]):
         spec = RunSpec.from_json(given)
-        with Peers.join() as peers, entered(spec, mine.task, mine.ranks, place) as training, turns(training) as (one, other):
-            arm = contest(one, other, budget_s=mine.order["seconds"], peers=peers)
-        found.append({"spec": given, "pairs": [list(pair) for pair in arm.pairs]})
-    return {run_directory.COMMUNICATION: {"steps": found}} if mine.ranks.rank == 0 else {}
+        with (
+            Peers.join() as peers,
+            entered(spec, assignment.task, assignment.ranks, index) as training,
+            variants(training) as (reducing, silent),
+        ):
+            arm = contest(reducing, silent, budget_s=assignment.order["seconds"], peers=peers)
+        steps.append({"spec": given, "pairs": [list(pair) for pair in arm.pairs]})
+    return {run_directory.COMMUNICATION: {"steps": steps}} if assignment.ranks.rank == 0 else {}
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Turn:
-    """A training that takes its turn with the reduction, or without."""
+class Variant:
+    """A training with its reduction of gradients, or without; two variants share the training and take turns."""
 
     training: Training
     switch: contextlib.ExitStack
-    """Shared by both: what it holds is undone when the other's turn begins."""
+    """Shared by both: what one variant entered is undone when the other's turn begins."""
     reduces: bool
 
     @property
@@ -54,7 +110,7 @@ class Turn:
         self.training.step()
 
     def drain(self) -> None:
-        """The turn begins."""
+        """Begin a turn."""
         self.switch.close()
         self.training.drain()
         if not self.reduces:
@@ -62,14 +118,14 @@ class Turn:
 
 
 @contextlib.contextmanager
-def turns(training: Training | Resting) -> Iterator[tuple[Turn, Turn] | tuple[Resting, Resting]]:
-    """The two contestants of one training, which goes on without its ranks agreeing: only its speed means anything afterwards."""
+def variants(training: Training | Resting) -> Iterator[tuple[Variant, Variant] | tuple[Resting, Resting]]:
+    """The two variants of a training. Afterwards its ranks no longer agree on the weights: only its speed means anything."""
     if isinstance(training, Resting):
         yield training, training
         return
-    assert can_rest([training.trainer.model]), "who asks has seen to it"
+    assert can_rest([training.trainer.model]), "whoever asks has checked it"
     with contextlib.ExitStack() as switch:
-        yield Turn(training=training, switch=switch, reduces=True), Turn(training=training, switch=switch, reduces=False)
+        yield Variant(training=training, switch=switch, reduces=True), Variant(training=training, switch=switch, reduces=False)
 
 
 if __name__ == "__main__":

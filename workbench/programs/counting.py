@@ -1,4 +1,4 @@
-"""Counting, as a program: a model's parameters and its dataset's samples; `python -m workbench.programs.counting TASK…` prints them."""
+"""Prints the parameters and samples of tasks as JSON: `python -m workbench.programs.counting TASK…`."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from workbench.train.trainer import build_model
 
 
 def counted(name: str) -> dict[str, int | None]:
-    """Parameters of a task's model (shared ones once), and samples of its dataset; None = a stream, which has no length.
+    """Parameters of a task's model (shared ones once), and samples of its dataset (None = a stream, which has no length).
 
     Raises:
         TaskError: the task cannot be found or built.
@@ -26,7 +26,7 @@ def counted(name: str) -> dict[str, int | None]:
 
 
 def _model(task: Task) -> torch.nn.Module:
-    """The model without its numbers where it can be built so: a large one need not fit."""
+    """The model, on the meta device where it can be built there: a large one need not fit in memory."""
     try:
         with torch.device("meta"):
             return build_model(task)
@@ -36,8 +36,13 @@ def _model(task: Task) -> torch.nn.Module:
         return build_model(task)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Count all tasks that the command line names; print the counts, or an error."""
     try:
         print(json.dumps({name: counted(name) for name in sys.argv[1:]}))
     except Exception as error:
         print(json.dumps({"error": str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,7 @@
-"""The worker: `python -m workbench.programs.estimate_worker PARENT` answers what comes in until nothing more can, or its parent is gone."""
+"""Estimates memory for another process: answers each JSON line on its input with one on its output, until the input or its parent ends.
+
+`python -m workbench.programs.estimate_worker PARENT`, with the number of the parent process; `memory.estimator_process` starts it.
+"""
 
 import json
 import os
@@ -21,23 +24,20 @@ SAMPLES = 16
 
 
 _SEEN: set[str] = set()
+"""Specs estimated so far, by their text; those that shard take longer at the first time."""
 
 
-def main(parent: int) -> None:
-    """Answer every line that comes in with one line that goes out. What tasks print goes to the standard error instead.
-
-    Args:
-        parent: process that must live.
-    """
+def main() -> None:
+    """Answer every line that comes in with one line that goes out. What tasks print goes to the standard error instead."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     questions: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(questions,), daemon=True).start()
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    threading.Thread(target=_watch, args=(int(sys.argv[1]),), daemon=True).start()
     files = Files()
     while True:
-        asked = json.loads(questions.get())
-        answers.write(json.dumps({"edited": files.edited} if files.edited else answered(asked)) + "\n")
+        question = json.loads(questions.get())
+        answers.write(json.dumps({"edited": files.edited} if files.edited else answered(question)) + "\n")
         answers.flush()
         files.note()
 
@@ -45,7 +45,7 @@ def main(parent: int) -> None:
 def _read(questions: "queue.SimpleQueue[str]") -> None:
     for line in sys.stdin:
         questions.put(line)
-    os._exit(0)  # nobody can ask any more, whatever runs
+    os._exit(0)  # no more questions can come
 
 
 def _watch(parent: int) -> None:
@@ -54,19 +54,19 @@ def _watch(parent: int) -> None:
     os._exit(0)  # its children may hold our standard input open
 
 
-def answered(asked: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a question, or {"error": …} in words."""
+def answered(question: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a question, or {"error": message}."""
     try:
-        os.chdir(asked.pop("folder"))  # where relative paths of tasks begin
-        return answer(Question.from_json(asked)).to_json()
+        os.chdir(question.pop("folder"))  # where relative paths of tasks begin
+        return answer(Question.from_json(question)).to_json()
     except ValueError as error:
         return {"error": str(error)}
-    except Exception as error:  # a fault of ours or of a task: its words are all that the other process can get
+    except Exception as error:  # of ours or of a task: the message is all that the other process can get
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 def answer(question: Question) -> Answer:
-    """A fake run.
+    """Record a dry run on fake tensors.
 
     Raises:
         ValueError: it cannot be estimated; the message says why.
@@ -78,8 +78,8 @@ def answer(question: Question) -> Answer:
 
     spec = question.spec
     example = sample_batch(tasks.resolve(spec.task), min(spec.micro_batch, SAMPLES))
-    asked = {name: getattr(question, name) for name in ("sequence", "image")}
-    plan = plan_of(spec, example, device=question.device, micro_batch=spec.micro_batch, **asked)
+    shapes = {"sequence": question.sequence, "image": question.image}
+    plan = plan_of(spec, example, device=question.device, micro_batch=spec.micro_batch, **shapes)
     log, rank = record(plan)
     kind = repr(spec.replace(micro_batch=1))
     first = (spec.parallel in SHARDED or spec.tensor_parallel > 1) and kind not in _SEEN
@@ -129,4 +129,4 @@ def _changed(path: str) -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

@@ -1,8 +1,7 @@
-"""`python -m workbench.programs.experiment RUN_DIR`: finds out what a step of a spec is made of, or lets two specs take turns.
+"""Diagnoses a step of a spec, or times two specs against each other; and runs every other program that measures something.
 
-torchrun starts one per rank. What to do stands in run.json under "experiment"; rank 0 leaves what came of it beside.
-
-The frame of a program that torchrun starts once per rank to find something out: read the order, join, do it, write, leave together.
+torchrun starts `python -m workbench.programs.experiment RUN_DIR` once per rank. run.json says under "experiment" what to do. Rank 0 writes
+the result, `evidence.json` or `contest.json`.
 """
 
 import argparse
@@ -28,6 +27,7 @@ from workbench.harness.peers import Peers
 from workbench.harness.replay import PATIENCE, drain, settle
 from workbench.memory.measure.at_oom import held
 from workbench.runs import failure
+from workbench.runs.programs import EXPERIMENT
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task, resolve
 from workbench.train.layout import stand_by
@@ -53,13 +53,15 @@ class Assignment:
         return order
 
 
-def carry_out(do: Callable[[Assignment], Mapping[str, Any]], *, name: str, about: str | None, arguments: Sequence[str] | None) -> None:
-    """Do what run.json says; whatever goes wrong is recorded before anything is torn down.
+def run_program(
+    measure: Callable[[Assignment], Mapping[str, Any]], name: str, about: str | None, arguments: Sequence[str] | None = None
+) -> None:
+    """Read the assignment, join the other ranks, measure, write the results, and leave together. An error is recorded first of all.
 
     Args:
-        do: gives what this rank writes: what goes into JSON by file, below the run directory.
+        measure: gives what this rank writes: the content of JSON files, by their names in the run directory.
         name: of the program, for its help.
-        about: the same.
+        about: what it does, for its help.
         arguments: the command line; None = that of this process.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=about)
@@ -70,36 +72,36 @@ def carry_out(do: Callable[[Assignment], Mapping[str, Any]], *, name: str, about
         spec = RunSpec.from_json(info["spec"])
         task = resolve(spec.task)  # before the group: a wrong name needs no peers to be found
         ranks = Ranks.join(spec)
-        for file, found in do(Assignment(run_dir=run_dir, info=info, spec=spec, task=task, ranks=ranks)).items():
+        for file, result in measure(Assignment(run_dir=run_dir, info=info, spec=spec, task=task, ranks=ranks)).items():
             (run_dir / file).parent.mkdir(exist_ok=True)
-            run_directory.write_json(run_dir / file, found)
-        ranks.agree(True)  # nobody leaves while another writes
+            run_directory.write_json(run_dir / file, result)
+        ranks.agree(True)  # no rank leaves while another one writes
     except BaseException as error:
         failure.record(error.error if isinstance(error, StepFailed) else error, run_dir=run_dir, held=held)
         raise
     Ranks.leave()
 
 
-LEAST = 0.5
-"""Of the budget is for measuring at least, however long the start has taken."""
+MIN_MEASURING = 0.5
+"""Share of the budget that is left for measuring at least, however long the start has taken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Do what run.json says."""
-    carry_out(find_out, name="workbench.programs.experiment", about=__doc__, arguments=arguments)
+    run_program(find_out, EXPERIMENT, __doc__, arguments)
 
 
-def find_out(mine: Assignment) -> dict[str, Any]:
-    """Evidence, or a contest; rank 0 writes it."""
-    try_out, name = (diagnose, run_directory.EVIDENCE) if mine.order["kind"] == "diagnose" else (prove, run_directory.CONTEST)
-    found = try_out(mine.info, mine.task, mine.ranks)
-    return {name: found} if mine.ranks.rank == 0 else {}
+def find_out(assignment: Assignment) -> dict[str, Any]:
+    """Evidence about a step, or the result of an A/B test; rank 0 writes it."""
+    diagnosing = assignment.order["kind"] == "diagnose"
+    result = diagnose(assignment) if diagnosing else prove(assignment)
+    return {run_directory.EVIDENCE if diagnosing else run_directory.CONTEST: result} if assignment.ranks.rank == 0 else {}
 
 
-def diagnose(info: Mapping[str, Any], task: Task, ranks: Ranks) -> dict[str, Any]:
+def diagnose(assignment: Assignment) -> dict[str, Any]:
     """Evidence about a step of the spec."""
-    spec = RunSpec.from_json(info["spec"])
-    trainer = Trainer(spec, task, ranks)
+    spec = assignment.spec
+    trainer = Trainer(spec, assignment.task, assignment.ranks)
 
     def step(batches: Any) -> None:
         trainer.step(batches if spec.accumulation > 1 else (batches,))
@@ -109,30 +111,30 @@ def diagnose(info: Mapping[str, Any], task: Task, ranks: Ranks) -> dict[str, Any
         trainer.loader,
         model=trainer.model,
         optimizer=trainer.optimizer,
-        budget_s=_budget(info, ranks),
+        budget_s=_budget(assignment),
         accumulation=spec.accumulation,
     )
     return dataclasses.replace(evidence, precision=spec.precision).to_json()
 
 
-def prove(info: Mapping[str, Any], task: Task, ranks: Ranks) -> dict[str, Any]:
+def prove(assignment: Assignment) -> dict[str, Any]:
     """Steps per second of two specs that take turns: an `Arm` whose baseline is the first."""
-    specs = [RunSpec.from_json(info["experiment"][name]) for name in ("baseline", "changed")]
+    specs = [RunSpec.from_json(assignment.order[name]) for name in ("baseline", "changed")]
     with contextlib.ExitStack() as stack, Peers.join() as peers:
-        one, other = [stack.enter_context(entered(spec, task, ranks, place)) for place, spec in enumerate(specs)]
-        arm = contest(one, other, budget_s=_budget(info, ranks), peers=peers)
+        trainings = [stack.enter_context(entered(spec, assignment.task, assignment.ranks, index)) for index, spec in enumerate(specs)]
+        arm = contest(*trainings, budget_s=_budget(assignment), peers=peers)
     return dataclasses.asdict(dataclasses.replace(arm, samples=specs[1].global_batch / specs[0].global_batch))
 
 
-def _budget(info: Mapping[str, Any], ranks: Ranks) -> float:
-    """Seconds that are left of those that the user gives for all of it: the same on all ranks, which decide by it when to stop."""
-    given = float(info["experiment"]["budget_s"])
-    left = max(given - (time.time() - info["created"]), LEAST * given)
-    return min(map(float, ranks.share("budget", str(left).encode())))
+def _budget(assignment: Assignment) -> float:
+    """Seconds that are left of the user's budget; the same on all ranks, which decide by it when to stop."""
+    budget = float(assignment.order["budget_s"])
+    left = max(budget - (time.time() - assignment.info["created"]), MIN_MEASURING * budget)
+    return min(map(float, assignment.ranks.share("budget", str(left).encode())))
 
 
 class Resting:
-    """On a rank that a contestant does not use."""
+    """Stands for a contestant on a rank that it does not use."""
 
     def step(self) -> None:
         """Nothing to do."""
@@ -142,7 +144,7 @@ class Resting:
 
 
 class Training:
-    """A spec that trains, in a contest with another one in the same process."""
+    """Trains a spec, in turns with another one in the same process."""
 
     _turn: "Training | None" = None
 
@@ -156,7 +158,7 @@ class Training:
         self.trainer.step(batches if self.trainer.spec.accumulation > 1 else (batches,))
 
     def drain(self) -> None:
-        """Take the turn: wait until the other one's workers rest, so that they take no core; take what lies ready in one's own queue."""
+        """Begin a turn: wait until the other training's workers rest, so that they take no core, and empty the own queue of batches."""
         if Training._turn not in (self, None):
             settle(Training._turn.feed, PATIENCE)
         Training._turn = self
@@ -170,14 +172,14 @@ class Training:
 
 
 @contextlib.contextmanager
-def entered(spec: RunSpec, task: Task, everyone: Ranks, place: int) -> Iterator[Training | Resting]:
-    """A contestant on this rank. It may want fewer ranks than there are; all have to come here, to make its process group.
+def entered(spec: RunSpec, task: Task, everyone: Ranks, number: int) -> Iterator[Training | Resting]:
+    """A contestant on this rank. It may use fewer ranks than there are; all must call this, to make its process group.
 
     Args:
         spec: of the contestant.
         task: what is trained.
         everyone: all ranks of the launch.
-        place: its number among the contestants.
+        number: its number among the contestants.
     """
     members = list(range(spec.nproc_per_node))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -189,7 +191,7 @@ def entered(spec: RunSpec, task: Task, everyone: Ranks, place: int) -> Iterator[
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    ranks = Ranks(rank=everyone.rank, world_size=len(members), device=device, store=PrefixStore(f"contestant {place}", everyone.store))
+    ranks = Ranks(rank=everyone.rank, world_size=len(members), device=device, store=PrefixStore(f"contestant {number}", everyone.store))
     with contextlib.closing(Training(Trainer(spec, task, ranks, group))) as training:
         yield training
 

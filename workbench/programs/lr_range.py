@@ -1,21 +1,20 @@
-"""`python -m workbench.programs.lr_range RUN_DIR`: looks for a learning rate of a spec; rank 0 leaves what it found in `lr_range.json`.
+"""Looks for a learning rate of a spec; rank 0 writes it to `lr_range.json`.
 
-torchrun starts one per rank. What is wanted stands in run.json under "experiment". All sweeps and the race happen in this one launch.
+torchrun starts `python -m workbench.programs.lr_range RUN_DIR` once per rank. run.json has the options under "experiment". All sweeps and
+the race happen in this one launch.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.batch.analysis.lr_found import LrFound
 from workbench.batch.measure.lr_range import find
 from workbench.core import run_directory
-from workbench.programs.experiment import Assignment, carry_out
-from workbench.runs.spec import AUTO, RunSpec
-from workbench.runs.task import Task
+from workbench.programs.experiment import Assignment, run_program
+from workbench.runs.programs import LR_RANGE
+from workbench.runs.spec import AUTO
 from workbench.train.choose_micro_batch import choose
-from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
 
 INTERVAL = 0.3
@@ -24,50 +23,33 @@ INTERVAL = 0.3
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Do what run.json says."""
-    carry_out(find_out, name="workbench.programs.lr_range", about=__doc__, arguments=arguments)
+    run_program(find_out, LR_RANGE, __doc__, arguments)
 
 
-def find_out(mine: Assignment) -> dict[str, Any]:
-    """The learning rate; all ranks find the same, rank 0 writes it."""
-    found = search(mine.spec, mine.task, mine.ranks, mine.order, mine.run_dir)
-    return {run_directory.LR_RANGE: found.to_json()} if mine.ranks.rank == 0 else {}
-
-
-def search(spec: RunSpec, task: Task, ranks: Ranks, order: Mapping[str, Any], run_dir: Path) -> LrFound:
-    """Sweeps and race with the very Trainer of a run.
-
-    Args:
-        spec: every knob; its learning rate, warm-up and schedule do not matter.
-        task: what is trained.
-        ranks: this process among the others.
-        order: options of `find`.
-        run_dir: for the report of how far it is.
-    """
+def find_out(assignment: Assignment) -> dict[str, Any]:
+    """Sweep and race with the very Trainer of a run; all ranks find the same rate, rank 0 writes it."""
+    spec, ranks, order = assignment.spec, assignment.ranks, assignment.order
     if spec.micro_batch == AUTO:
         spec = spec.replace(micro_batch=choose(spec, ranks))
-    trainer = Trainer(spec, task, ranks)
+    trainer = Trainer(spec, assignment.task, ranks)
 
     def step(batches: Any) -> Any:
         return trainer.step(batches if spec.accumulation > 1 else (batches,))
 
-    return find(
+    lr_found = find(
         step,
         trainer.loader,
         model=trainer.model,
         optimizer=trainer.optimizer,
         accumulation=spec.accumulation,
-        progress=reporting(run_dir) if ranks.rank == 0 else None,
+        progress=reporting(assignment.run_dir) if ranks.rank == 0 else None,
         **{name: order[name] for name in ("low", "high", "sweeps", "iterations", "race_steps")},
     )
+    return {run_directory.LR_RANGE: lr_found.to_json()} if ranks.rank == 0 else {}
 
 
 def reporting(run_dir: Path, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int, float, float], None]:
-    """Gives a function that writes a line of `metrics.jsonl` now and then.
-
-    Args:
-        run_dir: where.
-        clock: seconds.
-    """
+    """A function that writes a line of the run's `metrics.jsonl` every INTERVAL seconds of a clock."""
     writer = run_directory.LineWriter(run_dir / run_directory.METRICS)
     began = written = clock()
 

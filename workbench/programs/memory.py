@@ -1,6 +1,6 @@
-"""`python -m workbench.programs.memory RUN_DIR`: takes a few steps of a spec and leaves what they held, each rank in `memory/rank<r>.json`.
+"""Records what a few steps of a spec hold in memory, each rank in `memory/rank<r>.json`.
 
-torchrun starts one per rank. How many steps stands in run.json under "experiment".
+torchrun starts `python -m workbench.programs.memory RUN_DIR` once per rank. run.json says under "experiment" how many steps.
 """
 
 import contextlib
@@ -13,41 +13,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workbench.core import run_directory
 from workbench.core.gc import collected_before
-from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.log import ALLOC, Event
 from workbench.memory.measure.allocator import allocations
 from workbench.memory.measure.memory import Borders, breakdown, take_in
 from workbench.memory.measure.recorder import Recorder
-from workbench.programs.experiment import Assignment, carry_out
-from workbench.runs.spec import RunSpec
-from workbench.runs.task import Task, label
-from workbench.train.ranks import Ranks
+from workbench.programs.experiment import Assignment, run_program
+from workbench.runs.programs import MEMORY
+from workbench.runs.task import label
 from workbench.train.trainer import Trainer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Do what run.json says."""
-    carry_out(find_out, name="workbench.programs.memory", about=__doc__, arguments=arguments)
+    run_program(find_out, MEMORY, __doc__, arguments)
 
 
-def find_out(mine: Assignment) -> dict[str, Any]:
-    """What this rank held."""
-    found = measure(mine.spec, mine.task, mine.ranks, int(mine.order["steps"]))
-    return {f"{run_directory.MEMORY}/rank{mine.ranks.rank}.json": found.to_json()}
-
-
-def measure(spec: RunSpec, task: Task, ranks: Ranks, steps: int) -> MemoryBreakdown:
-    """Take steps with the very Trainer of a run, and say what they held on this rank.
-
-    Args:
-        spec: every knob.
-        task: what is trained.
-        ranks: this process among the others.
-        steps: optimizer steps.
-    """
+def find_out(assignment: Assignment) -> dict[str, Any]:
+    """Take steps with the very Trainer of a run; gives the memory breakdown of this rank."""
+    spec, ranks, steps = assignment.spec, assignment.ranks, int(assignment.order["steps"])
     recorder = Recorder(device=ranks.device.type)
     with allocations(ranks.device) as truth, contextlib.ExitStack() as stack:
-        trainer = Trainer(spec, task, ranks)
+        trainer = Trainer(spec, assignment.task, ranks)
         stack.enter_context(collected_before())  # the trainer has decided about the collector
         recorder.attach(trainer.module)
         _charge_buckets(recorder, trainer)
@@ -68,7 +54,7 @@ def measure(spec: RunSpec, task: Task, ranks: Ranks, steps: int) -> MemoryBreakd
             recorder.mark("end")
         recorder.recognise_unsharded(trainer.model)
         _leave_out_seen(recorder, trainer.model)
-    return breakdown(
+    held = breakdown(
         recorder,
         borders,
         truth,
@@ -78,10 +64,11 @@ def measure(spec: RunSpec, task: Task, ranks: Ranks, steps: int) -> MemoryBreakd
         world_size=ranks.world_size,
         drifts=ranks.device.type == "cpu",
     )
+    return {f"{run_directory.MEMORY}/rank{ranks.rank}.json": held.to_json()}
 
 
 def _charge_buckets(recorder: Recorder, trainer: Trainer) -> None:
-    """DDP's buckets, together as large as all gradients, live from its making on and are seen by no operator.
+    """Count DDP's buckets, together as large as all gradients: they live from its construction on, and no operator shows them.
 
     Those that are the gradients themselves, with `gradient_as_bucket_view`, are seen as gradients.
     """

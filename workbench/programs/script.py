@@ -1,4 +1,4 @@
-"""Run an unedited training script as `__main__` in a rank, and leave the cause on record should it fail.
+"""Runs an unedited training script as `__main__` in a rank, and records the error if it fails.
 
     python -m workbench.programs.script [--watch [--profile JSON]] SCRIPT ARGS…
 
@@ -107,7 +107,8 @@ def _as_from(script: str, error: BaseException) -> BaseException:
     return error.with_traceback(frames)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Read the command line, prepare what it asks for, and run the script."""
     words = sys.argv[1:]
     sys.meta_path.insert(0, _TeardownWatch())  # before anything imports torch
     if words[0] == "--watch":
@@ -123,3 +124,7 @@ if __name__ == "__main__":
 
         watch_script.install(borders)
     run(words[0], words[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,10 @@
-"""`python -m workbench.programs.start MODULE …`: how torchrun starts a rank of a launch that runs a program of this package.
+"""Starts another program in a rank, with torch loaded where the garbage collector does not look at it again.
 
-300,000 objects come with torch and live as long as the process. Python's cyclic garbage collector goes over them several times while they
-are made, again during the training, and when the process ends: a quarter of what a short run takes. Here they are made while it rests, and
-are left out of its later runs (`gc.freeze`); what a task makes is not. A script of the user's runs as it is, and a pod's `alone` by itself.
+torchrun starts `python -m workbench.programs.start MODULE …` once per rank; only a user's script and `alone`, in a pod, start without it.
+
+Torch brings 300,000 objects that live as long as the process. Python's cyclic garbage collector walks over them several times while they
+are made, again during the training, and when the process ends: a quarter of a short run. Here the collector is off while torch is loaded,
+and leaves these objects out later (`gc.freeze`); those of a task are not left out.
 """
 
 import gc

@@ -1,12 +1,8 @@
-"""`python -m workbench.programs.steps_to_target RUN_DIR`: trains at several batches and learning rates until a target is reached.
+"""Trains with several batches and learning rates until a target is reached.
 
-torchrun starts one process per rank. What to do stands in run.json under "experiment". Each rank does trials of its own and by itself,
-with gradient accumulation for the batches: how many ranks there are changes how long it takes, not what comes out. They meet in
-`trials.jsonl` only.
-
-One training until its target: the laboratory that all trials of a process share, and the loop of a trial.
-
-The journal of trials: `trials.jsonl`, where ranks take trials and leave what came of them; whoever likes reads it meanwhile.
+torchrun starts `python -m workbench.programs.steps_to_target RUN_DIR` once per rank. run.json has the order under "experiment". Each rank
+runs trials of its own, with gradient accumulation for the batches: more ranks are faster, and give the same results. Ranks share only the
+journal `trials.jsonl`, from which they take trials and to which they write results; others may read it meanwhile.
 """
 
 import argparse
@@ -33,6 +29,7 @@ from workbench.core import run_directory
 from workbench.core.units import count
 from workbench.memory.measure.at_oom import held
 from workbench.runs import failure
+from workbench.runs.programs import STEPS_TO_TARGET
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task, TaskError, resolve
 from workbench.train.layout import Layout
@@ -50,8 +47,8 @@ AGAIN = 1.0
 """Seconds between two looks at what the other ranks have found."""
 
 
-class Lab:
-    """What trials share: the device, the dataset, and the samples on which the loss is measured."""
+class TrialRunner:
+    """Runs trials on this rank; they share the device, the dataset, and the samples on which the loss is measured."""
 
     def __init__(self, spec: RunSpec, task: Task, *, probe: int, target: str) -> None:
         """
@@ -79,10 +76,10 @@ class Lab:
         self._probe = self._drawn(probe) if target == "loss" else []
 
     def check(self, batch: int) -> None:
-        """See that a batch can be drawn.
+        """Check that a batch can be drawn.
 
         Raises:
-            SpecError: it is above the dataset.
+            SpecError: it is larger than the dataset.
         """
         if batch > len(self.dataset):
             raise SpecError(
@@ -91,10 +88,10 @@ class Lab:
             )
 
     def untrained(self) -> float:
-        """What the untrained model gives.
+        """The target's figure of the untrained model.
 
         Raises:
-            SpecError: the task does not measure that.
+            SpecError: the task does not measure it.
         """
         seed_all(self.spec.seed)
         module = build_model(self.task).to(self.device)
@@ -107,13 +104,13 @@ class Lab:
         return self.value(module)
 
     def run(self, job: Job, plan: Mapping[str, Any], target: Target, limit: Callable[[], int], cap: int) -> Trial:
-        """Train until the target is reached, or there is no hope.
+        """Train until the target is reached, out of reach, or the limit is.
 
         Args:
             job: batch, learning rate and seed.
             plan: what else a rule changes: betas, eps, warmup_steps.
             target: with its direction.
-            limit: gives the steps after which it is hopeless; asked again from time to time.
+            limit: gives the steps after which to stop; called again every AGAIN seconds.
             cap: steps of any trial at most.
         """
         began = asked = time.monotonic()
@@ -150,15 +147,15 @@ class Lab:
 
     @torch.no_grad()
     def value(self, module: nn.Module) -> float:
-        """What the target is about: the mean loss on the probe, in evaluation mode and fp32, or the task's figure."""
+        """The target's figure: the mean loss on the probe, in evaluation mode and fp32, or one of the task's evaluation."""
         if self._name != "loss":
-            found = evaluate(self.task, module).get(self._name, math.nan)
+            value = evaluate(self.task, module).get(self._name, math.nan)
         else:
             module.eval()
             parts = [(loss_of(self.task, module, batch), samples) for batch, samples in self._probe]
-            found = float(sum(loss * samples for loss, samples in parts)) / sum(samples for _, samples in parts)
+            value = float(sum(loss * samples for loss, samples in parts)) / sum(samples for _, samples in parts)
         module.train()
-        return found
+        return value
 
     def _trainer(self, job: Job, plan: Mapping[str, Any]) -> Trainer:
         micro = next(size for size in range(min(self.spec.micro_batch, job.batch), 0, -1) if job.batch % size == 0)
@@ -189,20 +186,20 @@ class Lab:
         chosen = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(0))[:samples].tolist()
         size = 4 * self.spec.micro_batch  # without gradients a model holds far less
         collate = self.task.collate or default_collate
-        found = []
+        batches = []
         for start in range(0, len(chosen), size):
             part = chosen[start : start + size]
             fetch = getattr(self.dataset, "__getitems__", None)  # as torch's loader does
             batch = fetch(part) if fetch else [self.dataset[i] for i in part]
-            found.append((to_device(collate(batch), self.device), len(part)))
-        return found
+            batches.append((to_device(collate(batch), self.device), len(part)))
+        return batches
 
 
 LOCK = "trials.lock"
 
 
 class Journal:
-    """One rank's view of it. Rows: one "plan", and per trial a "claim" before and a "trial" after."""
+    """One rank's view of `trials.jsonl`: rows of kind "plan" (one), and per trial a "claim" before it and a "trial" after it."""
 
     def __init__(self, run_dir: Path) -> None:
         """
@@ -231,16 +228,16 @@ class Journal:
                 self._writer.write([{"kind": "plan", **row, "created": time.time()}])
 
     def take(self, agenda: Agenda) -> tuple[Job | None, bool]:
-        """A trial to do, claimed; None = none now. And: is all done?"""
+        """Claim a trial to run (None = none now); and whether all trials are done."""
         with self._alone():
             wanted = agenda.wanted(self._done)
-            job = next((one for one in wanted if one not in self._claimed), None)
+            job = next((job for job in wanted if job not in self._claimed), None)
             if job is not None:
                 self._writer.write([{"kind": "claim", **dataclasses.asdict(job)}])
             return job, not wanted
 
     def add(self, trial: Trial, agenda: Agenda) -> None:
-        """Write down what came of a trial, and how many there will be."""
+        """Write down the result of a trial, and how many there will be."""
         with self._alone():
             total = agenda.total([*self._done, trial])
             self._writer.write([{"kind": "trial", **dataclasses.asdict(trial), "total": total, "at": time.time()}])
@@ -273,21 +270,21 @@ WAIT = 0.05
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Do trials until none is left; whatever goes wrong is recorded."""
-    parser = argparse.ArgumentParser(prog="python -m workbench.programs.steps_to_target", description=__doc__)
+    """Run trials until none is left; an error is recorded."""
+    parser = argparse.ArgumentParser(prog=f"python -m {STEPS_TO_TARGET}", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help='directory with a run.json that has an "experiment"')
     run_dir = parser.parse_args(arguments).run_dir
     try:
         info = run_directory.read_json(run_dir / run_directory.RUN_JSON)
         spec, order = RunSpec.from_json(info["spec"]), Order.from_json(info["experiment"]["order"])
-        explore(spec, order, resolve(spec.task), run_dir)
+        run_trials(spec, order, resolve(spec.task), run_dir)
     except BaseException as error:
         failure.record(error, run_dir=run_dir, held=held)
         raise
 
 
-def explore(spec: RunSpec, order: Order, task: Task, run_dir: Path) -> None:
-    """Take trials from the journal and write down what came of them, until there is none left.
+def run_trials(spec: RunSpec, order: Order, task: Task, run_dir: Path) -> None:
+    """Take trials from the journal, run them and write down their results, until none is left.
 
     Args:
         spec: what all trials have in common.
@@ -300,13 +297,13 @@ def explore(spec: RunSpec, order: Order, task: Task, run_dir: Path) -> None:
         TaskError: the untrained model's loss is not a number.
     """
     began = time.monotonic()
-    lab = Lab(spec, task, probe=order.probe, target=order.target.name)
+    runner = TrialRunner(spec, task, probe=order.probe, target=order.target.name)
     for batch in order.batches:
-        lab.check(batch)
-    order = dataclasses.replace(order, target=aimed(lab, order.target))
-    recipes = {optimizer: recipe(spec, task, optimizer) for optimizer in order.optimizers}
+        runner.check(batch)
+    order = dataclasses.replace(order, target=with_direction(runner, order.target))
+    options = {optimizer: options_of(spec, task, optimizer) for optimizer in order.optimizers}
     plans = {
-        (optimizer, rule, batch): scaled(order, spec, recipes[optimizer], rule, batch)
+        (optimizer, rule, batch): scaled(order, spec, options[optimizer], rule, batch)
         for optimizer in order.optimizers
         for rule in {*order.rules, "none"}
         for batch in {*order.batches, order.base_batch}
@@ -314,7 +311,7 @@ def explore(spec: RunSpec, order: Order, task: Task, run_dir: Path) -> None:
     agenda = Agenda(order, {key: plan["lr"] for key, plan in plans.items()})
     journal = Journal(run_dir)
     rows = [{"optimizer": o, "rule": r, "batch": b, **plan} for (o, r, b), plan in plans.items()]
-    journal.begin(order, rows, spec, {optimizer: optimizer or named(recipes[optimizer]) for optimizer in order.optimizers})
+    journal.begin(order, rows, spec, {optimizer: optimizer or named(options[optimizer]) for optimizer in order.optimizers})
     while order.budget_s is None or time.monotonic() - began < order.budget_s:
         job, over = journal.take(agenda)
         if over:
@@ -322,9 +319,9 @@ def explore(spec: RunSpec, order: Order, task: Task, run_dir: Path) -> None:
         if job is None:
             time.sleep(WAIT)
             continue
-        own = {} if job.rule not in order.rules else plans[job.optimizer, job.rule, job.batch]
+        changes = {} if job.rule not in order.rules else plans[job.optimizer, job.rule, job.batch]
         warmup = plans[job.optimizer, "none", job.batch]["warmup_steps"]
-        trial = lab.run(job, {"warmup_steps": warmup, **own}, order.target, _limit_of(agenda, journal, job), order.max_steps)
+        trial = runner.run(job, {"warmup_steps": warmup, **changes}, order.target, _limit_of(agenda, journal, job), order.max_steps)
         journal.add(trial, agenda)
 
 
@@ -332,7 +329,7 @@ def _limit_of(agenda: Agenda, journal: Journal, job: Job) -> Callable[[], int]:
     return lambda: agenda.limit(job, journal.read())
 
 
-def recipe(spec: RunSpec, task: Task, optimizer: str) -> dict[str, Any]:
+def options_of(spec: RunSpec, task: Task, optimizer: str) -> dict[str, Any]:
     """An optimizer's options, with the learning rate that the spec, or its own text, gives it.
 
     Args:
@@ -369,7 +366,7 @@ def scaled(order: Order, spec: RunSpec, base: Mapping[str, Any], rule: str, batc
         batch: in samples.
     """
     try:
-        found = scale_lr(
+        by_rule = scale_lr(
             base["lr"],
             batch=order.base_batch,
             to_batch=batch,
@@ -386,35 +383,35 @@ def scaled(order: Order, spec: RunSpec, base: Mapping[str, Any], rule: str, batc
         return {"lr": base["lr"], "betas": None, "eps": None, "warmup_steps": warmup, "valid": "unknown", "why": "it is left as it is"}
     same = rule == "none"
     return {
-        "lr": float(f"{found.lr:.6g}"),
-        "betas": None if same or found.betas is None else list(found.betas),
-        "eps": None if same else found.eps,
-        "warmup_steps": found.warmup_steps,
-        "valid": found.valid,
-        "why": found.why,
+        "lr": float(f"{by_rule.lr:.6g}"),
+        "betas": None if same or by_rule.betas is None else list(by_rule.betas),
+        "eps": None if same else by_rule.eps,
+        "warmup_steps": by_rule.warmup_steps,
+        "valid": by_rule.valid,
+        "why": by_rule.why,
     }
 
 
-def aimed(lab: Lab, target: Target) -> Target:
+def with_direction(runner: TrialRunner, target: Target) -> Target:
     """The target, with the direction in which it lies from the untrained model.
 
     Raises:
         SpecError: it is reached already.
         TaskError: what the untrained model gives is not a number.
     """
-    start = lab.untrained()
+    start = runner.untrained()
     if not math.isfinite(start):
         raise TaskError(
             f"the {target.name} of the untrained model is {start}: nothing can be learnt from it. Look for infinities in the data, a "
-            f'logarithm or a division in the loss, or try precision="fp32" (it is {lab.spec.precision!r})'
+            f'logarithm or a division in the loss, or try precision="fp32" (it is {runner.spec.precision!r})'
         )
-    found = dataclasses.replace(target, rises=target.name != "loss" and start < target.value, start=start)
-    if found.met(start):
+    target = dataclasses.replace(target, rises=target.name != "loss" and start < target.value, start=start)
+    if target.met(start):
         raise SpecError(
             f"target {target}: the untrained model has {start:.4g}, and so reaches it without a step; "
-            f"try a {'larger' if found.rises else 'smaller'} one"
+            f"try a {'larger' if target.rises else 'smaller'} one"
         )
-    return found
+    return target
 
 
 if __name__ == "__main__":

@@ -1,24 +1,41 @@
-"""`python -m workbench.train RUN_DIR [RUN_DIR…]`: trains the specs that these run directories hold. torchrun starts one per rank."""
+"""Trains the specs of one or several run directories: `python -m workbench.programs.train RUN_DIR [RUN_DIR…]`, once per rank.
+
+Several specs train one after the other in the same processes: start-up is paid once, and all meet equal conditions.
+"""
 
 import argparse
+import contextlib
+import dataclasses
+import gc
 import os
+import tempfile
+import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from workbench.batch.measure.noise_log import NoiseLog
 from workbench.core import run_directory
 from workbench.memory.measure.at_oom import held
-from workbench.programs.sweep import train_all
-from workbench.runs import failure
-from workbench.runs.spec import RunSpec, SpecError, spec_from_json
+from workbench.runs import failure, programs
+from workbench.runs.root_cause import first_failure
+from workbench.runs.spec import AUTO, RunSpec, SpecError, spec_from_json
 from workbench.runs.task import resolve
 from workbench.train.loop import train
 from workbench.train.ranks import Ranks
 
+WARMUP_STEPS = 3
+"""Steps of the throw-away run before the first: kernels are chosen, caches filled, clocks raised."""
+WARMUP_BATCH = 2
+"""Its micro-batch where that of the first run is yet to be chosen."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train; whatever goes wrong is recorded before anything is torn down, so that the rank at fault can be told from its victims."""
-    parser = argparse.ArgumentParser(prog="python -m workbench.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog=f"python -m {programs.TRAIN}", description=__doc__)
     parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory with a run.json")
     run_dirs = parser.parse_args(arguments).run_dirs
     try:
@@ -45,8 +62,77 @@ def read_spec(run_dir: Path) -> RunSpec:
     """
     spec = spec_from_json(run_directory.read_json(run_dir / run_directory.RUN_JSON)["spec"])
     if not isinstance(spec, RunSpec):
-        raise SpecError(f"{run_dir} holds the spec of a script: python -m workbench.programs.script runs those")
+        raise SpecError(f"{run_dir} holds the spec of a script: python -m {programs.SCRIPT} runs those")
     return spec
+
+
+def train_all(specs: Sequence[RunSpec], run_dirs: Sequence[Path], ranks: Ranks) -> None:
+    """Train each spec into its run directory and write the outcome there. One that fails does not keep the next from being trained.
+
+    Raises:
+        SpecError: the specs do not fit into one launch.
+        DiskFullError: there is no room to write; that ends the launch.
+        Exception: the error of a configuration that failed on some ranks only, while the others wait in a reduction.
+    """
+    for name in ("device", "backend", "nproc_per_node", "nnodes"):
+        values = {getattr(spec, name) for spec in specs}
+        if len(values) > 1:
+            raise SpecError(f"{name}={', '.join(map(repr, sorted(values)))} in one launch: specs of one launch must agree on it")
+    with tempfile.TemporaryDirectory() as nowhere:
+        warm = specs[0].replace(steps=min(WARMUP_STEPS, specs[0].steps), evaluate=False, profile=None)
+        attempt(warm.replace(micro_batch=WARMUP_BATCH) if warm.micro_batch == AUTO else warm, Path(nowhere), ranks)
+    for spec, run_dir in zip(specs, run_dirs, strict=True):
+        began = time.monotonic()
+        ok = attempt(spec, run_dir, ranks)
+        if ranks.rank == 0:
+            write_outcome(run_dir, ok, time.monotonic() - began)
+        if not ok and ranks.device.type == "cuda":
+            raise RuntimeError("a configuration has failed and may have left GPUs waiting in a reduction: the next ones need a new launch")
+
+
+def attempt(spec: RunSpec, run_dir: Path, ranks: Ranks) -> bool:
+    """Train one spec; record its error, if any; leave no memory behind. Has it gone well on all ranks?"""
+    reset_peak(ranks.device)
+    group = dist.new_group()  # its own: what a failed configuration has left unfinished disturbs no other
+    error: Exception | None = None
+    try:
+        train(spec, resolve(spec.task), ranks, run_dir, group, held=held, noise_log=NoiseLog)
+    except run_directory.DiskFullError:
+        raise
+    except Exception as raised:
+        error = raised
+        failure.record(error, run_dir=run_dir, rank=ranks.rank, held=held)
+    try:
+        ok = ranks.agree(error is None)
+    except RuntimeError:
+        raise error or RuntimeError("another rank has failed") from None
+    if ok:
+        dist.destroy_process_group(group)
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)  # they hold the model
+    gc.collect()
+    if ok and ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return ok
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let the peak of the memory begin anew: on the GPU, or (on Linux) of what this process holds in main memory."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the "high water mark" of the resident set
+
+
+def write_outcome(run_dir: Path, ok: bool, seconds: float) -> None:
+    """Add the outcome to a run's run.json, with the error of the rank that failed first."""
+    outcome: dict[str, object] = {"state": "finished" if ok else "failed", "seconds": seconds}
+    error = first_failure(run_dir, outcome)
+    if error:
+        outcome["error"] = dataclasses.asdict(error)
+    path = run_dir / run_directory.RUN_JSON
+    run_directory.write_json(path, {**run_directory.read_json(path), "outcome": outcome})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from workbench.core import units
 from workbench.core.progress import ProgressLine
 from workbench.runs.failure import RunError
 from workbench.runs.launch.environment import core_count, gpu_count
-from workbench.runs.launch.experiments import measure_communication
+from workbench.runs.launch.experiments import run_communication
 from workbench.runs.launch.launch import check, label
 from workbench.runs.launch.sweep import Trial, in_brief, in_turn, plan
 from workbench.runs.spec import RunSpec
@@ -136,7 +136,7 @@ class _Growth:
         for specs in in_launches([spec for spec in wanted if spec not in known]):
             self._doing = f"communication of {len(specs)} points"
             try:
-                measure_communication(specs, seconds=SECONDS, runs_dir=self.folder.path, tick=self._tick)
+                run_communication(specs, seconds=SECONDS, runs_dir=self.folder.path, tick=self._tick)
             except RunError as error:
                 notes.append(f"exposed communication could not be measured: {str(error).splitlines()[0]}")
             finally:

@@ -11,6 +11,7 @@ from typing import Any
 from workbench.core.checks import is_whole, whole_number
 from workbench.runs import task
 from workbench.runs.launch.sweep import sweep
+from workbench.runs.programs import COUNTING
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.target import check_spec
 from workbench.runs.task import TaskError
@@ -91,7 +92,7 @@ def count(tasks: Sequence[str]) -> dict[str, dict[str, int | None]]:
     """
     for name in tasks:
         task.check(name)
-    command = [sys.executable, "-m", "workbench.programs.counting", *tasks]
+    command = [sys.executable, "-m", COUNTING, *tasks]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -8,8 +8,8 @@ from typing import Any, Literal, overload
 
 from workbench.core import run_directory
 from workbench.core.checks import whole_number
+from workbench.runs.launch.experiments import wait_for
 from workbench.runs.launch.launch import label, launch
-from workbench.runs.launch.waiting import wait_for
 from workbench.runs.profile import ALL, STEPS, Profile
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError

@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset
 from workbench.core import units
 from workbench.core.cgroup import control_groups
 from workbench.core.device import Device
+from workbench.runs.programs import CHOOSE_MICRO_BATCH
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.train.ranks import Ranks
 
@@ -74,9 +75,7 @@ def ask(spec: RunSpec, device: torch.device, room: int) -> dict[str, Any]:
     """
     asked = json.dumps({"spec": spec.to_json(), "device": device_name(device), "room": room})
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # it must not take a part of the GPU's memory
-    done = subprocess.run(
-        [sys.executable, "-m", "workbench.programs.choose_micro_batch"], input=asked, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", CHOOSE_MICRO_BATCH], input=asked, env=environment, capture_output=True, text=True)
     try:
         found: dict[str, Any] = json.loads(done.stdout)
     except ValueError:

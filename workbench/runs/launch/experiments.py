@@ -1,154 +1,132 @@
-"""Experiments in a launch of their own, awaited: what a step of a spec is made of or holds, or whether a changed spec is faster.
+"""Launches a program that measures something, waits for its end, and stops it when the wait is interrupted.
 
-Timing collectives in a launch of its own, awaited.
+Each function here writes an order into the run directory, under "experiment" of run.json. Its program reads it in every rank and leaves
+the result in the directory. All take `runs_dir`, where run directories go (None = `runs` in the current folder), and all raise `RunError`
+where the experiment failed (its run directory stays), `LaunchError` or `TaskError` where it cannot run here (nothing was written).
 """
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from workbench.runs.launch.launch import check, label, own
+from workbench.core import units
+from workbench.core.progress import ProgressLine
+from workbench.runs import programs
+from workbench.runs.failure import Failure, RunError
+from workbench.runs.launch.launch import check, label
 from workbench.runs.launch.new_run import NewRun
-from workbench.runs.launch.waiting import time_left, wait_for
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 
 PATIENCE = 600.0
-"""Seconds beyond three times the budget after which an experiment is stopped: the building of a model or a dataset takes as long as it
-takes, and one step of it can be longer than the whole budget."""
+"""Seconds beyond three times the budget after which an experiment is stopped: a model or a dataset may take long to build, and one step
+may be longer than the whole budget."""
 STEP = 60.0
-"""Seconds that a step whose memory is recorded may take, about."""
+"""Seconds that a step whose memory is recorded, or a step of an LR range test, may take, about."""
+_RACES = 20
+"""Rounds that candidates run in a race of learning rates, about."""
+_TICK = 0.05
 
 
-def explore(spec: RunSpec, *, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
-    """Find out what a step of a spec is made of; the run directory then holds `evidence.json`.
+def run_diagnosis(spec: RunSpec, *, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
+    """Find out what a step of a spec consists of; the run directory then holds `evidence.json`.
 
     Args:
         spec: to launch.
         budget_s: seconds for all of it, the start included.
-        runs_dir: where run directories go; None = `runs` in the current folder.
-
-    Raises:
-        RunError: the experiment failed; the run directory stays.
-        LaunchError, TaskError: it cannot run here. Nothing was written.
+        runs_dir: see above.
     """
     check(spec)
-    return launched(spec, f"{label(spec)} diagnose", {"kind": "diagnose", "budget_s": budget_s}, runs_dir)
+    order = {"kind": "diagnose", "budget_s": budget_s}
+    return run_experiment(spec, f"{label(spec)} diagnose", order, runs_dir, program=programs.EXPERIMENT)
 
 
-def contend(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
-    """Let two specs take turns in one launch; the run directory then holds `contest.json`.
+def run_ab_test(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
+    """Time two specs against each other, interleaved in one launch; the run directory then holds `contest.json`.
 
-    Where they want different numbers of ranks, there are as many as the larger one wants, and some rest while the smaller one runs.
+    The launch has as many ranks as the larger one; some rest while the smaller one runs.
 
     Args:
         spec: the baseline.
         changed: the other one.
         name: of the change, for people.
         budget_s: seconds for all of it, the start included.
-        runs_dir: where run directories go; None = `runs` in the current folder.
-
-    Raises:
-        RunError: the experiment failed; the run directory stays.
-        LaunchError, TaskError: one of them cannot run here. Nothing was written.
-    """
-    for one in (spec, changed):
-        check(one)
-    both = max(spec, changed, key=lambda one: one.nproc_per_node)
-    order = {"kind": "prove", "budget_s": budget_s, "baseline": spec.to_json(), "changed": changed.to_json()}
-    return launched(both, f"{label(spec)} prove {name}", order, runs_dir)
-
-
-def weigh(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None = None) -> Run:
-    """Find out what a step of a spec holds in memory; the run directory then has a folder `memory` with a file of each rank.
-
-    Args:
-        spec: to launch.
-        steps: how many are taken.
-        runs_dir: where run directories go; None = `runs` in the current folder.
-
-    Raises:
-        RunError: it failed; the run directory stays.
-        LaunchError, TaskError: it cannot run here. Nothing was written.
+        runs_dir: see above.
     """
     check(spec)
+    check(changed)
+    larger = max(spec, changed, key=lambda each: each.nproc_per_node)
+    order = {"kind": "prove", "budget_s": budget_s, "baseline": spec.to_json(), "changed": changed.to_json()}
+    return run_experiment(larger, f"{label(spec)} prove {name}", order, runs_dir, program=programs.EXPERIMENT)
+
+
+def run_memory_measurement(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None = None) -> Run:
+    """Record what some steps of a spec hold in memory; the run directory then has a folder `memory` with a file of each rank."""
+    check(spec)
     order = {"kind": "memory", "budget_s": STEP * steps, "steps": steps}
-    return launched(spec, f"{label(spec)} memory", order, runs_dir, program="workbench.programs.memory")
+    return run_experiment(spec, f"{label(spec)} memory", order, runs_dir, program=programs.MEMORY)
 
 
-def measure_communication(
-    specs: Sequence[RunSpec],
-    *,
-    seconds: float,
-    runs_dir: str | os.PathLike[str] | None = None,
-    tick: Callable[[], object] = int,
+def run_communication(
+    specs: Sequence[RunSpec], *, seconds: float, runs_dir: str | os.PathLike[str] | None = None, tick: Callable[[], object] = int
 ) -> Run:
-    """Let each of several specs train with and without its reduction of gradients, in turns; the run directory then has
+    """Train each of several specs with and without its reduction of gradients, interleaved; the run directory then has
     `communication.json`.
 
-    All are measured in one launch of as many ranks as the largest wants, while the others rest. They must agree on the task, and on what
+    All are measured in one launch of as many ranks as the largest needs, while the others rest. They must agree on the task, and on what
     is fixed when the processes start.
 
     Args:
         specs: to be measured, one after the other.
         seconds: for each, without the start.
-        runs_dir: where run directories go; None = `runs` in the current folder.
-        tick: called again and again meanwhile, such as to show how far it is.
-
-    Raises:
-        RunError: it failed; the run directory stays.
-        LaunchError, TaskError: it cannot run here. Nothing was written.
+        runs_dir: see above.
+        tick: called again and again meanwhile, such as to show progress.
     """
-    for one in specs:
-        check(one)
-    most = max(specs, key=lambda one: one.nproc_per_node)
-    order = {
-        "kind": "communication",
-        "budget_s": seconds * len(specs),
-        "seconds": seconds,
-        "specs": [one.to_json() for one in specs],
-    }
-    return launched(most, f"{label(most)} communication", order, runs_dir, program="workbench.programs.communication", tick=tick)
+    for spec in specs:
+        check(spec)
+    largest = max(specs, key=lambda spec: spec.nproc_per_node)
+    listed = [spec.to_json() for spec in specs]
+    order = {"kind": "communication", "budget_s": seconds * len(specs), "seconds": seconds, "specs": listed}
+    return run_experiment(largest, f"{label(largest)} communication", order, runs_dir, program=programs.COMMUNICATION, tick=tick)
 
 
-def range_test(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | os.PathLike[str] | None = None) -> Run:
-    """Look for the learning rate of a spec; the run directory then holds `lr_range.json`.
+def run_link_sweep(spec: RunSpec, order: Mapping[str, Any], *, runs_dir: str | os.PathLike[str] | None = None) -> Run:
+    """Time collectives between ranks; the run directory then holds `links.json`.
 
-    In a terminal a line says how far it is and how long it will take.
+    Args:
+        spec: of which its ranks, device and backend count.
+        order: kinds, sizes, repeats and measuring_s, as `cluster.measure.links.time_links` takes them.
+        runs_dir: see above.
+    """
+    check(spec)
+    order = {"kind": "links", "budget_s": order["measuring_s"], **order}
+    progress = time_left("{done} of {steps} rounds")
+    return run_experiment(spec, "collectives", order, runs_dir, program=programs.COMMUNICATION, show=progress)
+
+
+def run_lr_range(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | os.PathLike[str] | None = None) -> Run:
+    """Look for the learning rate of a spec, with its progress in a terminal; the run directory then holds `lr_range.json`.
 
     Args:
         spec: to launch.
-        options: low, high, sweeps, iterations and race_steps, as `measure.lr_range.find` takes them.
-        runs_dir: where run directories go; None = `runs` in the current folder.
-
-    Raises:
-        RunError: it failed; the run directory stays.
-        LaunchError, TaskError: it cannot run here. Nothing was written.
+        options: low, high, sweeps, iterations and race_steps, as `batch.measure.lr_range.find` takes them.
+        runs_dir: see above.
     """
     check(spec)
     steps = (options["sweeps"] + 1) * options["iterations"] + _RACES * options["race_steps"]
     order = {"kind": "lr_range", "budget_s": STEP * steps, **options}
-    return launched(
-        spec,
-        f"{label(spec)} find_lr",
-        order,
-        runs_dir,
-        program="workbench.programs.lr_range",
-        show=time_left("{done} of about {steps} steps"),
-    )
+    progress = time_left("{done} of about {steps} steps")
+    return run_experiment(spec, f"{label(spec)} find_lr", order, runs_dir, program=programs.LR_RANGE, show=progress)
 
 
-_RACES = 20
-"""Rounds that candidates run in a race, about."""
-
-
-def launched(
+def run_experiment(
     spec: RunSpec,
     name: str,
     order: Mapping[str, Any],
     runs_dir: str | os.PathLike[str] | None,
     *,
-    program: str = "workbench.programs.experiment",
+    program: str,
     show: Callable[[Run], str] | None = None,
     tick: Callable[[], object] = int,
 ) -> Run:
@@ -157,33 +135,67 @@ def launched(
     Args:
         spec: to launch.
         name: of the run, for people.
-        order: what to try; its `budget_s` is the seconds that it may take, about.
-        runs_dir: where run directories go; None = `runs` in the current folder.
-        program: a module of `workbench.programs` that carries the order out.
-        show: how far it is, in words; None = nothing is shown.
+        order: what to do; its `budget_s` is the seconds that it may take, about.
+        runs_dir: see above.
+        program: of `runs.programs`; it carries the order out.
+        show: the progress of a run, for a line in a terminal; None = nothing is shown.
         tick: called again and again meanwhile.
-
-    Raises:
-        RunError: it failed; the run directory stays.
-        LaunchError: it cannot run here. Nothing was written.
     """
     new = NewRun(runs_dir, name)
-    run = new.start(spec, own(program, new.path), timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
+    run = new.start(spec, programs.entrypoint(program, new.path), timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
     return wait_for(run, show=show, tick=tick)
 
 
-def link_sweep(spec: RunSpec, order: Mapping[str, Any], *, runs_dir: str | os.PathLike[str] | None = None) -> Run:
-    """Time collectives between ranks; the run directory then holds `links.json`.
+def wait_for(run: Run, *, show: Callable[[Run], str] | None = None, tick: Callable[[], object] = int, check: bool = True) -> Run:
+    """Wait for the end of a run. Whatever interrupts the wait, such as Ctrl-C or an error of `tick`, stops the run.
 
     Args:
-        spec: of which its ranks, device and backend count.
-        order: kinds, sizes, repeats and measuring_s, as `measure.links.time_links` takes them.
-        runs_dir: where run directories go; None = `runs` in the current folder.
+        run: as launched.
+        show: its progress, for a line in a terminal; None = nothing is shown.
+        tick: called again and again meanwhile.
+        check: raise if it did not finish well.
 
     Raises:
-        RunError: it failed; the run directory stays.
-        LaunchError: it cannot run here. Nothing was written.
+        RunError: it did not finish well; its run directory stays.
     """
-    check(spec)
-    wanted = {"kind": "links", "budget_s": order["measuring_s"], **order}
-    return launched(spec, "collectives", wanted, runs_dir, program="workbench.programs.links", show=time_left("{done} of {steps} rounds"))
+    line = ProgressLine(lambda: show(run) if show else "")
+    try:
+        while run.state == "running":
+            if show:
+                line.show()
+            tick()
+            time.sleep(_TICK)
+    except BaseException:
+        run.stop()
+        raise
+    finally:
+        line.close(run)
+    if check and (error := error_of(run)):
+        raise error
+    return run
+
+
+def error_of(run: Run) -> RunError | None:
+    """Why a run that has ended did not finish well, and where its directory is; None = it did."""
+    if run.ok:
+        return None
+    error = RunError(run.error or Failure.of_launcher(f"it was {run.state}"))
+    error.add_note(f"Its run directory: {run.path}")
+    return error
+
+
+def time_left(words: str) -> Callable[[Run], str]:
+    """A function that gives the progress of a run and its time left, by the last row of its metrics (step, steps, seconds).
+
+    Args:
+        words: with places for both, such as "{done} of {steps} rounds".
+    """
+
+    def left(run: Run) -> str:
+        rows = run.metric_rows
+        if not rows:
+            return f"{run.path.name}: starting"
+        done, steps, seconds = (rows[-1][name] for name in ("step", "steps", "seconds"))
+        return f"{run.path.name}: {words.format(done=done, steps=steps)} · {units.seconds(seconds * max(0, steps - done) / done)} left"
+
+    return left

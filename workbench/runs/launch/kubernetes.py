@@ -10,6 +10,7 @@ from typing import Any
 
 from workbench.core.checks import choice, whole_number
 from workbench.runs.launch.launch import label
+from workbench.runs.programs import ALONE
 from workbench.runs.spec import RunSpec, ScriptSpec, SpecError
 
 KINDS = ("job", "jobset", "pytorchjob")
@@ -148,7 +149,7 @@ def _program(spec: RunSpec | ScriptSpec) -> list[str]:
     turned = {name: value for name, value in spec.to_json().items() if name not in ("kind", "task")}
     usual = RunSpec(task=spec.task).to_json()
     knobs = [f"{name}={value}" for name, value in turned.items() if value != usual[name] and name not in ("nnodes", "nproc_per_node")]
-    return ["-m", "workbench.programs.alone", spec.task, "/runs", *knobs]
+    return ["-m", ALONE, spec.task, "/runs", *knobs]
 
 
 def _command(spec: RunSpec | ScriptSpec, kind: str, name: str, program: list[str]) -> list[str]:

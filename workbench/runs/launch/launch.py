@@ -1,7 +1,5 @@
 """`launch`: what was asked for is checked, then started."""
 
-import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.rendezvous import TIMEOUT, Rendezvous, free_endpoint
 from workbench.runs.launch.resume import go_on, resumable
 from workbench.runs.launch.slurm import Slurm
+from workbench.runs.programs import spec_entrypoint
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec, check_profile
 from workbench.runs.target import check_launchable
@@ -94,16 +93,15 @@ def launch(
         spec = on.sized(spec, nnodes)
         check(spec, here=False)
         new = NewRun(runs_dir, name or label(spec))
-        return new.start(
-            spec, program(spec, new.path), timeout, submit=on.submit, batch={"system": "slurm", "rdzv_timeout": rdzv_timeout} | on.kept
-        )
+        batch = {"system": "slurm", "rdzv_timeout": rdzv_timeout} | on.kept
+        return new.start(spec, spec_entrypoint(spec, new.path), timeout, submit=on.submit, batch=batch)
     if rdzv_endpoint is not None and spec.nnodes == 1:
         raise LaunchError(f"rdzv_endpoint={rdzv_endpoint!r} with one machine: nobody has to be met; add nnodes=2 or more")
     check(spec, alone=False)
     several = spec.nnodes > 1
     meeting = Rendezvous(nnodes=spec.nnodes, endpoint=rdzv_endpoint or free_endpoint(), timeout=rdzv_timeout) if several else None
     new = NewRun(runs_dir, name or label(spec))
-    return new.start(spec, program(spec, new.path), timeout, rendezvous=meeting)
+    return new.start(spec, spec_entrypoint(spec, new.path), timeout, rendezvous=meeting)
 
 
 def _refuse_changes(given: dict[str, Any], knobs: dict[str, Any]) -> None:
@@ -188,17 +186,3 @@ def check_timeout(timeout: float | None, what: str = "timeout") -> None:
 def label(spec: Spec) -> str:
     """A run's name, where none is given."""
     return task.label(spec.task) if isinstance(spec, RunSpec) else Path(spec.script).stem
-
-
-def own(program: str, *run_dirs: Path) -> list[str]:
-    """What torchrun starts in every rank for a program of `workbench.programs`."""
-    return ["-m", "workbench.programs.start", program, *map(str, run_dirs)]
-
-
-def program(spec: Spec, *run_dirs: Path) -> list[str]:
-    """What torchrun starts in every rank for a spec."""
-    if isinstance(spec, RunSpec):
-        return own("workbench.programs.train", *run_dirs)
-    traced = ["--profile", json.dumps(dataclasses.asdict(spec.profile))] if spec.profile else []
-    # behind "--": else a script's own --n or --log counts as an abbreviation of torchrun's options
-    return ["-m", "--", "workbench.programs.script", *["--watch"] * spec.watch, *traced, spec.script, *spec.args]

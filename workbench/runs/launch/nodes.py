@@ -1,6 +1,8 @@
-"""A machine joins a run that another one has launched: the same guard, the same torchrun, in the run directory that both see.
+"""Runs one machine's part of a run on several: the same guard and torchrun as on the first, in the run directory that all see.
 
-workbench join RUN_DIR    by hand, on each further machine; in a job of Slurm see in_job.py
+workbench join RUN_DIR                                  by hand, on each further machine
+python -m workbench.runs.launch.nodes begin RUN_DIR     when a job of Slurm begins: prints where its machines meet
+python -m workbench.runs.launch.nodes step RUN_DIR      on each machine of the job
 """
 
 import contextlib
@@ -128,3 +130,16 @@ def _prepared(
 
 def _last_words(log: Path) -> str:
     return "\n".join(run_directory.TextTail(log).read(last=True)[-20:])
+
+
+def main() -> None:
+    """Begin a job of Slurm, or run a step of it."""
+    command, run_dir = sys.argv[1], Path(sys.argv[2])
+    if command == "begin":
+        print(begin(run_dir))
+    else:
+        step(run_dir)
+
+
+if __name__ == "__main__":
+    main()

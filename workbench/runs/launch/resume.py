@@ -17,6 +17,7 @@ from typing import Any
 from workbench.core import run_directory
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import GIT_PATIENCE, LaunchError, NewRun, end_guard, open_lock, wait_for_reaped
+from workbench.runs.programs import spec_entrypoint
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import RunSpec
 
@@ -215,7 +216,7 @@ class _Again(NewRun):
         self.path, self.id, self.name, self.created = run.path, run.id, run.name, run.created
 
     def start_again(self, ended: Ended, timeout: float | None, lock: int) -> None:
-        """Start a guard in it, with the same command; or leave everything as it was."""
+        """Start a guard in it, or leave everything as it was."""
         wait_for_reaped(self.id)
         info, environ = self._anew(ended, timeout)
         number, reserved = lives(self.path), (self.path / run_directory.RESERVE).exists()
@@ -239,7 +240,10 @@ class _Again(NewRun):
         """run.json's content for another life, and the environment of the ranks."""
         git = environment.GitQuery(ended.folder)
         environ, added, removed = environment.for_ranks(self.path, self.id, ended.spec.threads)
+        # not as it was launched: an older workbench may have had its programs, and Python itself, elsewhere
+        command = environment.torchrun(ended.spec.nproc_per_node, self.path / run_directory.LOGS, spec_entrypoint(ended.spec, self.path))
         info = ended.info | {
+            "command": command,
             "cwd": str(ended.folder),
             "host": platform.node(),
             "cores": environment.core_count(),

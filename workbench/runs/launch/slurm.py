@@ -15,6 +15,7 @@ from workbench.runs import slurm_queue
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.launch.nodes import ENV_ENDPOINT
+from workbench.runs.programs import NODE
 from workbench.runs.spec import RunSpec, Spec, SpecError, spec_from_json
 
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
@@ -37,8 +38,8 @@ class Slurm:
     #SBATCH --open-mode=append
     #SBATCH --no-requeue
     # One task per machine: a guard, which starts torchrun there, watches it, and leaves nothing behind.
-    export WORKBENCH_RUN_RDZV="$(python -m workbench.runs.launch.in_job begin runs/x)" || exit 1
-    srun --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 python -m workbench.runs.launch.in_job step runs/x
+    export WORKBENCH_RUN_RDZV="$(python -m workbench.runs.launch.nodes begin runs/x)" || exit 1
+    srun --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 python -m workbench.runs.launch.nodes step runs/x
     """
 
     nodes: int | None = None
@@ -128,7 +129,7 @@ class Slurm:
         ]
         lines.append("# One task per machine: a guard, which starts torchrun there, watches it, and leaves nothing behind.")
         here = shlex.quote(str(run_dir))
-        program = f"{shlex.quote(python)} -m workbench.runs.launch.in_job"
+        program = f"{shlex.quote(python)} -m {NODE}"
         cpus = f" --cpus-per-task={self.cpus}" if self.cpus else ""
         lines.append(f'export {ENV_ENDPOINT}="$({program} begin {here})" || exit 1')
         lines.append(f"srun --ntasks={spec.nnodes} --ntasks-per-node=1{cpus} --kill-on-bad-exit=0 {program} step {here}")

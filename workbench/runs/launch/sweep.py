@@ -10,9 +10,10 @@ from typing import Any
 
 from workbench.core import run_directory, units
 from workbench.core.checks import whole_number
-from workbench.runs.launch.launch import check, label, program
+from workbench.runs.launch.experiments import wait_for
+from workbench.runs.launch.launch import check, label
 from workbench.runs.launch.new_run import NewRun, child_dir
-from workbench.runs.launch.waiting import wait_for
+from workbench.runs.programs import spec_entrypoint
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError, check_names, check_profile
 from workbench.runs.target import check_spec
@@ -181,11 +182,11 @@ def _together(trials: Sequence[Trial], runs_dir: str | os.PathLike[str] | None, 
     new = NewRun(runs_dir, name)
     if len(trials) == 1:
         folders = [new.path]
-        launched = new.start(first.spec, program(first.spec, new.path))
+        launched = new.start(first.spec, spec_entrypoint(first.spec, new.path))
     else:
         folders = [child_dir(new.path, index) for index in range(len(trials))]
         children = [(f"{label(trial.spec)} {trial.name}", trial.spec) for trial in trials]
-        launched = new.start(first.spec, program(first.spec, *folders), children=children)
+        launched = new.start(first.spec, spec_entrypoint(first.spec, *folders), children=children)
     try:
         for index, folder in enumerate(folders):
             run = wait_for(Run.load(folder), tick=tick, check=False)

@@ -1,0 +1,54 @@
+"""Names the programs that start in a process of their own, and gives the entrypoint that torchrun runs in each rank.
+
+A program and whoever starts it share no import, only the arguments, the run directory or JSON on a pipe. No other file writes these names
+down. Each module has a function `main`.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from workbench.runs.spec import RunSpec, Spec
+
+START = "workbench.programs.start"
+"""Loads torch, then calls `main` of another program; each rank begins with it."""
+TRAIN = "workbench.programs.train"
+"""Trains the specs of one or several run directories."""
+SCRIPT = "workbench.programs.script"
+"""Runs a script of the user's as it is."""
+ALONE = "workbench.programs.alone"
+"""Trains a spec that was not launched, in a pod of Kubernetes."""
+NODE = "workbench.runs.launch.nodes"
+"""Begins a job of Slurm, and runs each machine's part of it."""
+
+EXPERIMENT = "workbench.programs.experiment"
+"""Diagnoses a step, or times two specs against each other."""
+MEMORY = "workbench.programs.memory"
+"""Records what a step holds in memory."""
+COMMUNICATION = "workbench.programs.communication"
+"""Times collectives, or steps with and without their reduction of gradients."""
+LR_RANGE = "workbench.programs.lr_range"
+"""Looks for a learning rate."""
+STEPS_TO_TARGET = "workbench.programs.steps_to_target"
+"""Trains with several batches and learning rates until a target is reached."""
+
+CHOOSE_MICRO_BATCH = "workbench.programs.choose_micro_batch"
+"""Chooses the micro-batch of a run that left it open."""
+COUNTING = "workbench.programs.counting"
+"""Counts parameters and samples of tasks."""
+ESTIMATE_WORKER = "workbench.programs.estimate_worker"
+"""Estimates memory for the memory explorer."""
+
+
+def entrypoint(program: str, *run_dirs: Path) -> list[str]:
+    """What torchrun runs in each rank: one of these programs with its run directories."""
+    return ["-m", START, program, *map(str, run_dirs)]
+
+
+def spec_entrypoint(spec: Spec, *run_dirs: Path) -> list[str]:
+    """What torchrun runs in each rank for a spec: the trainer, or the user's script."""
+    if isinstance(spec, RunSpec):
+        return entrypoint(TRAIN, *run_dirs)
+    profile = ["--profile", json.dumps(dataclasses.asdict(spec.profile))] if spec.profile else []
+    # after "--": otherwise a script's own --n or --log counts as an abbreviation of torchrun's options
+    return ["-m", "--", SCRIPT, *["--watch"] * spec.watch, *profile, spec.script, *spec.args]
