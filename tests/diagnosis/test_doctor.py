@@ -27,7 +27,7 @@ from workbench.diagnosis.panel import html as doctor_faces
 from workbench.diagnosis.panel.doctor import ThroughputDoctor
 from workbench.diagnosis.panel.knobs import what_if
 from workbench.runs.failure import Failure, RunError
-from workbench.runs.run import Run, telling
+from workbench.runs.run import Run, on_run_started
 from workbench.runs.spec import RunSpec
 from workbench.runs.target import Step
 
@@ -445,7 +445,7 @@ def test_what_cannot_be_stopped_is_said(gate: threading.Event, monkeypatch: pyte
 
 def test_a_thread_hears_of_the_runs_that_it_opens_and_of_no_others(by_hand: Callable[..., Any]) -> None:
     path, heard = by_hand().ended("finished").path, list[Run]()
-    with telling(heard.append):
+    with on_run_started(heard.append):
         run = Run.load(path)
         other = threading.Thread(target=Run.load, args=(path,))
         other.start()

@@ -298,8 +298,8 @@ def raising(error: BaseException) -> Callable[..., None]:
     [
         ("workbench.runs.launch.new_run.subprocess.Popen", OSError(errno.EAGAIN, "Resource temporarily unavailable"), LaunchError),
         ("workbench.runs.launch.new_run.subprocess.Popen", KeyboardInterrupt(), KeyboardInterrupt),
-        ("workbench.runs.launch.resume.rundir.cut_to_whole_lines", run_directory.DiskFullError(errno.ENOSPC, "full"), LaunchError),
-        ("workbench.runs.launch.new_run.remember_stopper", KeyboardInterrupt(), KeyboardInterrupt),  # the guard is there already
+        ("workbench.runs.launch.resume.run_directory.cut_to_whole_lines", run_directory.DiskFullError(errno.ENOSPC, "full"), LaunchError),
+        ("workbench.runs.launch.new_run.threading.Thread", KeyboardInterrupt(), KeyboardInterrupt),  # the guard is there already
         ("workbench.runs.launch.new_run.threading.Thread", RuntimeError("can't start new thread"), RuntimeError),
     ],
 )
@@ -322,7 +322,7 @@ def test_a_life_that_cannot_begin_leaves_the_run_as_it_had_ended(
             wb.launch(resume=path)
     assert files_of(path) == before
     assert (Run.load(path).state, run_directory.is_locked(path / run_directory.LOCK)) == ("failed", False)
-    assert not new_run._guards
+    assert not new_run.guards
     assert not (path / "attempts").exists()
 
 

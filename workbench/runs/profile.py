@@ -1,4 +1,4 @@
-"""Profile: which steps of a run torch's profiler is to trace, on which ranks, and what it writes down."""
+"""Says which steps of a run torch's profiler traces, on which ranks, and what it records: the Profile of a spec."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from workbench.core.checks import did_you_mean, is_whole, whole_number
 
 STEPS = 5
-"""Steps that are traced where nobody says."""
+"""Steps that are traced by default."""
 WARM_UP = 5
 """First steps of a run that are neither traced nor compared with: memory, caches and the optimizer's states are new in them."""
 PLAIN = 5
@@ -33,7 +33,7 @@ class Profile:
     shapes: bool = True
     """Record the shapes of operators' inputs."""
     stacks: bool = False
-    """Record Python's frames: dear."""
+    """Record Python's frames: expensive."""
     memory: bool = False
     """Record every request for memory."""
     flops: bool = False
@@ -127,10 +127,10 @@ def _ranks(value: Any) -> tuple[int, ...]:
         value = (value,)
     if isinstance(value, str | Mapping) or not hasattr(value, "__iter__"):
         raise ValueError(f'ranks={value!r}: "all" is allowed, or a list of ranks such as [0, 1]')
-    found = tuple(value)
-    for one in found:
-        if not is_whole(one, least=0):
-            raise ValueError(f"ranks={list(found)!r}: {one!r} is no rank; they are counted from 0")
-    if not found or len(set(found)) < len(found):
-        raise ValueError(f"ranks={list(found)!r}: at least one is wanted, and each once")
-    return tuple(sorted(found))
+    ranks = tuple(value)
+    for rank in ranks:
+        if not is_whole(rank, least=0):
+            raise ValueError(f"ranks={list(ranks)!r}: {rank!r} is no rank; they are counted from 0")
+    if not ranks or len(set(ranks)) < len(ranks):
+        raise ValueError(f"ranks={list(ranks)!r}: at least one is needed, and each once")
+    return tuple(sorted(ranks))

@@ -1,5 +1,6 @@
-"""Run: a view on a run directory. It holds nothing that the directory does not, so a run can be read while it runs, after a crash,
-from another process, or a year later; `stop` reaches the guard by the pid that the directory names.
+"""Reads a run directory: the state of a run, its timelines, metrics, logs and errors; and waits for a run or stops it.
+
+A Run holds nothing that the directory does not. So it can be read while it runs, after a crash, from another process, or a year later.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from typing import Any, Literal, cast
 
 from workbench.core import late, progress, run_directory, units
 from workbench.core.display import table
+from workbench.core.run_directory import CHECKPOINTS, ERRORS, LOCK, LOGS, METRICS, NODES, RUN_JSON, TRACES, DamagedRunError
 from workbench.runs.failure import Failure, RunError
 from workbench.runs.root_cause import first_failure
 from workbench.runs.slurm_queue import Job, is_final
@@ -34,34 +36,14 @@ ACTIVE = ("queued", "running")
 _TICK = 0.05
 _CANCELLING = 60.0
 """Seconds that Slurm may take to end a job, at least."""
-_OUTPUT = f"{run_directory.LOGS}/*/attempt_*/*/std*.log"
-_WRITTEN_BY_RANKS = (
-    "*.jsonl",
-    run_directory.ENERGY,
-    f"{run_directory.CHECKPOINTS}/*",
-    f"{run_directory.TRACES}/*",
-    f"{run_directory.ERRORS}/*",
-    _OUTPUT,
-    f"{run_directory.NODES}/*/{_OUTPUT}",
-)
+_OUTPUT = f"{LOGS}/*/attempt_*/*/std*.log"
+_WRITTEN_BY_RANKS = ("*.jsonl", run_directory.ENERGY, f"{CHECKPOINTS}/*", f"{TRACES}/*", f"{ERRORS}/*", _OUTPUT, f"{NODES}/*/{_OUTPUT}")
 """Files that only the ranks of a run write: all others change also when somebody tries to let it go on."""
 
-
-_tell: ContextVar[Callable[["Run"], None] | None] = ContextVar("tell", default=None)
-
-
-_stoppers: dict[str, tuple[Callable[[], object], Callable[[float], object]]] = {}
-"""Run id → how a guard that this process has started is told to end, and waited for: where the run directory cannot say any more."""
-
-
-def remember_stopper(run_id: str, terminate: Callable[[], object], wait: Callable[[float], object]) -> None:
-    """Keep how a run of this process is stopped without its directory."""
-    _stoppers[run_id] = terminate, wait
-
-
-def forget_stopper(run_id: str) -> None:
-    """It has ended."""
-    _stoppers.pop(run_id, None)
+guards: dict[str, "subprocess.Popen[bytes]"] = {}
+"""Run id → the guard that this process has started, whose stdin it holds open. When this process ends, however it ends, the pipes end and
+the guards stop their runs."""
+_on_run_started: ContextVar[Callable[["Run"], None] | None] = ContextVar("on_run_started", default=None)
 
 
 class RunFormatError(ValueError):
@@ -86,12 +68,11 @@ class Run:
         self.spec: Spec = spec_from_json(info["spec"])
         self._launch_dir = (path / info["launch_dir"]).resolve()
         self._host: str = info["host"]
-        self._outcome: Mapping[str, Any] | None = None
         self._written: tuple[int, int] | None = None
         self._take(info)
-        if info.get("batch"):
-            self._outcome = None
         self._job = Job.of(path) if info.get("batch") else None
+        if info.get("batch"):  # an outcome may be that of an attempt before the job went back into the queue
+            self._outcome = None
         self._meeting: Mapping[str, Any] | None = info.get("rendezvous")
         self._tails: dict[Path, run_directory.LineTail] = {}
         self._rows: dict[Path, list[dict[str, Any]]] = {}
@@ -104,44 +85,43 @@ class Run:
             DamagedRunError: it is not a run directory, or its run.json cannot be read.
             RunFormatError: a newer workbench wrote it.
         """
-        where = Path(path).expanduser().absolute()
-        info = run_directory.read_json(where / run_directory.RUN_JSON)
-        written = info.get("format")
+        file = Path(path).expanduser().absolute() / RUN_JSON
+        info = run_directory.read_json(file)
+        written, outcome = info.get("format"), info.get("outcome")
         if not isinstance(written, int):
-            raise run_directory.DamagedRunError(f"{where / run_directory.RUN_JSON} is damaged: it has no format number")
+            raise DamagedRunError(f"{file} is damaged: it has no format number")
         if written > run_directory.FORMAT:
             raise RunFormatError(
-                f"{where} was written in format {written} by a newer workbench; this one reads formats up to {run_directory.FORMAT}. "
+                f"{file.parent} was written in format {written} by a newer workbench; this one reads formats up to {run_directory.FORMAT}. "
                 "Try: pip install --upgrade training-workbench"
             )
-        outcome = info.get("outcome")
         if outcome is not None and not (isinstance(outcome, dict) and "state" in outcome):
-            raise run_directory.DamagedRunError(f"{where / run_directory.RUN_JSON} is damaged: its outcome has no state: {outcome!r:.80}")
+            raise DamagedRunError(f"{file} is damaged: its outcome has no state: {outcome!r:.80}")
         try:
-            run = cls(where, info)
+            run = cls(file.parent, info)
         except (KeyError, TypeError, AttributeError, SpecError) as error:
-            raise run_directory.DamagedRunError(f"{where / run_directory.RUN_JSON} is damaged: {type(error).__name__}: {error}") from error
-        if tell := _tell.get():
-            tell(run)
+            raise DamagedRunError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+        if callback := _on_run_started.get():
+            callback(run)
         return run
 
     # --- how it stands
 
     def _take(self, info: Mapping[str, Any]) -> None:
-        """What run.json says, and what changes when a run goes on from a checkpoint."""
+        """Take what run.json says that changes when a run goes on from a checkpoint."""
         self._host = info.get("host", self._host)
-        self._outcome = info.get("outcome")
+        self._outcome: Mapping[str, Any] | None = info.get("outcome")
         self._begun: float = info.get("begun", self.created)
         self._before: float = info.get("seconds_before", 0.0)
 
     def _read_info(self) -> None:
         self._written = self._last_written()  # before it is read: whatever is written later is read another time
-        self._take(run_directory.read_json(self.path / run_directory.RUN_JSON))
+        self._take(run_directory.read_json(self.path / RUN_JSON))
 
     def _last_written(self) -> tuple[int, int] | None:
         """Which run.json is there; None where none can be seen, as when it was deleted after the end."""
         with contextlib.suppress(OSError):
-            stat = os.stat(self.path / run_directory.RUN_JSON)
+            stat = os.stat(self.path / RUN_JSON)
             return stat.st_ino, stat.st_mtime_ns
         return None
 
@@ -149,17 +129,15 @@ class Run:
     def state(self) -> State:
         """How the run stands at this moment."""
         if self._job is not None and not is_final(self._outcome):
-            state, self._outcome = self._job.standing(run_directory.read_json(self.path / run_directory.RUN_JSON).get("outcome"))
+            state, self._outcome = self._job.standing(run_directory.read_json(self.path / RUN_JSON).get("outcome"))
             return cast(State, state)
         if self._job is None and self._outcome is not None and self._last_written() not in (None, self._written):
             self._read_info()  # it goes on from a checkpoint, maybe
         if self._outcome is None:
-            alive = run_directory.is_locked(
-                self._launch_dir / run_directory.LOCK
-            )  # first the lock, then the file: the guard writes, then lets go
+            alive = run_directory.is_locked(self._launch_dir / LOCK)  # first the lock, then the file: the guard writes, then lets go
             self._read_info()
             if self._outcome is None and self._launch_dir != self.path:  # one of a sweep: what ended the launch ended it
-                self._outcome = run_directory.read_json(self._launch_dir / run_directory.RUN_JSON).get("outcome")
+                self._outcome = run_directory.read_json(self._launch_dir / RUN_JSON).get("outcome")
             if self._outcome is None:
                 return "running" if alive else "lost"
         return cast(State, self._outcome["state"])
@@ -176,11 +154,11 @@ class Run:
             return None
         if self._outcome is not None and self._outcome.get("error"):  # one of a sweep that failed while the launch went on
             return self._with_advice(Failure(**self._outcome["error"]))
-        found = first_failure(self._launch_dir, self._outcome or {"state": self.state})
-        return found and self._with_advice(found)
+        failure = first_failure(self._launch_dir, self._outcome or {"state": self.state})
+        return failure and self._with_advice(failure)
 
     def _with_advice(self, failure: Failure) -> Failure:
-        """Names what predicts the way out, where memory ran out in steps that can be predicted."""
+        """Add a hint to `would_fit` where memory ran out in steps that it can predict."""
         if failure.memory is None or not isinstance(self.spec, RunSpec) or self.spec.micro_batch == AUTO:
             return failure
         hint = " ".join(filter(None, [failure.hint, "Which changes would have fitted: wb.would_fit(run)."]))
@@ -190,7 +168,7 @@ class Run:
     def seconds(self) -> float:
         """Seconds from launch to end; so far, while it runs; to its last sign of life, where nobody saw its end.
 
-        Of a run that was resumed (`launch(resume=run)`) the sum over its lives, without the time between them.
+        Of a run that was resumed (`launch(resume=run)`) the sum over its attempts, without the time between them.
         """
         if self.state in ACTIVE:
             return self._before + time.time() - self._begun
@@ -199,7 +177,7 @@ class Run:
         return self._before + self._last_sign() - self._begun
 
     def _last_sign(self) -> float:
-        """When its ranks wrote last in its last life; when that began, if they have not written yet."""
+        """When its ranks wrote last in its last attempt; the begin of that attempt, if they have not written yet."""
         times = [self._begun]
         for path in (path for pattern in _WRITTEN_BY_RANKS for path in self.path.glob(pattern)):
             with contextlib.suppress(OSError):  # deleted while we look
@@ -209,7 +187,7 @@ class Run:
     @property
     def progress(self) -> tuple[int, int | None]:
         """Steps done, and how many there will be (None: not known, as for a script)."""
-        rows = self._read(run_directory.METRICS)
+        rows = self._read(METRICS)
         if rows:
             return rows[-1]["step"], rows[-1].get("steps")
         done = next((row["step"] + 1 for row in reversed(self._read(run_directory.rank_file(0))) if "step" in row), 0)
@@ -254,18 +232,18 @@ class Run:
         """
         if self._job is not None:
             return self._cancelled(max(timeout, _CANCELLING))
-        if not (self._launch_dir / run_directory.RUN_JSON).exists() and self.id in _stoppers:
+        if not (self._launch_dir / RUN_JSON).exists() and self.id in guards:
             return self._stopped_without_directory(timeout)
-        lock = self._launch_dir / run_directory.LOCK
+        lock = self._launch_dir / LOCK
         if self.state == "running" and self._host != platform.node():
             raise ValueError(f"{self!r} runs on {self._host}, and this is {platform.node()}: stop it there")
         limit = time.monotonic() + timeout
-        asked = False
+        signalled = False
         while self.state == "running" and run_directory.is_locked(lock):
-            if not asked and (pid := lock.read_text().strip()):
+            if not signalled and (pid := lock.read_text().strip()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGTERM)
-                asked = True
+                signalled = True
             if time.monotonic() > limit:
                 raise TimeoutError(
                     f"{self!r} has not ended {units.seconds(timeout)} after stop(): see {self._launch_dir / run_directory.LAUNCHER_LOG}"
@@ -274,11 +252,11 @@ class Run:
         return self
 
     def _stopped_without_directory(self, timeout: float) -> "Run":
-        """Its directory was deleted under it: the guard that this process has started is told directly."""
-        terminate, wait = _stoppers[self.id]
-        terminate()
+        """Stop a run whose directory was deleted, through the guard that this process has started."""
+        guard = guards[self.id]
+        guard.terminate()
         try:
-            wait(timeout)
+            guard.wait(timeout)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"{self!r} has not ended {units.seconds(timeout)} after stop()") from None
         self._outcome = {"state": "stopped", "returncode": None, "seconds": time.time() - self._begun}
@@ -310,8 +288,8 @@ class Run:
     @property
     def nodes(self) -> list[dict[str, Any]]:
         """The machines that have come so far, of a run on several: what each has said last (name, ranks by local rank, outcome)."""
-        found = sorted(self.path.glob(f"{run_directory.NODES}/*/{run_directory.NODE_JSON}"), key=lambda path: int(path.parent.name))
-        return [run_directory.read_json(path) for path in found]
+        files = sorted(self.path.glob(f"{NODES}/*/{run_directory.NODE_JSON}"), key=lambda path: int(path.parent.name))
+        return [run_directory.read_json(path) for path in files]
 
     # --- what it has measured
 
@@ -337,7 +315,7 @@ class Run:
         try:
             return Timeline.from_lines(rows)
         except (TypeError, ValueError) as error:
-            raise run_directory.DamagedRunError(f"{self.path / name} is damaged: a row of it is no step: {error}") from error
+            raise DamagedRunError(f"{self.path / name} is damaged: a row of it is no step: {error}") from error
 
     @property
     def metrics(self) -> Any:
@@ -345,16 +323,14 @@ class Run:
         rows: dict[int, dict[str, Any]] = {}
         for row in self.metric_rows:  # the evaluation after a step goes into that step's row
             if not isinstance(row.get("step"), int):
-                raise run_directory.DamagedRunError(
-                    f"{self.path / run_directory.METRICS} is damaged: a row of it has no number of its step: {row!r:.80}"
-                )
+                raise DamagedRunError(f"{self.path / METRICS} is damaged: a row of it has no number of its step: {row!r:.80}")
             rows.setdefault(row["step"], {}).update(row)
         return table.frame(rows.values(), columns=None if rows else sorted(run_directory.METRIC_KEYS))
 
     @property
     def metric_rows(self) -> list[dict[str, Any]]:
         """The same as plain rows."""
-        return list(self._read(run_directory.METRICS))
+        return list(self._read(METRICS))
 
     @property
     def samples_per_sec(self) -> float:
@@ -368,52 +344,52 @@ class Run:
         return [timeline.memory for timeline in self.timelines]
 
     def memory_breakdown(self, rank: int | None = None) -> Any:
-        """The MemoryBreakdown of a rank (None: of the fullest one) at its fullest moment; of a run that `measure_memory(spec)` has made.
+        """The MemoryBreakdown of a rank (None: of the fullest one) at its peak; of a run that `measure_memory(spec)` has made.
 
         Raises:
             ValueError: the run was not made by it, or has no such rank.
         """
         read = late.load("MemoryBreakdown").from_json
-        found = [read(run_directory.read_json(path)) for path in sorted(self.path.glob(f"{run_directory.MEMORY}/rank*.json"))]
-        if not found:
+        ranks = [read(run_directory.read_json(path)) for path in sorted(self.path.glob(f"{run_directory.MEMORY}/rank*.json"))]
+        if not ranks:
             raise ValueError(
                 f"{self!r} has no breakdown of its memory: measure_memory(spec) makes one, in a launch of its own. Its peaks are run.memory"
             )
-        chosen = [one for one in found if rank in (None, one.rank)]
+        chosen = [breakdown for breakdown in ranks if rank in (None, breakdown.rank)]
         if not chosen:
-            raise ValueError(f"{self!r} has no rank {rank!r}: it has {', '.join(str(one.rank) for one in found)}")
-        return max(chosen, key=lambda one: one.total)
+            raise ValueError(f"{self!r} has no rank {rank!r}: it has {', '.join(str(breakdown.rank) for breakdown in ranks)}")
+        return max(chosen, key=lambda breakdown: breakdown.total)
 
     @property
     def traces(self) -> dict[int, Path]:
         """Files of torch's profiler, by rank, of a run with `profile=`; empty before they are written. `wb.trace(run)` reads them."""
-        found = {path: re.match(r"rank(\d+)_", path.name) for path in sorted((self.path / run_directory.TRACES).glob("*.pt.trace.json.gz"))}
-        return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
+        files = sorted((self.path / TRACES).glob("*.pt.trace.json.gz"))
+        return dict(sorted((int(match[1]), path) for path in files if (match := re.match(r"rank(\d+)_", path.name))))
 
     def energy(self, **inputs: Any) -> Any:
-        """The Energy that the steps drew: as counters of the hardware told while it ran, else estimated by the design power of its GPUs.
+        """The Energy that the steps drew: read from counters of the hardware while it ran, else estimated from its GPUs' design power.
 
-        Of a run that went on from a checkpoint the counters have all lives; the estimate has the steps on record, each once.
+        Of a run that went on from a checkpoint the counters have all attempts; the estimate has the steps on record, each once.
 
         Args:
             inputs: `price` (money per rank and hour), `electricity` (money per kWh), `intensity` (gCO2e per kWh), `pue`; `watts` of a
-                device, where nothing is known of it.
+                device that is not in the device table.
 
         Raises:
             CostError: nothing was counted, and the device's power is not known.
         """
         ranks, machines = self.spec.world_size, getattr(self.spec, "nnodes", 1)
-        if (self.path / run_directory.ENERGY).exists() and inputs.get("watts") is None:
-            told = {name: value for name, value in inputs.items() if name != "watts"}
-            return late.load("Energy.measured")(
-                run_directory.read_json(self.path / run_directory.ENERGY), ranks=ranks, machines=machines, **told
-            )
-        first, rows = self.timelines[:1], self._read(run_directory.rank_file(0))[:1]
+        counters = self.path / run_directory.ENERGY
+        if counters.exists() and inputs.get("watts") is None:
+            prices = {name: value for name, value in inputs.items() if name != "watts"}
+            return late.load("Energy.measured")(run_directory.read_json(counters), ranks=ranks, machines=machines, **prices)
+        timeline, rows = next(iter(self.timelines), None), self._read(run_directory.rank_file(0))
+        busy = sum(timeline.share(phase) for phase in ("forward", "backward", "optimizer")) if timeline and timeline.count else 0
         return late.load("Energy.by_time")(
-            seconds=sum(step.seconds for one in first for step in one.steps),
+            seconds=sum(step.seconds for step in timeline.steps) if timeline else 0,
             ranks=ranks,
             device=rows[0].get("device", "cpu") if rows else "cpu",
-            utilization=min(1.0, sum(one.share(phase) for one in first if one.count for phase in ("forward", "backward", "optimizer"))),
+            utilization=min(1.0, busy),
             **inputs,
         )
 
@@ -434,10 +410,10 @@ class Run:
 
     def log_files(self) -> dict[int, list[Path]]:
         """Files with what each rank printed, by rank."""
-        found: dict[int, list[Path]] = {}
+        files: dict[int, list[Path]] = {}
         for path, rank in run_directory.log_files(self._launch_dir):
-            found.setdefault(rank, []).append(path)
-        return dict(sorted(found.items()))
+            files.setdefault(rank, []).append(path)
+        return dict(sorted(files.items()))
 
     def logs(self, rank: int | None = None) -> str:
         """What a rank printed (None: all ranks, each line with its rank in front). One of a sweep has the log of the whole launch.
@@ -485,7 +461,7 @@ class Run:
         state = self.state
         if waiting := str(self.queue) if state == "queued" else self._missing(state, done):
             return f"{self.name}: {waiting}"
-        return progress.words(self.name, done, steps, self.seconds, self._read(run_directory.METRICS))
+        return progress.words(self.name, done, steps, self.seconds, self._read(METRICS))
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per rank and step."""
@@ -509,12 +485,14 @@ class Run:
 
 
 @contextlib.contextmanager
-def telling(tell: Callable[[Run], None]) -> Iterator[None]:
-    """Hear of each run that this thread opens meanwhile, at once: whoever launches one and waits for it, as `diagnose` does, names it only
-    when it has ended, too late for somebody who wants to stop it. What `tell` raises comes out of the launch.
+def on_run_started(callback: Callable[[Run], None]) -> Iterator[None]:
+    """While this context lasts, call `callback` with each run as soon as this thread has launched or loaded it.
+
+    A function that launches a run and waits for it, such as `diagnose`, returns it too late for somebody who wants to stop it. What the
+    callback raises is raised by the launch.
     """
-    before = _tell.set(tell)
+    token = _on_run_started.set(callback)
     try:
         yield
     finally:
-        _tell.reset(before)
+        _on_run_started.reset(token)

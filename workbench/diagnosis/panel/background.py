@@ -9,7 +9,7 @@ import ipywidgets
 from workbench.diagnosis.panel import html as doctor_faces
 from workbench.runs.failure import RunError
 from workbench.runs.panel import html as faces
-from workbench.runs.run import Run, telling
+from workbench.runs.run import Run, on_run_started
 
 TICK = 0.5
 """Seconds between two words about what runs."""
@@ -81,7 +81,7 @@ class Background:
         clock.start()
         last = ""
         try:
-            with telling(self._launched):
+            with on_run_started(self._launched):
                 work()
         except Stopped:
             last = doctor_faces.stopped(what)

@@ -1,4 +1,4 @@
-"""`NewRun`: a run directory is made and filled, and the guard started in it; or nothing stays."""
+"""Makes and fills a run directory, and starts the guard in it; where that fails, nothing of it stays."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ from typing import Any
 from workbench.core import run_directory
 from workbench.runs.launch import environment
 from workbench.runs.launch.rendezvous import Rendezvous
-from workbench.runs.run import Run, forget_stopper, remember_stopper
+from workbench.runs.run import Run, guards
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 
 GRACE = environment.SHUTDOWN + 2
@@ -31,9 +31,6 @@ GIT_PATIENCE = 0.02
 """Seconds to wait for git once everything else is ready: a large repository is not worth a slow launch."""
 TIMED = ("diagnose", "prove")
 """Experiments that compare times, and so get `environment.steady`."""
-
-_guards: dict[str, "subprocess.Popen[bytes]"] = {}
-"""Run id → guard, whose stdin we hold open. When this process ends, however it ends, the pipes end and the guards stop their runs."""
 
 
 class LaunchError(ValueError):
@@ -172,7 +169,7 @@ class NewRun:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited: no stop before the guard listens
         try:
             with open(self.path / run_directory.LAUNCHER_LOG, "wb") as log:
-                guard = _guards[self.id] = subprocess.Popen(
+                guard = guards[self.id] = subprocess.Popen(
                     [sys.executable, "-I", str(Path(__file__).with_name("guard.py")), json.dumps(config)],
                     stdin=subprocess.PIPE,
                     stdout=log,
@@ -184,7 +181,6 @@ class NewRun:
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        remember_stopper(self.id, guard.terminate, guard.wait)
         threading.Thread(target=_reap, args=(self.id, guard), name=f"reap {self.name}", daemon=True).start()
         os.pwrite(lock, str(guard.pid).encode(), 0)
 
@@ -228,14 +224,14 @@ def _make_unique(runs: Path, base: str) -> Path:
 
 
 def wait_for_reaped(run_id: str) -> None:
-    """Wait until nothing is left here of a guard that has ended: the next one of its run takes its place."""
-    while run_id in _guards:
+    """Wait until a guard that has ended is reaped, before the next one of the same run takes its place."""
+    while run_id in guards:
         time.sleep(0.01)
 
 
 def end_guard(run_id: str) -> None:
-    """Stop what a launch has started that failed after that, and wait until it is gone; nothing where nothing was."""
-    if guard := _guards.get(run_id):
+    """End the guard of a launch that failed after it was started, and wait until it is gone; does nothing where there is none."""
+    if guard := guards.get(run_id):
         guard.terminate()
         _reap(run_id, guard)
 
@@ -245,6 +241,5 @@ def _reap(run_id: str, guard: "subprocess.Popen[bytes]") -> None:
     guard.wait()
     assert guard.stdin
     guard.stdin.close()
-    if _guards.get(run_id) is guard:  # else it was reaped before, and its run may have another one
-        forget_stopper(run_id)
-        _guards.pop(run_id, None)
+    if guards.get(run_id) is guard:  # else it was reaped before, and its run may have another one
+        del guards[run_id]
