@@ -218,7 +218,7 @@ def test_memory_kills_are_counted(guarded: Callable[..., Guarded], small_memory:
 
 AT_ONCE = """
 import os, signal, sys, time
-from workbench.launcher import guard
+from workbench.runs.launch import guard
 signal.signal(signal.SIGTERM, lambda *_: None)
 os.setsid = lambda: time.sleep(0.3)
 pid, limit = guard.start([sys.executable, "-c", "import time; time.sleep(60)"]), time.monotonic() + 5

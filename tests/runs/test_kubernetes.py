@@ -416,7 +416,7 @@ def test_two_runs_do_not_share_a_directory(pod: Callable[..., wb.Run], tmp_path:
 
 def test_a_pod_that_is_deleted(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from workbench.train import alone\n"
+        "import sys, time; from workbench.programs import alone\n"
         "alone.program.main = lambda words: [print('up', flush=True), time.sleep(600)]\n"
         f"alone.main([{TINY!r}, {str(tmp_path)!r}])"
     )

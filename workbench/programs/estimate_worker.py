@@ -78,8 +78,7 @@ def answer(question: Question) -> Answer:
 
     spec = question.spec
     example = sample_batch(tasks.resolve(spec.task), min(spec.micro_batch, SAMPLES))
-    shapes = {"sequence": question.sequence, "image": question.image}
-    plan = plan_of(spec, example, device=question.device, micro_batch=spec.micro_batch, **shapes)
+    plan = plan_of(spec, example, device=question.device, micro_batch=spec.micro_batch, sequence=question.sequence, image=question.image)
     log, rank = record(plan)
     kind = repr(spec.replace(micro_batch=1))
     first = (spec.parallel in SHARDED or spec.tensor_parallel > 1) and kind not in _SEEN

@@ -68,6 +68,7 @@ class Run:
         self.spec: Spec = spec_from_json(info["spec"])
         self._launch_dir = (path / info["launch_dir"]).resolve()
         self._host: str = info["host"]
+        self._outcome: Mapping[str, Any] | None = None
         self._written: tuple[int, int] | None = None
         self._take(info)
         self._job = Job.of(path) if info.get("batch") else None
@@ -110,7 +111,7 @@ class Run:
     def _take(self, info: Mapping[str, Any]) -> None:
         """Take what run.json says that changes when a run goes on from a checkpoint."""
         self._host = info.get("host", self._host)
-        self._outcome: Mapping[str, Any] | None = info.get("outcome")
+        self._outcome = info.get("outcome")
         self._begun: float = info.get("begun", self.created)
         self._before: float = info.get("seconds_before", 0.0)
 
@@ -245,9 +246,8 @@ class Run:
                     os.kill(int(pid), signal.SIGTERM)
                 signalled = True
             if time.monotonic() > limit:
-                raise TimeoutError(
-                    f"{self!r} has not ended {units.seconds(timeout)} after stop(): see {self._launch_dir / run_directory.LAUNCHER_LOG}"
-                )
+                log = self._launch_dir / run_directory.LAUNCHER_LOG
+                raise TimeoutError(f"{self!r} has not ended {units.seconds(timeout)} after stop(): see {log}")
             time.sleep(_TICK)
         return self
 
@@ -458,8 +458,7 @@ class Run:
     def progress_words(self) -> str:
         """How it gets on, in a line."""
         done, steps = self.progress
-        state = self.state
-        if waiting := str(self.queue) if state == "queued" else self._missing(state, done):
+        if waiting := str(self.queue) if (state := self.state) == "queued" else self._missing(state, done):
             return f"{self.name}: {waiting}"
         return progress.words(self.name, done, steps, self.seconds, self._read(METRICS))
 
