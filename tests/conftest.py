@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked import Forks
 from workbench.core import run_directory
 from workbench.runs.spec import RunSpec
 
@@ -156,6 +157,14 @@ def no_picture_stays_open() -> Iterator[None]:
     yield
     if pyplot := sys.modules.get("matplotlib.pyplot"):
         pyplot.close("all")
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """`forks.run(tmp_path, "script.py", …)`: a script in a process of its own that has imported torch already."""
+    made = Forks()
+    yield made
+    made.close()
 
 
 STEP = {"data_wait": 0.03, "h2d": 0.0, "forward": 0.01, "backward": 0.02, "optimizer": 0.004, "other": 0.001, "samples": 8}

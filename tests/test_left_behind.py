@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import Forks
+
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
 from tests import conftest
@@ -92,3 +94,16 @@ def test_what_a_failing_or_hanging_test_has_started_is_killed_and_interrupts_are
     assert "processes left behind" not in done.stdout
     assert not runs(tmp_path / "failed")
     assert not runs(tmp_path / "hung")
+
+
+def test_a_fork_starts_and_ends_as_a_new_process_does(tmp_path: Path, forks: Forks) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import atexit, sys\natexit.register(print, 'last')\nprint(__name__, sys.argv, sys.path[0])\nsys.exit(3)\n")
+    done = forks.run(tmp_path, script, "--lr", "1")
+    plain = subprocess.run([sys.executable, str(script), "--lr", "1"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (plain.returncode, plain.stdout, plain.stderr) == (3, plain.stdout, "")
+    done = forks.run(
+        tmp_path, "-c", "import os, sys\nassert 'torch' in sys.modules\nraise ValueError(os.environ['MINE'])", env={"MINE": "boom"}
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ValueError: boom")
+    assert forks.run(tmp_path, "-c", "import os; os.kill(os.getpid(), 9)").returncode == -9

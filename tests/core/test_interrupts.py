@@ -31,7 +31,8 @@ usual = F.dropout, nn.Module._apply, nn.Module.to, torch.compile, torch._subclas
 asked = {"precision": "amp_bf16"}, {"world_size": 2}, {"world_size": 2, "parallel": "fsdp"}
 first = [wb.estimate_memory(model, batch, **knobs).total for knobs in asked]
 came = 0
-for turn in range(12):
+turns = list(map(int, sys.argv[1:]))
+for turn in turns:
     knobs = asked[turn % 3]
     timer = threading.Timer(0.03 + 0.06 * turn, os.kill, (os.getpid(), signal.SIGINT))
     try:
@@ -45,16 +46,16 @@ for turn in range(12):
     assert usual == (F.dropout, nn.Module._apply, nn.Module.to, torch.compile, torch._subclasses.FakeTensor)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 assert [wb.estimate_memory(model, batch, **knobs).total for knobs in asked] == first
-print("came", came)
+assert came == len(turns)
 """
 
 
-def test_an_estimate_is_interrupted_at_any_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("turns", [range(1, 12, 3), pytest.param(range(12), marks=pytest.mark.slow)], ids=["some", "many"])
+def test_an_estimate_is_interrupted_at_any_moment(tmp_path: Path, turns: range) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([sys.executable, str(program), *map(str, turns)], capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["came", "12"]
 
 
 @pytest.fixture

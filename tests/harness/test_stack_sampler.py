@@ -266,9 +266,9 @@ def test_the_users_line_is_named_though_a_package_and_torch_are_further_in() -> 
 
 
 def test_what_lies_around_the_engine_is_not_looked_at() -> None:
-    import workbench.measure
+    import workbench.harness
 
-    engine = f"{Path(workbench.measure.__file__).parent}/blocks.py"
+    engine = f"{Path(workbench.harness.__file__).parent}/blocks.py"
     source = compile("\ndef work(): here()", "/home/me/train.py", "exec")
     outer = "\ndef run(source): exec(source, globals()); globals()['work']()\ndef save(source): run(source)"
     frame = frame_in(engine, outer, "save", source)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import workbench as wb
+from tests.forked import Forks
 from workbench.core import run_directory
 from workbench.memory.measure.at_oom import held
 from workbench.runs import failure
@@ -221,11 +222,10 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize(("checkpointed", "frozen"), [(False, False), (True, True)])
-def test_held_at_that_moment(checkpointed: bool, frozen: bool) -> None:
+def test_held_at_that_moment(tmp_path: Path, forks: Forks, checkpointed: bool, frozen: bool) -> None:
     """In a process of its own: everything that lives is looked at, what other tests have left as well."""
-    code = f"import test_oom; test_oom.check_held({checkpointed}, {frozen})"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    code = f"from tests.runs import test_oom; test_oom.check_held({checkpointed}, {frozen})"
+    done = forks.run(tmp_path, "-c", code)
     assert done.returncode == 0, done.stderr
 
 
@@ -313,7 +313,7 @@ def limited() -> None:
 def test_a_process_at_its_limit() -> None:
     code = (
         "import torch\nfrom workbench.memory.measure.at_oom import held\nfrom workbench.runs.out_of_memory import OutOfMemory\nkept = []\n"
-        "try:\n    while True: kept.append(torch.ones(2**26))\n"
+        "try:\n    while True: kept.append(torch.empty(2**26))\n"
         "except RuntimeError as error:\n    print(OutOfMemory.parse(str(error), held(error)).to_json())\n"
     )
     done = subprocess.run(

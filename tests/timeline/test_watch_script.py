@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked import Forks
 from workbench.core.vocabulary import PHASES
 
 BASE = """
@@ -42,24 +43,29 @@ def train_on(x, y, model=model, optimizer=optimizer):
 
 RUNNER = """
 import runpy, sys
-from workbench.measure import auto
-auto.install()
+from workbench.timeline import watch_script
+watch_script.install()
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 class Watched:
-    """What a watched script left."""
+    """What a watched script left; in a new process, or in one that has imported torch already."""
 
-    def __init__(self, folder: Path, code: str, *args: str, launcher: tuple[str, ...] = (), expect: int = 0) -> None:
+    def __init__(
+        self, folder: Path, code: str, *args: str, launcher: tuple[str, ...] = (), forks: Forks | None = None, expect: int = 0
+    ) -> None:
         script = folder / "train.py"
         script.write_text(BASE + textwrap.dedent(code))
         runner = folder / "runner.py"
         runner.write_text(RUNNER)
         env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"WORKBENCH_RUN_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *launcher, str(runner), str(script), *args]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+        if forks:
+            done = forks.run(folder, runner, script, *args, env=env)
+        else:
+            command = [sys.executable, *launcher, str(runner), str(script), *args]
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == expect, done.stderr
         self.folder, self.stdout, self.stderr = folder, done.stdout, done.stderr
 
@@ -74,7 +80,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_training_and_validation(tmp_path: Path, workers: str) -> None:
+def test_training_and_validation(tmp_path: Path, forks: Forks, workers: str) -> None:
     code = """
     for epoch in range(2):
         for i, (x, y) in enumerate(loader):
@@ -87,7 +93,7 @@ def test_training_and_validation(tmp_path: Path, workers: str) -> None:
             model(x)
         time.sleep(1.5)
     """
-    done = Watched(tmp_path, code, workers)
+    done = Watched(tmp_path, code, workers, forks=forks if workers == "0" else None)
     steps = done.steps()
     assert done.stderr == ""
     assert [step["step"] for step in steps] == list(range(8))
@@ -119,19 +125,19 @@ def test_two_ranks_under_ddp(tmp_path: Path) -> None:
         assert all(step["forward"] > 0.004 and step["backward"] > 0 for step in steps)
 
 
-def test_a_loop_without_loader(tmp_path: Path) -> None:
+def test_a_loop_without_loader(tmp_path: Path, forks: Forks) -> None:
     code = """
     for i in range(12):
         train_on(torch.randn(8, 4), torch.randint(0, 2, (8,)))
     """
-    done = Watched(tmp_path, code)
+    done = Watched(tmp_path, code, forks=forks)
     steps = done.steps()
     assert len(steps) == 11  # the first one showed where the model and the optimizer are
     assert all(step["forward"] > 0.004 and step["backward"] > 0 and step["optimizer"] > 0 and step["data_wait"] == 0 for step in steps)
     assert done.notes() == ["no DataLoader was seen in the training loop: waiting for data, if any, is in other"]
 
 
-def test_two_optimizers_in_turn_without_loader(tmp_path: Path) -> None:
+def test_two_optimizers_in_turn_without_loader(tmp_path: Path, forks: Forks) -> None:
     code = """
     twin = Net()
     other = torch.optim.SGD(twin.parameters(), 0.1)
@@ -140,12 +146,12 @@ def test_two_optimizers_in_turn_without_loader(tmp_path: Path) -> None:
         train_on(x, y)
         train_on(x, y, twin, other)
     """
-    steps = Watched(tmp_path, code).steps()
+    steps = Watched(tmp_path, code, forks=forks).steps()
     assert len(steps) == 5
     assert all(step["forward"] > 0.008 for step in steps)
 
 
-def test_an_iterator_by_hand_with_accumulation(tmp_path: Path) -> None:
+def test_an_iterator_by_hand_with_accumulation(tmp_path: Path, forks: Forks) -> None:
     code = """
     it = iter(loader)
     time.sleep(2)  # the script has other things to do before its first batch
@@ -162,14 +168,14 @@ def test_an_iterator_by_hand_with_accumulation(tmp_path: Path) -> None:
         optimizer.zero_grad()
     del it
     """
-    done = Watched(tmp_path, code)
+    done = Watched(tmp_path, code, forks=forks)
     steps = done.steps()
     assert [step["samples"] for step in steps] == [16] * 4
     assert steps[0]["data_wait"] < 2
     assert sum(steps[0][phase] for phase in PHASES) < 2
 
 
-def test_models_used_by_other_threads_are_no_part_of_training(tmp_path: Path) -> None:
+def test_models_used_by_other_threads_are_no_part_of_training(tmp_path: Path, forks: Forks) -> None:
     code = """
     import threading
     serving, stop = Net(), threading.Event()
@@ -187,7 +193,7 @@ def test_models_used_by_other_threads_are_no_part_of_training(tmp_path: Path) ->
     stop.set()
     thread.join()
     """
-    steps = Watched(tmp_path, code).steps()
+    steps = Watched(tmp_path, code, forks=forks).steps()
     assert len(steps) in (11, 12)
     assert 0.004 < statistics.median(step["forward"] for step in steps) < 0.09  # a busy machine may hold up some
     for number, step in enumerate(steps):
@@ -195,7 +201,7 @@ def test_models_used_by_other_threads_are_no_part_of_training(tmp_path: Path) ->
         assert step["other"] > 0.09 or number == 4  # without a loader, the first step begins at its forward
 
 
-def test_training_in_another_thread_is_followed(tmp_path: Path) -> None:
+def test_training_in_another_thread_is_followed(tmp_path: Path, forks: Forks) -> None:
     code = """
     import threading
     def train():
@@ -206,12 +212,12 @@ def test_training_in_another_thread_is_followed(tmp_path: Path) -> None:
         thread.start()
         thread.join()
     """
-    steps = Watched(tmp_path, code).steps()
+    steps = Watched(tmp_path, code, forks=forks).steps()
     assert len(steps) > 11
     assert all(step["forward"] > 0.004 for step in steps[:11])
 
 
-def test_a_second_model_later_on_is_found(tmp_path: Path) -> None:
+def test_a_second_model_later_on_is_found(tmp_path: Path, forks: Forks) -> None:
     code = """
     for x, y in loader:
         train_on(x, y)
@@ -223,12 +229,12 @@ def test_a_second_model_later_on_is_found(tmp_path: Path) -> None:
         for x, y in loader:
             train_on(x, y, model, optimizer)
     """
-    steps = Watched(tmp_path, code).steps()
+    steps = Watched(tmp_path, code, forks=forks).steps()
     assert len(steps) == 16
     assert all(step["forward"] > 0.004 for step in steps[-8:])
 
 
-def test_a_model_that_was_frozen_is_found(tmp_path: Path) -> None:
+def test_a_model_that_was_frozen_is_found(tmp_path: Path, forks: Forks) -> None:
     code = """
     import gc
     loss_function = nn.CrossEntropyLoss()
@@ -236,11 +242,11 @@ def test_a_model_that_was_frozen_is_found(tmp_path: Path) -> None:
     for x, y in loader:
         train_on(x, y)
     """
-    steps = Watched(tmp_path, code).steps()
+    steps = Watched(tmp_path, code, forks=forks).steps()
     assert all(step["forward"] > 0.004 for step in steps[-2:])
 
 
-def test_what_the_script_measures_itself_wins(tmp_path: Path) -> None:
+def test_what_the_script_measures_itself_wins(tmp_path: Path, forks: Forks) -> None:
     code = """
     import workbench as wb
     for x, y in wb.watch(loader, model=model, optimizer=optimizer):
@@ -253,27 +259,27 @@ def test_what_the_script_measures_itself_wins(tmp_path: Path) -> None:
         with timer("optimizer"):
             train_on(x, y)
     """
-    steps = Watched(tmp_path, code).steps()
+    steps = Watched(tmp_path, code, forks=forks).steps()
     assert [step["step"] for step in steps] == list(range(8))
     assert all(step["forward"] > 0.004 for step in steps[:4])
     assert all(step["optimizer"] > 0.004 for step in steps[4:])
 
 
 @pytest.mark.parametrize(("last", "expect"), [("raise RuntimeError('boom')", 1), ("sys.exit(3)", 3)])
-def test_the_steps_of_a_script_that_fails_are_written(tmp_path: Path, last: str, expect: int) -> None:
+def test_the_steps_of_a_script_that_fails_are_written(tmp_path: Path, forks: Forks, last: str, expect: int) -> None:
     code = f"""
     for i, (x, y) in enumerate(loader):
         train_on(x, y)
         if i == 2:
             {last}
     """
-    done = Watched(tmp_path, code, expect=expect)
+    done = Watched(tmp_path, code, forks=forks, expect=expect)
     assert len(done.steps()) == 3
     assert ("RuntimeError: boom" in done.stderr) is (expect == 1)
 
 
-def test_an_evaluation_script_has_no_steps(tmp_path: Path) -> None:
-    done = Watched(tmp_path, "for x, y in loader: model(x)")
+def test_an_evaluation_script_has_no_steps(tmp_path: Path, forks: Forks) -> None:
+    done = Watched(tmp_path, "for x, y in loader: model(x)", forks=forks)
     assert done.steps() == []
     assert done.rows()[0]["clock"] == "host"
     assert "4 batches with no optimizer step" in done.notes()[0]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import toy_tasks
+from tests.forked import Forks
 from workbench.core import run_directory
 from workbench.programs import train as program
 from workbench.runs.programs import TRAIN, entrypoint
@@ -298,7 +299,7 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process cannot be reset here")
-def test_a_peak_begins_anew() -> None:
+def test_a_peak_begins_anew(tmp_path: Path, forks: Forks) -> None:
     """In a process of its own: a big block, given back, is no longer the peak."""
     code = """
 import torch
@@ -310,7 +311,7 @@ del block
 reset_peak(torch.device("cpu"))
 print(before - peak_bytes() > 2**29)
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "True"
+    assert forks.run(tmp_path, "-c", code).stdout.strip() == "True"
 
 
 def test_a_batch_that_knows_how_to_move_moves_itself() -> None:
@@ -436,16 +437,17 @@ def test_without_torchrun(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> Non
 THREADS = """
 import sys
 from pathlib import Path
-from workbench.train import __main__, experiment, memory
+from workbench.programs import experiment, memory
+from workbench.programs import train as program
 train, first, second, diagnosed, measured = sys.argv[1:]
-for main, directories in (__main__, [train]), (__main__, [first, second]), (experiment, [diagnosed]), (memory, [measured]):
+for main, directories in (program, [train]), (program, [first, second]), (experiment, [diagnosed]), (memory, [measured]):
     main.main(directories)
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     print("left:", *(name for name in names if "gloo" in name))
 """
 
 
-def test_no_thread_of_gloo_outlives_its_group(by_hand: Make) -> None:
+def test_no_thread_of_gloo_outlives_its_group(by_hand: Make, tmp_path: Path, forks: Forks) -> None:
     """Of a training, a sweep, an experiment, a measurement: one that frees the last tensor of a reduction while Python shuts down aborts a
     process that had gone well.
     """
@@ -457,7 +459,7 @@ def test_no_thread_of_gloo_outlives_its_group(by_hand: Make) -> None:
         {"kind": "memory", "budget_s": 60, "steps": 2},
     ]
     made = [by_hand(spec=spec_of().to_json(), experiment=order).path for order in orders]
-    done = subprocess.run([sys.executable, "-c", THREADS, *map(str, made)], capture_output=True, text=True, timeout=120)
+    done = forks.run(tmp_path, "-c", THREADS, *made)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if "left:" in line] == ["left:"] * 4
 
@@ -482,12 +484,12 @@ def test_specs_of_one_launch_agree(alone: Ranks, tmp_path: Path) -> None:
         program.train_all([spec_of(), spec_of(backend="gloo")], [tmp_path, tmp_path], alone)
 
 
-def test_a_full_disk_fails_the_run_and_leaves_whole_lines(by_hand: Make) -> None:
+def test_a_full_disk_fails_the_run_and_leaves_whole_lines(by_hand: Make, tmp_path: Path, forks: Forks) -> None:
     directory = by_hand(spec=spec_of(steps=20_000).to_json()).path
     limited = (
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2); from workbench.train import __main__ as m; m.main()"
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2); from workbench.programs import train as m; m.main()"
     )
-    done = subprocess.run([sys.executable, "-c", limited, str(directory)], capture_output=True, text=True, timeout=60)
+    done = forks.run(tmp_path, "-c", limited, directory)
     assert done.returncode != 0
     assert run_directory.read_json(directory / run_directory.ERRORS / "rank0.json")["kind"] == "disk-full"
     for name in (run_directory.METRICS, "rank0.jsonl"):
