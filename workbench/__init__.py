@@ -57,11 +57,11 @@ if TYPE_CHECKING:
     from workbench.diagnosis.api import climb as climb
     from workbench.diagnosis.api import diagnose as diagnose
     from workbench.memory.analysis.breakdown import MemoryBreakdown as MemoryBreakdown
+    from workbench.memory.api import compare_memory as compare_memory
     from workbench.memory.api import estimate_memory as estimate_memory
     from workbench.memory.api import find_leaks as find_leaks
     from workbench.memory.api import measure_memory as measure_memory
     from workbench.memory.calibrate import calibrate as calibrate
-    from workbench.memory.compare import compare_memory as compare_memory
     from workbench.memory.ladder import memory_ladder as memory_ladder
     from workbench.memory.max_micro_batch import max_micro_batch as max_micro_batch
     from workbench.memory.would_fit import would_fit as would_fit
@@ -108,11 +108,10 @@ _NAMES = {
     "workbench.diagnosis.analysis.diagnosis": "Diagnosis",
     "workbench.diagnosis.analysis.evidence": "Evidence",
     "workbench.diagnosis.analysis.proof": "Proof",
-    "workbench.memory.api": "estimate_memory find_leaks measure_memory",
+    "workbench.memory.api": "compare_memory estimate_memory find_leaks measure_memory",
     "workbench.runs.failure": "Failure RunError",
     "workbench.memory.would_fit": "would_fit",
     "workbench.memory.ladder": "memory_ladder",
-    "workbench.memory.compare": "compare_memory",
     "workbench.memory.max_micro_batch": "max_micro_batch",
     "workbench.scaling.api": "scaling_curve",
     "workbench.runs.launch.launch": "launch",

@@ -25,7 +25,7 @@ from workbench.cluster.analysis.sent import Sent, group_seconds, placed
 from workbench.cluster.analysis.traffic import Traffic, small_below
 from workbench.cluster.analysis.volumes import gather_seconds, volume
 from workbench.cluster.estimate.collectives import common
-from workbench.memory.estimate.world import Chunks
+from workbench.memory.estimate.fake_process_group import LazyChunks
 
 X = torch.zeros(2, 8)
 SCRIPT = Path(__file__).parents[1] / "scripts" / "counted_ranks.py"
@@ -351,7 +351,7 @@ def test_chunks_are_those_of_torch(size: int, count: int) -> None:
     tensor = torch.arange(size)
     usual = list(torch.chunk(tensor, count))
     usual += [tensor.new_empty(0)] * (count - len(usual))
-    made = Chunks(tensor, count, 0)
+    made = LazyChunks(tensor, count, 0)
     assert len(made) == count
     assert all(torch.equal(made[place], usual[place]) for place in range(count))
     with pytest.raises(IndexError):

@@ -10,7 +10,7 @@ import workbench as wb
 from workbench.core.gc import collected_before
 from workbench.memory.api import record
 from workbench.memory.estimate.plan import plan_of
-from workbench.memory.measure.recorder import Recorder, Sums, is_dense
+from workbench.memory.measure.recorder import GradientAccumulationProbe, Recorder, is_dense
 
 WIDTH, SAMPLES = 64, 512
 
@@ -102,7 +102,7 @@ def test_real_tensors_are_counted_alike() -> None:
 
 def test_where_torch_does_not_say_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    sums = Sums()
+    sums = GradientAccumulationProbe()
     sums.learn()
     with torch.no_grad():
         assert not sums.in_place(torch.ops.aten.add.Tensor, (torch.zeros(2), torch.zeros(2)), {})

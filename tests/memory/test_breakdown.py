@@ -9,10 +9,9 @@ import workbench as wb
 from tests.memory_logs import Writer, training
 from workbench.core.device import Device
 from workbench.core.vocabulary import GROUPS
-from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.breakdown import ONE_STEP, MemoryBreakdown
 from workbench.memory.analysis.fit import Fit
 from workbench.memory.analysis.outside import CONTEXT, NCCL, Outside
-from workbench.memory.analysis.peak import ONE_STEP
 
 GIB = 2**30
 BATCH = 4096

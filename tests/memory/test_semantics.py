@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests import attention_values
-from workbench.memory.estimate.cuda import attention, autocast, semantics, workspaces
+from workbench.memory.estimate.cuda import attention, autocast, operators, semantics
 from workbench.memory.estimate.cuda import recurrent as semantics_recurrent
 from workbench.memory.estimate.cuda.semantics import cuda_semantics
 
@@ -532,9 +532,9 @@ def test_ctc_on_values_is_torchs_own() -> None:
 
 # ------------------------------------------------------------------------------------------------ workspaces
 def test_convolutions_ask_for_a_workspace(fake: FakeTensorMode) -> None:
-    asked: list[workspaces.Convolution] = []
+    asked: list[operators.Convolution] = []
 
-    def measured(convolution: workspaces.Convolution, capability: tuple[int, int]) -> int:
+    def measured(convolution: operators.Convolution, capability: tuple[int, int]) -> int:
         assert capability == (9, 0)
         asked.append(convolution)
         return 12_345_678
@@ -566,7 +566,7 @@ def test_convolutions_can_be_differentiated_twice() -> None:
 
 def test_embeddings_sort_in_backward(fake: FakeTensorMode) -> None:
     layer = nn.Embedding(1000, 8)
-    for count, scratch in ((3072, 0), (4000, 5 * 8 * 4000 + (workspaces.distinct(4000, 1000) + 400) * 8 * 4)):
+    for count, scratch in ((3072, 0), (4000, 5 * 8 * 4000 + (operators.distinct(4000, 1000) + 400) * 8 * 4)):
         indices = torch.zeros(count, dtype=torch.int64)
         with cuda_semantics(None):
             out = layer(indices)
@@ -579,7 +579,7 @@ def test_embeddings_sort_in_backward(fake: FakeTensorMode) -> None:
 
 @given(indices=st.integers(0, 10**6), rows=st.integers(1, 10**6))
 def test_distinct_rows_are_no_more_than_there_are(indices: int, rows: int) -> None:
-    assert 0 <= workspaces.distinct(indices, rows) <= min(indices, rows)
+    assert 0 <= operators.distinct(indices, rows) <= min(indices, rows)
 
 
 def test_bags_are_kept_for_backward(fake: FakeTensorMode) -> None:
@@ -855,7 +855,7 @@ def test_old_gpus_are_noted(fake: FakeTensorMode) -> None:
 
 def test_alignment_of_heads() -> None:
     assert [attention.up(number, 32) for number in (0, 1, 32, 33)] == [0, 32, 32, 64]
-    assert math.isclose(workspaces.distinct(10**9, 100), 100)
+    assert math.isclose(operators.distinct(10**9, 100), 100)
 
 
 def _kept_bytes(function: Callable[[], object]) -> int:

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from tests import toy_tasks
 from workbench.core import run_directory
-from workbench.memory.api import estimate_memory
-from workbench.memory.capacity import MARGIN
-from workbench.memory.compare import compare_memory
+from workbench.memory.analysis.fit import MARGIN
+from workbench.memory.api import compare_memory, estimate_memory
 from workbench.memory.ladder import memory_ladder
 from workbench.memory.max_micro_batch import max_micro_batch
 from workbench.programs.choose_micro_batch import choose_micro_batch
@@ -313,7 +312,7 @@ def test_rows(count: int, data: st.DataObject) -> None:
 
 def test_the_chosen_number_is_the_largest_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     room, spec = 40 * MIB, auto_of("wide")
-    monkeypatch.setattr(choosing, "room_of", lambda device: room)
+    monkeypatch.setattr(choosing, "available_memory", lambda device: room)
     ranks = Ranks.join(spec)
     loop.train(spec, wide(), ranks, tmp_path)
     dist.destroy_process_group()  # fake runs have their own
@@ -363,12 +362,12 @@ def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "control_groups", lambda controller, names, old: [tuple(files[name] for name in names)])
     assert choosing.available() == 2700
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert choosing.room_of(CPU) == 1350
+    assert choosing.available_memory(CPU) == 1350
     files["memory.max"] = "max\n"
     assert abs((choosing.available() or 0) - free) < free / 2
     monkeypatch.setattr(choosing, "available", lambda: None)
     with pytest.raises(SpecError, match="does not tell how much memory is free; give a number"):
-        choosing.room_of(CPU)
+        choosing.available_memory(CPU)
 
 
 # --- where a number is needed

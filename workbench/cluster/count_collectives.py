@@ -95,7 +95,7 @@ def _counted(plan: "Plan", *, on_meta: bool) -> Traffic:
     from workbench.memory.estimate.cuda.overrides import replaced
     from workbench.memory.estimate.dry_run import dry_run
     from workbench.memory.estimate.errors import refused
-    from workbench.memory.estimate.world import fake_world
+    from workbench.memory.estimate.fake_process_group import fake_process_group
     from workbench.train import checkpointing
     from workbench.train.blocks import find_blocks
     from workbench.train.layout import Layout
@@ -105,7 +105,7 @@ def _counted(plan: "Plan", *, on_meta: bool) -> Traffic:
 
     spec = plan.spec.replace(gc=False, device="cpu", backend="auto", find_unused_parameters=False)
     seen: list[Callable[[Any], None]] = []  # what DDP's buckets are told to, once it is there
-    with fake_world(plan.world_size, 0, bucket_seen=lambda bucket: seen[-1](bucket) if seen else None) as here:
+    with fake_process_group(plan.world_size, 0, bucket_seen=lambda bucket: seen[-1](bucket) if seen else None) as here:
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)
         layout = Layout.of(spec, ranks)
         model = build(lambda: build_model(plan.task), on_meta=on_meta)
@@ -118,7 +118,7 @@ def _counted(plan: "Plan", *, on_meta: bool) -> Traffic:
             with refused(recorder, model, plan.example), pretended(Pretence(born=recorder.leave_out, working=recorder.pause)):
                 trainer = Trainer(spec, plan.task, ranks, module=model, loader=_NO_LOADER, layout=layout, alone=plan.own_loop)
                 recorder.attach(trainer.module)
-                with recorder.hooks(), replaced(checkpointing, "recomputing", recorder.whose.inside):
+                with recorder.hooks(), replaced(checkpointing, "recomputing", recorder.tracker.inside):
                     collector = _collector(trainer, layout, recorder)
                     seen.append(lambda bucket: collector.bucket(bucket, layout.data))
                     with collector, arrivals(trainer.module) as order:
@@ -148,8 +148,8 @@ def _collector(trainer: "Trainer", layout: "Layout", recorder: Any) -> "Collecto
         axes += [("replica" if name == "replica" else "shard", layout.replicas.get_group(axis)) for axis, name in enumerate(dims)]
 
     def at_work() -> str:
-        whose = recorder.whose
-        return str(whose.backward()[0] if collector.phase == "backward" else whose.forward)
+        tracker = recorder.tracker
+        return str(tracker.backward()[0] if collector.phase == "backward" else tracker.forward)
 
     collector = Collector(at_work, lambda part: names.get(id(part), ""), axes)
     return collector

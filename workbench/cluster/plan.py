@@ -24,7 +24,7 @@ from workbench.cluster.analysis.plan.search import Question
 from workbench.cluster.analysis.plan.subject import Subject, of_transformer
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.core.checks import real_number, whole_number
-from workbench.memory.capacity import MARGIN
+from workbench.memory.analysis.fit import MARGIN
 from workbench.runs.run import Run
 
 MOST = 65_536

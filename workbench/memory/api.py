@@ -1,13 +1,12 @@
-"""Estimate: the memory of training steps before anything runs, on a machine without a GPU.
+"""The public functions of memory: predict a training step's memory, measure it, compare changes of the step, find what leaks.
 
-The program that is estimated is the Trainer of real runs, driven on fake tensors, so every knob means the same.
-
-Measure memory: what a training step really holds, of a step and its loader in this process, or of a spec in a launch of its own.
+A prediction drives the Trainer of real runs on fake tensors, so every knob means the same, and it needs no GPU. A measurement takes real
+steps, in this process or in a launch of its own.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from workbench.core.checks import whole_number
 from workbench.core.device import Device
 from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.fit import MARGIN, device_of, usable_bytes
 from workbench.memory.analysis.log import MemoryLog
 from workbench.memory.analysis.outside import is_known
+from workbench.memory.analysis.whatif import MemoryComparison, WhatIf
 from workbench.runs.launch import experiments
 from workbench.runs.run import Run
-from workbench.runs.spec import SHARDED, RunSpec
+from workbench.runs.spec import SHARDED, RunSpec, check_names
 from workbench.runs.target import Measured, check_step
 from workbench.runs.task import Task
 
@@ -138,7 +139,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
     from workbench.memory.estimate.cuda.overrides import replaced
     from workbench.memory.estimate.dry_run import dry_run
     from workbench.memory.estimate.errors import refused
-    from workbench.memory.estimate.world import fake_world
+    from workbench.memory.estimate.fake_process_group import fake_process_group
     from workbench.train import checkpointing
     from workbench.train.layout import Layout
     from workbench.train.offload import Pretence, pretended
@@ -147,7 +148,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
 
     spec = plan.spec.replace(gc=False, device="cpu", backend="auto")
     dealt = plan.gpu is not None and (spec.parallel in SHARDED or spec.tensor_parallel > 1)
-    with fake_world(plan.world_size, rank, bucket_seen=lambda bucket: recorder.track(bucket, "bucket")) as here:
+    with fake_process_group(plan.world_size, rank, bucket_seen=lambda bucket: recorder.track(bucket, "bucket")) as here:
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)
         layout = Layout.of(spec, ranks)
         model = build(lambda: build_model(plan.task), on_meta=on_meta)
@@ -163,7 +164,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
                 trainer.phase = recorder.phase
                 with (
                     recorder.hooks(),
-                    replaced(checkpointing, "recomputing", recorder.whose.inside),
+                    replaced(checkpointing, "recomputing", recorder.tracker.inside),
                     watch() if watch else contextlib.nullcontext(),
                 ):
                     _drive(trainer, run, plan)
@@ -208,6 +209,65 @@ def _notes(plan: "Plan") -> list[str]:
             f"no {plan.device} has been calibrated: what lies outside of the allocator is the range of any GPU (workbench calibrate)"
         )
     return notes
+
+
+_ARGUMENTS = ("sequence", "image", "world_size", "rank", "batch", "loss")  # of estimate_memory, beside the knobs
+
+
+def compare_memory(
+    target: Any,
+    changes: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]],
+    *,
+    device: str | Device = "cuda",
+    margin: float = MARGIN,
+    **options: Any,
+) -> MemoryComparison:
+    """Predict what each of several changes does to the memory of a step.
+
+    Args:
+        target: as `estimate_memory` takes it.
+        changes: one mapping of knobs per row, `[{"precision": "amp_bf16"}, {"checkpointing": "full", "micro_batch": 64}]`; or knob →
+            values, one row each, `{"optimizer": ["sgd", "adamw"], "sequence": [512, 1024]}`. Knobs are those of a RunSpec, and the
+            arguments `sequence`, `image`, `world_size` and `optimizer` of `estimate_memory`.
+        device: as there; a name or a Device adds whether it fits.
+        margin: share of the device that stays free.
+        options: of all rows, as `estimate_memory` takes them.
+
+    Raises:
+        ValueError: no change, a knob that does not exist, or a baseline that cannot be estimated. A change that cannot be estimated is a
+            row that says why.
+    """
+    rows = _rows(changes)
+    for row in rows:
+        check_names(RunSpec, {name: value for name, value in row.items() if name not in _ARGUMENTS})
+    found = [WhatIf(changes={}, breakdown=estimate_memory(target, device=device, **options))]
+    for change in rows:
+        try:
+            found.append(WhatIf(changes=change, breakdown=_changed(target, change, device=device, **options)))
+        except ValueError as error:
+            found.append(WhatIf(changes=change, breakdown=None, complaint=str(error)))
+    room = None if device in ("cuda", "cpu") else usable_bytes(device_of(device), margin)
+    return MemoryComparison(rows=tuple(found), capacity=room, device=device.name if isinstance(device, Device) else device)
+
+
+def _changed(target: Any, change: Mapping[str, Any], **options: Any) -> MemoryBreakdown:
+    return estimate_memory(target, **{**options, **change})
+
+
+def _rows(changes: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]) -> list[Mapping[str, Any]]:
+    if isinstance(changes, Mapping):
+        listed = {
+            name: [values] if isinstance(values, str) or not isinstance(values, Sequence) else values for name, values in changes.items()
+        }
+        rows: list[Mapping[str, Any]] = [{name: value} for name, values in listed.items() for value in values]
+    else:
+        rows = list(changes)
+    if not rows or not all(isinstance(row, Mapping) for row in rows):
+        raise ValueError(
+            f"compare_memory(changes={changes!r:.80}): give what is to be compared: [{{'precision': 'amp_bf16'}}, {{'micro_batch': 8}}] "
+            "or {'micro_batch': [8, 16, 32]}"
+        )
+    return rows
 
 
 STEPS = 3

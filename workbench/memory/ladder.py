@@ -6,9 +6,9 @@ from typing import Any
 
 from workbench.core.device import Device
 from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.fit import MARGIN, device_of, is_unnamed, usable_memory
 from workbench.memory.analysis.whatif import MemoryLadder, MemoryRung, combinations, needed
 from workbench.memory.api import estimate_memory
-from workbench.memory.capacity import MARGIN, any_of, device_of, place_of
 from workbench.runs.spec import RunSpec
 
 HALVINGS = 3
@@ -38,8 +38,8 @@ def memory_ladder(
     Raises:
         ValueError: an unknown device, or a target that cannot be estimated.
     """
-    name, limit = place_of(device, capacity, margin)
-    if not any_of(device):
+    name, limit = usable_memory(device, capacity, margin)
+    if not is_unnamed(device):
         device = device_of(device)
     return _Climb(target, device, options, limit=limit).ladder(name, margin)
 

@@ -10,9 +10,9 @@ from workbench.core import units
 from workbench.core.device import Device
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.family import Family
+from workbench.memory.analysis.fit import MARGIN, usable_memory
 from workbench.memory.analysis.whatif import MaxMicroBatch, needed
 from workbench.memory.api import estimate_memory
-from workbench.memory.capacity import MARGIN, place_of
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task, resolve
 
@@ -59,7 +59,7 @@ def max_micro_batch(
     Raises:
         ValueError: an unknown device, a target that cannot be estimated, or a dataset that is too small for one optimizer step.
     """
-    name, limit = place_of(device, capacity, margin)
+    name, limit = usable_memory(device, capacity, margin)
     runs = _Runs(target, device, options)
     most = _most(target, options)
     largest = _largest(runs, limit, most)

@@ -1,16 +1,106 @@
-"""Advising: what would have fitted, of a run that ran out of memory."""
+"""Says what would have fitted of a run that ran out of memory: the cheapest changes, and the largest micro-batch without any."""
 
 import os
+from dataclasses import dataclass
+from typing import Any
 
-from workbench.core import run_directory
+from workbench.core import run_directory, units
 from workbench.core.device import Device
-from workbench.memory.analysis.advice import WouldFit, room_of
-from workbench.memory.capacity import MARGIN
+from workbench.core.display import table as display
+from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.fit import MARGIN
+from workbench.memory.analysis.whatif import MaxMicroBatch, MemoryLadder, changes_in_words, needed
 from workbench.memory.ladder import memory_ladder
 from workbench.memory.max_micro_batch import max_micro_batch
 from workbench.runs.out_of_memory import HOST, OutOfMemory
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What one rank could have had."""
+
+    bytes: int
+    """So much, in all."""
+    source: str
+    """How that is known, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WouldFit(display.Shown):
+    """Which changes would have kept a run from running out of memory, predicted by fake runs."""
+
+    run: str
+    """Its name."""
+    room: Room
+    """What one rank could have had."""
+    ladder: MemoryLadder
+    """The cheapest changes that make it fit; its start is the run as it was."""
+    largest: MaxMicroBatch
+    """The largest micro-batch, with nothing else changed."""
+    micro_batch: int
+    """That of the run."""
+
+    @property
+    def start(self) -> MemoryBreakdown:
+        """The run as it was."""
+        return self.ladder.start
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Knobs to turn: `run.spec.replace(**found.changes)`; none where it should have fitted."""
+        return self.ladder.changes
+
+    @property
+    def expected(self) -> bool:
+        """Does the prediction, too, say that it could not fit?"""
+        return needed(self.start) > self.ladder.capacity
+
+    @property
+    def word(self) -> str:
+        """Predicted need against what there was, and what would have fitted."""
+        needs = (
+            f"{self.run}: predicted need {units.bytes_(needed(self.start))}, at the {self.start.peak_moment}; there was "
+            f"{units.bytes_(self.room.bytes)} ({self.room.source}), {units.percent(self.ladder.margin)} of it to stay free"
+        )
+        if not self.expected:
+            return f"{needs}. By that it should have fitted: {_SURPRISE}"
+        if self.ladder.fits:
+            cure = f"It would have fitted with {changes_in_words(self.changes)}"
+        else:
+            over = units.bytes_(needed(self.ladder.end) - self.ladder.capacity)
+            cure = f"Nothing tried would have made it fit; with {changes_in_words(self.changes) or 'the run as it was'} {over} are missing"
+        return f"{needs}. {cure}. {self._batch}"
+
+    @property
+    def _batch(self) -> str:
+        if not self.largest.micro_batch:
+            return "With nothing else changed not even one sample fits"
+        return f"With nothing else changed micro_batch={self.largest.micro_batch} is the largest that fits, instead of {self.micro_batch}"
+
+    @property
+    def table(self) -> display.Table:
+        """The ladder, rung by rung, and what it comes to."""
+        ladder = self.ladder.table
+        return display.Table(columns=ladder.columns, rows=ladder.rows, title=ladder.title, note=self.word)
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per rung, the start first, in bytes."""
+        return self.ladder.to_frame()
+
+    def plot(self, ax: Any = None) -> Any:
+        """The memory after each change, against what there was; returns the Axes."""
+        return self.ladder.plot(ax=ax)
+
+    def __repr__(self) -> str:
+        return f"WouldFit({self.run!r}, {changes_in_words(self.changes) or 'no changes'}, fits={self.ladder.fits})"
+
+
+_SURPRISE = (
+    "something grew that is not in a step (wb.find_leaks(step, loader) finds a leak), what others took at that moment, fragmentation, or "
+    "shapes that depend on the data"
+)
 
 
 def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> WouldFit:
@@ -49,12 +139,12 @@ def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> W
             "Try fewer num_workers, a smaller prefetch_factor, or a dataset that is read piece by piece"
         )
     device: str | Device = "cpu" if reason.device == HOST else gpu or "cuda"
-    room = room_of(reason, ranks=spec.nproc_per_node, limit=_memory_limit(run), gpu=gpu.memory if gpu else None)
+    available = available_memory(reason, ranks=spec.nproc_per_node, limit=_memory_limit(run), gpu=gpu.memory if gpu else None)
     return WouldFit(
         run=run.name,
-        room=room,
-        ladder=memory_ladder(spec, device, capacity=room.bytes, margin=margin),
-        largest=max_micro_batch(spec, device, capacity=room.bytes, margin=margin),
+        room=available,
+        ladder=memory_ladder(spec, device, capacity=available.bytes, margin=margin),
+        largest=max_micro_batch(spec, device, capacity=available.bytes, margin=margin),
         micro_batch=spec.micro_batch,
     )
 
@@ -75,3 +165,52 @@ def _memory_limit(run: Run) -> int | None:
         if limit := (one.get("outcome") or {}).get("memory_limit"):
             return int(limit)
     return None
+
+
+def available_memory(reason: OutOfMemory, *, ranks: int, limit: int | None = None, gpu: int | None = None) -> Room:
+    """What one rank could have had when memory ran out.
+
+    Args:
+        reason: what the error said.
+        ranks: how many shared the main memory.
+        limit: bytes of main memory that they had together, where that is known beside the error.
+        gpu: bytes of the GPU, for errors that do not say it.
+
+    Raises:
+        ValueError: nobody knows.
+
+    >>> available_memory(OutOfMemory(device="GPU 0", capacity=8 * 2**30, this_process=2 * 2**30, processes={7: 3 * 2**30}), ranks=1).source
+    'GPU 0 has 8.00 GiB, of which other processes had 3.00 GiB'
+    """
+    return _of_main_memory(reason, ranks, limit) if reason.device == HOST else _of_gpu(reason, gpu)
+
+
+def _of_gpu(reason: OutOfMemory, datasheet: int | None) -> Room:
+    capacity = datasheet if reason.capacity is None else reason.capacity
+    if capacity is None and reason.allowed is None:
+        raise ValueError(
+            f"memory ran out on {reason.device}, and neither the error nor the run says how much it has: "
+            "wb.memory_ladder(run.spec, device) with its name, such as 'H200'"
+        )
+    found = []
+    if capacity is not None:
+        others = min(reason.others or 0, capacity - 1)
+        beside = f", of which other processes had {units.bytes_(others)}" if others else ""
+        found.append(Room(bytes=capacity - others, source=f"{reason.device} has {units.bytes_(capacity)}{beside}"))
+    if reason.allowed is not None:  # counts what the allocator reserves only
+        words = f"PyTorch was allowed {units.bytes_(reason.allowed)} of {reason.device}, and had more outside of its allocator"
+        found.append(Room(bytes=reason.allowed + (reason.outside or 0), source=words))
+    return min(found, key=lambda room: room.bytes)
+
+
+def _of_main_memory(reason: OutOfMemory, ranks: int, limit: int | None) -> Room:
+    each = f", shared by {ranks} ranks" if ranks > 1 else ""
+    if reason.held is not None and reason.held.available is not None:
+        held, left = reason.held.total, reason.held.available
+        return Room(bytes=max(1, held + left // ranks), source=f"{units.bytes_(held)} held in tensors, {units.bytes_(left)} left{each}")
+    common = limit if reason.capacity is None else reason.capacity
+    if common is None:
+        raise ValueError(
+            "main memory ran out, and nobody noted how much there was: wb.memory_ladder(run.spec, 'cpu', capacity=bytes_per_rank)"
+        )
+    return Room(bytes=max(1, common // ranks), source=f"a limit of {units.bytes_(common)}{each}, Python and its libraries included")

@@ -9,10 +9,10 @@ import json
 import sys
 from typing import Any
 
+from workbench.memory.analysis.fit import MARGIN, less_margin
 from workbench.memory.analysis.outside import outside_of
 from workbench.memory.analysis.whatif import needed
 from workbench.memory.api import estimate_memory
-from workbench.memory.capacity import MARGIN, share_of
 from workbench.memory.max_micro_batch import NODES, max_micro_batch
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import resolve
@@ -43,7 +43,7 @@ def choose_micro_batch(spec: RunSpec, *, device: str, room: int, margin: float =
         example = sample_batch(dataclasses.replace(task, dataset=lambda: dataset), NODES[0])
     most, stream = most_samples(dataset, spec)
     context = 0 if device == "cpu" else outside_of(device).mid  # a need on the device, but no part of `room`
-    limit = share_of(room, margin) + context
+    limit = less_margin(room, margin) + context
     estimate, size = estimate_memory(spec, example, device=device, micro_batch=most), most
     if needed(estimate) > limit:
         largest = max_micro_batch(spec, device, capacity=limit, margin=0.0, batch=example)

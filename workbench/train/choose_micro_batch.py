@@ -35,7 +35,7 @@ _LAST_LINES = 3
 def choose(spec: RunSpec, ranks: Ranks) -> int:
     """The micro-batch for a spec that leaves it open; rank 0 prints it, and why. All ranks have to come here.
 
-    It is the largest that is predicted to fit with a margin (`workbench.memory.capacity.MARGIN`) and for which the dataset has one
+    It is the largest that is predicted to fit with a margin (`workbench.memory.analysis.fit.MARGIN`) and for which the dataset has one
     optimizer step.
 
     Args:
@@ -45,7 +45,7 @@ def choose(spec: RunSpec, ranks: Ranks) -> int:
     Raises:
         SpecError: none could be chosen; the message says why.
     """
-    rooms = [int(room) for room in ranks.share("room", str(room_of(ranks.device)).encode())]
+    rooms = [int(room) for room in ranks.share("room", str(available_memory(ranks.device)).encode())]
     answer = ask(spec, ranks.device, min(rooms)) if ranks.rank == 0 else {}
     found = json.loads(ranks.share("micro-batch", json.dumps(answer).encode())[0])
     if "error" in found:
@@ -84,7 +84,7 @@ def ask(spec: RunSpec, device: torch.device, room: int) -> dict[str, Any]:
     return found
 
 
-def room_of(device: torch.device) -> int:
+def available_memory(device: torch.device) -> int:
     """Bytes that a rank can still have: on its GPU, beside the context; of main memory its share, if all ranks here want the same.
 
     Raises:

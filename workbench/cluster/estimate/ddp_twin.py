@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workbench.cluster.analysis.twin_run import TwinBucket, TwinLayer
 from workbench.core.gc import RECENT, without_gc
-from workbench.memory.estimate import compat
-from workbench.memory.estimate.world import WorldError
+from workbench.memory.estimate.fake_process_group import ProcessGroupError, process_group
 
 WARM_UP = 2
 """Steps before the first that counts: DDP puts its buckets into the order of the first one's gradients before the second."""
@@ -160,15 +159,15 @@ def steps_of(
         steps: how many.
 
     Raises:
-        WorldError: this process has a process group already.
+        ProcessGroupError: this process has a process group already.
     """
     if dist.is_initialized():
-        raise WorldError(
+        raise ProcessGroupError(
             "this process has a process group (torch.distributed is initialised), and the twin needs one of its own: call it before "
             "init_process_group, after destroy_process_group, or in a process of its own"
         )
     clock: Any = VirtualClock(seconds_of) if scale is None else RealClock(seconds_of, scale)
-    with compat.fake_process_group(ranks, 0), warnings.catch_warnings(), without_gc():
+    with process_group(ranks, 0), warnings.catch_warnings(), without_gc():
         warnings.simplefilter("ignore")
         twin = _Twin(layers, clock, bucket_cap_mb)
         try:

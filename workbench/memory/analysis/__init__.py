@@ -1,1 +1,1 @@
-"""analysis."""
+"""Nouns of memory and their arithmetic, without torch."""

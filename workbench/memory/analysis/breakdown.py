@@ -1,110 +1,30 @@
-"""MemoryBreakdown: what the fullest moment of a training step is made of. Measured and predicted breakdowns have this same type.
+"""MemoryBreakdown: what a training step's memory is made of at its peak, measured or predicted; both have this same type.
 
-MemoryDifference: two breakdowns side by side. A prediction less a measurement says how wrong the prediction was, group by group.
+MemoryDifference sets two of them side by side: a prediction less a measurement says how wrong the prediction was, group by group.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.device import Device
 from workbench.core.display import table as display
-from workbench.core.vocabulary import GROUPS
+from workbench.core.vocabulary import GROUPS, MEMORY_PHASES
+from workbench.memory.analysis.allocator import CachingAllocator
 from workbench.memory.analysis.fit import Fit, fit
-from workbench.memory.analysis.holders import Holder
+from workbench.memory.analysis.holders import Holder, Shares, holders_at, prefix, scratch_of, shares, telling, unsplit_of
 from workbench.memory.analysis.log import MemoryLog
 from workbench.memory.analysis.outside import Outside, outside_of
 from workbench.memory.analysis.over_time import EMPTY, MemoryTimeline
-from workbench.memory.analysis.peak import CUDA_GRANULARITY as CUDA_GRANULARITY
-from workbench.memory.analysis.peak import read
-from workbench.memory.analysis.shares import Shares, prefix, shares
+from workbench.memory.analysis.replay import Numbers, Replay
 
-_SUMS = ("total", "reserved", "device_used")
-_NAMES = {"total": "allocated", "device_used": "device used"}
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryDifference(display.Shown):
-    """`this - other`, in bytes."""
-
-    this: "MemoryBreakdown"
-    """What was subtracted from."""
-    other: "MemoryBreakdown"
-    """What was subtracted: the measure of percentages."""
-
-    def __getitem__(self, name: str) -> int:
-        """Bytes that `this` has more.
-
-        Args:
-            name: of GROUPS, or "total", "reserved", "device_used".
-
-        Raises:
-            KeyError: no such name, or one of both does not have it.
-        """
-        if name not in (*GROUPS, *_SUMS):
-            raise KeyError(f"no {name!r} in a difference: there are {', '.join((*GROUPS, *_SUMS))}")
-        mine, theirs = getattr(self.this, name), getattr(self.other, name)
-        if mine is None or theirs is None:
-            raise KeyError(f"{name!r} is not known on both sides: on a CPU nothing is reserved")
-        return int(mine - theirs)
-
-    @property
-    def total(self) -> int:
-        """Difference of what is allocated at the peak."""
-        return self["total"]
-
-    @property
-    def error(self) -> float:
-        """Difference of what is allocated, as a fraction of what `other` has; negative: less."""
-        return self.total / self.other.total
-
-    @property
-    def table(self) -> display.Table:
-        """One row per group that one of both has, then the sums that both have."""
-        names = [group for group in GROUPS if getattr(self.this, group) or getattr(self.other, group)]
-        names += [name for name in _SUMS if getattr(self.this, name) is not None and getattr(self.other, name) is not None]
-        rows = [
-            [
-                _NAMES.get(name, name.replace("_", " ")),
-                units.bytes_(getattr(self.this, name)),
-                units.bytes_(getattr(self.other, name)),
-                _signed(self[name]),
-                f"{100 * self[name] / self.other.total:+.2f} %",
-            ]
-            for name in names
-        ]
-        mine, theirs = self.names
-        note = f"{mine}: {self.this.title}, peak: {self.this.peak_moment}; {theirs}: {self.other.title}, peak: {self.other.peak_moment}"
-        columns = ("group", mine, theirs, "difference", f"of all that is allocated, {theirs}")
-        return display.Table(columns=columns, rows=rows, title=f"{mine} less {theirs}", note=note)
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """What each side is called: which of the two is predicted and which measured, or first and second of the same kind."""
-        kinds = self.this.kind, self.other.kind
-        return kinds if kinds[0] != kinds[1] else (f"{kinds[0]}, this", f"{kinds[1]}, other")
-
-    def to_frame(self) -> Any:
-        """A DataFrame with one row per group and sum, in bytes."""
-        names = [name for name in (*GROUPS, *_SUMS) if None not in (getattr(self.this, name), getattr(self.other, name))]
-        rows = [
-            {"group": name, "this": getattr(self.this, name), "other": getattr(self.other, name), "difference": self[name]}
-            for name in names
-        ]
-        return display.frame(rows, columns=("group", "this", "other", "difference"))
-
-    def plot(self, ax: Any = None) -> Any:
-        """Both as stacked bars, one below the other; returns the Axes."""
-        return display.picture("memory")([self.this, self.other], ax=ax)
-
-    def __repr__(self) -> str:
-        return f"MemoryDifference({_signed(self.total)}, {100 * self.error:+.2f} %)"
-
-
-def _signed(value: int) -> str:
-    return f"{'+' if value > 0 else ''}{units.bytes_(value)}"
+CUDA_GRANULARITY = 512
+"""Bytes that CUDA's caching allocator rounds each request up to a multiple of (c10/core/AllocatorConfig.h, kMinBlockSize)."""
+ONE_STEP = "one step only: states that the optimizer makes in it may lack at its peak; the second step tells"
 
 
 Kind = Literal["predicted", "measured"]
@@ -204,7 +124,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
         if scratch < 0:
             raise ValueError(f"scratch={scratch}: bytes of the measured peak above the log's; the log cannot hold more than was allocated")
         on_cpu = device == "cpu"
-        fields = read(
+        fields = _read(
             log,
             granularity=granularity or (1 if on_cpu else CUDA_GRANULARITY),
             simulated=kind == "predicted" and not on_cpu,
@@ -299,7 +219,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
             return fit(self.total, None, name, capacity, margin)
         return fit(self.reserved, outside, name, capacity, margin)
 
-    def __sub__(self, other: "MemoryBreakdown") -> MemoryDifference:
+    def __sub__(self, other: "MemoryBreakdown") -> "MemoryDifference":
         if not isinstance(other, MemoryBreakdown):
             return NotImplemented
         return MemoryDifference(self, other)
@@ -359,3 +279,143 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
 
     def __repr__(self) -> str:
         return f"MemoryBreakdown({self.kind}, {units.bytes_(self.total)} allocated on {self.device})"
+
+
+def _read(
+    log: MemoryLog, *, granularity: int, simulated: bool, reserved: int | None, scratch: int, retries: int, notes: tuple[str, ...]
+) -> dict[str, Any]:
+    """The fields of a MemoryBreakdown that a log decides.
+
+    Args:
+        log: what a recorder wrote.
+        granularity: bytes that each storage is rounded up to a multiple of.
+        simulated: CUDA's allocator is simulated: it says what is reserved, and counts what it does not split off a block.
+        reserved: measured, where it is known.
+        scratch: bytes of the measured peak above the log's.
+        retries: measured.
+        notes: beside those of the log.
+    """
+    replay = Replay(log, granularity)
+    counted: Numbers = replay.total
+    if simulated:
+        allocator = CachingAllocator().run(replay.events)
+        reserved, retries = reserved or allocator.peak_reserved, retries or allocator.retries
+        if granularity == CUDA_GRANULARITY:
+            counted = np.array(allocator.history, np.int64)
+    position = int(counted.argmax())
+    mark = replay.phase_of(position)
+    groups = {group: int(replay.held[position, column]) for column, group in enumerate(GROUPS)}
+    unsplit = int(counted[position] - replay.total[position])
+    groups["temporaries"] += scratch
+    groups["other"] += unsplit
+    more = [made(held, mark.phase) for made, held in ((scratch_of, scratch), (unsplit_of, unsplit)) if held]
+    holders = tuple(sorted((*holders_at(replay, position), *more), key=lambda h: -h.bytes))
+    steps, phases = replay.peaks("step", counted), replay.peaks("phase", counted)
+    steps[mark.step] += scratch
+    phases[mark.phase] += scratch
+    later = [held for step, held in steps.items() if step > min(steps)]
+    return {
+        **groups,
+        "reserved": reserved,
+        "retries": retries,
+        "peak_moment": _moment(replay.moment(position), holders),
+        "first_step": steps[min(steps)],
+        "steady": max(later, default=steps[min(steps)]),
+        "largest": {group: max(groups[group], int(replay.held[:, column].max())) for column, group in enumerate(GROUPS)},
+        "phases": {phase: phases[phase] for phase in MEMORY_PHASES if phase in phases},
+        "holders": holders,
+        "timeline": MemoryTimeline.from_replay(replay, position),
+        "notes": tuple(dict.fromkeys((*log.notes, *notes, *(() if later else (ONE_STEP,))))),
+    }
+
+
+def _moment(when: str, holders: tuple[Holder, ...]) -> str:
+    """The moment and what is telling about it."""
+    largest = telling(holders, when)
+    return f"{when}: {largest.words}" if largest else when
+
+
+_SUMS = ("total", "reserved", "device_used")
+_NAMES = {"total": "allocated", "device_used": "device used"}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDifference(display.Shown):
+    """`this - other`, in bytes."""
+
+    this: MemoryBreakdown
+    """What was subtracted from."""
+    other: MemoryBreakdown
+    """What was subtracted: the measure of percentages."""
+
+    def __getitem__(self, name: str) -> int:
+        """Bytes that `this` has more.
+
+        Args:
+            name: of GROUPS, or "total", "reserved", "device_used".
+
+        Raises:
+            KeyError: no such name, or one of both does not have it.
+        """
+        if name not in (*GROUPS, *_SUMS):
+            raise KeyError(f"no {name!r} in a difference: there are {', '.join((*GROUPS, *_SUMS))}")
+        mine, theirs = getattr(self.this, name), getattr(self.other, name)
+        if mine is None or theirs is None:
+            raise KeyError(f"{name!r} is not known on both sides: on a CPU nothing is reserved")
+        return int(mine - theirs)
+
+    @property
+    def total(self) -> int:
+        """Difference of what is allocated at the peak."""
+        return self["total"]
+
+    @property
+    def error(self) -> float:
+        """Difference of what is allocated, as a fraction of what `other` has; negative: less."""
+        return self.total / self.other.total
+
+    @property
+    def table(self) -> display.Table:
+        """One row per group that one of both has, then the sums that both have."""
+        names = [group for group in GROUPS if getattr(self.this, group) or getattr(self.other, group)]
+        names += [name for name in _SUMS if getattr(self.this, name) is not None and getattr(self.other, name) is not None]
+        rows = [
+            [
+                _NAMES.get(name, name.replace("_", " ")),
+                units.bytes_(getattr(self.this, name)),
+                units.bytes_(getattr(self.other, name)),
+                _signed(self[name]),
+                f"{100 * self[name] / self.other.total:+.2f} %",
+            ]
+            for name in names
+        ]
+        mine, theirs = self.names
+        note = f"{mine}: {self.this.title}, peak: {self.this.peak_moment}; {theirs}: {self.other.title}, peak: {self.other.peak_moment}"
+        columns = ("group", mine, theirs, "difference", f"of all that is allocated, {theirs}")
+        return display.Table(columns=columns, rows=rows, title=f"{mine} less {theirs}", note=note)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What each side is called: which of the two is predicted and which measured, or first and second of the same kind."""
+        kinds = self.this.kind, self.other.kind
+        return kinds if kinds[0] != kinds[1] else (f"{kinds[0]}, this", f"{kinds[1]}, other")
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per group and sum, in bytes."""
+        names = [name for name in (*GROUPS, *_SUMS) if None not in (getattr(self.this, name), getattr(self.other, name))]
+        rows = [
+            {"group": name, "this": getattr(self.this, name), "other": getattr(self.other, name), "difference": self[name]}
+            for name in names
+        ]
+        return display.frame(rows, columns=("group", "this", "other", "difference"))
+
+    def plot(self, ax: Any = None) -> Any:
+        """Both as stacked bars, one below the other; returns the Axes."""
+        return display.picture("memory")([self.this, self.other], ax=ax)
+
+    def __repr__(self) -> str:
+        return f"MemoryDifference({_signed(self.total)}, {100 * self.error:+.2f} %)"
+
+
+def _signed(value: int) -> str:
+    return f"{'+' if value > 0 else ''}{units.bytes_(value)}"

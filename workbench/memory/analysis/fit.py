@@ -1,11 +1,20 @@
-"""Fit: whether something fits a device, with what is to spare and how sure that is."""
+"""Fit: whether memory fits a device, with what is to spare and how sure that is; and how much of a device may be used."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from workbench.core import units
+from workbench.core.checks import whole_number
+from workbench.core.device import Device
 from workbench.core.display import table as display
 from workbench.memory.analysis.outside import Outside
+
+MARGIN = 0.05
+"""Share of a device that stays free unless said otherwise: fragmentation grows over a run, and a driver's share of the memory varies."""
+
+
+_PLAIN = {"cuda": "the GPU", "cpu": "main memory"}
+"""Devices without a name of their own → in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +105,38 @@ def fit(held: int, outside: Outside | None, name: str, capacity: int, margin: fl
     ends = (outside.low, outside.mid, outside.high) if outside else (0, 0, 0)
     low, needed, high = (held + end for end in ends)
     return Fit(device=name, capacity=capacity, margin=margin, needed=needed, low=low, high=high)
+
+
+def is_unnamed(device: str | Device) -> bool:
+    """No device in particular: any GPU, or a CPU."""
+    return isinstance(device, str) and device in _PLAIN
+
+
+def usable_memory(device: str | Device, capacity: int | None, margin: float) -> tuple[str, int]:
+    """What is to be fitted, in words, and the bytes of it that may be used."""
+    if capacity is None:
+        found = device_of(device)
+        return found.name, usable_bytes(found, margin)
+    whole_number("capacity", capacity, least=1, what="a whole number of bytes per rank", also=", or None for the device's own")
+    name = _PLAIN[str(device)] if is_unnamed(device) else device_of(device).name
+    return name, less_margin(capacity, margin)
+
+
+def device_of(device: str | Device) -> Device:
+    if is_unnamed(device):
+        raise ValueError(
+            f"device={device!r} has no capacity of its own: name one, such as 'H200' or 'RTX-4090', or make a wb.Device; or say how many "
+            "bytes there are: capacity=…"
+        )
+    return device if isinstance(device, Device) else Device.named(device)
+
+
+def usable_bytes(device: Device, margin: float) -> int:
+    """Bytes that may be used."""
+    return less_margin(device.memory, margin)
+
+
+def less_margin(capacity: int, margin: float) -> int:
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin={margin}: a share from 0 to below 1 of the device is kept free; 0.05 is five percent")
+    return int(capacity * (1 - margin))

@@ -1,1 +1,1 @@
-"""Estimate: a training step on fake tensors, with CUDA's memory semantics and any number of ranks, on a machine without a GPU."""
+"""Predicts a step's memory by running it on fake tensors."""

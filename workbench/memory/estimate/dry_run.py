@@ -17,16 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.harness.batches import map_tensors
-from workbench.memory.estimate import building, compat
+from workbench.memory.estimate import building
 from workbench.memory.estimate.cuda.semantics import cuda_semantics
 from workbench.memory.estimate.errors import EstimateError
 from workbench.memory.estimate.external_tensors import Reals
+from workbench.memory.estimate.fake_tensors import fake_tensors, foreach_on_fakes, movable_modules
 from workbench.memory.estimate.values import Values
-from workbench.memory.measure import private
 from workbench.memory.measure.recorder import Recorder
 
 ENDLESS = 10_000
@@ -229,7 +230,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         super().mark(phase)
 
     def _is_dry(self) -> bool:
-        return private.fake_mode() is self._mode
+        return active_fake_mode() is self._mode
 
     def _take_workspace(self) -> None:
         """Once in a thread: CUDA's backward runs in one of its own, and cuBLAS has a handle for each."""
@@ -321,7 +322,7 @@ def dry_run(gpu: Gpu | None) -> Iterator[DryRun]:
     """
     with contextlib.ExitStack() as stack:
         reals = stack.enter_context(contextlib.ExitStack())  # left last, where tensors are real again
-        for change in (compat.fake_tensors(), compat.movable_modules(), compat.foreach_on_fakes()):
+        for change in (fake_tensors(), movable_modules(), foreach_on_fakes()):
             stack.enter_context(change)
         semantics = cuda_semantics(gpu.precision, gpu.capability) if gpu else contextlib.nullcontext()
         with semantics as met:

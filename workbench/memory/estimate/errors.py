@@ -67,7 +67,7 @@ def refused(recorder: Recorder, model: nn.Module, batch: Any) -> Iterator[None]:
     except (TaskError, SpecError, EstimateError, BuildError):
         raise
     except Exception as error:
-        module = recorder.whose.failed(error)
+        module = recorder.tracker.failed(error)
         kind = recorder.log.modules.get(module or "", type(model).__name__)
         raise refusal(error, module=module, kind=kind, batch=batch, doing=DOING[recorder.now]) from error
     finally:

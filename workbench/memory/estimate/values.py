@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from workbench.memory.estimate.compat import real_tensors
+from workbench.memory.estimate.fake_tensors import real_tensors
 
 LIMIT = 2**22
 """Elements of a tensor of the batch, or of one that follows from it, up to which values are kept: more would make a dry run slow."""

@@ -1,1 +1,1 @@
-"""measure."""
+"""Records what real training steps hold in memory."""

@@ -22,8 +22,8 @@ from workbench.core.display import table as display
 from workbench.core.package import ROOT
 from workbench.harness.discover import name_of as name_of_step
 from workbench.memory.analysis.log import FREE, MARK, MemoryLog, Record
+from workbench.memory.measure.at_oom import saved
 from workbench.memory.measure.memory import freed_by_collector, recorded
-from workbench.memory.measure.module_tracker import saved
 from workbench.memory.measure.recorder import storages
 
 MOST_DEEP = 10

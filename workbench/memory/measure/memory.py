@@ -25,9 +25,8 @@ from workbench.harness.discover import Found, name_of
 from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.observe import check, device_of, look_around
 from workbench.harness.restore import Keep
-from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.breakdown import CUDA_GRANULARITY, MemoryBreakdown
 from workbench.memory.analysis.log import Mark, MemoryLog
-from workbench.memory.analysis.peak import CUDA_GRANULARITY
 from workbench.memory.analysis.replay import Replay
 from workbench.memory.measure.allocator import Allocations, allocations
 from workbench.memory.measure.recorder import Recorder

@@ -1,26 +1,22 @@
-"""Whose: the module that is at work, in the forward by its calls, in the backward by the forward that made the autograd node which runs.
-
-Graph: the tensors that autograd keeps for a backward, which no Python variable shows.
-"""
+"""ModuleTracker: which module is running: in forward by its calls, in backward by who made the autograd node that runs."""
 
 import bisect
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from workbench.core import interrupts
-from workbench.memory.measure import private
 
 LARGEST = 1 << 62
 """Above any number of a node that a forward makes; those that accumulate gradients have a larger one."""
 
 
-class Whose:
+class ModuleTracker:
     """The modules whose forward is running, innermost last.
 
     Autograd numbers its nodes in the order in which they are made. So it is enough to note at which number each module's forward began and
@@ -46,7 +42,7 @@ class Whose:
 
     def backward(self) -> tuple[str, bool]:
         """The module whose backward runs; and whether it is forward that runs there, once more, because of checkpointing."""
-        node = private.running_node()
+        node = running_node()
         if node is not None and (len(self._stack) > 1 or torch.is_grad_enabled()):
             return self._stack[-1], True
         number = node._sequence_nr() if node is not None else -1
@@ -93,8 +89,8 @@ class Whose:
         self._note()
 
     def _note(self) -> None:
-        number = private.next_node()
-        if number is None or private.running_node() is not None:
+        number = next_node()
+        if number is None or running_node() is not None:
             return
         if number == self._numbers[-1]:
             self._makers[-1] = self._stack[-1]
@@ -103,53 +99,13 @@ class Whose:
             self._makers.append(self._stack[-1])
 
 
-MOST_NODES = 200_000
-"""So many nodes of a graph are looked at."""
-_RAW = "_raw_saved_"
-
-_names: dict[type, tuple[str, ...]] = {}
-"""Kind of node → its attributes with what it keeps."""
+def next_node() -> int | None:
+    """Number of the autograd node that this thread will make next; None where torch does not say."""
+    ask = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return None if ask is None else int(ask())
 
 
-def saved(roots: Iterable[Tensor]) -> Iterator[tuple[Any, Tensor]]:
-    """Each node behind these tensors, with a tensor that it keeps. Nothing is computed again: of checkpointing there is only a recipe.
-
-    Args:
-        roots: tensors that a graph leads to.
-    """
-    todo = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen: set[Any] = set()
-    while todo and len(seen) < MOST_NODES:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        todo += [before for before, _ in node.next_functions if before is not None]
-        for tensor in kept_by(node):
-            yield node, tensor
-
-
-def kept_by(node: Any) -> Iterator[Tensor]:
-    """The tensors that one node keeps."""
-    if type(node) not in _names:
-        _names[type(node)] = tuple(name for name in dir(node) if name.startswith(_RAW))
-    for name in _names[type(node)]:
-        try:
-            value = getattr(node, name)
-            for one in value if isinstance(value, list | tuple) else (value,):
-                tensor = getattr(one, "data", None)
-                if isinstance(tensor, Tensor):
-                    yield tensor
-        except RuntimeError:  # the backward has been there, and has let it go
-            continue
-
-
-def name_of(node: Any) -> str:
-    """The operator whose backward a node is.
-
-    >>> import torch
-    >>> name_of(torch.ones(2, requires_grad=True).relu().grad_fn)
-    'relu'
-    """
-    words = str(node.name()).removesuffix("Backward").rstrip("0123456789").removesuffix("Backward")
-    return words[:1].lower() + words[1:]
+def running_node() -> Any:
+    """The autograd node whose backward is running; None outside of a backward."""
+    ask = getattr(torch._C, "_current_autograd_node", None)
+    return None if ask is None else ask()

@@ -1,22 +1,22 @@
-"""Recorder: the births, resizings and deaths of all storages of a training step, on real or fake tensors, as a MemoryLog.
+"""Recorder: writes every allocation, resizing and free of a training step's storages into a MemoryLog, on real or fake tensors.
 
-Sums of gradients: in place in an ordinary run, where one that is recorded makes a new tensor for each.
-
-The gradients of a tensor that is used more than once are added up by autograd's engine. It does so in place if nobody else holds the first
-of them and no dispatch mode is on; a recorder is one, so the engine makes a new tensor for each sum, and holds one gradient too many.
-
-Source: `InputBuffer::accumulate`, `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp; `isTensorSubclassLike` in
-aten/src/ATen/TensorSubclassLikeUtils.h.
+Gradients of a tensor that is used more than once are added up by autograd's engine. It does so in place if nobody else holds the first of
+them and no dispatch mode is on; a Recorder is one, so the engine makes a new tensor for each sum, and holds one gradient too many.
+GradientAccumulationProbe finds these sums, and the log counts them as in place. Source: `InputBuffer::accumulate`,
+`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp; `isTensorSubclassLike` in aten/src/ATen/TensorSubclassLikeUtils.h.
 """
 
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -24,67 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.core import interrupts
 from workbench.memory.analysis.log import ALLOC, FREE, MARK, RESIZE, Event, Mark, MemoryLog, Record
-from workbench.memory.measure import private
-from workbench.memory.measure.module_tracker import Whose
-
-Holders = tuple[int, int, int]
-NOBODY: Holders = (0, 0, 0)
-"""Where this torch does not say."""
-
-
-def holders_of(tensor: Any) -> Holders:
-    """How many hold a tensor in C++, its storage, and the tensor in Python, as seen from the handling of an operator."""
-    if not (hasattr(tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")):
-        return NOBODY
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata), sys.getrefcount(tensor)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Do its elements lie side by side, in any order?
-
-    >>> is_dense(torch.zeros(2, 3).t()), is_dense(torch.zeros(2, 1).expand(2, 3))
-    (True, False)
-    """
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-class Sums:
-    """Tells the sums that autograd's engine makes, and which of them would be in place."""
-
-    def __init__(self) -> None:
-        self._alone: Holders | None = None  # holders of a gradient that only the engine has
-        self._learning = False
-
-    def learn(self) -> None:
-        """See once, in a graph whose gradients nobody else holds, how many hold them; outside of operators, with nothing recorded."""
-        if self._alone is not None:
-            return
-        self._learning = True
-        with torch.enable_grad():
-            used_twice = torch.zeros(2, 2, requires_grad=True) * 1.0
-            ((used_twice * 2) + (used_twice * 3)).sum().backward()  # type: ignore[no-untyped-call]
-        self._learning = False
-        self._alone = self._alone or NOBODY
-
-    def in_place(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Would the engine add the second argument to the first in place? Ask in a backward, before the operator runs."""
-        if func is not torch.ops.aten.add.Tensor or kwargs or len(args) != 2 or torch.is_grad_enabled():
-            return False
-        first, second = args
-        if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or first.shape != second.shape or first.dtype != second.dtype:
-            return False
-        if self._learning:
-            self._alone = self._alone or holders_of(first)
-            return False
-        if first.layout != torch.strided or self._alone in (None, NOBODY):
-            return False
-        return holders_of(first) == self._alone and is_dense(first)
-
+from workbench.memory.measure.module_tracker import ModuleTracker
 
 TRAINER_PHASES = {
     "h2d": ("data", "data"),
@@ -105,7 +45,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         log: what has been written so far.
         step: optimizer step, from 0.
         micro: forward and backward, counted over all steps; `phase` counts it up.
-        whose: the module at work; where an error came from.
+        tracker: which module is running; where an error came from.
     """
 
     def __init__(self, model: nn.Module | None = None, *, device: str | None = None, host_counters: bool = False) -> None:
@@ -120,7 +60,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = MemoryLog()
         self.step = self.micro = 0
-        self.whose = Whose()
+        self.tracker = ModuleTracker()
         self._device, self._host_counters = device, host_counters
         self._phase = "init"
         self._live: dict[int, int] = {}  # address of a storage → index of its record
@@ -130,14 +70,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._elsewhere: set[int] = set()
         self._paused = 0
         self._closed = False
-        self._mode = private.fake_mode()
-        self._sums = Sums()
+        self._mode = active_fake_mode()
+        self._accumulation = GradientAccumulationProbe()
         if model is not None:
             self.attach(model)
 
     def attach(self, model: nn.Module) -> None:
         """Name the modules of a model, and recognise its parameters and buffers; again after they have been replaced."""
-        self.log.modules.update(self.whose.name(model))
+        self.log.modules.update(self.tracker.name(model))
         self._parameters = list(model.parameters())
         for name, module in model.named_modules():
             for parameter in module.parameters(recurse=False):
@@ -169,9 +109,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def charge(self, size: int, category: str | None = None, op: str = "") -> int:
         """Record bytes that are taken now and belong to no tensor that is seen, such as a library's workspace; the record's index."""
-        log, module = self.log, self.whose.forward
+        log, module = self.log, self.tracker.forward
         if category is None and self._phase == "backward":
-            module, recomputed = self.whose.backward()
+            module, recomputed = self.tracker.backward()
             category = "recompute" if recomputed else "temp_backward"
         index = len(log.records)
         log.records.append(Record(size, category, self._phase, self.step, self.micro, module, op, len(log.events)))
@@ -216,7 +156,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._has_gradient(parameter)
         interrupts.here()
         if phase == "forward":
-            self.whose.begin_forward()
+            self.tracker.begin_forward()
         self._phase = phase
         self.log.events.append(Event(MARK, len(self.log.marks), 0))
         self.log.marks.append(mark)
@@ -242,11 +182,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of tensors unwraps itself: those come back here
-        in_place = self._phase in ("init", "backward") and self._sums.in_place(func, args, kwargs)
+        in_place = self._phase in ("init", "backward") and self._accumulation.in_place(func, args, kwargs)
         out = self.call(func, args, kwargs or {})
         if in_place:
             self._hand_over(args[0], out)
-        if not self._paused and private.fake_mode() is self._mode:
+        if not self._paused and active_fake_mode() is self._mode:
             for value in tree_leaves(out):
                 if isinstance(value, Tensor):
                     self.track(value, op=str(func))
@@ -255,7 +195,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Any:
         entered = super().__enter__()  # type: ignore[no-untyped-call]
         with self.pause():
-            self._sums.learn()
+            self._accumulation.learn()
         return entered
 
     def _hand_over(self, tensor: Tensor, heir: Tensor) -> None:
@@ -283,7 +223,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.mark(outer.pop())
 
         handles: list[Any] = [
-            *self.whose.hooks(),
+            *self.tracker.hooks(),
             register_optimizer_step_pre_hook(begin),
             register_optimizer_step_post_hook(end),
         ]
@@ -291,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parameter.requires_grad:
                 handles.append(parameter.register_post_accumulate_grad_hook(self._has_gradient))  # type: ignore[no-untyped-call]
         try:
-            with private.resizes(self._resize), private.propagations(self.pause):
+            with resizes(self._resize), propagations(self.pause):
                 yield
         finally:
             for handle in handles:
@@ -299,7 +239,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def recognise_unsharded(self, model: nn.Module) -> None:
         """Say which storages hold FSDP2's gathered parameters: call it while they are known, such as after the last step."""
-        for tensor in private.unsharded(model):
+        for tensor in unsharded(model):
             for storage in storages(tensor):
                 if (index := self._live.get(storage._cdata)) is not None:
                     self.log.records[index].category = "unsharded_parameter"
@@ -368,3 +308,111 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
     elif tensor.layout == torch.sparse_coo:
         yield from (part.untyped_storage() for part in (tensor._indices(), tensor._values()))
+
+
+Holders = tuple[int, int, int]
+NOBODY: Holders = (0, 0, 0)
+"""Where this torch does not say."""
+
+
+def holders_of(tensor: Any) -> Holders:
+    """How many hold a tensor in C++, its storage, and the tensor in Python, as seen from the handling of an operator."""
+    if not (hasattr(tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")):
+        return NOBODY
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata), sys.getrefcount(tensor)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Do its elements lie side by side, in any order?
+
+    >>> is_dense(torch.zeros(2, 3).t()), is_dense(torch.zeros(2, 1).expand(2, 3))
+    (True, False)
+    """
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class GradientAccumulationProbe:
+    """Tells the sums that autograd's engine makes, and which of them would be in place."""
+
+    def __init__(self) -> None:
+        self._alone: Holders | None = None  # holders of a gradient that only the engine has
+        self._learning = False
+
+    def learn(self) -> None:
+        """See once, in a graph whose gradients nobody else holds, how many hold them; outside of operators, with nothing recorded."""
+        if self._alone is not None:
+            return
+        self._learning = True
+        with torch.enable_grad():
+            used_twice = torch.zeros(2, 2, requires_grad=True) * 1.0
+            ((used_twice * 2) + (used_twice * 3)).sum().backward()  # type: ignore[no-untyped-call]
+        self._learning = False
+        self._alone = self._alone or NOBODY
+
+    def in_place(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Would the engine add the second argument to the first in place? Ask in a backward, before the operator runs."""
+        if func is not torch.ops.aten.add.Tensor or kwargs or len(args) != 2 or torch.is_grad_enabled():
+            return False
+        first, second = args
+        if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or first.shape != second.shape or first.dtype != second.dtype:
+            return False
+        if self._learning:
+            self._alone = self._alone or holders_of(first)
+            return False
+        if first.layout != torch.strided or self._alone in (None, NOBODY):
+            return False
+        return holders_of(first) == self._alone and is_dense(first)
+
+
+@contextlib.contextmanager
+def resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside, `seen` is called after each `storage.resize_()`: FSDP2 frees and takes its gathered parameters so, and no operator runs."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        seen(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def propagations(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Inside, `around` is entered while a DTensor works out how a result is sharded: it does so on fake tensors of the *global* shape."""
+    if not dist.is_available() or not dist.is_initialized():
+        yield
+        return
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagate = ShardingPropagator.propagate_op_sharding_non_cached
+
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return propagate(*args, **kwargs)
+
+    ShardingPropagator.propagate_op_sharding_non_cached = apart  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator.propagate_op_sharding_non_cached = propagate  # type: ignore[method-assign]
+
+
+def unsharded(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors into which FSDP2 gathers the parameters of a model."""
+    for module in model.modules():
+        if not hasattr(module, "_get_fsdp_state"):
+            continue
+        state: Any = getattr(module, "_get_fsdp_state")()  # noqa: B009 (mypy takes an unknown attribute of a module for a tensor)
+        group = state._fsdp_param_group
+        for parameter in group.fsdp_params if group else ():
+            yield from getattr(parameter, "all_gather_outputs", ())

@@ -1,1 +1,1 @@
-"""panel."""
+"""The memory explorer for notebooks."""

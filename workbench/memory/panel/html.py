@@ -17,9 +17,8 @@ from workbench.core.display.table import escape
 from workbench.core.vocabulary import GROUPS
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import Fit
-from workbench.memory.analysis.holders import Holder
+from workbench.memory.analysis.holders import Holder, natural
 from workbench.memory.analysis.over_time import MemoryTimeline
-from workbench.memory.analysis.shares import natural
 
 DEPTH = 4
 """Names of a module's path that have a row of their own."""

@@ -1,1 +1,1 @@
-"""cuda."""
+"""Makes the CPU's operators take the memory that CUDA's would."""

@@ -20,10 +20,10 @@ operators of the torch that is installed here:
 | autocast | CUDA's five lists; fp32 results without fp32 inputs; bf16 and fp16; `torch.autocast("cuda")` | autocast |
 | LSTM, GRU, RNN | one operator with a reserve space, flat 16-bit weights under autocast | recurrent |
 | LSTM cell | fused, saves the gates | recurrent |
-| embedding | sorting scratch in backward (distinct rows: as if drawn uniformly); bags of indices kept | workspaces |
+| embedding | sorting scratch in backward (distinct rows: as if drawn uniformly); bags of indices kept | operators |
 | indexing, gather, max, topk, … | sorting scratch in backward; gradients in place also for fake tensors | operators |
 | CTC loss | runs on fake tensors; targets as long as their tensor is wide | operators |
-| convolution | no scratch of the CPU; cuDNN's by `convolution_workspace`, 0 unless given | workspaces |
+| convolution | no scratch of the CPU; cuDNN's by `convolution_workspace`, 0 unless given | operators |
 | optimizers, clip_grad_norm_ | foreach by default | devices |
 | "cuda" in a model | factories, `.to`, `.cuda()`, `.pin_memory()`, some of `torch.cuda` | devices |
 
@@ -44,7 +44,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from workbench.memory.estimate.cuda import attention, autocast, devices, operators, recurrent, workspaces
+from workbench.memory.estimate.cuda import attention, autocast, devices, operators, recurrent
 from workbench.memory.estimate.cuda.overrides import Overrides
 
 AMPERE = (8, 0)
@@ -67,13 +67,13 @@ class Semantics:
         self,
         precision: torch.dtype | None,
         capability: tuple[int, int],
-        convolution_workspace: Callable[[workspaces.Convolution, tuple[int, int]], int],
+        convolution_workspace: Callable[[operators.Convolution, tuple[int, int]], int],
         prefer_cudnn: bool,
     ) -> None:
         self.precision, self.capability = precision, capability
         self.attention = attention.Attention(capability, prefer_cudnn)
-        self.workspaces = workspaces.Workspaces(convolution_workspace, capability)
-        self._measured = convolution_workspace is not workspaces.convolution_workspace
+        self.workspaces = operators.Workspaces(convolution_workspace, capability)
+        self._measured = convolution_workspace is not operators.convolution_workspace
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def cuda_semantics(
     precision: torch.dtype | None,
     capability: tuple[int, int] | None = None,
     *,
-    convolution_workspace: Callable[[workspaces.Convolution, tuple[int, int]], int] = workspaces.convolution_workspace,
+    convolution_workspace: Callable[[operators.Convolution, tuple[int, int]], int] = operators.convolution_workspace,
     prefer_cudnn: bool = False,
 ) -> Iterator[Semantics]:
     """Let CPU tensors cost in memory what CUDA tensors would, until the end of the block; then all is as it was. They may be real ones,

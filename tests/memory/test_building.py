@@ -229,7 +229,7 @@ def test_a_loop_that_a_value_has_to_end(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("workbench.memory.estimate.dry_run.ENDLESS", 300)
     text = refused(Converges)
     line = Converges.forward.__code__.co_firstlineno + 2
-    assert f"test_estimate_hooks.py:{line}" in text
+    assert f"test_building.py:{line}" in text
     assert "values decide how often this runs" in text
 
 
@@ -274,7 +274,7 @@ def test_errors_of_the_users_own(how: Callable[[], Any], said: str) -> None:
     text = refused(lambda: nn.Sequential(Fails(how)))
     assert f"the module '0' (Fails) {said}" in text
     assert "does not accept" not in text
-    assert "test_estimate_hooks.py:" in text
+    assert "test_building.py:" in text
 
 
 def test_shapes_and_arguments_do_not_fit() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import workbench as wb
-from workbench.memory.estimate import compat
+from workbench.memory.estimate.fake_tensors import fake_tensors
 
 
 class Asking(nn.Module):
@@ -46,7 +46,7 @@ def test_the_step_is_an_ordinary_one(question: object) -> None:
 
 def test_who_asks_for_fakes_finds_none() -> None:
     before = torch._subclasses.FakeTensor
-    with compat.fake_tensors():
+    with fake_tensors():
         fake = torch.zeros(2)
         assert isinstance(fake, FakeTensor)  # torch's own
         assert not isinstance(fake, torch._subclasses.FakeTensor)
@@ -58,7 +58,7 @@ def test_who_asks_for_fakes_finds_none() -> None:
 
 def test_it_is_put_back_after_an_error() -> None:
     before = torch._subclasses.FakeTensor
-    with pytest.raises(ZeroDivisionError), compat.fake_tensors():
+    with pytest.raises(ZeroDivisionError), fake_tensors():
         raise ZeroDivisionError
     assert torch._subclasses.FakeTensor is before
 

@@ -9,12 +9,12 @@ import pytest
 import workbench as wb
 from workbench.__main__ import main
 from workbench.core import run_directory
-from workbench.memory.analysis.advice import Room, room_of
 from workbench.memory.analysis.whatif import needed
 from workbench.memory.ladder import memory_ladder
 from workbench.memory.max_micro_batch import max_micro_batch
-from workbench.memory.would_fit import would_fit
+from workbench.memory.would_fit import Room, available_memory, would_fit
 from workbench.runs.out_of_memory import HOST, Held, OutOfMemory
+from workbench.runs.spec import ScriptSpec
 
 TASK = f"{Path(__file__).parents[1] / 'scripts' / 'limited_task.py'}:wide"
 MIB, GIB = 2**20, 2**30
@@ -161,7 +161,7 @@ def test_the_limit_that_the_guard_noted(by_hand: Make) -> None:
 def test_a_script_is_refused_and_not_advised(by_hand: Make, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
-    run = died(by_hand, said(), spec=wb.spec.ScriptSpec(script=str(script)))  # type: ignore[attr-defined]
+    run = died(by_hand, said(), spec=ScriptSpec(script=str(script)))
     assert "would_fit" not in str(run.error)
     with pytest.raises(ValueError, match="it ran a script"):
         would_fit(run)
@@ -184,23 +184,23 @@ def test_in_the_terminal_it_is_said_in_a_line(by_hand: Make, capsys: pytest.Capt
 
 def test_the_head_room_of_pytorch_s_own_limit() -> None:
     reason = OutOfMemory(device="GPU 0", capacity=8 * GIB, allowed=2 * GIB, allocated=GIB, unallocated=0, this_process=GIB + 100 * MIB)
-    assert room_of(reason, ranks=1).bytes == 2 * GIB + 100 * MIB
-    assert room_of(OutOfMemory(device="the GPU", allowed=GIB), ranks=1).bytes == GIB
-    assert room_of(OutOfMemory(device="the GPU"), ranks=1, gpu=GIB).bytes == GIB
+    assert available_memory(reason, ranks=1).bytes == 2 * GIB + 100 * MIB
+    assert available_memory(OutOfMemory(device="the GPU", allowed=GIB), ranks=1).bytes == GIB
+    assert available_memory(OutOfMemory(device="the GPU"), ranks=1, gpu=GIB).bytes == GIB
 
 
 def test_what_was_left_is_shared() -> None:
     reason = OutOfMemory(device=HOST, held=Held(groups={"parameters": GIB}, available=GIB), capacity=64 * GIB)
-    assert room_of(reason, ranks=1).bytes == 2 * GIB
-    assert room_of(reason, ranks=4).bytes == GIB + GIB // 4
-    assert room_of(OutOfMemory(device=HOST), ranks=4, limit=8 * GIB).bytes == 2 * GIB
+    assert available_memory(reason, ranks=1).bytes == 2 * GIB
+    assert available_memory(reason, ranks=4).bytes == GIB + GIB // 4
+    assert available_memory(OutOfMemory(device=HOST), ranks=4, limit=8 * GIB).bytes == 2 * GIB
 
 
 @pytest.mark.parametrize("capacity", [0, -1, True, 1.5, "8 GiB"])
 def test_a_capacity_that_is_none(capacity: Any) -> None:
-    with pytest.raises(ValueError, match="bytes that one rank can have"):
+    with pytest.raises(ValueError, match="bytes per rank"):
         memory_ladder(SPEC, "cpu", capacity=capacity)
-    with pytest.raises(ValueError, match="bytes that one rank can have"):
+    with pytest.raises(ValueError, match="bytes per rank"):
         max_micro_batch(SPEC, "cuda", capacity=capacity)
 
 

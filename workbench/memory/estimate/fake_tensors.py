@@ -1,23 +1,15 @@
-"""What a dry run needs of torch that torch does not promise: context managers that put everything back.
-
-Discreet: a dry run does not show. Libraries that ask whether a tensor is a fake one are told that it is none.
-
-They ask to find tracing, and then leave out what depends on values: such as to drop a mask that masks nothing, which an ordinary run does.
-"""
+"""Makes torch run on fake tensors (shapes without values): each context manager changes torch and puts it back at the end."""
 
 import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.nn.parallel import DistributedDataParallel
 
 from workbench.memory.estimate.cuda.overrides import replaced
 
@@ -102,90 +94,6 @@ def formatted() -> Iterator[None]:
 def real_tensors() -> AbstractContextManager[Any]:
     """Inside, within `fake_tensors`, tensors have values again."""
     return unset_fake_temporarily()
-
-
-@contextlib.contextmanager
-def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
-    """Inside, this process is one rank of many, whose collectives return at once; values are not exchanged."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    hook = sys.excepthook  # torch puts one in its place that writes the rank before each line, and leaves it there
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = hook
-
-
-class _NeverRebuilds:
-    """DDP's reducer, but it keeps its buckets as they are: to put them into another order it would exchange indices as real tensors."""
-
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
-
-    def __getattr__(self, name: str) -> Any:
-        return _no if name == "_rebuild_buckets" else getattr(self._reducer, name)
-
-
-def _no(*_args: Any) -> bool:
-    return False
-
-
-@contextlib.contextmanager
-def fake_data_parallel(bucket_seen: Callable[[Tensor], None]) -> Iterator[None]:
-    """Inside, DistributedDataParallel can be built on fake tensors; its reducer is the real one, and so are its buckets.
-
-    Left out are the first broadcast of the weights, the reduction itself (a hook answers at once) and the one reordering of the buckets.
-
-    Args:
-        bucket_seen: called with each bucket when it is reduced.
-    """
-    build = DistributedDataParallel.__init__
-
-    def reduced(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-        bucket_seen(bucket.buffer())
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    @wraps(build)
-    def build_fake(self: DistributedDataParallel, *args: Any, **options: Any) -> None:
-        build(self, *args, **options | {"init_sync": False})
-        self.register_comm_hook(None, reduced)
-        self.reducer = _NeverRebuilds(self.reducer)  # type: ignore[assignment]
-
-    DistributedDataParallel.__init__ = build_fake  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        DistributedDataParallel.__init__ = build  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def real_device_meshes() -> Iterator[None]:
-    """Inside, device meshes are built and sliced with real tensors: their ranks are read as numbers."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    before = {
-        name: getattr(DeviceMesh, name) for name in ("__init__", "__getitem__", "_flatten", "_unflatten") if hasattr(DeviceMesh, name)
-    }
-
-    def apart(method: Any) -> Any:
-        @wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with real_tensors():
-                return method(*args, **kwargs)
-
-        return call
-
-    for name, method in before.items():
-        setattr(DeviceMesh, name, apart(method))
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(DeviceMesh, name, method)
 
 
 @contextlib.contextmanager

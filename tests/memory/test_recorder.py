@@ -193,8 +193,8 @@ def test_the_module_that_an_error_left_is_known() -> None:
     recorder = Recorder(model)
     with pytest.raises(KeyError) as caught, recorder, recorder.hooks():
         model(torch.ones(1, 2))
-    assert recorder.whose.failed(caught.value) == "1.0"
-    assert recorder.whose.failed(ValueError()) is None
+    assert recorder.tracker.failed(caught.value) == "1.0"
+    assert recorder.tracker.failed(ValueError()) is None
 
 
 def test_an_error_that_the_model_catches_keeps_no_tensor_alive() -> None:

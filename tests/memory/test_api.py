@@ -140,7 +140,7 @@ def real(plan: Plan) -> MemoryLog:
                 trainer = Trainer(spec, plan.task, ranks, module=model, loader=api.NO_LOADER, layout=layout, alone=plan.own_loop)
                 recorder.attach(trainer.module)
                 trainer.phase = recorder.phase
-                with recorder.hooks(), replaced(checkpointing, "recomputing", recorder.whose.inside):
+                with recorder.hooks(), replaced(checkpointing, "recomputing", recorder.tracker.inside):
                     api._drive(trainer, RealBatches(recorder), plan)
                 recorder.close()
     finally:

@@ -10,15 +10,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from workbench.memory.estimate import compat
-from workbench.memory.measure import private
+from workbench.memory.estimate import fake_process_group
+from workbench.memory.estimate import fake_tensors as fakes
+from workbench.memory.measure import module_tracker
 from workbench.memory.measure.recorder import Recorder
 
 
 def step_of(model: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], world: bool = False) -> Recorder:
-    with compat.fake_process_group(2, 0) if world else contextlib.nullcontext(), compat.fake_tensors():
+    with fake_process_group.process_group(2, 0) if world else contextlib.nullcontext(), fakes.fake_tensors():
         recorder = Recorder()
-        with recorder, compat.fake_data_parallel(lambda bucket: recorder.track(bucket, "bucket")):
+        with recorder, fake_process_group.fake_data_parallel(lambda bucket: recorder.track(bucket, "bucket")):
             module = model()
             recorder.attach(module)
             steps = optimizer(list(module.parameters()))
@@ -53,7 +54,7 @@ def test_ddp_runs_on_fake_ranks() -> None:
 
 def test_fsdp2_runs_on_fake_ranks() -> None:
     def build() -> nn.Module:
-        with compat.real_tensors():
+        with fakes.real_tensors():
             mesh = init_device_mesh("cpu", (2,))
         module = nn.Linear(8, 4)
         fully_shard(module, mesh=mesh)
@@ -65,15 +66,15 @@ def test_fsdp2_runs_on_fake_ranks() -> None:
 
 
 def test_optimizers_take_multi_tensor_operators_for_fake_tensors() -> None:
-    with compat.foreach_on_fakes():
+    with fakes.foreach_on_fakes():
         recorder = step_of(lambda: nn.Linear(8, 4), lambda p: torch.optim.SGD(p, weight_decay=0.1, foreach=True))
     assert any("_foreach_" in record.op for record in recorder.log.records), "the optimizer took its loop"
 
 
 def test_a_fake_model_can_be_moved() -> None:
-    with compat.fake_tensors(), compat.movable_modules():
+    with fakes.fake_tensors(), fakes.movable_modules():
         assert nn.Linear(8, 4).to(torch.float64).weight.dtype == torch.float64
 
 
 def test_backward_is_told_by_module() -> None:
-    assert private.next_node() is not None
+    assert module_tracker.next_node() is not None

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from workbench import Device
 from workbench.memory.analysis.whatif import SAME, MemoryComparison, combinations, needed
-from workbench.memory.api import estimate_memory
-from workbench.memory.compare import compare_memory
+from workbench.memory.api import compare_memory, estimate_memory
 from workbench.memory.estimate.examples import COLLATED, sample_batch
 from workbench.memory.ladder import memory_ladder, timed_estimate
 from workbench.memory.max_micro_batch import max_micro_batch

@@ -1,0 +1,205 @@
+"""Fake process group: this process is one of many ranks, of which no other exists; DDP, ZeroRedundancyOptimizer and FSDP2 work."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from workbench.memory.estimate.fake_tensors import real_tensors
+
+MOST_RANKS = 8192
+"""Ranks, up to which the fake process group has been tried."""
+
+
+class ProcessGroupError(ValueError):
+    """A world that cannot be had; the message says why and what to try."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeRank:
+    """Of a rank in the world."""
+
+    rank: int
+    """Its number."""
+    world_size: int
+    """Ranks."""
+    device: torch.device
+    """Where its tensors are made."""
+    store: Any
+    """A `torch.distributed` store of its own, in which nobody answers."""
+
+
+@contextlib.contextmanager
+def fake_process_group(
+    world_size: int, rank: int = 0, *, bucket_seen: Callable[[Tensor], None] = lambda bucket: None
+) -> Iterator[FakeRank]:
+    """Inside, this process is rank `rank` of `world_size`: collectives return at once, and DDP, ZeroRedundancyOptimizer and FSDP2 work.
+
+    Args:
+        world_size: ranks, 1 to 8192.
+        rank: of this process.
+        bucket_seen: called with each bucket of gradients that DDP reduces.
+
+    Yields:
+        The place of this rank.
+
+    Raises:
+        ProcessGroupError: the process has a process group already, or the numbers do not fit.
+    """
+    if dist.is_initialized():
+        raise ProcessGroupError(
+            "this process has a process group (torch.distributed is initialised), and an estimate needs one of its own: call it before "
+            "init_process_group, after destroy_process_group, or in a process of its own"
+        )
+    if not 1 <= world_size <= MOST_RANKS:
+        raise ProcessGroupError(f"world_size={world_size}: 1 to {MOST_RANKS} ranks are allowed")
+    if not 0 <= rank < world_size:
+        raise ProcessGroupError(f"rank={rank}: 0 to {world_size - 1} is allowed with world_size={world_size}")
+    with (
+        process_group(world_size, rank),
+        fake_data_parallel(bucket_seen),
+        real_device_meshes(),
+        lazy_chunks(),
+    ):
+        yield FakeRank(rank=rank, world_size=world_size, device=torch.device("cpu"), store=HashStore())
+
+
+@contextlib.contextmanager
+def process_group(world_size: int, rank: int) -> Iterator[None]:
+    """Inside, this process is one rank of many, whose collectives return at once; values are not exchanged."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook  # torch puts one in its place that writes the rank before each line, and leaves it there
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+class _NeverRebuilds:
+    """DDP's reducer, but it keeps its buckets as they are: to put them into another order it would exchange indices as real tensors."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return _no if name == "_rebuild_buckets" else getattr(self._reducer, name)
+
+
+def _no(*_args: Any) -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def fake_data_parallel(bucket_seen: Callable[[Tensor], None]) -> Iterator[None]:
+    """Inside, DistributedDataParallel can be built on fake tensors; its reducer is the real one, and so are its buckets.
+
+    Left out are the first broadcast of the weights, the reduction itself (a hook answers at once) and the one reordering of the buckets.
+
+    Args:
+        bucket_seen: called with each bucket when it is reduced.
+    """
+    build = DistributedDataParallel.__init__
+
+    def reduced(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        bucket_seen(bucket.buffer())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    @wraps(build)
+    def build_fake(self: DistributedDataParallel, *args: Any, **options: Any) -> None:
+        build(self, *args, **options | {"init_sync": False})
+        self.register_comm_hook(None, reduced)
+        self.reducer = _NeverRebuilds(self.reducer)  # type: ignore[assignment]
+
+    DistributedDataParallel.__init__ = build_fake  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DistributedDataParallel.__init__ = build  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def real_device_meshes() -> Iterator[None]:
+    """Inside, device meshes are built and sliced with real tensors: their ranks are read as numbers."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    before = {
+        name: getattr(DeviceMesh, name) for name in ("__init__", "__getitem__", "_flatten", "_unflatten") if hasattr(DeviceMesh, name)
+    }
+
+    def apart(method: Any) -> Any:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with real_tensors():
+                return method(*args, **kwargs)
+
+        return call
+
+    for name, method in before.items():
+        setattr(DeviceMesh, name, apart(method))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(DeviceMesh, name, method)
+
+
+class LazyChunks:
+    """What `torch.chunk` gives, empty tensors behind it up to `count`; each made when it is asked for.
+
+    >>> import torch
+    >>> [len(one) for one in (LazyChunks(torch.zeros(10), 4, 0)[place] for place in range(4))]
+    [3, 3, 3, 1]
+    """
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, count, dim
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: int) -> Tensor:
+        if not 0 <= place < self._count:
+            raise IndexError(place)
+        size = self._tensor.size(self._dim)
+        rows = -(-size // self._count)
+        start = place * rows
+        if start >= size and place:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(rows, size - start))
+
+
+@contextlib.contextmanager
+def lazy_chunks() -> Iterator[None]:
+    """Inside, FSDP2 takes no longer to deal a parameter out to 8,192 ranks than to 8; where torch has no such function, as always."""
+    try:
+        from torch.distributed.fsdp._fully_shard import _fsdp_param as home
+    except ImportError:
+        yield
+        return
+    name = "_chunk_with_empty"
+    usual: Any = getattr(home, name, None)
+    if usual is None:
+        yield
+        return
+
+    def chunks(tensor: Tensor, num_chunks: int, dim: int) -> LazyChunks:
+        return LazyChunks(tensor, num_chunks, dim)
+
+    setattr(home, name, chunks)
+    try:
+        yield
+    finally:
+        setattr(home, name, usual)
