@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Inside, Loading, RankEvidence, Stalls
-from workbench.harness.arm import Arm
+from workbench.harness.results import VariantTimes
 from workbench.timeline.timeline import Step, Timeline
 
 
@@ -91,12 +91,12 @@ class World:
     def step(self) -> float:
         return self.clean + self.stall[0] / self.stall[1]
 
-    def arm(self, name: str, baseline: str, base: float, changed: float, samples: float = 1.0) -> Arm:
+    def arm(self, name: str, baseline: str, base: float, changed: float, samples: float = 1.0) -> VariantTimes:
         chance = random.Random(name)
         pairs = tuple((base * chance.gauss(1, self.noise), changed * chance.gauss(1, self.noise)) for _ in range(self.pairs))
-        return Arm(name=name, baseline=baseline, pairs=pairs, samples=samples)
+        return VariantTimes(name=name, baseline=baseline, pairs=pairs, samples=samples)
 
-    def arms(self) -> dict[str, Arm]:
+    def arms(self) -> dict[str, VariantTimes]:
         changed = {
             "no_optimizer": self.without(optimizer=0.0).cached,
             "doubled": self.cached + (self.work - self.fixed + self.transfer) * self.crowd,

@@ -117,7 +117,7 @@ HEALTHY = {
     "runs/run.py": "from importlib import metadata\nimport importlib.util\nimportlib.util.find_spec('torch')\nRun = 1",
     "runs/launch/launch.py": "PROGRAM = 'workbench.programs.start'\nTASK = 'workbench.train.sized:gpt_8'\nfrom workbench.runs import run",
     "harness/blocks.py": "import torch",
-    "harness/arm.py": "Arm = 1",
+    "harness/results.py": "VariantTimes = 1",
     "train/sized.py": "import torch\ndef __getattr__(name): ...",
     "memory/__init__.py": "from workbench.memory.api import measure_memory",
     "memory/analysis/family.py": "import numpy as np\nfrom workbench.runs.run import Run",
@@ -126,7 +126,7 @@ HEALTHY = {
     "memory/api.py": "def measure_memory():\n    from workbench.memory.estimate import dry_run\nimport workbench.runs.launch.launch",
     "memory/plot.py": "import matplotlib\nfrom workbench.memory import api\nfrom workbench.core.display import axes\ndef memory(): ...",
     "memory/panel/explorer.py": "import ipywidgets\nimport workbench.memory.plot",
-    "diagnosis/analysis/costs.py": "from workbench.harness.arm import Arm\nfrom workbench.memory.analysis.family import np",
+    "diagnosis/analysis/costs.py": "from workbench.harness.results import VariantTimes\nfrom workbench.memory.analysis.family import np",
     "diagnosis/panel/doctor.py": "from workbench.memory.panel import explorer\nfrom workbench.memory import api",
     "programs/start.py": "import importlib\nimportlib.import_module(name)\nimport workbench.memory.api",
 }

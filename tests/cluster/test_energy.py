@@ -19,7 +19,7 @@ from workbench.cluster.analysis.plan.ranges import PlanError
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.core import run_directory
 from workbench.core.device import DEVICES
-from workbench.core.energy_counters import EnergyLog, Rapl, metered, meters, visible_gpus
+from workbench.core.energy_counters import EnergyLog, RaplCounter, energy_counters, record_energy, visible_gpus
 
 amounts = st.floats(0, 1e12)
 
@@ -100,7 +100,7 @@ def zone(root: Path, name: str, label: str, value: float, most: float = 1e6) -> 
 
 def test_a_counter_that_starts_again_goes_on(tmp_path: Path) -> None:
     folder = zone(tmp_path, "intel-rapl:0", "package-0", 900_000)
-    meter = Rapl(folder)
+    meter = RaplCounter(folder)
     values = [meter.joules()]
     for value in (100_000, 800_000, 50_000):
         (folder / "energy_uj").write_text(str(value))
@@ -113,8 +113,8 @@ def test_packages_and_memory_are_read_and_what_is_inside_of_them_is_not(tmp_path
         zone(tmp_path, name, label, 5)
     zone(tmp_path, "intel-rapl:2", "psys", 5)  # the whole platform: the packages once more
     (zone(tmp_path, "intel-rapl:1", "package-1", 5) / "energy_uj").write_text("secret")
-    assert [one.name for one in meters(root=tmp_path)] == ["RAPL 0 package-0", "RAPL 0:1 dram"]
-    assert meters(root=tmp_path / "none") == []
+    assert [one.name for one in energy_counters(root=tmp_path)] == ["RAPL 0 package-0", "RAPL 0:1 dram"]
+    assert energy_counters(root=tmp_path / "none") == []
 
 
 def test_the_memory_of_every_socket_counts_and_one_that_starts_again(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_the_memory_of_every_socket_counts_and_one_that_starts_again(tmp_path: P
     for socket in (0, 1):
         folders[f"{socket}"] = zone(tmp_path, f"intel-rapl:{socket}", f"package-{socket}", 0, most=1e9)
         folders[f"{socket}:0"] = zone(tmp_path, f"intel-rapl:{socket}:0", "dram", 50e6, most=60e6)
-    log = EnergyLog(meters(root=tmp_path), every=1000)
+    log = EnergyLog(energy_counters(root=tmp_path), every=1000)
     for name, value in (("0", 100e6), ("1", 110e6), ("0:0", 58e6), ("1:0", 20e6)):  # the last has come round: 10 J, and 20 more
         (folders[name] / "energy_uj").write_text(str(int(value)))
     seen = log.close()
@@ -157,7 +157,7 @@ def test_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake.nvmlDeviceGetTotalEnergyConsumption = lambda handle: counters[handle]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-b,2")
-    found = meters(2, root=tmp_path / "none")
+    found = energy_counters(2, root=tmp_path / "none")
     assert [one.name for one in found] == ["NVML GPU 0", "NVML GPU GPU-b"]
     log = EnergyLog(found, every=1000)
     counters.update({"0": 3000.0, "GPU-b": 5500.0})
@@ -167,7 +167,7 @@ def test_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise fake.NVMLError("not supported")
 
     fake.nvmlDeviceGetTotalEnergyConsumption = refuse  # type: ignore[attr-defined]
-    assert meters(1, root=tmp_path / "none") == []
+    assert energy_counters(1, root=tmp_path / "none") == []
 
 
 def test_visible_gpus() -> None:
@@ -178,10 +178,10 @@ def test_visible_gpus() -> None:
 
 def test_steps_are_metered_by_the_first_rank_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workbench.core.energy_counters.meters", lambda gpus: [Counter("RAPL package-0", [1.0, 4.0, 4.0])])
-    with metered(tmp_path, rank=1, gpus=0):
+    with record_energy(tmp_path, rank=1, gpus=0):
         pass
     assert not (tmp_path / run_directory.ENERGY).exists()
-    with metered(tmp_path, rank=0, gpus=0):
+    with record_energy(tmp_path, rank=0, gpus=0):
         pass
     seen = run_directory.read_json(tmp_path / run_directory.ENERGY)
     assert seen["joules"] == {"RAPL package-0": 3.0}
@@ -191,7 +191,7 @@ def test_steps_are_metered_by_the_first_rank_only(tmp_path: Path, monkeypatch: p
     assert "taken 2 times" in found.source
     assert "GPUs did not tell" in measured({**seen, "gpus": 8}, ranks=8).source
     assert "lives" not in found.source
-    with metered(tmp_path / "gone", rank=0, gpus=0):
+    with record_energy(tmp_path / "gone", rank=0, gpus=0):
         pass  # nowhere to write to: said, and no failure
 
 
@@ -199,7 +199,7 @@ def test_a_run_that_goes_on_adds_to_what_its_earlier_lives_have_drawn(tmp_path: 
     lives = iter([[Counter("RAPL a", [1.0, 4.0, 4.0])], [Counter("RAPL a", [10.0, 12.0]), Counter("RAPL b", [0.0, 7.0])]])
     monkeypatch.setattr("workbench.core.energy_counters.meters", lambda gpus: next(lives))
     for _ in range(2):
-        with metered(tmp_path, rank=0, gpus=0):
+        with record_energy(tmp_path, rank=0, gpus=0):
             pass
     seen = run_directory.read_json(tmp_path / run_directory.ENERGY)
     assert (seen["joules"], seen["lives"]) == ({"RAPL a": 5.0, "RAPL b": 7.0}, 2)
@@ -228,7 +228,7 @@ def test_a_damaged_file_of_an_earlier_life_is_passed_over(tmp_path: Path, monkey
     each = [f'{{"seconds": 1, "joules": {{"RAPL a": {value}}}, "gpus": 0}}' for value in values]
     for text in ("{", '{"joules": 3}', '{"seconds": null, "joules": {}}', '{"seconds": 1, "joules": {}, "lives": 1e999}', *each):
         (tmp_path / run_directory.ENERGY).write_text(text)
-        with metered(tmp_path, rank=0, gpus=0):
+        with record_energy(tmp_path, rank=0, gpus=0):
             pass  # the end of a training that is done: it must not fail
         seen = run_directory.read_json(tmp_path / run_directory.ENERGY)
         assert (seen["joules"], seen["lives"]) == ({"RAPL a": 3.0}, 1)

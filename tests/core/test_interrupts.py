@@ -78,27 +78,27 @@ def noted(name: str = "torch.nn") -> None:
 
 
 def test_it_waits_for_a_moment_that_is_given(heard: list[int]) -> None:
-    with interrupts.waiting():
-        interrupts.here()
+    with interrupts.defer_interrupts():
+        interrupts.deliver_interrupt()
         noted()
         noted()
         assert not heard
-        interrupts.here()
+        interrupts.deliver_interrupt()
         assert heard == [2]
-        interrupts.here()
+        interrupts.deliver_interrupt()
     assert heard == [2]
 
 
 def test_or_for_the_end(heard: list[int]) -> None:
-    with interrupts.waiting():
-        with interrupts.waiting():
+    with interrupts.defer_interrupts():
+        with interrupts.defer_interrupts():
             noted("workbench.memory.estimate.dry_run")
         assert not heard
     assert heard == [2]
 
 
 def test_what_waits_is_said_once(heard: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    with interrupts.waiting():
+    with interrupts.defer_interrupts():
         noted("my_model")
         assert capsys.readouterr().err == ""  # it came
         noted()
@@ -110,7 +110,7 @@ def test_what_waits_is_said_once(heard: list[int], capsys: pytest.CaptureFixture
 
 
 def test_a_stream_that_cannot_be_written_to_does_not_matter(heard: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    with interrupts.waiting():
+    with interrupts.defer_interrupts():
         monkeypatch.setattr(sys, "stderr", object())
         noted()
         monkeypatch.undo()
@@ -119,18 +119,18 @@ def test_a_stream_that_cannot_be_written_to_does_not_matter(heard: list[int], mo
 
 
 def test_a_part_of_a_block_in_which_it_comes_at_once(heard: list[int]) -> None:
-    with interrupts.at_once():
+    with interrupts.allow_interrupts():
         pass  # nothing waits
-    with interrupts.waiting():
+    with interrupts.defer_interrupts():
         noted()
-        with interrupts.at_once():
+        with interrupts.allow_interrupts():
             assert heard == [2]
             noted("queue")
             assert heard == [2, 2]
             noted("weakref")  # a callback, from which no exception would come
             assert heard == [2, 2]
-            with interrupts.waiting():  # such as an estimate within a loader
-                interrupts.here()
+            with interrupts.defer_interrupts():  # such as an estimate within a loader
+                interrupts.deliver_interrupt()
                 noted("queue")
             assert heard == [2, 2, 2]
         assert heard == [2, 2, 2, 2]
@@ -160,10 +160,10 @@ def test_a_look_at_collectives_is_left_at_the_next_module() -> None:
     for module in net:
         module.register_forward_hook(lambda module, *_: ran.append(module))
     net[2].register_forward_hook(lambda *_: noted("torch.nn.modules"))
-    with pytest.raises(KeyboardInterrupt), observe.collectives():
+    with pytest.raises(KeyboardInterrupt), observe.recorded_collectives():
         net(torch.zeros(1, 2))
     assert ran == list(net[:3])
-    with observe.collectives():
+    with observe.recorded_collectives():
         pass
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
@@ -197,9 +197,9 @@ def interrupted_instead(monkeypatch: pytest.MonkeyPatch, turn: int) -> None:
 def test_one_that_comes_before_the_block_has_its_handler_leaves_nothing(heard: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
         interrupted_instead(patch, 0)
-        with interrupts.waiting():
+        with interrupts.defer_interrupts():
             pytest.fail("the block has begun")
-    with interrupts.waiting():
+    with interrupts.defer_interrupts():
         noted()
         assert not heard  # later blocks are protected
     assert heard == [2]
@@ -207,12 +207,12 @@ def test_one_that_comes_before_the_block_has_its_handler_leaves_nothing(heard: l
 
 def test_one_that_comes_as_the_handler_is_put_back_leaves_nothing(heard: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), interrupts.waiting():
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), interrupts.defer_interrupts():
         interrupted_instead(patch, 0)
     noted()
     assert heard == [2]  # at once, by the handler that stayed
     signal.signal(signal.SIGINT, before)
-    with interrupts.waiting():
+    with interrupts.defer_interrupts():
         noted()
         assert heard == [2]
     assert heard == [2, 2]
@@ -220,7 +220,7 @@ def test_one_that_comes_as_the_handler_is_put_back_leaves_nothing(heard: list[in
 
 def test_a_handler_that_the_block_sets_stays(heard: list[int]) -> None:
     found: list[int] = []
-    with interrupts.waiting():
+    with interrupts.defer_interrupts():
         noted()
         kept = signal.signal(signal.SIGINT, lambda number, _frame: found.append(number))
         noted()
@@ -233,14 +233,14 @@ def test_a_handler_that_the_block_sets_stays(heard: list[int]) -> None:
 
 
 def test_code_of_the_users_own_is_left_at_once(heard: list[int]) -> None:
-    with interrupts.waiting():
+    with interrupts.defer_interrupts():
         noted("my_model")
         assert heard == [2]
 
 
 def test_a_second_one_is_heard_when_nothing_came(heard: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts, "PATIENCE", 0.0)
-    with interrupts.waiting():
+    with interrupts.defer_interrupts():
         noted()
         noted()
         assert heard == [2]
@@ -250,7 +250,7 @@ def test_elsewhere_nothing_is_changed(heard: list[int]) -> None:
     handlers: list[object] = []
 
     def run() -> None:
-        with interrupts.waiting():
+        with interrupts.defer_interrupts():
             handlers.append(signal.getsignal(signal.SIGINT))
 
     before = signal.getsignal(signal.SIGINT)
@@ -259,5 +259,5 @@ def test_elsewhere_nothing_is_changed(heard: list[int]) -> None:
     thread.join()
     assert handlers == [before]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with interrupts.waiting():
+    with interrupts.defer_interrupts():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

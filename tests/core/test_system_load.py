@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.core.system_load import TICKS, Collections, Delay, Meter, cpu_of, usable_cores
+from workbench.core.system_load import TICKS, GcTimer, LoadMeter, RunQueueDelay, cpu_of_process, usable_cores
 
 pytestmark = pytest.mark.alone
 
@@ -53,7 +53,7 @@ def proc(tmp_path: Path) -> Proc:
 
 @linux
 def test_delay_counts_the_waits_of_this_thread(proc: Proc) -> None:
-    delay = Delay(proc.root)
+    delay = RunQueueDelay(proc.root)
     assert delay.known
     before = delay.read()
     proc.thread(threading.get_native_id(), 1.1, 0.003)
@@ -66,7 +66,7 @@ def test_delay_counts_the_waits_of_this_thread(proc: Proc) -> None:
 
 @linux
 def test_delay_counts_helpers_too_but_no_more_than_the_time_that_passed(proc: Proc) -> None:
-    delay = Delay(proc.root)
+    delay = RunQueueDelay(proc.root)
     proc.thread(1_000_001, 0.9)
     proc.thread(1_000_002, 0.001)  # it computes nothing to speak of
     delay.read()
@@ -84,7 +84,7 @@ def test_delay_counts_helpers_too_but_no_more_than_the_time_that_passed(proc: Pr
 
 
 def test_without_the_kernels_figures_the_delay_is_unknown(tmp_path: Path) -> None:
-    delay = Delay(tmp_path)
+    delay = RunQueueDelay(tmp_path)
     assert not delay.known
     assert (delay.read(), delay.own()) == (0.0, 0.0)
     delay.close()
@@ -92,7 +92,7 @@ def test_without_the_kernels_figures_the_delay_is_unknown(tmp_path: Path) -> Non
 
 @linux
 def test_a_thread_that_ends_is_forgotten_not_an_error() -> None:
-    delay, over = Delay(), threading.Event()
+    delay, over = RunQueueDelay(), threading.Event()
     helper = threading.Thread(target=lambda: [sum(range(10_000)) for _ in iter(over.is_set, True)])
     helper.start()
     delay.read()
@@ -105,7 +105,7 @@ def test_a_thread_that_ends_is_forgotten_not_an_error() -> None:
 
 @linux
 def test_foreign_cores_are_what_is_busy_and_not_ours(proc: Proc) -> None:
-    meter = Meter(proc=proc.root, clock=proc.clock)
+    meter = LoadMeter(proc=proc.root, clock=proc.clock)
     proc.now += 100
     proc.busy[CORES[0]] += 60
     proc.busy[997] += 100  # not one of our cores
@@ -141,11 +141,11 @@ def test_the_cpu_of_descendants_is_ours(child: subprocess.Popen[bytes], ends: bo
     assert child.stdout
     family = proc.root / str(os.getpid()) / "task" / str(threading.get_native_id()) / "children"
     family.write_text(f"{child.pid} ")
-    meter = Meter(proc=proc.root, clock=proc.clock)
+    meter = LoadMeter(proc=proc.root, clock=proc.clock)
     child.stdin.write(b"\n")
     child.stdin.flush()
     child.stdout.readline()
-    assert cpu_of(child.pid) > 0.35
+    assert cpu_of_process(child.pid) > 0.35
     if ends:  # what has ended, and was waited for, keeps its CPU
         child.kill()
         child.wait()
@@ -158,8 +158,8 @@ def test_the_cpu_of_descendants_is_ours(child: subprocess.Popen[bytes], ends: bo
 
 
 def test_cpu_of_nobody_is_zero() -> None:
-    assert cpu_of(2**22 + 1) == 0.0
-    assert cpu_of(os.getpid()) <= time.process_time() + 0.1
+    assert cpu_of_process(2**22 + 1) == 0.0
+    assert cpu_of_process(os.getpid()) <= time.process_time() + 0.1
 
 
 def test_the_ranks_of_one_launch_are_not_foreign(proc: Proc, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_the_ranks_of_one_launch_are_not_foreign(proc: Proc, monkeypatch: pytest
     parent = proc.root / str(os.getppid()) / "task" / "1"
     parent.mkdir(parents=True)
     (parent / "children").write_text(f"{os.getpid()}")
-    meter = Meter(proc=proc.root, clock=proc.clock)
+    meter = LoadMeter(proc=proc.root, clock=proc.clock)
     begun = time.process_time()
     while time.process_time() < begun + 0.3:
         pass
@@ -180,7 +180,7 @@ def test_the_ranks_of_one_launch_are_not_foreign(proc: Proc, monkeypatch: pytest
 
 
 def test_a_lap_tells_computing_from_sleeping() -> None:
-    meter = Meter()
+    meter = LoadMeter()
     meter.lap()
     time.sleep(0.2)
     asleep = meter.lap()
@@ -229,7 +229,7 @@ def test_cores_of_a_container_with_a_quota_of_the_first_kind(tmp_path: Path) -> 
 
 def test_collections_are_timed() -> None:
     times = iter([1.0, 1.5, 9.0, 9.25])
-    with Collections(clock=lambda: next(times)) as collections:
+    with GcTimer(clock=lambda: next(times)) as collections:
         gc.collect()
         gc.collect()
     gc.collect()

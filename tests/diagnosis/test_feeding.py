@@ -12,7 +12,7 @@ from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis.evidence import Evidence, Inside, Loading
 from workbench.diagnosis.analysis.loader_curve import TERMS, LoaderCurve
 from workbench.diagnosis.analysis.loader_model import MOST_WORKERS, Feeding, blind_window, paced
-from workbench.harness.arm import Arm
+from workbench.harness.results import VariantTimes
 
 SLEEPS = Feeding(cpu=0.001, blocked=0.039, worker_cpu=0.001, compute=0.010, cores=4)
 """A loader that waits for storage: 40 ms per batch, training 10 ms."""
@@ -171,8 +171,8 @@ def evidence(**loading: object) -> Evidence:
         accumulation=2,
         world_size=2,
         arms={
-            "cached": Arm(name="cached", baseline="full", pairs=((0.060, 0.020),)),
-            "loader": Arm(name="loader", baseline="full", pairs=((0.060, 0.040),)),
+            "cached": VariantTimes(name="cached", baseline="full", pairs=((0.060, 0.020),)),
+            "loader": VariantTimes(name="loader", baseline="full", pairs=((0.060, 0.040),)),
         },
         loading=Loading(kind="DataLoader", **{"cpu": 0.015, "blocked": 0.005, "worker_cpu": 0.018, "handover": 0.001, **loading}),
         inside=Inside(step=0.020, ops=0.018, cpu=0.030),

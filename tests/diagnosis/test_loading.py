@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from workbench.diagnosis.analysis.evidence import Loading
 from workbench.diagnosis.measure.loading import InWorker, Made, _cpu_here, probe, slow_share
 from workbench.harness.feed import Feed
-from workbench.harness.loaders import rebuilt
+from workbench.harness.loaders import with_knobs
 
 BATCH = 4
 
@@ -318,7 +318,7 @@ class Special(DataLoader[Any]):
 def test_rebuilt_changes_what_it_is_told_and_nothing_else() -> None:
     generator = torch.Generator().manual_seed(1)
     loader = loader_of(Work(), num_workers=2, shuffle=True, generator=generator, persistent_workers=True, timeout=5.0)
-    twin = rebuilt(loader, num_workers=1, prefetch_factor=3)
+    twin = with_knobs(loader, num_workers=1, prefetch_factor=3)
     assert (twin.num_workers, twin.prefetch_factor, twin.persistent_workers, twin.timeout) == (1, 3, True, 5.0)
     assert (twin.dataset, twin.sampler, twin.generator, twin.collate_fn) == (
         loader.dataset,
@@ -327,16 +327,16 @@ def test_rebuilt_changes_what_it_is_told_and_nothing_else() -> None:
         loader.collate_fn,
     )
     assert (loader.num_workers, loader.prefetch_factor) == (2, 2)
-    plain = rebuilt(loader, num_workers=0)
+    plain = with_knobs(loader, num_workers=0)
     assert (plain.num_workers, plain.prefetch_factor, plain.persistent_workers, plain.multiprocessing_context) == (0, None, False, None)
     assert next(iter(plain)).shape == (BATCH, 8)
-    again = rebuilt(plain, num_workers=1)
+    again = with_knobs(plain, num_workers=1)
     assert again.prefetch_factor == 2
 
 
 def test_rebuilt_keeps_the_kind_and_can_change_the_batch() -> None:
     loader = Special(Work())
-    twin = rebuilt(loader, batch_size=6)
+    twin = with_knobs(loader, batch_size=6)
     assert isinstance(twin, Special)
     assert twin.mark == "mine"
     assert next(iter(twin)).shape == (6, 8)
@@ -355,13 +355,13 @@ def test_rebuilt_keeps_the_kind_and_can_change_the_batch() -> None:
 )
 def test_knobs_that_cannot_be_turned(knobs: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        rebuilt(loader_of(Work()), **knobs)
+        with_knobs(loader_of(Work()), **knobs)
 
 
 def test_only_a_data_loader_can_be_rebuilt() -> None:
     with pytest.raises(ValueError, match=r"the loader is a list: only the knobs of a torch\.utils\.data\.DataLoader can be turned, here"):
-        rebuilt([1, 2], num_workers=2)
+        with_knobs([1, 2], num_workers=2)
     own_batches = DataLoader(Work(), batch_sampler=BatchSampler(SequentialSampler(range(9)), 2, False))
-    assert next(iter(rebuilt(own_batches, batch_size=3))).shape == (3, 8)
+    assert next(iter(with_knobs(own_batches, batch_size=3))).shape == (3, 8)
     with pytest.raises(ValueError, match="this one has no batches: batch_size=None"):
-        rebuilt(DataLoader(Work(), batch_size=None), batch_size=3)
+        with_knobs(DataLoader(Work(), batch_size=None), batch_size=3)

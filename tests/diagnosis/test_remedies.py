@@ -14,7 +14,7 @@ from workbench.diagnosis.analysis.remedies import remedies_for
 from workbench.diagnosis.analysis.remedy import Remedy
 from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.verdict import judge
-from workbench.harness.arm import Arm
+from workbench.harness.results import VariantTimes
 from workbench.runs.spec import RunSpec, ScriptSpec
 
 
@@ -203,7 +203,7 @@ def test_copies_and_padding() -> None:
     assert pinned.change == {"pin_memory": True}
     assert pinned.speedup == pytest.approx(world.step / world.without(transfer=0.0).step, rel=0.02)
     evidence = World().evidence(padding=0.5)
-    trimmed = Arm(name="trimmed", baseline="cached", pairs=((0.02, 0.012),) * 6)
+    trimmed = VariantTimes(name="trimmed", baseline="cached", pairs=((0.02, 0.012),) * 6)
     found = remedies(dataclasses.replace(evidence, arms={**evidence.arms, "trimmed": trimmed}))
     assert found["batches by length"].ceiling
 

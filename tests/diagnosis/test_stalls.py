@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from workbench.diagnosis.analysis.evidence import Stalls
 from workbench.diagnosis.analysis.stalls import Call, find_stalls
-from workbench.harness.place import Place
+from workbench.harness.results import Place
 
 STEP = 0.01
 

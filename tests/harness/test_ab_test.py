@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from workbench.harness import ablations
-from workbench.harness.ab_test import LEAST_PAIRS, MOST_PAIRS, contest, prove_here
+from workbench.harness.ab_test import MAX_PAIRS, MIN_PAIRS, measure_change, run_ab_test
 from workbench.harness.peers import Peers
 
 
@@ -42,17 +42,17 @@ class Fake:
 
 def test_the_ratio_and_no_more_pairs_than_needed() -> None:
     clock = Clock()
-    arm = contest(Fake(clock, 0.1), Fake(clock, 0.04), budget_s=1000, peers=Peers(), clock=clock)
-    assert len(arm.pairs) == LEAST_PAIRS
+    arm = run_ab_test(Fake(clock, 0.1), Fake(clock, 0.04), budget_s=1000, peers=Peers(), clock=clock)
+    assert len(arm.pairs) == MIN_PAIRS
     assert arm.speedup.mid == pytest.approx(2.5)
     assert arm.speedup.width == pytest.approx(0)
 
 
 def test_the_order_is_swapped_and_each_turn_begins_with_an_empty_queue() -> None:
     clock, log = Clock(), list[str]()
-    contest(Fake(clock, 0.1, log=log, name="a"), Fake(clock, 0.1, log=log, name="b"), budget_s=1000, peers=Peers(), clock=clock)
+    run_ab_test(Fake(clock, 0.1, log=log, name="a"), Fake(clock, 0.1, log=log, name="b"), budget_s=1000, peers=Peers(), clock=clock)
     turns = [word.removeprefix("drain ") for word in log if word.startswith("drain")]
-    assert turns == ["a", "b"] + ["a", "b", "b", "a"] * (LEAST_PAIRS // 2)
+    assert turns == ["a", "b"] + ["a", "b", "b", "a"] * (MIN_PAIRS // 2)
 
 
 def test_a_machine_that_gets_slower_does_no_harm() -> None:
@@ -63,24 +63,24 @@ def test_a_machine_that_gets_slower_does_no_harm() -> None:
             self.clock.slow *= 1.002
             super().step()
 
-    arm = contest(Drifting(clock, 0.1), Drifting(clock, 0.05), budget_s=1000, peers=Peers(), clock=clock)
+    arm = run_ab_test(Drifting(clock, 0.1), Drifting(clock, 0.05), budget_s=1000, peers=Peers(), clock=clock)
     assert arm.speedup.mid == pytest.approx(2, rel=0.02)
     assert arm.pairs[-1][0] > 1.1 * arm.pairs[0][0]
 
 
 def test_noise_makes_more_pairs_and_the_budget_ends_them() -> None:
     clock = Clock()
-    noisy = contest(Fake(clock, *[0.1] * 7, 2.0), Fake(clock, *[0.1] * 5, 1.0), budget_s=10000, peers=Peers(), clock=clock)
-    assert LEAST_PAIRS < len(noisy.pairs) <= MOST_PAIRS
+    noisy = run_ab_test(Fake(clock, *[0.1] * 7, 2.0), Fake(clock, *[0.1] * 5, 1.0), budget_s=10000, peers=Peers(), clock=clock)
+    assert MIN_PAIRS < len(noisy.pairs) <= MAX_PAIRS
     clock = Clock()
-    short = contest(Fake(clock, 3.0), Fake(clock, 3.0), budget_s=30, peers=Peers(), clock=clock)
+    short = run_ab_test(Fake(clock, 3.0), Fake(clock, 3.0), budget_s=30, peers=Peers(), clock=clock)
     assert 1 <= len(short.pairs) <= 3
     assert clock.now < 60
 
 
 def test_stalls_of_both_count() -> None:
     clock = Clock()
-    arm = contest(Fake(clock, *[0.05] * 9, 0.55), Fake(clock, *[0.05] * 10), budget_s=10000, peers=Peers(), clock=clock)
+    arm = run_ab_test(Fake(clock, *[0.05] * 9, 0.55), Fake(clock, *[0.05] * 10), budget_s=10000, peers=Peers(), clock=clock)
     assert arm.speedup.mid == pytest.approx(2, rel=0.15)
 
 
@@ -110,7 +110,7 @@ class Starting(Fake):
 @pytest.mark.parametrize("epoch", [2, 20])
 def test_what_a_pass_costs_is_spread_over_its_steps(epoch: int) -> None:
     clock = Clock()
-    arm = contest(Starting(clock, 0.1, 2.0, epoch), Starting(clock, 0.1, 0.0, epoch), budget_s=1e6, peers=Peers(), clock=clock)
+    arm = run_ab_test(Starting(clock, 0.1, 2.0, epoch), Starting(clock, 0.1, 0.0, epoch), budget_s=1e6, peers=Peers(), clock=clock)
     assert arm.speedup.mid == pytest.approx((0.1 + 2.0 / epoch) / 0.1, rel=0.01)
 
 
@@ -150,7 +150,7 @@ def test_workers_make_a_slow_loader_faster_and_all_is_as_it_was() -> None:
     generator = torch.Generator().manual_seed(3)
     loader = DataLoader(Slow(), batch_size=4, shuffle=True, generator=generator)
     before = [weight.detach().clone() for weight in model.parameters()], torch.get_rng_state(), generator.get_state()
-    arm = prove_here(step, loader, {"num_workers": 2}, model=model, optimizer=optimizer, budget_s=5)
+    arm = measure_change(step, loader, {"num_workers": 2}, model=model, optimizer=optimizer, budget_s=5)
     assert 1.5 < arm.speedup.mid < 2.5
     assert all(torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True))
     assert torch.equal(before[1], torch.get_rng_state())
@@ -163,14 +163,14 @@ def test_changes_of_the_step_hold_in_its_turns_only() -> None:
     step, _, optimizer, seen = training()
     loader = [torch.ones(3, 4)] * 10
     change = {"threads": 2, "gc": False, "optimizer": "fused", "precision": "amp_bf16"}
-    prove_here(step, loader, change, budget_s=1)
+    measure_change(step, loader, change, budget_s=1)
     assert seen.states == {(3, 1, True, "single", False), (3, 2, False, "fused", True)}
     assert (torch.get_num_threads(), gc.isenabled(), ablations.implementation_of(optimizer)) == (1, True, "single")
 
 
 def test_a_larger_batch_counts_its_samples() -> None:
     step, _, _, seen = training()
-    arm = prove_here(step, DataLoader(Slow(), batch_size=4), {"micro_batch": 8}, budget_s=2)
+    arm = measure_change(step, DataLoader(Slow(), batch_size=4), {"micro_batch": 8}, budget_s=2)
     assert {state[0] for state in seen.states} == {4, 8}
     assert arm.samples == 2
     assert arm.speedup.mid == pytest.approx(1, abs=0.25)  # the loader takes as long per sample
@@ -189,7 +189,7 @@ def test_what_cannot_be_changed(change: dict[str, Any], message: str) -> None:
     step, model, _, _ = training()
     optimizer = torch.optim.LBFGS(model.parameters())
     with pytest.raises(ValueError, match=message):
-        prove_here(step, [torch.ones(1, 4)], change, optimizer=optimizer, budget_s=1)
+        measure_change(step, [torch.ones(1, 4)], change, optimizer=optimizer, budget_s=1)
 
 
 @pytest.fixture(autouse=True)
@@ -209,6 +209,6 @@ def test_an_optimizer_that_is_found_only_as_it_steps_is_put_back() -> None:
         hidden.optimizer.step()
 
     before = model.weight.detach().clone()
-    prove_here(step, [torch.ones(3, 4)] * 10, {"threads": 1}, budget_s=0.5)
+    measure_change(step, [torch.ones(3, 4)] * 10, {"threads": 1}, budget_s=0.5)
     assert not hidden.optimizer.state
     assert torch.equal(model.weight, before)

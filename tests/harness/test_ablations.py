@@ -88,8 +88,8 @@ def test_another_implementation_and_back(kind: str, name: str, trained: bool) ->
     setup, plain = Setup(kind), Setup(kind)
     if trained:
         setup.step(setup.batch), plain.step(plain.batch)
-    assert ablations.can_be([setup.optimizer], name)
-    with ablations.implementation([setup.optimizer], name):
+    assert ablations.has_unused_implementation([setup.optimizer], name)
+    with ablations.optimizer_implementation([setup.optimizer], name):
         assert ablations.implementation_of(setup.optimizer) == name
         setup.step(setup.batch)
     plain.step(plain.batch)
@@ -103,9 +103,9 @@ def test_another_implementation_and_back(kind: str, name: str, trained: bool) ->
 
 def test_what_an_optimizer_cannot_be() -> None:
     setup = Setup("LBFGS")
-    assert not ablations.can_be([setup.optimizer], "fused")
-    assert not ablations.can_be([], "fused")
-    assert not ablations.can_be([Setup(fused=True).optimizer], "fused")
+    assert not ablations.has_unused_implementation([setup.optimizer], "fused")
+    assert not ablations.has_unused_implementation([], "fused")
+    assert not ablations.has_unused_implementation([Setup(fused=True).optimizer], "fused")
     assert ablations.implementation_of(setup.optimizer) == ""
 
 
@@ -119,7 +119,7 @@ def test_channels_last_inside_and_the_same_memory_afterwards() -> None:
     with ablations.channels_last([setup.model], [setup.optimizer]):
         assert weight.is_contiguous(memory_format=torch.channels_last)
         assert setup.optimizer.state[weight]["momentum_buffer"].is_contiguous(memory_format=torch.channels_last)
-        setup.step(ablations.images_last(setup.batch))
+        setup.step(ablations.to_channels_last(setup.batch))
         assert weight.grad is not None
         assert weight.grad.is_contiguous(memory_format=torch.channels_last)
     assert weight.data_ptr() == address
@@ -129,7 +129,7 @@ def test_channels_last_inside_and_the_same_memory_afterwards() -> None:
 
 
 def test_images_last_leaves_the_rest_as_it_is() -> None:
-    images, labels = ablations.images_last((torch.randn(2, 3, 4, 4), torch.arange(2)))
+    images, labels = ablations.to_channels_last((torch.randn(2, 3, 4, 4), torch.arange(2)))
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(labels, torch.arange(2))
 
@@ -165,7 +165,7 @@ def test_all_is_given_back_when_the_step_raises() -> None:
     setup = Setup()
     switches: list[Callable[[], AbstractContextManager[Any]]] = [
         lambda: ablations.without_optimizer([setup.optimizer]),
-        lambda: ablations.implementation([setup.optimizer], "fused"),
+        lambda: ablations.optimizer_implementation([setup.optimizer], "fused"),
         lambda: ablations.channels_last([setup.model], [setup.optimizer]),
         lambda: ablations.threads(2),
         without_gc,
@@ -184,8 +184,8 @@ def test_all_is_given_back_when_the_step_raises() -> None:
 def test_a_change_of_several_things() -> None:
     setup = Setup()
     change = {"optimizer": "fused", "channels_last": True, "threads": 2, "gc": False, "precision": "amp_bf16"}
-    step = ablations.wrapped(setup.step, change, torch.device("cpu"))
-    with ablations.changed(change, [setup.model], [setup.optimizer]):
+    step = ablations.wrap_step(setup.step, change, torch.device("cpu"))
+    with ablations.changed_step(change, [setup.model], [setup.optimizer]):
         assert (ablations.implementation_of(setup.optimizer), torch.get_num_threads(), gc.isenabled()) == ("fused", 2, False)
         step(setup.batch)
     assert setup.seen == [torch.bfloat16]

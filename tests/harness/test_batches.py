@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_map
 
 from workbench.harness.batches import bytes_of, doubled, padding_of, tensors_of, trimmed
-from workbench.harness.observe import uses
+from workbench.harness.observe import uses_batch
 
 Pair = namedtuple("Pair", "x y")
 
@@ -154,21 +154,21 @@ NET = nn.Linear(3, 2)
 
 
 def test_a_step_that_uses_its_batch() -> None:
-    assert uses(lambda batch: NET(batch[0]).sum().backward(), [X, Y]) is True
-    assert uses(lambda batch: batch["y"].tolist(), {"x": X, "y": Y}) is True
-    assert uses(lambda batch: np.asarray(batch), X) is True
-    assert uses(lambda batch: batch.data + 1, pack_sequence([torch.zeros(3)])) is True
+    assert uses_batch(lambda batch: NET(batch[0]).sum().backward(), [X, Y]) is True
+    assert uses_batch(lambda batch: batch["y"].tolist(), {"x": X, "y": Y}) is True
+    assert uses_batch(lambda batch: np.asarray(batch), X) is True
+    assert uses_batch(lambda batch: batch.data + 1, pack_sequence([torch.zeros(3)])) is True
 
 
 def test_a_step_that_does_not_use_its_batch() -> None:
     again = X.clone()
-    assert uses(lambda batch: NET(again).sum().backward(), [X, Y]) is False
-    assert uses(lambda batch: NET(torch.randn(batch.shape).to(batch.device, batch.dtype)), X) is False
-    assert uses(lambda batch: NET(torch.randn(len(batch), batch.size(1))), X) is False
+    assert uses_batch(lambda batch: NET(again).sum().backward(), [X, Y]) is False
+    assert uses_batch(lambda batch: NET(torch.randn(batch.shape).to(batch.device, batch.dtype)), X) is False
+    assert uses_batch(lambda batch: NET(torch.randn(len(batch), batch.size(1))), X) is False
 
 
 def test_without_tensors_it_cannot_be_told_whether_a_batch_is_used() -> None:
-    assert uses(lambda batch: None, ["a", 3]) is None
+    assert uses_batch(lambda batch: None, ["a", 3]) is None
 
 
 def test_a_compiled_step_is_seen_through_and_not_compiled_again() -> None:
@@ -180,6 +180,6 @@ def test_a_compiled_step_is_seen_through_and_not_compiled_again() -> None:
 
     compiled = torch.compile(NET, backend=backend)
     compiled(X)
-    assert uses(compiled, X) is True
+    assert uses_batch(compiled, X) is True
     compiled(X)
     assert len(compilations) == 1

@@ -11,10 +11,10 @@ import torch
 
 from workbench.diagnosis.measure.evidence import Sums
 from workbench.diagnosis.measure.trials import FEW_PAIRS, MOST_OF_REMEDIES, MOST_PAIRS, PAIRS, Trials, thread_counts, treatments
-from workbench.harness.ablations import Treatment
-from workbench.harness.blocks import Bench, Block, Laps, StepFailed, Timings, nothing
+from workbench.harness.ablations import Variant
+from workbench.harness.batches import CachedBatches
+from workbench.harness.blocks import Block, BlockTimer, StepFailed, StepTimes, Timings, no_step
 from workbench.harness.peers import Peers
-from workbench.harness.replay import Replay
 
 
 class Clock:
@@ -27,12 +27,12 @@ class Clock:
         return self.now
 
 
-def laps(*calls: float, wait: float = 0.0, fresh: tuple[int, ...] = ()) -> Laps:
+def laps(*calls: float, wait: float = 0.0, fresh: tuple[int, ...] = ()) -> StepTimes:
     zeros = array("d", [0.0] * len(calls))
-    return Laps(waits=array("d", [wait] * len(calls)), calls=array("d", calls), delays=zeros, gcs=zeros, fresh=fresh)
+    return StepTimes(waits=array("d", [wait] * len(calls)), calls=array("d", calls), delays=zeros, gcs=zeros, fresh=fresh)
 
 
-def timings(*blocks: tuple[Laps, ...]) -> Timings:
+def timings(*blocks: tuple[StepTimes, ...]) -> Timings:
     found = Timings()
     for i, ranks in enumerate(blocks):
         found.add(Block(arm="full", first=1 + 4 * i, laps=ranks))
@@ -55,7 +55,7 @@ def test_the_slowest_rank_counts_and_a_new_pass_does_not() -> None:
     assert timings((laps(9.0, 0.01, fresh=(0,)),)).slowest("full") == [0.01]
 
 
-def sums_of(first: Laps, *, forks: bool = False, start_up: float = 0.0, accumulation: int = 1) -> Sums:
+def sums_of(first: StepTimes, *, forks: bool = False, start_up: float = 0.0, accumulation: int = 1) -> Sums:
     """Rounds of a full block with a pass of 8 steps and of replayed steps, on one rank."""
     found = Timings()
     for i in range(5):
@@ -99,12 +99,12 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def bench(clock: Clock) -> Iterator[Bench]:
-    with Bench(lambda batch: None, Peers(), torch.device("cpu"), clock=clock) as one:
+def bench(clock: Clock) -> Iterator[BlockTimer]:
+    with BlockTimer(lambda batch: None, Peers(), torch.device("cpu"), clock=clock) as one:
         yield one
 
 
-def test_waits_and_calls_are_told_apart_and_a_source_may_end(bench: Bench, clock: Clock) -> None:
+def test_waits_and_calls_are_told_apart_and_a_source_may_end(bench: BlockTimer, clock: Clock) -> None:
     def source() -> Iterator[int]:
         for i in range(3):
             clock.now += 0.2
@@ -117,11 +117,11 @@ def test_waits_and_calls_are_told_apart_and_a_source_may_end(bench: Bench, clock
     assert list(found.waits) == pytest.approx([0.2] * 3)
     assert list(found.calls) == pytest.approx([0.3] * 3)
     assert bench.called == 3
-    bench.run("loader", source(), 3, step=nothing)
+    bench.run("loader", source(), 3, step=no_step)
     assert bench.called == 3
 
 
-def test_which_call_failed(bench: Bench) -> None:
+def test_which_call_failed(bench: BlockTimer) -> None:
     def step(batch: int) -> None:
         if batch == 2:
             raise KeyError("label")
@@ -131,7 +131,7 @@ def test_which_call_failed(bench: Bench) -> None:
     assert isinstance(caught.value.error, KeyError)
 
 
-def tried(clock: Clock, seconds: float, arms: dict[str, Callable[[], float]], *, budget: float) -> tuple[Trials, Bench]:
+def tried(clock: Clock, seconds: float, arms: dict[str, Callable[[], float]], *, budget: float) -> tuple[Trials, BlockTimer]:
     """Trials of arms whose steps take what they are said to."""
 
     def spend(get: Callable[[], float]) -> Callable[[Any], None]:
@@ -140,12 +140,12 @@ def tried(clock: Clock, seconds: float, arms: dict[str, Callable[[], float]], *,
 
         return step
 
-    with Bench(spend(lambda: seconds), Peers(), torch.device("cpu"), clock=clock) as bench:
-        replay = Replay()
+    with BlockTimer(spend(lambda: seconds), Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = CachedBatches()
         replay.hold([torch.zeros(2)] * 3)
         bench.run("cached", replay.give(4), 4)
         trials = Trials(bench, replay, lambda: None, full=seconds)
-        trials.run([Treatment(name=name, wrap=lambda _, get=get: spend(get)) for name, get in arms.items()], budget)  # type: ignore[misc]
+        trials.run([Variant(name=name, wrap=lambda _, get=get: spend(get)) for name, get in arms.items()], budget)  # type: ignore[misc]
     return trials, bench
 
 
@@ -163,12 +163,12 @@ def test_a_slow_drift_does_no_harm(clock: Clock) -> None:
     def step(batch: Any) -> None:
         clock.now += drifting(0.01)()
 
-    with Bench(step, Peers(), torch.device("cpu"), clock=clock) as bench:
-        replay = Replay()
+    with BlockTimer(step, Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = CachedBatches()
         replay.hold([torch.zeros(2)])
         bench.run("cached", replay.give(4), 4)
         trials = Trials(bench, replay, lambda: None, full=0.01)
-        half = Treatment(name="no_optimizer", wrap=lambda _: lambda batch: setattr(clock, "now", clock.now + drifting(0.005)()))
+        half = Variant(name="no_optimizer", wrap=lambda _: lambda batch: setattr(clock, "now", clock.now + drifting(0.005)()))
         trials.run([half], 1000)
     assert trials.results()["no_optimizer"].saved.mid == pytest.approx(0.5, abs=0.01)
 
@@ -214,17 +214,17 @@ def test_after_threads_that_look_for_work_some_steps_do_not_count(clock: Clock) 
         calls.append("threads")
         clock.now += 0.012
 
-    with Bench(step, Peers(), torch.device("cpu"), clock=clock) as bench:
-        replay = Replay()
+    with BlockTimer(step, Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = CachedBatches()
         replay.hold([torch.zeros(2)])
         bench.run("cached", replay.give(4), 4)
         trials = Trials(bench, replay, lambda: None, full=0.01)
-        trials.run([Treatment(name="threads=2", wrap=lambda _: threads)], 1000)
+        trials.run([Variant(name="threads=2", wrap=lambda _: threads)], 1000)
     assert trials.results()["threads=2"].saved.mid == pytest.approx(-0.2, abs=0.01)
 
 
 def test_more_threads_are_not_tried_where_others_take_the_cores() -> None:
-    replay = Replay()
+    replay = CachedBatches()
     replay.hold([torch.zeros(2)])
 
     def names(foreign: float) -> set[str]:

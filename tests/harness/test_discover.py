@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from workbench.harness.discover import describe, find
+from workbench.harness.discover import describe, discover
 
 MODEL = nn.Linear(2, 1)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), 0.1)
@@ -36,7 +36,7 @@ class Loop:
 
 
 def test_globals_of_the_functions_that_it_calls() -> None:
-    found = find(outer)
+    found = discover(outer)
     assert found.models == [MODEL]
     assert found.optimizers == [OPTIMIZER]
     assert LOSS in found.modules
@@ -51,14 +51,14 @@ def test_a_closure_a_default_a_partial() -> None:
 
         deeper()
 
-    assert {id(one) for one in find(functools.partial(step, extra=third)).models} == {id(model), id(other), id(third)}
+    assert {id(one) for one in discover(functools.partial(step, extra=third)).models} == {id(model), id(other), id(third)}
 
 
 def test_self_of_a_method_and_of_a_callable_object() -> None:
     loop = Loop()
-    assert find(loop.step).models == [loop.parts["model"]]
-    assert find(loop.step).optimizers == [loop.optimizer]
-    assert {id(one) for one in find(loop).models} == {id(loop.parts["model"]), id(MODEL)}
+    assert discover(loop.step).models == [loop.parts["model"]]
+    assert discover(loop.step).optimizers == [loop.optimizer]
+    assert {id(one) for one in discover(loop).models} == {id(loop.parts["model"]), id(MODEL)}
 
 
 def test_a_decorated_step() -> None:
@@ -75,13 +75,13 @@ def test_a_decorated_step() -> None:
     def step(batch: Any) -> Any:
         return model(batch)
 
-    assert find(step).models == [model]
+    assert discover(step).models == [model]
 
 
 def test_only_the_outermost_module() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
     wrapper = nn.DataParallel(net)
-    assert find(lambda batch: (net, wrapper)).models == [wrapper]
+    assert discover(lambda batch: (net, wrapper)).models == [wrapper]
     assert describe(wrapper) == "DataParallel(Sequential)"
 
 
@@ -92,10 +92,10 @@ def test_it_stops_at_the_loader() -> None:
 
     hidden, data = Owner(), DataLoader(torch.zeros(4, 2))  # type: ignore[arg-type]
     data.dataset.owner = hidden  # type: ignore[attr-defined]
-    assert find(lambda batch: (data, hidden), but=[hidden]).models == []
-    assert find(lambda batch: data).models == []
+    assert discover(lambda batch: (data, hidden), but=[hidden]).models == []
+    assert discover(lambda batch: data).models == []
 
 
 def test_nothing_there() -> None:
-    found = find(lambda batch: batch + 1)
+    found = discover(lambda batch: batch + 1)
     assert (found.models, found.optimizers, found.objects) == ([], [], [])

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from workbench.harness.discover import find
-from workbench.harness.restore import Keep
+from workbench.harness.discover import discover
+from workbench.harness.restore import SavedState
 
 
 def network() -> nn.Sequential:
@@ -118,10 +118,10 @@ def test_training_goes_on_as_if_nothing_had_happened(name: str, before: int) -> 
     for _ in range(before):
         step()
     state, memory = picture(parts), [weight.data_ptr() for weight in parts["model"].parameters()]
-    keep = Keep(find(step))
+    keep = SavedState(discover(step))
     first = [step() for _ in range(4)]
     parts["model"].eval()
-    keep.rewind()
+    keep.restore_weights()
     step()
     keep.restore()
     assert_same(picture(parts), state)
@@ -132,7 +132,7 @@ def test_training_goes_on_as_if_nothing_had_happened(name: str, before: int) -> 
 def test_what_did_not_exist_vanishes_and_who_held_a_tensor_holds_the_same() -> None:
     step, parts = training(OPTIMIZERS["adamw"])
     model, optimizer = parts["model"], parts["optimizer"]
-    keep = Keep(find(step))
+    keep = SavedState(discover(step))
     step()
     assert optimizer.state
     keep.restore()
@@ -141,7 +141,7 @@ def test_what_did_not_exist_vanishes_and_who_held_a_tensor_holds_the_same() -> N
     step()
     moments = [id(value) for state in optimizer.state.values() for value in state.values()]
     gradients = [id(weight.grad) for weight in model.parameters()]
-    keep = Keep(find(step))
+    keep = SavedState(discover(step))
     step(), step()
     keep.restore()
     assert [id(value) for state in optimizer.state.values() for value in state.values()] == moments
@@ -150,7 +150,7 @@ def test_what_did_not_exist_vanishes_and_who_held_a_tensor_holds_the_same() -> N
 
 def test_weights_that_moved_to_other_memory_come_back() -> None:
     model = network()
-    keep = Keep(find(model))
+    keep = SavedState(discover(model))
     before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model[1].running_mean = torch.ones(4)
@@ -167,7 +167,7 @@ def test_weights_that_moved_to_other_memory_come_back() -> None:
 def test_options_of_the_groups_come_back() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([{"params": [weight], "lr": 0.1}], betas=(0.5, 0.6))
-    keep = Keep(find(optimizer))
+    keep = SavedState(discover(optimizer))
     optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"] = 3.0, (0.1, 0.2)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     keep.restore()
@@ -187,7 +187,7 @@ def test_lists_of_tensors_in_an_optimizer_come_back() -> None:
 
     optimizer.step(closure)
     value, state = weight.detach().clone(), copy.deepcopy(optimizer.state_dict())
-    keep = Keep(find(optimizer))
+    keep = SavedState(discover(optimizer))
     optimizer.step(closure)
     assert not torch.equal(weight, value)
     keep.restore()
@@ -213,7 +213,7 @@ def test_globals_that_a_step_assigns_and_attributes_of_self_come_back() -> None:
 
     loop = Loop()
     before = loop.model.weight.detach().clone()
-    keep = Keep(find(loop.step))
+    keep = SavedState(discover(loop.step))
     loop.step()
     assert STEPS == 1
     keep.restore()
@@ -231,7 +231,7 @@ def test_shared_and_computed_weights() -> None:
     model[1].weight = model[0].weight
     parametrize.register_parametrization(model[0], "bias", Twice())
     before = copy.deepcopy(model.state_dict())
-    keep = Keep(find(model))
+    keep = SavedState(discover(model))
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(3)
@@ -249,7 +249,7 @@ def test_one_thing_that_cannot_be_put_back_does_not_keep_the_rest_from_being_so(
     def step() -> None:
         model(wide[:2, :2])
 
-    keep = Keep(find(step))
+    keep = SavedState(discover(step))
     keep._undo.insert(len(keep._undo), lambda: 1 / 0)  # type: ignore[arg-type,return-value]
     with torch.no_grad():
         model.weight.add_(1)
@@ -272,7 +272,7 @@ def test_generators_arrays_and_what_variables_stand_for_are_put_back() -> None:
         tensor = tensor + 1
 
     expected = np.random.default_rng(3).random(), random.Random(3).random()
-    keep = Keep(find(step))
+    keep = SavedState(discover(step))
     for _ in range(3):
         step()
     keep.restore()
@@ -315,14 +315,14 @@ class SlottedToo(Slotted):
 @pytest.mark.parametrize("kind", [Slotted, SlottedToo])
 def test_slots_come_back(kind: type[Slotted]) -> None:
     loop = kind()
-    keep = Keep(find(loop.step))
+    keep = SavedState(discover(loop.step))
     loop.step()
     loop.step()
     keep.restore()
     assert (loop.seen, loop.hidden, hasattr(loop, "late"), getattr(loop, "more", 0)) == (0, [1], False, 0)
     assert torch.equal(loop.weights, torch.ones(2))
     loop.late = 5
-    keep = Keep(find(loop.step))
+    keep = SavedState(discover(loop.step))
     loop.step()
     keep.restore()
     assert loop.late == 5
@@ -351,7 +351,7 @@ def test_attributes_that_stand_for_something_new_come_back() -> None:
 
     loop = Loop()
     before = loop.model.hidden, loop.window, loop.best, loop.moments, loop.model.moments
-    keep = Keep(find(loop.step))
+    keep = SavedState(discover(loop.step))
     for _ in range(3):
         loop.step()
         loop.moments.mean = -1.0
@@ -374,7 +374,7 @@ def test_attributes_of_functions_and_items_of_a_class_that_is_a_container_come_b
         history.best += 1
 
     step.calls = 0  # type: ignore[attr-defined]
-    keep = Keep(find(step))
+    keep = SavedState(discover(step))
     step()
     keep.restore()
     assert (step.calls, history, history.best) == (0, [], 0)  # type: ignore[attr-defined]
@@ -390,7 +390,7 @@ def test_a_file_that_was_closed_is_not_taken_back(tmp_path: Path) -> None:
             self.log = (tmp_path / "1.log").open("w")
 
     loop = Loop()
-    keep = Keep(find(loop.step))
+    keep = SavedState(discover(loop.step))
     loop.step()
     keep.restore()
     assert not loop.log.closed
@@ -407,7 +407,7 @@ def test_what_cannot_be_read_is_named() -> None:
             raise RuntimeError("out of order")
 
     given, pairs, broken, wide, log = numbers(), zip("ab", "cd", strict=True), Broken(), torch.eye(2).to_sparse(), sys.stdout
-    keep = Keep(find(lambda: (given, pairs, broken, wide, log)), most_bytes=1000)
+    keep = SavedState(discover(lambda: (given, pairs, broken, wide, log)), most_bytes=1000)
     said = "; ".join(keep.left_out)
     assert len(keep.left_out) == 4
     for part in (
@@ -419,7 +419,7 @@ def test_what_cannot_be_read_is_named() -> None:
     ):
         assert part in said
     large = torch.zeros(2**18)
-    assert Keep(find(lambda: large), most_bytes=1000).left_out == ["a Tensor (of 1 MiB: too large)"]
+    assert SavedState(discover(lambda: large), most_bytes=1000).left_out == ["a Tensor (of 1 MiB: too large)"]
 
 
 def test_the_numbers_of_an_optimizer_within_an_optimizer_come_back() -> None:
@@ -436,9 +436,9 @@ def test_the_numbers_of_an_optimizer_within_an_optimizer_come_back() -> None:
     weight.grad = torch.ones(2)
     optimizer.step()
     before = copy.deepcopy(optimizer.inner.state_dict())
-    found = find(optimizer)
+    found = discover(optimizer)
     assert found.optimizers == [optimizer]
-    keep = Keep(found, most_bytes=0)  # they are always kept, however large
+    keep = SavedState(found, most_bytes=0)  # they are always kept, however large
     optimizer.step()
     keep.restore()
     assert_same(optimizer.inner.state_dict(), before)

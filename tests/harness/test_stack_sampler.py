@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from workbench.harness.place import Place
+from workbench.harness.results import Place
 from workbench.harness.stack_sampler import StackSampler, place_of
 
 pytestmark = pytest.mark.alone

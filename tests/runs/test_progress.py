@@ -54,8 +54,8 @@ def test_nothing_is_asked_or_written_where_the_output_is_no_terminal(monkeypatch
 
 
 def test_words_of_a_run_without_an_end_or_a_report() -> None:
-    assert progress.words("script", 7, None, 3.0, []) == "script 7 steps · 3.00 s"
-    assert progress.words("gpt", 1, 20, 3.0, [{"loss": 2.5, "samples": 80, "seconds": 0.0}]).endswith("1/20 · loss 2.500 · 3.00 s")
+    assert progress.progress_text("script", 7, None, 3.0, []) == "script 7 steps · 3.00 s"
+    assert progress.progress_text("gpt", 1, 20, 3.0, [{"loss": 2.5, "samples": 80, "seconds": 0.0}]).endswith("1/20 · loss 2.500 · 3.00 s")
 
 
 def test_a_wait_shows_it(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, by_hand: Callable[..., Any]) -> None:

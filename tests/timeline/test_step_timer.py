@@ -26,8 +26,8 @@ from workbench.core import run_directory
 from workbench.core.vocabulary import PHASES
 from workbench.timeline import rank_log
 from workbench.timeline.loops import samples_in
-from workbench.timeline.marks import DeviceTape, HostTape, new_tape
-from workbench.timeline.steps import Assembler, turn
+from workbench.timeline.marks import DeviceRecorder, HostRecorder, new_recorder
+from workbench.timeline.steps import StepBuilder, read_iteration
 from workbench.timeline.timeline import Timeline
 
 SECOND = 10**9
@@ -42,8 +42,8 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.now += round(seconds * SECOND)
 
-    def tape(self) -> HostTape:
-        return HostTape(lambda: self.now)
+    def tape(self) -> HostRecorder:
+        return HostRecorder(lambda: self.now)
 
     def loader(self, *waits: float) -> Iterator[int]:
         for number, wait in enumerate(waits):
@@ -422,7 +422,7 @@ def test_phases_are_exclusive_and_sum_to_the_step(batches: list[tuple[int, list[
 
 
 def test_a_turn_of_thousands_of_marks() -> None:
-    this = turn(bytes([9] + [2, 6] * 4000 + [4, 6]))
+    this = read_iteration(bytes([9] + [2, 6] * 4000 + [4, 6]))
     assert this.updated
     times = list(range(len(this.columns) + 1))
     assert this.rows(times, [4]) == [(1, 0, 4000, 0, 1, 4002, 4)]
@@ -473,7 +473,7 @@ class Event:
 
 def test_device_phases_are_read_later_and_nothing_waits_in_a_step() -> None:
     device = Device()
-    timer = wb.StepTimer(tape=lambda: DeviceTape(device.event))
+    timer = wb.StepTimer(tape=lambda: DeviceRecorder(device.event))
     for number in timer.batches(range(40)):
         for phase, ms in {"h2d": 1, "forward": 4, "backward": 8, "optimizer": 2}.items():
             with timer(phase):
@@ -489,7 +489,7 @@ def test_device_phases_are_read_later_and_nothing_waits_in_a_step() -> None:
 
 def test_the_timeline_of_a_device_is_complete_while_the_loop_runs() -> None:
     device = Device()
-    timer = wb.StepTimer(tape=lambda: DeviceTape(device.event))
+    timer = wb.StepTimer(tape=lambda: DeviceRecorder(device.event))
     for number in timer.batches(range(5)):
         with timer("optimizer"):
             device.work(1)
@@ -498,7 +498,7 @@ def test_the_timeline_of_a_device_is_complete_while_the_loop_runs() -> None:
 
 def test_a_copy_on_a_side_stream_that_is_hidden_costs_nothing() -> None:
     device = Device()
-    tape = DeviceTape(device.event)
+    tape = DeviceRecorder(device.event)
     timer = wb.StepTimer(tape=lambda: tape)
     for _ in timer.batches(range(2)):
         with timer("forward"):
@@ -514,7 +514,7 @@ def test_a_copy_on_a_side_stream_that_is_hidden_costs_nothing() -> None:
 
 def test_marks_during_a_graph_capture_are_left_out() -> None:
     device, capturing = Device(), False
-    timer = wb.StepTimer(tape=lambda: DeviceTape(device.event, lambda: capturing))
+    timer = wb.StepTimer(tape=lambda: DeviceRecorder(device.event, lambda: capturing))
     for number in timer.batches(range(3)):
         capturing = number == 1
         with timer("forward"):
@@ -528,7 +528,7 @@ def test_marks_during_a_graph_capture_are_left_out() -> None:
 
 def test_events_go_to_the_stream_of_the_device_of_the_tape() -> None:
     device = Device()
-    timer = wb.StepTimer(tape=lambda: DeviceTape(device.event, stream=lambda index: f"stream of {index}", device=3))  # type: ignore
+    timer = wb.StepTimer(tape=lambda: DeviceRecorder(device.event, stream=lambda index: f"stream of {index}", device=3))  # type: ignore
     for _ in timer.batches(range(3)):
         with timer("forward"):
             device.work(1)
@@ -539,9 +539,9 @@ def test_events_go_to_the_stream_of_the_device_of_the_tape() -> None:
 def test_a_tape_without_a_device_is_for_the_current_one(given: Any, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    tape = new_tape(given)
+    tape = new_recorder(given)
     assert (tape.clock, tape.device) == ("device", index)
-    assert new_tape("cpu").clock == "host"
+    assert new_recorder("cpu").clock == "host"
 
 
 # The rank's file
@@ -555,7 +555,7 @@ def test_name_and_memory_are_those_of_the_device_of_the_loop(tmp_path: Path, mon
     training = threading.get_ident()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2 if threading.get_ident() == training else 0)
     device = Device()
-    for number, make in enumerate((lambda: DeviceTape(device.event), HostTape)):
+    for number, make in enumerate((lambda: DeviceRecorder(device.event), HostRecorder)):
         path = tmp_path / f"rank{number}.jsonl"
         timer = wb.StepTimer(path, tape=make)
         list(timer.batches(range(3)))
@@ -578,7 +578,7 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(
     def broken(*_: object) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr(Assembler, "feed", broken)
+    monkeypatch.setattr(StepBuilder, "feed", broken)
     timer, limit = wb.StepTimer(tmp_path / "rank0.jsonl", tape=clock.tape), time.monotonic() + 30
     for _ in timer.batches(iter(int, 1)):
         with timer("optimizer"):

@@ -88,7 +88,7 @@ def assert_nothing_left(net: nn.Module, *optimizers: torch.optim.Optimizer) -> N
     for optimizer in optimizers:
         assert not optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
         assert not optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
-    assert hooks.NEST.top is None
+    assert hooks.OPEN_LOOPS.top is None
 
 
 def data(clock: Clock, *waits: float) -> Iterator[Tensor]:

@@ -23,8 +23,8 @@ from workbench.runs.profile import Profile
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, SpecError, check_profile, spec_from_json
 from workbench.timeline.loops import Loop as OtherLoop
-from workbench.timeline.marks import new_tape
-from workbench.timeline.steps import Rules
+from workbench.timeline.marks import new_recorder
+from workbench.timeline.steps import StepRules
 from workbench.timeline.timeline import Step, Timeline
 from workbench.traces.analysis.captured import Captured
 from workbench.traces.analysis.loading import TRACES
@@ -270,9 +270,9 @@ def test_the_steps_of_an_unedited_script(tmp_path: Path, monkeypatch: pytest.Mon
     left_out: list[tuple[int, int]] = []
     borders = Borders(Profile(steps=2, wait=3), lambda *steps: left_out.append(steps))
     without_loader, training, validation = (
-        OtherLoop(new_tape("cpu"), Rules()),
-        OtherLoop(new_tape("cpu"), Rules()),
-        OtherLoop(new_tape("cpu"), Rules()),
+        OtherLoop(new_recorder("cpu"), StepRules()),
+        OtherLoop(new_recorder("cpu"), StepRules()),
+        OtherLoop(new_recorder("cpu"), StepRules()),
     )
     borders.reached(without_loader)  # no optimizer step was taken in it
     for _ in range(2):
@@ -294,7 +294,7 @@ def test_the_steps_of_an_unedited_script(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_script_that_leaves_its_last_loop_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step at which it does is one, and here the last of the traced ones."""
     monkeypatch.setenv(run_directory.ENV_RUN_DIR, str(tmp_path))
-    borders, training = Borders(Profile(steps=2, wait=3), lambda *steps: None), OtherLoop(new_tape("cpu"), Rules())
+    borders, training = Borders(Profile(steps=2, wait=3), lambda *steps: None), OtherLoop(new_recorder("cpu"), StepRules())
     borders.begin(None)
     for batch in borders.between(training, iter(range(9))):
         torch.ones(3).sum()

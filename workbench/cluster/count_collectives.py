@@ -78,11 +78,11 @@ def counted(plan: "Plan") -> Traffic:
         ValueError: it cannot run without values.
     """
     from workbench.core.gc import RECENT, collected_before
-    from workbench.core.interrupts import waiting
+    from workbench.core.interrupts import defer_interrupts
     from workbench.memory.estimate.building import BuildError
     from workbench.memory.estimate.dry_run import kept_state
 
-    with waiting(), collected_before(RECENT), kept_state():
+    with defer_interrupts(), collected_before(RECENT), kept_state():
         try:
             return _counted(plan, on_meta=True)
         except BuildError:

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 from workbench.core import run_directory
 
 POWERCAP = Path("/sys/class/powercap")
-EVERY = 20.0
+INTERVAL = 20.0
 """Seconds between two looks: a RAPL counter of 2**16 J at 300 W is round after 218 s, and must be seen before."""
 _ZONE = re.compile(r"intel-rapl:\d+(:\d+)?")
 
 
-class Meter(Protocol):
+class EnergyCounter(Protocol):
     """One counter."""
 
     name: str
@@ -33,7 +33,7 @@ class Meter(Protocol):
         """As it stands, since some moment; OSError where it cannot be read."""
 
 
-class Rapl:
+class RaplCounter:
     """A counter of the powercap tree: microjoules that start again from 0 after `max_energy_range_uj`."""
 
     def __init__(self, folder: Path) -> None:
@@ -53,7 +53,7 @@ class Rapl:
         return (now + self._rounds * self._range) / 1e6
 
 
-class Nvml:
+class NvmlCounter:
     """The counter of a GPU."""
 
     def __init__(self, nvml: Any, handle: Any, name: str) -> None:
@@ -68,26 +68,26 @@ class Nvml:
             raise OSError(f"{self.name}: {error}") from error
 
 
-def meters(gpus: int = 0, root: Path = POWERCAP) -> list[Meter]:
+def energy_counters(gpus: int = 0, root: Path = POWERCAP) -> list[EnergyCounter]:
     """Every counter that can be read here.
 
     Args:
         gpus: the first so many visible GPUs.
         root: the powercap tree.
     """
-    found: list[Meter] = []
+    found: list[EnergyCounter] = []
     for folder in sorted(root.glob("intel-rapl:*")) if root.is_dir() else ():
         if not _ZONE.fullmatch(folder.name):
             continue
         with contextlib.suppress(OSError, ValueError):
-            zone = Rapl(folder)
+            zone = RaplCounter(folder)
             whole = ":" not in folder.name.removeprefix("intel-rapl:") and zone.kind != "psys"  # which has the packages in it
             if whole or zone.kind == "dram":  # cores and so on are in the package
                 found.append(zone)
     return [*found, *_gpus(gpus)]
 
 
-def _gpus(count: int) -> Iterator[Meter]:
+def _gpus(count: int) -> Iterator[EnergyCounter]:
     if not count:
         return
     try:
@@ -98,7 +98,7 @@ def _gpus(count: int) -> Iterator[Meter]:
         pynvml.nvmlInit()
         for visible in visible_gpus(count):
             by = pynvml.nvmlDeviceGetHandleByIndex if isinstance(visible, int) else pynvml.nvmlDeviceGetHandleByUUID
-            yield Nvml(pynvml, by(visible), f"NVML GPU {visible}")
+            yield NvmlCounter(pynvml, by(visible), f"NVML GPU {visible}")
 
 
 def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[int | str]:
@@ -114,7 +114,7 @@ class EnergyLog:
         meters: counters that are read; one that stops answering is left out.
     """
 
-    def __init__(self, found: list[Meter], every: float = EVERY, tell: Callable[[dict[str, Any]], object] = bool) -> None:
+    def __init__(self, found: list[EnergyCounter], every: float = INTERVAL, tell: Callable[[dict[str, Any]], object] = bool) -> None:
         """
         Args:
             found: counters.
@@ -122,7 +122,7 @@ class EnergyLog:
             tell: hears after each look what `so_far` says.
         """
         self._tell = tell
-        self.meters: dict[str, Meter] = {}
+        self.meters: dict[str, EnergyCounter] = {}
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
         for meter in found:
@@ -164,7 +164,7 @@ class EnergyLog:
 
 
 @contextlib.contextmanager
-def metered(run_dir: Path, *, rank: int, gpus: int) -> Iterator[None]:
+def record_energy(run_dir: Path, *, rank: int, gpus: int) -> Iterator[None]:
     """Write what the steps inside draw into a run directory; rank 0 of a machine's reads for all its GPUs, and the first one's counts.
 
     Where nothing can be read nothing is written, and a full disk is no reason to fail. It is written now and then while the run goes on, so
@@ -175,7 +175,7 @@ def metered(run_dir: Path, *, rank: int, gpus: int) -> Iterator[None]:
         rank: of this process; others than 0 do nothing.
         gpus: that the run has on this machine.
     """
-    found = meters(gpus) if rank == 0 else []
+    found = energy_counters(gpus) if rank == 0 else []
     if not found:
         yield
         return

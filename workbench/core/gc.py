@@ -35,7 +35,7 @@ def collected_before(generation: int = EVERYTHING) -> Iterator[None]:
         yield
 
 
-def living() -> list[Any]:
+def live_objects() -> list[Any]:
     """All objects that the collector knows of, and those that a program has frozen (`gc.freeze`): they are thawed for that.
 
     They stay so. Frozen once more, what lies in cycles at this moment would never be freed.

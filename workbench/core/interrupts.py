@@ -44,7 +44,7 @@ class _Block:
                 signal.signal(signal.SIGINT, self._before)
         finally:
             _waiting = None
-        self.here(sys._getframe())
+        self.deliver_pending(sys._getframe())
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """The handler of the signal."""
@@ -64,7 +64,7 @@ class _Block:
             return True
         return not _in_callback(frame) if self.at_once else package not in _NOT_THEIRS
 
-    def here(self, frame: FrameType | None) -> None:
+    def deliver_pending(self, frame: FrameType | None) -> None:
         """Let an interrupt that waits come."""
         if self._since is not None:
             self._deliver(frame)
@@ -81,8 +81,8 @@ _waiting: _Block | None = None
 class _Within:
     """A part of a block in which interrupts come at once, or, in a part of that, wait as before."""
 
-    def __init__(self, block: _Block, at_once: bool) -> None:
-        self._block, self._at_once, self._before = block, at_once, block.at_once
+    def __init__(self, block: _Block, allow_interrupts: bool) -> None:
+        self._block, self._at_once, self._before = block, allow_interrupts, block.at_once
 
     def __enter__(self) -> None:
         self._here()
@@ -94,7 +94,7 @@ class _Within:
 
     def _here(self) -> None:
         if self._at_once:
-            self._block.here(sys._getframe(1))
+            self._block.deliver_pending(sys._getframe(1))
 
 
 def _package(frame: FrameType | None) -> str:
@@ -125,7 +125,7 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def waiting() -> AbstractContextManager[None]:
+def defer_interrupts() -> AbstractContextManager[None]:
     """Inside, an interrupt waits for `here`, for code of the user's own, or for the end of the block, and a line on stderr says so.
 
     Elsewhere than in the main thread nothing is changed, nor where interrupts are not handled in Python. A handler that is set inside is
@@ -134,15 +134,15 @@ def waiting() -> AbstractContextManager[None]:
     before = signal.getsignal(signal.SIGINT)
     if not _in_main_thread() or (_waiting is None and not callable(before)):
         return contextlib.nullcontext()
-    return _Block(before) if _waiting is None else _Within(_waiting, at_once=False)
+    return _Block(before) if _waiting is None else _Within(_waiting, allow_interrupts=False)
 
 
-def at_once() -> AbstractContextManager[None]:
+def allow_interrupts() -> AbstractContextManager[None]:
     """Inside, an interrupt comes at once, also one that waits: for parts of `waiting` in which torch is not asked for anything."""
-    return _Within(_waiting, at_once=True) if _waiting is not None and _in_main_thread() else contextlib.nullcontext()
+    return _Within(_waiting, allow_interrupts=True) if _waiting is not None and _in_main_thread() else contextlib.nullcontext()
 
 
-def here() -> None:
+def deliver_interrupt() -> None:
     """A moment at which an exception may be raised: an interrupt that waits is delivered. Within the call of an operator there is none."""
     if _waiting is not None and _in_main_thread():
-        _waiting.here(sys._getframe(1))
+        _waiting.deliver_pending(sys._getframe(1))

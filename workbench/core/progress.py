@@ -15,19 +15,19 @@ _CELLS = 20
 class ProgressLine:
     """A line that is written anew while something runs; nothing where the output is not a terminal."""
 
-    def __init__(self, words: Callable[[], str]) -> None:
+    def __init__(self, text: Callable[[], str]) -> None:
         """
         Args:
-            words: what the line says now; asked only when it is shown.
+            text: gives the line; called only when the line is shown.
         """
-        self._words, self._next, self._shown = words, 0.0, False
+        self._text, self._next, self._shown = text, 0.0, False
         self._live = sys.stderr is not None and sys.stderr.isatty()
 
     def show(self) -> None:
         """Write the line, unless that was done a moment ago."""
         if self._live and time.monotonic() >= self._next:
             self._next, self._shown = time.monotonic() + PAUSE, True
-            _write(self._words())
+            _write(self._text())
 
     def close(self, last: object) -> None:
         """Leave something in the place of the line, if there was one."""
@@ -40,7 +40,7 @@ def _write(text: str) -> None:
     sys.stderr.flush()
 
 
-def words(name: str, done: int, steps: int | None, seconds: float, rows: Sequence[Mapping[str, Any]]) -> str:
+def progress_text(name: str, done: int, steps: int | None, seconds: float, rows: Sequence[Mapping[str, Any]]) -> str:
     """How a run gets on, in a line.
 
     Args:
@@ -50,7 +50,7 @@ def words(name: str, done: int, steps: int | None, seconds: float, rows: Sequenc
         seconds: since its start.
         rows: what it reported, oldest first: loss, samples and seconds.
 
-    >>> words("gpt", 5, 20, 3.0, [{"loss": 2.5, "samples": 80, "seconds": 2.0}])
+    >>> progress_text("gpt", 5, 20, 3.0, [{"loss": 2.5, "samples": 80, "seconds": 2.0}])
     'gpt █████░░░░░░░░░░░░░░░ 5/20 · 40.0 samples/s · loss 2.500 · 3.00 s'
     """
     bar = f"{'█' * (_CELLS * done // steps):░<{_CELLS}} {done}/{steps}" if steps else f"{done} steps"

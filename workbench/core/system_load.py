@@ -1,6 +1,7 @@
-"""What else goes on while we measure: waiting for a core, processes that are not ours, Python's garbage collector.
+"""Measures what else the machine does while something is timed: waiting for a core, other processes, Python's garbage collector.
 
-Noise: what else the machine did while something was measured.
+`LoadMeter` measures it around the calling thread and sums it up as `Noise`, which a diagnosis keeps. What it reads is Linux's: the
+run-queue delay of threads, the CPU time of processes, and the limits of control groups (version 1 or 2). Elsewhere the figures are 0.
 """
 
 import contextlib
@@ -8,13 +9,18 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from workbench.core.cgroup import CGROUP, PROC, control_groups, text_of
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+MAX_THREADS = 8
+"""Threads whose waiting is followed."""
+MAX_READS_BETWEEN_LISTINGS = 256
+"""They are looked for every so many readings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +35,6 @@ class Noise:
     """Fraction of the time that the training thread was ready and waited for a core."""
     spread: float = 0.0
     """Middle half over median of the cached blocks."""
-
-
-TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-BUSIEST = 8
-"""Threads whose waiting is followed."""
-LISTED = 256
-"""They are looked for every so many readings."""
 
 
 def usable_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> float:
@@ -59,7 +58,7 @@ def _quota(cgroup: Path, proc: Path) -> float:
     return min(found)
 
 
-class Delay:
+class RunQueueDelay:
     """How long the threads that compute have been ready to run and waited for a core: the kernel's run-queue delay, in seconds.
 
     Linux only; elsewhere, and on kernels that do not count it, `known` is False and every answer 0.
@@ -86,7 +85,7 @@ class Delay:
         if not self.known:
             return 0.0
         if self._reads == self._refresh:  # helpers start at the first operator that is large enough
-            self._refresh += min(self._refresh, LISTED)
+            self._refresh += min(self._refresh, MAX_READS_BETWEEN_LISTINGS)
             self._list()
         self._reads += 1
         added, before = 0, self._at
@@ -126,7 +125,7 @@ class Delay:
                 if thread not in self._files:
                     self._open(thread)
         busy = {thread: self._look(file)[0] for thread, file in self._files.items()}
-        kept = sorted(busy, key=lambda thread: busy[thread], reverse=True)[:BUSIEST]
+        kept = sorted(busy, key=lambda thread: busy[thread], reverse=True)[:MAX_THREADS]
         for thread in busy:
             if thread != self._own and (thread not in kept or busy[thread] < 0.01 * busy[self._own]):
                 os.close(self._files.pop(thread))
@@ -141,7 +140,7 @@ class Delay:
         return int(on_core), int(waited)
 
 
-class Collections:
+class GcTimer:
     """The time that Python's cyclic garbage collector takes, while entered: `with Collections() as collections: … collections.seconds`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -167,7 +166,7 @@ class Collections:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lap:
+class Load:
     """What went on for a while. Seconds, except for `foreign`."""
 
     seconds: float
@@ -196,7 +195,7 @@ class _Moment:
     ours: float
 
 
-class Meter:
+class LoadMeter:
     """Measures the load around the calling thread, from its making on.
 
     Processes are ours if they descend from this one, or from the launcher of its ranks: other ranks are not foreign.
@@ -213,15 +212,15 @@ class Meter:
         self._proc, self._clock = proc, clock
         launched = "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
         self._root = root or (os.getppid() if launched else os.getpid())
-        self.delay = Delay(proc)
+        self.delay = RunQueueDelay(proc)
         self._first = self._last = self._now()
 
-    def lap(self) -> Lap:
+    def lap(self) -> Load:
         """What went on since the last lap, or since the start."""
         before, self._last = self._last, self._now()
         return self._between(before, self._last)
 
-    def total(self) -> Lap:
+    def total(self) -> Load:
         """What went on since the start."""
         return self._between(self._first, self._now())
 
@@ -239,12 +238,12 @@ class Meter:
         """Close the files it reads."""
         self.delay.close()
 
-    def _between(self, before: _Moment, after: _Moment) -> Lap:
+    def _between(self, before: _Moment, after: _Moment) -> Load:
         seconds = after.at - before.at
         foreign = 0.0
         if before.busy is not None and after.busy is not None and seconds > 0:
             foreign = max(0.0, after.busy - before.busy - (after.ours - before.ours)) / seconds
-        return Lap(
+        return Load(
             seconds=seconds,
             cpu=after.cpu - before.cpu,
             thread_cpu=after.thread_cpu - before.thread_cpu,
@@ -276,10 +275,10 @@ def cpu_of_tree(root: int, proc: Path = PROC) -> float:
     import resource  # there is none on Windows
 
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return ended.ru_utime + ended.ru_stime + sum(cpu_of(pid) for pid in _tree(proc, root))
+    return ended.ru_utime + ended.ru_stime + sum(cpu_of_process(pid) for pid in _tree(proc, root))
 
 
-def cpu_of(pid: int) -> float:
+def cpu_of_process(pid: int) -> float:
     """CPU seconds of a process of this user, ended threads included; 0 if there is none such, or off Linux."""
     try:
         return time.clock_gettime_ns(~pid << 3 | 2) / 1e9  # the kernel's name for the clock of a process
@@ -295,3 +294,40 @@ def _tree(proc: Path, root: int) -> Iterator[int]:
             for line in text_of(proc / str(root) / "task" / thread / "children").splitlines():
                 for child in line.split():
                     yield from _tree(proc, int(child))
+
+
+def control_groups(
+    controller: str, in_version_2: Sequence[str], in_version_1: Sequence[str], *, root: Path = CGROUP, proc: Path = PROC
+) -> list[tuple[str, ...]]:
+    """The texts of some files of every control group (Linux) that has them all, from this process's own group up to the root.
+
+    The guard of a run reads them by itself: it runs as a file, without this package.
+
+    Args:
+        controller: "cpu" or "memory".
+        in_version_2: names of the files in version 2.
+        in_version_1: names of those that say the same in version 1.
+        root: where control groups are mounted.
+        proc: where processes are.
+    """
+    groups = []
+    for line in text_of(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = root / controllers  # version 2 has no controllers here, and one tree for all
+        own = base / path.lstrip("/")
+        for folder in (own, *own.parents):  # inside a container the path may be that of the host, and not be there
+            texts = tuple(text_of(folder / name) for name in (in_version_1 if controllers else in_version_2))
+            if all(texts):
+                groups.append(texts)
+            if folder == base:
+                break
+    return groups
+
+
+def text_of(path: Path) -> str:
+    """What a file says; "" where it cannot be read."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text()
+    return ""

@@ -22,7 +22,7 @@ from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.observed import observe
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
 from workbench.diagnosis.analysis.remedy import Remedy, turned
-from workbench.harness.arm import Arm
+from workbench.harness.results import VariantTimes
 from workbench.runs import task
 from workbench.runs.failure import RunError
 from workbench.runs.launch import experiments
@@ -104,9 +104,9 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
         arm, samples = read_contest(run), float(spec.global_batch)
         name = task.label(spec.task)
     elif isinstance(subject, Step):
-        from workbench.harness.ab_test import prove_here
+        from workbench.harness.ab_test import measure_change
 
-        arm = prove_here(
+        arm = measure_change(
             subject.step, subject.loader, dict(remedy.change), model=subject.model, optimizer=subject.optimizer, budget_s=budget_s
         )
         samples = diagnosis.evidence.samples or 1.0
@@ -193,10 +193,10 @@ def _can_try(remedy: Remedy, spec: RunSpec, leave: Collection[str]) -> bool:
     return remedy.provable and not remedy.ceiling and remedy.change.keys().isdisjoint(leave) and turned(spec, remedy) != spec
 
 
-def read_contest(run: Run) -> Arm:
+def read_contest(run: Run) -> VariantTimes:
     """What came of two specs that took turns."""
     value = run_directory.read_json(run.path / run_directory.CONTEST)
-    return Arm(**{**value, "pairs": tuple((base, other) for base, other in value["pairs"])})
+    return VariantTimes(**{**value, "pairs": tuple((base, other) for base, other in value["pairs"])})
 
 
 def check_budget(budget_s: float) -> None:

@@ -13,29 +13,28 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.harness import ablations
-from workbench.harness.arm import Arm
-from workbench.harness.blocks import DiagnoseError, StepFailed, length
-from workbench.harness.discover import find
+from workbench.harness.blocks import DiagnoseError, StepFailed, steps_for
+from workbench.harness.discover import discover
 from workbench.harness.feed import Feed
-from workbench.harness.loaders import rebuilt
-from workbench.harness.observe import check, device_of, look_around, meeting, samples_of
+from workbench.harness.loaders import with_knobs
+from workbench.harness.observe import check_arguments, device_of, discover_training, on_new_optimizer, samples_of
 from workbench.harness.peers import Peers
-from workbench.harness.replay import drain, settle
-from workbench.harness.restore import Keep
+from workbench.harness.restore import SavedState
+from workbench.harness.results import VariantTimes
 from workbench.runs.spec import KNOBS
 
-WARM = 3
+WARM_UP_STEPS = 3
 """Steps of each before anything is timed."""
-BLOCK_SECONDS, MOST_STEPS = 0.4, 400
+BLOCK_SECONDS, MAX_STEPS = 0.4, 400
 """A block lasts about so long, and has at most so many steps."""
-LEAST_PAIRS, MOST_PAIRS = 6, 40
-SHORT = 4
+MIN_PAIRS, MAX_PAIRS = 6, 40
+MIN_STEPS_PER_PASS = 4
 """Steps: shorter passes over the loader are timed as they come."""
-NARROW = 0.04
+MAX_WIDTH = 0.04
 """The interval of the saved fraction that is narrow enough."""
 
 
-class Contestant(Protocol):
+class Side(Protocol):
     """One way to do a step. If it has a `feed`, what it costs to begin a pass over the loader is spread over the steps of a pass."""
 
     def step(self) -> None:
@@ -45,7 +44,7 @@ class Contestant(Protocol):
         """Its turn begins: take what its loader has made ahead, so that a block begins as a step in the middle of training does."""
 
 
-def contest(one: Contestant, other: Contestant, *, budget_s: float, peers: Peers, clock: Callable[[], float] = time.perf_counter) -> Arm:
+def run_ab_test(one: Side, other: Side, *, budget_s: float, peers: Peers, clock: Callable[[], float] = time.perf_counter) -> VariantTimes:
     """Let two contestants take turns; all ranks call this together.
 
     Args:
@@ -60,7 +59,7 @@ def contest(one: Contestant, other: Contestant, *, budget_s: float, peers: Peers
         now and then, stalls here.
     """
     start = clock()
-    sides = [_Side(contestant, peers, clock) for contestant in (one, other)]
+    sides = [_SideTimer(contestant, peers, clock) for contestant in (one, other)]
     pairs: list[tuple[float, float]] = []
     while True:
         swapped = len(pairs) % 2 == 1
@@ -68,24 +67,24 @@ def contest(one: Contestant, other: Contestant, *, budget_s: float, peers: Peers
         base, changed = times[::-1] if swapped else times
         pairs.append((base, changed))
         spent = peers.agree(clock() - start)
-        narrow = len(pairs) >= LEAST_PAIRS and Arm(name="changed", baseline="full", pairs=tuple(pairs)).saved.width <= NARROW
-        if narrow or len(pairs) >= MOST_PAIRS or spent * (1 + 1 / len(pairs)) > budget_s:
+        narrow = len(pairs) >= MIN_PAIRS and VariantTimes(name="changed", baseline="full", pairs=tuple(pairs)).saved.width <= MAX_WIDTH
+        if narrow or len(pairs) >= MAX_PAIRS or spent * (1 + 1 / len(pairs)) > budget_s:
             break
     extra = [peers.agree(side.per_step_of_passes()) for side in sides]
-    return Arm(name="changed", baseline="full", pairs=tuple((base + extra[0], changed + extra[1]) for base, changed in pairs))
+    return VariantTimes(name="changed", baseline="full", pairs=tuple((base + extra[0], changed + extra[1]) for base, changed in pairs))
 
 
-class _Side:
+class _SideTimer:
     """A contestant, and how its blocks are timed."""
 
-    def __init__(self, contestant: Contestant, peers: Peers, clock: Callable[[], float]) -> None:
+    def __init__(self, contestant: Side, peers: Peers, clock: Callable[[], float]) -> None:
         """Warm up, and find out how many steps make a block."""
         self._contestant, self._peers, self._clock = contestant, peers, clock
         self._feed: Feed | None = getattr(contestant, "feed", None)
         self._begun: list[float] = []
         self._others: list[float] = []
         contestant.drain()
-        for _ in range(WARM - 1):
+        for _ in range(WARM_UP_STEPS - 1):
             contestant.step()
         _synchronize()
         before = clock()
@@ -94,7 +93,7 @@ class _Side:
         seconds = peers.agree(clock() - before)
         workers = self._feed.num_workers if self._feed else 0
         whole = workers if workers * seconds < 2 * BLOCK_SECONDS else 1
-        self._count = length(seconds, BLOCK_SECONDS, least=2 if seconds < 1 else 1, most=MOST_STEPS, multiple=max(1, whole))
+        self._count = steps_for(seconds, BLOCK_SECONDS, least=2 if seconds < 1 else 1, most=MAX_STEPS, multiple=max(1, whole))
         self._warm = max(2, whole) if seconds < 1 else 1
 
     def block(self) -> float:
@@ -123,7 +122,7 @@ class _Side:
     def _passes(self) -> int:
         """How many passes over the loader have begun, unless they are so short that every block has some."""
         feed = self._feed
-        return 0 if feed is None or (feed.epoch or SHORT) // feed.accumulation < SHORT else feed.passes
+        return 0 if feed is None or (feed.epoch or MIN_STEPS_PER_PASS) // feed.accumulation < MIN_STEPS_PER_PASS else feed.passes
 
     def per_step_of_passes(self) -> float:
         """Seconds per step that beginning new passes over the loader adds to the blocks' means."""
@@ -139,11 +138,11 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-TURNABLE = {name: about.turned_in for name, about in KNOBS.items() if about.turned_in}
+CHANGEABLE = {name: about.turned_in for name, about in KNOBS.items() if about.turned_in}
 """What can be changed of a step and a loader that are the user's own → in which of both."""
 
 
-def prove_here(
+def measure_change(
     step: Callable[[Any], Any],
     loader: Any,
     change: Mapping[str, Any],
@@ -151,7 +150,7 @@ def prove_here(
     model: nn.Module | Sequence[nn.Module] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     budget_s: float = 60.0,
-) -> Arm:
+) -> VariantTimes:
     """Run a step with a change and without, in turns, in this process. Everything is left as it was.
 
     Where a process group is initialised, all of its ranks have to call it.
@@ -168,54 +167,54 @@ def prove_here(
     Raises:
         DiagnoseError: a change that cannot be made from here, or with which the step fails.
     """
-    check(step, budget_s)
-    if not change or (unknown := change.keys() - TURNABLE.keys()):
+    check_arguments(step, budget_s)
+    if not change or (unknown := change.keys() - CHANGEABLE.keys()):
         raise DiagnoseError(
             f"{', '.join(sorted(unknown)) if change else 'nothing'} cannot be changed from outside of a step: possible are "
-            f"{', '.join(TURNABLE)}; change the rest in your code, and diagnose that"
+            f"{', '.join(CHANGEABLE)}; change the rest in your code, and diagnose that"
         )
-    found = look_around(step, model, optimizer, loader, [])
-    if change.get("optimizer") and not ablations.can_be(found.optimizers, change["optimizer"]):
+    found = discover_training(step, model, optimizer, loader, [])
+    if change.get("optimizer") and not ablations.has_unused_implementation(found.optimizers, change["optimizer"]):
         raise DiagnoseError(f"optimizer={change['optimizer']!r}: the step's optimizer has no such implementation, or uses it already")
     names = {"micro_batch": "batch_size"}  # what a DataLoader calls it
-    knobs = {names.get(name, name): value for name, value in change.items() if TURNABLE[name] == "loader"}
+    knobs = {names.get(name, name): value for name, value in change.items() if CHANGEABLE[name] == "loader"}
     device = device_of(found.models)
     with Peers.join() as peers, ExitStack() as undo:
-        keep = Keep(found)
-        undo.callback(keep.restore)
-        undo.enter_context(ablations.schedules_at_rest(found.objects))
-        stage = undo.enter_context(_Stage(keep))
-        feeds = [undo.enter_context(Feed(loader)), undo.enter_context(Feed(rebuilt(loader, **knobs) if knobs else loader))]
-        changed = partial(ablations.changed, change, found.models, found.optimizers)
-        one = _Here(stage, step, feeds[0], contextlib.nullcontext)
-        with meeting(found.optimizers, lambda optimizer: keep.add(find(optimizer))):
+        saved = SavedState(found)
+        undo.callback(saved.restore)
+        undo.enter_context(ablations.frozen_schedules(found.objects))
+        stage = undo.enter_context(_ActiveSide(saved))
+        feeds = [undo.enter_context(Feed(loader)), undo.enter_context(Feed(with_knobs(loader, **knobs) if knobs else loader))]
+        changed = partial(ablations.changed_step, change, found.models, found.optimizers)
+        one = _StepSide(stage, step, feeds[0], contextlib.nullcontext)
+        with on_new_optimizer(found.optimizers, lambda optimizer: saved.add(discover(optimizer))):
             one.drain()
             one.step()
-        other = _Here(stage, ablations.wrapped(step, change, device), feeds[1], changed)
-        arm = contest(one, other, budget_s=budget_s, peers=peers)
+        other = _StepSide(stage, ablations.wrap_step(step, change, device), feeds[1], changed)
+        arm = run_ab_test(one, other, budget_s=budget_s, peers=peers)
         sizes = [samples_of(feed.next(), 1) for feed in feeds] if "micro_batch" in change else [1, 1]
     note = None
     if None in sizes:
         sizes, note = [getattr(loader, "batch_size", None) or 1, change["micro_batch"]], "samples per batch as the loader says"
-    return Arm(name="changed", baseline="full", pairs=arm.pairs, samples=(sizes[1] or 1) / (sizes[0] or 1), note=note)
+    return VariantTimes(name="changed", baseline="full", pairs=arm.pairs, samples=(sizes[1] or 1) / (sizes[0] or 1), note=note)
 
 
-class _Stage:
+class _ActiveSide:
     """Whose turn it is: what is changed for one contestant holds only then."""
 
-    def __init__(self, keep: Keep) -> None:
-        self._keep = keep
-        self._on: _Here | None = None
+    def __init__(self, saved: SavedState) -> None:
+        self._saved = saved
+        self._on: _StepSide | None = None
         self._changes = ExitStack()
 
-    def enter(self, contestant: "_Here") -> None:
+    def enter(self, contestant: "_StepSide") -> None:
         """The turn of this one begins, and that of the other ends: its workers are left to fill their queue."""
         if self._on is contestant:
             return
         if self._on is not None:
             self._changes.close()
-            settle(self._on.feed, 1.0)
-        self._keep.rewind()
+            self._on.feed.wait_until_full(1.0)
+        self._saved.restore_weights()
         self._on = contestant
         self._changes.enter_context(contestant.on())
 
@@ -226,10 +225,10 @@ class _Stage:
         self._changes.close()
 
 
-class _Here:
+class _StepSide:
     """A step in this process, with or without a change."""
 
-    def __init__(self, stage: _Stage, step: Callable[[Any], Any], feed: Feed, on: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, stage: _ActiveSide, step: Callable[[Any], Any], feed: Feed, on: Callable[[], AbstractContextManager[Any]]) -> None:
         self._stage, self._step, self.feed, self.on = stage, step, feed, on
         self._called = 0
 
@@ -245,4 +244,4 @@ class _Here:
     def drain(self) -> None:
         """Take the stage, and what lies ready."""
         self._stage.enter(self)
-        drain(self.feed)
+        self.feed.drain()

@@ -29,7 +29,7 @@ def unchanged(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Treatment:
+class Variant:
     """How an arm is switched on."""
 
     name: str
@@ -59,8 +59,8 @@ def without_optimizer(optimizers: Sequence[Optimizer]) -> Iterator[None]:
         for optimizer in optimizers:
             function = partial(skip)
             function._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or schedulers warn that it was replaced, or not called
-            undo.enter_context(attribute(optimizer, "step", function))
-            undo.enter_context(attribute(optimizer, "_opt_called", True))
+            undo.enter_context(temporary_attribute(optimizer, "step", function))
+            undo.enter_context(temporary_attribute(optimizer, "_opt_called", True))
         yield
 
 
@@ -69,11 +69,11 @@ def without_reduction(models: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, no gradient is reduced and no buffer sent, by DDP or by the step's own all_reduce: each rank runs at its own pace."""
     with ExitStack() as undo:
         for model in _parallel(models):
-            undo.enter_context(attribute(model, "require_backward_grad_sync", False))
-            undo.enter_context(attribute(model, "require_forward_param_sync", False))
+            undo.enter_context(temporary_attribute(model, "require_backward_grad_sync", False))
+            undo.enter_context(temporary_attribute(model, "require_forward_param_sync", False))
         for module in (dist, dist.distributed_c10d):
-            undo.enter_context(attribute(module, "all_reduce", _reduce_nothing))
-            undo.enter_context(attribute(module, "barrier", _reduce_nothing))
+            undo.enter_context(temporary_attribute(module, "all_reduce", _reduce_nothing))
+            undo.enter_context(temporary_attribute(module, "barrier", _reduce_nothing))
         yield
 
 
@@ -95,7 +95,7 @@ def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     return [part for model in models for part in model.modules() if isinstance(part, DistributedDataParallel)]
 
 
-def can_rest(models: Sequence[nn.Module]) -> bool:
+def can_skip_reduction(models: Sequence[nn.Module]) -> bool:
     """Can each rank run at its own pace (see `without_reduction`)? Not where it needs the others' part of the weights (FSDP)."""
     return not any(_DEALT & {kind.__name__ for kind in type(part).__mro__} for model in models for part in model.modules())
 
@@ -104,22 +104,22 @@ _DEALT = {"FSDPModule", "FullyShardedDataParallel"}
 
 
 @contextlib.contextmanager
-def implementation(optimizers: Sequence[Optimizer], name: str) -> Iterator[None]:
+def optimizer_implementation(optimizers: Sequence[Optimizer], name: str) -> Iterator[None]:
     """Inside, the optimizers use their "fused" or "foreach" implementation."""
     with ExitStack() as undo:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for flag in ("fused", "foreach"):
                     if flag in group:
-                        undo.enter_context(item(group, flag, flag == name))
+                        undo.enter_context(temporary_item(group, flag, flag == name))
             if name == "fused":
                 for parameter, state in optimizer.state.items():  # the fused one counts its steps on the device
                     if isinstance(count := state.get("step"), Tensor) and isinstance(parameter, Tensor):
-                        undo.enter_context(item(state, "step", count.to(parameter.device, torch.float32)))
+                        undo.enter_context(temporary_item(state, "step", count.to(parameter.device, torch.float32)))
         yield
 
 
-def can_be(optimizers: Sequence[Optimizer], name: str) -> bool:
+def has_unused_implementation(optimizers: Sequence[Optimizer], name: str) -> bool:
     """Have they that implementation, and not in use? (Each kind of optimizer may refuse it yet, when it is tried.)"""
     if not optimizers or any(name not in group for optimizer in optimizers for group in optimizer.param_groups):
         return False
@@ -149,7 +149,7 @@ def channels_last(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) 
                 state = optimizer.state.get(parameter, {})
                 for name, value in [*state.items()]:
                     if isinstance(value, Tensor) and value.ndim == 4:
-                        undo.enter_context(item(state, name, value.contiguous(memory_format=torch.channels_last)))
+                        undo.enter_context(temporary_item(state, name, value.contiguous(memory_format=torch.channels_last)))
         yield
 
 
@@ -166,7 +166,7 @@ def _memory(parameter: nn.Parameter) -> Iterator[None]:
         parameter.grad = gradient
 
 
-def images_last(batch: Any) -> Any:
+def to_channels_last(batch: Any) -> Any:
     """The batch with its images in the channels_last layout."""
     return map_tensors(lambda value: value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value, batch)
 
@@ -194,12 +194,12 @@ def threads(count: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def schedules_at_rest(objects: Sequence[Any]) -> Iterator[None]:
+def frozen_schedules(objects: Sequence[Any]) -> Iterator[None]:
     """Inside, learning-rate schedules with a last step stand still: experiments call the step more often than a training does."""
     with ExitStack() as undo:
         for one in objects:
             if isinstance(one, OneCycleLR):
-                undo.enter_context(attribute(one, "step", _rest))
+                undo.enter_context(temporary_attribute(one, "step", _rest))
         yield
 
 
@@ -207,7 +207,7 @@ def _rest(*_: Any, **__: Any) -> None: ...
 
 
 @contextlib.contextmanager
-def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+def temporary_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, an attribute has another value; afterwards the one it had, or none of its own."""
     own = vars(owner)
     had, before = name in own, own.get(name)
@@ -222,7 +222,7 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def item(owner: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+def temporary_item(owner: dict[str, Any], name: str, value: Any) -> Iterator[None]:
     """Inside, an item of a dictionary has another value."""
     before = owner[name]
     owner[name] = value
@@ -233,12 +233,12 @@ def item(owner: dict[str, Any], name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def changed(change: Mapping[str, Any], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
+def changed_step(change: Mapping[str, Any], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Inside, the changes of a remedy that are no knobs of the loader are in force; see `wrapped` for those of each step."""
     with ExitStack() as undo:
         for name, value in change.items():
             if name == "optimizer":
-                undo.enter_context(implementation(optimizers, value))
+                undo.enter_context(optimizer_implementation(optimizers, value))
             elif name == "threads":
                 undo.enter_context(threads(value))
             elif name == "channels_last" and value:
@@ -248,10 +248,10 @@ def changed(change: Mapping[str, Any], models: Sequence[nn.Module], optimizers: 
         yield
 
 
-def wrapped(step: Step, change: Mapping[str, Any], device: torch.device) -> Step:
+def wrap_step(step: Step, change: Mapping[str, Any], device: torch.device) -> Step:
     """The step under those changes that have to be made anew in each."""
     if change.get("channels_last"):
-        step = _after(images_last, step)
+        step = _after(to_channels_last, step)
     if change.get("precision", "fp32") != "fp32":
         step = in_precision(step, change["precision"], device)
     return step

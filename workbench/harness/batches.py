@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -11,12 +12,20 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.timeline.loops import samples_in
 
-SHORTEST = 8
+MIN_SEQUENCE = 8
 """Positions: a dimension shorter than this is no sequence."""
-SELDOM = 0.03
+MAX_FILLER_INSIDE = 0.03
 """Fraction of the positions: what rows are filled up with stands more seldom in their midst. (0 among zeros and ones is no padding.)"""
-LEAST_PADDING = 0.03
+MIN_PADDING = 0.03
 """Less than this fraction is no padding worth a word."""
+
+
+MAX_CACHED = 8
+"""More are not held, unless they differ in shape."""
+MAX_CACHED_VARIED = 64
+"""Of batches that differ in shape: they take different times, so many are needed for a fair mean."""
+MAX_CACHED_BYTES = 2**28
+"""Nor more bytes, except for a single batch."""
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
@@ -162,7 +171,7 @@ def padding_of(batch: Any) -> float | None:
     if not found:
         return None
     longest = max(found.values(), key=lambda padding: padding.width * len(padding.lengths))
-    return longest.share if longest.share >= LEAST_PADDING else None
+    return longest.share if longest.share >= MIN_PADDING else None
 
 
 def trimmed(batch: Any) -> Any | None:
@@ -171,13 +180,13 @@ def trimmed(batch: Any) -> Any | None:
 
     What is cut is no longer right to learn from: it shows what the padding costs.
     """
-    found = {width: padding for width, padding in _paddings(batch).items() if padding.share >= LEAST_PADDING}
+    found = {width: padding for width, padding in _paddings(batch).items() if padding.share >= MIN_PADDING}
     if not found:
         return None
 
     def cut(tensor: Tensor) -> Tensor:
         if tensor.ndim < 2:
-            padding = next((one for one in found.values() if _same(tensor, one.lengths)), None)
+            padding = next((one for one in found.values() if _equal(tensor, one.lengths)), None)
             return tensor.clamp(max=padding.kept) if padding else tensor
         square = tensor.shape[-1] == tensor.shape[-2] and tensor.shape[1] in (1, tensor.shape[-1])  # a mask of pairs of positions
         for dimension in range(1, tensor.ndim if square else 2):
@@ -188,14 +197,14 @@ def trimmed(batch: Any) -> Any | None:
     return map_tensors(cut, batch)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool((one == other).all())
+def _equal(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and bool((left == right).all())
 
 
 def _paddings(batch: Any) -> dict[int, _Padding]:
     """What fills up the sequences of each width: by a mask, else by their content, else by a tensor of lengths."""
     tensors = [tensor for tensor in tensors_of(batch) if tensor.layout == torch.strided and tensor.device.type != "meta"]
-    rows = [tensor for tensor in tensors if tensor.ndim == 2 and tensor.shape[1] >= SHORTEST]
+    rows = [tensor for tensor in tensors if tensor.ndim == 2 and tensor.shape[1] >= MIN_SEQUENCE]
     found: dict[int, _Padding] = {}
     for tensor in _masks(batch):
         found.setdefault(tensor.shape[1], _by_mask(tensor))
@@ -216,7 +225,7 @@ def _masks(batch: Any) -> list[Tensor]:
         parts = batch if isinstance(batch, list | tuple) else ()
         return [mask for part in parts if isinstance(part, Mapping) for mask in _masks(part)]
     named = [value for key, value in batch.items() if isinstance(key, str) and key.endswith("attention_mask") and isinstance(value, Tensor)]
-    return [mask for mask in named if mask.ndim == 2 and mask.shape[1] >= SHORTEST]
+    return [mask for mask in named if mask.ndim == 2 and mask.shape[1] >= MIN_SEQUENCE]
 
 
 def _by_mask(mask: Tensor) -> _Padding:
@@ -231,8 +240,8 @@ def _by_content(rows: Tensor) -> _Padding | None:
         run = (values.flip(1) == filler).long().cumprod(1).sum(1)  # of the filler, at the end of each row
         run[run == 1] = 0  # a last sample that happens to be what others are filled up with
         inside = (values == filler).sum(1) - run
-        rare = float(inside.sum()) <= SELDOM * values.numel()
-        filled = int((run > 1).sum()) >= 2 and float(run.double().mean()) >= LEAST_PADDING * rows.shape[1]
+        rare = float(inside.sum()) <= MAX_FILLER_INSIDE * values.numel()
+        filled = int((run > 1).sum()) >= 2 and float(run.double().mean()) >= MIN_PADDING * rows.shape[1]
         if rare and filled and int(run.max()) > int(run.min()):
             return _Padding(rows.shape[1] - run, rows.shape[1], left)
     return None
@@ -240,8 +249,79 @@ def _by_content(rows: Tensor) -> _Padding | None:
 
 def _ends_at(tensor: Tensor, lengths: Tensor) -> bool:
     """Is each row of a tensor constant from its length on, and the longest one as long as the tensor?"""
-    if tensor.shape[0] != len(lengths) or tensor.shape[1] < SHORTEST or int(lengths.max()) != tensor.shape[1] or not bool(tensor.any()):
+    if tensor.shape[0] != len(lengths) or tensor.shape[1] < MIN_SEQUENCE or int(lengths.max()) != tensor.shape[1] or not bool(tensor.any()):
         return False
     beyond = torch.arange(tensor.shape[1], device=lengths.device) >= lengths[:, None]
     rest = tensor[beyond.to(tensor.device)]
     return bool(beyond.any()) and bool((rest == rest.flatten()[0]).all())
+
+
+def tensor_versions(batch: Any) -> list[int]:
+    """Grows when somebody writes into a tensor of the batch."""
+    return [tensor._version for tensor in tensors_of(batch) if not tensor.is_inference()]
+
+
+class CachedBatches:
+    """Some batches, given again and again, each time in new containers: a step may take things out of its batch."""
+
+    def __init__(self, *, written: bool = False) -> None:
+        """Hold nothing yet.
+
+        Args:
+            written: does the step write into the tensors of its batch? Then it is given copies.
+        """
+        self.written = written
+        self._held: list[Any] = []
+        self._changed: dict[int, list[Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def first(self) -> Any:
+        """One of them."""
+        return self.give(1)[0]
+
+    @property
+    def varied(self) -> bool:
+        """Do they differ in shape?"""
+        return len({tuple(tuple(tensor.shape) for tensor in tensors_of(batch)) for batch in self._held}) > 1
+
+    def hold(self, batches: Sequence[Any]) -> None:
+        """Hold these instead, as far as they fit. Tensors in shared memory are copied: each takes a file descriptor of a worker's."""
+        self._held, self._changed = [], {}
+        taken = 0
+        for batch in reversed(batches):
+            size = bytes_of(batch)
+            if self._held and taken + size > MAX_CACHED_BYTES:
+                break
+            taken += size
+            self._held.append(map_tensors(lambda tensor: tensor.clone() if tensor.is_shared() else tensor, batch))  # type: ignore[no-untyped-call]
+        self._held.reverse()
+        if not self.varied:
+            del self._held[:-MAX_CACHED]
+
+    def give(self, count: int, change: Callable[[Any], Any] | None = None) -> list[Any]:
+        """So many batches, the first of them always the same.
+
+        Args:
+            count: how many.
+            change: what is made of each, once.
+        """
+        held = self._held
+        if change is not None:
+            if id(change) not in self._changed:
+                self._changed = {id(change): [change, *map(change, held)]}  # one at a time: they may be twice as large
+            held = self._changed[id(change)][1:]
+        copied = torch.clone if self.written else _unchanged
+        return [map_tensors(copied, batch) for batch in islice(cycle(held), count)]
+
+    def fitting(self, count: int) -> int:
+        """How many of `count` batches may be given at a time, if copies are needed."""
+        if not self.written or not self._held:
+            return count
+        return max(1, min(count, MAX_CACHED_BYTES // max(1, bytes_of(self._held[0]))))
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor

@@ -11,16 +11,16 @@ from typing import Any, Self
 
 import torch
 
-from workbench.core.system_load import Collections, Delay
+from workbench.core.system_load import GcTimer, RunQueueDelay
 from workbench.harness.feed import Exhausted
 from workbench.harness.peers import Peers
 from workbench.harness.stack_sampler import StackSampler
 
-STALL = 2.5
+STALL_FACTOR = 2.5
 """A call of step() so many times longer than usual has stalled: steps of like batches vary far less."""
 STALL_SECONDS = 1e-3
 """And it lasts at least so much longer: below lie the interrupts of an operating system."""
-RARE = 0.15
+MAX_STALLED_SHARE = 0.15
 """Stalls are rare: where more of the calls are so long, the step has two speeds, such as one that updates at every fourth call."""
 
 
@@ -29,7 +29,7 @@ class DiagnoseError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Laps:
+class StepTimes:
     """The steps of one block on one rank. Seconds."""
 
     waits: "array[float]"
@@ -60,7 +60,7 @@ class Block:
     """Which arm it belongs to."""
     first: int
     """Number of its first call of step(), from 1."""
-    laps: tuple[Laps, ...]
+    laps: tuple[StepTimes, ...]
     """Of each rank."""
 
 
@@ -82,9 +82,9 @@ class Timings:
         if len(calls) < 4:
             return float("inf")
         usual = calls[len(calls) // 2]
-        limit = max(STALL * usual, usual + STALL_SECONDS)
+        limit = max(STALL_FACTOR * usual, usual + STALL_SECONDS)
         longer = sum(call > limit for call in reversed(calls))
-        return limit if longer <= max(1, RARE * len(calls)) else float("inf")
+        return limit if longer <= max(1, MAX_STALLED_SHARE * len(calls)) else float("inf")
 
     def means(self, arm: str) -> list[list[float | None]]:
         """Of each block of an arm the mean seconds per step on each rank, stalled steps left out."""
@@ -107,7 +107,7 @@ class Timings:
         return statistics.median(known) if known else float("nan")
 
 
-class Bench:
+class BlockTimer:
     """Where blocks are timed: it counts the calls of step(), keeps the time, and tells all ranks what each has measured."""
 
     def __init__(self, step: Callable[[Any], Any], peers: Peers, device: torch.device, *, clock: Callable[[], float] = time.perf_counter):
@@ -130,8 +130,8 @@ class Bench:
         self._start = clock()
         self.sampler = StackSampler()
         """Looks where step() is."""
-        self._delay = Delay()
-        self._collections = Collections()
+        self._delay = RunQueueDelay()
+        self._collections = GcTimer()
 
     def __enter__(self) -> Self:
         self.sampler.call = None
@@ -191,7 +191,7 @@ class Bench:
         self.timings.add(block)
         return block
 
-    def _time(self, source: Iterable[Any], count: int, step: Callable[[Any], Any], passes: Callable[[], int]) -> Laps:
+    def _time(self, source: Iterable[Any], count: int, step: Callable[[Any], Any], passes: Callable[[], int]) -> StepTimes:
         now, delay, collections = self.clock, self._delay.read, self._collections
         waits, calls, delays, gcs, fresh = array("d"), array("d"), array("d"), array("d"), []
         begun = passes()
@@ -222,10 +222,10 @@ class Bench:
         finally:
             if close := getattr(batches, "close", None):
                 close()
-        return Laps(waits=waits, calls=calls, delays=delays, gcs=gcs, fresh=tuple(fresh), tail=tail)
+        return StepTimes(waits=waits, calls=calls, delays=delays, gcs=gcs, fresh=tuple(fresh), tail=tail)
 
     def _call(self, step: Callable[[Any], Any], batch: Any) -> None:
-        if step is nothing:
+        if step is no_step:
             return
         self.called += 1
         self.sampler.call = self.called
@@ -242,7 +242,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
 
-def nothing(_: Any) -> None:
+def no_step(_: Any) -> None:
     """The step of an arm without training."""
 
 
@@ -263,7 +263,7 @@ class StepFailed(DiagnoseError):
         self.call, self.error = call, error
 
 
-def length(seconds: float, target: float, *, least: int = 1, most: int = 2000, multiple: int = 1) -> int:
+def steps_for(seconds: float, target: float, *, least: int = 1, most: int = 2000, multiple: int = 1) -> int:
     """How many steps of so many seconds fill a block of `target` seconds: at least `least`, and a multiple of `multiple`.
 
     >>> length(0.05, 0.2), length(1.0, 0.2), length(0.05, 0.2, multiple=3)
@@ -275,6 +275,6 @@ def length(seconds: float, target: float, *, least: int = 1, most: int = 2000, m
     return -(-count // multiple) * multiple
 
 
-def paired(base: Sequence[float], arm: Sequence[float]) -> tuple[tuple[float, float], ...]:
+def known_pairs(base: Sequence[float], arm: Sequence[float]) -> tuple[tuple[float, float], ...]:
     """The pairs of neighbours in which both are known."""
     return tuple((b, a) for b, a in zip(base, arm, strict=True) if b == b and a == a)

@@ -20,9 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-MOST_OBJECTS = 50_000
+MAX_OBJECTS = 50_000
 """So many objects are looked at; what lies beyond is not found."""
-MOST_ITEMS = 1_000
+MAX_ITEMS = 1_000
 """Longer containers are no home of models: they hold data, and only themselves are kept."""
 CONTAINERS = (dict, list, set, deque)
 """That can change."""
@@ -30,7 +30,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ReachableState:
     """What is behind a step or a loader."""
 
     models: list[nn.Module] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Found:
     """What has a state that nobody can read, in words."""
 
 
-def find(*roots: Any, but: Iterable[Any] = (), data: bool = False) -> Found:
+def discover(*roots: Any, but: Iterable[Any] = (), data: bool = False) -> ReachableState:
     """Everything that these objects reach, by walking over functions, containers, attributes and slots.
 
     Args:
@@ -65,13 +65,13 @@ def find(*roots: Any, but: Iterable[Any] = (), data: bool = False) -> Found:
         data: the roots are loaders. Then datasets and samplers are walked over, and models, optimizers and functions are not; for a step
             it is the other way round, and the random generators that everybody shares belong to it.
     """
-    found = Found()
+    found = ReachableState()
     modules: list[nn.Module] = []
     seen = {id(one) for one in but}
     calls = [vars(kind).get("__call__") for root in roots if not isinstance(root, nn.Module) for kind in type(root).__mro__]
     todo: deque[Any] = deque([*roots, *(call for call in calls if isinstance(call, types.FunctionType)), *([] if data else _shared())])
     alive: list[Any] = []  # an id is that of one object only while it lives
-    while todo and len(seen) < MOST_OBJECTS:
+    while todo and len(seen) < MAX_OBJECTS:
         here = todo.popleft()
         if id(here) in seen or isinstance(here, _PLAIN):
             continue
@@ -82,7 +82,7 @@ def find(*roots: Any, but: Iterable[Any] = (), data: bool = False) -> Found:
         except Exception as error:  # code of the user's that runs when one looks
             found.unread.append(f"a {type(here).__name__} ({type(error).__name__}: {error})")
     if todo:
-        found.unread.append(f"what lies beyond {MOST_OBJECTS} objects")
+        found.unread.append(f"what lies beyond {MAX_OBJECTS} objects")
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     found.modules.extend(module for module in modules if id(module) not in inner)
     found.models.extend(module for module in found.modules if next(module.parameters(), None) is not None)
@@ -113,7 +113,7 @@ def _shared() -> list[Any]:
     return [torch.default_generator, *devices, np.random.mtrand._rand, random._inst]
 
 
-def _visit(here: Any, found: Found, modules: list[nn.Module], data: bool) -> Iterator[Any]:
+def _visit(here: Any, found: ReachableState, modules: list[nn.Module], data: bool) -> Iterator[Any]:
     """Note one object, and give those behind it."""
     if isinstance(here, torch.Tensor):
         found.tensors.append(here)
@@ -135,7 +135,7 @@ def _visit(here: Any, found: Found, modules: list[nn.Module], data: bool) -> Ite
     else:
         if isinstance(here, CONTAINERS):
             found.containers.append(here)
-        if isinstance(here, (*CONTAINERS, tuple, frozenset, types.MappingProxyType)) and len(here) <= MOST_ITEMS:
+        if isinstance(here, (*CONTAINERS, tuple, frozenset, types.MappingProxyType)) and len(here) <= MAX_ITEMS:
             yield from here.values() if isinstance(here, Mapping) else here
         if _holds_state(type(here)):
             own = attributes(here)
@@ -145,7 +145,7 @@ def _visit(here: Any, found: Found, modules: list[nn.Module], data: bool) -> Ite
             found.unread.append(f"a {type(here).__name__}" + (f" ({here.__qualname__})" if isinstance(here, types.GeneratorType) else ""))
 
 
-def _behind_training(here: Any, found: Found, modules: list[nn.Module]) -> Iterator[Any]:
+def _behind_training(here: Any, found: ReachableState, modules: list[nn.Module]) -> Iterator[Any]:
     """A module, whose weights are not noted one by one; an optimizer, whose state is; a function."""
     if isinstance(here, nn.Module):
         modules.append(here)
@@ -174,7 +174,7 @@ _HOOKS = tuple(name for name in ("_forward_pre_hooks", "_forward_hooks", "_backw
 """Attributes that have the hooks that are called in a step: functions that may reach what nothing else does."""
 
 
-def _behind_function(function: types.FunctionType, found: Found) -> Iterator[Any]:
+def _behind_function(function: types.FunctionType, found: ReachableState) -> Iterator[Any]:
     if not _is_users(function.__module__):
         return
     found.containers.append(vars(function))

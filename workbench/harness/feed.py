@@ -8,12 +8,20 @@ from typing import Any, Self
 
 from torch.utils.data import DataLoader
 
-from workbench.harness.discover import find
-from workbench.harness.loaders import inner_loaders, length_of, quiet, shut_down, unshared, why_no_worker
-from workbench.harness.restore import Keep
+from workbench.core.system_load import cpu_of_process
+from workbench.harness.discover import discover
+from workbench.harness.loaders import copy_without_workers, inner_loaders, length_of, shut_down, without_known_warnings, worker_error
+from workbench.harness.restore import SavedState
 
-ORDERS = 2**26
+MAX_STATE_BYTES = 2**26
 """Bytes: the tensors and arrays of a loader that say where it is and in which order it goes are not larger; its data may be."""
+
+
+QUIET = 0.02
+"""Seconds between two looks at the queue; workers that work less than WORK of it are taken to wait for room in their queue."""
+WORK = 0.05
+PATIENCE = 2.0
+"""Seconds that a queue is given to fill, at most."""
 
 
 class Exhausted(Exception):
@@ -59,12 +67,12 @@ class Feed:
         self.ends: list[float] = []
         """Of each pass that ended: the seconds to find that out, which is where workers are shut down."""
         self._clock = clock
-        self._source: Any = unshared(loader)
+        self._source: Any = copy_without_workers(loader)
         self._inner = [(one, one._iterator) for one in inner_loaders(loader)]
-        reached = find(loader, data=True)
+        reached = discover(loader, data=True)
         self.unread = reached.unread
         """What of the loader cannot be put back, in words."""
-        self._keep = Keep(reached, most_bytes=ORDERS)
+        self._keep = SavedState(reached, most_bytes=MAX_STATE_BYTES)
         self._iterator: Iterator[Any] | None = None
         self._children: set[Any] = set()
         self._taken = 0  # batches of this pass
@@ -147,20 +155,20 @@ class Feed:
         before = set(multiprocessing.active_children())
         start = self._clock()
         try:
-            with quiet():
+            with without_known_warnings():
                 self._iterator = iter(self._source)
                 batch = next(self._iterator)
         except StopIteration:
             self._iterator = None
             if not self.batches:
                 raise ValueError(
-                    f"the loader is empty: {_said(self.loader)} gave no batch. Is its dataset empty, smaller than one batch with "
+                    f"the loader is empty: {_description(self.loader)} gave no batch. Is its dataset empty, smaller than one batch with "
                     "drop_last=True, or a generator that was read before?"
                 ) from None
             self.kind, self.exhausted = "once", True
             raise Exhausted("the loader could be read only once, and it has ended") from None
         except (TypeError, AttributeError, pickle.PicklingError) as error:
-            if self.num_workers and (why := why_no_worker(self.loader, error)) != str(error).strip():
+            if self.num_workers and (why := worker_error(self.loader, error)) != str(error).strip():
                 raise ValueError(
                     f"num_workers={self.num_workers}: no worker could be started: {why}. Workers that are not forked get their dataset "
                     "pickled: keep paths in it and open files at the first use, use functions of a module in place of lambdas, or try "
@@ -184,6 +192,35 @@ class Feed:
             return ready + sum(int(queue.qsize()) for queue in queues.values())  # with pinned memory there are two
         except (AttributeError, NotImplementedError, OSError):  # no workers; torch's names changed; macOS cannot count; shut down
             return None
+
+    def drain(self) -> None:
+        """Take the batches that lie ready: a full queue hides a slow loader for a while."""
+        taken = 0
+        while taken < self.queue:
+            depth = self.depth()
+            if depth == 0:
+                return
+            start = time.perf_counter()
+            self.next()
+            taken += self.accumulation
+            if depth is None and time.perf_counter() - start > QUIET:
+                return
+
+    def wait_until_full(self, seconds: float) -> None:
+        """Wait until the queue is full, so that the workers rest: they would take cores from what does not need them.
+
+        Args:
+            seconds: that the loader takes for a step's batches, about.
+        """
+        if not (pids := self.worker_pids):
+            return
+        limit = time.perf_counter() + min(PATIENCE, 1.5 * self.queue * seconds / self.accumulation + 2 * QUIET)
+        cpu = sum(map(cpu_of_process, pids))
+        while self.depth() != self.queue and time.perf_counter() < limit:
+            time.sleep(QUIET)
+            before, cpu = cpu, sum(map(cpu_of_process, pids))
+            if cpu - before < WORK * QUIET and self.depth() != 0:  # the last batches of a pass leave the queue half empty
+                return
 
     def restart(self) -> None:
         """Leave this pass; the next batch begins a new one. Workers that do not persist are shut down."""
@@ -216,6 +253,6 @@ class Feed:
         self.close()
 
 
-def _said(loader: Any) -> str:
+def _description(loader: Any) -> str:
     length = f" over {len(loader.dataset)} samples" if isinstance(loader, DataLoader) and hasattr(loader.dataset, "__len__") else ""
     return f"a {type(loader).__name__}{length}"

@@ -29,7 +29,7 @@ def shut_down(iterator: Any) -> None:
             return
 
 
-def unshared(loader: Any) -> Any:
+def copy_without_workers(loader: Any) -> Any:
     """A DataLoader that shares all with this one but its running workers; other loaders are returned as they are."""
     if not isinstance(loader, DataLoader):
         return loader
@@ -41,7 +41,7 @@ def unshared(loader: Any) -> Any:
     return twin
 
 
-def rebuilt(loader: Any, **knobs: Any) -> "DataLoader[Any]":
+def with_knobs(loader: Any, **knobs: Any) -> "DataLoader[Any]":
     """The same DataLoader with other knobs: dataset, sampler, collate function and random generator are shared, workers are not.
 
     Args:
@@ -59,7 +59,7 @@ def rebuilt(loader: Any, **knobs: Any) -> "DataLoader[Any]":
         )
     if unknown := set(knobs) - KNOBS:
         raise ValueError(f"{', '.join(sorted(unknown))} is no knob of a loader: it has {', '.join(sorted(KNOBS))}")
-    twin: DataLoader[Any] = unshared(loader)
+    twin: DataLoader[Any] = copy_without_workers(loader)
     if twin is loader:
         raise ValueError(f"{type(loader).__name__} cannot be copied, so its knobs cannot be turned")
     if (size := knobs.pop("batch_size", None)) is not None:
@@ -86,13 +86,13 @@ def rebuilt(loader: Any, **knobs: Any) -> "DataLoader[Any]":
 def length_of(loader: Any) -> int | None:
     """Batches per pass, where the loader tells."""
     try:
-        return len(unshared(loader)) or None  # a DataLoader over a stream remembers that it was asked, and warns later
+        return len(copy_without_workers(loader)) or None  # a DataLoader over a stream remembers that it was asked, and warns later
     except Exception:  # no length, or one that fails: then it is counted
         return None
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def without_known_warnings() -> Iterator[None]:
     """Without what torch says whenever workers start."""
     with warnings.catch_warnings():
         for message in KNOWN_WARNINGS:
@@ -114,7 +114,7 @@ class _Nowhere:
         return len(data)
 
 
-def why_no_worker(loader: Any, error: Exception) -> str:
+def worker_error(loader: Any, error: Exception) -> str:
     """What keeps a DataLoader's worker from starting or from making a batch, in one line."""
     if isinstance(error, TypeError | AttributeError | pickle.PicklingError):
         for what in ("dataset", "collate_fn", "worker_init_fn"):

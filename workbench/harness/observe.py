@@ -22,20 +22,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from workbench.core.checks import real_number, whole_number
-from workbench.core.interrupts import here, waiting
+from workbench.core.interrupts import defer_interrupts, deliver_interrupt
 from workbench.harness import ablations
 from workbench.harness.ablations import DTYPES
-from workbench.harness.batches import padding_of, tensors_of
-from workbench.harness.blocks import Bench, DiagnoseError
-from workbench.harness.discover import Found, describe, find, name_of
+from workbench.harness.batches import padding_of, tensor_versions, tensors_of
+from workbench.harness.blocks import BlockTimer, DiagnoseError
+from workbench.harness.discover import ReachableState, describe, discover, name_of
 from workbench.harness.feed import Feed
-from workbench.harness.replay import versions
-from workbench.harness.restore import Keep
+from workbench.harness.restore import SavedState
 from workbench.timeline.loops import samples_in
 
 
 @contextlib.contextmanager
-def as_written() -> Iterator[None]:
+def uncompiled() -> Iterator[None]:
     """Inside, a compiled model runs as it was written: it would be compiled again, or hide what it does."""
     with contextlib.ExitStack() as stack:
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
@@ -43,16 +42,16 @@ def as_written() -> Iterator[None]:
         yield
 
 
-LOOKS = {"__get__", "size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "storage_offset", "element_size", "data_ptr"}
-LOOKS |= {"untyped_storage", "is_floating_point", "is_complex", "is_contiguous", "is_pinned", "get_device", "__hash__", "__repr__"}
-"""Functions of a tensor that do not ask for its numbers."""
+METADATA = {"__get__", "size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "storage_offset", "element_size", "data_ptr"}
+METADATA |= {"untyped_storage", "is_floating_point", "is_complex", "is_contiguous", "is_pinned", "get_device", "__hash__", "__repr__"}
+"""Functions of a tensor that do not read its values."""
 
 
-def uses(step: Callable[[Any], object], batch: Any) -> bool | None:
+def uses_batch(step: Callable[[Any], object], batch: Any) -> bool | None:
     """Does `step(batch)` use what is in the batch? It is called once, for that. None: there is no tensor in it that could be followed."""
     tensors = tensors_of(batch)
     spy = _Reader({id(tensor) for tensor in tensors})
-    with as_written(), spy:
+    with uncompiled(), spy:
         step(batch)
     return spy.seen if tensors else None
 
@@ -67,13 +66,13 @@ class _Reader(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.seen and getattr(func, "__name__", "") not in LOOKS:
+        if not self.seen and getattr(func, "__name__", "") not in METADATA:
             self.seen = any(id(leaf) in self._watched for leaf in tree_leaves((args, kwargs)))
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def meeting(known: Sequence[Optimizer], meet: Callable[[Optimizer], None]) -> Iterator[None]:
+def on_new_optimizer(known: Sequence[Optimizer], meet: Callable[[Optimizer], None]) -> Iterator[None]:
     """Inside, `meet` is told of each optimizer that is about to step and is neither known nor part of one that is."""
     met = {id(one) for one in known} | {id(part) for one in known for part in vars(one).values()}
     alive = []
@@ -84,7 +83,7 @@ def meeting(known: Sequence[Optimizer], meet: Callable[[Optimizer], None]) -> It
             alive.append(optimizer)
             meet(optimizer)
 
-    with as_written():
+    with uncompiled():
         handle = register_optimizer_step_pre_hook(before)
         try:
             yield
@@ -109,11 +108,11 @@ COLLECTIVES = {
 
 
 @contextlib.contextmanager
-def collectives() -> Iterator[set[str]]:
+def recorded_collectives() -> Iterator[set[str]]:
     """Inside, the names of the collectives that are called gather: DDP's, FSDP's, an optimizer's and the step's own."""
     listener = _Listener()
-    with waiting(), as_written(), listener:
-        handle = register_module_forward_pre_hook(lambda *_: here())  # between modules an interrupt may come
+    with defer_interrupts(), uncompiled(), listener:
+        handle = register_module_forward_pre_hook(lambda *_: deliver_interrupt())  # between modules an interrupt may come
         try:
             yield listener.heard
         finally:
@@ -135,7 +134,7 @@ class _Listener(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def check(step: Any, budget_s: float, accumulation: int = 1) -> None:
+def check_arguments(step: Any, budget_s: float, accumulation: int = 1) -> None:
     """Refuse what cannot work before anything is started.
 
     Raises:
@@ -159,7 +158,7 @@ def check(step: Any, budget_s: float, accumulation: int = 1) -> None:
     whole_number("accumulation", accumulation, least=1, error=DiagnoseError)
 
 
-def look_around(step: Any, model: Any, optimizer: Any, loader: Any, notes: list[str]) -> Found:
+def discover_training(step: Any, model: Any, optimizer: Any, loader: Any, notes: list[str]) -> ReachableState:
     """The models and optimizers that are given, and everything else that the step reaches; what was found without being given is noted.
 
     Raises:
@@ -167,7 +166,7 @@ def look_around(step: Any, model: Any, optimizer: Any, loader: Any, notes: list[
     """
     models = _several(model, nn.Module, "model", "a torch.nn.Module")
     optimizers = _several(optimizer, Optimizer, "optimizer", "a torch.optim.Optimizer")
-    found = find(step, *models, *optimizers, but=[loader])
+    found = discover(step, *models, *optimizers, but=[loader])
     if models:
         found.models[:] = models
     elif found.models:
@@ -218,7 +217,7 @@ def dtype_of(models: Sequence[nn.Module]) -> str:
 
 
 @contextlib.contextmanager
-def autocast_seen(models: Sequence[nn.Module], device: torch.device) -> Iterator[list[str]]:
+def recorded_precisions(models: Sequence[nn.Module], device: torch.device) -> Iterator[list[str]]:
     """Collects in which precision the innermost modules with weights are called."""
     seen: list[str] = []
     names = {dtype: name for name, dtype in DTYPES.items()}
@@ -241,14 +240,14 @@ def autocast_seen(models: Sequence[nn.Module], device: torch.device) -> Iterator
             handle.remove()
 
 
-MOST = 20
+MAX_FIRST_STEPS = 20
 """First steps, even if they still get shorter."""
-SHORTER = 0.8
+WARM_RATIO = 0.8
 """A step that takes no less than that of the one before it is warm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class StepFacts:
     """What the first steps showed."""
 
     samples: int | None
@@ -263,7 +262,7 @@ class Seen:
     """Does the arm without reductions take any communication away?"""
 
 
-def first_steps(bench: Bench, feed: Feed, keep: Keep, found: Found, until: float, notes: list[str]) -> Seen:
+def run_first_steps(bench: BlockTimer, feed: Feed, keep: SavedState, found: ReachableState, until: float, notes: list[str]) -> StepFacts:
     """Step until steps do not get shorter any more.
 
     Args:
@@ -279,23 +278,23 @@ def first_steps(bench: Bench, feed: Feed, keep: Keep, found: Found, until: float
     """
     batch = feed.next()
     samples, padding = samples_of(batch, feed.accumulation), padding_of(batch if feed.accumulation == 1 else batch[0])
-    before, late = versions(batch), list[Optimizer]()
+    before, late = tensor_versions(batch), list[Optimizer]()
 
     def meet(optimizer: Optimizer) -> None:
         late.append(optimizer)
-        keep.add(find(optimizer))
+        keep.add(discover(optimizer))
 
-    with autocast_seen(found.models, bench.device) as precisions:
-        with meeting(found.optimizers, meet):
+    with recorded_precisions(found.models, bench.device) as precisions:
+        with on_new_optimizer(found.optimizers, meet):
             bench.warm([batch], _watching_use(bench.step, notes))
-        written = versions(batch) != before
+        written = tensor_versions(batch) != before
         times = [_seconds(bench, feed.next() if written else batch)]
-        while len(times) < 3 or (times[-1] < SHORTER * times[-2] and len(times) < MOST):
+        while len(times) < 3 or (times[-1] < WARM_RATIO * times[-2] and len(times) < MAX_FIRST_STEPS):
             times.append(_seconds(bench, feed.next()))
             if bench.tick() > until:
                 break
     _note_what_stays(feed, keep, found, late, notes)
-    return Seen(
+    return StepFacts(
         samples=samples,
         padding=padding,
         precision=precisions[-1] if precisions else dtype_of(found.models),
@@ -304,7 +303,7 @@ def first_steps(bench: Bench, feed: Feed, keep: Keep, found: Found, until: float
     )
 
 
-def _seconds(bench: Bench, batch: Any) -> float:
+def _seconds(bench: BlockTimer, batch: Any) -> float:
     block = bench.run("warm-up", [batch], 1)
     return max(laps.calls[0] + laps.tail for laps in block.laps)
 
@@ -313,13 +312,13 @@ def _watching_use(step: Callable[[Any], Any], notes: list[str]) -> Callable[[Any
     """The step, for once with an eye on whether it uses its batch."""
 
     def watched(batch: Any) -> None:
-        if uses(step, batch) is False:
+        if uses_batch(step, batch) is False:
             notes.append("step() does not use its batch: what the loader gives makes no difference to it")
 
     return watched
 
 
-def _note_what_stays(feed: Feed, keep: Keep, found: Found, late: list[Optimizer], notes: list[str]) -> None:
+def _note_what_stays(feed: Feed, keep: SavedState, found: ReachableState, late: list[Optimizer], notes: list[str]) -> None:
     """What will not be as it was before."""
     if late:
         notes.append(
@@ -337,12 +336,12 @@ def _note_what_stays(feed: Feed, keep: Keep, found: Found, late: list[Optimizer]
         notes.append(f"the loader holds what could not be put back to what it was before: {', '.join(feed.unread)}")
 
 
-def _reduces(bench: Bench, feed: Feed, found: Found, notes: list[str]) -> bool:
+def _reduces(bench: BlockTimer, feed: Feed, found: ReachableState, notes: list[str]) -> bool:
     """Does the arm without reductions take any communication away? What it leaves is noted: then it is not all that it costs."""
     heard = []
     for arm in (contextlib.nullcontext(), ablations.without_reduction(found.models)):
         batch = feed.next()
-        with arm, collectives() as called:
+        with arm, recorded_collectives() as called:
             bench.warm([batch])
         heard.append(set[str]().union(*bench.peers.gather(called)))
     usual, left = heard

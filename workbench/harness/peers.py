@@ -15,7 +15,7 @@ REST = 0.1
 
 
 @functools.cache
-def rest_at_exit() -> None:
+def wait_for_gloo_at_exit() -> None:
     """Let gloo's threads come to rest before Python ends.
 
     One that frees the last tensor of a reduction while Python shuts down aborts the process, which had gone well ("terminate called without
@@ -47,7 +47,7 @@ class Peers:
 
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
-        rest_at_exit()
+        wait_for_gloo_at_exit()
         return cls(rank=dist.get_rank(), world_size=dist.get_world_size(), group=dist.new_group(backend="gloo"), owned=True)
 
     def barrier(self) -> None:

@@ -13,17 +13,17 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from workbench.harness.discover import Found, in_slots
+from workbench.harness.discover import ReachableState, in_slots
 
-MOST_ITEMS = 1_000_000
+MAX_ITEMS = 1_000_000
 """Longer containers are not put back: they hold data."""
-MOST_BYTES = 2**30
+MAX_BYTES = 2**30
 """Nor are tensors and arrays beyond so many bytes in all; weights, and what optimizers hold, are always."""
 
 Undo = Callable[[], object]
 
 
-class Keep:
+class SavedState:
     """Saves when it is made; `restore` puts everything back.
 
     Kept are of modules the parameters, buffers, gradients (also that there was none) and the training mode; of optimizers the state and the
@@ -31,7 +31,7 @@ class Keep:
     for (what did not exist vanishes); the contents of containers, tensors and arrays; random generators.
     """
 
-    def __init__(self, found: Found, *, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, found: ReachableState, *, most_bytes: int = MAX_BYTES) -> None:
         """Save.
 
         Args:
@@ -46,7 +46,7 @@ class Keep:
         self._room = most_bytes
         self.add(found)
 
-    def add(self, found: Found) -> None:
+    def add(self, found: ReachableState) -> None:
         """Save more. What was saved before stays as it was then."""
         self.left_out += found.unread
         modules = [part for root in found.modules for part in root.modules()]
@@ -64,7 +64,7 @@ class Keep:
         self._save(_generator, found.generators)
         self._undo += [partial(names.__setitem__, name, names[name]) for names, name in found.names]
 
-    def rewind(self) -> None:
+    def restore_weights(self) -> None:
         """Put back the values of parameters and buffers only: the experiments must not train a model to where numbers are denormal."""
         with torch.no_grad():
             for tensor, value in self._weights:
@@ -175,7 +175,7 @@ def _array(array: "np.ndarray[Any, Any]") -> Undo:
 
 def _contents(container: Any) -> Undo:
     """Which items a list, dictionary, set or queue has."""
-    if len(container) > MOST_ITEMS:
+    if len(container) > MAX_ITEMS:
         return _nothing
     kind: Any = next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(container, kind))  # past what a subclass does
     fill, items = (kind.extend, iter) if kind in (list, deque) else (kind.update, kind.items if issubclass(kind, dict) else iter)

@@ -21,7 +21,7 @@ from typing import Self
 import torch
 
 from workbench.core.package import ROOT
-from workbench.harness.place import Place
+from workbench.harness.results import Place
 
 _TORCH_FILES = f"{Path(torch.__file__).parent.as_posix()}/"
 _STANDARD_FILES = f"{sysconfig.get_paths()['stdlib']}/"

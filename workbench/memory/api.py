@@ -116,12 +116,12 @@ def record(plan: "Plan", *, watch: Watch | None = None) -> tuple[MemoryLog, int]
         ValueError: it cannot run without values; the message says where and what to try.
     """
     from workbench.core.gc import RECENT, collected_before
-    from workbench.core.interrupts import waiting
+    from workbench.core.interrupts import defer_interrupts
     from workbench.memory.estimate.building import BuildError
     from workbench.memory.estimate.dry_run import kept_state
 
     rank = plan.rank or 0
-    with waiting(), collected_before(RECENT), kept_state():
+    with defer_interrupts(), collected_before(RECENT), kept_state():
         try:
             log, fullest = _attempt(plan, rank, on_meta=True, watch=watch)
             on_meta = True

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from workbench.cluster.analysis.links import LinkPoint, Links
 from workbench.cluster.measure.links import time_links
 from workbench.core import run_directory
-from workbench.harness.ab_test import contest
-from workbench.harness.ablations import can_rest, without_reduction
+from workbench.harness.ab_test import run_ab_test
+from workbench.harness.ablations import can_skip_reduction, without_reduction
 from workbench.harness.peers import Peers
 from workbench.programs.experiment import Assignment, Resting, Training, entered, run_program
 from workbench.runs.programs import COMMUNICATION
@@ -86,7 +86,7 @@ def time_steps(assignment: Assignment) -> dict[str, Any]:
             entered(spec, assignment.task, assignment.ranks, index) as training,
             variants(training) as (reducing, silent),
         ):
-            arm = contest(reducing, silent, budget_s=assignment.order["seconds"], peers=peers)
+            arm = run_ab_test(reducing, silent, budget_s=assignment.order["seconds"], peers=peers)
         steps.append({"spec": given, "pairs": [list(pair) for pair in arm.pairs]})
     return {run_directory.COMMUNICATION: {"steps": steps}} if assignment.ranks.rank == 0 else {}
 
@@ -123,7 +123,7 @@ def variants(training: Training | Resting) -> Iterator[tuple[Variant, Variant] |
     if isinstance(training, Resting):
         yield training, training
         return
-    assert can_rest([training.trainer.model]), "whoever asks has checked it"
+    assert can_skip_reduction([training.trainer.model]), "whoever asks has checked it"
     with contextlib.ExitStack() as switch:
         yield Variant(training=training, switch=switch, reduces=True), Variant(training=training, switch=switch, reduces=False)
 

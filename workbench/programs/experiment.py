@@ -20,11 +20,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from workbench.core import run_directory
 from workbench.diagnosis.measure.experiment import experiment
-from workbench.harness.ab_test import contest
+from workbench.harness.ab_test import run_ab_test
 from workbench.harness.blocks import StepFailed
-from workbench.harness.feed import Feed
+from workbench.harness.feed import PATIENCE, Feed
 from workbench.harness.peers import Peers
-from workbench.harness.replay import PATIENCE, drain, settle
 from workbench.memory.measure.at_oom import held
 from workbench.runs import failure
 from workbench.runs.programs import EXPERIMENT
@@ -122,7 +121,7 @@ def prove(assignment: Assignment) -> dict[str, Any]:
     specs = [RunSpec.from_json(assignment.order[name]) for name in ("baseline", "changed")]
     with contextlib.ExitStack() as stack, Peers.join() as peers:
         trainings = [stack.enter_context(entered(spec, assignment.task, assignment.ranks, index)) for index, spec in enumerate(specs)]
-        arm = contest(*trainings, budget_s=_budget(assignment), peers=peers)
+        arm = run_ab_test(*trainings, budget_s=_budget(assignment), peers=peers)
     return dataclasses.asdict(dataclasses.replace(arm, samples=specs[1].global_batch / specs[0].global_batch))
 
 
@@ -160,10 +159,10 @@ class Training:
     def drain(self) -> None:
         """Begin a turn: wait until the other training's workers rest, so that they take no core, and empty the own queue of batches."""
         if Training._turn not in (self, None):
-            settle(Training._turn.feed, PATIENCE)
+            Training._turn.feed.wait_until_full(PATIENCE)
         Training._turn = self
         self.trainer.take_over()
-        drain(self.feed)
+        self.feed.drain()
 
     def close(self) -> None:
         """End its workers."""

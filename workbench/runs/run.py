@@ -460,7 +460,7 @@ class Run:
         done, steps = self.progress
         if waiting := str(self.queue) if (state := self.state) == "queued" else self._missing(state, done):
             return f"{self.name}: {waiting}"
-        return progress.words(self.name, done, steps, self.seconds, self._read(METRICS))
+        return progress.progress_text(self.name, done, steps, self.seconds, self._read(METRICS))
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per rank and step."""

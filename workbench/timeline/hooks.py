@@ -8,7 +8,7 @@ from functools import wraps
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from workbench.timeline.loops import Nest
+from workbench.timeline.loops import OpenLoops
 from workbench.timeline.marks import BACKWARD, END_FORWARD, END_PHASE, FORWARD, H2D, OPTIMIZER
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-NEST = Nest()
+OPEN_LOOPS = OpenLoops()
 """The loops that are measured by hooks: marks go to the one that runs, from its own thread only."""
-os.register_at_fork(after_in_child=NEST.clear)
+os.register_at_fork(after_in_child=OPEN_LOOPS.clear)
 
 
 def on_model(module: "torch.nn.Module", begin: Callable[[], None] | None = None) -> "Patch":
@@ -32,12 +32,12 @@ def on_model(module: "torch.nn.Module", begin: Callable[[], None] | None = None)
         call = compiled or module._call_impl
 
         def marked(*args: Any, **kwargs: Any) -> Any:
-            if begin and NEST.thread is None:
+            if begin and OPEN_LOOPS.thread is None:
                 begin()
-            if get_ident() != NEST.thread:
+            if get_ident() != OPEN_LOOPS.thread:
                 return call(*args, **kwargs)
-            NEST.forward = True
-            now, marks = NEST.now, NEST.marks
+            OPEN_LOOPS.forward = True
+            now, marks = OPEN_LOOPS.now, OPEN_LOOPS.marks
             marks.extend((now(), FORWARD))
             try:
                 return call(*args, **kwargs)
@@ -56,16 +56,16 @@ def on_optimizer(optimizer: "torch.optim.Optimizer") -> list["RemovableHandle"]:
 
 def optimizer_begins(_optimizer: object, _args: object, _kwargs: object, /) -> None:
     """The hook before an optimizer step."""
-    if get_ident() == NEST.thread:
-        now = NEST.now
-        NEST.marks.extend((now(), OPTIMIZER))
+    if get_ident() == OPEN_LOOPS.thread:
+        now = OPEN_LOOPS.now
+        OPEN_LOOPS.marks.extend((now(), OPTIMIZER))
 
 
 def optimizer_ends(_optimizer: object, _args: object, _kwargs: object, /) -> None:
     """The hook after an optimizer step."""
-    if get_ident() == NEST.thread:
-        now = NEST.now
-        NEST.marks.extend((now(), END_PHASE))
+    if get_ident() == OPEN_LOOPS.thread:
+        now = OPEN_LOOPS.now
+        OPEN_LOOPS.marks.extend((now(), END_PHASE))
 
 
 _users: "weakref.WeakKeyDictionary[Callable[..., Any], int]" = weakref.WeakKeyDictionary()
@@ -104,9 +104,9 @@ def wrap_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        if get_ident() != NEST.thread:
+        if get_ident() != OPEN_LOOPS.thread:
             return backward(*args, **kwargs)
-        now, marks = NEST.now, NEST.marks
+        now, marks = OPEN_LOOPS.now, OPEN_LOOPS.marks
         marks.extend((now(), BACKWARD))
         try:
             return backward(*args, **kwargs)
@@ -122,13 +122,13 @@ def wrap_copy(copy: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(copy)
     def marked(tensor: "torch.Tensor", *args: Any, **kwargs: Any) -> Any:
-        if tensor.device.type != "cpu" or not (always or to_cuda(args, kwargs)) or get_ident() != NEST.thread:
+        if tensor.device.type != "cpu" or not (always or to_cuda(args, kwargs)) or get_ident() != OPEN_LOOPS.thread:
             return copy(tensor, *args, **kwargs)
-        NEST.mark(H2D)
+        OPEN_LOOPS.mark(H2D)
         try:
             return copy(tensor, *args, **kwargs)
         finally:
-            NEST.mark(END_PHASE)
+            OPEN_LOOPS.mark(END_PHASE)
 
     return marked
 
@@ -141,7 +141,7 @@ def to_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def patched() -> Iterator[None]:
+def marked_functions() -> Iterator[None]:
     """Inside, backward and the copies to the device are marked."""
     import torch
 

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice, repeat
 from typing import Any, Generic, TypeVar
 
-from workbench.timeline.marks import AWAY, BACK, BATCH, BORDER, DATA_WAIT, END, END_PHASE, NEXT, NOWHERE, Marks, Tape
-from workbench.timeline.steps import Assembler, Row, Rules
+from workbench.timeline.marks import AWAY, BACK, BATCH, BORDER, DATA_WAIT, END, END_PHASE, NEXT, NOWHERE, MarkRecorder, Marks
+from workbench.timeline.steps import Row, StepBuilder, StepRules
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ def _search(batch: Any) -> int | None:
     return next((found for one in inner if (found := _search(one)) is not None), None)
 
 
-def sizes_of(loader: Any) -> Iterator[int | None] | None:
+def expected_sizes(loader: Any) -> Iterator[int | None] | None:
     """Samples per batch as a DataLoader over a map-style dataset that collates as torch does foretells them, which costs less than looking;
     None for others: a collate function of one's own may leave samples out, or pack them.
     """
@@ -66,7 +66,7 @@ def check_loader(loader: object, caller: str) -> None:
     Raises:
         ValueError: not an iterable, or one that is measured already.
     """
-    if isinstance(loader, Batches):
+    if isinstance(loader, MeasuredBatches):
         raise ValueError(f"{caller} was given {loader!r}, which is measured already: give it the loader itself")
     if isinstance(loader, (str, bytes)) or not (isinstance(loader, Iterable) or hasattr(type(loader), "__getitem__")):
         raise ValueError(
@@ -74,7 +74,7 @@ def check_loader(loader: object, caller: str) -> None:
         )
 
 
-class Batches(Generic[T]):
+class MeasuredBatches(Generic[T]):
     """The batches of a loader, measured: every `for` over it is one pass."""
 
     def __init__(self, loader: Iterable[T]) -> None:
@@ -90,7 +90,7 @@ class Batches(Generic[T]):
 class Loop:
     """One pass over a loader, with its own tape."""
 
-    def __init__(self, tape: Tape, rules: Rules) -> None:
+    def __init__(self, tape: MarkRecorder, rules: StepRules) -> None:
         self.tape = tape
         self.took_turn = True
         """Has it called `next()` since a loop below it did?"""
@@ -100,10 +100,10 @@ class Loop:
         """Does the loop on top wait for this one's batch, too?"""
         self._sizes: deque[int | None] = deque()  # samples per batch, each put here before its mark
         self._next_size: Callable[[], int | None] = self._sizes.popleft
-        self._assembler = Assembler(rules)
+        self._assembler = StepBuilder(rules)
 
     def run(
-        self, nest: "Nest", loader: Iterable[T], watching: AbstractContextManager[object] | None = None, *, sized_by: object = None
+        self, nest: "OpenLoops", loader: Iterable[T], watching: AbstractContextManager[object] | None = None, *, sized_by: object = None
     ) -> Iterator[T]:
         """Yield the batches of a loader. Worker start-up counts as waiting for the first one; leaving the loop early ends it at once.
 
@@ -114,7 +114,7 @@ class Loop:
             sized_by: the DataLoader that tells how many samples are in them, where `loader` is only its iterator.
         """
         now, marks = self.tape.now, self.tape.marks
-        if foretold := sizes_of(loader if sized_by is None else sized_by):
+        if foretold := expected_sizes(loader if sized_by is None else sized_by):
             self._next_size = foretold.__next__
         read = self.tape.read if self.tape.clock == "device" else None
         with watching or nullcontext():
@@ -160,7 +160,7 @@ class Loop:
         return self._assembler.ended
 
 
-class Nest:
+class OpenLoops:
     """The open loops: a validation inside a training loop, two loaders side by side.
 
     `now`, `marks` and `thread` are those of the one that runs. What may be called by another thread has to look at the latter.

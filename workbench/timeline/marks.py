@@ -44,7 +44,7 @@ NOWHERE: Marks = deque(maxlen=0)
 """The marks of a loop that is not running: none is kept."""
 
 
-class Tape(Protocol):
+class MarkRecorder(Protocol):
     """Marks of one loop in the order they were made."""
 
     clock: Literal["host", "device"]
@@ -65,7 +65,7 @@ class Tape(Protocol):
         """Wait until the times of all marks are known."""
 
 
-class HostTape:
+class HostRecorder:
     """Marks by the host's clock: a stamp is the time in nanoseconds."""
 
     clock: Literal["host", "device"] = "host"
@@ -100,7 +100,7 @@ class Event(Protocol):
     def elapsed_time(self, end_event: "Event") -> float: ...
 
 
-class DeviceTape:
+class DeviceRecorder:
     """Marks on a device's current stream: a stamp is an event, so a phase is the time the device spent in it, and the host never waits.
 
     The events of a whole step are read when its last one has happened, at some later `next()`, on the training thread: reading them from
@@ -172,14 +172,14 @@ class DeviceTape:
             self._done.extend((self._time, code))
 
 
-def new_tape(device: "torch.device | str | None" = None) -> Tape:
+def new_recorder(device: "torch.device | str | None" = None) -> MarkRecorder:
     """A tape for work on `device`; None: the device's clock if this process uses CUDA already. Without an index: the current device."""
     torch = sys.modules.get("torch")
     if torch is None or not (torch.cuda.is_initialized() if device is None else str(device).startswith("cuda")):
-        return HostTape()
+        return HostRecorder()
     cuda = torch.cuda
     index = torch.device(device or "cuda").index
-    return DeviceTape(
+    return DeviceRecorder(
         lambda: cuda.Event(enable_timing=True),
         cuda.is_current_stream_capturing,
         stream=cuda.current_stream,

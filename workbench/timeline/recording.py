@@ -6,8 +6,8 @@ from pathlib import Path
 
 from workbench.timeline import rank_log
 from workbench.timeline.loops import Loop
-from workbench.timeline.marks import Tape
-from workbench.timeline.steps import Row, Rules, StepsBy
+from workbench.timeline.marks import MarkRecorder
+from workbench.timeline.steps import Row, StepRules, StepsBy
 from workbench.timeline.timeline import Clock, Step, Timeline
 
 
@@ -17,7 +17,7 @@ class Recording:
     def __init__(
         self,
         *,
-        tape: Callable[[], Tape],
+        tape: Callable[[], MarkRecorder],
         steps_by: StepsBy,
         log: Path | None = None,
         notes: Iterable[str] = (),
@@ -32,7 +32,7 @@ class Recording:
             notes: What the timeline should say about the way it was measured.
             expected: Notes by phase, to be added if no step spent any time in that phase.
         """
-        self._tape, self._rules, self._notes, self._expected = tape, Rules(steps_by=steps_by), tuple(notes), expected or {}
+        self._tape, self._rules, self._notes, self._expected = tape, StepRules(steps_by=steps_by), tuple(notes), expected or {}
         self._loops: list[Loop] = []
         self._rows: list[Row] = []
         self._profiled: tuple[int, ...] = ()

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from workbench.core.vocabulary import PHASES
 from workbench.timeline import watch_script
-from workbench.timeline.loops import Batches, Nest, check_loader
-from workbench.timeline.marks import END_PHASE, Tape, new_tape
+from workbench.timeline.loops import MeasuredBatches, OpenLoops, check_loader
+from workbench.timeline.marks import END_PHASE, MarkRecorder, new_recorder
 from workbench.timeline.recording import Recording
 from workbench.timeline.timeline import Timeline
 
@@ -21,7 +21,7 @@ class Span:
 
     __slots__ = ("_code", "_nest")
 
-    def __init__(self, nest: Nest, code: int) -> None:
+    def __init__(self, nest: OpenLoops, code: int) -> None:
         self._nest, self._code = nest, code
 
     def __enter__(self) -> None:
@@ -53,7 +53,7 @@ class StepTimer:
         3
     """
 
-    def __init__(self, log: Path | None = None, *, device: str | None = None, tape: Callable[[], Tape] | None = None) -> None:
+    def __init__(self, log: Path | None = None, *, device: str | None = None, tape: Callable[[], MarkRecorder] | None = None) -> None:
         """Make a timer; it costs nothing until its first loop.
 
         Args:
@@ -68,9 +68,9 @@ class StepTimer:
         if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", str(device)):
             text = f'StepTimer(device={device!r}): it takes "cpu", "cuda", "cuda:1" or None (CUDA if it is in use); try device="cuda"'
             raise ValueError(text)
-        watch_script.step_aside()
-        self._nest = Nest()
-        self._recording = Recording(tape=tape or partial(new_tape, device), steps_by="undecided", log=log)
+        watch_script.stop_for_own_timer()
+        self._nest = OpenLoops()
+        self._recording = Recording(tape=tape or partial(new_recorder, device), steps_by="undecided", log=log)
         self._spans = {phase: Span(self._nest, code) for code, phase in enumerate(PHASES)}
 
     def __call__(self, phase: str) -> Span:
@@ -85,7 +85,7 @@ class StepTimer:
             text = f"timer({phase!r}): a step is made of {', '.join(PHASES)}; what is none of them needs no span, it counts as other"
             raise ValueError(text) from None
 
-    def batches(self, loader: Iterable[T]) -> Batches[T]:
+    def batches(self, loader: Iterable[T]) -> MeasuredBatches[T]:
         """The batches of a loader, with the waits for them measured; every `for` over the result is one pass.
 
         Raises:
@@ -123,8 +123,8 @@ class StepTimer:
         return self.timeline._repr_html_()
 
 
-class _TimedBatches(Batches[T]):
-    def __init__(self, loader: Iterable[T], recording: Recording, nest: Nest) -> None:
+class _TimedBatches(MeasuredBatches[T]):
+    def __init__(self, loader: Iterable[T], recording: Recording, nest: OpenLoops) -> None:
         super().__init__(loader)
         self._recording, self._nest = recording, nest
 

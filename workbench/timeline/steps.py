@@ -45,7 +45,7 @@ _NEXT, _END = bytes([NEXT]), bytes([END])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Iteration:
     """What the codes from a NEXT to the following one mean."""
 
     columns: tuple[int, ...]
@@ -59,7 +59,7 @@ class Turn:
 
 
 @lru_cache(maxsize=1024)
-def turn(codes: bytes) -> Turn:
+def read_iteration(codes: bytes) -> Iteration:
     """Read the codes that follow a NEXT. A phase that nothing ends is over at the next `next()`."""
     columns = [DATA_WAIT]
     around: list[int] = []  # the phases that wait for a nested one to end
@@ -94,7 +94,7 @@ def turn(codes: bytes) -> Turn:
     columns = [_loss_is(OTHER, column) for column in columns]
     if codes.endswith(_END):
         columns.pop()
-    return Turn(columns=tuple(columns), rows=_adder(columns), batch=batch, updated=updated)
+    return Iteration(columns=tuple(columns), rows=_adder(columns), batch=batch, updated=updated)
 
 
 def _loss_is(phase: int, column: int) -> int:
@@ -115,7 +115,7 @@ def _adder(columns: list[int]) -> Callable[[list[int], Iterable[int | None]], li
 
 
 @dataclass(slots=True)
-class Rules:
+class StepRules:
     """What the loops of one timer share."""
 
     steps_by: StepsBy = "undecided"
@@ -124,10 +124,10 @@ class Rules:
     """Batches that no optimizer step followed, where only an optimizer step makes a step: evaluation, rest of an accumulation."""
 
 
-class Assembler:
+class StepBuilder:
     """Turns the marks of one loop into steps, piece by piece as they come."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: StepRules) -> None:
         self._rules = rules
         self.ended = False
         """Has the END been seen?"""
@@ -150,7 +150,7 @@ class Assembler:
         ns, start = self._times, len(before)
         rows: list[Row] = []
         for codes_of_turn, run in groupby(turns):
-            this, count = turn(codes_of_turn), len([*run])
+            this, count = read_iteration(codes_of_turn), len([*run])
             stop = start + count * len(this.columns)
             done = this.rows(ns[start : stop + 1], [next_size() for _ in range(count)] if this.batch else repeat(0))
             start = stop
@@ -163,7 +163,7 @@ class Assembler:
                 for row in done:
                     self._add(row, False, rows)
         if end:
-            this = turn(last)
+            this = read_iteration(last)
             if this.updated:  # cut short by a break or an exception, but with its optimizer step
                 self._add(this.rows(ns[start:], [next_size()])[0], True, rows)
             self._end(rows, cut_off=int(this.batch and not this.updated))

@@ -16,13 +16,13 @@ _READ = ("samples", "memory", "cpu")
 
 Clock = Literal["host", "device"]
 
-MOST_WARMUP = 10
+MAX_WARMUP = 10
 """The most first steps that statistics leave out by themselves."""
 
 
 def warmup_of(count: int) -> int:
     """How many of `count` steps are warm-up, where nobody says: a fifth, at most MOST_WARMUP."""
-    return min(MOST_WARMUP, count // 5)
+    return min(MAX_WARMUP, count // 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from workbench.timeline import hooks, watch_script
-from workbench.timeline.loops import Batches, check_loader
-from workbench.timeline.marks import BACKWARD, FORWARD, Tape, new_tape
+from workbench.timeline.loops import MeasuredBatches, check_loader
+from workbench.timeline.marks import BACKWARD, FORWARD, MarkRecorder, new_recorder
 from workbench.timeline.recording import Recording
 from workbench.timeline.timeline import Timeline
 
@@ -45,7 +45,7 @@ def watch(
     return Watch(loader, model=model, optimizer=optimizer)
 
 
-class Watch(Batches[T]):
+class Watch(MeasuredBatches[T]):
     """The batches of a watched loader; every `for` over it is one pass."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Watch(Batches[T]):
         *,
         model: "torch.nn.Module | Sequence[torch.nn.Module] | None" = None,
         optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
-        tape: Callable[[], Tape] | None = None,
+        tape: Callable[[], MarkRecorder] | None = None,
     ) -> None:
         """See `watch`; `tape`, for tests, makes the tape of a pass in place of a real clock."""
         import torch
@@ -66,7 +66,7 @@ class Watch(Batches[T]):
         self._optimizers: list[torch.optim.Optimizer] = _several(
             None if optimizer is None else optimizers, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer"
         )
-        watch_script.step_aside()
+        watch_script.stop_for_own_timer()
         notes, expected = [], {BACKWARD: "backward was never called: a backward through torch.autograd.grad, if any, is in other"}
         if self._models:
             expected[FORWARD] = "the watched model was never called: its time is in other. Give wb.watch the module that the loop calls"
@@ -79,12 +79,12 @@ class Watch(Batches[T]):
         )
 
     def __iter__(self) -> Iterator[T]:
-        return self._recording.open().run(hooks.NEST, self._loader, self._watching())
+        return self._recording.open().run(hooks.OPEN_LOOPS, self._loader, self._watching())
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         with contextlib.ExitStack() as undo:
-            undo.enter_context(hooks.patched())
+            undo.enter_context(hooks.marked_functions())
             for model in self._models:
                 undo.callback(hooks.on_model(model).remove)
             for handle in [handle for optimizer in self._optimizers for handle in hooks.on_optimizer(optimizer)]:
@@ -100,9 +100,9 @@ class Watch(Batches[T]):
         """Write what is left to the rank's file, if there is one, and let go of it."""
         self._recording.close()
 
-    def _new_tape(self) -> Tape:
+    def _new_tape(self) -> MarkRecorder:
         weight = next((p for model in self._models for p in model.parameters()), None)
-        return new_tape(None if weight is None else weight.device)
+        return new_recorder(None if weight is None else weight.device)
 
     def __repr__(self) -> str:
         return "wb.watch(…)"

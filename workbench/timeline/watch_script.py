@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from workbench.core import gc as collector
 from workbench.timeline import hooks, rank_log
 from workbench.timeline.loops import Loop
-from workbench.timeline.marks import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, Tape, new_tape
+from workbench.timeline.marks import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, MarkRecorder, new_recorder
 from workbench.timeline.recording import Recording
 from workbench.timeline.timeline import Timeline
 
@@ -27,13 +27,13 @@ SEARCH_AFTER = (1, 3, 30, 300)
 """After so many optimizer steps in a row without a forward, models are looked for once more; each number is used once. The script may have
 gone on to another model, or call only a part of one, so the parts of those known are taken, too. (A search takes some 50 ms,
 nearly all of it to list the 300,000 objects that live once torch is imported; the first one delays the first batch.)"""
-NEW_LEADER = 10
+LEADER_RETIRES_AFTER = 10
 """After so many steps of other optimizers in a row, the one whose steps end the steps of a loop without loader is taken to be retired."""
 
-_installed: "Auto | None" = None
+_installed: "ScriptWatcher | None" = None
 
 
-class Borders(Protocol):
+class TracedSteps(Protocol):
     """What starts and stops a profiler between the steps of the script."""
 
     def begin(self, loader: Any = None) -> None:
@@ -52,11 +52,11 @@ class Borders(Protocol):
         """No step will be traced any more."""
 
 
-MakeBorders = Callable[[Callable[[int, int], None]], Borders]
+MakeTracedSteps = Callable[[Callable[[int, int], None]], TracedSteps]
 """Makes them of a function that is told which steps will not count."""
 
 
-def install(borders: MakeBorders | None = None) -> "Auto":
+def install(borders: MakeTracedSteps | None = None) -> "ScriptWatcher":
     """Watch whatever this process trains, into its rank's file of the run directory; a second call gives the first one's result.
 
     Args:
@@ -64,17 +64,17 @@ def install(borders: MakeBorders | None = None) -> "Auto":
     """
     global _installed
     if _installed is None:
-        _installed = Auto(borders)
+        _installed = ScriptWatcher(borders)
     return _installed
 
 
-def step_aside() -> None:
+def stop_for_own_timer() -> None:
     """The script measures itself (`wb.watch`, `StepTimer`): that wins, and the watching from outside ends."""
     if _installed is not None:
         _installed.uninstall()
 
 
-class Auto:
+class ScriptWatcher:
     """This process, watched from outside until it ends or measures itself.
 
     * Every pass over a DataLoader is a loop; loops that see no optimizer step (validation) give no steps.
@@ -83,7 +83,7 @@ class Auto:
       would find them, too, but make `torch.compile` compile everything twice.
     """
 
-    def __init__(self, borders: MakeBorders | None = None) -> None:
+    def __init__(self, borders: MakeTracedSteps | None = None) -> None:
         """Begin to watch; see `install`."""
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -106,7 +106,7 @@ class Auto:
         self._undo = contextlib.ExitStack()
         if self._borders:
             self._undo.callback(self._borders.close)
-        self._undo.enter_context(hooks.patched())
+        self._undo.enter_context(hooks.marked_functions())
         self._undo.callback(hooks.Patch(DataLoader, "__iter__", self._wrap_iter).remove)
         self._undo.callback(register_optimizer_step_pre_hook(hooks.optimizer_begins).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
@@ -144,30 +144,30 @@ class Auto:
             loop.mark(NEXT)
             batches = iterate(loader)  # starts the workers now, as it would without us; the first batch may be asked for much later
             loop.mark(IDLE)
-            measured = loop.run(hooks.NEST, batches, sized_by=loader)
+            measured = loop.run(hooks.OPEN_LOOPS, batches, sized_by=loader)
             return _Batches.of(self._borders.between(loop, measured) if self._borders else measured, batches)
 
         return watched
 
     def _begin_bare(self) -> None:
-        if self._here and hooks.NEST.top is None:
+        if self._here and hooks.OPEN_LOOPS.top is None:
             self._bare = self._recording.open()
-            hooks.NEST.begin(self._bare)
+            hooks.OPEN_LOOPS.begin(self._bare)
             self._bare.border()
 
     def _end_bare(self) -> None:
         if self._bare:
-            hooks.NEST.end(self._bare)
+            hooks.OPEN_LOOPS.end(self._bare)
             self._bare = None
 
     # Optimizers
 
     def _optimizer_ends(self, optimizer: "torch.optim.Optimizer", _args: object, _kwargs: object, /) -> None:
-        nest = hooks.NEST
+        nest = hooks.OPEN_LOOPS
         if get_ident() != nest.thread and nest.top is not None:
             if nest.top is self._bare:
                 self._strangers += 1
-                if self._strangers >= NEW_LEADER:  # training goes on in another thread
+                if self._strangers >= LEADER_RETIRES_AFTER:  # training goes on in another thread
                     self._end_bare()
                     self._strangers, self._leader = 0, weakref.ref(optimizer)
                     self._begin_bare()
@@ -189,7 +189,7 @@ class Auto:
         elif nest.top is self._bare:
             leader = self._leader()
             self._strangers = 0 if optimizer is leader else self._strangers + 1
-            if leader is None or self._strangers >= NEW_LEADER:
+            if leader is None or self._strangers >= LEADER_RETIRES_AFTER:
                 self._leader, leader = weakref.ref(optimizer), optimizer
             if optimizer is leader:
                 self._bare.border()
@@ -208,7 +208,7 @@ class Auto:
             kinds.add(kind)
         modules = _modules(gc.get_objects(), kinds)
         if not self._models and gc.get_freeze_count() and not any(map(_has_weights, modules)):
-            modules = _modules(collector.living(), kinds)  # only then: a program that freezes wants no pauses of the collector
+            modules = _modules(collector.live_objects(), kinds)  # only then: a program that freezes wants no pauses of the collector
         inner = {id(child) for module in modules if module not in self._models for child in module.children()}
         for module in modules:
             if id(module) not in inner and module not in self._models and _has_weights(module):
@@ -217,16 +217,16 @@ class Auto:
 
     def _forward_alone(self) -> None:
         """A model is called, and no loop runs."""
-        hooks.NEST.forward = True
+        hooks.OPEN_LOOPS.forward = True
         if threading.current_thread() is threading.main_thread():  # another may serve, or fill a queue
             self._begin_bare()
 
-    def _new_tape(self) -> Tape:
+    def _new_tape(self) -> MarkRecorder:
         """By the clock of the device that the models are on; of several, the current one."""
         weights = (next(model.parameters(), None) for model in self._models)
         devices = {weight.device for weight in weights if weight is not None and weight.device.type == "cuda"}
         current = rank_log.current_device()
-        return new_tape(None if any(device.index == current for device in devices) else min(devices, key=str, default=None))
+        return new_recorder(None if any(device.index == current for device in devices) else min(devices, key=str, default=None))
 
 
 def _modules(objects: list[object], kinds: set[type]) -> list[Any]:

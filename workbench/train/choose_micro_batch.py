@@ -20,8 +20,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import IterableDataset
 
 from workbench.core import units
-from workbench.core.cgroup import control_groups
 from workbench.core.device import Device
+from workbench.core.system_load import control_groups
 from workbench.runs.programs import CHOOSE_MICRO_BATCH
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.train.ranks import Ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from workbench.core import run_directory, units
-from workbench.core.energy_counters import metered
+from workbench.core.energy_counters import record_energy
 from workbench.runs import failure
 from workbench.runs.out_of_memory import Held
 from workbench.runs.spec import AUTO, RunSpec, check_profile
@@ -103,7 +103,7 @@ def train(
         contextlib.closing(profiled) if profiled else contextlib.nullcontext(),
     ):
         with (
-            metered(run_dir, rank=ranks.rank, gpus=spec.nproc_per_node if ranks.device.type == "cuda" else 0),
+            record_energy(run_dir, rank=ranks.rank, gpus=spec.nproc_per_node if ranks.device.type == "cuda" else 0),
             contextlib.closing(timer),
             recorded(run_dir, ranks.rank, held),
             contextlib.closing(trainer.batches(done)) as batches,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.batch.analysis.noise_estimate import NoiseScaleError
-from workbench.harness.peers import rest_at_exit
+from workbench.harness.peers import wait_for_gloo_at_exit
 from workbench.memory.measure.recorder import is_dense
 
 LARGE = 2**14
@@ -64,7 +64,7 @@ class GroupNorms:
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         self._check()
         if world_size > 1:
-            rest_at_exit()
+            wait_for_gloo_at_exit()
         self._norms: list[Tensor] = []
         self._fired: set[int] = set()
         self._count = 0

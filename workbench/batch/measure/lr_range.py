@@ -33,13 +33,13 @@ from workbench.batch.analysis.lr_range import (
     ladder,
     still,
 )
-from workbench.harness.ablations import attribute
+from workbench.harness.ablations import temporary_attribute
 from workbench.harness.blocks import StepFailed
-from workbench.harness.discover import Found
+from workbench.harness.discover import ReachableState
 from workbench.harness.feed import Exhausted, Feed
-from workbench.harness.observe import check, look_around, samples_of
+from workbench.harness.observe import check_arguments, discover_training, samples_of
 from workbench.harness.peers import Peers
-from workbench.harness.restore import Keep
+from workbench.harness.restore import SavedState
 
 SKIPS = 40
 """Calls in a row without an optimizer step: a GradScaler halves its scale from 65536 to nothing in fewer."""
@@ -113,12 +113,12 @@ def _rate(group: Mapping[str, Any]) -> float:
 
 
 @contextlib.contextmanager
-def standing_still(found: Found, notes: list[str]) -> Iterator[None]:
+def standing_still(found: ReachableState, notes: list[str]) -> Iterator[None]:
     """Inside, learning-rate schedules stand still."""
     schedules = [one for one in found.objects if isinstance(one, LRScheduler)]
     with contextlib.ExitStack() as undo:
         for one in schedules:
-            undo.enter_context(attribute(one, "step", _rest))
+            undo.enter_context(temporary_attribute(one, "step", _rest))
         if schedules:
             names = ", ".join(dict.fromkeys(type(one).__name__ for one in schedules))
             notes.append(f"the learning-rate schedule ({names}) stood still meanwhile: what is found is for its peak")
@@ -299,17 +299,17 @@ def find(
         DiagnoseError: step() cannot be called so, or raised an error.
         ValueError: the loader is empty, or is none; an option that cannot be.
     """
-    check(step, 1.0, accumulation)
+    check_arguments(step, 1.0, accumulation)
     check_options(low=low, high=high, sweeps=sweeps, iterations=iterations, race_steps=race_steps)
     notes: list[str] = []
-    found = look_around(step, model, optimizer, loader, notes)
+    found = discover_training(step, model, optimizer, loader, notes)
     if not found.optimizers:
         raise LrRangeError("no optimizer was found behind step, so there is no learning rate to turn: give it as optimizer=…")
     with Peers.join() as peers, contextlib.ExitStack() as undo:
         told = Told(found.optimizers, notes)
         undo.enter_context(standing_still(found, notes))
         undo.enter_context(told.hooked())  # before all is kept, so that rewinding keeps the hooks
-        keep = Keep(found)
+        keep = SavedState(found)
         undo.callback(keep.restore)
         feed = undo.enter_context(Feed(loader, accumulation))
         if peers.world_size > 1 and max(peers.gather(feed.kind == "once")):
@@ -339,7 +339,7 @@ class _Options:
 class _Search:
     """Scout, sweeps and race, on one rank; all ranks see the same losses, so they take the same way."""
 
-    def __init__(self, driver: Driver, keep: Keep, notes: list[str], options: _Options) -> None:
+    def __init__(self, driver: Driver, keep: SavedState, notes: list[str], options: _Options) -> None:
         self.driver, self.keep, self.notes = driver, keep, notes
         self.low, self.high, self.sweeps = options.low, options.high, options.sweeps
         self.iterations, self.race_steps = options.iterations, options.race_steps

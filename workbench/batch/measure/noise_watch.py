@@ -33,8 +33,8 @@ from workbench.batch.analysis.noise_scale import NoiseScale
 from workbench.batch.measure.gradient_norms import GroupNorms, Row, read
 from workbench.harness.discover import describe
 from workbench.harness.feed import Exhausted, Feed
-from workbench.harness.observe import check, look_around
-from workbench.harness.restore import Keep
+from workbench.harness.observe import check_arguments, discover_training
+from workbench.harness.restore import SavedState
 from workbench.timeline.loops import samples_in
 
 IN_PARTS = (
@@ -186,13 +186,13 @@ def measure(
         ValueError: the loader is empty, or it cannot be told which model is meant, or how many samples are in a backward.
         NoiseScaleError: one group per step only, fewer than two steps, or gradients that are no numbers.
     """
-    check(step, 1.0)
+    check_arguments(step, 1.0)
     notes: list[str] = []
-    found = look_around(step, model, optimizer, loader, notes)
+    found = discover_training(step, model, optimizer, loader, notes)
     subject = _one(found.models)
     sizes: Counter[int | None] = Counter()
     with contextlib.ExitStack() as undo:
-        undo.callback(Keep(found).restore)
+        undo.callback(SavedState(found).restore)
         feed = undo.enter_context(Feed(loader))
         watch = undo.enter_context(NoiseWatch(subject, None, micro_batch=micro_batch or 1))
         for number in range(steps):

@@ -11,7 +11,7 @@ from workbench.batch.facts import Subject, law_of, whole
 from workbench.batch.panel import html as planner_faces
 from workbench.batch.panel.model import Known, Planned, batches, planned
 from workbench.core.checks import is_number
-from workbench.core.display.style import Style
+from workbench.core.display.html import Style
 from workbench.runs.panel import html as faces
 from workbench.runs.spec import RunSpec
 

@@ -1,9 +1,12 @@
-"""HTML of stacked bars: how every panel draws a step. Styled in place, so that it survives JupyterLab's sanitizer."""
+"""The HTML that panels share: stacked bars styled in place, since JupyterLab's sanitizer keeps that, their legend, and the style sheet."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import anywidget
 
 from workbench.core import units
-from workbench.core.display.colors import text_on
+from workbench.core.display.colors import CSS, text_on
 from workbench.core.display.table import escape
 
 LABEL = 60
@@ -97,3 +100,18 @@ def legend(colors: Mapping[str, str], indent: int = LABEL, styles: Mapping[str, 
         for name, color in colors.items()
     )
     return f'<div class="wb-legend" style="margin-top:4px;margin-left:{indent}px">{keys}</div>'
+
+
+def sheet() -> str:
+    """The style sheet of all panels, after the variables that name our colours."""
+    return CSS + Path(__file__).with_name("panels.css").read_text(encoding="utf-8")
+
+
+class Style(anywidget.AnyWidget):
+    """An invisible widget: where it is displayed, the style sheet of the panels applies. For panels without a script of their own."""
+
+    _esm = "export default { render({ el }) { el.hidden = true } }"
+    _css = sheet()
+
+    def __repr__(self) -> str:
+        return "Style()"

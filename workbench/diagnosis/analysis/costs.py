@@ -16,7 +16,7 @@ from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.evidence import Evidence, Inside, RankEvidence
-from workbench.harness.arm import Arm
+from workbench.harness.results import VariantTimes
 
 ODD_ONE_OUT = 0.5
 """Of its wait: a rank that waits by so much longer than the others is why the step waits."""
@@ -152,7 +152,7 @@ def between(arm: Interval, traced: float) -> Interval:
     return capped(Interval(low=low, mid=mid, high=high), 2 * traced)
 
 
-def widened(e: Evidence, arm: Arm) -> Interval:
+def widened(e: Evidence, arm: VariantTimes) -> Interval:
     """The fraction that an arm saves, no more certain than equal blocks are equal: three pairs may agree by chance."""
     saved = arm.saved
     block = (e.noise.spread if e.noise else 0.0) / MIDDLE_HALF
@@ -317,13 +317,13 @@ def _roughly(seconds: float) -> Interval:
     return Interval(low=0.8 * seconds, mid=seconds, high=1.1 * seconds)
 
 
-def mean_saved(arm: Arm) -> float:
+def mean_saved(arm: VariantTimes) -> float:
     """`arm.saved.mid`, without the trouble of its interval."""
     base = sum(base for base, _ in arm.pairs)
     return 1 - sum(changed for _, changed in arm.pairs) / base if base else 0.0
 
 
-def saved_by(e: Evidence, arm: Arm, replayed: float) -> Interval:
+def saved_by(e: Evidence, arm: VariantTimes, replayed: float) -> Interval:
     """Seconds that an arm saves of its baseline, the replayed step; negative where it costs time."""
     return scaled(widened(e, arm), replayed)
 

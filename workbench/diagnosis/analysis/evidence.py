@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from workbench.core.codec import JsonDataclass
 from workbench.core.system_load import Noise
-from workbench.harness.arm import Arm
+from workbench.harness.results import VariantTimes
 from workbench.timeline.timeline import Timeline
 
 __all__ = [
@@ -191,7 +191,7 @@ class Evidence(JsonDataclass):
     optimizer: str | None = None
     """Class of the optimizer, and its implementation: "AdamW(foreach)"."""
     precision: str = "fp32"
-    arms: Mapping[str, Arm] = dataclasses.field(default_factory=dict)
+    arms: Mapping[str, VariantTimes] = dataclasses.field(default_factory=dict)
     loading: Loading | None = None
     inside: Inside | None = None
     stalls: Stalls = Stalls()
@@ -211,6 +211,6 @@ class Evidence(JsonDataclass):
     notes: tuple[str, ...] = ()
     """What could not be done, and what was done instead."""
 
-    def arm(self, name: str) -> Arm | None:
+    def arm(self, name: str) -> VariantTimes | None:
         """The arm of that name, if it was run."""
         return self.arms.get(name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from workbench.diagnosis.analysis.evidence import Stalls
-from workbench.harness.place import Place
+from workbench.harness.results import Place
 
 LEVELS = (15.0, 7.0, 3.0, 1.5, 0.7)
 """Normal lengths by which a call exceeds the normal one. Those above a level are looked at together, the highest level first, so that a

@@ -12,12 +12,12 @@ from workbench.diagnosis.analysis.evidence import Evidence, Inside, Loading, Ran
 from workbench.diagnosis.analysis.stalls import Call, find_stalls
 from workbench.diagnosis.measure.trials import has_convolutions
 from workbench.harness import ablations
-from workbench.harness.alternate import SHORT, Rounds
-from workbench.harness.arm import Arm
-from workbench.harness.blocks import Bench, paired
-from workbench.harness.discover import Found, describe
+from workbench.harness.blocks import BlockTimer, known_pairs
+from workbench.harness.discover import ReachableState, describe
 from workbench.harness.feed import Feed
+from workbench.harness.interleave import MIN_STEPS_PER_PASS, InterleavedRounds
 from workbench.harness.observe import weights_of
+from workbench.harness.results import VariantTimes
 from workbench.timeline.timeline import Timeline
 
 ALONE = ("alone", "no_sync")
@@ -33,7 +33,7 @@ MOST_STEPS = 400
 class Sums:
     """What was measured so far, summed up."""
 
-    def __init__(self, bench: Bench, feed: Feed, rounds: Rounds) -> None:
+    def __init__(self, bench: BlockTimer, feed: Feed, rounds: InterleavedRounds) -> None:
         """Nothing is summed up yet.
 
         Args:
@@ -46,11 +46,11 @@ class Sums:
     def pairs(self, base: str, arm: str) -> tuple[tuple[float, float], ...]:
         """Neighbours of the rounds. What a new pass of the loader costs is spread over the steps of a pass."""
         left, right = self._with_passes(base), self._with_passes(arm)
-        return paired(left[: len(right)], right[: len(left)])
+        return known_pairs(left[: len(right)], right[: len(left)])
 
-    def arm(self, name: str) -> Arm:
+    def arm(self, name: str) -> VariantTimes:
         """One of the rounds' arms beside the full step."""
-        return Arm(name=name, baseline="full", pairs=self.pairs("full", name))
+        return VariantTimes(name=name, baseline="full", pairs=self.pairs("full", name))
 
     def _with_passes(self, arm: str) -> list[float]:
         extra = self._per_step_of_passes(arm)
@@ -61,7 +61,7 @@ class Sums:
 
         Where each pass forks workers, the call is a part of it: training then copies each page that it writes to and shares with them.
         """
-        if not SHORT <= self.rounds.steps_per_pass < math.inf or arm not in ("full", "loader"):
+        if not MIN_STEPS_PER_PASS <= self.rounds.steps_per_pass < math.inf or arm not in ("full", "loader"):
             return 0.0
         forks = self.feed.forks
         first, waits, calls = list[float](), list[float](), list[float]()
@@ -105,9 +105,9 @@ class Sums:
 
     def evidence(
         self,
-        found: Found,
+        found: ReachableState,
         *,
-        tried: Mapping[str, Arm],
+        tried: Mapping[str, VariantTimes],
         inside: Inside | None,
         loading: Loading | None,
         samples: int | None,

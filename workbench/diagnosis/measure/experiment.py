@@ -10,20 +10,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.core.statistics import Interval
-from workbench.core.system_load import Meter
+from workbench.core.system_load import LoadMeter
 from workbench.diagnosis.analysis.evidence import Evidence, Inside, Loading
 from workbench.diagnosis.measure import inside, loading
 from workbench.diagnosis.measure.evidence import Sums
 from workbench.diagnosis.measure.gradients import reductions
 from workbench.diagnosis.measure.trials import NARROW, PAIRS, Trials, treatments
 from workbench.harness import ablations
-from workbench.harness.alternate import Rounds
-from workbench.harness.blocks import Bench, DiagnoseError, length
-from workbench.harness.discover import Found
+from workbench.harness.blocks import BlockTimer, DiagnoseError, steps_for
+from workbench.harness.discover import ReachableState
 from workbench.harness.feed import Exhausted, Feed
-from workbench.harness.observe import Seen, check, device_of, first_steps, look_around
+from workbench.harness.interleave import InterleavedRounds
+from workbench.harness.observe import StepFacts, check_arguments, device_of, discover_training, run_first_steps
 from workbench.harness.peers import Peers
-from workbench.harness.restore import Keep
+from workbench.harness.restore import SavedState
 
 SHARES = {"warm-up": 0.1, "rounds": 0.4, "inside": 0.5, "loading": 0.6, "trials": 0.9}
 """Until which fraction of the budget each part may go on, at most."""
@@ -69,15 +69,15 @@ def experiment(
         DiagnoseError: step() cannot be called so, or raised an error.
         ValueError: the loader is empty, or is none.
     """
-    check(step, budget_s, accumulation)
+    check_arguments(step, budget_s, accumulation)
     notes: list[str] = []
-    found = look_around(step, model, optimizer, loader, notes)
+    found = discover_training(step, model, optimizer, loader, notes)
     with Peers.join() as peers, contextlib.ExitStack() as undo:
-        keep = Keep(found)
+        keep = SavedState(found)
         undo.callback(keep.restore)
         feed = undo.enter_context(Feed(loader, accumulation))
-        bench = undo.enter_context(Bench(step, peers, device_of(found.models)))
-        undo.enter_context(ablations.schedules_at_rest(found.objects))
+        bench = undo.enter_context(BlockTimer(step, peers, device_of(found.models)))
+        undo.enter_context(ablations.frozen_schedules(found.objects))
         if peers.world_size > 1 and max(peers.gather(feed.kind == "once")):
             raise DiagnoseError(
                 "the loader can be read only once, and there are several ranks: if it ended on one of them, the others would wait for it "
@@ -100,12 +100,12 @@ def too_few(feed: Feed) -> str:
 class _Experiment:
     """One experiment, on one rank. All ranks take the same way through it, by figures on which they agree."""
 
-    def __init__(self, bench: Bench, feed: Feed, keep: Keep, found: Found, budget: float, notes: list[str]) -> None:
+    def __init__(self, bench: BlockTimer, feed: Feed, keep: SavedState, found: ReachableState, budget: float, notes: list[str]) -> None:
         self.bench, self.feed, self.keep, self.found, self.budget, self.notes = bench, feed, keep, found, budget, notes
         self.models, self.optimizers = found.models, found.optimizers
         self.peers = bench.peers
-        self.seen: Seen
-        self.rounds: Rounds
+        self.seen: StepFacts
+        self.rounds: InterleavedRounds
         self.sums: Sums
         self.trials: Trials
         self.inside: Inside | None = None
@@ -113,7 +113,7 @@ class _Experiment:
 
     def run(self) -> Evidence:
         """All of it."""
-        meter = self.meter = Meter()
+        meter = self.meter = LoadMeter()
         try:
             self._warm_up()
             self._rounds()
@@ -122,7 +122,7 @@ class _Experiment:
             self._probe_loader()
             self._trials(self.bench.timings.typical("full"))
             self._wait_for_stalls(cached)
-            reduced = self.peers.world_size > 1 and ablations.can_rest(self.models)
+            reduced = self.peers.world_size > 1 and ablations.can_skip_reduction(self.models)
             gradients = reductions(self.models, self.peers) if reduced else None
             self.bench.tick()
             evidence = self.sums.evidence(
@@ -146,8 +146,8 @@ class _Experiment:
 
     def _warm_up(self) -> None:
         """First steps, and what can be seen of the step on the way."""
-        self.seen = first_steps(self.bench, self.feed, self.keep, self.found, self._until("warm-up"), self.notes)
-        self.rounds = Rounds(self.bench, self.feed, self.keep, self.models, self.optimizers, written=self.seen.written)
+        self.seen = run_first_steps(self.bench, self.feed, self.keep, self.found, self._until("warm-up"), self.notes)
+        self.rounds = InterleavedRounds(self.bench, self.feed, self.keep, self.models, self.optimizers, written=self.seen.written)
         self.sums = Sums(self.bench, self.feed, self.rounds)
 
     def _rounds(self) -> None:
@@ -210,7 +210,7 @@ class _Experiment:
     def _trials(self, full: float) -> None:
         self.rounds.settle()
         self.trials = Trials(
-            self.bench, self.rounds.replay, self.keep.rewind, full=full, alone=lambda: ablations.without_reduction(self.models)
+            self.bench, self.rounds.replay, self.keep.restore_weights, full=full, alone=lambda: ablations.without_reduction(self.models)
         )
         gc_share = self.inside.gc / self.inside.step if self.inside and self.inside.step > 0 else 0.0
         some = treatments(
@@ -232,8 +232,8 @@ class _Experiment:
     def _wait_for_stalls(self, cached: float) -> None:
         """More cached steps, where too few were seen, or one that stalled and no second one."""
         bench, replay = self.bench, self.rounds.replay
-        count = replay.fitting(length(cached, 0.5, least=1))
-        alone = self.peers.world_size > 1 and ablations.can_rest(self.models)
+        count = replay.fitting(steps_for(cached, 0.5, least=1))
+        alone = self.peers.world_size > 1 and ablations.can_skip_reduction(self.models)
         arm = ablations.without_reduction(self.models) if alone else contextlib.nullcontext()
         name = "no_sync" if alone else "cached"
         with arm:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workbench.core.system_load import Collections, Meter
+from workbench.core.system_load import GcTimer, LoadMeter
 from workbench.diagnosis.analysis.evidence import SMALL_OP, Inside
 from workbench.harness.stack_sampler import StackSampler
 from workbench.traces.analysis.intervals import NONE, Spans, inside, length, union
@@ -213,7 +213,7 @@ def _nothing() -> None: ...
 def _timed(call: Callable[[], object], steps: int, wait: Callable[[], object]) -> dict[str, float]:
     """Seconds that some steps take, by several clocks."""
     wait()
-    with contextlib.closing(Meter()) as meter, Collections() as collections:
+    with contextlib.closing(LoadMeter()) as meter, GcTimer() as collections:
         for _ in range(steps):
             call()
         wait()

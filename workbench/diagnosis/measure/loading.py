@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from workbench.core.system_load import cpu_of
+from workbench.core.system_load import cpu_of_process
 from workbench.diagnosis.analysis.evidence import Loading
 from workbench.harness.batches import bytes_of, tensors_of
 from workbench.harness.feed import Exhausted, Feed
-from workbench.harness.loaders import quiet, rebuilt, shut_down, why_no_worker
+from workbench.harness.loaders import shut_down, with_knobs, without_known_warnings, worker_error
 from workbench.harness.stack_sampler import StackSampler
 from workbench.timeline.loops import samples_in
 
@@ -335,7 +335,7 @@ def _probed(loader: "DataLoader[Any]", feed: Feed, found: Loading, budget: float
                 if look:
                     look.turn(budget / TURNS / (2 if here else 1))
     except Exception as error:
-        notes.append(f"no batch could be made in a worker process, so nothing is known about more workers: {why_no_worker(loader, error)}")
+        notes.append(f"no batch could be made in a worker process, so nothing is known about more workers: {worker_error(loader, error)}")
         if here:
             here.turn(budget)
     finally:
@@ -409,14 +409,14 @@ def _as_it_is(feed: Feed, budget: float) -> _Plain:
 
 def _taken(feed: Feed, last: Any, most: int, deadline: float) -> _Plain:
     count, pids, passes, paid = 0, feed.worker_pids, feed.passes, sum(feed.start_ups) + sum(feed.ends)
-    start, before = now(), [cpu_of(pid) for pid in pids]
+    start, before = now(), [cpu_of_process(pid) for pid in pids]
     while count < most and (count < LEAST or time.perf_counter() < deadline):
         try:
             last = feed.batch()
         except Exhausted:
             break
         count += 1
-    end, after = now(), [cpu_of(pid) for pid in pids]
+    end, after = now(), [cpu_of_process(pid) for pid in pids]
     wall = end.wall - start.wall
     if (new := feed.passes - passes) and count > new:  # short passes: their first batches come with the start-up, which is apart
         wall = (wall - (sum(feed.start_ups) + sum(feed.ends) - paid)) * count / (count - new)
@@ -436,7 +436,7 @@ class _Here:
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self.made: list[list[Made]] = []
         """In turns."""
-        self._source: Iterator[Any] | None = iter(rebuilt(loader, num_workers=0))
+        self._source: Iterator[Any] | None = iter(with_knobs(loader, num_workers=0))
         self._fetcher = getattr(self._source, "_dataset_fetcher", None)  # None: torch's names have changed
         self._sampler = StackSampler()
         if self._fetcher is not None:
@@ -467,7 +467,7 @@ class _There:
         self.handover: list[float] = []
         self.start = 0.0
         """Seconds to the first batch."""
-        self._worker = rebuilt(
+        self._worker = with_knobs(
             loader,
             num_workers=1,
             prefetch_factor=2,
@@ -486,7 +486,7 @@ class _There:
         """
         if self._source is None:
             begun = time.perf_counter()
-            with quiet():
+            with without_known_warnings():
                 self._source = iter(self._worker)
             for _, first in itertools.islice(self._source, 1):
                 self._clock, self.start = first.clock, time.perf_counter() - begun

@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 from workbench.core.gc import without_gc
 from workbench.core.statistics import interval_of
 from workbench.harness import ablations
-from workbench.harness.ablations import Treatment
-from workbench.harness.arm import Arm
-from workbench.harness.batches import bytes_of, doubled, padding_of, tensors_of, trimmed
-from workbench.harness.blocks import Bench, StepFailed, length, paired
-from workbench.harness.replay import Replay
+from workbench.harness.ablations import Variant
+from workbench.harness.batches import CachedBatches, bytes_of, doubled, padding_of, tensors_of, trimmed
+from workbench.harness.blocks import BlockTimer, StepFailed, known_pairs, steps_for
+from workbench.harness.results import VariantTimes
 
 BLOCK = 0.15
 """Seconds of a block, where steps are not longer than that."""
@@ -53,7 +52,7 @@ GC_SHARE = 0.02
 def treatments(
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
-    replay: Replay,
+    replay: CachedBatches,
     *,
     device: torch.device,
     precision: str,
@@ -61,42 +60,44 @@ def treatments(
     world_size: int,
     gc_share: float,
     foreign: float = 0.0,
-) -> list[Treatment]:
+) -> list[Variant]:
     """The arms that this step can be put to, the more telling first."""
     first = replay.first
     each = _each(accumulation)
-    found: list[Treatment] = []
+    found: list[Variant] = []
     if world_size > 1:
-        found.append(Treatment(name="no_sync", on=partial(ablations.without_reduction, models)))
+        found.append(Variant(name="no_sync", on=partial(ablations.without_reduction, models)))
     if optimizers:
-        found.append(Treatment(name="no_optimizer", on=partial(ablations.without_optimizer, optimizers)))
+        found.append(Variant(name="no_optimizer", on=partial(ablations.without_optimizer, optimizers)))
     if device.type == "cuda" and any(not tensor.is_cuda for tensor in tensors_of(first)):
-        found.append(Treatment(name="device_batch", batch=partial(_moved, device=device)))
+        found.append(Variant(name="device_batch", batch=partial(_moved, device=device)))
     if bytes_of(first) < LARGEST and each(doubled)(first) is not None:
-        found.append(Treatment(name="doubled", batch=each(doubled), samples=2.0))
+        found.append(Variant(name="doubled", batch=each(doubled), samples=2.0))
     if device.type == "cpu":
         found += [_with_threads(count) for count in thread_counts() if count < torch.get_num_threads()]  # are there too many?
     if gc_share > GC_SHARE:
-        found.append(Treatment(name="no_gc", on=without_gc))
+        found.append(Variant(name="no_gc", on=without_gc))
     if each(padding_of)(first) is not None and each(trimmed)(first) is not None:
-        found.append(Treatment(name="trimmed", batch=each(trimmed)))
+        found.append(Variant(name="trimmed", batch=each(trimmed)))
     if device.type == "cpu" and foreign <= TAKEN:
         found += [_with_threads(count) for count in thread_counts() if count > torch.get_num_threads()]
     found += [
-        Treatment(name=f"optimizer={name}", on=partial(ablations.implementation, optimizers, name))
+        Variant(name=f"optimizer={name}", on=partial(ablations.optimizer_implementation, optimizers, name))
         for name in ("fused", "foreach")
-        if ablations.can_be(optimizers, name)
+        if ablations.has_unused_implementation(optimizers, name)
     ]
     if precision == "fp32" and models:
         name = "amp_bf16" if device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False) else "amp_fp16"
-        found.append(Treatment(name=f"precision={name}", wrap=partial(ablations.in_precision, name=name, device=device)))
+        found.append(Variant(name=f"precision={name}", wrap=partial(ablations.in_precision, name=name, device=device)))
     if has_convolutions(models) and world_size == 1 and any(tensor.ndim == 4 for tensor in tensors_of(first)):
-        found.append(Treatment(name="channels_last", on=partial(ablations.channels_last, models, optimizers), batch=ablations.images_last))
+        found.append(
+            Variant(name="channels_last", on=partial(ablations.channels_last, models, optimizers), batch=ablations.to_channels_last)
+        )
     return found
 
 
-def _with_threads(count: int) -> Treatment:
-    return Treatment(name=f"threads={count}", on=partial(ablations.threads, count))
+def _with_threads(count: int) -> Variant:
+    return Variant(name=f"threads={count}", on=partial(ablations.threads, count))
 
 
 def has_convolutions(models: Sequence[nn.Module]) -> bool:
@@ -136,7 +137,13 @@ class Trials:
     """Puts the cached step to each treatment in turn, between blocks without any, and keeps the pairs."""
 
     def __init__(
-        self, bench: Bench, replay: Replay, rewind: Callable[[], None], *, full: float, alone: ablations.Switch = contextlib.nullcontext
+        self,
+        bench: BlockTimer,
+        replay: CachedBatches,
+        rewind: Callable[[], None],
+        *,
+        full: float,
+        alone: ablations.Switch = contextlib.nullcontext,
     ) -> None:
         """Nothing is tried yet.
 
@@ -151,18 +158,18 @@ class Trials:
         self.bench, self.replay, self.rewind, self.full = bench, replay, rewind, full
         self.notes: list[str] = []
         self._pairs: dict[str, list[tuple[tuple[int, int], int]]] = {}  # cached blocks before and after, the arm's block
-        self._treatments: dict[str, Treatment] = {}
+        self._treatments: dict[str, Variant] = {}
         step = bench.timings.typical("cached")
         self.worth = step / full
         """Fraction of the full step that an arm has to do with."""
         least = 4 if step < 0.15 else 2 if step < 0.6 else 1
-        count = length(step, BLOCK, least=least)
+        count = steps_for(step, BLOCK, least=least)
         if bench.peers.agree(replay.varied):
             count = max(count, bench.peers.agree(len(replay)))
         self.count = bench.peers.agree(replay.fitting(count), min)
         self.warm = 2 if least > 2 else 1 if step < 1 else 0
 
-    def run(self, treatments: Sequence[Treatment], until: float) -> None:
+    def run(self, treatments: Sequence[Variant], until: float) -> None:
         """Try them until all have told enough or the time is up.
 
         Args:
@@ -190,19 +197,19 @@ class Trials:
             if not active or (turn + 1 >= least and self.bench.elapsed > until) or self.bench.elapsed > 1.3 * until:
                 break
 
-    def results(self) -> dict[str, Arm]:
+    def results(self) -> dict[str, VariantTimes]:
         """The arms that were tried."""
         found = {}
         for name in self._pairs:
             if pairs := self._seconds(name):
                 treatment = self._treatments[name]
-                found[name] = Arm(name=name, baseline="cached", pairs=pairs, samples=treatment.samples, note=treatment.note)
+                found[name] = VariantTimes(name=name, baseline="cached", pairs=pairs, samples=treatment.samples, note=treatment.note)
         return found
 
     def _seconds(self, name: str) -> tuple[tuple[float, float], ...]:
         cached, arm = self.bench.timings.slowest("cached"), self.bench.timings.slowest(name)
         between = [(cached[before] + cached[after]) / 2 for (before, after), _ in self._pairs[name]]
-        return paired(between, [arm[index] for _, index in self._pairs[name]])
+        return known_pairs(between, [arm[index] for _, index in self._pairs[name]])
 
     def _told_enough(self, name: str, least: int) -> bool:
         pairs = self._seconds(name)
@@ -222,7 +229,7 @@ class Trials:
         self.bench.run("cached", self.replay.give(self.count), self.count)
         return len(self.bench.timings.blocks["cached"]) - 1
 
-    def _try(self, treatment: Treatment) -> bool:
+    def _try(self, treatment: Variant) -> bool:
         """A block of the arm; False if the step cannot be put to it."""
         bench, step = self.bench, treatment.wrap(self.bench.step)
         change = None if treatment.batch is ablations.unchanged else treatment.batch
@@ -258,7 +265,7 @@ class Trials:
             failed = f"{type(error.error).__name__}: {error.error}"
         return next((one for one in self.bench.peers.gather(failed) if one), "")
 
-    def _cannot(self, treatment: Treatment, failure: str) -> bool:
+    def _cannot(self, treatment: Variant, failure: str) -> bool:
         self.notes.append(f"{treatment.name} could not be tried: {failure.splitlines()[0]:.200}")
         return False
 

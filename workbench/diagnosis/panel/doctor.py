@@ -9,7 +9,7 @@ from typing import Any
 import ipywidgets
 
 from workbench.core import units
-from workbench.core.display.style import Style
+from workbench.core.display.html import Style
 from workbench.diagnosis import api
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.parts import Parts

@@ -101,7 +101,7 @@ def _living() -> tuple[list[nn.Module], list[Optimizer], list[Tensor]]:
     modules: list[nn.Module] = []
     optimizers: list[Optimizer] = []
     tensors: list[Tensor] = []
-    for one in collector.living():
+    for one in collector.live_objects():
         kind = type(one)  # not isinstance, which asks proxies what they are
         if issubclass(kind, Tensor):
             tensors.append(one)

@@ -46,7 +46,7 @@ class Holding:
 
 def living() -> list[Tensor]:
     """All tensors that Python knows of, without those that have no memory. What was frozen is thawed, and `Referrers` see it."""
-    found = [one for one in collector.living() if issubclass(type(one), Tensor)]  # not isinstance, which asks proxies what they are
+    found = [one for one in collector.live_objects() if issubclass(type(one), Tensor)]  # not isinstance, which asks proxies what they are
     return [one for one in found if not one.is_meta]
 
 

@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 from workbench.core import interrupts, units
 from workbench.core.checks import whole_number
 from workbench.core.gc import collected_before
-from workbench.core.interrupts import waiting
-from workbench.harness.discover import Found, name_of
+from workbench.core.interrupts import defer_interrupts
+from workbench.harness.discover import ReachableState, name_of
 from workbench.harness.feed import Exhausted, Feed
-from workbench.harness.observe import check, device_of, look_around
-from workbench.harness.restore import Keep
+from workbench.harness.observe import check_arguments, device_of, discover_training
+from workbench.harness.restore import SavedState
 from workbench.memory.analysis.breakdown import CUDA_GRANULARITY, MemoryBreakdown
 from workbench.memory.analysis.log import Mark, MemoryLog
 from workbench.memory.analysis.replay import Replay
@@ -74,7 +74,7 @@ class Stepping:
         recorder = self._recorder
         recorder.step = number
         self._mark("data")
-        with interrupts.at_once():  # a loader may hang
+        with interrupts.allow_interrupts():  # a loader may hang
             batch = fetch()  # without the recorder, which a worker that is forked here would inherit
         take_in(recorder, batch)
         self._began = len(recorder.log.records), len(recorder.log.marks) - 1
@@ -213,10 +213,10 @@ def breakdown(
             f"{units.bytes_(scratch)} of it belong to no tensor: memory inside kernels, or what threads of the communication gave back "
             "without torch's profiler seeing it; more steps (steps=…) tell them apart, as the least is taken"
         )
-    waiting = sum(log.records[index].size for index in cyclic if log.records[index].born <= replay.peak)
-    if waiting > APART * int(replay.total[replay.peak]):
+    cycles = sum(log.records[index].size for index in cyclic if log.records[index].born <= replay.peak)
+    if cycles > APART * int(replay.total[replay.peak]):
         said.append(
-            f"{units.bytes_(waiting)} of it lie in reference cycles: freed by gc only, which is off while this is measured, so that a run "
+            f"{units.bytes_(cycles)} of it lie in reference cycles: freed by gc only, which is off while this is measured, so that a run "
             "may hold more or less"
         )
     return MemoryBreakdown.from_log(
@@ -275,20 +275,20 @@ def measure(
 @contextlib.contextmanager
 def recorded(
     step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any, optimizer: Any, steps: int
-) -> Iterator[tuple[Recorder, Borders, Allocations, Found, list[str]]]:
+) -> Iterator[tuple[Recorder, Borders, Allocations, ReachableState, list[str]]]:
     """Take the steps; gives what was recorded while everything is still as the steps have left it, and puts it back on the way out.
 
     Raises:
         DiagnoseError: step cannot be called so.
         ValueError: the loader is empty, is none or ended; not a number of steps.
     """
-    check(step, 1.0)
+    check_arguments(step, 1.0)
     check_steps(steps)
     notes: list[str] = []
-    found = look_around(step, model, optimizer, loader, notes)
+    found = discover_training(step, model, optimizer, loader, notes)
     device = device_of(found.models)
-    with waiting(), contextlib.ExitStack() as undo:
-        undo.callback(Keep(found).restore)
+    with defer_interrupts(), contextlib.ExitStack() as undo:
+        undo.callback(SavedState(found).restore)
         feed = undo.enter_context(Feed(loader))
         for weight in {weight for one in found.models for weight in one.parameters()}:
             weight.grad = None  # what is kept of it for later must not count as held by the step
@@ -327,7 +327,7 @@ def freed_by_collector(recorder: Recorder) -> set[int]:
     return freed
 
 
-def _take_stock(recorder: Recorder, found: Found) -> None:
+def _take_stock(recorder: Recorder, found: ReachableState) -> None:
     """What lives already, as far as the step reaches it."""
     for model in found.models:
         recorder.attach(model)

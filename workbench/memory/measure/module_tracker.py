@@ -76,7 +76,7 @@ class ModuleTracker:
         return [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True)]
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
-        interrupts.here()
+        interrupts.deliver_interrupt()
         self._stack.append(self._names.get(module, self._stack[-1]))
         self._note()
 

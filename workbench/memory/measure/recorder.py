@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if phase in ("between", "optimizer", "end"):
             for parameter in self._parameters:
                 self._has_gradient(parameter)
-        interrupts.here()
+        interrupts.deliver_interrupt()
         if phase == "forward":
             self.tracker.begin_forward()
         self._phase = phase

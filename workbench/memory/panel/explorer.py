@@ -6,7 +6,7 @@ from typing import Any
 import ipywidgets
 
 from workbench.core.device import Device
-from workbench.core.display.style import Style
+from workbench.core.display.html import Style
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import Fit
 from workbench.memory.estimate_curves import Curves

@@ -10,7 +10,7 @@ from typing import Any
 from workbench.core import run_directory
 from workbench.runs.failure import Failure
 from workbench.runs.run import ACTIVE, Run, State
-from workbench.timeline.timeline import MOST_WARMUP, Step, StepSums, warmup_of
+from workbench.timeline.timeline import MAX_WARMUP, Step, StepSums, warmup_of
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colours and cursor movements of a terminal
 LOG_START = 64 * 1024
@@ -107,7 +107,7 @@ class _RankSums:
                 steps.append(Step.of(row))
             except ValueError as error:
                 self._damage = self._damage or f"{self._tail.path} is damaged: a row of it is no step: {error}"
-        self._first += steps[: MOST_WARMUP - len(self._first)]
+        self._first += steps[: MAX_WARMUP - len(self._first)]
         self._sums += StepSums.of(steps)
         peaks = [memory for memory in (self._memory, *(step.memory for step in steps)) if memory is not None]
         self._memory = max(peaks, default=None)

@@ -11,7 +11,7 @@ import anywidget
 import ipywidgets
 import traitlets
 
-from workbench.core.display.style import sheet
+from workbench.core.display.html import sheet
 from workbench.core.run_directory import DamagedRunError
 from workbench.runs.panel import html as faces
 from workbench.runs.panel.follow import Follower, Snapshot

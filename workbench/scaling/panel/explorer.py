@@ -18,7 +18,7 @@ from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.plan import plan
 from workbench.core import units
 from workbench.core.checks import did_you_mean
-from workbench.core.display.style import Style
+from workbench.core.display.html import Style
 from workbench.runs.panel import html as faces
 from workbench.scaling.analysis.curve.curve import ScalingCurve
 from workbench.scaling.analysis.curve.fit import CurveFit

@@ -16,9 +16,8 @@ import torch
 
 from workbench.core import run_directory
 from workbench.harness.feed import Exhausted, Feed
-from workbench.harness.observe import check, device_of, look_around
-from workbench.harness.replay import drain
-from workbench.harness.restore import Keep
+from workbench.harness.observe import check_arguments, device_of, discover_training
+from workbench.harness.restore import SavedState
 from workbench.traces.analysis.captured import Captured
 from workbench.traces.measure.profiler import hindrance, without_kineto_lines
 from workbench.traces.measure.step_timing import Lap, seconds_of
@@ -73,16 +72,16 @@ def capture(
         DiagnoseError: step cannot be called so.
         ValueError: the loader is empty, or ends too early; a profiler is running already; the directory cannot be written.
     """
-    check(step, 1.0)
+    check_arguments(step, 1.0)
     if why := hindrance():
         raise ValueError(f"{why}. Try again when it has ended")
     notes: list[str] = []
-    found = look_around(step, model, optimizer, loader, notes)
+    found = discover_training(step, model, optimizer, loader, notes)
     device = device_of(found.models)
     _make(into)
     captured = Captured(path=into / file_name(), notes=notes)
     with contextlib.ExitStack() as undo:
-        undo.callback(Keep(found).restore)
+        undo.callback(SavedState(found).restore)
         run = _Run(step, undo.enter_context(Feed(loader)), device)
         try:
             _take(run, captured, steps, options or Options())
@@ -173,7 +172,7 @@ class _Run:
 def _take(run: _Run, captured: Captured, steps: int, options: Options) -> None:
     for _ in range(2):  # states of the optimizer, caches of the allocator
         run.once()
-    drain(run.feed)
+    run.feed.drain()
     for _ in range(SETTLING):
         run.once()
     early = (steps + 1) // 2

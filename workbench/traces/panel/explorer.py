@@ -10,7 +10,7 @@ from typing import Any
 
 import ipywidgets
 
-from workbench.core.display.style import Style
+from workbench.core.display.html import Style
 from workbench.traces.analysis.breakdown import Breakdown
 from workbench.traces.analysis.ranking import Ranked
 from workbench.traces.analysis.trace import Trace

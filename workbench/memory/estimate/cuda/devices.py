@@ -117,7 +117,7 @@ class CallsMeanHome(TorchFunctionMode):
         self._home = home
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        interrupts.here()
+        interrupts.deliver_interrupt()
         kwargs = kwargs or {}
         if func is Tensor.cuda:
             return args[0].to(self._home)

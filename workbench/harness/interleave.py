@@ -12,47 +12,54 @@ from torch.optim import Optimizer
 
 from workbench.core import run_directory
 from workbench.harness import ablations
-from workbench.harness.blocks import Bench, Block, length, nothing
+from workbench.harness.batches import MAX_CACHED, MAX_CACHED_VARIED, CachedBatches
+from workbench.harness.blocks import Block, BlockTimer, no_step, steps_for
 from workbench.harness.feed import Exhausted, Feed
-from workbench.harness.replay import MOST_BATCHES, MOST_VARIED, Replay, drain, settle
-from workbench.harness.restore import Keep
+from workbench.harness.restore import SavedState
 from workbench.timeline.timeline import Timeline
 from workbench.timeline.watch import Watch
 
-BLOCK = 0.35
+BLOCK_SECONDS = 0.35
 """Seconds of a block of the full loop, where steps are not longer than that."""
-WATCHED = 1e-3
+MIN_WATCHED_SECONDS = 1e-3
 """Steps shorter than this run without the clocks of `wb.watch` (5 µs a step), except in a block of their own."""
 
 
-ONCE = 6
+STEPS_OF_ITERATOR = 6
 """Steps of a block where what the loader gives is gone for good."""
-SHORT = 4
+MIN_STEPS_PER_PASS = 4
 """Steps: where a pass over the loader is shorter, a new one belongs to every block."""
 
 
-class Rounds:
+class InterleavedRounds:
     """The arms that need the loader, and what they take."""
 
     def __init__(
-        self, bench: Bench, feed: Feed, keep: Keep, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], *, written: bool
+        self,
+        bench: BlockTimer,
+        feed: Feed,
+        saved: SavedState,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        *,
+        written: bool,
     ) -> None:
         """Nothing runs yet.
 
         Args:
             bench: times the blocks.
             feed: gives the batches.
-            keep: has the weights.
+            saved: has the weights.
             models: what the step trains.
             optimizers: and how.
             written: does the step write into its batch?
         """
-        self.bench, self.feed, self.keep = bench, feed, keep
-        self.replay = Replay(written=written)
+        self.bench, self.feed, self.saved = bench, feed, saved
+        self.replay = CachedBatches(written=written)
         self.pairs = 0
         """Rounds so far."""
         self.steps = self.loads = self.warm = 1
-        self.recent: deque[Any] = deque(maxlen=MOST_BATCHES)  # more of them may hold too many of the workers' file descriptors
+        self.recent: deque[Any] = deque(maxlen=MAX_CACHED)  # more of them may hold too many of the workers' file descriptors
         self._models, self._optimizers = models, optimizers
         self._watches = {arm: _watch(_Source(self, arm), models, optimizers) for arm in ("full", "cached")}
         self._replayed: list[Any] = []
@@ -81,15 +88,15 @@ class Rounds:
         few = 1 if bench.timings.typical("first loader") > most / 8 else 2
         full = self.full(few, arm="first full")
         step, alone = bench.timings.typical(full.arm), bench.timings.typical(load.arm)
-        self.watched = step >= WATCHED
+        self.watched = step >= MIN_WATCHED_SECONDS
         least = 4 if step < 0.25 else 3 if step < 0.7 else 2 if step < 1.5 else 1
-        whole = workers if workers * step < 3 * BLOCK else 1
-        self.steps = length(step, BLOCK, least=least, multiple=whole)
-        some = (min(least, 3), workers if workers * alone < 2 * BLOCK else 1) if feed.queue else (1, 1)  # without a queue none is drained
-        self.loads = length(alone, BLOCK / 2, least=some[0], most=self.steps, multiple=some[1])
+        whole = workers if workers * step < 3 * BLOCK_SECONDS else 1
+        self.steps = steps_for(step, BLOCK_SECONDS, least=least, multiple=whole)
+        some = (min(least, 3), workers if workers * alone < 2 * BLOCK_SECONDS else 1) if feed.queue else (1, 1)
+        self.loads = steps_for(alone, BLOCK_SECONDS / 2, least=some[0], most=self.steps, multiple=some[1])
         self.warm = 0 if least == 1 else max(1 if step > 0.25 else 2, whole if feed.queue and self.steps > whole else 1)
         if feed.kind == "once":
-            self.steps, self.loads, self.warm = min(self.steps, ONCE), 1, 1
+            self.steps, self.loads, self.warm = min(self.steps, STEPS_OF_ITERATOR), 1, 1
         self.cost = self.steps * 2 * step + self.loads * alone + self.warm * 2 * step
         """Seconds of a round, about."""
         self._agree_on_start_up()
@@ -101,7 +108,7 @@ class Rounds:
 
     def turn(self) -> None:
         """One round. The order of loader and replay is swapped each time, unless batches differ: then the very same are replayed."""
-        self.keep.rewind()
+        self.saved.restore_weights()
         varied = self.bench.peers.agree(self.replay.varied)  # ranks have batches of their own, and have to keep one order
         swapped = self.pairs % 2 == 1 and not varied and self.feed.kind != "once"
         for part in (self._without_loader, self._with_loader) if swapped else (self._with_loader, self._without_loader):
@@ -111,7 +118,7 @@ class Rounds:
 
     def passes(self) -> int:
         """How many passes over the loader have begun, unless they are so short that every block has some."""
-        return self.feed.passes if self.steps_per_pass >= SHORT else 0
+        return self.feed.passes if self.steps_per_pass >= MIN_STEPS_PER_PASS else 0
 
     @property
     def steps_per_pass(self) -> float:
@@ -140,11 +147,11 @@ class Rounds:
         """Hold batches to be replayed: the ones just trained on, or fresh ones if the step spoils its batch. No clock runs meanwhile."""
         if self.replay.written:
             with contextlib.suppress(Exhausted):
-                for _ in range(min(self.steps, MOST_BATCHES)):
+                for _ in range(min(self.steps, MAX_CACHED)):
                     self.recent.append(self.feed.next())
         self.replay.hold(list(self.recent))
-        if self.replay.varied and self.recent.maxlen != MOST_VARIED:
-            self.recent = deque(self.recent, maxlen=MOST_VARIED)
+        if self.replay.varied and self.recent.maxlen != MAX_CACHED_VARIED:
+            self.recent = deque(self.recent, maxlen=MAX_CACHED_VARIED)
 
     def _without_loader(self, swapped: bool) -> None:
         self.settle()
@@ -154,7 +161,7 @@ class Rounds:
 
     def load(self, count: int, arm: str = "loader") -> Block:
         """Batches, and nothing is done with them."""
-        return self.bench.run(arm, self._taken(count), count, step=nothing, passes=self.passes)
+        return self.bench.run(arm, self._taken(count), count, step=no_step, passes=self.passes)
 
     def full(self, count: int, arm: str = "full") -> Block:
         """The loop as it is."""
@@ -188,18 +195,18 @@ class Rounds:
 
     def drain(self) -> None:
         """Take what lies ready in the queue: a full one hides a slow loader for a while."""
-        drain(self.feed)
+        self.feed.drain()
 
     def settle(self) -> None:
         """Wait until the queue is full: workers would take cores from what does not need them."""
         if self.bench.timings.blocks.get("loader"):
-            settle(self.feed, self.bench.timings.typical("loader"))
+            self.feed.wait_until_full(self.bench.timings.typical("loader"))
 
 
 class _Source:
     """The loader of a watched loop: what the rounds have for it."""
 
-    def __init__(self, rounds: Rounds, arm: str) -> None:
+    def __init__(self, rounds: InterleavedRounds, arm: str) -> None:
         self._rounds, self._arm = rounds, arm
 
     def __iter__(self) -> Iterator[Any]:

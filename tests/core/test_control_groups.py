@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from workbench.core.cgroup import control_groups
+from workbench.core.system_load import control_groups
 
 
 def test_every_group_that_has_all_the_files(tmp_path: Path) -> None:

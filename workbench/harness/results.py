@@ -1,0 +1,47 @@
+"""What experiments on a training step give, as values that need no torch: times of a variant, and places in the user's code."""
+
+import statistics
+from dataclasses import dataclass
+
+from workbench.core.statistics import Interval, interval_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantTimes:
+    """How long a training step takes with one thing taken away or changed, timed in blocks that alternate with those of a baseline."""
+
+    name: str
+    """Of the variant: a name in `diagnosis.analysis.evidence.ARMS`, or "changed"."""
+    baseline: str
+    """The name of the variant that it was paired with: "full", "cached", …"""
+    pairs: tuple[tuple[float, float], ...]
+    """Seconds per step, (baseline, variant), of neighbouring blocks; single steps that stalled are left out."""
+    samples: float = 1.0
+    """Samples per step, relative to the baseline's."""
+    note: str | None = None
+    """What is special about it."""
+
+    @property
+    def seconds(self) -> float:
+        """Mean seconds per step."""
+        return statistics.fmean(changed for _, changed in self.pairs)
+
+    @property
+    def saved(self) -> Interval:
+        """Fraction of the baseline's step that it saves; negative if it costs time."""
+        return interval_of(self.pairs, lambda base, changed: 1 - changed / base)
+
+    @property
+    def speedup(self) -> Interval:
+        """Throughput in samples over that of the baseline."""
+        return interval_of(self.pairs, lambda base, changed: self.samples * base / changed)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the user's code the training thread was when its stack was sampled."""
+
+    line: str
+    """The innermost line of the user's: "train.py:41 save_checkpoint"."""
+    kind: str | None = None
+    """"checkpoint", "evaluation", "logging", "optimizer" or None, as the functions on the stack show."""
