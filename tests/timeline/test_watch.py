@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import workbench as wb
-from tests.timeline.test_timer import Clock, phases
+from tests.timeline.test_step_timer import Clock, phases
 from workbench.timeline import hooks
 from workbench.timeline.watch import Watch
 

@@ -173,21 +173,21 @@ def measure_change(
             f"{', '.join(sorted(unknown)) if change else 'nothing'} cannot be changed from outside of a step: possible are "
             f"{', '.join(CHANGEABLE)}; change the rest in your code, and diagnose that"
         )
-    found = discover_training(step, model, optimizer, loader, [])
-    if change.get("optimizer") and not ablations.has_unused_implementation(found.optimizers, change["optimizer"]):
+    state = discover_training(step, model, optimizer, loader, [])
+    if change.get("optimizer") and not ablations.has_unused_implementation(state.optimizers, change["optimizer"]):
         raise DiagnoseError(f"optimizer={change['optimizer']!r}: the step's optimizer has no such implementation, or uses it already")
     names = {"micro_batch": "batch_size"}  # what a DataLoader calls it
     knobs = {names.get(name, name): value for name, value in change.items() if CHANGEABLE[name] == "loader"}
-    device = device_of(found.models)
+    device = device_of(state.models)
     with Peers.join() as peers, ExitStack() as undo:
-        saved = SavedState(found)
+        saved = SavedState(state)
         undo.callback(saved.restore)
-        undo.enter_context(ablations.frozen_schedules(found.objects))
+        undo.enter_context(ablations.frozen_schedules(state.objects))
         stage = undo.enter_context(_ActiveSide(saved))
         feeds = [undo.enter_context(Feed(loader)), undo.enter_context(Feed(with_knobs(loader, **knobs) if knobs else loader))]
-        changed = partial(ablations.changed_step, change, found.models, found.optimizers)
+        changed = partial(ablations.changed_step, change, state.models, state.optimizers)
         one = _StepSide(stage, step, feeds[0], contextlib.nullcontext)
-        with on_new_optimizer(found.optimizers, lambda optimizer: saved.add(discover(optimizer))):
+        with on_new_optimizer(state.optimizers, lambda optimizer: saved.add(discover(optimizer))):
             one.drain()
             one.step()
         other = _StepSide(stage, ablations.wrap_step(step, change, device), feeds[1], changed)

@@ -55,17 +55,17 @@ def _map(function: Callable[[Any], Any], batch: Any, whole: Callable[[Any], Any]
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """All tensors of a batch, those in objects that are no container (a PackedSequence, a graph) included."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def look(value: Any) -> Any:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-            found.extend(leaf for leaf in tree_leaves(vars(value)) if isinstance(leaf, Tensor))
+            tensors.extend(leaf for leaf in tree_leaves(vars(value)) if isinstance(leaf, Tensor))
         return value
 
     _map(look, batch)
-    return found
+    return tensors
 
 
 def bytes_of(batch: Any) -> int:
@@ -167,10 +167,10 @@ def padding_of(batch: Any) -> float | None:
     It shows in an attention mask, in rows of integers that end (or begin) with the same one again and again, and in a tensor of lengths
     beyond which another tensor is constant.
     """
-    found = _paddings(batch)
-    if not found:
+    paddings = _paddings(batch)
+    if not paddings:
         return None
-    longest = max(found.values(), key=lambda padding: padding.width * len(padding.lengths))
+    longest = max(paddings.values(), key=lambda padding: padding.width * len(padding.lengths))
     return longest.share if longest.share >= MIN_PADDING else None
 
 
@@ -180,17 +180,17 @@ def trimmed(batch: Any) -> Any | None:
 
     What is cut is no longer right to learn from: it shows what the padding costs.
     """
-    found = {width: padding for width, padding in _paddings(batch).items() if padding.share >= MIN_PADDING}
-    if not found:
+    paddings = {width: padding for width, padding in _paddings(batch).items() if padding.share >= MIN_PADDING}
+    if not paddings:
         return None
 
     def cut(tensor: Tensor) -> Tensor:
         if tensor.ndim < 2:
-            padding = next((one for one in found.values() if _equal(tensor, one.lengths)), None)
+            padding = next((padding for padding in paddings.values() if _equal(tensor, padding.lengths)), None)
             return tensor.clamp(max=padding.kept) if padding else tensor
         square = tensor.shape[-1] == tensor.shape[-2] and tensor.shape[1] in (1, tensor.shape[-1])  # a mask of pairs of positions
         for dimension in range(1, tensor.ndim if square else 2):
-            if padding := found.get(tensor.shape[dimension]):
+            if padding := paddings.get(tensor.shape[dimension]):
                 tensor = tensor.narrow(dimension, padding.width - padding.kept if padding.left else 0, padding.kept)
         return tensor.contiguous()
 
@@ -205,18 +205,18 @@ def _paddings(batch: Any) -> dict[int, _Padding]:
     """What fills up the sequences of each width: by a mask, else by their content, else by a tensor of lengths."""
     tensors = [tensor for tensor in tensors_of(batch) if tensor.layout == torch.strided and tensor.device.type != "meta"]
     rows = [tensor for tensor in tensors if tensor.ndim == 2 and tensor.shape[1] >= MIN_SEQUENCE]
-    found: dict[int, _Padding] = {}
+    paddings: dict[int, _Padding] = {}
     for tensor in _masks(batch):
-        found.setdefault(tensor.shape[1], _by_mask(tensor))
+        paddings.setdefault(tensor.shape[1], _by_mask(tensor))
     for tensor in rows:
-        if tensor.dtype in (torch.int32, torch.int64) and tensor.shape[1] not in found and (padding := _by_content(tensor)):
-            found[tensor.shape[1]] = padding
+        if tensor.dtype in (torch.int32, torch.int64) and tensor.shape[1] not in paddings and (padding := _by_content(tensor)):
+            paddings[tensor.shape[1]] = padding
     for lengths in tensors:
         if lengths.ndim == 1 and lengths.dtype in (torch.int32, torch.int64) and len(lengths) and int(lengths.min()) >= 1:
             for tensor in tensors:
-                if tensor.ndim >= 2 and tensor.shape[1] not in found and _ends_at(tensor, lengths):
-                    found[tensor.shape[1]] = _Padding(lengths, tensor.shape[1])
-    return found
+                if tensor.ndim >= 2 and tensor.shape[1] not in paddings and _ends_at(tensor, lengths):
+                    paddings[tensor.shape[1]] = _Padding(lengths, tensor.shape[1])
+    return paddings
 
 
 def _masks(batch: Any) -> list[Tensor]:

@@ -65,7 +65,7 @@ def discover(*roots: Any, but: Iterable[Any] = (), data: bool = False) -> Reacha
         data: the roots are loaders. Then datasets and samplers are walked over, and models, optimizers and functions are not; for a step
             it is the other way round, and the random generators that everybody shares belong to it.
     """
-    found = ReachableState()
+    state = ReachableState()
     modules: list[nn.Module] = []
     seen = {id(one) for one in but}
     calls = [vars(kind).get("__call__") for root in roots if not isinstance(root, nn.Module) for kind in type(root).__mro__]
@@ -78,17 +78,17 @@ def discover(*roots: Any, but: Iterable[Any] = (), data: bool = False) -> Reacha
         seen.add(id(here))
         alive.append(here)
         try:
-            todo.extend(_visit(here, found, modules, data))
+            todo.extend(_visit(here, state, modules, data))
         except Exception as error:  # code of the user's that runs when one looks
-            found.unread.append(f"a {type(here).__name__} ({type(error).__name__}: {error})")
+            state.unread.append(f"a {type(here).__name__} ({type(error).__name__}: {error})")
     if todo:
-        found.unread.append(f"what lies beyond {MAX_OBJECTS} objects")
+        state.unread.append(f"what lies beyond {MAX_OBJECTS} objects")
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
-    found.modules.extend(module for module in modules if id(module) not in inner)
-    found.models.extend(module for module in found.modules if next(module.parameters(), None) is not None)
-    wrapped = {id(value) for one in found.optimizers for value in vars(one).values()}  # ZeRO holds the optimizer that it shards
-    found.optimizers[:] = [one for one in found.optimizers if id(one) not in wrapped]
-    return found
+    state.modules.extend(module for module in modules if id(module) not in inner)
+    state.models.extend(module for module in state.modules if next(module.parameters(), None) is not None)
+    wrapped = {id(value) for one in state.optimizers for value in vars(one).values()}  # ZeRO holds the optimizer that it shards
+    state.optimizers[:] = [one for one in state.optimizers if id(one) not in wrapped]
+    return state
 
 
 _PLAIN = (
@@ -113,57 +113,57 @@ def _shared() -> list[Any]:
     return [torch.default_generator, *devices, np.random.mtrand._rand, random._inst]
 
 
-def _visit(here: Any, found: ReachableState, modules: list[nn.Module], data: bool) -> Iterator[Any]:
+def _visit(here: Any, state: ReachableState, modules: list[nn.Module], data: bool) -> Iterator[Any]:
     """Note one object, and give those behind it."""
     if isinstance(here, torch.Tensor):
-        found.tensors.append(here)
+        state.tensors.append(here)
     elif isinstance(here, GENERATORS):
-        found.generators.append(here)
+        state.generators.append(here)
     elif isinstance(here, np.ndarray):
-        found.arrays.append(here)
+        state.arrays.append(here)
     elif isinstance(here, functools.partial):
         yield from (here.func, *here.args, *here.keywords.values())
     elif isinstance(here, types.MethodType):
         yield from (here.__self__, here.__func__)
     elif isinstance(here, nn.Module | Optimizer | types.FunctionType):
         if not data:
-            yield from _behind_training(here, found, modules)
+            yield from _behind_training(here, state, modules)
     elif isinstance(here, DataLoader | Dataset | Sampler):
         if data:
-            found.objects.append(here)
+            state.objects.append(here)
             yield from (value for name, value in attributes(here).items() if name != "_iterator")
     else:
         if isinstance(here, CONTAINERS):
-            found.containers.append(here)
+            state.containers.append(here)
         if isinstance(here, (*CONTAINERS, tuple, frozenset, types.MappingProxyType)) and len(here) <= MAX_ITEMS:
             yield from here.values() if isinstance(here, Mapping) else here
         if _holds_state(type(here)):
             own = attributes(here)
-            found.objects.append(here)
+            state.objects.append(here)
             yield from own.values()
         elif isinstance(here, Iterator) and not isinstance(here, io.IOBase):
-            found.unread.append(f"a {type(here).__name__}" + (f" ({here.__qualname__})" if isinstance(here, types.GeneratorType) else ""))
+            state.unread.append(f"a {type(here).__name__}" + (f" ({here.__qualname__})" if isinstance(here, types.GeneratorType) else ""))
 
 
-def _behind_training(here: Any, found: ReachableState, modules: list[nn.Module]) -> Iterator[Any]:
+def _behind_training(here: Any, state: ReachableState, modules: list[nn.Module]) -> Iterator[Any]:
     """A module, whose weights are not noted one by one; an optimizer, whose state is; a function."""
     if isinstance(here, nn.Module):
         modules.append(here)
-        found.containers.extend(one for one in (here._parameters, here._buffers, here._modules) if isinstance(one, dict))
+        state.containers.extend(one for one in (here._parameters, here._buffers, here._modules) if isinstance(one, dict))
         yield from here.children()
         yield from (hook for name in _HOOKS for hook in getattr(here, name, {}).values())
         if not type(here).__module__.startswith("torch."):  # DDP's reducer goes on, and its flags with it
-            found.objects.append(here)
+            state.objects.append(here)
             yield from (value for name, value in attributes(here).items() if name not in _OF_MODULES)
     elif isinstance(here, Optimizer):
-        found.optimizers.append(here)
-        found.objects.append(here)
-        found.containers.extend((here.state, here.param_groups))
+        state.optimizers.append(here)
+        state.objects.append(here)
+        state.containers.extend((here.state, here.param_groups))
         yield from here.state.values()
         yield from here.param_groups
         yield from (value for name, value in attributes(here).items() if name not in ("state", "param_groups"))
     else:
-        yield from _behind_function(here, found)
+        yield from _behind_function(here, state)
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -174,10 +174,10 @@ _HOOKS = tuple(name for name in ("_forward_pre_hooks", "_forward_hooks", "_backw
 """Attributes that have the hooks that are called in a step: functions that may reach what nothing else does."""
 
 
-def _behind_function(function: types.FunctionType, found: ReachableState) -> Iterator[Any]:
+def _behind_function(function: types.FunctionType, state: ReachableState) -> Iterator[Any]:
     if not _is_users(function.__module__):
         return
-    found.containers.append(vars(function))
+    state.containers.append(vars(function))
     function = inspect.unwrap(function)
     if not isinstance(function, types.FunctionType):
         yield function
@@ -190,7 +190,7 @@ def _behind_function(function: types.FunctionType, found: ReachableState) -> Ite
             value = cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-        found.cells.append(cell)
+        state.cells.append(cell)
         yield value
     for code in _codes(function.__code__):
         for instruction in dis.get_instructions(code):
@@ -198,7 +198,7 @@ def _behind_function(function: types.FunctionType, found: ReachableState) -> Ite
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name in function.__globals__:
                 yield function.__globals__[name]
             elif instruction.opname == "STORE_GLOBAL" and name in function.__globals__:
-                found.names.append((function.__globals__, name))
+                state.names.append((function.__globals__, name))
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -68,7 +68,7 @@ class Feed:
         """Of each pass that ended: the seconds to find that out, which is where workers are shut down."""
         self._clock = clock
         self._source: Any = copy_without_workers(loader)
-        self._inner = [(one, one._iterator) for one in inner_loaders(loader)]
+        self._inner = [(inner, inner._iterator) for inner in inner_loaders(loader)]
         reached = discover(loader, data=True)
         self.unread = reached.unread
         """What of the loader cannot be put back, in words."""

@@ -166,18 +166,18 @@ def discover_training(step: Any, model: Any, optimizer: Any, loader: Any, notes:
     """
     models = _several(model, nn.Module, "model", "a torch.nn.Module")
     optimizers = _several(optimizer, Optimizer, "optimizer", "a torch.optim.Optimizer")
-    found = discover(step, *models, *optimizers, but=[loader])
+    state = discover(step, *models, *optimizers, but=[loader])
     if models:
-        found.models[:] = models
-    elif found.models:
-        notes.append(f"found behind step: the model {', '.join(map(describe, found.models))}")
+        state.models[:] = models
+    elif state.models:
+        notes.append(f"found behind step: the model {', '.join(map(describe, state.models))}")
     else:
         notes.append("no model was found behind step: it could not be put back to what it was before. Try model=…")
     if optimizers:
-        found.optimizers[:] = [*optimizers, *(one for one in found.optimizers if one not in optimizers)]
-    elif found.optimizers:
-        notes.append(f"found behind step: the optimizer {', '.join(map(describe, found.optimizers))}")
-    return found
+        state.optimizers[:] = [*optimizers, *(one for one in state.optimizers if one not in optimizers)]
+    elif state.optimizers:
+        notes.append(f"found behind step: the optimizer {', '.join(map(describe, state.optimizers))}")
+    return state
 
 
 def _several(given: Any, kind: type, name: str, what: str) -> list[Any]:
@@ -262,14 +262,14 @@ class StepFacts:
     """Does the arm without reductions take any communication away?"""
 
 
-def run_first_steps(bench: BlockTimer, feed: Feed, keep: SavedState, found: ReachableState, until: float, notes: list[str]) -> StepFacts:
+def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: ReachableState, until: float, notes: list[str]) -> StepFacts:
     """Step until steps do not get shorter any more.
 
     Args:
         bench: where it runs.
         feed: gives the batches.
-        keep: gets what is met on the way.
-        found: what is known of the step.
+        saved: also saves what turns up on the way.
+        state: what the step reaches.
         until: seconds on the bench's clock when it is enough in any case.
         notes: get what one should know.
 
@@ -282,10 +282,10 @@ def run_first_steps(bench: BlockTimer, feed: Feed, keep: SavedState, found: Reac
 
     def meet(optimizer: Optimizer) -> None:
         late.append(optimizer)
-        keep.add(discover(optimizer))
+        saved.add(discover(optimizer))
 
-    with recorded_precisions(found.models, bench.device) as precisions:
-        with on_new_optimizer(found.optimizers, meet):
+    with recorded_precisions(state.models, bench.device) as precisions:
+        with on_new_optimizer(state.optimizers, meet):
             bench.warm([batch], _watching_use(bench.step, notes))
         written = tensor_versions(batch) != before
         times = [_seconds(bench, feed.next() if written else batch)]
@@ -293,13 +293,13 @@ def run_first_steps(bench: BlockTimer, feed: Feed, keep: SavedState, found: Reac
             times.append(_seconds(bench, feed.next()))
             if bench.tick() > until:
                 break
-    _note_what_stays(feed, keep, found, late, notes)
+    _note_what_stays(feed, saved, state, late, notes)
     return StepFacts(
         samples=samples,
         padding=padding,
-        precision=precisions[-1] if precisions else dtype_of(found.models),
+        precision=precisions[-1] if precisions else dtype_of(state.models),
         written=written,
-        reduces=bench.peers.world_size > 1 and _reduces(bench, feed, found, notes),
+        reduces=bench.peers.world_size > 1 and _reduces(bench, feed, state, notes),
     )
 
 
@@ -318,28 +318,28 @@ def _watching_use(step: Callable[[Any], Any], notes: list[str]) -> Callable[[Any
     return watched
 
 
-def _note_what_stays(feed: Feed, keep: SavedState, found: ReachableState, late: list[Optimizer], notes: list[str]) -> None:
+def _note_what_stays(feed: Feed, saved: SavedState, state: ReachableState, late: list[Optimizer], notes: list[str]) -> None:
     """What will not be as it was before."""
     if late:
         notes.append(
             f"{', '.join(map(describe, late))} was found only as it stepped: it was put back, but gradients may differ, and what it takes "
             "is in the rest of the step. Try optimizer=…"
         )
-    elif found.models and not found.optimizers:
+    elif state.models and not state.optimizers:
         notes.append(
             "no optimizer was found behind step: what it takes is in the rest of the step, and if it remembers anything, that was not put "
             "back. Try optimizer=…"
         )
-    if keep.left_out:
-        notes.append(f"step() reaches what could not be put back to what it was before: {', '.join(keep.left_out)}")
+    if saved.left_out:
+        notes.append(f"step() reaches what could not be put back to what it was before: {', '.join(saved.left_out)}")
     if feed.unread and feed.kind != "once":
         notes.append(f"the loader holds what could not be put back to what it was before: {', '.join(feed.unread)}")
 
 
-def _reduces(bench: BlockTimer, feed: Feed, found: ReachableState, notes: list[str]) -> bool:
+def _reduces(bench: BlockTimer, feed: Feed, state: ReachableState, notes: list[str]) -> bool:
     """Does the arm without reductions take any communication away? What it leaves is noted: then it is not all that it costs."""
     heard = []
-    for arm in (contextlib.nullcontext(), ablations.without_reduction(found.models)):
+    for arm in (contextlib.nullcontext(), ablations.without_reduction(state.models)):
         batch = feed.next()
         with arm, recorded_collectives() as called:
             bench.warm([batch])

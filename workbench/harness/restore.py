@@ -31,11 +31,11 @@ class SavedState:
     for (what did not exist vanishes); the contents of containers, tensors and arrays; random generators.
     """
 
-    def __init__(self, found: ReachableState, *, most_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, state: ReachableState, *, most_bytes: int = MAX_BYTES) -> None:
         """Save.
 
         Args:
-            found: what to keep.
+            state: what to save.
             most_bytes: of tensors and arrays that are neither weights nor held by an optimizer.
         """
         self.left_out: list[str] = []
@@ -44,25 +44,25 @@ class SavedState:
         self._undo: list[Undo] = []
         self._seen: dict[tuple[Any, int], Any] = {}  # the objects, too: an id is that of one of them only while it lives
         self._room = most_bytes
-        self.add(found)
+        self.add(state)
 
-    def add(self, found: ReachableState) -> None:
+    def add(self, state: ReachableState) -> None:
         """Save more. What was saved before stays as it was then."""
-        self.left_out += found.unread
-        modules = [part for root in found.modules for part in root.modules()]
+        self.left_out += state.unread
+        modules = [part for root in state.modules for part in root.modules()]
         weights = [one for part in modules for one in (*part._parameters.values(), *part._buffers.values()) if one is not None]
-        weights += [one for optimizer in found.optimizers for group in optimizer.param_groups for one in group["params"]]
-        optimizers = [one for one in found.objects if isinstance(one, Optimizer)]  # also those within others
+        weights += [one for optimizer in state.optimizers for group in optimizer.param_groups for one in group["params"]]
+        optimizers = [one for one in state.objects if isinstance(one, Optimizer)]  # also those within others
         states = {id(leaf) for one in optimizers for leaf in tree_leaves(list(one.state.values()))}
         self._save(self._weight, weights)
-        self._save(self._tensor, [one for one in found.tensors if id(one) in states])
-        self._save(self._data, [*found.tensors, *found.arrays])
+        self._save(self._tensor, [one for one in state.tensors if id(one) in states])
+        self._save(self._data, [*state.tensors, *state.arrays])
         self._save(_mode, modules)
-        self._save(_contents, found.containers)
-        self._save(_attributes, found.objects)
-        self._save(_variable, found.cells)
-        self._save(_generator, found.generators)
-        self._undo += [partial(names.__setitem__, name, names[name]) for names, name in found.names]
+        self._save(_contents, state.containers)
+        self._save(_attributes, state.objects)
+        self._save(_variable, state.cells)
+        self._save(_generator, state.generators)
+        self._undo += [partial(names.__setitem__, name, names[name]) for names, name in state.names]
 
     def restore_weights(self) -> None:
         """Put back the values of parameters and buffers only: the experiments must not train a model to where numbers are denormal."""
