@@ -42,7 +42,7 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.now += round(seconds * SECOND)
 
-    def tape(self) -> HostRecorder:
+    def recorder(self) -> HostRecorder:
         return HostRecorder(lambda: self.now)
 
     def loader(self, *waits: float) -> Iterator[int]:
@@ -58,7 +58,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def timer(clock: Clock) -> wb.StepTimer:
-    return wb.StepTimer(tape=clock.tape)
+    return wb.StepTimer(recorder=clock.recorder)
 
 
 def phases(timeline: Timeline) -> list[dict[str, float]]:
@@ -382,7 +382,7 @@ action = st.deferred(lambda: st.integers(0, 10**7) | st.tuples(st.sampled_from(P
 @given(st.lists(st.tuples(st.integers(0, 10**7), st.lists(action, max_size=5)), max_size=6), st.integers(0, 50))
 def test_phases_are_exclusive_and_sum_to_the_step(batches: list[tuple[int, list[Any]]], harvest_every: int) -> None:
     clock, marks = Clock(), 0
-    timer = wb.StepTimer(tape=clock.tape)
+    timer = wb.StepTimer(recorder=clock.recorder)
     expected: list[dict[str, int]] = []
 
     def play(actions: list[Any], inside: str, spent: dict[str, int]) -> None:
@@ -473,7 +473,7 @@ class Event:
 
 def test_device_phases_are_read_later_and_nothing_waits_in_a_step() -> None:
     device = Device()
-    timer = wb.StepTimer(tape=lambda: DeviceRecorder(device.event))
+    timer = wb.StepTimer(recorder=lambda: DeviceRecorder(device.event))
     for number in timer.batches(range(40)):
         for phase, ms in {"h2d": 1, "forward": 4, "backward": 8, "optimizer": 2}.items():
             with timer(phase):
@@ -489,7 +489,7 @@ def test_device_phases_are_read_later_and_nothing_waits_in_a_step() -> None:
 
 def test_the_timeline_of_a_device_is_complete_while_the_loop_runs() -> None:
     device = Device()
-    timer = wb.StepTimer(tape=lambda: DeviceRecorder(device.event))
+    timer = wb.StepTimer(recorder=lambda: DeviceRecorder(device.event))
     for number in timer.batches(range(5)):
         with timer("optimizer"):
             device.work(1)
@@ -498,8 +498,8 @@ def test_the_timeline_of_a_device_is_complete_while_the_loop_runs() -> None:
 
 def test_a_copy_on_a_side_stream_that_is_hidden_costs_nothing() -> None:
     device = Device()
-    tape = DeviceRecorder(device.event)
-    timer = wb.StepTimer(tape=lambda: tape)
+    recorder = DeviceRecorder(device.event)
+    timer = wb.StepTimer(recorder=lambda: recorder)
     for _ in timer.batches(range(2)):
         with timer("forward"):
             device.work(10)
@@ -514,7 +514,7 @@ def test_a_copy_on_a_side_stream_that_is_hidden_costs_nothing() -> None:
 
 def test_marks_during_a_graph_capture_are_left_out() -> None:
     device, capturing = Device(), False
-    timer = wb.StepTimer(tape=lambda: DeviceRecorder(device.event, lambda: capturing))
+    timer = wb.StepTimer(recorder=lambda: DeviceRecorder(device.event, lambda: capturing))
     for number in timer.batches(range(3)):
         capturing = number == 1
         with timer("forward"):
@@ -526,9 +526,9 @@ def test_marks_during_a_graph_capture_are_left_out() -> None:
     assert phases(timer.timeline) == [plain, {"other": 0.004, "optimizer": 0.002}, plain]
 
 
-def test_events_go_to_the_stream_of_the_device_of_the_tape() -> None:
+def test_events_go_to_the_stream_of_the_device_of_the_recorder() -> None:
     device = Device()
-    timer = wb.StepTimer(tape=lambda: DeviceRecorder(device.event, stream=lambda index: f"stream of {index}", device=3))  # type: ignore
+    timer = wb.StepTimer(recorder=lambda: DeviceRecorder(device.event, stream=lambda index: f"stream of {index}", device=3))  # type: ignore
     for _ in timer.batches(range(3)):
         with timer("forward"):
             device.work(1)
@@ -536,11 +536,11 @@ def test_events_go_to_the_stream_of_the_device_of_the_tape() -> None:
 
 
 @pytest.mark.parametrize(("given", "index"), [("cuda:1", 1), (torch.device("cuda", 2), 2), ("cuda", 3), (None, 3)])
-def test_a_tape_without_a_device_is_for_the_current_one(given: Any, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorder_without_a_device_is_for_the_current_one(given: Any, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    tape = new_recorder(given)
-    assert (tape.clock, tape.device) == ("device", index)
+    recorder = new_recorder(given)
+    assert (recorder.clock, recorder.device) == ("device", index)
     assert new_recorder("cpu").clock == "host"
 
 
@@ -557,10 +557,10 @@ def test_name_and_memory_are_those_of_the_device_of_the_loop(tmp_path: Path, mon
     device = Device()
     for number, make in enumerate((lambda: DeviceRecorder(device.event), HostRecorder)):
         path = tmp_path / f"rank{number}.jsonl"
-        timer = wb.StepTimer(path, tape=make)
+        timer = wb.StepTimer(path, recorder=make)
         list(timer.batches(range(3)))
         for loop in timer._recording._loops:
-            loop.tape.settle()
+            loop.recorder.settle()
         assert timer._recording._log is not None
         writer = threading.Thread(target=timer._recording._log.flush)
         writer.start()
@@ -579,7 +579,7 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(
         raise KeyError("ours")
 
     monkeypatch.setattr(StepBuilder, "feed", broken)
-    timer, limit = wb.StepTimer(tmp_path / "rank0.jsonl", tape=clock.tape), time.monotonic() + 30
+    timer, limit = wb.StepTimer(tmp_path / "rank0.jsonl", recorder=clock.recorder), time.monotonic() + 30
     for _ in timer.batches(iter(int, 1)):
         with timer("optimizer"):
             time.sleep(0.01)
@@ -606,7 +606,7 @@ def test_the_file_is_what_the_timeline_reads(tmp_path: Path, clock: Clock, monke
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     path = tmp_path / "rank1.jsonl"
-    timer = wb.StepTimer(path, tape=clock.tape)
+    timer = wb.StepTimer(path, recorder=clock.recorder)
     train(timer, clock, 12)
     list(timer.batches(clock.loader(1)))
     timer.close()
@@ -624,7 +624,7 @@ def test_the_file_is_what_the_timeline_reads(tmp_path: Path, clock: Clock, monke
 def test_it_writes_into_the_run_directory_of_the_launch(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(run_directory.ENV_RUN_DIR, str(tmp_path))
     monkeypatch.delenv("RANK", raising=False)
-    timer = wb.StepTimer(tape=clock.tape)
+    timer = wb.StepTimer(recorder=clock.recorder)
     train(timer, clock, 3)
     timer.close()
     assert len(lines(tmp_path / "rank0.jsonl")) == 4
@@ -643,13 +643,13 @@ def test_lines_appear_while_the_loop_runs(tmp_path: Path) -> None:
 
 def test_timers_on_one_file_go_on_counting(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "rank0.jsonl"
-    first, second = wb.StepTimer(path, tape=clock.tape), wb.StepTimer(path, tape=clock.tape)
+    first, second = wb.StepTimer(path, recorder=clock.recorder), wb.StepTimer(path, recorder=clock.recorder)
     train(first, clock, 2)
     assert len(first.timeline.steps) == 2
     train(second, clock, 2)
     first.close()
     second.close()
-    third = wb.StepTimer(path, tape=clock.tape)
+    third = wb.StepTimer(path, recorder=clock.recorder)
     train(third, clock, 2)
     third.close()
     _, *steps = lines(path)
@@ -661,7 +661,7 @@ def test_a_full_disk_ends_the_file_and_not_the_training(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rank0.jsonl"
-    timer = wb.StepTimer(path, tape=clock.tape)
+    timer = wb.StepTimer(path, recorder=clock.recorder)
     train(timer, clock, 2)
     assert len(timer.timeline.steps) == 2
     assert timer.failed is None
@@ -686,7 +686,7 @@ def test_a_full_disk_ends_the_file_and_not_the_training(
 
 def test_a_forked_child_writes_nothing(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "rank0.jsonl"
-    timer = wb.StepTimer(path, tape=clock.tape)
+    timer = wb.StepTimer(path, recorder=clock.recorder)
     loop = iter(timer.batches(clock.loader(1, 1, 1)))
     next(loop)
     spend(timer, clock, optimizer=1)

@@ -98,7 +98,7 @@ def data(clock: Clock, *waits: float) -> Iterator[Tensor]:
 
 
 def watched(clock: Clock, *waits: float, model: Any = None, optimizer: Any = None) -> Watch[Tensor]:
-    return Watch(data(clock, *waits), model=model, optimizer=optimizer, tape=clock.tape)
+    return Watch(data(clock, *waits), model=model, optimizer=optimizer, recorder=clock.recorder)
 
 
 def loss_of(model: Net, x: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def test_a_model_inside_the_loader_waits_for_data(clock: Clock, model: Net, opti
     def loader() -> Iterator[Tensor]:
         yield model(torch.ones(4, 2)).detach() * torch.ones(4, 2)
 
-    loop = Watch(loader(), model=model, optimizer=optimizer, tape=clock.tape)
+    loop = Watch(loader(), model=model, optimizer=optimizer, recorder=clock.recorder)
     for x in loop:
         update(model, optimizer, x)
     assert phases(loop.timeline) == [STEP | {"data_wait": 5}]
@@ -360,7 +360,7 @@ def test_validation_inside_training_has_a_timeline_of_its_own(clock: Clock, mode
 
 def test_a_watch_goes_on_over_epochs(clock: Clock, model: Net, optimizer: Slow) -> None:
     batches = [torch.ones(4, 2)] * 3
-    loop = Watch(batches, model=model, optimizer=optimizer, tape=clock.tape)
+    loop = Watch(batches, model=model, optimizer=optimizer, recorder=clock.recorder)
     for _ in range(2):
         for x in loop:
             update(model, optimizer, x)
@@ -372,7 +372,7 @@ def test_a_watch_goes_on_over_epochs(clock: Clock, model: Net, optimizer: Slow) 
 def test_one_loader_watched_twice(clock: Clock, model: Net, optimizer: Slow) -> None:
     batches = [torch.ones(4, 2)] * 3
     for _ in range(2):
-        loop = Watch(batches, model=model, optimizer=optimizer, tape=clock.tape)
+        loop = Watch(batches, model=model, optimizer=optimizer, recorder=clock.recorder)
         for x in loop:
             update(model, optimizer, x)
         assert len(loop.timeline.steps) == 3

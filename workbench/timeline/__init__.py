@@ -1,10 +1,14 @@
-"""Measuring a live training process: where the time of each step goes, at a few microseconds per step.
+"""Where the time of each training step goes, measured inside the training process at a few microseconds per step.
 
-How a loop becomes a Timeline:
+The noun is the `Timeline` (`timeline.py`): the steps of one rank, each in phases that sum to its length. How a loop becomes one:
 
-* `tape`: a border between two phases is one mark, a clock and a code, and nothing else happens in the loop.
-* `loop`: one pass over a loader puts the marks of `next()` on its tape; loops may be nested or run side by side.
-* `steps`: the arithmetic, later: marks → steps whose phases sum to the step exactly.
-* `recording`: the steps of one timer, harvested by `ranklog`'s thread into `rank<r>.jsonl` or when its Timeline is asked for.
-* `StepTimer` takes the marks you write, `watch` those that hooks find in an unedited loop, `auto` those of a whole unedited script.
+* `marks.py`: where a phase begins or ends, a recorder notes a mark, which is a clock reading and a code. Nothing else happens in the loop.
+  Recorders read the host's clock or, by CUDA events, the device's.
+* `loops.py`: a `Loop` is one pass over a loader and marks each `next()`. `OpenLoops` knows which of several open loops runs.
+* `steps.py`: arithmetic, later: marks become steps.
+* `recording.py`: a `Recording` holds the steps of one timer, from all of its loops.
+* `rank_log.py`: a background thread writes them to `rank<r>.jsonl` in the run directory, if there is one.
+
+Three ways to get the marks: by hand with `StepTimer` (`step_timer.py`); by hooks on the model and optimizer of one loop with `watch`
+(`watch.py`, `hooks.py`); and by hooks on whatever a script uses that nobody edited (`watch_script.py`).
 """

@@ -1,4 +1,4 @@
-"""Where the phases of an unedited loop show themselves: hooks on its model and optimizer, and functions of torch, wrapped for a while."""
+"""Marks the phases of a loop that nobody edited: hooks on its model and optimizer, and functions of torch that are wrapped for a while."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 OPEN_LOOPS = OpenLoops()
-"""The loops that are measured by hooks: marks go to the one that runs, from its own thread only."""
+"""The loops that are measured by hooks. Marks go to the one that runs, and only from its own thread."""
 os.register_at_fork(after_in_child=OPEN_LOOPS.clear)
 
 

@@ -1,4 +1,4 @@
-"""Loops over loaders: one pass marks its tape around each `next()`; of several open passes, the one that runs gets the marks."""
+"""Measures passes over loaders: a `Loop` marks each `next()`, and `OpenLoops` gives marks to the one of several loops that runs."""
 
 import sys
 import threading
@@ -37,14 +37,15 @@ def _search(batch: Any) -> int | None:
         if (shape := getattr(part, "shape", None)) and isinstance(shape, tuple):
             return int(shape[0])
     inner = [part for part in parts if isinstance(part, Mapping)]
-    if not isinstance(batch, Mapping) and len(inner) == len(parts) and all(one.keys() == inner[0].keys() for one in inner):
+    if not isinstance(batch, Mapping) and len(inner) == len(parts) and all(part.keys() == inner[0].keys() for part in inner):
         return None  # one for each sample
-    return next((found for one in inner if (found := _search(one)) is not None), None)
+    return next((size for part in inner if (size := _search(part)) is not None), None)
 
 
 def expected_sizes(loader: Any) -> Iterator[int | None] | None:
-    """Samples per batch as a DataLoader over a map-style dataset that collates as torch does foretells them, which costs less than looking;
-    None for others: a collate function of one's own may leave samples out, or pack them.
+    """Samples per batch as a DataLoader's options predict them, which costs less than looking at each batch.
+
+    None unless it is over a map-style dataset and collates as torch does: another collate function may leave samples out, or pack them.
     """
     data = sys.modules.get("torch.utils.data")
     if data is None or type(loader) is not data.DataLoader or not loader.batch_size or isinstance(loader.dataset, data.IterableDataset):
@@ -61,10 +62,10 @@ def expected_sizes(loader: Any) -> Iterator[int | None] | None:
 
 
 def check_loader(loader: object, caller: str) -> None:
-    """Refuse what cannot be looped over before anything is measured.
+    """Refuse what is not an iterable of batches, before anything is measured.
 
     Raises:
-        ValueError: not an iterable, or one that is measured already.
+        ValueError: it is not an iterable, or is measured already.
     """
     if isinstance(loader, MeasuredBatches):
         raise ValueError(f"{caller} was given {loader!r}, which is measured already: give it the loader itself")
@@ -88,82 +89,87 @@ class MeasuredBatches(Generic[T]):
 
 
 class Loop:
-    """One pass over a loader, with its own tape."""
+    """One pass over a loader, with a recorder of its own."""
 
-    def __init__(self, tape: MarkRecorder, rules: StepRules) -> None:
-        self.tape = tape
-        self.took_turn = True
+    def __init__(self, recorder: MarkRecorder, rules: StepRules) -> None:
+        self.recorder = recorder
+        self.asked_again = True
         """Has it called `next()` since a loop below it did?"""
         self.thread: int | None = None
         """The thread that runs it."""
-        self.beside = False
-        """Does the loop on top wait for this one's batch, too?"""
+        self.side_by_side = False
+        """Does the loop on top also wait for this one's batch?"""
         self._sizes: deque[int | None] = deque()  # samples per batch, each put here before its mark
         self._next_size: Callable[[], int | None] = self._sizes.popleft
-        self._assembler = StepBuilder(rules)
+        self._builder = StepBuilder(rules)
 
     def run(
-        self, nest: "OpenLoops", loader: Iterable[T], watching: AbstractContextManager[object] | None = None, *, sized_by: object = None
+        self,
+        open_loops: "OpenLoops",
+        loader: Iterable[T],
+        watching: AbstractContextManager[object] | None = None,
+        *,
+        sized_by: object = None,
     ) -> Iterator[T]:
         """Yield the batches of a loader. Worker start-up counts as waiting for the first one; leaving the loop early ends it at once.
 
         Args:
-            nest: the open loops, this one while it runs.
+            open_loops: the loops that are open; this one is among them while it runs.
             loader: gives the batches.
             watching: entered as long as the loop is open.
             sized_by: the DataLoader that tells how many samples are in them, where `loader` is only its iterator.
         """
-        now, marks = self.tape.now, self.tape.marks
-        if foretold := expected_sizes(loader if sized_by is None else sized_by):
-            self._next_size = foretold.__next__
-        read = self.tape.read if self.tape.clock == "device" else None
+        now, marks = self.recorder.now, self.recorder.marks
+        if expected := expected_sizes(loader if sized_by is None else sized_by):
+            self._next_size = expected.__next__
+        read = self.recorder.read if self.recorder.clock == "device" else None
         with watching or nullcontext():
-            nest.begin(self)
+            open_loops.begin(self)
             marks.extend((now(), NEXT))
             try:
                 for batch in loader:
-                    if nest.top is self:
-                        if not foretold:
+                    if open_loops.top is self:
+                        if not expected:
                             self._sizes.append(samples_in(batch))
                         marks.extend((now(), BATCH))
                     else:
-                        nest.waited(self)
+                        open_loops.waited(self)
                     yield batch
-                    if nest.top is self:
-                        self.took_turn = True
+                    if open_loops.top is self:
+                        self.asked_again = True
                         marks.extend((now(), NEXT))
                         if read:
                             read()
                     else:
-                        nest.wait(self)
+                        open_loops.wait(self)
             finally:
-                nest.end(self)
+                open_loops.end(self)
 
     def mark(self, code: int) -> None:
         """Note the time under a code."""
-        self.tape.marks.extend((self.tape.now(), code))
+        self.recorder.marks.extend((self.recorder.now(), code))
 
     def border(self) -> None:
         """In a loop without a loader: a step ends here, and the next one begins."""
         self._sizes.append(None)
         self.mark(NEXT)
-        self.tape.read()
+        self.recorder.read()
         self.mark(BORDER)
 
     def harvest(self) -> list[Row]:
         """The steps finished since the last harvest."""
-        return self._assembler.feed(*self.tape.take(), self._next_size)
+        return self._builder.feed(*self.recorder.take(), self._next_size)
 
     @property
     def ended(self) -> bool:
         """Has its END been harvested?"""
-        return self._assembler.ended
+        return self._builder.ended
 
 
 class OpenLoops:
-    """The open loops: a validation inside a training loop, two loaders side by side.
+    """The loops that are open, such as a validation inside a training loop, or two loaders side by side.
 
-    `now`, `marks` and `thread` are those of the one that runs. What may be called by another thread has to look at the latter.
+    `now`, `marks` and `thread` are those of the loop that runs. Code that another thread may call has to compare `thread`.
     """
 
     __slots__ = ("_open", "forward", "marks", "now", "thread", "top")
@@ -172,10 +178,10 @@ class OpenLoops:
         self._open: list[Loop] = []
         self.forward = False
         """Has a model been called since somebody set this to False?"""
-        self._turn()
+        self._update()
 
     def mark(self, code: int) -> None:
-        """Note the time under a code, on the tape of the loop that runs, if any."""
+        """Note the time under a code, in the loop that runs, if any."""
         self.marks.extend((self.now(), code))
 
     def begin(self, loop: Loop) -> None:
@@ -184,7 +190,7 @@ class OpenLoops:
             self.mark(AWAY)
         loop.thread = threading.get_ident()
         self._open.append(loop)
-        self._turn()
+        self._update()
 
     def end(self, loop: Loop) -> None:
         """A loop is over; the one around it goes on."""
@@ -192,7 +198,7 @@ class OpenLoops:
         loop.mark(END)
         if loop in self._open:
             self._open.remove(loop)
-            if self.top is loop and self._turn():
+            if self.top is loop and self._update():
                 self.mark(BACK)
 
     def wait(self, loop: Loop) -> None:
@@ -202,33 +208,33 @@ class OpenLoops:
         waits. Otherwise the top one was left without being closed, and `loop` takes over.
         """
         assert self.top is not None
-        if self.top.took_turn and loop in self._open:
-            self.top.took_turn = False
-            loop.beside = True
+        if self.top.asked_again and loop in self._open:
+            self.top.asked_again = False
+            loop.side_by_side = True
             self.mark(DATA_WAIT)
         else:
             self.mark(AWAY)
             if loop in self._open:
                 self._open.remove(loop)
             self._open.append(loop)
-            self._turn()
+            self._update()
             self.mark(BACK)
             self.mark(NEXT)
 
     def waited(self, loop: Loop) -> None:
         """The loop beside the top one has its batch, or is over."""
-        if loop.beside:
-            loop.beside = False
+        if loop.side_by_side:
+            loop.side_by_side = False
             self.mark(END_PHASE)
 
     def clear(self) -> None:
         """Forget all loops, without a mark: this is another process now."""
         self._open.clear()
-        self._turn()
+        self._update()
 
-    def _turn(self) -> bool:
+    def _update(self) -> bool:
         self.top: Loop | None = self._open[-1] if self._open else None
-        self.now: Callable[[], Any] = self.top.tape.now if self.top else int
-        self.marks: Marks = self.top.tape.marks if self.top else NOWHERE
+        self.now: Callable[[], Any] = self.top.recorder.now if self.top else int
+        self.marks: Marks = self.top.recorder.marks if self.top else NOWHERE
         self.thread = self.top.thread if self.top else None
         return self.top is not None

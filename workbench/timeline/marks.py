@@ -1,4 +1,4 @@
-"""Tapes: the borders between phases as bare marks, a clock and a code each; `steps` turns them into seconds later."""
+"""Records marks, a clock reading and a code each, where the phases of a training step begin and end; `steps.py` turns them into seconds."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 DATA_WAIT, H2D, FORWARD, BACKWARD, OPTIMIZER, OTHER = range(6)
-"""Codes that begin a phase, numbered as in `timeline.PHASES`."""
+"""Codes that begin a phase, numbered as in `core.vocabulary.PHASES`."""
 END_PHASE = 6
 """Back to the phase around."""
 END_FORWARD = 7
@@ -21,31 +21,31 @@ NEXT = 8
 BATCH = 9
 """The batch is there."""
 AWAY = 10
-"""Another loop begins inside this one: its time is `other` here, and marks mean nothing until BACK."""
+"""Another loop begins inside this one. Its time is `other` here, and marks mean nothing until BACK."""
 BACK = 11
-"""The inner loop is over."""
+"""The inner loop has ended."""
 IDLE = 12
 """From here on time belongs to no step, until NEXT."""
 END = 13
-"""The loop is over, or was left."""
+"""The loop has ended, or was left."""
 BORDER = 14
 """Right after a NEXT: there is no loader, and so nothing was waited for."""
 
 Marks = list[Any] | deque[Any]
-"""Stamp, code, stamp, code, … A stamp and its code are added in one piece, so that no thread and no signal ever sees half a mark:
+"""Stamp, code, stamp, code, … A stamp and its code are added at once, so that no thread and no signal handler sees half a mark:
 
-    now = tape.now  # 3.11 calls a local faster than an attribute
-    tape.marks.extend((now(), code))
+    now = recorder.now  # Python 3.11 calls a local faster than an attribute
+    recorder.marks.extend((now(), code))
 
-Where that happens several times in a step, it stands written out: a call more is a good part of its cost.
+These two lines are repeated where they run several times in a step: another function call would be a good part of their cost.
 """
 
 NOWHERE: Marks = deque(maxlen=0)
-"""The marks of a loop that is not running: none is kept."""
+"""Where marks go while no loop runs: none is kept."""
 
 
 class MarkRecorder(Protocol):
-    """Marks of one loop in the order they were made."""
+    """The marks of one loop, in the order they were made."""
 
     clock: Literal["host", "device"]
     device: int | None
@@ -53,20 +53,20 @@ class MarkRecorder(Protocol):
     marks: list[Any]
 
     def now(self) -> Any:
-        """The stamp of a mark: all that happens inside a step."""
+        """The stamp of a mark. It is all that runs inside a step."""
 
     def read(self) -> None:
-        """Find out what times the stamps stand for, as far as it is known: once per step, on the training thread."""
+        """Read the times of the stamps that are known by now. Called once per step, on the training thread."""
 
     def take(self) -> tuple[list[int], bytes]:
-        """Hand over, once, the marks whose time is known: nanoseconds and codes. Safe in another thread."""
+        """Remove and return the marks whose time is known: nanoseconds and codes. Safe in another thread."""
 
     def settle(self) -> None:
         """Wait until the times of all marks are known."""
 
 
 class HostRecorder:
-    """Marks by the host's clock: a stamp is the time in nanoseconds."""
+    """Records marks by the host's clock: a stamp is the time in nanoseconds."""
 
     clock: Literal["host", "device"] = "host"
     device: int | None = None
@@ -85,14 +85,14 @@ class HostRecorder:
 
 
 def _take(marks: list[int]) -> tuple[list[int], bytes]:
-    count = len(marks)  # others may follow meanwhile
+    count = len(marks)  # more may be added meanwhile
     times, codes = marks[:count:2], bytes(marks[1:count:2])
     del marks[:count]
     return times, codes
 
 
 class Event(Protocol):
-    """What is used of `torch.cuda.Event(enable_timing=True)`."""
+    """The methods used of `torch.cuda.Event(enable_timing=True)`."""
 
     def record(self, stream: Any = None) -> None: ...
     def query(self) -> bool: ...
@@ -101,7 +101,7 @@ class Event(Protocol):
 
 
 class DeviceRecorder:
-    """Marks on a device's current stream: a stamp is an event, so a phase is the time the device spent in it, and the host never waits.
+    """Records marks on a device's current stream: a stamp is an event, so a phase is the time the device spent in it. The host never waits.
 
     The events of a whole step are read when its last one has happened, at some later `next()`, on the training thread: reading them from
     another thread would break a CUDA graph capture that goes on meanwhile. Events on a side stream may lie before their neighbour on the
@@ -118,7 +118,7 @@ class DeviceRecorder:
         stream: "Callable[[int | None], torch.cuda.Stream | None]" = lambda device: None,
         device: int | None = None,
     ) -> None:
-        """Make an empty tape.
+        """Start without marks.
 
         Args:
             new_event: Makes an event that notes the time.
@@ -135,7 +135,7 @@ class DeviceRecorder:
         self._done: list[int] = []
 
     def now(self) -> Event | None:
-        """Let the device note the time when it gets here."""
+        """Let the device note the time when it reaches this point of its stream."""
         if self._capturing():
             return None  # an event recorded into a CUDA graph has no time of its own
         event = self._free.pop() if self._free else self._new_event()
@@ -173,7 +173,7 @@ class DeviceRecorder:
 
 
 def new_recorder(device: "torch.device | str | None" = None) -> MarkRecorder:
-    """A tape for work on `device`; None: the device's clock if this process uses CUDA already. Without an index: the current device."""
+    """A recorder for work on `device`, without an index the current one; None = on the device's clock if this process uses CUDA already."""
     torch = sys.modules.get("torch")
     if torch is None or not (torch.cuda.is_initialized() if device is None else str(device).startswith("cuda")):
         return HostRecorder()

@@ -1,6 +1,6 @@
-"""The rank's file of steps: one writer per path and process, a background thread that turns marks into lines every 0.3 s.
+"""Writes the steps of a rank to its file: a background thread turns marks into JSON lines every 0.3 s, one writer per path and process.
 
-The training loop only marks its tape; arithmetic, text and disk are this thread's. A killed process loses less than a second of steps. A
+The training loop only records marks. Arithmetic, text and disk belong to this thread. A killed process loses less than a second of steps. A
 forked child (a DataLoader worker) inherits the loops but neither the thread nor the file, and writes nothing.
 """
 
@@ -84,7 +84,7 @@ def peak_bytes(device: int | None = None) -> int:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         devices = range(torch.cuda.device_count()) if device is None else [device]
-        return max(int(torch.cuda.max_memory_allocated(one)) for one in devices)
+        return max(int(torch.cuda.max_memory_allocated(index)) for index in devices)
     return _peak_resident()
 
 

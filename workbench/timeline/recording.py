@@ -1,4 +1,4 @@
-"""Recording: all steps of one timer, from however many loops, as a Timeline and in its rank's file."""
+"""Collects the steps of one timer, from however many loops, as a Timeline and in the file of its rank."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ class Recording:
     def __init__(
         self,
         *,
-        tape: Callable[[], MarkRecorder],
+        recorder: Callable[[], MarkRecorder],
         steps_by: StepsBy,
         log: Path | None = None,
         notes: Iterable[str] = (),
@@ -26,13 +26,13 @@ class Recording:
         """Start with no steps.
 
         Args:
-            tape: Makes the tape of each loop.
+            recorder: Makes the mark recorder of each loop.
             steps_by: What ends a step.
             log: File of JSON lines to write; None = that of this rank if a run directory is set in the environment, else no file.
             notes: What the timeline should say about the way it was measured.
             expected: Notes by phase, to be added if no step spent any time in that phase.
         """
-        self._tape, self._rules, self._notes, self._expected = tape, StepRules(steps_by=steps_by), tuple(notes), expected or {}
+        self._new_recorder, self._rules, self._notes, self._expected = recorder, StepRules(steps_by=steps_by), tuple(notes), expected or {}
         self._loops: list[Loop] = []
         self._rows: list[Row] = []
         self._profiled: tuple[int, ...] = ()
@@ -46,10 +46,10 @@ class Recording:
 
     def open(self) -> Loop:
         """A new loop, to be run once."""
-        tape = self._tape()
-        self.clock = tape.clock
-        self.device = rank_log.current_device() if tape.device is None else tape.device
-        loop = Loop(tape, self._rules)
+        recorder = self._new_recorder()
+        self.clock = recorder.clock
+        self.device = rank_log.current_device() if recorder.device is None else recorder.device
+        loop = Loop(recorder, self._rules)
         with self._lock:
             self._loops.append(loop)
         return loop
@@ -69,7 +69,7 @@ class Recording:
     def settle(self) -> None:
         """Wait until the device has done all that was marked, and harvest it."""
         for loop in list(self._loops):
-            loop.tape.settle()
+            loop.recorder.settle()
         if self._log and self._logging:
             self._log.flush()
         else:
@@ -83,7 +83,7 @@ class Recording:
             self._logging = False
 
     def leave_out(self, first: int, last: int) -> None:
-        """Have statistics leave out the steps from `first` to `last`."""
+        """Let statistics leave out the steps from `first` to `last`."""
         self._profiled = tuple(range(first, last + 1))
         if self._log and self._logging:
             self._log.say({"profiled": [self._done + first, self._done + last]})

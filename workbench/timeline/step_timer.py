@@ -1,4 +1,4 @@
-"""StepTimer: the phases of a training loop, marked by hand. Works without torch, for any loop."""
+"""StepTimer: measures the phases of a training loop that its author marks by `with` blocks. Works without torch."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -21,18 +21,18 @@ class Span:
 
     __slots__ = ("_code", "_nest")
 
-    def __init__(self, nest: OpenLoops, code: int) -> None:
-        self._nest, self._code = nest, code
+    def __init__(self, open_loops: OpenLoops, code: int) -> None:
+        self._open_loops, self._code = open_loops, code
 
     def __enter__(self) -> None:
-        nest = self._nest
-        now = nest.now
-        nest.marks.extend((now(), self._code))
+        open_loops = self._open_loops
+        now = open_loops.now
+        open_loops.marks.extend((now(), self._code))
 
     def __exit__(self, kind: object, error: object, trace: object, /) -> None:
-        nest = self._nest
-        now = nest.now
-        nest.marks.extend((now(), END_PHASE))
+        open_loops = self._open_loops
+        now = open_loops.now
+        open_loops.marks.extend((now(), END_PHASE))
 
 
 class StepTimer:
@@ -53,14 +53,14 @@ class StepTimer:
         3
     """
 
-    def __init__(self, log: Path | None = None, *, device: str | None = None, tape: Callable[[], MarkRecorder] | None = None) -> None:
+    def __init__(self, log: Path | None = None, *, device: str | None = None, recorder: Callable[[], MarkRecorder] | None = None) -> None:
         """Make a timer; it costs nothing until its first loop.
 
         Args:
             log: JSON-lines file to write the steps to; None = `rank<r>.jsonl` in the run directory of this launch, or no file outside one.
             device: "cpu", "cuda" (the current one when a loop begins) or "cuda:1": whose clock to use; None = that of the current
                 device if this process uses CUDA when a loop begins.
-            tape: For tests: makes the tape of a loop, in place of a real clock.
+            recorder: For tests: makes the mark recorder of a loop, in place of a real clock.
 
         Raises:
             ValueError: no such device.
@@ -69,9 +69,9 @@ class StepTimer:
             text = f'StepTimer(device={device!r}): it takes "cpu", "cuda", "cuda:1" or None (CUDA if it is in use); try device="cuda"'
             raise ValueError(text)
         watch_script.stop_for_own_timer()
-        self._nest = OpenLoops()
-        self._recording = Recording(tape=tape or partial(new_recorder, device), steps_by="undecided", log=log)
-        self._spans = {phase: Span(self._nest, code) for code, phase in enumerate(PHASES)}
+        self._open_loops = OpenLoops()
+        self._recording = Recording(recorder=recorder or partial(new_recorder, device), steps_by="undecided", log=log)
+        self._spans = {phase: Span(self._open_loops, code) for code, phase in enumerate(PHASES)}
 
     def __call__(self, phase: str) -> Span:
         """The span of a phase, for `with timer("forward"):`.
@@ -92,7 +92,7 @@ class StepTimer:
             ValueError: not an iterable.
         """
         check_loader(loader, "timer.batches")
-        return _TimedBatches(loader, self._recording, self._nest)
+        return _TimedBatches(loader, self._recording, self._open_loops)
 
     @property
     def timeline(self) -> Timeline:
@@ -124,12 +124,12 @@ class StepTimer:
 
 
 class _TimedBatches(MeasuredBatches[T]):
-    def __init__(self, loader: Iterable[T], recording: Recording, nest: OpenLoops) -> None:
+    def __init__(self, loader: Iterable[T], recording: Recording, open_loops: OpenLoops) -> None:
         super().__init__(loader)
-        self._recording, self._nest = recording, nest
+        self._recording, self._open_loops = recording, open_loops
 
     def __iter__(self) -> Iterator[T]:
-        return self._recording.open().run(self._nest, self._loader)
+        return self._recording.open().run(self._open_loops, self._loader)
 
     def __repr__(self) -> str:
         return "StepTimer().batches(…)"

@@ -1,7 +1,7 @@
-"""From marks to steps: pure arithmetic on nanoseconds. Neighbouring intervals, so the phases of a step sum to its length exactly.
+"""Turns marks into steps: pure arithmetic on nanoseconds. Phases are neighbouring intervals, so those of a step sum to its length exactly.
 
-The marks between one NEXT and the following one are a turn of the loop. Almost all turns of a loop have the same codes, so what the codes
-mean is worked out once per sequence; for a run of equal turns only subtractions and additions are left.
+The marks from one NEXT to the following one are an iteration of the loop. Almost all iterations have the same codes, so what the codes mean
+is worked out once per sequence of codes. For a run of equal iterations only subtractions and additions are left.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,13 +33,13 @@ LOSS, NO_STEP = 6, 7
 """Two more columns beside the six phases: between forward and a backward that may come or not; time that belongs to no step."""
 
 Row = tuple[int, int, int, int, int, int, int | None]
-"""A finished step: nanoseconds per phase in the order of `timeline.PHASES`, and samples."""
+"""A finished step: nanoseconds per phase in the order of `core.vocabulary.PHASES`, and samples."""
 
 StepsBy = Literal["optimizer", "batch", "undecided"]
 """What ends a step: the first `next()` after an optimizer step; every `next()`; the first of these two that the loop shows."""
 
 UNDECIDED_BATCHES = 64
-"""So many batches without an optimizer step are no accumulation: each was a step."""
+"""After so many batches without an optimizer step, each batch counts as a step: gradients are not accumulated for so long."""
 
 _NEXT, _END = bytes([NEXT]), bytes([END])
 
@@ -51,16 +51,16 @@ class Iteration:
     columns: tuple[int, ...]
     """Where the interval after each mark goes, the NEXT itself being the first: a phase, or NO_STEP."""
     rows: Callable[[list[int], Iterable[int | None]], list[Row]]
-    """The rows of such turns in a row, from the times of all their marks and of the one after them, and the samples of each."""
+    """The rows of successive such iterations, from the times of all their marks and of the mark after them, and the samples of each."""
     batch: bool
-    """Did the loader give one?"""
+    """Did the loader give a batch?"""
     updated: bool
     """Did an optimizer step begin?"""
 
 
 @lru_cache(maxsize=1024)
 def read_iteration(codes: bytes) -> Iteration:
-    """Read the codes that follow a NEXT. A phase that nothing ends is over at the next `next()`."""
+    """What the codes that follow a NEXT mean. A phase that nothing ends is over at the next `next()`."""
     columns = [DATA_WAIT]
     around: list[int] = []  # the phases that wait for a nested one to end
     batch = away = updated = False
@@ -102,7 +102,7 @@ def _loss_is(phase: int, column: int) -> int:
 
 
 def _adder(columns: list[int]) -> Callable[[list[int], Iterable[int | None]], list[Row]]:
-    """`Turn.rows` as one expression, cheaper than loops: `[(b-a, 0, e-c, …, n) for a, b, c, … in zip(t[0::9], t[1::9], …)]`."""
+    """`Iteration.rows` as one expression, cheaper than loops: `[(b-a, 0, e-c, …, n) for a, b, c, … in zip(t[0::9], t[1::9], …)]`."""
     terms: dict[int, list[str]] = {phase: [] for phase in range(NO_STEP + 1)}
     for column, run in groupby(range(len(columns)), columns.__getitem__):
         first, *_, last = [*run] * 2
@@ -116,7 +116,7 @@ def _adder(columns: list[int]) -> Callable[[list[int], Iterable[int | None]], li
 
 @dataclass(slots=True)
 class StepRules:
-    """What the loops of one timer share."""
+    """When a step ends. The loops of one timer share these rules."""
 
     steps_by: StepsBy = "undecided"
     """Becomes "optimizer" at the first optimizer step of an undecided timer."""
@@ -131,7 +131,7 @@ class StepBuilder:
         self._rules = rules
         self.ended = False
         """Has the END been seen?"""
-        self._times: list[int] = []  # of the turn that is under way
+        self._times: list[int] = []  # of the iteration that is under way
         self._codes = b""
         self._startup: Row | None = None  # time before the first batch, to be counted with it
         self._open: list[Row] = []  # batches of a step that is not over, or of a loop that has not shown whether it uses an optimizer
@@ -142,15 +142,15 @@ class StepBuilder:
         """Take the next marks (ns, codes) and, for each batch in them, its number of samples; give the steps they finish."""
         self._times += times
         self._codes += codes
-        before, *turns = self._codes.split(_NEXT)
-        if not turns:
+        before, *iterations = self._codes.split(_NEXT)
+        if not iterations:
             return []
-        last, end, _ = turns.pop().partition(_END)  # is under way, or has the END; what was open then may leave marks behind it
+        last, end, _ = iterations.pop().partition(_END)  # is under way, or has the END; what was open then may leave marks behind it
         last += end
         ns, start = self._times, len(before)
         rows: list[Row] = []
-        for codes_of_turn, run in groupby(turns):
-            this, count = read_iteration(codes_of_turn), len([*run])
+        for repeated, run in groupby(iterations):
+            this, count = read_iteration(repeated), len([*run])
             stop = start + count * len(this.columns)
             done = this.rows(ns[start : stop + 1], [next_size() for _ in range(count)] if this.batch else repeat(0))
             start = stop

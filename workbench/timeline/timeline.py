@@ -11,8 +11,8 @@ from workbench.core import units
 from workbench.core.display import table as display
 from workbench.core.vocabulary import PHASES as PHASES
 
-_READ = ("samples", "memory", "cpu")
-"""What a step has besides its phases, where it was read."""
+_READINGS = ("samples", "memory", "cpu")
+"""What a step may have besides its phases."""
 
 Clock = Literal["host", "device"]
 
@@ -49,12 +49,12 @@ class Step:
         """
         if type(row["step"]) is not int or row["step"] < 0:
             raise ValueError(f"step is {row['step']!r}, expected a number from 0")
-        for name in (*PHASES, *_READ):
+        for name in (*PHASES, *_READINGS):
             value = row.get(name)
             if type(value) not in (int, float) and (value is not None or (name in PHASES and name in row)):
                 raise ValueError(f"{name} of step {row['step']} is {value!r}, expected a number")
         phases = tuple(float(row.get(phase, 0.0)) for phase in PHASES)
-        return cls(index=row["step"], phases=phases, **{name: row.get(name) for name in _READ})
+        return cls(index=row["step"], phases=phases, **{name: row.get(name) for name in _READINGS})
 
     @property
     def seconds(self) -> float:
@@ -127,7 +127,7 @@ class Timeline(display.Shown):
         """From the rows of a `rank<r>.jsonl` file, in any state of being written; steps of a run that went on are counted on."""
         head: Mapping[str, Any] = {}
         steps, notes, profiled = [], [], list[int]()
-        told: list[tuple[int, int]] = []
+        pending: list[tuple[int, int]] = []
         last, before = -1, 0
         for row in rows:
             if "step" in row:
@@ -136,16 +136,16 @@ class Timeline(display.Shown):
                     before += last + 1
                     profiled = [number for number in profiled if number < before]  # it ended before the others
                 last = step.index
-                profiled += [before + number for pair in told for number in range(pair[0], pair[1] + 1)]
-                told.clear()
+                profiled += [before + number for pair in pending for number in range(pair[0], pair[1] + 1)]
+                pending.clear()
                 steps.append(dataclasses.replace(step, index=before + last) if before else step)
             elif "profiled" in row:
-                told.append(tuple(row["profiled"]))  # before the first step of its process, or among them
+                pending.append(tuple(row["profiled"]))  # before the first step of its process, or among them
             elif "note" in row:
                 notes.append(str(row["note"]))
             elif "rank" in row:
                 head = row
-        profiled += [before + number for pair in told for number in range(pair[0], pair[1] + 1)]
+        profiled += [before + number for pair in pending for number in range(pair[0], pair[1] + 1)]
         return cls(
             rank=head.get("rank", 0),
             clock=head.get("clock", "host"),
@@ -158,12 +158,12 @@ class Timeline(display.Shown):
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Timeline":
         """Inverse of `to_json`."""
-        found = cls.from_lines(value["steps"], value["warmup"])
+        parsed = cls.from_lines(value["steps"], value["warmup"])
         return cls(
             rank=value["rank"],
             clock=value["clock"],
-            steps=found.steps,
-            warmup=found.warmup,
+            steps=parsed.steps,
+            warmup=parsed.warmup,
             notes=tuple(value["notes"]),
             profiled=tuple(value.get("profiled", ())),
             predicted=value["predicted"],

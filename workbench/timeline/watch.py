@@ -1,4 +1,4 @@
-"""watch: the phases of a training loop that nobody edited, from hooks on its model and optimizer."""
+"""watch(): measures the phases of a training loop by hooks on its model and optimizer, so that the loop is not edited."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,15 +54,15 @@ class Watch(MeasuredBatches[T]):
         *,
         model: "torch.nn.Module | Sequence[torch.nn.Module] | None" = None,
         optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
-        tape: Callable[[], MarkRecorder] | None = None,
+        recorder: Callable[[], MarkRecorder] | None = None,
     ) -> None:
-        """See `watch`; `tape`, for tests, makes the tape of a pass in place of a real clock."""
+        """See `watch`; `recorder`, for tests, makes the mark recorder of a pass in place of a real clock."""
         import torch
 
         check_loader(loader, "wb.watch")
         super().__init__(loader)
         self._models: list[torch.nn.Module] = _several(model, torch.nn.Module, "model", "the module that your loop calls")
-        optimizers = [_inner(one) for one in ([optimizer] if not isinstance(optimizer, list | tuple) else optimizer)]
+        optimizers = [_inner(wrapped) for wrapped in ([optimizer] if not isinstance(optimizer, list | tuple) else optimizer)]
         self._optimizers: list[torch.optim.Optimizer] = _several(
             None if optimizer is None else optimizers, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer"
         )
@@ -75,7 +75,7 @@ class Watch(MeasuredBatches[T]):
         if not self._optimizers:
             notes.append("the optimizer's time is in other, and every batch counts as a step: wb.watch was not given an optimizer=")
         self._recording = Recording(
-            tape=tape or self._new_tape, steps_by="optimizer" if self._optimizers else "batch", notes=notes, expected=expected
+            recorder=recorder or self._make_recorder, steps_by="optimizer" if self._optimizers else "batch", notes=notes, expected=expected
         )
 
     def __iter__(self) -> Iterator[T]:
@@ -100,7 +100,7 @@ class Watch(MeasuredBatches[T]):
         """Write what is left to the rank's file, if there is one, and let go of it."""
         self._recording.close()
 
-    def _new_tape(self) -> MarkRecorder:
+    def _make_recorder(self) -> MarkRecorder:
         weight = next((p for model in self._models for p in model.parameters()), None)
         return new_recorder(None if weight is None else weight.device)
 

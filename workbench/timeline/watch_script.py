@@ -1,4 +1,4 @@
-"""auto: the phases of a whole script that knows nothing of us, by hooks on whatever loaders, models and optimizers it turns out to use."""
+"""Measures the phases of a whole script that nobody edited, by hooks on whatever loaders, models and optimizers it turns out to use."""
 
 import contextlib
 import gc
@@ -34,7 +34,7 @@ _installed: "ScriptWatcher | None" = None
 
 
 class TracedSteps(Protocol):
-    """What starts and stops a profiler between the steps of the script."""
+    """Starts and stops a profiler between the steps of the script."""
 
     def begin(self, loader: Any = None) -> None:
         """A loop begins."""
@@ -53,14 +53,14 @@ class TracedSteps(Protocol):
 
 
 MakeTracedSteps = Callable[[Callable[[int, int], None]], TracedSteps]
-"""Makes them of a function that is told which steps will not count."""
+"""Makes a `TracedSteps`, given the function to call with the steps that statistics leave out."""
 
 
 def install(borders: MakeTracedSteps | None = None) -> "ScriptWatcher":
     """Watch whatever this process trains, into its rank's file of the run directory; a second call gives the first one's result.
 
     Args:
-        borders: what traces some of the steps; None = nothing does.
+        borders: makes what traces some of the steps; None = none are traced.
     """
     global _installed
     if _installed is None:
@@ -69,13 +69,13 @@ def install(borders: MakeTracedSteps | None = None) -> "ScriptWatcher":
 
 
 def stop_for_own_timer() -> None:
-    """The script measures itself (`wb.watch`, `StepTimer`): that wins, and the watching from outside ends."""
+    """Stop watching: the script measures itself (`wb.watch`, `StepTimer`), and that wins."""
     if _installed is not None:
         _installed.uninstall()
 
 
 class ScriptWatcher:
-    """This process, watched from outside until it ends or measures itself.
+    """Watches this process from outside, until it ends or measures itself.
 
     * Every pass over a DataLoader is a loop; loops that see no optimizer step (validation) give no steps.
     * Where no such pass is open, training is a `bare` loop, whose steps go from the end of one optimizer step to the end of the next.
@@ -94,7 +94,7 @@ class ScriptWatcher:
             FORWARD: "no module was called in the training loop: forward is in other",
             BACKWARD: "backward was never called: a backward through torch.autograd.grad, if any, is in other",
         }
-        self._recording = Recording(tape=self._new_tape, steps_by="optimizer", expected=expected)
+        self._recording = Recording(recorder=self._make_recorder, steps_by="optimizer", expected=expected)
         self._here = True  # False in a forked child
         self._bare: Loop | None = None
         self._leader: Callable[[], torch.optim.Optimizer | None] = lambda: None  # its steps end those of the bare loop
@@ -125,7 +125,7 @@ class ScriptWatcher:
         self._recording.close()
 
     def leave(self) -> None:
-        """Keep quiet: this is a forked child (a DataLoader worker)."""
+        """Record nothing: this is a forked child (a DataLoader worker)."""
         self._here = False
 
     # Loops
@@ -163,30 +163,30 @@ class ScriptWatcher:
     # Optimizers
 
     def _optimizer_ends(self, optimizer: "torch.optim.Optimizer", _args: object, _kwargs: object, /) -> None:
-        nest = hooks.OPEN_LOOPS
-        if get_ident() != nest.thread and nest.top is not None:
-            if nest.top is self._bare:
+        open_loops = hooks.OPEN_LOOPS
+        if get_ident() != open_loops.thread and open_loops.top is not None:
+            if open_loops.top is self._bare:
                 self._strangers += 1
                 if self._strangers >= LEADER_RETIRES_AFTER:  # training goes on in another thread
                     self._end_bare()
                     self._strangers, self._leader = 0, weakref.ref(optimizer)
                     self._begin_bare()
             return
-        now = nest.now
-        nest.marks.extend((now(), END_PHASE))
+        now = open_loops.now
+        open_loops.marks.extend((now(), END_PHASE))
         if self._borders:
-            self._borders.stepped(nest.top)
-        if nest.forward:
-            nest.forward, self._without_forward = False, 0
+            self._borders.stepped(open_loops.top)
+        if open_loops.forward:
+            open_loops.forward, self._without_forward = False, 0
         else:
             self._without_forward += 1
             if self._without_forward >= next(iter(self._searches), math.inf):
                 del self._searches[0]
                 self._find_models()
-        if nest.top is None:  # the first step of a bare loop cannot be timed: nothing announced it
+        if open_loops.top is None:  # the first step of a bare loop cannot be timed: nothing announced it
             self._leader = weakref.ref(optimizer)
             self._begin_bare()
-        elif nest.top is self._bare:
+        elif open_loops.top is self._bare:
             leader = self._leader()
             self._strangers = 0 if optimizer is leader else self._strangers + 1
             if leader is None or self._strangers >= LEADER_RETIRES_AFTER:
@@ -221,7 +221,7 @@ class ScriptWatcher:
         if threading.current_thread() is threading.main_thread():  # another may serve, or fill a queue
             self._begin_bare()
 
-    def _new_tape(self) -> MarkRecorder:
+    def _make_recorder(self) -> MarkRecorder:
         """By the clock of the device that the models are on; of several, the current one."""
         weights = (next(model.parameters(), None) for model in self._models)
         devices = {weight.device for weight in weights if weight is not None and weight.device.type == "cuda"}
@@ -231,7 +231,7 @@ class ScriptWatcher:
 
 def _modules(objects: list[object], kinds: set[type]) -> list[Any]:
     """The modules among objects, by their classes: `isinstance` would ask proxies what they are."""
-    return [found for found in compress(objects, map(kinds.__contains__, map(type, objects))) if "_parameters" in vars(found)]
+    return [candidate for candidate in compress(objects, map(kinds.__contains__, map(type, objects))) if "_parameters" in vars(candidate)]
 
 
 def _has_weights(module: Any) -> bool:
