@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Span:
     """One phase of one timer, to be entered any number of times; nested ones are timed apart (exclusive time)."""
 
-    __slots__ = ("_code", "_nest")
+    __slots__ = ("_code", "_open_loops")
 
     def __init__(self, open_loops: OpenLoops, code: int) -> None:
         self._open_loops, self._code = open_loops, code
