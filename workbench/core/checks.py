@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 
 def is_whole(value: Any, *, least: float = -math.inf, most: float = math.inf, numpy: bool = False) -> TypeGuard[int]:
-    """Is it a whole number (True is none) in the range?
+    """Is it a whole number in the range? (True is none.)
 
     Args:
         value: to look at.
@@ -29,7 +29,7 @@ def is_number(
     finite: bool = True,
     numpy: bool = False,
 ) -> TypeGuard[float]:
-    """Is it a number (neither True nor NaN) in the range?
+    """Is it a number in the range? (True and NaN are none.)
 
     Args:
         value: to look at.

@@ -124,10 +124,10 @@ def fields_from_json(cls: type[T], value: Mapping[str, Any]) -> T:
 
 @functools.cache
 def _fields(cls: type) -> dict[str, bool]:
-    """The fields of a dataclass that are stored, by name: is a value needed, since there is no default?"""
+    """The stored fields of a dataclass, by name: is a value required?"""
     none = dataclasses.MISSING
-    stored = [one for one in dataclasses.fields(cls) if one.init and one.metadata.get("json", True)]
-    return {one.name: one.default is none and one.default_factory is none for one in stored}
+    stored = [field for field in dataclasses.fields(cls) if field.init and field.metadata.get("json", True)]
+    return {field.name: field.default is none and field.default_factory is none for field in stored}
 
 
 @functools.cache
@@ -215,9 +215,9 @@ def _read_list(kind: Any, inner: tuple[Any, ...], value: Any, where: str) -> Any
     return items if kind is list else tuple(items)
 
 
-def _checked(value: T, fits: bool, where: str, wanted: str) -> T:
+def _checked(value: T, fits: bool, where: str, expected: str) -> T:
     if not fits:
-        raise ValueError(f"{where}: expected {wanted}, got {_short(value)}")
+        raise ValueError(f"{where}: expected {expected}, got {_short(value)}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Device: what a piece of hardware can do at best, from its maker's datasheet. An unknown device is unknown, never a guess."""
+"""The table of GPUs: memory, bandwidth, peak FLOP/s, watts and links from their datasheets. An unknown device is unknown, never a guess."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from workbench.core.display import table as display
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device(display.Shown):
-    """One accelerator, measured in nothing but its datasheet.
+    """An accelerator, as its datasheet describes it.
 
     >>> Device.named("h200").memory
     141000000000
@@ -39,7 +39,7 @@ class Device(display.Shown):
     nvlink: float | None = None
     """Bytes per second to its neighbours in a node, each way (half of what is printed); None = has none, or not known."""
     context: int | None = None
-    """Bytes that CUDA's context took at most, as published for this very GPU; None = nothing was published."""
+    """The most bytes that CUDA's context took, as published for this GPU; None = nothing was published."""
     context_source: str = field(default="", repr=False)
     """Where the context's size stands."""
 
@@ -84,28 +84,36 @@ def _key(name: str) -> str:
 
 def _device(
     name: str,
-    gigabytes: float,
-    gigabytes_per_sec: float,
     source: str,
     *aliases: str,
+    figures: Mapping[str, float],
     capability: tuple[int, int],
     watts: tuple[float, str],
-    nvlink: float | None = None,
     context: tuple[int, str] | None = None,
-    **teraflops: float,
 ) -> Device:
-    """A row of the table. `watts` and `context`: the figure and where it stands; `nvlink`: GB/s each way."""
+    """A row of the table.
+
+    Args:
+        name: of the device.
+        source: of the figures.
+        aliases: other names.
+        figures: GB of memory, GB/s to it ("bandwidth"), GB/s of NVLink each way, and teraflops per number format.
+        capability: for kernels.
+        watts: the figure and its source.
+        context: bytes and their source.
+    """
+    teraflops = {name: figure for name, figure in figures.items() if name not in ("memory", "bandwidth", "nvlink")}
     return Device(
         name=name,
-        memory=round(gigabytes * 1e9),
-        bandwidth=gigabytes_per_sec * 1e9,
+        memory=round(figures["memory"] * 1e9),
+        bandwidth=figures["bandwidth"] * 1e9,
         flops_per_sec={dtype: peak * 1e12 for dtype, peak in teraflops.items()},
         source=f"{source}; dense, without sparsity",
         aliases=aliases,
         capability=capability,
         watts=watts[0],
         watts_source=watts[1],
-        nvlink=None if nvlink is None else nvlink * 1e9,
+        nvlink=figures["nvlink"] * 1e9 if "nvlink" in figures else None,
         context=context and context[0],
         context_source=context[1] if context else "",
     )
@@ -116,172 +124,106 @@ NOT_READ = "the page itself was not read"
 DEVICES = (
     _device(
         "B200",
-        180,
-        7700,
         "NVIDIA HGX B200 datasheet, one of eight",
+        figures={"memory": 180, "bandwidth": 7700, "nvlink": 900, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75},
         capability=(10, 0),
         watts=(1000, "1,000 W in HGX B200 (glennklockwood.com/garden/processors/B200)"),
-        nvlink=900,
-        bf16=2250,
-        fp16=2250,
-        tf32=1125,
-        fp32=75,
     ),
     _device(
         "H200",
-        141,
-        4800,
         "NVIDIA H200 SXM datasheet",
         "H200 SXM",
+        figures={"memory": 141, "bandwidth": 4800, "nvlink": 450, "bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
         capability=(9, 0),
         watts=(700, "H200 TGP 700 W: NVIDIA in MLPerf Inference v4.1, H200-SXM-141GBx8_TRT_MaxQ.json"),
-        nvlink=450,
-        bf16=989.4,
-        fp16=989.4,
-        tf32=494.7,
-        fp32=66.9,
     ),
     _device(
         "H100-SXM",
-        80,
-        3350,
         "NVIDIA H100 SXM datasheet",
         "H100",
         "H100 80GB HBM3",
+        figures={"memory": 80, "bandwidth": 3350, "nvlink": 450, "bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
         capability=(9, 0),
         watts=(700, f"NVIDIA H100 datasheet: up to 700 W, {NOT_READ}"),
-        nvlink=450,
-        bf16=989.4,
-        fp16=989.4,
-        tf32=494.7,
-        fp32=66.9,
     ),
     _device(
         "H100-PCIe",
-        80,
-        2000,
         "NVIDIA H100 PCIe datasheet",
         "H100 PCIe",
+        figures={"memory": 80, "bandwidth": 2000, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51},
         capability=(9, 0),
         watts=(350, "NVIDIA H100 PCIe product brief PB-11133: 350 W"),
-        bf16=756,
-        fp16=756,
-        tf32=378,
-        fp32=51,
     ),
     _device(
         "A100-80GB",
-        80,
-        2039,
         "NVIDIA A100 SXM datasheet",
         "A100 SXM4 80GB",
+        figures={"memory": 80, "bandwidth": 2039, "nvlink": 300, "bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
         capability=(8, 0),
         watts=(400, f"NVIDIA A100 datasheet: SXM 400 W, {NOT_READ}"),
-        nvlink=300,
-        bf16=312,
-        fp16=312,
-        tf32=156,
-        fp32=19.5,
     ),
     _device(
         "A100-40GB",
-        40,
-        1555,
         "NVIDIA A100 SXM datasheet",
         "A100 SXM4 40GB",
         "A100",
+        figures={"memory": 40, "bandwidth": 1555, "nvlink": 300, "bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
         capability=(8, 0),
         watts=(400, f"NVIDIA A100 datasheet: SXM 400 W, {NOT_READ}"),
-        nvlink=300,
-        bf16=312,
-        fp16=312,
-        tf32=156,
-        fp32=19.5,
     ),
     _device(
         "L40S",
-        48,
-        864,
         "NVIDIA L40S datasheet",
+        figures={"memory": 48, "bandwidth": 864, "bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6},
         capability=(8, 9),
         watts=(350, f"NVIDIA L40S datasheet: 350 W, {NOT_READ}"),
-        bf16=362,
-        fp16=362,
-        tf32=183,
-        fp32=91.6,
     ),
     _device(
         "L4",
-        24,
-        300,
         "NVIDIA L4 datasheet",
+        figures={"memory": 24, "bandwidth": 300, "bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3},
         capability=(8, 9),
         watts=(72, f"NVIDIA L4 datasheet: 72 W, {NOT_READ}"),
-        bf16=121,
-        fp16=121,
-        tf32=60,
-        fp32=30.3,
     ),
     _device(
         "A10",
-        24,
-        600,
         "NVIDIA A10 datasheet",
+        figures={"memory": 24, "bandwidth": 600, "bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2},
         capability=(8, 6),
         watts=(150, f"NVIDIA A10 datasheet: 150 W, {NOT_READ}"),
-        bf16=125,
-        fp16=125,
-        tf32=62.5,
-        fp32=31.2,
     ),
     _device(
         "V100-32GB",
-        32,
-        900,
         "NVIDIA V100 SXM2 datasheet",
         "V100 SXM2 32GB",
         "V100",
+        figures={"memory": 32, "bandwidth": 900, "fp16": 125, "fp32": 15.7},
         capability=(7, 0),
         watts=(300, f"NVIDIA V100 datasheet: SXM2 300 W, {NOT_READ}"),
-        fp16=125,
-        fp32=15.7,
     ),
     _device(
         "T4",
-        16,
-        320,
         "NVIDIA T4 datasheet",
+        figures={"memory": 16, "bandwidth": 320, "fp16": 65, "fp32": 8.1},
         capability=(7, 5),
         watts=(70, f"NVIDIA T4 datasheet: 70 W, {NOT_READ}"),
-        fp16=65,
-        fp32=8.1,
     ),
     _device(
         "RTX-4090",
-        24,
-        1008,
         "NVIDIA Ada architecture whitepaper",
         "RTX 4090",
+        figures={"memory": 24, "bandwidth": 1008, "bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6},
         capability=(8, 9),
         watts=(450, f"NVIDIA GeForce RTX 4090 specifications: 450 W, {NOT_READ}"),
-        bf16=165.2,
-        fp16=165.2,
-        tf32=82.6,
-        fp32=82.6,
     ),
     _device(
         "RTX-3090",
-        24,
-        936,
         "NVIDIA GA102 whitepaper",
         "RTX 3090",
+        figures={"memory": 24, "bandwidth": 936, "bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6},
         capability=(8, 6),
         watts=(350, f"NVIDIA GeForce RTX 3090 specifications: 350 W, {NOT_READ}"),
         context=(1001 * 2**20, "context of this GPU, as published: at most 1,001 MiB (pytorch #54564, before modules were loaded lazily)"),
-        bf16=71,
-        fp16=71,
-        tf32=35.6,
-        fp32=35.6,
     ),
 )
 """Accelerators by name. bf16 and fp16: tensor cores with fp32 accumulation; fp32: without tensor cores.

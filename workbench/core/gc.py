@@ -1,4 +1,4 @@
-"""Collector: Python's cyclic garbage collector, resting for a while. A full run goes over all that lives: 0.2 s once torch is loaded."""
+"""Switches Python's cyclic garbage collector off for a while, or runs it first. A full collection takes 0.2 s once torch is loaded."""
 
 import contextlib
 import gc
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 EVERYTHING = 2
-"""Python's oldest generation: a run for it goes over all objects."""
+"""Python's oldest generation: its collection looks at all objects."""
 RECENT = 1
-"""What was made since the last run for this generation or an older one, and all that was made while the collector rested."""
+"""The generation of what was made since its own or an older one's last collection, and while the collector was off."""
 
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Inside, the collector rests."""
+    """Inside, the collector is off."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -25,10 +25,10 @@ def without_gc() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collected_before(generation: int = EVERYTHING) -> Iterator[None]:
-    """Run the collector, and let it rest inside, so that storages die in the order of the program.
+    """Run the collector, and keep it off inside, so that tensors are freed in the order of the program.
 
     Args:
-        generation: the oldest that it looks at: `RECENT` where only what the last one of many has left matters.
+        generation: the oldest that is collected: `RECENT` is enough, and fast, after each of many estimates.
     """
     gc.collect(generation)
     with without_gc():
@@ -36,9 +36,9 @@ def collected_before(generation: int = EVERYTHING) -> Iterator[None]:
 
 
 def live_objects() -> list[Any]:
-    """All objects that the collector knows of, and those that a program has frozen (`gc.freeze`): they are thawed for that.
+    """All objects that the collector knows, those included that a program has frozen (`gc.freeze`).
 
-    They stay so. Frozen once more, what lies in cycles at this moment would never be freed.
+    They are unfrozen for that, and stay so: frozen again, what lies in cycles at this moment would never be freed.
     """
     gc.unfreeze()
     return gc.get_objects()

@@ -1,6 +1,7 @@
-"""Late calls: the few things that a lower module uses of a higher one, named here and imported when they are used.
+"""Imports, at the call, the few things that a lower package uses of a higher one.
 
-A result draws itself although its picture is in a higher package; a Run answers with nouns of the subjects above it.
+A result draws itself (`result.plot()`) although its picture is in a higher layer, and a Run answers with nouns of later subjects
+(`run.memory`, `run.energy`). All that is used so stands here, and nowhere else.
 """
 
 import importlib
@@ -15,19 +16,19 @@ HOMES = {
     "TraceSet": "workbench.traces.analysis.trace_set:TraceSet",
     "prove": "workbench.diagnosis.api:prove",
 }
-"""What is called late, beside pictures and panels, and where it is: `module:name`."""
+"""Name → `module:attribute`. Pictures and panels are named by the faces `workbench.plot` and `workbench.widgets`."""
 
 
 def load(name: str) -> Any:
-    """One of HOMES."""
+    """What HOMES says of a name."""
     module, _, attribute = HOMES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def picture(name: str) -> Callable[..., Any]:
     """`workbench.plot.<name>`."""
-    found: Callable[..., Any] = getattr(importlib.import_module("workbench.plot"), name)
-    return found
+    function: Callable[..., Any] = getattr(importlib.import_module("workbench.plot"), name)
+    return function
 
 
 def panel(name: str) -> Callable[..., Any]:
@@ -36,5 +37,5 @@ def panel(name: str) -> Callable[..., Any]:
     Raises:
         ImportError: ipywidgets is not installed (a machine without the `notebooks` extra).
     """
-    found: Callable[..., Any] = getattr(importlib.import_module("workbench.widgets"), name)
-    return found
+    function: Callable[..., Any] = getattr(importlib.import_module("workbench.widgets"), name)
+    return function

@@ -1,11 +1,11 @@
-"""The table of optimizers that have a name here: family, options with defaults, and what panels offer. Free of torch."""
+"""The table of optimizers that a spec can name: family, options with defaults, and what panels offer. Needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Family = Literal["sgd", "adam", "other"]
-"""What the scaling rules treat alike: "sgd" steps in proportion to the gradient, "adam" divides it by its own size (Malladi's square root
+"""What the scaling rules distinguish: "sgd" steps in proportion to the gradient, "adam" divides it by its own size (Malladi's square root
 rule is for these), "other" are adaptive too, but no rule was derived for them."""
 
 _SHARED = ("lr", "weight_decay")
@@ -112,13 +112,7 @@ _TABLE = (
         defaults={**_ADAM, "lr": 0.002},
         other_options=("momentum_decay", "decoupled_weight_decay"),
     ),
-    NamedOptimizer(
-        name="radam",
-        class_name="RAdam",
-        family="adam",
-        defaults=_ADAM,
-        other_options=("decoupled_weight_decay",),
-    ),
+    NamedOptimizer(name="radam", class_name="RAdam", family="adam", defaults=_ADAM, other_options=("decoupled_weight_decay",)),
 )
 """The commonest first; a test compares options and defaults with the real classes."""
 OPTIMIZERS: Mapping[str, NamedOptimizer] = {row.name: row for row in sorted(_TABLE, key=lambda row: row.name)}

@@ -1,4 +1,4 @@
-"""Where the workbench's own files are."""
+"""ROOT, the folder of the package `workbench`: tells its own files from a user's."""
 
 from pathlib import Path
 

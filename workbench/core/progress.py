@@ -1,4 +1,4 @@
-"""Progress: one line in a terminal, written over itself, that says how a run gets on."""
+"""Shows the progress of a run as one line in a terminal that is written over itself."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ _CELLS = 20
 
 
 class ProgressLine:
-    """A line that is written anew while something runs; nothing where the output is not a terminal."""
+    """A line that is rewritten while something runs. Where stderr is not a terminal, nothing is written."""
 
     def __init__(self, text: Callable[[], str]) -> None:
         """
@@ -30,7 +30,7 @@ class ProgressLine:
             _write(self._text())
 
     def close(self, last: object) -> None:
-        """Leave something in the place of the line, if there was one."""
+        """Replace the line, if one was shown, by a last one."""
         if self._shown:
             _write(f"{last}\n")
 
@@ -41,7 +41,7 @@ def _write(text: str) -> None:
 
 
 def progress_text(name: str, done: int, steps: int | None, seconds: float, rows: Sequence[Mapping[str, Any]]) -> str:
-    """How a run gets on, in a line.
+    """The progress of a run in one line.
 
     Args:
         name: of the run.

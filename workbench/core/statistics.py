@@ -1,4 +1,4 @@
-"""Statistics: an interval (low, mid, high), and the bootstrap interval of paired measurements."""
+"""The Interval (low, mid, high) of a quantity, and the bootstrap interval of paired measurements."""
 
 import math
 import random
@@ -10,7 +10,7 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass, OrInf, OrMinusInf, fields_from_json, from_json, to_json
 
 ONE_PAIR = 0.1
-"""A single pair does not show how far blocks differ: by this fraction, about what neighbours do on a machine that others use, too."""
+"""How far the blocks of a single pair are taken to differ by chance: about what neighbouring blocks do on a shared machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Interval(JsonDataclass):
     low: OrMinusInf
     """Lower end; -inf = there is none."""
     mid: float
-    """What is reckoned with where one number is needed."""
+    """The value to use where one number is needed."""
     high: OrInf
     """Upper end; inf = there is none."""
 
@@ -47,7 +47,7 @@ class Interval(JsonDataclass):
         return self.low <= value <= self.high
 
     def cells(self, show: Callable[[float], str]) -> list[str]:
-        """The middle, the lower and the upper end as text; a dash for an end that there is not."""
+        """The middle, the lower and the upper end as text; a dash for an infinite end."""
         return [show(value) if math.isfinite(value) else units.MISSING for value in (self.mid, self.low, self.high)]
 
     def to_list(self) -> list[float | None]:
@@ -64,11 +64,11 @@ class Interval(JsonDataclass):
 
 
 def interval_of(pairs: Sequence[tuple[float, float]], what: Any, *, draws: int = 400, level: float = 0.9) -> Interval:
-    """`what(base, arm)` of the pairs' sums, with its bootstrap interval over the pairs (the same draws each time: no chance in a result).
-    Of a single pair it is as wide as if the arm's block were off by `ONE_PAIR`.
+    """`what(base, arm)` of the pairs' sums, with its bootstrap interval over the pairs (always the same draws, so that a result repeats).
+    With a single pair it is as wide as if the variant's block were off by `ONE_PAIR`.
 
     Args:
-        pairs: neighbours in time: (baseline, arm).
+        pairs: (baseline, variant), neighbours in time.
         what: a function of both sums.
         draws: how many resamples.
         level: the probability that the interval holds.
@@ -78,13 +78,16 @@ def interval_of(pairs: Sequence[tuple[float, float]], what: Any, *, draws: int =
     """
     if not pairs:
         raise ValueError("an interval of no pairs: measure at least one")
-    mid = what(sum(base for base, _ in pairs), sum(arm for _, arm in pairs))
+
+    def of(some: Sequence[tuple[float, float]]) -> float:
+        return float(what(sum(base for base, _ in some), sum(changed for _, changed in some)))
+
+    mid = of(pairs)
     if len(pairs) == 1:
-        base, arm = pairs[0]
-        ends = sorted(what(base, arm * by) for by in (1 - ONE_PAIR, 1 + ONE_PAIR))
+        base, changed = pairs[0]
+        ends = sorted(what(base, changed * by) for by in (1 - ONE_PAIR, 1 + ONE_PAIR))
         return Interval(low=min(ends[0], mid), mid=mid, high=max(ends[1], mid))
     chance = random.Random(0)
-    drawn = [chance.choices(pairs, k=len(pairs)) for _ in range(draws)]
-    values = sorted(what(sum(base for base, _ in some), sum(arm for _, arm in some)) for some in drawn)
+    values = sorted(of(chance.choices(pairs, k=len(pairs))) for _ in range(draws))
     edge = round((1 - level) / 2 * (draws - 1))
     return Interval(low=min(values[edge], mid), mid=mid, high=max(values[-1 - edge], mid))

@@ -1,4 +1,4 @@
-"""Numbers to text: the only place in the workbench that knows prefixes, percent signs and thousands separators."""
+"""Formats numbers as text. No other file knows prefixes, percent signs or thousands separators."""
 
 import math
 

@@ -1,6 +1,6 @@
-"""Names of the phases and parts of a training step, and of the parts of its memory: each stands here once.
+"""Names the phases of a training step, the parts of a diagnosed step and the parts of its memory.
 
-Their colours stand in `plot.colors`, and each part of memory is a field of `memory.breakdown.MemoryBreakdown`; tests compare them.
+Their colours are in `core/display/colors.py`. Each part of memory is a field of `MemoryBreakdown`. Tests compare them.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ PART_WORDS: Mapping[str, str] = {
     "straggler": "waiting for the slowest rank",
     "stalls": "stalls, spread over all steps",
 }
-"""Part of a diagnosed step → as people say it."""
+"""Part of a diagnosed step → its name in a sentence."""
 PARTS = tuple(PART_WORDS)
 """What a diagnosed step's length is the sum of. `data_wait`: what the loader adds to the step. `transfer`: copies to the device
 that nothing hides. `compute`: operators of forward and backward. `host`: Python, launches, sleeping: no operator runs. `optimizer`: its
@@ -35,20 +35,20 @@ cleared."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """A group in which storages are counted."""
+    """A part of memory, which storages of some categories are counted in."""
 
     name: str
     """Public: a field of MemoryBreakdown."""
     categories: tuple[str, ...]
-    """Kinds of storage, as recorders write them, that are counted in it."""
+    """Categories of storages, as memory logs name them."""
     noun: str = ""
-    """What its storages are called in a sentence; empty = by the operator that made them."""
+    """What its storages are called in a sentence; empty = they are named by the operator that made them."""
     of_module: bool = False
-    """Is the module that has them said along with the noun?"""
+    """Does a sentence name their module as well?"""
     lasting: bool = False
-    """Is it there all the time, so that it does not make a moment of forward or backward the fullest one?"""
+    """Is it there all the time, so that it does not explain the peak in forward or backward?"""
     planned: str = ""
-    """Its name in the memory of a Plan; empty = plans do not reckon it."""
+    """Its name in the memory of a Plan; empty = plans do not estimate it."""
 
 
 MEMORY_PARTS = (

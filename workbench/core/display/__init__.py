@@ -1,1 +1,1 @@
-"""display."""
+"""Tables, axes, colours and HTML: how results, pictures and panels look."""

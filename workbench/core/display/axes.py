@@ -1,7 +1,4 @@
-"""The ground that pictures are drawn on: a figure where none is given, and one calm style for every Axes.
-
-Stacked horizontal bars with a legend above and a text at the end of each: how every picture of a step is drawn.
-"""
+"""Draws on matplotlib Axes in the workbench's style: new figures, stacked horizontal bars with a legend and end labels, step curves."""
 
 from __future__ import annotations
 

@@ -1,20 +1,13 @@
-"""One colour per phase and per part of a step, the same in every picture, table and panel; chosen to stay apart for colour-blind readers.
+"""The colours of phases, parts of a step and parts of memory, the same in every picture and panel, distinct for colour-blind readers too.
 
-Warm: the step waits for data or moves it. Blue: it computes. Purple: it updates the weights. Green: ranks exchange gradients. Brown: others
-hold it up. Grey: the rest. What clocks call a phase and experiments call a part has one colour. Any two phases, parts or groups of memory
+Warm: the step waits for data or moves it. Blue: it computes. Purple: it updates the weights. Green: ranks exchange gradients. Brown: it is
+delayed. Grey: the rest. What clocks call a phase and experiments call a part has one colour. Any two phases, parts or groups of memory
 are at least 25 apart in CIE L*a*b* for normal, protanopic, deuteranopic and tritanopic eyes (a test measures it; Okabe and Ito's well-known
 palette, from which these were moved, comes down to 16 here, its green beside our grey). And a colour never stands alone: a legend, a label
 or a tooltip says the same in words.
 """
 
-PHASES = {
-    "data_wait": "#da5300",
-    "h2d": "#f0c93a",
-    "forward": "#0957ae",
-    "backward": "#62b2ee",
-    "optimizer": "#9a5680",
-    "other": "#bababa",
-}
+PHASES = {"data_wait": "#da5300", "h2d": "#f0c93a", "forward": "#0957ae", "backward": "#62b2ee", "optimizer": "#9a5680", "other": "#bababa"}
 """Phase → colour, in the order of `vocabulary.PHASES`."""
 
 PARTS = {

@@ -1,4 +1,4 @@
-"""How results show themselves: `Table` (text, HTML, DataFrame), `Shown`, methods `to_frame` and `plot`, late calls of plots and panels."""
+"""How results show themselves: `Table` as text, HTML and DataFrame, the mixin `Shown`, and methods `to_frame` and `plot`."""
 
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,7 +45,7 @@ class Table:
                 raise ValueError(f"a row has {len(row)} cells, the table has {len(self.columns)} columns: {', '.join(self.columns)}")
 
     def _right(self) -> list[bool]:
-        """Columns of numbers stand right: those whose cells all look like one."""
+        """Is a column aligned right, since all its cells are numbers?"""
         return [bool(self.rows) and all(_is_number(str(row[i])) for row in self.rows) for i in range(len(self.columns))]
 
     def __str__(self) -> str:
