@@ -156,7 +156,7 @@ def test_the_line_that_takes_the_time_is_named(work: Callable[[], object], funct
     lines = dict[str, float]()
     for line, share in sampler.lines():
         file, name = line.split(" ")
-        assert file.startswith("test_sampler.py:")
+        assert file.startswith("test_stack_sampler.py:")
         lines[name] = lines.get(name, 0.0) + share
     assert max(lines, key=lambda name: lines[name]) == function, sampler.lines()
     kinds = places(sampler)

@@ -1,4 +1,4 @@
-"""Energy counters: what the hardware says of the joules it draws, read while steps run; nothing where it does not tell.
+"""Reads the hardware's energy counters while a run goes on, and writes the joules into its run directory.
 
 GPUs: NVML's total energy since the driver was loaded (Volta and later), by the package nvidia-ml-py. CPUs: RAPL's packages and memory, in
 /sys/class/powercap, which many systems let only root read. A package's counter is that of the whole chip, whoever used it.
@@ -20,17 +20,17 @@ from workbench.core import run_directory
 
 POWERCAP = Path("/sys/class/powercap")
 INTERVAL = 20.0
-"""Seconds between two looks: a RAPL counter of 2**16 J at 300 W is round after 218 s, and must be seen before."""
+"""Seconds between two readings: a RAPL counter of 2**16 J wraps around after 218 s at 300 W, and must be read before."""
 _ZONE = re.compile(r"intel-rapl:\d+(:\d+)?")
 
 
 class EnergyCounter(Protocol):
-    """One counter."""
+    """A counter of energy."""
 
     name: str
 
     def joules(self) -> float:
-        """As it stands, since some moment; OSError where it cannot be read."""
+        """Its reading, from an arbitrary zero; OSError where it cannot be read."""
 
 
 class RaplCounter:
@@ -46,7 +46,7 @@ class RaplCounter:
         self._last, self._rounds = float(self._file.read_text()), 0
 
     def joules(self) -> float:
-        """As it stands, rounds added."""
+        """Its reading, wrap-arounds added."""
         now = float(self._file.read_text())
         self._rounds += now < self._last
         self._last = now
@@ -61,7 +61,7 @@ class NvmlCounter:
         self.joules()
 
     def joules(self) -> float:
-        """As it stands."""
+        """Its reading."""
         try:
             return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
         except self._nvml.NVMLError as error:
@@ -75,7 +75,7 @@ def energy_counters(gpus: int = 0, root: Path = POWERCAP) -> list[EnergyCounter]
         gpus: the first so many visible GPUs.
         root: the powercap tree.
     """
-    found: list[EnergyCounter] = []
+    counters: list[EnergyCounter] = []
     for folder in sorted(root.glob("intel-rapl:*")) if root.is_dir() else ():
         if not _ZONE.fullmatch(folder.name):
             continue
@@ -83,8 +83,8 @@ def energy_counters(gpus: int = 0, root: Path = POWERCAP) -> list[EnergyCounter]
             zone = RaplCounter(folder)
             whole = ":" not in folder.name.removeprefix("intel-rapl:") and zone.kind != "psys"  # which has the packages in it
             if whole or zone.kind == "dram":  # cores and so on are in the package
-                found.append(zone)
-    return [*found, *_gpus(gpus)]
+                counters.append(zone)
+    return [*counters, *_gpus(gpus)]
 
 
 def _gpus(count: int) -> Iterator[EnergyCounter]:
@@ -114,18 +114,18 @@ class EnergyLog:
         meters: counters that are read; one that stops answering is left out.
     """
 
-    def __init__(self, found: list[EnergyCounter], every: float = INTERVAL, tell: Callable[[dict[str, Any]], object] = bool) -> None:
+    def __init__(self, counters: list[EnergyCounter], every: float = INTERVAL, tell: Callable[[dict[str, Any]], object] = bool) -> None:
         """
         Args:
-            found: counters.
-            every: seconds between two looks.
-            tell: hears after each look what `so_far` says.
+            counters: to read.
+            every: seconds between two readings.
+            tell: is called after each reading with what `so_far` returns.
         """
         self._tell = tell
         self.meters: dict[str, EnergyCounter] = {}
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
-        for meter in found:
+        for meter in counters:
             with contextlib.suppress(OSError, ValueError):
                 self._first[meter.name] = self._last[meter.name] = meter.joules()
                 self.meters[meter.name] = meter
@@ -165,18 +165,18 @@ class EnergyLog:
 
 @contextlib.contextmanager
 def record_energy(run_dir: Path, *, rank: int, gpus: int) -> Iterator[None]:
-    """Write what the steps inside draw into a run directory; rank 0 of a machine's reads for all its GPUs, and the first one's counts.
+    """Write the energy that the steps inside draw into a run directory. Rank 0 reads the counters of all GPUs of its machine.
 
-    Where nothing can be read nothing is written, and a full disk is no reason to fail. It is written now and then while the run goes on, so
-    that one that is killed has told nearly all; one that goes on from a checkpoint adds to what its earlier lives have drawn.
+    Where no counter can be read nothing is written, and a full disk does not fail the run. It is written now and then, so that a killed
+    run has recorded nearly all. A run that goes on from a checkpoint adds to what its earlier attempts drew.
 
     Args:
         run_dir: of the run.
         rank: of this process; others than 0 do nothing.
         gpus: that the run has on this machine.
     """
-    found = energy_counters(gpus) if rank == 0 else []
-    if not found:
+    counters = energy_counters(gpus) if rank == 0 else []
+    if not counters:
         yield
         return
     before = _before(run_dir)
@@ -189,7 +189,7 @@ def record_energy(run_dir: Path, *, rank: int, gpus: int) -> Iterator[None]:
         with contextlib.suppress(OSError):
             tell(seen)
 
-    log = EnergyLog(found, tell=meanwhile)
+    log = EnergyLog(counters, tell=meanwhile)
     try:
         yield
     finally:
@@ -200,14 +200,14 @@ def record_energy(run_dir: Path, *, rank: int, gpus: int) -> Iterator[None]:
 
 
 def _before(run_dir: Path) -> dict[str, Any]:
-    """What earlier lives of the run have drawn; nothing where their file is damaged: what was written there cannot be told then."""
+    """What earlier attempts of the run drew; nothing where their file is damaged."""
     nothing: dict[str, Any] = {"seconds": 0.0, "joules": {}, "lives": 0}
     if not (run_dir / run_directory.ENERGY).exists():
         return nothing
     try:
-        found = run_directory.read_json(run_dir / run_directory.ENERGY)
-        joules = {name: _number(value) for name, value in found["joules"].items()}
-        return {"seconds": _number(found["seconds"]), "joules": joules, "lives": int(found.get("lives", 1))}
+        written = run_directory.read_json(run_dir / run_directory.ENERGY)
+        joules = {name: _number(value) for name, value in written["joules"].items()}
+        return {"seconds": _number(written["seconds"]), "joules": joules, "lives": int(written.get("lives", 1))}
     except (OSError, run_directory.DamagedRunError, AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return nothing
 
@@ -216,7 +216,7 @@ def _number(value: Any) -> float:
     """Joules or seconds; ValueError or TypeError where they cannot be added to."""
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{value!r:.40}: a finite number is wanted")
+        raise ValueError(f"{value!r:.40}: expected a finite number")
     return number
 
 

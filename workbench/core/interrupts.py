@@ -1,8 +1,8 @@
-"""Interrupts: Ctrl-C while torch asks Python what to do waits for a moment at which an exception can pass through torch.
+"""Delays Ctrl-C while torch calls back into Python, until a moment at which an exception can pass through torch.
 
 Within a dispatch mode torch calls Python at many places. At some of them an exception ends the process (C++'s `std::terminate`; seen with
-torch 2.13, also where a mode's own `__torch_dispatch__` raised it), in the callbacks of weak references it is swallowed, and in code that
-puts things back it leaves them as they are.
+torch 2.13, also where a mode's own `__torch_dispatch__` raised it). In the callbacks of weak references it is swallowed, and code that
+restores state is left half done.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from types import FrameType
 from typing import Any
 
 PATIENCE = 5.0
-"""Seconds after which a second Ctrl-C is heard at once, whatever comes of it: no moment came."""
-_NOT_THEIRS = {"torch", "workbench", "numpy", *sys.stdlib_module_names}
-"""Packages whose code may be called by torch from where no exception may come."""
+"""Seconds after which a second Ctrl-C is delivered at once, at whatever risk."""
+_LIBRARIES = {"torch", "workbench", "numpy", *sys.stdlib_module_names}
+"""Packages whose code torch may call from where no exception may pass."""
 
 
 class _Block:
-    """A block inside which an interrupt waits. The main thread, which alone handles signals, has one at most."""
+    """A block inside which interrupts are deferred. The main thread, which alone handles signals, is in one at most."""
 
     def __init__(self, before: Any) -> None:
         self._before = before  # the handler that was there
@@ -62,15 +62,15 @@ class _Block:
             return False  # the block begins or ends
         if self._since is not None and time.monotonic() - self._since > PATIENCE:
             return True
-        return not _in_callback(frame) if self.at_once else package not in _NOT_THEIRS
+        return not _in_callback(frame) if self.at_once else package not in _LIBRARIES
 
     def deliver_pending(self, frame: FrameType | None) -> None:
-        """Let an interrupt that waits come."""
+        """Deliver an interrupt that was deferred."""
         if self._since is not None:
             self._deliver(frame)
 
     def _deliver(self, frame: FrameType | None) -> None:
-        """Let the handler that was there before have it; as a rule it raises KeyboardInterrupt."""
+        """Call the handler that was there before; as a rule it raises KeyboardInterrupt."""
         self._since = None
         self._before(signal.SIGINT, frame)
 
@@ -79,20 +79,20 @@ _waiting: _Block | None = None
 
 
 class _Within:
-    """A part of a block in which interrupts come at once, or, in a part of that, wait as before."""
+    """A part of a block in which interrupts come at once, or, nested in such a part, are deferred again."""
 
     def __init__(self, block: _Block, allow_interrupts: bool) -> None:
         self._block, self._at_once, self._before = block, allow_interrupts, block.at_once
 
     def __enter__(self) -> None:
-        self._here()
+        self._deliver()
         self._block.at_once = self._at_once
 
     def __exit__(self, *_: object) -> None:
         self._block.at_once = self._before
-        self._here()
+        self._deliver()
 
-    def _here(self) -> None:
+    def _deliver(self) -> None:
         if self._at_once:
             self._block.deliver_pending(sys._getframe(1))
 
@@ -112,7 +112,7 @@ def _in_callback(frame: FrameType | None) -> bool:
 
 
 def _tell() -> None:
-    """Say that the interrupt was not lost; a stream that cannot be written to just now is no reason to raise from here."""
+    """Say that the interrupt was not lost. A stream that cannot be written to now is no reason to raise from here."""
     with contextlib.suppress(Exception):
         print(
             f"interrupt noted: it comes after the module that is running; another one after {PATIENCE:.0f} s comes at once",
@@ -126,10 +126,10 @@ def _in_main_thread() -> bool:
 
 
 def defer_interrupts() -> AbstractContextManager[None]:
-    """Inside, an interrupt waits for `here`, for code of the user's own, or for the end of the block, and a line on stderr says so.
+    """Inside, an interrupt waits for `deliver_interrupt`, for the user's own code or for the end of the block; a line on stderr says so.
 
-    Elsewhere than in the main thread nothing is changed, nor where interrupts are not handled in Python. A handler that is set inside is
-    heard at once, and stays. `asyncio.run` inside sets none, since it looks for Python's own: there an interrupt waits as elsewhere.
+    Nothing changes in other threads than the main one, or where interrupts are not handled in Python. A handler that is set inside is
+    called at once, and stays. `asyncio.run` inside sets none, since it looks for Python's own: there an interrupt is deferred too.
     """
     before = signal.getsignal(signal.SIGINT)
     if not _in_main_thread() or (_waiting is None and not callable(before)):
@@ -138,11 +138,11 @@ def defer_interrupts() -> AbstractContextManager[None]:
 
 
 def allow_interrupts() -> AbstractContextManager[None]:
-    """Inside, an interrupt comes at once, also one that waits: for parts of `waiting` in which torch is not asked for anything."""
+    """Inside, interrupts come at once, one that was deferred too: for parts of `defer_interrupts` that do not call torch."""
     return _Within(_waiting, allow_interrupts=True) if _waiting is not None and _in_main_thread() else contextlib.nullcontext()
 
 
 def deliver_interrupt() -> None:
-    """A moment at which an exception may be raised: an interrupt that waits is delivered. Within the call of an operator there is none."""
+    """Deliver an interrupt that was deferred. Call it where an exception may be raised, never within the call of an operator."""
     if _waiting is not None and _in_main_thread():
         _waiting.deliver_pending(sys._getframe(1))

@@ -1,7 +1,7 @@
-"""The files of a run: whole-file JSON by atomic rename, append-only JSON lines, tails that follow them, and the lock that says "alive".
+"""Reads and writes the files of a run: JSON by atomic rename, append-only JSON lines, tails that follow them, and the lock of a live run.
 
-A run directory is the contract between processes (the kernel, the guard, every rank), so each reader here copes with a writer that is
-still writing, has crashed or has met a full disk; and each writer leaves whole lines and whole files only.
+A run directory is the contract between processes (the kernel, the guard, every rank). So each reader here copes with a writer that is
+still writing, has crashed or met a full disk, and each writer leaves only whole lines and whole files.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ FORMAT = 1
 RUN_JSON, METRICS, LOCK, RESERVE = "run.json", "metrics.jsonl", "guard.lock", "reserve"
 LAUNCHER_LOG, ERRORS, LOGS = "launcher.log", "errors", "logs"
 NODES, NODE_JSON, BEAT = "nodes", "node.json", "beat"
-"""Of a run on several machines: `nodes/<k>/` holds what the guard of the k-th one says, and its sign of life."""
+"""Of a run on several machines: `nodes/<k>/` holds what the guard of machine k writes, and its heartbeat."""
 JOB, JOB_SCRIPT, JOB_LOG, STOP = "slurm.json", "job.sh", "slurm.log", "stop"
 CHECKPOINTS = "checkpoints"
 EVIDENCE, CONTEST, MEMORY = "evidence.json", "contest.json", "memory"
@@ -34,7 +34,7 @@ TRACES = "traces"
 """Folder of what torch's profiler wrote; TensorBoard finds it there."""
 ENV_RUN_DIR, ENV_RUN_ID = "WORKBENCH_RUN_DIR", "WORKBENCH_RUN_ID"
 METRIC_KEYS = frozenset({"step", "steps", "loss", "lr", "samples", "seconds"})
-"""What every row of METRICS may hold; anything else is a figure of an evaluation."""
+"""What every row of METRICS may hold. Any other key is a figure of an evaluation."""
 RESERVE_BYTES = 64 * 1024
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -58,7 +58,7 @@ def noise_file(rank: int) -> str:
 
 
 def part_of(path: Path) -> Path:
-    """Where a file is written before it takes its name: a name that nobody else has, on no machine and in no container."""
+    """Where a file is written before it is renamed: a path that no other process uses, on any machine or in any container."""
     return path.with_name(f"{path.name}.{platform.node()}-{uuid.uuid4().hex}.part")
 
 
@@ -94,7 +94,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def full_message(path: Path, code: int | None = None) -> str:
-    """What to say when `path` could not grow: how much is free, and what to do; `code` is the `errno` of the attempt, if known."""
+    """The error message when `path` could not grow: how much is free, and what to do; `code` is the `errno` of the attempt, if known."""
     if code == errno.EFBIG:
         return f"{path} may not grow any more: files of this process have a limit (ulimit -f). Raise it before the program starts"
     free = "unknown"
@@ -105,28 +105,28 @@ def full_message(path: Path, code: int | None = None) -> str:
 
 
 def free_reserve(run_dir: Path) -> None:
-    """Give back the bytes set aside at launch, so that the last word of a run fits on a full disk."""
+    """Free the bytes set aside at launch, so that the outcome of a run can be written to a full disk."""
     (run_dir / RESERVE).unlink(missing_ok=True)
 
 
 def log_files(run_dir: Path) -> list[tuple[Path, int]]:
-    """Files with what the ranks of a launch printed, each with its rank. torchrun names them by the rank on its own machine."""
-    found = [(path, int(path.parent.name)) for path in sorted(run_dir.glob(f"{LOGS}/*/attempt_*/*/std*.log"))]
+    """The files with what the ranks of a launch printed, each with its rank. torchrun names them by the local rank."""
+    logs = [(path, int(path.parent.name)) for path in sorted(run_dir.glob(f"{LOGS}/*/attempt_*/*/std*.log"))]
     if not (run_dir / NODES).exists():
-        return found
+        return logs
     for folder in sorted((run_dir / NODES).iterdir()):
         with contextlib.suppress(DamagedRunError):  # a machine that has not said anything yet
             ranks = read_json(folder / NODE_JSON)["ranks"]
             if folder.name == "0":
-                found = [(path, ranks.get(str(local), local)) for path, local in found]
+                logs = [(path, ranks.get(str(local), local)) for path, local in logs]
                 continue
             paths = sorted(folder.glob(f"{LOGS}/*/attempt_*/*/std*.log"))
-            found += [(path, ranks[path.parent.name]) for path in paths if path.parent.name in ranks]
-    return found
+            logs += [(path, ranks[path.parent.name]) for path in paths if path.parent.name in ranks]
+    return logs
 
 
 def launcher_logs(run_dir: Path) -> list[Path]:
-    """What torchrun said, on each machine."""
+    """What torchrun printed, on each machine."""
     return [run_dir / LAUNCHER_LOG, *sorted(run_dir.glob(f"{NODES}/*/{LAUNCHER_LOG}"))]
 
 
@@ -172,14 +172,14 @@ class LineWriter:
 
 
 def cut_to_whole_lines(path: Path) -> None:
-    """Take away a last line that its writer did not live to end, before another one goes on in the file."""
+    """Remove an unfinished last line, before another process appends to the file."""
     keep_rows(path, lambda row: True)
 
 
 def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], object]) -> None:
-    """Take away the rows of a file of lines for which `keep` says no, what is no row, and a last line without an end.
+    """Remove the rows of a JSON-lines file for which `keep` is false, lines that are no row, and an unfinished last line.
 
-    A new file takes the name, so that who follows the old one sees that it has to begin anew. Without a change nothing is written.
+    The file is replaced, so that a tail of the old one sees that it has to begin anew. Without a change nothing is written.
     """
     data = path.read_bytes()
     lines = data.splitlines(keepends=True)
@@ -214,7 +214,7 @@ class _Tail:
         self._offset, self._rest = start, b""
         self._file: tuple[int, int] | None = None
         self.anew = False
-        """Has the last read begun anew, because another file has taken the name (a run that went on from a checkpoint)?"""
+        """Did the last read begin anew, because the file was replaced (a run that went on from a checkpoint)?"""
 
     def _lines(self) -> list[bytes]:
         self.anew = False

@@ -18,14 +18,14 @@ from typing import Self
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 MAX_THREADS = 8
-"""Threads whose waiting is followed."""
+"""Threads whose delay is followed."""
 MAX_READS_BETWEEN_LISTINGS = 256
-"""They are looked for every so many readings."""
+"""New threads are looked for at least every so many readings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """What else went on. Above the limits of the verdict it spoils the result."""
+    """What else the machine did during an experiment. Above the limits of the verdict it spoils the result."""
 
     cores: float
     """That this process may use (affinity, cgroup quota)."""
@@ -34,7 +34,7 @@ class Noise:
     waiting: float = 0.0
     """Fraction of the time that the training thread was ready and waited for a core."""
     spread: float = 0.0
-    """Middle half over median of the cached blocks."""
+    """Interquartile range over median of the cached blocks."""
 
 
 def usable_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> float:
@@ -50,12 +50,12 @@ def _affinity() -> set[int]:
 
 def _quota(cgroup: Path, proc: Path) -> float:
     """Cores of the tightest quota on the way up to the root; infinite without one."""
-    found = [float("inf")]
+    quotas = [float("inf")]
     for texts in control_groups("cpu", ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"], root=cgroup, proc=proc):
         numbers = " ".join(texts).split()
         if len(numbers) == 2 and all(number.isdigit() and int(number) for number in numbers):  # "max" and -1 are none
-            found.append(int(numbers[0]) / int(numbers[1]))
-    return min(found)
+            quotas.append(int(numbers[0]) / int(numbers[1]))
+    return min(quotas)
 
 
 class RunQueueDelay:
@@ -65,7 +65,7 @@ class RunQueueDelay:
     """
 
     def __init__(self, proc: Path = PROC) -> None:
-        """Follow the calling thread, and those that help it: operators may run in several, and the slowest one decides."""
+        """Follow the calling thread and those that help it: operators may run in several threads, and the slowest decides."""
         self._tasks = proc / str(os.getpid()) / "task"
         self._own = threading.get_native_id()
         self._files: dict[int, int] = {}
@@ -77,10 +77,10 @@ class RunQueueDelay:
         self.known = self._open(self._own)
 
     def read(self) -> float:
-        """Seconds so far: the difference of two readings is a delay.
+        """Seconds so far; the difference of two readings is a delay.
 
-        The waits of all threads are added up, to the time that has passed at most: where two of them share a core, one that is ahead
-        waits for the other in a loop, and they take turns in waiting for the core.
+        The delays of all threads are added up, but to no more than the time that passed. Where two threads share a core, the faster
+        one polls for the other, and each waits for the core in turn.
         """
         if not self.known:
             return 0.0
@@ -141,7 +141,7 @@ class RunQueueDelay:
 
 
 class GcTimer:
-    """The time that Python's cyclic garbage collector takes, while entered: `with Collections() as collections: … collections.seconds`."""
+    """Adds up the time that Python's cyclic garbage collector takes: `with GcTimer() as timer: … timer.seconds`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._begun = clock, 0.0
@@ -167,7 +167,7 @@ class GcTimer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What went on for a while. Seconds, except for `foreign`."""
+    """The load during some time. Seconds, except for `foreign`."""
 
     seconds: float
     cpu: float
@@ -175,7 +175,7 @@ class Load:
     thread_cpu: float
     """CPU of the thread that is measured."""
     waiting: float
-    """That thread was ready, and waited for a core; 0 where the kernel does not tell."""
+    """That thread was ready and waited for a core; 0 where the kernel does not tell."""
     foreign: float
     """Cores taken by processes that are not ours, on average; 0 where the kernel does not tell."""
 
@@ -196,7 +196,7 @@ class _Moment:
 
 
 class LoadMeter:
-    """Measures the load around the calling thread, from its making on.
+    """Measures the load around the calling thread, from its creation on.
 
     Processes are ours if they descend from this one, or from the launcher of its ranks: other ranks are not foreign.
     """
@@ -216,19 +216,19 @@ class LoadMeter:
         self._first = self._last = self._now()
 
     def lap(self) -> Load:
-        """What went on since the last lap, or since the start."""
+        """The load since the last lap, or since the start."""
         before, self._last = self._last, self._now()
         return self._between(before, self._last)
 
     def total(self) -> Load:
-        """What went on since the start."""
+        """The load since the start."""
         return self._between(self._first, self._now())
 
     def noise(self, spread: float = 0.0) -> Noise:
-        """Likewise, as evidence.
+        """The load since the start, as evidence.
 
         Args:
-            spread: middle half over median of the blocks that should have been alike.
+            spread: interquartile range over median of blocks that should be alike.
         """
         total = self.total()
         waiting = total.waiting / total.seconds if total.seconds > 0 else 0.0
@@ -266,12 +266,12 @@ class LoadMeter:
         return busy
 
     def _ours(self) -> float:
-        """CPU of all processes of ours, those that are over and were waited for included."""
+        """CPU of all our processes, ended ones included."""
         return cpu_of_tree(self._root, self._proc)
 
 
 def cpu_of_tree(root: int, proc: Path = PROC) -> float:
-    """CPU seconds so far of a process and its descendants, those that this one has waited for included."""
+    """CPU seconds so far of a process and its descendants, ended ones that this process has waited for included."""
     import resource  # there is none on Windows
 
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -279,7 +279,7 @@ def cpu_of_tree(root: int, proc: Path = PROC) -> float:
 
 
 def cpu_of_process(pid: int) -> float:
-    """CPU seconds of a process of this user, ended threads included; 0 if there is none such, or off Linux."""
+    """CPU seconds of a process of this user, ended threads included; 0 if there is no such process, or off Linux."""
     try:
         return time.clock_gettime_ns(~pid << 3 | 2) / 1e9  # the kernel's name for the clock of a process
     except (AttributeError, OSError, OverflowError):
@@ -327,7 +327,7 @@ def control_groups(
 
 
 def text_of(path: Path) -> str:
-    """What a file says; "" where it cannot be read."""
+    """The text of a file; "" where it cannot be read."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.read_text()
     return ""
