@@ -177,7 +177,7 @@ def test_visible_gpus() -> None:
 
 
 def test_steps_are_metered_by_the_first_rank_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.core.energy_counters.meters", lambda gpus: [Counter("RAPL package-0", [1.0, 4.0, 4.0])])
+    monkeypatch.setattr("workbench.core.energy_counters.energy_counters", lambda gpus: [Counter("RAPL package-0", [1.0, 4.0, 4.0])])
     with record_energy(tmp_path, rank=1, gpus=0):
         pass
     assert not (tmp_path / run_directory.ENERGY).exists()
@@ -197,7 +197,7 @@ def test_steps_are_metered_by_the_first_rank_only(tmp_path: Path, monkeypatch: p
 
 def test_a_run_that_goes_on_adds_to_what_its_earlier_lives_have_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lives = iter([[Counter("RAPL a", [1.0, 4.0, 4.0])], [Counter("RAPL a", [10.0, 12.0]), Counter("RAPL b", [0.0, 7.0])]])
-    monkeypatch.setattr("workbench.core.energy_counters.meters", lambda gpus: next(lives))
+    monkeypatch.setattr("workbench.core.energy_counters.energy_counters", lambda gpus: next(lives))
     for _ in range(2):
         with record_energy(tmp_path, rank=0, gpus=0):
             pass
@@ -223,7 +223,7 @@ def test_a_life_that_is_killed_has_told_what_it_drew(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_of_an_earlier_life_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.core.energy_counters.meters", lambda gpus: [Counter("RAPL a", [1.0, 4.0])])
+    monkeypatch.setattr("workbench.core.energy_counters.energy_counters", lambda gpus: [Counter("RAPL a", [1.0, 4.0])])
     values = ("null", '"much"', "[]", "NaN", "1e999", "1" + 400 * "0")
     each = [f'{{"seconds": 1, "joules": {{"RAPL a": {value}}}, "gpus": 0}}' for value in values]
     for text in ("{", '{"joules": 3}', '{"seconds": null, "joules": {}}', '{"seconds": 1, "joules": {}, "lives": 1e999}', *each):
