@@ -50,14 +50,12 @@ from workbench.memory.plot import memory, memory_ladder, memory_timeline
 from workbench.runs.plot import compare, metrics, step_time
 from workbench.scaling.plot import scaling, scaling_efficiency
 from workbench.scaling.plot_law import scaling_law
+from workbench.traces.plot.curves import copies, launches, memory_curve
 from workbench.traces.plot.flame import flame
-from workbench.traces.plot.memory_curve import memory_curve
 from workbench.traces.plot.operators import kernels, modules, sequences
-from workbench.traces.plot.ranks import ranks
 from workbench.traces.plot.roofline import roofline
 from workbench.traces.plot.step import critical, critical_path, idle
-from workbench.traces.plot.timeline import breakdown, timeline
-from workbench.traces.plot.transfers import copies, launches
+from workbench.traces.plot.timeline import breakdown, ranks, timeline
 
 __all__ = [
     "step_time",

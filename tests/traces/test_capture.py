@@ -317,7 +317,7 @@ def test_captured_survives_json(tmp_path: Path) -> None:
     again = Captured.from_json(json.loads(json.dumps(captured.to_json())), captured.path)
     assert again == captured
     assert again.slowdown == pytest.approx(2)
-    assert "by 200 %" in again.said[-1]
+    assert "by 200 %" in again.all_notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -337,10 +337,10 @@ def test_what_a_profiler_costs(tmp_path: Path, plain: list[float], traced: list[
     captured = Captured(path=tmp_path / "a.pt.trace.json")
     captured.compare(plain, traced)
     again = Captured.from_json(json.loads(json.dumps(captured.to_json())), captured.path)
-    assert again.said == captured.said
+    assert again.all_notes == captured.all_notes
     assert again.slowdown == pytest.approx(slowdown) if slowdown is not None else math.isnan(again.slowdown)
-    assert said in " ".join(again.said)
-    assert bool(said) == bool(again.said)
+    assert said in " ".join(again.all_notes)
+    assert bool(said) == bool(again.all_notes)
 
 
 # --- steps under a profiler do not count

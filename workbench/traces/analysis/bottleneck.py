@@ -34,7 +34,7 @@ class Resource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Critical(display.Shown, JsonDataclass):
+class Bottleneck(display.Shown, JsonDataclass):
     """The resources of a step. Get it from `trace.critical()`.
 
     A ceiling is no forecast: the others go on as they were in the trace, while in truth they may begin earlier, or get in each other's way.
@@ -106,10 +106,10 @@ class Critical(display.Shown, JsonDataclass):
     plot = display.plot_method("critical")
 
     def __repr__(self) -> str:
-        return f"Critical({self.name!r}, at most {units.times(self.speedup)} as fast)"
+        return f"Bottleneck({self.name!r}, at most {units.times(self.speedup)} as fast)"
 
 
-def critical(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Critical:
+def bottleneck(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Bottleneck:
     """With U the union of all resources' times and U_r that without r: alone = |U| − |U_r| inside the steps, ceiling = step − alone."""
     spans = windows.spans
     count = max(1, len(spans))
@@ -125,7 +125,7 @@ def critical(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Criti
     said = list(windows.notes)
     if kinds.device and not kinds.where("operator", "runtime").any():
         said.append("the file has no events of the host: whether it holds the device back cannot be told")
-    return Critical(
+    return Bottleneck(
         rows=tuple(sorted(rows, key=lambda one: -one.alone)),
         step_seconds=step / 1e9 / count,
         nothing=(step - whole) / 1e9 / count,

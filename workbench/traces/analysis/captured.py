@@ -55,7 +55,7 @@ class Captured:
 
     @property
     def slowdown(self) -> float:
-        """How much longer a traced step takes: 0.1 = 10 %; nan where it is not known, of which `said` says why."""
+        """How much longer a traced step takes: 0.1 = 10 %; nan where it is not known, of which `all_notes` say why."""
         return math.nan if self._unknown else self.traced / self.plain - 1 if self.plain > 0 else math.nan
 
     @property
@@ -72,7 +72,7 @@ class Captured:
         return ""
 
     @property
-    def said(self) -> tuple[str, ...]:
+    def all_notes(self) -> tuple[str, ...]:
         """The notes, and what follows from the slowdown."""
         if why := self._unknown:
             return (*self.notes, f"what the profiler costs is not known: {why}")

@@ -17,8 +17,7 @@ from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.details import Details
 from workbench.traces.analysis.events import Args
 from workbench.traces.analysis.flops import WIDTHS
-from workbench.traces.analysis.kinds import Kinds
-from workbench.traces.analysis.labels import HOST_COLLECTIVE
+from workbench.traces.analysis.kinds import HOST_COLLECTIVE, Kinds
 
 BYTES = {
     "float": 4, "half": 2, "bfloat16": 2, "double": 8, "long": 8, "int": 4, "short": 2, "byte": 1, "char": 1, "bool": 1,

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from workbench.core.gc import without_gc
 from workbench.traces.analysis.events import NO_ARGS, NO_SHAPES, Args, Bare, Event, Number
 from workbench.traces.analysis.intervals import Numbers, Spans
-from workbench.traces.analysis.labels import Label as Label
 
 B = TypeVar("B", bound=Bare)
 
@@ -24,6 +23,16 @@ class Lane(NamedTuple):
     process: object
     thread: object
     name: str
+
+
+class Label(NamedTuple):
+    """What an event is called."""
+
+    name: str
+    category: str
+    """As Kineto has it: "cpu_op", "user_annotation", "kernel", "cuda_runtime", …"""
+    collective: bool
+    """Does it carry the arguments of a collective?"""
 
 
 class Message(NamedTuple):

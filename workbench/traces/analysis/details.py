@@ -107,7 +107,7 @@ class _Gathering:
         )
 
 
-def details(path: Path, columns: Columns) -> Details:
+def read_details(path: Path, columns: Columns) -> Details:
     """Read them. Where that is not possible any more there are none, and `notes` say why."""
     reading = Reading(path=path, words=DETAILS)
     found = _Gathering({(lane.process, lane.thread): i for i, lane in enumerate(columns.lanes)})

@@ -245,7 +245,7 @@ class RoofPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class FlopCounts:
     """All of them."""
 
     rows: tuple[RoofPoint, ...]
@@ -254,7 +254,7 @@ class Counted:
     notes: tuple[str, ...]
 
 
-def counted(columns: Columns, kinds: Kinds, steps: Spans, details: Details) -> Counted:
+def count_flops(columns: Columns, kinds: Kinds, steps: Spans, details: Details) -> FlopCounts:
     """Count what lies within the steps.
 
     Where operators with a formula call others with one, the outermost counts. On a device its time is that of the kernels it launched,
@@ -299,7 +299,7 @@ def counted(columns: Columns, kinds: Kinds, steps: Spans, details: Details) -> C
         )
     spent = float(time[picked].sum())
     whole = spent + other
-    return Counted(rows=tuple(rows), unaccounted=other / whole if whole else None, notes=_notes(columns, details, rows))
+    return FlopCounts(rows=tuple(rows), unaccounted=other / whole if whole else None, notes=_notes(columns, details, rows))
 
 
 def _signatures(columns: Columns, details: Details, calls: Nesting) -> tuple[list[tuple[str, str, str, str]], Numbers]:

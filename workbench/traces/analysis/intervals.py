@@ -65,6 +65,11 @@ def length(cover: Spans) -> int:
     return int((cover[:, 1] - cover[:, 0]).sum())
 
 
+def mean_seconds(spans: Spans) -> float:
+    """Mean length of some spans, such as steps; 0 without any."""
+    return float((spans[:, 1] - spans[:, 0]).sum()) / 1e9 / max(1, len(spans))
+
+
 def covered(cover: Spans, windows: Spans) -> Numbers:
     """Nanoseconds of a cover inside each window, by prefix sums and binary search.
 

@@ -1,25 +1,76 @@
-"""Kinds: the kind of every event of a trace, and when events of a kind run.
+"""Classifies the events of a trace (operator, kernel, copy, collective, …) by the names that torch, Kineto and NCCL's kin give them."""
 
-Threads: what each thread of the host is in at any time.
-
-Launching: which call of the host launched which work of the device.
-"""
-
-from bisect import bisect_left
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.traces.analysis.columns import Columns
+from workbench.traces.analysis.columns import Columns, Label
 from workbench.traces.analysis.intervals import Numbers, Spans, union
-from workbench.traces.analysis.labels import DEVICE as DEVICE
-from workbench.traces.analysis.labels import HOST_COLLECTIVE as HOST_COLLECTIVE
-from workbench.traces.analysis.labels import KINDS as KINDS
-from workbench.traces.analysis.labels import Label
-from workbench.traces.analysis.labels import kind_of as kind_of
-from workbench.traces.analysis.nesting import Nesting
+
+KINDS = (
+    "ignored",
+    "step",
+    "data_wait",
+    "operator",
+    "optimizer",
+    "backward",
+    "host_communication",
+    "collective_call",
+    "runtime",
+    "wait",
+    "range",
+    "kernel",
+    "communication",
+    "h2d",
+    "copy",
+)
+"""* `step`: a mark around a step.
+* `host_communication`: a collective that the CPU runs; `collective_call`: what asks for one: it blocks on a CPU, and launches on a device.
+* `range`: a user's annotation or a Python function.
+* `runtime`: a call that launches; `wait`: one that waits for the device.
+* From `kernel` on: work of a device; `copy` is any other than from host to device.
+* `ignored`: the device-side copies of host ranges (that of a range around backward misses backward, which another thread launches), and the
+  profiler's own."""
+
+DEVICE = frozenset({"kernel", "communication", "h2d", "copy"})
+
+COLLECTIVE_KERNEL = re.compile(r"nccl|rccl|nvshmem|multimem_|_shot_all_reduce|cross_device_reduce|oneccl", re.IGNORECASE)
+"""Kernels that carry no "Collective name": every file before torch 2.1, and libraries beside NCCL."""
+HOST_COLLECTIVE = re.compile(r"(gloo|mpi|ucc):")
+COLLECTIVE_CALL = re.compile(r"c10d::|record_param_comms$")
+WAITS = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize|(cuda|hip)Memcpy$")
+
+
+def kind_of(label: Label) -> str:
+    """The kind of an event."""
+    category, name = label.category.lower(), label.name
+    if category in ("kernel", "mtia_ccp_events"):
+        return "communication" if label.collective or COLLECTIVE_KERNEL.search(name) else "kernel"
+    if category in ("gpu_memcpy", "memcpy"):
+        return "h2d" if "htod" in name.lower().replace(" ", "") or "host -> device" in name.lower() else "copy"
+    if category in ("gpu_memset", "memset"):
+        return "copy"
+    if category in ("cuda_runtime", "cuda_driver", "runtime", "driver", "mtia_runtime", "xpu_runtime", "privateuse1_runtime"):
+        return "wait" if WAITS.match(name) else "runtime"
+    if category in ("gpu_user_annotation", "trace", "overhead"):
+        return "ignored"
+    if name.startswith("ProfilerStep"):
+        return "step"
+    if "enumerate(DataLoader)" in name or "enumerate(DataPipe)" in name:
+        return "data_wait"
+    if HOST_COLLECTIVE.match(name):
+        return "host_communication"
+    if COLLECTIVE_CALL.match(name):
+        return "collective_call"
+    if name.startswith("Optimizer."):
+        return "optimizer"
+    if name.startswith("autograd::engine::evaluate_function"):
+        return "backward"
+    if category in ("cpu_op", "operator"):
+        return "operator"
+    return "range" if category in ("user_annotation", "python_function", "ac2g_user") else "ignored"
 
 
 class Kinds:
@@ -56,47 +107,6 @@ class Kinds:
             if kind not in self._covers:
                 self._covers[kind] = union(self.spans(kind))
         return union(*(self._covers[kind] for kind in kinds)) if len(kinds) != 1 else self._covers[kinds[0]]
-
-
-@dataclass(slots=True)
-class Thread:
-    """Pieces of time in order, each in its innermost event; where there is none there is no piece."""
-
-    start: list[int]
-    end: list[int]
-    event: list[int]
-
-    def before(self, time: int) -> int:
-        """The piece that begins last before a time; -1 = none."""
-        return bisect_left(self.start, time) - 1
-
-
-def threads(columns: Columns, calls: Nesting, loader: NDArray[np.bool_]) -> dict[int, Thread]:
-    """Each thread, by its number.
-
-    Args:
-        columns: the events.
-        calls: those of the host that count.
-        loader: which events are waiting for a batch: what is called in there is theirs.
-    """
-    real = calls.spans[:, 1] > calls.spans[:, 0]
-    places = np.flatnonzero(real)
-    start, end = calls.spans[places].T if len(places) else (np.empty(0, dtype=np.int64),) * 2
-    depth, lane = calls.depth[places], columns.lane[calls.events[places]]
-    times, lanes = np.concatenate([end, start]), np.concatenate([lane, lane])
-    then = np.concatenate([calls.parent[places], places])  # what the thread is in from that time on
-    rank = np.concatenate([-depth - 1, depth])  # at one time: ends before beginnings, inner ends first, outer beginnings first
-    order = np.lexsort((rank, times, lanes))
-    times, lanes, then = times[order], lanes[order], then[order]
-    until = np.append(times[1:], 0)
-    kept = (then >= 0) & (until > times) & np.append(lanes[1:] == lanes[:-1], False)
-    holder = calls.nearest(loader[calls.events])
-    found = {}
-    for one in np.unique(lanes[kept]).tolist():
-        here = kept & (lanes == one)
-        inner = np.where(holder[then[here]] >= 0, holder[then[here]], then[here])
-        found[one] = Thread(times[here].tolist(), until[here].tolist(), calls.events[inner].tolist())
-    return found
 
 
 def callers(columns: Columns, kinds: Kinds, work: Numbers) -> Numbers:

@@ -11,8 +11,7 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, union
-from workbench.traces.analysis.kinds import Kinds, callers
-from workbench.traces.analysis.labels import DEVICE
+from workbench.traces.analysis.kinds import DEVICE, Kinds, callers
 
 POINTS = 600
 """Pieces of time that a curve of a queue has."""

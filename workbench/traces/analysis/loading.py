@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from workbench.traces.analysis import events
 from workbench.traces.analysis.columns import Columns, Lane, Message, gathered
 from workbench.traces.analysis.events import NO_SHAPES, Args
-from workbench.traces.analysis.labels import Label
+from workbench.traces.analysis.kinds import Label
 from workbench.traces.analysis.reading import Reading, TraceError
 
 TRACES = "traces"

@@ -1,4 +1,4 @@
-"""Operators and kernels of a trace: how often, how long by themselves and with all they call, on what shapes."""
+"""Ranks the operators or kernels of a trace, or of any part of it: calls, time of their own, time with what they call, input shapes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,9 +10,8 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
-from workbench.traces.analysis.intervals import Numbers, Spans
-from workbench.traces.analysis.kinds import Kinds
-from workbench.traces.analysis.labels import DEVICE
+from workbench.traces.analysis.intervals import Numbers, Spans, inside
+from workbench.traces.analysis.kinds import DEVICE, Kinds
 from workbench.traces.analysis.nesting import named, nested
 
 Which = Literal["operator", "kernel"]
@@ -22,6 +21,8 @@ LONGEST = 60
 """Characters of a name in a table."""
 CALLERS = ("operator", "optimizer", "backward", "data_wait", "range", "host_communication", "collective_call", "runtime", "wait")
 """Kinds on the host that take time of their own out of what calls them."""
+HOST = ("operator", "host_communication", "collective_call", "optimizer", "backward")
+"""Kinds that count as operators of the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +92,9 @@ def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool, steps: Spa
     """
     if which not in ("operator", "kernel"):
         raise ValueError(f"ops({which!r}): allowed are 'operator' (of the host) and 'kernel' (of the device)")
-    chosen = np.flatnonzero(
-        kinds.where(*DEVICE)
-        if which == "kernel"
-        else kinds.where("operator", "host_communication", "collective_call", "optimizer", "backward")
-    )
+    chosen = np.flatnonzero(kinds.where(*(DEVICE if which == "kernel" else HOST)))
     if steps is not None:
-        chosen = chosen[_inside(columns.start[chosen] if which == "operator" else columns.end[chosen] - 1, steps)]
+        chosen = chosen[inside(columns.start[chosen] if which == "operator" else columns.end[chosen] - 1, steps)]
     lengths = columns.end - columns.start
     own = lengths[chosen] if which == "kernel" else self_times(columns, kinds)[chosen]
     device = lengths[chosen] if which == "kernel" else _launched(columns, kinds)[chosen]
@@ -131,15 +128,6 @@ def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool, steps: Spa
     return Operators(rows=rows, which=which, notes=tuple(notes))
 
 
-def _inside(times: Numbers, steps: Spans) -> NDArray[np.bool_]:
-    """Which times are in one of some spans, of which none overlaps another."""
-    if not len(steps):
-        return np.zeros(len(times), dtype=np.bool_)
-    place = np.searchsorted(steps[:, 0], times, side="right") - 1
-    found: NDArray[np.bool_] = (place >= 0) & (times < steps[np.maximum(place, 0), 1])
-    return found
-
-
 def self_times(columns: Columns, kinds: Kinds) -> Numbers:
     """Nanoseconds of each event of the host less those of the events directly inside it, on its own thread."""
     calls = nested(columns, kinds.where(*CALLERS))
@@ -165,3 +153,58 @@ def _launched(columns: Columns, kinds: Kinds) -> Numbers:
     place = np.minimum(np.searchsorted(keys, columns.external[callers]), len(keys) - 1)
     found[callers] = np.where(keys[place] == columns.external[callers], sums[place], 0)
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """All calls of one name that begin in a part of a trace."""
+
+    name: str
+    count: int
+    self_seconds: float
+    """Without what it calls."""
+    total_seconds: float
+    """With it."""
+    share: float
+    """Fraction 0..1 of all `self_seconds` in that part."""
+
+
+class Ranking:
+    """Ranks operators or kernels of any part of a trace; their own times are computed once."""
+
+    def __init__(self, columns: Columns, kinds: Kinds) -> None:
+        self._start, self._kinds = columns.start, kinds
+        self._names, codes = named(columns)
+        self._name = codes[columns.label]
+        self._length = columns.end - columns.start
+        self._own = np.where(kinds.where(*DEVICE), self._length, self_times(columns, kinds))
+
+    def own(self, event: int) -> float:
+        """Seconds of an event without what it calls."""
+        return float(self._own[event]) / 1e9
+
+    def within(self, start: float, end: float, which: Which = "operator") -> tuple[Ranked, ...]:
+        """Those that begin in a part of the time, in nanoseconds from the first event on.
+
+        Args:
+            start: where the part begins.
+            end: where it ends.
+            which: "operator" (of the host) or "kernel" (of the device, with its copies).
+        """
+        chosen = self._kinds.where(*(DEVICE if which == "kernel" else HOST)) & (self._start >= start) & (self._start < end)
+        name, size = self._name[chosen], len(self._names)
+        counts = np.bincount(name, minlength=size)
+        own = np.bincount(name, weights=self._own[chosen], minlength=size) / 1e9
+        total = np.bincount(name, weights=self._length[chosen], minlength=size) / 1e9
+        whole = own.sum() or 1.0
+        return tuple(
+            Ranked(
+                name=self._names[i],
+                count=int(counts[i]),
+                self_seconds=float(own[i]),
+                total_seconds=float(total[i]),
+                share=float(own[i] / whole),
+            )
+            for i in np.argsort(-own, kind="stable").tolist()
+            if counts[i]
+        )

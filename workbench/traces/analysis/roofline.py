@@ -13,7 +13,7 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.device import Device
 from workbench.core.display import table as display
-from workbench.traces.analysis.flops import Counted, RoofPoint
+from workbench.traces.analysis.flops import FlopCounts, RoofPoint
 from workbench.traces.analysis.operators import SHOWN, short
 
 GIVE = "give one: device=wb.Device(name=…, memory=…, bandwidth=…, flops_per_sec={'fp32': …}, source=…)"
@@ -88,17 +88,17 @@ class Roofline(display.Shown, JsonDataclass):
         return f"Roofline({len(self.points)} operators, {self.device or 'an unknown device'})"
 
 
-def roofline(counted: Counted, device: Device | None, notes: tuple[str, ...] = ()) -> Roofline:
+def roofline(counts: FlopCounts, device: Device | None, notes: tuple[str, ...] = ()) -> Roofline:
     """Set what was counted under the roof of a device."""
     peaks = dict(device.flops_per_sec) if device else {}
-    points = [dataclasses.replace(one, peak=peaks.get(one.dtype)) for one in counted.rows]
+    points = [dataclasses.replace(one, peak=peaks.get(one.dtype)) for one in counts.rows]
     return Roofline(
         points=tuple(sorted(points, key=lambda one: -one.seconds)),
         device=device.name if device else None,
         bandwidth=device.bandwidth if device else None,
         peaks=peaks,
-        unaccounted=counted.unaccounted,
-        notes=(*counted.notes, *notes, *_of_formats(points, device)),
+        unaccounted=counts.unaccounted,
+        notes=(*counts.notes, *notes, *_of_formats(points, device)),
     )
 
 
@@ -116,7 +116,7 @@ def _of_formats(points: list[RoofPoint], device: Device | None) -> list[str]:
     return said
 
 
-def known(device: "str | Device | None", names: tuple[str, ...]) -> tuple[Device | None, tuple[str, ...]]:
+def known_device(device: "str | Device | None", names: tuple[str, ...]) -> tuple[Device | None, tuple[str, ...]]:
     """The device that is meant, and why it is not known.
 
     Args:

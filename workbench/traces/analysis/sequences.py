@@ -21,8 +21,7 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.intervals import Numbers, Spans
-from workbench.traces.analysis.kinds import Kinds, callers
-from workbench.traces.analysis.labels import DEVICE
+from workbench.traces.analysis.kinds import DEVICE, Kinds, callers
 from workbench.traces.analysis.nesting import Nesting, named, nested
 from workbench.traces.analysis.operators import SHOWN, short
 

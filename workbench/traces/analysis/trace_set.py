@@ -22,7 +22,7 @@ from workbench.traces.analysis.arrivals import Arrivals, Seen, arrivals
 from workbench.traces.analysis.breakdown import PARTS
 from workbench.traces.analysis.captured import DEARER
 from workbench.traces.analysis.explanation import CLEAR, Explanation
-from workbench.traces.analysis.labels import kind_of
+from workbench.traces.analysis.kinds import kind_of
 from workbench.traces.analysis.loading import files
 from workbench.traces.analysis.operators import short
 from workbench.traces.analysis.rank_breakdown import RankParts, rank_parts

@@ -7,8 +7,7 @@ import numpy as np
 
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.intervals import NONE, Numbers, Spans
-from workbench.traces.analysis.kinds import Kinds, callers
-from workbench.traces.analysis.labels import DEVICE
+from workbench.traces.analysis.kinds import DEVICE, Kinds, callers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +122,7 @@ def _on_device(columns: Columns, kinds: Kinds, host: Spans, numbers: Numbers, no
     return Windows(spans=spans, numbers=numbers[busy][kept], marked=True, notes=said)
 
 
-def hosted(columns: Columns, kinds: Kinds, found: Windows) -> Spans:
+def host_steps(columns: Columns, kinds: Kinds, found: Windows) -> Spans:
     """The steps as the host has them: on a device's trace their marks, as `windows` are what the device makes of them."""
     if not kinds.device:
         return found.spans
@@ -131,6 +130,6 @@ def hosted(columns: Columns, kinds: Kinds, found: Windows) -> Spans:
     return marks if len(marks) else found.spans
 
 
-def marked(columns: Columns, kinds: Kinds) -> Numbers:
+def mark_numbers(columns: Columns, kinds: Kinds) -> Numbers:
     """Numbers of the host's marks of steps, in order."""
     return _marks(columns, kinds)[1]

@@ -11,9 +11,8 @@ import torch
 
 from workbench.runs.profile import PLAIN, Profile
 from workbench.traces.analysis.captured import Captured
-from workbench.traces.measure.capture import FETCH, Options, export, file_name, keep, profiling
+from workbench.traces.measure.capture import FETCH, Lap, Options, export, file_name, keep, profiling, seconds_of
 from workbench.traces.measure.profiler import hindrance, without_kineto_lines
-from workbench.traces.measure.step_timing import Lap, seconds_of
 
 
 class Profiled:

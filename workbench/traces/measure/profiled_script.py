@@ -11,8 +11,8 @@ from workbench.timeline import rank_log
 from workbench.timeline.loops import Loop
 
 if TYPE_CHECKING:
+    from workbench.traces.measure.capture import Lap
     from workbench.traces.measure.profiled_run import Profiled
-    from workbench.traces.measure.step_timing import Lap
 
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Borders:
     def _new_lap(self) -> "Lap | None":
         if self._profiled is None or not self._profiled.measuring:
             return None
-        from workbench.traces.measure.step_timing import Lap
+        from workbench.traces.measure.capture import Lap
 
         return Lap()
 

@@ -8,11 +8,9 @@ from workbench.core.display import html as stack
 from workbench.core.display.colors import text_on
 from workbench.core.display.table import Table, escape
 from workbench.traces.analysis.breakdown import PARTS, Breakdown
-from workbench.traces.analysis.labels import KINDS
-from workbench.traces.analysis.layout import Scene, Strip
-from workbench.traces.analysis.operators import Which, short
-from workbench.traces.analysis.ranking import Ranked
-from workbench.traces.analysis.tiles import tiles
+from workbench.traces.analysis.kinds import KINDS
+from workbench.traces.analysis.layout import Scene, Strip, tiles
+from workbench.traces.analysis.operators import Ranked, Which, short
 from workbench.traces.panel.model import WORDS, Described, Explored
 from workbench.traces.plot.timeline import COLORS, kind_colors
 

@@ -10,11 +10,9 @@ from typing import Any
 
 from workbench.core import units
 from workbench.traces.analysis.breakdown import Breakdown
-from workbench.traces.analysis.labels import KINDS
-from workbench.traces.analysis.layout import Scene, scene
-from workbench.traces.analysis.operators import Which
-from workbench.traces.analysis.ranking import Ranked, Ranking
-from workbench.traces.analysis.tiles import tiles
+from workbench.traces.analysis.kinds import KINDS
+from workbench.traces.analysis.layout import Scene, scene, tiles
+from workbench.traces.analysis.operators import Ranked, Ranking, Which
 from workbench.traces.analysis.trace import Trace
 from workbench.traces.analysis.trace_set import TraceSet
 
@@ -194,7 +192,7 @@ class Explored:
 
     def _ranking(self, rank: int | None) -> Ranking:
         if rank not in self._rankings:
-            self._rankings[rank] = Ranking(self.traces[rank])
+            self._rankings[rank] = Ranking(self.traces[rank].columns, self.traces[rank].kinds)
         return self._rankings[rank]
 
     def drawn(self, window: Mapping[str, Any], lit: Iterable[str], *, choosing: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from workbench.core import units
 from workbench.core.display.axes import PALE, WIDTH, Bar, bar_chart, ends, height, legend, prepared, rows, scale_of, shortened
 from workbench.core.display.colors import PARTS, PHASES
-from workbench.traces.analysis.bottleneck import Critical
+from workbench.traces.analysis.bottleneck import Bottleneck
 from workbench.traces.analysis.critical_path import CriticalPath
 from workbench.traces.analysis.idle import Idle
 from workbench.traces.analysis.trace import Trace
@@ -31,7 +31,7 @@ RESOURCE_COLORS = {
 """Resource → colour."""
 
 
-def critical(result: Trace | Critical, ax: Axes | None = None) -> Axes:
+def critical(result: Trace | Bottleneck, ax: Axes | None = None) -> Axes:
     """A bar per resource, as long as it works in a mean step; its full part: nothing else works. The text is the step without it.
 
     Args:

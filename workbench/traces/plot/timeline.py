@@ -14,8 +14,10 @@ from workbench.core.display.colors import PARTS as OF_PARTS
 from workbench.core.display.colors import PHASES
 from workbench.traces.analysis.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown
 from workbench.traces.analysis.intervals import Spans, covered, union
-from workbench.traces.analysis.labels import KINDS
+from workbench.traces.analysis.kinds import KINDS
+from workbench.traces.analysis.rank_breakdown import RankParts
 from workbench.traces.analysis.trace import Trace
+from workbench.traces.analysis.trace_set import TraceSet
 from workbench.traces.analysis.windows import Step
 
 if TYPE_CHECKING:
@@ -180,3 +182,32 @@ def _shares(trace: Trace, lane: int, edges: NDArray[np.int64]) -> dict[str, NDAr
 
 def _short(name: str) -> str:
     return name if len(name) <= 24 else f"{name[:23]}…"
+
+
+MOST_RANKS = 32
+"""Ranks that get a bar."""
+
+
+def ranks(result: TraceSet | RankParts, ax: Axes | None = None) -> Axes:
+    """The mean step of each rank in parts that add up to it, one stacked bar per rank; stragglers are named beside theirs.
+
+    Args:
+        result: the traces of several ranks, or their breakdown.
+        ax: the Axes to draw into; None makes a figure.
+
+    Raises:
+        ValueError: there is no step that all ranks have.
+    """
+    parts = result.breakdown() if isinstance(result, TraceSet) else result
+    slow = result.stragglers().ranks if isinstance(result, TraceSet) else ()
+    if not parts.steps:
+        raise ValueError(f"{parts!r} has no step that all ranks have: trace the same ones on each, wb.trace(spec, ranks='all')")
+    bars = [
+        Bar(
+            label=f"rank {rank}" + (" (straggler)" if rank in slow else ""),
+            pieces=[parts.mean(rank, part) for part in PARTS],
+            end=units.seconds(parts.mean(rank)),
+        )
+        for rank in parts.ranks[:MOST_RANKS]
+    ]
+    return bar_chart(ax, bars, "traced step", COLORS)

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.traced import event, on_cpu, on_device, op, step, write
-from workbench.traces.analysis.labels import KINDS
-from workbench.traces.analysis.layout import Scene, scene
-from workbench.traces.analysis.ranking import Ranking
-from workbench.traces.analysis.tiles import Tiles, tiles
+from workbench.traces.analysis.kinds import KINDS
+from workbench.traces.analysis.layout import Scene, Tiles, scene, tiles
+from workbench.traces.analysis.operators import Ranking
 from workbench.traces.analysis.trace import Trace
 
 CALLS = st.lists(
@@ -169,7 +168,7 @@ def test_a_scene_without_events(tmp_path: Path) -> None:
 @pytest.mark.parametrize("which", ["operator", "kernel"])
 def test_the_ranking_of_everything_is_that_of_the_trace(tmp_path: Path, made: Any, which: Any) -> None:
     trace = Trace.load(write(tmp_path / "a.json", made()))
-    ranked = Ranking(trace).within(0, float("inf"), which)
+    ranked = Ranking(trace.columns, trace.kinds).within(0, float("inf"), which)
     rows = trace.ops(which).rows
     assert [(one.name, one.count) for one in ranked] == [(one.name, one.count) for one in rows]
     assert [one.self_seconds for one in ranked] == pytest.approx([one.self_seconds for one in rows])
@@ -179,7 +178,7 @@ def test_the_ranking_of_everything_is_that_of_the_trace(tmp_path: Path, made: An
 
 def test_the_ranking_of_a_part(tmp_path: Path) -> None:
     trace = Trace.load(write(tmp_path / "a.json", on_cpu()))
-    ranking = Ranking(trace)
+    ranking = Ranking(trace.columns, trace.kinds)
     one, both = ranking.within(0, 100_000), ranking.within(0, 200_000)
     assert [(row.name, 2 * row.count) for row in one] == [(row.name, row.count) for row in both]
     assert ranking.within(300_000, 400_000) == ()

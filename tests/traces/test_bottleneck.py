@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.traced import event, launched, on_cpu, on_device, op, step, write
-from workbench.traces.analysis.bottleneck import Critical
+from workbench.traces.analysis.bottleneck import Bottleneck
 from workbench.traces.analysis.flops import FORMULAS, OTHERWISE, work
 from workbench.traces.analysis.idle import Idle
 from workbench.traces.analysis.launch_queue import Launches, pairs, queue
@@ -339,7 +339,7 @@ def test_an_operator_without_a_formula() -> None:
 def test_limits_survive_json(cpu: Trace, device: Trace) -> None:
     for trace in (cpu, device):
         answers = (trace.critical(), trace.idle(), trace.launches(), trace.roofline("A10"), trace.mfu("A10"))
-        for answer, kind in zip(answers, (Critical, Idle, Launches, Roofline, Mfu), strict=True):
+        for answer, kind in zip(answers, (Bottleneck, Idle, Launches, Roofline, Mfu), strict=True):
             assert kind.from_json(json.loads(json.dumps(answer.to_json()))) == answer  # type: ignore[attr-defined]
             assert str(answer) == str(answer.table)
             assert len(answer.to_frame().columns) > 2

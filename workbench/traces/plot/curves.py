@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.core import units
-from workbench.core.display.axes import curves_over_time
-from workbench.core.display.colors import PARTS, PHASES
+from workbench.core.display.axes import WIDTH, curves_over_time, legend, prepared, scale_of, scale_of_bytes
+from workbench.core.display.colors import INK, PARTS, PHASES
 from workbench.traces.analysis.copies import Copies, Copy
 from workbench.traces.analysis.launch_queue import Launches
+from workbench.traces.analysis.memory_curve import DeviceMemory, MemoryCurve
 from workbench.traces.analysis.trace import Trace
 
 if TYPE_CHECKING:
@@ -72,3 +73,59 @@ def launches(result: Trace | Launches, ax: Axes | None = None) -> Axes:
     ax.set_xlabel(f"time of the steps ({unit})")
     ax.set_ylabel("launches that wait")
     return ax
+
+
+MEMORY_COLORS = (PARTS["compute"], PHASES["data_wait"], PARTS["communication"], PHASES["optimizer"], PARTS["stalls"])
+"""Of the devices with the highest peaks; others are not drawn."""
+_LETTERS = 40
+
+
+def memory_curve(result: Trace | MemoryCurve, ax: Axes | None = None) -> Axes:
+    """A curve per device; its peak is marked, with who holds most of it.
+
+    Args:
+        result: a trace, or its memory curve.
+        ax: the Axes to draw into; None makes a figure.
+
+    Raises:
+        ValueError: memory was not recorded.
+    """
+    found = result.memory_curve() if isinstance(result, Trace) else result
+    shown = [one for one in found.devices if one.peak > 0][: len(MEMORY_COLORS)]
+    if not shown:
+        raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes) or 'nothing was allocated'}")
+    ax = prepared(ax, WIDTH, 3.4)
+    scale, unit = scale_of_bytes(shown[0].peak)
+    times, seconds = scale_of(max(one.times[-1] for one in shown) or 1.0)
+    drawn = []
+    for one, color in zip(shown, MEMORY_COLORS, strict=False):
+        places, heights = np.array(one.times) * times, np.array(one.allocated) / scale
+        drawn += ax.step(places, heights, where="post", color=color, linewidth=1.2, label=one.device)
+        ax.fill_between(places, heights, step="post", color=color, alpha=0.18, linewidth=0)
+        _peak(ax, one, one.at * times, one.peak / scale)
+    ax.set_ylim(0, 1.32 * shown[0].peak / scale)
+    ax.set_xlabel(f"time of the trace ({seconds})")
+    ax.set_ylabel(f"allocated ({unit})")
+    legend(ax, drawn)
+    return ax
+
+
+def _peak(ax: Axes, one: DeviceMemory, place: float, height: float) -> None:
+    """A ring around the peak, and who holds most of it, on the side where there is room."""
+    ax.plot([place], [height], marker="o", markersize=8, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.4)
+    first = one.holders[0] if one.holders else None
+    name = first.name.rpartition(": ")[2] if first else ""
+    name = name if len(name) <= _LETTERS else f"{name[: _LETTERS - 1]}…"
+    words = f"peak {units.bytes_(one.peak)}" + (f"\n{units.percent(first.bytes / one.peak)}: {name}" if first else "")
+    left, right = ax.get_xlim()
+    late = place > (left + right) / 2
+    ax.annotate(
+        words,
+        (place, height),
+        (-9 if late else 9, 3),
+        textcoords="offset points",
+        ha="right" if late else "left",
+        va="bottom",
+        fontsize=8.5,
+        color=INK,
+    )

@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.traced import DEVICE, data, event, launched, on_cpu, on_device, op, profiled, step, write
-from workbench.traces.analysis.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown, breakdown
+from workbench.traces.analysis.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown, Overlap, breakdown
 from workbench.traces.analysis.collectives import Collectives, bus_factor
 from workbench.traces.analysis.difference import TraceDifference
 from workbench.traces.analysis.explanation import Explanation
-from workbench.traces.analysis.labels import KINDS, Label, kind_of
+from workbench.traces.analysis.kinds import KINDS, Label, kind_of
 from workbench.traces.analysis.operators import Operators
-from workbench.traces.analysis.overlap import Overlap
 from workbench.traces.analysis.trace import Trace
 
 US = 1e-6
