@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.traced import event, on_cpu, on_device, op, step, write
 from workbench.traces.analysis.kinds import KINDS
-from workbench.traces.analysis.layout import Scene, Tiles, scene, tiles
+from workbench.traces.analysis.layout import Layout, Tiles, lay_out, tiles
 from workbench.traces.analysis.operators import Ranking
 from workbench.traces.analysis.trace import Trace
 
@@ -26,11 +26,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("traces")
 
 
-def laid(folder: Path, calls: list[tuple[int, int, int, str]]) -> Scene:
-    return scene(Trace.load(write(folder / "a.json", [op(name, start, length, lane=lane) for start, length, lane, name in calls])))
+def laid(folder: Path, calls: list[tuple[int, int, int, str]]) -> Layout:
+    return lay_out(Trace.load(write(folder / "a.json", [op(name, start, length, lane=lane) for start, length, lane, name in calls])))
 
 
-def in_order(found: Scene | Tiles) -> bool:
+def in_order(found: Layout | Tiles) -> bool:
     """Rows from first to last, and in a row each after the other."""
     same = found.row[1:] == found.row[:-1]
     return bool(np.all(found.row[1:] >= found.row[:-1]) and np.all(found.start[1:][same] >= found.end[:-1][same]))
@@ -96,7 +96,7 @@ def test_matches_come_in_turn_and_all_of_them(folder: Path, calls: list[tuple[in
 
 
 def test_calls_lie_below_their_callers(tmp_path: Path) -> None:
-    found = scene(Trace.load(write(tmp_path / "a.json", on_cpu())))
+    found = lay_out(Trace.load(write(tmp_path / "a.json", on_cpu())))
     main, gloo = found.strips
     assert (main.name, main.rows, main.device) == ("1 1", 3, False)
     assert (gloo.rows, gloo.events) == (1, 2)
@@ -108,7 +108,7 @@ def test_calls_lie_below_their_callers(tmp_path: Path) -> None:
 
 
 def test_streams_of_a_device_come_first_and_the_copies_of_ranges_are_left_out(tmp_path: Path) -> None:
-    found = scene(Trace.load(write(tmp_path / "a.json", on_device())))
+    found = lay_out(Trace.load(write(tmp_path / "a.json", on_device())))
     assert [strip.device for strip in found.strips] == [True, False]
     assert "## backward ##" not in {found.names[code] for code in found.name.tolist()}
     assert KINDS.index("communication") in found.kind.tolist()
@@ -117,17 +117,17 @@ def test_streams_of_a_device_come_first_and_the_copies_of_ranges_are_left_out(tm
 def test_ranks_are_set_below_each_other_at_a_common_step(tmp_path: Path) -> None:
     early = Trace.load(write(tmp_path / "a.json", [step(1, 0, 100), step(2, 100, 100), op("aten::a", 110, 5)]))
     late = Trace.load(write(tmp_path / "b.json", [op("aten::a", 0, 5), step(2, 30, 50), step(3, 80, 50)]))
-    found = scene({0: early, 1: late})
+    found = lay_out({0: early, 1: late})
     assert [strip.rank for strip in found.strips] == [0, 1]
     marks = [int(found.start[i]) for i in range(len(found)) if found.names[found.name[i]] == "ProfilerStep#2"]
     assert marks == [100_000, 100_000]
     assert set(found.source.tolist()) == {0, 1}
-    apart = scene({0: early, 1: Trace.load(write(tmp_path / "c.json", [step(9, 30, 50)]))})
+    apart = lay_out({0: early, 1: Trace.load(write(tmp_path / "c.json", [step(9, 30, 50)]))})
     assert apart.span == (0, 200_000)
 
 
 def test_search(tmp_path: Path) -> None:
-    found = scene(Trace.load(write(tmp_path / "a.json", on_cpu())))
+    found = lay_out(Trace.load(write(tmp_path / "a.json", on_cpu())))
     assert [found.names[code] for code in found.find("LINEAR")] == ["aten::linear"]
     assert len(found.find("aten::")) == 3
     assert len(found.find("")) == len(found.find("  ")) == len(found.find("nobody")) == 0
@@ -137,7 +137,7 @@ def test_search(tmp_path: Path) -> None:
 
 
 def test_a_page_gets_columns_and_each_name_once(tmp_path: Path) -> None:
-    found = scene(Trace.load(write(tmp_path / "a.json", [op("aten::<b>", 10 * i, 5) for i in range(20)])))
+    found = lay_out(Trace.load(write(tmp_path / "a.json", [op("aten::<b>", 10 * i, 5) for i in range(20)])))
     packed = tiles(found, 100_000, 200_000).packed(found)
     assert packed["names"] == ["aten::<b>"]
     assert packed["origin"] == 100_000
@@ -148,7 +148,7 @@ def test_a_page_gets_columns_and_each_name_once(tmp_path: Path) -> None:
 
 
 def test_many_events_are_few_rectangles(tmp_path: Path) -> None:
-    found = scene(Trace.load(write(tmp_path / "a.json", [op("aten::a", 10 * i, 5) for i in range(5_000)])))
+    found = lay_out(Trace.load(write(tmp_path / "a.json", [op("aten::a", 10 * i, 5) for i in range(5_000)])))
     made = tiles(found, *found.span, bins=100)
     assert 90 <= len(made) <= 101
     assert made.count.sum() == 5_000
@@ -158,7 +158,7 @@ def test_many_events_are_few_rectangles(tmp_path: Path) -> None:
 
 
 def test_a_scene_without_events(tmp_path: Path) -> None:
-    empty = scene(Trace.load(write(tmp_path / "a.json", [event("a", "gpu_user_annotation", 0, 5)])))
+    empty = lay_out(Trace.load(write(tmp_path / "a.json", [event("a", "gpu_user_annotation", 0, 5)])))
     assert (len(empty), empty.rows, empty.span) == (0, 0, (0, 1))
     assert len(tiles(empty, 0, 1)) == 0
     assert empty.at(0, 0) is None

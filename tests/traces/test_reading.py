@@ -383,7 +383,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     """Of three times the file it takes little more: columns, not text."""
     path = tmp_path / "a.json.gz"
     rows = [event("aten::mm", "cpu_op", 10 * i, 5, args={"External id": i, "pad": "x" * 600}) for i in range(8_000)]
-    code = "import sys, workbench.traces as t; t.Trace.load(sys.argv[1]); print(open('/proc/self/status').read())"
+    code = "import sys, workbench.traces.analysis.trace as t; t.Trace.load(sys.argv[1]); print(open('/proc/self/status').read())"
 
     def peak(times: int) -> int:
         text = b",".join([json.dumps(rows).encode()[1:-1]] * times)

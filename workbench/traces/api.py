@@ -131,22 +131,22 @@ def of_run(run: Run) -> Trace | TraceSet:
         TraceError: it has none, or they cannot be read.
     """
     paths = list(run.traces.values())
-    wanted = getattr(run.spec, "profile", None)
+    profile = getattr(run.spec, "profile", None)
     if not paths:
-        why = "it was not asked for any: launch it with profile=5" if wanted is None else _why_none(run)
+        why = "it was not asked for any: launch it with profile=5" if profile is None else _why_none(run)
         raise TraceError(f"{run!r} has no traces: {why}")
-    several = wanted is not None and (run.spec.world_size if wanted.ranks == ALL else len(wanted.ranks)) > 1
+    several = profile is not None and (run.spec.world_size if profile.ranks == ALL else len(profile.ranks)) > 1
     if len(paths) == 1 and not several:
         return Trace.load(paths[0])
-    found = TraceSet.load(paths)
-    return dataclasses.replace(found, notes=(*found.notes, *notes_in(run.path / run_directory.TRACES)))
+    traces = TraceSet.load(paths)
+    return dataclasses.replace(traces, notes=(*traces.notes, *notes_in(run.path / run_directory.TRACES)))
 
 
 def _why_none(run: Run) -> str:
     if run.state == "running":
         return f"it has done {run.progress[0]} steps, and they are written when all of the traced ones are over; wait for run.wait()"
-    if said := notes_in(run.path / run_directory.TRACES):
-        return "; ".join(said)
+    if notes := notes_in(run.path / run_directory.TRACES):
+        return "; ".join(notes)
     least = run.spec.profile.least(run.spec.queue if isinstance(run.spec, RunSpec) else 0)
     return (
         f"it was {run.state} after {run.progress[0]} steps, before the traced ones were over; that takes {least} at least, fewer with a "
@@ -157,12 +157,12 @@ def _why_none(run: Run) -> str:
 def _launched(spec: RunSpec, profile: dict[str, Any], runs_dir: str | os.PathLike[str] | None) -> Run:
     """Train until the traced steps have been compared with others."""
     try:
-        wanted = Profile.of(profile)
+        parsed = Profile.of(profile)
     except ValueError as error:
         raise SpecError(f"trace({spec.task!r}, …): {error}") from None
-    assert wanted is not None
-    steps = wanted.good(spec.queue)
-    changed = spec.replace(profile=wanted, steps=steps, warmup_steps=min(spec.warmup_steps, steps), evaluate=False, noise_scale=False)
+    assert parsed is not None
+    steps = parsed.good(spec.queue)
+    changed = spec.replace(profile=parsed, steps=steps, warmup_steps=min(spec.warmup_steps, steps), evaluate=False, noise_scale=False)
     run = launch(changed, runs_dir=runs_dir, name=f"{label(spec)} trace")
     return wait_for(run, show=Run.progress_words)
 

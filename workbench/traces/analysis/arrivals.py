@@ -57,15 +57,15 @@ class Arrivals(display.Shown, JsonDataclass):
         """One row per name."""
         rows = [
             [
-                one.name if len(one.name) < 50 else f"{one.name[:48]}…",
-                f"{one.count:,}",
-                units.seconds(one.exchange),
-                units.seconds(one.wait),
-                units.seconds(one.skew),
-                units.seconds(one.worst),
-                ", ".join(f"rank {rank} {times}×" for rank, times in list(one.last.items())[:3]),
+                row.name if len(row.name) < 50 else f"{row.name[:48]}…",
+                f"{row.count:,}",
+                units.seconds(row.exchange),
+                units.seconds(row.wait),
+                units.seconds(row.skew),
+                units.seconds(row.worst),
+                ", ".join(f"rank {rank} {times}×" for rank, times in list(row.last.items())[:3]),
             ]
-            for one in self.rows
+            for row in self.rows
         ]
         columns = ("collective", "calls", "exchange", "longest wait", "arrivals apart", "at most", "came last")
         return display.Table(columns=columns, rows=rows, title="Arrivals at collectives", note="; ".join(self.notes) or None)
@@ -73,7 +73,7 @@ class Arrivals(display.Shown, JsonDataclass):
     to_frame = display.frame_method("rows", Arrival)
 
     def __repr__(self) -> str:
-        return f"Arrivals({sum(one.count for one in self.rows)} of {len(self.rows)} kinds)"
+        return f"Arrivals({sum(row.count for row in self.rows)} of {len(self.rows)} kinds)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +95,10 @@ class Seen:
         spans, start = self.windows.spans, self.columns.start[chosen]
         place = np.searchsorted(spans[:, 0], start, side="right") - 1
         inside = (place >= 0) & (start < spans[np.maximum(place, 0), 1]) if len(spans) else np.zeros(len(start), dtype=np.bool_)
-        found: dict[tuple[int, str], list[int]] = defaultdict(list)
+        calls: dict[tuple[int, str], list[int]] = defaultdict(list)
         for event, at in zip(chosen[inside].tolist(), place[inside].tolist(), strict=True):
-            found[int(self.windows.numbers[at]), _plain(self.columns.labels[self.columns.label[event]].name)].append(event)
-        return {key: np.array(events, dtype=np.int64) for key, events in found.items()}
+            calls[int(self.windows.numbers[at]), _plain(self.columns.name(event))].append(event)
+        return {key: np.array(events, dtype=np.int64) for key, events in calls.items()}
 
 
 def _plain(name: str) -> str:
@@ -107,13 +107,13 @@ def _plain(name: str) -> str:
 
 def arrivals(seen: Mapping[int, Seen]) -> Arrivals:
     """Match the n-th collective of a name in a step of one rank with the n-th of the others, where all have as many."""
-    calls = {rank: one.calls() for rank, one in seen.items()}
-    keys = dict.fromkeys(key for found in calls.values() for key in found)
+    calls = {rank: trace.calls() for rank, trace in seen.items()}
+    keys = dict.fromkeys(key for by_key in calls.values() for key in by_key)
     matched: dict[str, list[tuple[Numbers, ...]]] = defaultdict(list)
     left = 0
     for key in keys:
-        events = [found.get(key, np.empty(0, dtype=np.int64)) for found in calls.values()]
-        if len({len(one) for one in events}) == 1:
+        events = [by_key.get(key, np.empty(0, dtype=np.int64)) for by_key in calls.values()]
+        if len({len(numbers) for numbers in events}) == 1:
             matched[key[1]].append(tuple(events))
         else:
             left += max(map(len, events))
@@ -129,12 +129,12 @@ def arrivals(seen: Mapping[int, Seen]) -> Arrivals:
             text if shared else f"{text} after they were aligned by them: the files are of different machines or have no common clock"
         )
     rows = [_row(name, ranks, _times(seen, events, offsets)) for name, events in names.items()]
-    return Arrivals(rows=tuple(sorted(rows, key=lambda one: -one.wait * one.count)), apart=apart, shared=shared, notes=tuple(notes))
+    return Arrivals(rows=tuple(sorted(rows, key=lambda row: -row.wait * row.count)), apart=apart, shared=shared, notes=tuple(notes))
 
 
 def _times(seen: Mapping[int, Seen], events: list[Numbers], offsets: list[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Begin and length of each collective, in seconds: a row per rank."""
-    columns = [one.columns for one in seen.values()]
+    columns = [trace.columns for trace in seen.values()]
     start = [c.start[at] / 1e9 - offset for c, at, offset in zip(columns, events, offsets, strict=True)]
     length = [(c.end[at] - c.start[at]) / 1e9 for c, at in zip(columns, events, strict=True)]
     return np.array(start), np.array(length)
@@ -149,14 +149,14 @@ def _clocks(seen: Mapping[int, Seen], names: Mapping[str, list[Numbers]]) -> tup
     none = [0.0] * len(seen)
     if not names:
         return None, False, none
-    columns = [one.columns for one in seen.values()]
+    columns = [trace.columns for trace in seen.values()]
     ends = np.array([np.concatenate([c.end[events[place]] for events in names.values()]) / 1e9 for place, c in enumerate(columns)])
     origins = [c.origin for c in columns if c.origin is not None]
     if len(origins) == len(columns):
         offsets = [(origins[0] - origin) / 1e6 for origin in origins]
         ahead = ends - np.array(offsets)[:, None]
         ahead = ahead - ahead[0]
-        hosts = {one.host for one in seen.values()}
+        hosts = {trace.host for trace in seen.values()}
         same = len(hosts) == 1 and None not in hosts and float(np.median(np.abs(ahead))) <= FAR
         if same or ((np.abs(ahead).min(axis=1) <= AGREE) | ((ahead.min(axis=1) < 0) & (ahead.max(axis=1) > 0))).all():
             return float(np.median(np.abs(ahead), axis=1).max()), True, offsets

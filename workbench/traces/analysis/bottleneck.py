@@ -67,10 +67,10 @@ class Bottleneck(display.Shown, JsonDataclass):
         Raises:
             KeyError: no such resource.
         """
-        found = {one.name: one for one in self.rows}
-        if name not in found:
-            raise KeyError(f"no resource {name!r}: there are {', '.join(found) or 'none'}")
-        return found[name]
+        rows = {row.name: row for row in self.rows}
+        if name not in rows:
+            raise KeyError(f"no resource {name!r}: there are {', '.join(rows) or 'none'}")
+        return rows[name]
 
     @property
     def caption(self) -> str:
@@ -78,24 +78,24 @@ class Bottleneck(display.Shown, JsonDataclass):
         if not self.name:
             return "; ".join(["no resource is ever alone at work in a step", *self.notes])
         first = f"{self.name} is critical: were it free, the step would be at most {units.times(self.speedup)} as fast"
-        even = [one.name for one in self.rows[1:] if self.rows[0].alone - one.alone < CLOSE * self.step_seconds and one.alone > 0]
-        said = [first, *([f"{' and '.join(even)} could gain about as much"] if even else [])]
+        even = [row.name for row in self.rows[1:] if self.rows[0].alone - row.alone < CLOSE * self.step_seconds and row.alone > 0]
+        parts = [first, *([f"{' and '.join(even)} could gain about as much"] if even else [])]
         if self.nothing > CLOSE * self.step_seconds:
-            said.append(f"for {units.seconds(self.nothing)} of the step nothing recorded is at work")
-        return "; ".join([*said, "ceilings, not forecasts: they do not add up", *self.notes])
+            parts.append(f"for {units.seconds(self.nothing)} of the step nothing recorded is at work")
+        return "; ".join([*parts, "ceilings, not forecasts: they do not add up", *self.notes])
 
     @property
     def table(self) -> display.Table:
         """One row per resource."""
         rows = [
             [
-                one.name,
-                units.seconds(one.busy),
-                units.seconds(one.alone),
-                units.percent(one.alone / self.step_seconds if self.step_seconds else None),
-                units.seconds(one.ceiling),
+                row.name,
+                units.seconds(row.busy),
+                units.seconds(row.alone),
+                units.percent(row.alone / self.step_seconds if self.step_seconds else None),
+                units.seconds(row.ceiling),
             ]
-            for one in self.rows
+            for row in self.rows
         ]
         columns = ("resource", "at work", "alone", "share", "step without it")
         title = f"What holds back the step of {units.seconds(self.step_seconds)}"
@@ -119,18 +119,18 @@ def bottleneck(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Bot
     rows = []
     for name, cover in covers.items():
         busy = int(covered(cover, spans).sum())
-        alone = whole - int(covered(union(*(other for one, other in covers.items() if one != name)), spans).sum())
+        alone = whole - int(covered(union(*(other for key, other in covers.items() if key != name)), spans).sum())
         if busy:
             rows.append(Resource(name=name, busy=busy / 1e9 / count, alone=alone / 1e9 / count, ceiling=(step - alone) / 1e9 / count))
-    said = list(windows.notes)
+    remarks = list(windows.notes)
     if kinds.device and not kinds.where("operator", "runtime").any():
-        said.append("the file has no events of the host: whether it holds the device back cannot be told")
+        remarks.append("the file has no events of the host: whether it holds the device back cannot be told")
     return Bottleneck(
-        rows=tuple(sorted(rows, key=lambda one: -one.alone)),
+        rows=tuple(sorted(rows, key=lambda row: -row.alone)),
         step_seconds=step / 1e9 / count,
         nothing=(step - whole) / 1e9 / count,
         device="device" if kinds.device else "cpu",
-        notes=(*said, *notes),
+        notes=(*remarks, *notes),
     )
 
 

@@ -80,7 +80,7 @@ class Breakdown(display.Shown, JsonDataclass):
         """
         if part not in (*PARTS, "total"):
             raise ValueError(f"no part {part!r}: a step is made of {', '.join(PARTS)}; 'total' is all of it")
-        return sum(getattr(one, part) for one in self.steps) / len(self.steps) if self.steps else float("nan")
+        return sum(getattr(step, part) for step in self.steps) / len(self.steps) if self.steps else float("nan")
 
     def share(self, part: str) -> float:
         """Fraction 0..1 of the steps' time that a part takes."""
@@ -100,7 +100,7 @@ class Breakdown(display.Shown, JsonDataclass):
         """One row per part: mean, share, least and most of a step."""
         rows: list[list[object]] = []
         for part in (*PARTS, "total"):
-            values = [getattr(one, part) for one in self.steps] or [float("nan")]
+            values = [getattr(step, part) for step in self.steps] or [float("nan")]
             ends = [units.seconds(min(values)), units.seconds(max(values))]
             rows.append([part, units.seconds(self.mean(part)), units.percent(self.share(part)), *ends])
         return display.Table(
@@ -109,7 +109,7 @@ class Breakdown(display.Shown, JsonDataclass):
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per step, in seconds."""
-        return display.frame([dataclasses.asdict(one) for one in self.steps], columns=("step", *PARTS, "total"))
+        return display.frame([dataclasses.asdict(step) for step in self.steps], columns=("step", *PARTS, "total"))
 
     plot = display.plot_method("breakdown")
 
@@ -125,15 +125,15 @@ def breakdown(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Brea
     """
     spans = windows.spans
     lengths = spans[:, 1] - spans[:, 0]
-    found = {part: np.zeros(len(spans), dtype=np.int64) for part in PARTS}
+    nanoseconds = {part: np.zeros(len(spans), dtype=np.int64) for part in PARTS}
     cover, below = NONE, np.zeros(len(spans), dtype=np.int64)
     for part, layer in ON_DEVICE if kinds.device else ON_CPU:
         cover = union(cover, kinds.cover(*layer))
         upto = covered(cover, spans)
-        found[part] += upto - below
+        nanoseconds[part] += upto - below
         below = upto
-    found["idle" if kinds.device else "other"] += lengths - below
-    columns = [(found[part] / 1e9).tolist() for part in PARTS]
+    nanoseconds["idle" if kinds.device else "other"] += lengths - below
+    columns = [(nanoseconds[part] / 1e9).tolist() for part in PARTS]
     steps = tuple(
         StepParts(step=number, total=total / 1e9, **dict(zip(PARTS, parts, strict=True)))
         for number, total, *parts in zip(windows.numbers.tolist(), lengths.tolist(), *columns, strict=True)
@@ -174,7 +174,7 @@ class Overlap(display.Shown, JsonDataclass):
         names = [field.name for field in dataclasses.fields(StepOverlap)][1:]
         if part not in names:
             raise ValueError(f"no column {part!r}: there are {', '.join(names)}")
-        return sum(getattr(one, part) for one in self.steps) / len(self.steps) if self.steps else float("nan")
+        return sum(getattr(step, part) for step in self.steps) / len(self.steps) if self.steps else float("nan")
 
     @property
     def hidden(self) -> float:
@@ -222,5 +222,5 @@ def overlap(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Overla
     rows = zip(windows.numbers.tolist(), total, hidden, exposed, copies, bare, strict=True)
     names = [field.name for field in dataclasses.fields(StepOverlap)]
     steps = tuple(StepOverlap(**dict(zip(names, row, strict=True))) for row in rows)
-    said = (WHAT_IT_CANNOT,) if any(total) else ()
-    return Overlap(steps=steps, notes=(*windows.notes, *notes, *said))
+    caveats = (WHAT_IT_CANNOT,) if any(total) else ()
+    return Overlap(steps=steps, notes=(*windows.notes, *notes, *caveats))

@@ -51,7 +51,7 @@ class Captured:
         self.traced = statistics.median(traced) if traced else math.nan
         self.spread = math.nan
         if self.plain > 0:
-            self.spread = statistics.median(abs(one - self.plain) for one in plain) / self.plain
+            self.spread = statistics.median(abs(seconds - self.plain) for seconds in plain) / self.plain
 
     @property
     def slowdown(self) -> float:
@@ -109,8 +109,8 @@ class Captured:
 def notes_in(folder: Path) -> tuple[str, ...]:
     """What captures that left no trace in a folder say of why."""
     left = (path for path in sorted(folder.glob("*.capture.json")) if not any(trace.is_file() for trace in _traces_of(path)))
-    found = (Captured.of(path) for path in left)
-    return tuple(note for one in found if one for note in one.notes)
+    captures = (Captured.of(path) for path in left)
+    return tuple(note for capture in captures if capture for note in capture.notes)
 
 
 def _traces_of(beside: Path) -> list[Path]:

@@ -58,15 +58,15 @@ class Collectives(display.Shown, JsonDataclass):
         """One row per kind and size."""
         cells = [
             [
-                one.name if len(one.name) < 50 else f"{one.name[:48]}…",
-                f"{one.count:,}",
-                units.bytes_(one.bytes),
-                one.ranks or units.MISSING,
-                units.seconds(one.seconds),
-                units.seconds(one.median),
-                units.count(one.bus_bandwidth, "B/s"),
+                row.name if len(row.name) < 50 else f"{row.name[:48]}…",
+                f"{row.count:,}",
+                units.bytes_(row.bytes),
+                row.ranks or units.MISSING,
+                units.seconds(row.seconds),
+                units.seconds(row.median),
+                units.count(row.bus_bandwidth, "B/s"),
             ]
-            for one in self.rows
+            for row in self.rows
         ]
         columns = ("collective", "calls", "bytes", "ranks", "all", "median", "bus bandwidth of the fastest")
         return display.Table(columns=columns, rows=cells, title="Collectives", note="; ".join(self.notes) or None)
@@ -74,7 +74,7 @@ class Collectives(display.Shown, JsonDataclass):
     to_frame = display.frame_method("rows", Collective)
 
     def __repr__(self) -> str:
-        return f"Collectives({sum(one.count for one in self.rows)} of {len(self.rows)} kinds)"
+        return f"Collectives({sum(row.count for row in self.rows)} of {len(self.rows)} kinds)"
 
 
 def bus_factor(name: str, ranks: int) -> float:
@@ -86,7 +86,7 @@ def bus_factor(name: str, ranks: int) -> float:
     plain = re.sub(r"[^a-z]", "", name.lower())
     if "allreduce" in plain:
         return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks if any(one in plain for one in ("allgather", "reducescatter", "alltoall")) else 1.0
+    return (ranks - 1) / ranks if any(kind in plain for kind in ("allgather", "reducescatter", "alltoall")) else 1.0
 
 
 def collectives(columns: Columns, kinds: Kinds, details: Callable[[], Details], world_size: int | None) -> Collectives:
@@ -101,19 +101,19 @@ def collectives(columns: Columns, kinds: Kinds, details: Callable[[], Details], 
         world_size: ranks of the job, where the file tells.
     """
     chosen = kinds.where("communication") if kinds.where("communication").any() else kinds.where("host_communication")
-    told = {message.event: message.args for message in columns.messages}
+    args_of = {message.event: message.args for message in columns.messages}
     groups: dict[tuple[str, int | None, int | None], list[int]] = defaultdict(list)
     shaped = False
     for event in np.flatnonzero(chosen).tolist():
-        name = columns.labels[columns.label[event]].name
-        if (args := told.get(event)) is not None:
+        name = columns.name(event)
+        if (args := args_of.get(event)) is not None:
             groups[_named(args, name), _size(args), args.ranks].append(event)
             continue
         shape = columns.shapes[columns.shape[event]] if HOST_COLLECTIVE.match(name) else ""
         size = _shaped(name, shape, details().inputs[details().input[event]].types, world_size) if shape else None
         shaped = shaped or size is not None
         groups[_named(None, name), size, None if size is None else world_size].append(event)
-    lengths = (columns.end - columns.start) / 1e9
+    lengths = columns.lengths / 1e9
     rows = [_row(*key, lengths[events]) for key, events in groups.items()]
     notes = (
         ["a duration has in it the wait for the slowest rank; the bandwidth is that of the shortest, which waited least"] if rows else []
@@ -122,9 +122,9 @@ def collectives(columns: Columns, kinds: Kinds, details: Callable[[], Details], 
         notes.append("the trace has no collectives")
     elif shaped and world_size:
         notes.append(f"the file does not say which ranks take part in gloo's: they are taken for the default group, all {world_size}")
-    if any(one.bytes is None for one in rows):
+    if any(row.bytes is None for row in rows):
         notes.append("where bytes are missing the file does not tell them (torch writes them for NCCL, from 2.1 on)")
-    return Collectives(rows=tuple(sorted(rows, key=lambda one: -one.seconds)), notes=tuple(notes))
+    return Collectives(rows=tuple(sorted(rows, key=lambda row: -row.seconds)), notes=tuple(notes))
 
 
 def _named(args: Args | None, name: str) -> str:
@@ -134,7 +134,7 @@ def _named(args: Args | None, name: str) -> str:
 def _size(args: Args | None) -> int | None:
     if args is None or args.dtype is None or (width := BYTES.get(args.dtype.lower())) is None:
         return None
-    counts = [one for one in (args.sent, args.received) if one is not None]
+    counts = [count for count in (args.sent, args.received) if count is not None]
     return max(counts) * width if counts else None
 
 
@@ -151,15 +151,15 @@ def _shaped(name: str, dims: str, types: str, ranks: int | None) -> int | None:
 
 
 def _words(types: str) -> Sequence[str]:
-    found = json.loads(types)
-    if not isinstance(found, list):
+    names = json.loads(types)
+    if not isinstance(names, list):
         raise TypeError(types)
-    return found
+    return names
 
 
 def _row(name: str, size: int | None, ranks: int | None, seconds: "np.ndarray[Any, np.dtype[np.float64]]") -> Collective:
     best = float(seconds.min())
-    known = size and ranks and ranks > 1 and best > 0
+    complete = size and ranks and ranks > 1 and best > 0
     return Collective(
         name=name,
         count=len(seconds),
@@ -168,5 +168,5 @@ def _row(name: str, size: int | None, ranks: int | None, seconds: "np.ndarray[An
         seconds=float(seconds.sum()),
         median=float(np.median(seconds)),
         best=best,
-        bus_bandwidth=size * bus_factor(name, ranks) / best if known and size and ranks else None,
+        bus_bandwidth=size * bus_factor(name, ranks) / best if complete and size and ranks else None,
     )

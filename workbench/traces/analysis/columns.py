@@ -1,6 +1,6 @@
 """Columns: the events of a trace as arrays, every name, lane and shape told once; nanoseconds from the first event on."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -81,6 +81,19 @@ class Columns:
         """Start and end of each event, in two columns."""
         return np.stack([self.start, self.end], axis=1)
 
+    @property
+    def lengths(self) -> Numbers:
+        """Nanoseconds that each event takes."""
+        return self.end - self.start
+
+    def name(self, event: int) -> str:
+        """The name of an event."""
+        return self.labels[self.label[event]].name
+
+    def where(self, test: Callable[[Label], bool]) -> NDArray[np.bool_]:
+        """Which events have a label that passes a test, which is made once per label."""
+        return np.array([test(label) for label in self.labels] or [False], dtype=np.bool_)[self.label]
+
 
 class Gathering:
     """Makes columns of batches of events."""
@@ -99,25 +112,25 @@ class Gathering:
 
     def add(self, batch: Sequence[Event]) -> None:
         """Take in some events."""
-        found = [e for e in batch if e.ph == "X"]
-        if len(found) < len(batch):
+        events = [e for e in batch if e.ph == "X"]
+        if len(events) < len(batch):
             self._rest(batch)
-        whole = len(found)
-        found, start, dur = possible(found)
-        self.impossible += whole - len(found)
-        if not found:
+        whole = len(events)
+        events, start, dur = possible(events)
+        self.impossible += whole - len(events)
+        if not events:
             return
         if self._origin is None:
             self._origin = float(start.min())  # before arithmetic: microseconds since 1970 leave a double few digits
-        args = [e.args or NO_ARGS for e in found]
+        args = [e.args or NO_ARGS for e in events]
         begin = np.rint((start - self._origin) * 1e3).astype(np.int64)
-        size = len(found)
-        names, told = [e.name for e in found], [e.cat for e in found]
+        size = len(events)
+        names, categories = [e.name for e in events], [e.cat for e in events]
         collective = [a.collective is not None for a in args]
         self._parts.append(
             (
-                _codes(self._labels, zip(names, told, collective, strict=True), size),
-                _codes(self._lanes, zip([e.pid for e in found], [e.tid for e in found], strict=True), size),
+                _codes(self._labels, zip(names, categories, collective, strict=True), size),
+                _codes(self._lanes, zip([e.pid for e in events], [e.tid for e in events], strict=True), size),
                 _codes(self._shapes, [b"" if a.shapes is NO_SHAPES else bytes(a.shapes) for a in args], size),
                 begin,
                 begin + np.rint(dur * 1e3).astype(np.int64),
@@ -145,7 +158,7 @@ class Gathering:
         return Columns(
             labels=tuple(Label(str(name), str(cat or ""), collective) for name, cat, collective in self._labels),
             lanes=tuple(Lane(pid, tid, self._names.get((pid, tid), f"{pid} {tid}")) for pid, tid in self._lanes),
-            shapes=tuple(one.decode("utf-8", "replace") for one in self._shapes),
+            shapes=tuple(text.decode("utf-8", "replace") for text in self._shapes),
             label=label,
             lane=lane,
             shape=shape,
@@ -158,24 +171,24 @@ class Gathering:
         )
 
 
-def possible(found: list[B]) -> tuple[list[B], NDArray[np.float64], NDArray[np.float64]]:
+def possible(events: list[B]) -> tuple[list[B], NDArray[np.float64], NDArray[np.float64]]:
     """The events whose times can be, and their beginnings and lengths in microseconds."""
-    start, dur = floats([e.ts for e in found]), floats([e.dur for e in found])
+    start, dur = floats([e.ts for e in events]), floats([e.dur for e in events])
     with np.errstate(invalid="ignore"):
         sound = (np.abs(start) < LATEST) & (dur >= 0) & (dur < LONGEST)
     if sound.all():
-        return found, start, dur
-    return [e for e, good in zip(found, sound.tolist(), strict=True) if good], start[sound], dur[sound]
+        return events, start, dur
+    return [e for e, good in zip(events, sound.tolist(), strict=True) if good], start[sound], dur[sound]
 
 
 def gathered(batches: Iterable[list[Event]]) -> Gathering:
     """Of all batches. The cyclic collector rests meanwhile: it would look at hundreds of thousands of objects again and again."""
-    found = Gathering()
+    gathering = Gathering()
     with without_gc():
         for batch in batches:
-            found.add(batch)
+            gathering.add(batch)
             batch.clear()  # now, not when the next one is there
-    return found
+    return gathering
 
 
 def _codes(codes: Codes, keys: Iterable[Any], count: int) -> NDArray[np.int32]:

@@ -63,14 +63,14 @@ class Copies(display.Shown, JsonDataclass):
         """One row per kind."""
         rows = [
             [
-                f"{one.kind} ({one.memory})" if one.memory else one.kind,
-                f"{one.count:,}",
-                units.bytes_(one.bytes),
-                units.seconds(one.seconds),
-                units.percent(one.overlapped / one.seconds if one.seconds else None),
-                *(units.count(value, "B/s") for value in (one.bandwidth, one.median, one.best)),
+                f"{row.kind} ({row.memory})" if row.memory else row.kind,
+                f"{row.count:,}",
+                units.bytes_(row.bytes),
+                units.seconds(row.seconds),
+                units.percent(row.overlapped / row.seconds if row.seconds else None),
+                *(units.count(value, "B/s") for value in (row.bandwidth, row.median, row.best)),
             ]
-            for one in self.rows
+            for row in self.rows
         ]
         columns = ("copy", "copies", "bytes", "time", "behind kernels", "bandwidth", "median", "fastest")
         return display.Table(columns=columns, rows=rows, title="Copies", note="; ".join(self.notes) or None)
@@ -80,7 +80,7 @@ class Copies(display.Shown, JsonDataclass):
     plot = display.plot_method("copies")
 
     def __repr__(self) -> str:
-        return f"Copies({sum(one.count for one in self.rows):,} of {len(self.rows)} kinds)"
+        return f"Copies({sum(row.count for row in self.rows):,} of {len(self.rows)} kinds)"
 
 
 def kind_of(name: str) -> tuple[str, str]:
@@ -92,8 +92,8 @@ def kind_of(name: str) -> tuple[str, str]:
     memory = (MEMORY.search(name) or ["", ""])[1].replace("->", "→")
     if "memset" in name.lower():
         return "memset", memory
-    if found := DIRECTION.search(name):
-        return found[0], memory
+    if direction := DIRECTION.search(name):
+        return direction[0], memory
     spelt = SPELT.search(name)
     return (f"{spelt[1][0].upper()}to{spelt[2][0].upper()}", memory) if spelt else (name.split(" (")[0], memory)
 
@@ -103,23 +103,23 @@ def copies(columns: Columns, kinds: Kinds) -> Copies:
     events = np.flatnonzero(kinds.where("h2d", "copy"))
     if not len(events):
         return Copies(rows=(), notes=(NONE,))
-    told = {one.event: one.args for one in columns.messages}
+    args_of = {message.event: message.args for message in columns.messages}
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for event in events.tolist():
-        groups[kind_of(columns.labels[columns.label[event]].name)].append(event)
+        groups[kind_of(columns.name(event))].append(event)
     edges = np.linspace(columns.start[events].min(), columns.end[events].max(), POINTS + 1)
-    found = []
+    pairs = []
     for (kind, memory), many in groups.items():
-        args = [told.get(event, NO_ARGS) for event in many]
-        sizes, rates = integers([one.bytes for one in args]), floats([one.bandwidth for one in args])
-        found.append(_row(columns, kinds, kind, memory, np.array(many), sizes, rates, edges))
-    found.sort(key=lambda one: -one[0].seconds)
-    rows = tuple(row for row, _ in found)
-    notes = [WAITS] if any("Pageable" in one.memory and one.kind in ("HtoD", "DtoH") for one in rows) else []
-    if any(one.bytes is None for one in rows):
+        args = [args_of.get(event, NO_ARGS) for event in many]
+        sizes, rates = integers([arg.bytes for arg in args]), floats([arg.bandwidth for arg in args])
+        pairs.append(_row(columns, kinds, kind, memory, np.array(many), sizes, rates, edges))
+    pairs.sort(key=lambda pair: -pair[0].seconds)
+    rows = tuple(row for row, _ in pairs)
+    notes = [WAITS] if any("Pageable" in row.memory and row.kind in ("HtoD", "DtoH") for row in rows) else []
+    if any(row.bytes is None for row in rows):
         notes.append("where bytes are missing the file does not tell them")
     times = tuple((edges / 1e9).tolist())
-    return Copies(rows=rows, times=times, curves=tuple(tuple(curve.tolist()) for _, curve in found), notes=tuple(notes))
+    return Copies(rows=rows, times=times, curves=tuple(tuple(curve.tolist()) for _, curve in pairs), notes=tuple(notes))
 
 
 def _row(
@@ -135,24 +135,24 @@ def _row(
     """Of copies of one kind, and their curve."""
     spans = columns.spans[events]
     lengths = (spans[:, 1] - spans[:, 0]) / 1e9
-    known = sizes >= 0
+    has_size = sizes >= 0
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         rates = rates * 1e9
         rates = np.where(np.isfinite(rates) & (rates > 0), rates, sizes / lengths)
-    moved = known & (sizes > 0) & np.isfinite(rates) & (rates > 0)
+    moved = has_size & (sizes > 0) & np.isfinite(rates) & (rates > 0)
     took = float((sizes[moved] / rates[moved]).sum())
     row = Copy(
         kind=kind,
         memory=memory,
         count=len(events),
-        bytes=sum(sizes[known].tolist()) if known.any() else None,
+        bytes=sum(sizes[has_size].tolist()) if has_size.any() else None,
         seconds=float(lengths.sum()),
         overlapped=float(covered(kinds.cover("kernel"), spans).sum()) / 1e9,
         bandwidth=float(sizes[moved].sum(dtype=np.float64)) / took if took else None,
         median=float(np.median(rates[moved])) if moved.any() else None,
         best=float(rates[moved].max()) if moved.any() else None,
     )
-    return row, curve(spans[known], sizes[known], edges)
+    return row, curve(spans[has_size], sizes[has_size], edges)
 
 
 def curve(spans: Spans, sizes: Numbers, edges: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -173,5 +173,5 @@ def _ramps(starts: Numbers, slopes: NDArray[np.float64], times: NDArray[np.float
     begun = np.searchsorted(starts[order], times, side="right")
     steep = np.concatenate([[0.0], np.cumsum(slopes[order])])
     offset = np.concatenate([[0.0], np.cumsum(slopes[order] * starts[order])])
-    found: NDArray[np.float64] = times * steep[begun] - offset[begun]
-    return found
+    sums: NDArray[np.float64] = times * steep[begun] - offset[begun]
+    return sums

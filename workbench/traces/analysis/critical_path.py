@@ -103,16 +103,16 @@ class CriticalPath(display.Shown, JsonDataclass):
         """
         if part not in WAYS:
             raise ValueError(f"no part {part!r}: there are {', '.join(WAYS)}")
-        return next((one.share for one in self.parts if one.part == part), 0.0)
+        return next((row.share for row in self.parts if row.part == part), 0.0)
 
     @property
     def table(self) -> display.Table:
         """The parts, then the 15 operators and kernels with most time on the path."""
-        rows = [[one.part, units.seconds(one.seconds), units.percent(one.share), WAYS[one.part]] for one in self.parts]
-        for one in self.rows[:SHOWN]:
-            share = one.seconds / self.step_seconds if self.step_seconds else None
-            told = f"{one.part}; {units.percent(one.on_path)} of its {units.seconds(one.own_seconds)} is on the path"
-            rows.append([short(one.name), units.seconds(one.seconds), units.percent(share), told])
+        rows = [[part.part, units.seconds(part.seconds), units.percent(part.share), WAYS[part.part]] for part in self.parts]
+        for row in self.rows[:SHOWN]:
+            share = row.seconds / self.step_seconds if self.step_seconds else None
+            text = f"{row.part}; {units.percent(row.on_path)} of its {units.seconds(row.own_seconds)} is on the path"
+            rows.append([short(row.name), units.seconds(row.seconds), units.percent(share), text])
         title = f"The critical path of the step of {units.seconds(self.step_seconds)}"
         return display.Table(columns=("on the path", "time", "share", "what"), rows=rows, title=title, note="; ".join(self.notes) or None)
 
@@ -174,12 +174,12 @@ def threads(columns: Columns, calls: Nesting, loader: NDArray[np.bool_]) -> dict
     until = np.append(times[1:], 0)
     kept = (then >= 0) & (until > times) & np.append(lanes[1:] == lanes[:-1], False)
     holder = calls.nearest(loader[calls.events])
-    found = {}
-    for one in np.unique(lanes[kept]).tolist():
-        here = kept & (lanes == one)
+    by_lane = {}
+    for number in np.unique(lanes[kept]).tolist():
+        here = kept & (lanes == number)
         inner = np.where(holder[then[here]] >= 0, holder[then[here]], then[here])
-        found[one] = Thread(times[here].tolist(), until[here].tolist(), calls.events[inner].tolist())
-    return found
+        by_lane[number] = Thread(times[here].tolist(), until[here].tolist(), calls.events[inner].tolist())
+    return by_lane
 
 
 @dataclass(slots=True)
@@ -241,14 +241,14 @@ class Walk:
         """What a piece of work waited for last: the next piece of work (-1: the host), from when on, as what, and the host's thread."""
         begin, ahead, call = self.start[work], self.ahead[work], self.call[work]
         before = min(self.end[ahead], begin) if ahead >= 0 else -1
-        asked = min(self.end[call], begin) if call >= 0 else -1
-        other = self._other_stream(work, max(before, asked))
+        launched = min(self.end[call], begin) if call >= 0 else -1
+        other = self._other_stream(work, max(before, launched))
         if other >= 0:
             return other, self.end[other], "queue", lane
-        if ahead >= 0 and before >= asked:
+        if ahead >= 0 and before >= launched:
             return ahead, before, "queue", lane
         if call >= 0:
-            return -1, asked, "launch", self.lane[call]
+            return -1, launched, "launch", self.lane[call]
         return -1, begin, "launch", lane
 
     def _other_stream(self, work: int, since: int) -> int:
@@ -296,15 +296,15 @@ class Walk:
 def walk(columns: Columns, kinds: Kinds) -> Walk:
     """Make a trace ready."""
     calls = nested(columns, kinds.where(*HOST))
-    lengths = columns.end - columns.start
+    lengths = columns.lengths
     work = np.flatnonzero(kinds.where(*DEVICE) & (lengths > 0))
     order = work[np.lexsort((columns.start[work], columns.lane[work]))]
     same = np.append(False, columns.lane[order[1:]] == columns.lane[order[:-1]]) if len(order) else np.empty(0, dtype=np.bool_)
     ahead = np.where(same, np.roll(order, 1), -1)
     call = callers(columns, kinds, work)
     done = work[np.argsort(columns.end[work], kind="stable")]
-    waits = np.array(["StreamWaitEvent" in label.name for label in columns.labels] or [False])[columns.label]
-    copies = np.array(["Memcpy" in label.name for label in columns.labels] or [False])[columns.label]
+    waits = columns.where(lambda label: "StreamWaitEvent" in label.name)
+    copies = columns.where(lambda label: "Memcpy" in label.name)
     over = (call >= 0) & (columns.end[work] <= columns.end[call]) & copies[call]
     return Walk(
         lanes=threads(columns, calls, kinds.where("data_wait")),
@@ -343,34 +343,34 @@ def critical_path(columns: Columns, kinds: Kinds, windows: Windows, notes: Seque
             whole[part] += length
         steps.append(StepPath(step=number, parts={part: length / 1e9 for part, length in parts.items()}, handovers=turns))
     total = sum(whole.values())
-    rows = sorted(whole.items(), key=lambda one: -one[1])
-    said = list(windows.notes)
+    rows = sorted(whole.items(), key=lambda item: -item[1])
+    remarks = list(windows.notes)
     if kinds.device and all(call < 0 for call in ready.call.values()):
-        said.append("the file does not link work of the device to the calls that launch it: the path does not come back to the host")
+        remarks.append("the file does not link work of the device to the calls that launch it: the path does not come back to the host")
     return CriticalPath(
         parts=tuple(PathPart(part=part, seconds=length / 1e9 / count, share=length / total) for part, length in rows),
         rows=_named(columns, kinds, ready, taken, windows.spans),
         steps=tuple(steps),
         step_seconds=total / 1e9 / count,
         device="cpu" if ready.cpu else "device",
-        notes=(*said, *notes),
+        notes=(*remarks, *notes),
     )
 
 
 def _named(columns: Columns, kinds: Kinds, ready: Walk, taken: dict[tuple[int, str], int], spans: Spans) -> tuple[OnPath, ...]:
     """By name, with all the time that each has in the steps by itself."""
-    told, codes = named(columns)
+    names, codes = named(columns)
     cover, count = union(spans), max(1, len(spans))
     work = np.flatnonzero(kinds.where(*DEVICE))
-    own = np.zeros(len(told), dtype=np.int64)
+    own = np.zeros(len(names), dtype=np.int64)
     np.add.at(own, codes[columns.label[work]], covered(cover, columns.spans[work]))
-    for one in ready.lanes.values():
-        np.add.at(own, codes[columns.label[one.event]], covered(cover, np.stack([one.start, one.end], axis=1)))
+    for thread in ready.lanes.values():
+        np.add.at(own, codes[columns.label[thread.event]], covered(cover, np.stack([thread.start, thread.end], axis=1)))
     sums: dict[tuple[int, str], int] = defaultdict(int)
     for (event, part), length in taken.items():
         sums[int(codes[columns.label[event]]), part] += length
     rows = (
-        OnPath(name=told[code], part=part, seconds=length / 1e9 / count, own_seconds=float(own[code]) / 1e9 / count)
+        OnPath(name=names[code], part=part, seconds=length / 1e9 / count, own_seconds=float(own[code]) / 1e9 / count)
         for (code, part), length in sums.items()
     )
-    return tuple(sorted(rows, key=lambda one: -one.seconds))
+    return tuple(sorted(rows, key=lambda row: -row.seconds))

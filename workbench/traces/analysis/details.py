@@ -75,23 +75,23 @@ class _Gathering:
 
     def add(self, batch: Sequence[Detailed]) -> None:
         """Take in some events, as `columns.Gathering` does."""
-        found, start, _ = possible([e for e in batch if e.ph == "X"])
-        if found:
+        events, start, _ = possible([e for e in batch if e.ph == "X"])
+        if events:
             if self.origin is None:
                 self.origin = float(start.min())
             self.first = min(self.first, int(np.rint((start - self.origin) * 1e3).min()))
-            args = [e.args or NO_DETAIL for e in found]
+            args = [e.args or NO_DETAIL for e in events]
             codes = [self.inputs[bytes(a.types), bytes(a.concrete)] for a in args]
             of_kernels = floats([a.occupancy for a in args]), floats([a.blocks for a in args])
             self.events.append((integers([a.sequence for a in args]), np.array(codes, dtype=np.int32), *of_kernels))
-        if len(found) < len(batch):
+        if len(events) < len(batch):
             self._requests([e for e in batch if e.name == "[memory]" and e.args and e.args.size is not None])
 
     def _requests(self, batch: list[Detailed]) -> None:
-        asked, start, _ = possible(batch)
-        args = [e.args or NO_DETAIL for e in asked]
+        requests, start, _ = possible(batch)
+        args = [e.args or NO_DETAIL for e in requests]
         devices = [self.devices[_device(a.device_type, a.device)] for a in args]
-        lanes = [self.lanes.get((e.pid, e.tid), -1) for e in asked]
+        lanes = [self.lanes.get((e.pid, e.tid), -1) for e in requests]
         numbers = [integers([a.size for a in args]), integers([a.allocated for a in args]), integers([a.address for a in args])]
         self.requests.append((start, np.array(lanes, dtype=np.int32), *numbers, np.array(devices, dtype=np.int32)))
 
@@ -110,16 +110,16 @@ class _Gathering:
 def read_details(path: Path, columns: Columns) -> Details:
     """Read them. Where that is not possible any more there are none, and `notes` say why."""
     reading = Reading(path=path, words=DETAILS)
-    found = _Gathering({(lane.process, lane.thread): i for i, lane in enumerate(columns.lanes)})
+    gathering = _Gathering({(lane.process, lane.thread): i for i, lane in enumerate(columns.lanes)})
     why = "the file has changed since it was loaded, or is damaged"
     try:
         with without_gc():
             for batch in reading.batches():
-                found.add(batch)
+                gathering.add(batch)
                 batch.clear()
     except TraceError as error:
-        found, why = _Gathering({}), str(error)
-    if sum(len(part[0]) for part in found.events) != len(columns):
+        gathering, why = _Gathering({}), str(error)
+    if sum(len(part[0]) for part in gathering.events) != len(columns):
         nothing, unknown = np.full(len(columns), -1, dtype=np.int64), np.full(len(columns), np.nan)
         note = f"shapes' types, sequence numbers, memory and occupancy could not be read ({why})"
         bare = (Inputs("", ""),)
@@ -132,9 +132,9 @@ def read_details(path: Path, columns: Columns) -> Details:
             blocks=unknown,
             notes=(note,),
         )
-    sequence, codes, occupancy, blocks = (np.concatenate(column) for column in zip(*found.events, strict=True))
-    inputs = tuple(Inputs(types.decode("utf-8", "replace"), concrete.decode("utf-8", "replace")) for types, concrete in found.inputs)
-    return Details(sequence=sequence, input=codes, inputs=inputs, requests=found.found(), occupancy=occupancy, blocks=blocks)
+    sequence, codes, occupancy, blocks = (np.concatenate(column) for column in zip(*gathering.events, strict=True))
+    inputs = tuple(Inputs(types.decode("utf-8", "replace"), concrete.decode("utf-8", "replace")) for types, concrete in gathering.inputs)
+    return Details(sequence=sequence, input=codes, inputs=inputs, requests=gathering.found(), occupancy=occupancy, blocks=blocks)
 
 
 def _device(kind: int | None, number: int | None) -> str:

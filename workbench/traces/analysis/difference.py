@@ -44,8 +44,8 @@ class TraceDifference(display.Shown, JsonDataclass):
     def table(self) -> display.Table:
         """The parts, the step and the operators that changed most."""
         rows = [
-            [short(one.what), one.kind, units.seconds(one.before), units.seconds(one.after), units.seconds(one.change)]
-            for one in self.changes[: len(PARTS) + 1 + SHOWN]
+            [short(change.what), change.kind, units.seconds(change.before), units.seconds(change.after), units.seconds(change.change)]
+            for change in self.changes[: len(PARTS) + 1 + SHOWN]
         ]
         note = "; ".join([f"mean seconds per step; the traced step is {units.times(self.speedup)} as fast as before", *self.notes])
         return display.Table(
@@ -70,4 +70,4 @@ def difference(before: Side, after: Side) -> TraceDifference:
         names = dict.fromkeys([*sides[0], *sides[1]])
         rows += [Change(what=name, kind=kind, before=sides[0].get(name, 0.0), after=sides[1].get(name, 0.0)) for name in names]
     notes = [] if before[0].device == after[0].device else ["one was taken on a CPU, the other on a device"]
-    return TraceDifference(changes=(*parts, *sorted(rows, key=lambda one: -abs(one.change))), notes=tuple(notes))
+    return TraceDifference(changes=(*parts, *sorted(rows, key=lambda change: -abs(change.change))), notes=tuple(notes))

@@ -155,7 +155,7 @@ def nesting(text: bytes) -> int:
     >>> nesting(b'{"a[": {"b": [1, 2]')
     2
     """
-    return sum((one[:1] in b"[{") - (one[:1] in b"]}") for one in NESTING.findall(text))
+    return sum((token[:1] in b"[{") - (token[:1] in b"]}") for token in NESTING.findall(text))
 
 
 def end_behind(text: bytes) -> bytes | None:
@@ -164,7 +164,7 @@ def end_behind(text: bytes) -> bytes | None:
     >>> end_behind(b'?, {"a": [1]}], "b": [2]}')
     b', "b": [2]}'
     """
-    at, found = len(text), None
+    at, last = len(text), None
     for _ in range(ENDS):
         at = text.rfind(b"]", 0, at)
         if at < 0:
@@ -175,8 +175,8 @@ def end_behind(text: bytes) -> bytes | None:
                 header(b'{"traceEvents":[]' + rest)
         except FAILURES:
             continue
-        found = rest
-    return found
+        last = rest
+    return last
 
 
 def boundary(text: bytes, before: int) -> int:

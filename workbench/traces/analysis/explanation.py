@@ -47,7 +47,7 @@ class Explanation(display.Shown, JsonDataclass):
     @property
     def table(self) -> display.Table:
         """Verdict, why, next, and what it cannot tell."""
-        rows = [["verdict", self.verdict], ["why", self.why], ["next", self.next], *(["it cannot tell", one] for one in self.cannot)]
+        rows = [["verdict", self.verdict], ["why", self.why], ["next", self.next], *(["it cannot tell", limit] for limit in self.cannot)]
         return display.Table(columns=("", "what the trace says"), rows=rows, title="The traced step in words")
 
     def to_frame(self) -> Any:
@@ -78,7 +78,7 @@ def explain(breakdown: Breakdown, overlap: Overlap, *, marked: bool, ranks: int 
             cannot=cannot,
             shares={},
         )
-    part = max(VERDICTS, key=lambda one: shares[one])
+    part = max(VERDICTS, key=lambda name: shares[name])
     seconds = f"{units.seconds(breakdown.mean(part))} of {units.seconds(breakdown.mean())}, {units.percent(shares[part])}"
     if not marked and part in ("idle", "other", "host"):
         return Explanation(
@@ -107,17 +107,19 @@ def explain(breakdown: Breakdown, overlap: Overlap, *, marked: bool, ranks: int 
 
 
 def _cannot(breakdown: Breakdown, overlap: Overlap, marked: bool, ranks: int | None, stacks: bool) -> tuple[str, ...]:
-    said = ["what removing a part would gain: shares are not gains, and the profiler itself slows the step down"]
+    limits = ["what removing a part would gain: shares are not gains, and the profiler itself slows the step down"]
     if breakdown.device == "cpu":
         more = "trace.idle() names its functions" if stacks else "with_stack=True tells more"
-        said.append(f"whether the time outside of operators is Python at work, waiting or asleep ({more})")
+        limits.append(f"whether the time outside of operators is Python at work, waiting or asleep ({more})")
     if overlap.mean("communication") > 0 and ranks != 1:
-        said.append("how much of a collective is waiting for a slower rank: those of all ranks tell, TraceSet.load(directory).stragglers()")
+        limits.append(
+            "how much of a collective is waiting for a slower rank: those of all ranks tell, TraceSet.load(directory).stragglers()"
+        )
     elif ranks and ranks > 1:
-        said.append(f"why no collective is to be seen, although the file is of one of {ranks} ranks")
+        limits.append(f"why no collective is to be seen, although the file is of one of {ranks} ranks")
     if not marked:
-        said.append("how steps differ: there are no step marks")
+        limits.append("how steps differ: there are no step marks")
     elif len(breakdown.steps) < 3:
-        said.append(f"how much steps vary: it has {len(breakdown.steps)}")
-    said.append("whether a full prefetch queue hides a slow loader, unless tracing began after as many steps as the queue has batches")
-    return tuple(said)
+        limits.append(f"how much steps vary: it has {len(breakdown.steps)}")
+    limits.append("whether a full prefetch queue hides a slow loader, unless tracing began after as many steps as the queue has batches")
+    return tuple(limits)

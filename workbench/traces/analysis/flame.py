@@ -10,7 +10,7 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
-from workbench.traces.analysis.intervals import Numbers, Spans, covered, union
+from workbench.traces.analysis.intervals import Numbers, Spans, covered, mean_seconds, union
 from workbench.traces.analysis.kinds import Kinds
 from workbench.traces.analysis.modules import MODULE
 from workbench.traces.analysis.nesting import Merged, Nesting, merged, named, nested
@@ -60,16 +60,16 @@ class Flame(display.Shown, JsonDataclass):
     @property
     def table(self) -> display.Table:
         """The 15 nodes with most time of their own."""
-        most = sorted(self.nodes, key=lambda one: -one.self_seconds)[:SHOWN]
+        most = sorted(self.nodes, key=lambda node: -node.self_seconds)[:SHOWN]
         rows = [
             [
-                short(" › ".join(self.path(one)[-3:])),
-                units.seconds(one.self_seconds),
-                units.percent(one.self_seconds / self.step_seconds if self.step_seconds else None),
-                units.seconds(one.seconds),
-                units.count(one.calls),
+                short(" › ".join(self.path(node)[-3:])),
+                units.seconds(node.self_seconds),
+                units.percent(node.self_seconds / self.step_seconds if self.step_seconds else None),
+                units.seconds(node.seconds),
+                units.count(node.calls),
             ]
-            for one in most
+            for node in most
         ]
         note = "; ".join([f"{len(self.nodes)} nodes of {self.thread or 'no thread'}, those with most time of their own", *self.notes])
         columns = ("call", "self", "share of the step", "total", "calls")
@@ -77,7 +77,7 @@ class Flame(display.Shown, JsonDataclass):
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per node; seconds per step."""
-        rows = [{**dataclasses.asdict(one), "path": "/".join(self.path(one))} for one in self.nodes]
+        rows = [{**dataclasses.asdict(node), "path": "/".join(self.path(node))} for node in self.nodes]
         return display.frame(rows, columns=[*(field.name for field in dataclasses.fields(FlameNode)), "path"])
 
     plot = display.plot_method("flame")
@@ -109,15 +109,15 @@ def flame(columns: Columns, kinds: Kinds, steps: Spans, thread: str | None, stac
     names = [columns.lanes[lane].name for lane in lanes]
     if thread is not None and thread not in names:
         raise ValueError(f"flame(thread={thread!r}): no such thread; there are {', '.join(map(repr, names)) or 'none'}")
-    mean = float((steps[:, 1] - steps[:, 0]).sum()) / 1e9 / max(1, len(steps))
+    mean = mean_seconds(steps)
     notes = [] if of_python.any() or not stacks else ["Python's frames were not recorded: profile with_stack=True"]
     if not lanes:
         notes.append("the trace has no calls of the host within a step")
         return Flame(nodes=(), thread="", threads=(), step_seconds=mean, notes=tuple(notes))
     lane = lanes[names.index(thread)] if thread is not None else _main(columns, kinds, lanes)
     calls = nested(columns, chosen & (columns.lane == lane))
-    told, codes = named(columns)
-    nodes = _nodes(calls, merged(calls, codes[columns.label[calls.events]]), told, cover, max(1, len(steps)))
+    call_names, codes = named(columns)
+    nodes = _nodes(calls, merged(calls, codes[columns.label[calls.events]]), call_names, cover, max(1, len(steps)))
     return Flame(nodes=nodes, thread=columns.lanes[lane].name, threads=tuple(names), step_seconds=mean, notes=tuple(notes))
 
 
@@ -135,13 +135,13 @@ def _main(columns: Columns, kinds: Kinds, lanes: list[int]) -> int:
     return most if most in lanes else lanes[0]
 
 
-def _nodes(calls: Nesting, tree: Merged, told: list[str], cover: Spans, steps: int) -> tuple[FlameNode, ...]:
+def _nodes(calls: Nesting, tree: Merged, names: list[str], cover: Spans, steps: int) -> tuple[FlameNode, ...]:
     total, own = calls.within(cover)
     totals, selfs = tree.summed(total), tree.summed(own)
     counts = tree.summed((total > 0).astype(np.int64))
     place: dict[int, int] = {}
     filled: dict[int, int] = {}
-    found: list[FlameNode] = []
+    rows: list[FlameNode] = []
     for node, depth in tree.walk(totals):
         parent = int(tree.parent[node])
         if not totals[node]:
@@ -149,10 +149,10 @@ def _nodes(calls: Nesting, tree: Merged, told: list[str], cover: Spans, steps: i
         start = filled.get(parent, 0)
         filled[parent] = start + int(totals[node])
         filled[node] = start
-        place[node] = len(found)
-        found.append(
+        place[node] = len(rows)
+        rows.append(
             FlameNode(
-                name=told[tree.name[node]],
+                name=names[tree.name[node]],
                 depth=depth,
                 parent=place.get(parent, -1),
                 start=start / 1e9 / steps,
@@ -161,4 +161,4 @@ def _nodes(calls: Nesting, tree: Merged, told: list[str], cover: Spans, steps: i
                 calls=float(counts[node]) / steps,
             )
         )
-    return tuple(found)
+    return tuple(rows)

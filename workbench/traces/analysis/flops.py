@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.details import Details
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, union
-from workbench.traces.analysis.kinds import Kinds, callers
+from workbench.traces.analysis.kinds import Kinds, calling_places
 from workbench.traces.analysis.nesting import Nesting, nested
 
 WIDTHS = {
@@ -59,10 +59,10 @@ class Call:
         Raises:
             ValueError: there is none of known shape.
         """
-        found = self.dims[at]
-        if not isinstance(found, list) or not found or not all(type(one) is int and one >= 0 for one in found):
+        shape = self.dims[at]
+        if not isinstance(shape, list) or not shape or not all(type(size) is int and size >= 0 for size in shape):
             raise ValueError("no shape")
-        return found
+        return shape
 
     def value(self, at: int) -> Any:
         """Of what is no tensor: numbers, truth values, lists.
@@ -78,10 +78,10 @@ class Call:
         Raises:
             ValueError: it is none.
         """
-        found = self.value(at)
-        if not isinstance(found, list) or len(found) not in (1, length) or not all(type(one) is int for one in found):
+        sizes = self.value(at)
+        if not isinstance(sizes, list) or len(sizes) not in (1, length) or not all(type(size) is int for size in sizes):
             raise ValueError("no list of whole numbers")
-        return found * length if len(found) == 1 else found
+        return sizes * length if len(sizes) == 1 else sizes
 
     @property
     def dtype(self) -> str:
@@ -91,11 +91,11 @@ class Call:
     @property
     def read(self) -> int | None:
         """Bytes of all tensors that go in; None where a type is not known."""
-        found = 0
+        total = 0
         for shape, kind in zip(self.dims, self.types, strict=False):
-            if kind in WIDTHS and isinstance(shape, list) and all(type(one) is int for one in shape):
-                found += math.prod(shape) * WIDTHS[kind]
-        return found or None
+            if kind in WIDTHS and isinstance(shape, list) and all(type(size) is int for size in shape):
+                total += math.prod(shape) * WIDTHS[kind]
+        return total or None
 
 
 def _mm(call: Call, at: int = 0) -> Work:
@@ -139,8 +139,8 @@ def _convolution_backward(call: Call) -> Work:
     given, taken, weight = call.shape(0), call.shape(1), call.shape(2)
     mask = call.value(10)
     meets = math.prod(taken[2:] if bool(call.value(7)) else given[2:]) * given[0]
-    wanted = [math.prod(taken), math.prod(weight)]
-    chosen = [elements for elements, want in zip(wanted, mask, strict=False) if want]
+    sizes = [math.prod(taken), math.prod(weight)]
+    chosen = [elements for elements, want in zip(sizes, mask, strict=False) if want]
     return Work(flops=2 * meets * math.prod(weight) * len(chosen), elements=sum(chosen), matrix=True)
 
 
@@ -154,9 +154,9 @@ def _attention(call: Call, at: int = 0, products: int = 2) -> Work:
 
 
 def _elementwise(call: Call) -> Work:
-    shapes = [one for one in call.dims[:2] if isinstance(one, list) and all(type(n) is int and n >= 0 for n in one)]
+    shapes = [shape for shape in call.dims[:2] if isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)]
     deep = max(map(len, shapes))
-    wide = [[1] * (deep - len(one)) + one for one in shapes]
+    wide = [[1] * (deep - len(shape)) + shape for shape in shapes]
     elements = math.prod(max(column) if min(column) else 0 for column in zip(*wide, strict=True))
     return Work(flops=elements, elements=elements, matrix=False)
 
@@ -197,16 +197,16 @@ def work(name: str, dims: str, types: str, concrete: str) -> tuple[Work, Call] |
     if formula is None:
         return None
     try:
-        call = Call(dims=_list(dims), types=[str(one) for one in _list(types)], concrete=[str(one) for one in _list(concrete)])
-        found = formula(call)
+        call = Call(dims=_list(dims), types=[str(text) for text in _list(types)], concrete=[str(text) for text in _list(concrete)])
+        result = formula(call)
     except (ValueError, IndexError, TypeError, RecursionError):
         return None
-    return (found, call) if 0 <= found.flops < 2**62 and found.elements >= 0 else None
+    return (result, call) if 0 <= result.flops < 2**62 and result.elements >= 0 else None
 
 
 def _list(text: str) -> list[Any]:
-    found = json.loads(text) if text else []
-    return found if isinstance(found, list) else []
+    items = json.loads(text) if text else []
+    return items if isinstance(items, list) else []
 
 
 BUSY = ("operator", "backward", "optimizer", "collective_call")
@@ -270,15 +270,15 @@ def count_flops(columns: Columns, kinds: Kinds, steps: Spans, details: Details) 
     calls = nested(columns, kinds.where(*BUSY, "data_wait", "runtime", "wait"))
     inside = covered(cover, calls.spans) > 0
     keys, code = _signatures(columns, details, calls)
-    found = [work(*key) for key in keys]
-    chosen = _outermost(calls, [key[0] for key in keys], np.array([one is not None for one in found], dtype=np.bool_), code)
+    results = [work(*key) for key in keys]
+    chosen = _outermost(calls, [key[0] for key in keys], np.array([each is not None for each in results], dtype=np.bool_), code)
     owner = calls.nearest(chosen)
     time, other = _device_time(columns, kinds, calls, owner, inside) if kinds.device else _host_time(columns, kinds, calls, owner, cover)
     rows: list[RoofPoint] = []
     count = max(1, len(steps))
     picked = np.flatnonzero(chosen & inside)
     for at in np.unique(code[picked]).tolist():
-        result = found[at]
+        result = results[at]
         assert result is not None
         done, call = result
         places = picked[code[picked] == at]
@@ -308,12 +308,12 @@ def _signatures(columns: Columns, details: Details, calls: Nesting) -> tuple[lis
     name = columns.label[events].astype(np.int64)
     wide, deep = len(columns.shapes), len(details.inputs)
     keys, code = np.unique((name * wide + columns.shape[events]) * deep + details.input[events], return_inverse=True)
-    found = []
+    signatures = []
     for key in keys.tolist():
         inputs = details.inputs[key % deep]
         label = columns.labels[key // deep // wide]
-        found.append((label.name, columns.shapes[key // deep % wide], inputs.types, inputs.concrete))
-    return found, code
+        signatures.append((label.name, columns.shapes[key // deep % wide], inputs.types, inputs.concrete))
+    return signatures, code
 
 
 def _outermost(calls: Nesting, names: list[str], has: NDArray[np.bool_], code: Numbers) -> NDArray[np.bool_]:
@@ -343,25 +343,22 @@ def _host_time(columns: Columns, kinds: Kinds, calls: Nesting, owner: Numbers, c
 def _device_time(columns: Columns, kinds: Kinds, calls: Nesting, owner: Numbers, inside: NDArray[np.bool_]) -> tuple[Numbers, float]:
     """Nanoseconds of the kernels that each place launched, itself or by what it calls, and of all kernels that none of them launched."""
     kernels = np.flatnonzero(kinds.where("kernel"))
-    lengths = (columns.end - columns.start)[kernels]
-    call = callers(columns, kinds, kernels)
-    place = np.full(len(columns), -1, dtype=np.int64)
-    place[calls.events] = np.arange(len(calls.events))
-    at = np.where(call >= 0, place[call], -1)
+    lengths = columns.lengths[kernels]
+    at = calling_places(columns, kinds, calls, kernels)
     of = np.where(at >= 0, owner[at], -1)
-    found = np.zeros(len(calls.events), dtype=np.int64)
-    np.add.at(found, of[of >= 0], lengths[of >= 0])
+    time = np.zeros(len(calls.events), dtype=np.int64)
+    np.add.at(time, of[of >= 0], lengths[of >= 0])
     seen = (of < 0) & (at >= 0)
     seen[seen] = inside[at[seen]]
-    return found, float(lengths[seen].sum())
+    return time, float(lengths[seen].sum())
 
 
 def _notes(columns: Columns, details: Details, rows: list[RoofPoint]) -> tuple[str, ...]:
-    said = list(details.notes)
+    notes = list(details.notes)
     if not any(columns.shapes):
-        said.append("shapes were not recorded, and without them there are no FLOPs: profile with record_shapes=True")
+        notes.append("shapes were not recorded, and without them there are no FLOPs: profile with record_shapes=True")
     elif not rows:
-        said.append("no operator of the steps has a formula")
-    elif any(one.bytes is None for one in rows) and not details.notes:
-        said.append("types of some inputs were not recorded: their bytes are not known")
-    return tuple(said)
+        notes.append("no operator of the steps has a formula")
+    elif any(row.bytes is None for row in rows) and not details.notes:
+        notes.append("types of some inputs were not recorded: their bytes are not known")
+    return tuple(notes)

@@ -13,7 +13,7 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
-from workbench.traces.analysis.intervals import Numbers, Spans, covered, intersection, subtract, union
+from workbench.traces.analysis.intervals import Numbers, Spans, covered, intersection, length, mean_seconds, subtract, union
 from workbench.traces.analysis.kinds import DEVICE, Kinds, callers
 from workbench.traces.analysis.operators import CALLERS, short
 from workbench.traces.analysis.windows import Windows
@@ -56,20 +56,20 @@ def streams(columns: Columns, kinds: Kinds, gap: int) -> tuple[StreamIdle, ...]:
     """
     work = np.flatnonzero(kinds.where(*DEVICE))
     call = callers(columns, kinds, work)
-    found = []
+    rows = []
     for lane in np.unique(columns.lane[work]).tolist():
         here = np.flatnonzero(columns.lane[work] == lane)
         here = here[np.argsort(columns.start[work[here]], kind="stable")]
         start, end = columns.start[work[here]], np.maximum.accumulate(columns.end[work[here]])
         pause = np.maximum(start[1:] - end[:-1], 0)
-        asked = call[here[1:]]
-        late = (asked >= 0) & (columns.start[asked] > end[:-1])
+        launch = call[here[1:]]
+        late = (launch >= 0) & (columns.start[launch] > end[:-1])
         brief = ~late & (pause < gap)
         sums = [float(pause[which].sum()) / 1e9 for which in (late, brief, ~late & ~brief)]
         whole = float(end[-1] - start[0]) / 1e9
         name = columns.lanes[lane].name
-        found.append(StreamIdle(stream=name, seconds=whole, host_wait=sums[0], kernel_wait=sums[1], other=sums[2]))
-    return tuple(sorted(found, key=lambda one: -one.seconds))
+        rows.append(StreamIdle(stream=name, seconds=whole, host_wait=sums[0], kernel_wait=sums[1], other=sums[2]))
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
 LONGEST, SHOWN = 12, 5
@@ -138,7 +138,7 @@ class Idle(display.Shown, JsonDataclass):
     @property
     def seconds(self) -> float:
         """Mean idle seconds per step."""
-        return sum(one.seconds for one in self.causes)
+        return sum(cause.seconds for cause in self.causes)
 
     @property
     def share(self) -> float:
@@ -149,11 +149,13 @@ class Idle(display.Shown, JsonDataclass):
     def table(self) -> display.Table:
         """Causes, then streams, then the longest gaps."""
         rows: list[list[object]] = [
-            [one.cause, units.seconds(one.seconds), units.percent(one.share), CAUSES[one.cause]] for one in self.causes
+            [cause.cause, units.seconds(cause.seconds), units.percent(cause.share), CAUSES[cause.cause]] for cause in self.causes
         ]
-        for one in self.streams:
-            kinds = ", ".join(f"{name.replace('_', ' ')} {units.seconds(getattr(one, name))}" for name in WAITS)
-            rows.append([one.stream, units.seconds(one.idle), units.percent(one.idle / one.seconds if one.seconds else None), kinds])
+        for stream in self.streams:
+            kinds = ", ".join(f"{name.replace('_', ' ')} {units.seconds(getattr(stream, name))}" for name in WAITS)
+            rows.append(
+                [stream.stream, units.seconds(stream.idle), units.percent(stream.idle / stream.seconds if stream.seconds else None), kinds]
+            )
         for gap in self.gaps[:SHOWN]:
             inside = f" in {short(gap.inside)}" if gap.inside else ""
             around = f"{gap.cause}{inside}; {short(gap.before)} → {short(gap.after)}"
@@ -202,14 +204,14 @@ def idle(columns: Columns, kinds: Kinds, windows: Windows, notes: Sequence[str] 
         layers[cause] = intersection(left, meanwhile)
         left = subtract(left, meanwhile)
     layers["unrecorded"] = left
-    whole = int((spans[:, 1] - spans[:, 0]).sum()) or 1
-    for cause, found in layers.items():
-        taken = int((found[:, 1] - found[:, 0]).sum())
+    whole = length(spans) or 1
+    for cause, times in layers.items():
+        taken = length(times)
         causes.append(Cause(cause=cause, seconds=taken / 1e9 / count, share=taken / whole))
     return Idle(
         who=who,
-        step_seconds=float((spans[:, 1] - spans[:, 0]).sum()) / 1e9 / count,
-        causes=tuple(one for one in causes if one.seconds),
+        step_seconds=mean_seconds(spans),
+        causes=tuple(part for part in causes if part.seconds),
         gaps=_gaps(columns, busy, np.flatnonzero(kinds.where(*CALLERS) & (columns.lane == lane)), pauses, layers),
         streams=streams(columns, kinds, round(gap * 1e9)) if kinds.device else (),
         notes=(*windows.notes, *_said(kinds, columns), *notes),
@@ -243,7 +245,7 @@ def _gaps(columns: Columns, busy: Numbers, host: Numbers, pauses: Spans, layers:
     lengths = pauses[:, 1] - pauses[:, 0]
     longest = np.argsort(-lengths, kind="stable")[:LONGEST]
     chosen = pauses[longest]
-    shares = np.array([covered(found, chosen) for found in layers.values()])
+    shares = np.array([covered(times, chosen) for times in layers.values()])
     ends, starts = busy[np.argsort(columns.end[busy], kind="stable")], busy[np.argsort(columns.start[busy], kind="stable")]
     before = np.searchsorted(columns.end[ends], chosen[:, 0], side="right") - 1
     after = np.searchsorted(columns.start[starts], chosen[:, 1], side="left")
@@ -261,10 +263,10 @@ def _gaps(columns: Columns, busy: Numbers, host: Numbers, pauses: Spans, layers:
 
 
 def _name(columns: Columns, events: Numbers, place: int) -> str:
-    return columns.labels[columns.label[events[place]]].name if 0 <= place < len(events) else "the edge of the trace"
+    return columns.name(events[place]) if 0 <= place < len(events) else "the edge of the trace"
 
 
 def _inside(columns: Columns, host: Numbers, time: int) -> str:
     """The event of the host that began last of those around a time."""
     around = host[(columns.start[host] <= time) & (columns.end[host] > time)]
-    return columns.labels[columns.label[around[columns.start[around].argmax()]]].name if len(around) else ""
+    return columns.name(around[columns.start[around].argmax()]) if len(around) else ""

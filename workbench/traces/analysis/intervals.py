@@ -50,13 +50,13 @@ def subtract(a: Spans, b: Spans) -> Spans:
     return _swept(a, b, 1)
 
 
-def _swept(a: Spans, b: Spans, wanted: int) -> Spans:
+def _swept(a: Spans, b: Spans, target: int) -> Spans:
     """Where the sum of 1 (inside a) and 2 (inside b) is the one that is wanted."""
     times = np.concatenate([a[:, 0], a[:, 1], b[:, 0], b[:, 1]])
     change = np.repeat(np.array([1, -1, 2, -2]), [len(a), len(a), len(b), len(b)])
     order = np.argsort(times, kind="stable")
     times, state = times[order], np.cumsum(change[order])
-    chosen = np.flatnonzero(state[:-1] == wanted)
+    chosen = np.flatnonzero(state[:-1] == target)
     return union(np.stack([times[chosen], times[chosen + 1]], axis=1))
 
 
@@ -83,11 +83,11 @@ def covered(cover: Spans, windows: Spans) -> Numbers:
     def until(times: Numbers) -> Numbers:
         at = np.searchsorted(cover[:, 0], times, side="right")
         beyond = np.maximum(cover[np.maximum(at, 1) - 1, 1] - times, 0)
-        found: Numbers = sums[at] - np.where(at > 0, beyond, 0)
-        return found
+        nanoseconds: Numbers = sums[at] - np.where(at > 0, beyond, 0)
+        return nanoseconds
 
-    found: Numbers = until(windows[:, 1]) - until(windows[:, 0])
-    return found
+    nanoseconds: Numbers = until(windows[:, 1]) - until(windows[:, 0])
+    return nanoseconds
 
 
 def inside(times: Numbers, cover: Spans) -> NDArray[np.bool_]:
@@ -95,5 +95,5 @@ def inside(times: Numbers, cover: Spans) -> NDArray[np.bool_]:
     if not len(cover):
         return np.zeros(len(times), dtype=np.bool_)
     at = np.searchsorted(cover[:, 0], times, side="right") - 1
-    found: NDArray[np.bool_] = (at >= 0) & (times < cover[np.maximum(at, 0), 1])
-    return found
+    result: NDArray[np.bool_] = (at >= 0) & (times < cover[np.maximum(at, 0), 1])
+    return result

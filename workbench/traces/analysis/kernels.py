@@ -25,7 +25,7 @@ from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.details import Details
 from workbench.traces.analysis.flops import FORMATS, WIDTHS
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, length, union
-from workbench.traces.analysis.kinds import Kinds, callers
+from workbench.traces.analysis.kinds import Kinds, calling_places
 from workbench.traces.analysis.nesting import named, nested
 from workbench.traces.analysis.operators import SHOWN, short
 from workbench.traces.analysis.windows import Windows
@@ -101,37 +101,34 @@ def products(columns: Columns, kinds: Kinds, kernels: Numbers, details: Details)
         kernels: numbers of the events of the device.
         details: of the events, for types.
     """
-    call = callers(columns, kinds, kernels)
     calls = nested(columns, kinds.where("operator", "backward", "runtime", "wait"))
-    could = np.array([eligible(label.name) for label in columns.labels] or [False])[columns.label]
+    could = columns.where(lambda label: eligible(label.name))
     owner = calls.nearest((could & kinds.where("operator"))[calls.events])
-    place = np.full(len(columns), -1, dtype=np.int64)
-    place[calls.events] = np.arange(len(calls.events))
-    of = np.where(call >= 0, place[call], -1)
+    of = calling_places(columns, kinds, calls, kernels)
     of = np.where(of >= 0, owner[np.maximum(of, 0)], -1) if len(owner) else np.full(len(of), -1, dtype=np.int64)
-    on = np.array([uses(label.name) for label in columns.labels] or [False])[columns.label]
-    found: dict[tuple[str, str], list[int]] = {}
-    lengths = (columns.end - columns.start)[kernels]
+    on = columns.where(lambda label: uses(label.name))
+    sums_of: dict[tuple[str, str], list[int]] = {}
+    lengths = columns.lengths[kernels]
     for event, duration, at in zip(kernels[of >= 0].tolist(), lengths[of >= 0].tolist(), calls.events[of[of >= 0]].tolist(), strict=True):
-        key = columns.labels[columns.label[at]].name, _dtype(details.inputs[details.input[at]].types)
-        sums = found.setdefault(key, [0, 0, 0])
+        key = columns.name(at), _dtype(details.inputs[details.input[at]].types)
+        sums = sums_of.setdefault(key, [0, 0, 0])
         sums[0] += 1
         sums[1] += duration
         sums[2] += duration if on[event] else 0
     rows = (
         Products(name=name, dtype=dtype, count=count, seconds=taken / 1e9, on_tensor_cores=there / 1e9)
-        for (name, dtype), (count, taken, there) in found.items()
+        for (name, dtype), (count, taken, there) in sums_of.items()
     )
-    return tuple(sorted(rows, key=lambda one: -one.seconds))
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
 def _dtype(types: str) -> str:
     """Of the first tensor, by "Input type" as the file has it."""
     try:
-        told = json.loads(types) if types else []
+        recorded = json.loads(types) if types else []
     except (ValueError, RecursionError):
         return ""
-    kind = next((one for one in told if isinstance(one, str) and one in WIDTHS), "") if isinstance(told, list) else ""
+    kind = next((name for name in recorded if isinstance(name, str) and name in WIDTHS), "") if isinstance(recorded, list) else ""
     return FORMATS.get(kind, kind)
 
 
@@ -211,51 +208,51 @@ class Kernels(display.Shown, JsonDataclass):
     @property
     def occupancy(self) -> float | None:
         """Mean over the time of the kernels that tell; None where none does."""
-        return _mean([(one.seconds, one.occupancy) for one in self.rows])
+        return _mean([(row.seconds, row.occupancy) for row in self.rows])
 
     @property
     def blocks_per_sm(self) -> float | None:
         """Likewise."""
-        return _mean([(one.seconds, one.blocks_per_sm) for one in self.rows])
+        return _mean([(row.seconds, row.blocks_per_sm) for row in self.rows])
 
     @property
     def tensor_share(self) -> float | None:
         """Fraction 0..1 of kernel time on tensor cores, at least; None without kernels."""
-        return sum(one.seconds for one in self.rows if one.tensor_cores) / self.seconds if self.seconds else None
+        return sum(row.seconds for row in self.rows if row.tensor_cores) / self.seconds if self.seconds else None
 
     @property
     def eligible_share(self) -> float | None:
         """Fraction 0..1 of kernel time that operators launched which could use tensor cores; None without kernels."""
-        return sum(one.seconds for one in self.products) / self.seconds if self.seconds else None
+        return sum(product.seconds for product in self.products) / self.seconds if self.seconds else None
 
     @property
     def caption(self) -> str:
         """What they are together."""
         if not self.rows:
             return "; ".join(self.notes)
-        said = [
+        parts = [
             f"kernels run in {units.percent(self.utilization)} of the steps, those of collectives included",
             f"SM efficiency {units.percent(self.sm_efficiency)}",
             f"occupancy {units.percent(self.occupancy)}",
             f"{units.percent(self.tensor_share)} of kernel time on tensor cores, by their names",
             f"{units.percent(self.eligible_share)} launched by operators that could use them",
         ]
-        return "; ".join([*said, *self.notes])
+        return "; ".join([*parts, *self.notes])
 
     @property
     def table(self) -> display.Table:
         """The first 15 kernels, then the operators that could use tensor cores."""
         rows = [
             [
-                short(one.name),
-                f"{one.count:,}",
-                units.seconds(one.seconds),
-                units.percent(one.share),
-                units.percent(one.occupancy),
-                units.count(one.blocks_per_sm),
-                "yes" if one.tensor_cores else "no",
+                short(kernel.name),
+                f"{kernel.count:,}",
+                units.seconds(kernel.seconds),
+                units.percent(kernel.share),
+                units.percent(kernel.occupancy),
+                units.count(kernel.blocks_per_sm),
+                "yes" if kernel.tensor_cores else "no",
             ]
-            for one in self.rows[:SHOWN]
+            for kernel in self.rows[:SHOWN]
         ]
         for many in self.products[: SHOWN // 3]:
             name = f"by {many.name}{f' in {many.dtype}' if many.dtype else ''}"
@@ -274,9 +271,9 @@ class Kernels(display.Shown, JsonDataclass):
 
 
 def _mean(rows: Sequence[tuple[float, float | None]]) -> float | None:
-    told = [(weight, value) for weight, value in rows if value is not None]
-    whole = sum(weight for weight, _ in told)
-    return sum(weight * value for weight, value in told) / whole if whole else None
+    known = [(weight, value) for weight, value in rows if value is not None]
+    whole = sum(weight for weight, _ in known)
+    return sum(weight * value for weight, value in known) / whole if whole else None
 
 
 def kernels(columns: Columns, kinds: Kinds, windows: Windows, details: Details) -> Kernels:
@@ -286,12 +283,12 @@ def kernels(columns: Columns, kinds: Kinds, windows: Windows, details: Details) 
     if not len(events):
         note = "the trace has no kernels that compute" if kinds.device else "the trace has no kernels: a CPU's has operators, trace.ops()"
         return Kernels(rows=(), products=(), seconds=0.0, utilization=utilization, sm_efficiency=efficiency, notes=(note,))
-    lengths = (columns.end - columns.start)[events]
+    lengths = columns.lengths[events]
     blocks, occupancy = _known(details.blocks[events], 1.0), _known(details.occupancy[events], 100.0)
     with np.errstate(invalid="ignore"):
         failed = (occupancy == 0) & (blocks >= 1)
     occupancy[failed] = np.nan
-    told, codes = named(columns)
+    names, codes = named(columns)
     keys, at = np.unique(codes[columns.label[events]], return_inverse=True)
     sums = np.bincount(at, weights=lengths) / 1e9
     whole = float(lengths.sum()) / 1e9
@@ -299,13 +296,13 @@ def kernels(columns: Columns, kinds: Kinds, windows: Windows, details: Details) 
     means = [_by(at, len(keys), lengths, values) for values in (occupancy, blocks)]
     rows = tuple(
         Kernel(
-            name=told[keys[i]],
+            name=names[keys[i]],
             count=int(counts[i]),
             seconds=float(sums[i]),
             share=float(sums[i]) / whole if whole else 0.0,
             occupancy=means[0][i],
             blocks_per_sm=means[1][i],
-            tensor_cores=uses(told[keys[i]]),
+            tensor_cores=uses(names[keys[i]]),
         )
         for i in np.argsort(-sums, kind="stable").tolist()
     )
@@ -341,10 +338,10 @@ def _known(values: NDArray[np.float64], whole: float) -> NDArray[np.float64]:
 
 def _by(at: NDArray[np.int64], size: int, lengths: NDArray[np.int64], values: NDArray[np.float64]) -> list[float | None]:
     """Means by time; kernels of no length count evenly where there are no others."""
-    told = np.isfinite(values)
-    weights = np.maximum(lengths, 1)[told]
-    over = np.bincount(at[told], weights=weights, minlength=size)
-    sums = np.bincount(at[told], weights=weights * values[told], minlength=size)
+    known = np.isfinite(values)
+    weights = np.maximum(lengths, 1)[known]
+    over = np.bincount(at[known], weights=weights, minlength=size)
+    sums = np.bincount(at[known], weights=weights * values[known], minlength=size)
     return [float(value / weight) if weight else None for value, weight in zip(sums, over, strict=True)]
 
 

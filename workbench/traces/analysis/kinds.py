@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from workbench.traces.analysis.columns import Columns, Label
 from workbench.traces.analysis.intervals import Numbers, Spans, union
+from workbench.traces.analysis.nesting import Nesting
 
 KINDS = (
     "ignored",
@@ -93,8 +94,8 @@ class Kinds:
 
     def where(self, *kinds: str) -> NDArray[np.bool_]:
         """Which events are of one of some kinds."""
-        found: NDArray[np.bool_] = np.isin(self._code, [self._codes[kind] for kind in kinds])
-        return found
+        mask: NDArray[np.bool_] = np.isin(self._code, [self._codes[kind] for kind in kinds])
+        return mask
 
     def spans(self, *kinds: str) -> Spans:
         """Start and end of the events of some kinds, in the order of the file."""
@@ -109,6 +110,14 @@ class Kinds:
         return union(*(self._covers[kind] for kind in kinds)) if len(kinds) != 1 else self._covers[kinds[0]]
 
 
+def calling_places(columns: Columns, kinds: Kinds, calls: Nesting, work: Numbers) -> Numbers:
+    """Place, among some calls of the host, of the call that launched each of some events of a device; -1 = none of them, or unknown."""
+    call = callers(columns, kinds, work)
+    place = np.full(len(columns), -1, dtype=np.int64)
+    place[calls.events] = np.arange(len(calls.events))
+    return np.where(call >= 0, place[call], -1)
+
+
 def callers(columns: Columns, kinds: Kinds, work: Numbers) -> Numbers:
     """Number of the call that launched each of some events of a device, by correlation; -1 where the file does not tell.
 
@@ -121,7 +130,7 @@ def callers(columns: Columns, kinds: Kinds, work: Numbers) -> Numbers:
     if not len(calls):
         return np.full(len(work), -1, dtype=np.int64)
     keys, at = np.unique(columns.correlation[calls], return_index=True)
-    wanted = columns.correlation[work]
-    place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    found: Numbers = np.where((keys[place] == wanted) & (wanted >= 0), calls[at][place], -1)
-    return found
+    correlation = columns.correlation[work]
+    place = np.minimum(np.searchsorted(keys, correlation), len(keys) - 1)
+    launch: Numbers = np.where((keys[place] == correlation) & (correlation >= 0), calls[at][place], -1)
+    return launch

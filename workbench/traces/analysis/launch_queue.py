@@ -73,30 +73,30 @@ class Launches(display.Shown, JsonDataclass):
         """One row per stream."""
         rows = [
             [
-                one.stream,
-                f"{one.launches:,}",
-                units.seconds(one.call_seconds / one.launches),
-                units.seconds(one.work_seconds / one.launches),
-                units.percent(one.short_share),
-                units.seconds(one.delay_median),
-                units.seconds(one.delay_p90),
-                units.count(one.queue_mean),
-                f"{one.queue_most:,}",
-                units.percent(one.empty),
+                row.stream,
+                f"{row.launches:,}",
+                units.seconds(row.call_seconds / row.launches),
+                units.seconds(row.work_seconds / row.launches),
+                units.percent(row.short_share),
+                units.seconds(row.delay_median),
+                units.seconds(row.delay_p90),
+                units.count(row.queue_mean),
+                f"{row.queue_most:,}",
+                units.percent(row.empty),
             ]
-            for one in self.rows
+            for row in self.rows
         ]
-        said = ["most work is shorter than its launch, and the queue mostly empty: launching sets the pace"] if self.bound else []
+        verdict = ["most work is shorter than its launch, and the queue mostly empty: launching sets the pace"] if self.bound else []
         delays, queues = ("median delay", "90 %"), ("mean queue", "longest", "empty")
         columns = ("stream", "launches", "mean call", "mean work", "shorter than the call", *delays, *queues)
-        return display.Table(columns=columns, rows=rows, title="Launches", note="; ".join([*said, *self.notes]) or None)
+        return display.Table(columns=columns, rows=rows, title="Launches", note="; ".join([*verdict, *self.notes]) or None)
 
     to_frame = display.frame_method("rows", StreamLaunches)
 
     plot = display.plot_method("launches")
 
     def __repr__(self) -> str:
-        return f"Launches({sum(one.launches for one in self.rows):,} into {len(self.rows)} streams)"
+        return f"Launches({sum(row.launches for row in self.rows):,} into {len(self.rows)} streams)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -146,28 +146,28 @@ def launches(columns: Columns, kinds: Kinds, spans: Spans, notes: Sequence[str] 
     """
     if not kinds.device:
         return Launches(rows=(), notes=(NONE,))
-    found = pairs(columns, kinds)
-    if not len(found.work):
+    joined = pairs(columns, kinds)
+    if not len(joined.work):
         return Launches(rows=(), notes=(UNLINKED,))
     cover = union(spans)
     edges = np.linspace(cover[0, 0], cover[-1, 1], POINTS + 1).astype(np.int64) if len(cover) else np.zeros(POINTS + 1, dtype=np.int64)
-    lanes, counts = np.unique(columns.lane[found.work], return_counts=True)
+    lanes, counts = np.unique(columns.lane[joined.work], return_counts=True)
     rows, curves = [], []
     for lane in lanes[np.argsort(-counts, kind="stable")].tolist():
-        here = columns.lane[found.work] == lane
-        row, curve = _stream(columns, found.work[here], found.call[here], found.delay[here], cover, edges)
+        here = columns.lane[joined.work] == lane
+        row, curve = _stream(columns, joined.work[here], joined.call[here], joined.delay[here], cover, edges)
         rows.append(row)
         curves.append(tuple(curve.tolist()))
-    unlinked = int(kinds.where(*DEVICE).sum()) - len(found.work)
-    said = [f"{unlinked:,} pieces of the device's work have no call in the file: they are left out"] if unlinked else []
+    unlinked = int(kinds.where(*DEVICE).sum()) - len(joined.work)
+    remarks = [f"{unlinked:,} pieces of the device's work have no call in the file: they are left out"] if unlinked else []
     times = tuple((edges / 1e9).tolist())
-    return Launches(rows=tuple(rows), times=times, queues=tuple(curves), notes=(*said, *notes))
+    return Launches(rows=tuple(rows), times=times, queues=tuple(curves), notes=(*remarks, *notes))
 
 
 def _stream(
     columns: Columns, work: Numbers, call: Numbers, delay: Numbers, cover: Spans, edges: Numbers
 ) -> tuple[StreamLaunches, NDArray[np.float64]]:
-    lengths = columns.end - columns.start
+    lengths = columns.lengths
     busy = lengths[work]
     calls, of = np.unique(call, return_inverse=True)  # a graph is launched by one call
     together = np.bincount(of, weights=busy).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Scene: the events of traces laid out in rows. In a row no event overlaps another, and what is called lies below its caller."""
+"""Lays the events of traces out in rows, each call below its caller, and reduces a window on them to rectangles that a page can draw."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Strip:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scene:
+class Layout:
     """Events in the order of rows and, in a row, of time: one place each in every array."""
 
     strips: tuple[Strip, ...]
@@ -66,20 +66,20 @@ class Scene:
 
     def find(self, text: str) -> NDArray[np.int64]:
         """Numbers of the names that have a text in them, whatever its case; none for an empty text."""
-        wanted = text.strip().lower()
-        return np.array([i for i, name in enumerate(self.names) if wanted and wanted in name.lower()], dtype=np.int64)
+        lowered = text.strip().lower()
+        return np.array([i for i, name in enumerate(self.names) if lowered and lowered in name.lower()], dtype=np.int64)
 
     def called(self, names: Iterable[str]) -> NDArray[np.int64]:
         """Numbers of names, as far as they are there."""
-        wanted = set(names)
-        return np.array([i for i, name in enumerate(self.names) if name in wanted], dtype=np.int64)
+        chosen = set(names)
+        return np.array([i for i, name in enumerate(self.names) if name in chosen], dtype=np.int64)
 
     def chosen(self, codes: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which events have one of some names."""
-        told = np.zeros(len(self.names) + 1, dtype=np.bool_)
-        told[codes] = True
-        found: NDArray[np.bool_] = told[self.name]
-        return found
+        mask = np.zeros(len(self.names) + 1, dtype=np.bool_)
+        mask[codes] = True
+        events: NDArray[np.bool_] = mask[self.name]
+        return events
 
     def at(self, row: int, time: float, within: float = 0.0) -> int | None:
         """The event of a row at a time, in nanoseconds, or the nearest one within some nanoseconds of it; None without one."""
@@ -100,22 +100,22 @@ class Scene:
             place: from where on; None = from the beginning, or the end.
             step: 1 or -1.
         """
-        found = np.flatnonzero(mask)
-        if not len(found):
+        places = np.flatnonzero(mask)
+        if not len(places):
             return None
-        found = found[np.argsort(self.start[found], kind="stable")]  # places are in the order of rows already
+        places = places[np.argsort(self.start[places], kind="stable")]  # places are in the order of rows already
         if place is None:
-            return int(found[0 if step > 0 else -1])
-        low, high = (int(np.searchsorted(self.start[found], self.start[place], side=side)) for side in ("left", "right"))
-        here = low + int(np.searchsorted(found[low:high], place, side="right" if step > 0 else "left"))
-        return int(found[here % len(found) if step > 0 else here - 1])
+            return int(places[0 if step > 0 else -1])
+        low, high = (int(np.searchsorted(self.start[places], self.start[place], side=side)) for side in ("left", "right"))
+        here = low + int(np.searchsorted(places[low:high], place, side="right" if step > 0 else "left"))
+        return int(places[here % len(places) if step > 0 else here - 1])
 
 
-def scene(traces: Trace | Mapping[int, Trace]) -> Scene:
-    """Lay traces out.
+def lay_out(traces: Trace | Mapping[int, Trace]) -> Layout:
+    """Lay the events of traces out in rows.
 
-    Clocks of different machines do not agree, so traces of several ranks are set one below the other with the beginning of the first step
-    that all of them have at the same place: what is seen then is how the ranks run apart within their steps, not which one began first.
+    Clocks of different machines do not agree, so traces of several ranks are aligned at the beginning of the first step that all of them
+    have: this shows how ranks run apart within their steps, not which of them began first.
 
     Args:
         traces: one, or by rank.
@@ -130,32 +130,33 @@ def scene(traces: Trace | Mapping[int, Trace]) -> Scene:
         kind = trace.kinds.codes
         for lane in _ordered(trace):
             events = np.flatnonzero((trace.columns.lane == lane) & (kind != KINDS.index("ignored")))
-            events, depth = laid(trace.columns, events)
+            events, depth = _rows(trace.columns, events)
             strips.append(_strip(trace.columns.lanes[lane], rank, bool(trace.kinds.where(*DEVICE)[events].any()), rows, depth))
             order = np.lexsort((trace.columns.start[events], depth))
             events, shift = events[order], shifts[source]
-            told = np.full(len(events), source, dtype=np.int16)
+            source_of = np.full(len(events), source, dtype=np.int16)
             start, end = trace.columns.start[events] + shift, trace.columns.end[events] + shift
-            parts.append((depth[order] + rows, start, end, codes[trace.columns.label[events]], kind[events], told, events))
+            parts.append((depth[order] + rows, start, end, codes[trace.columns.label[events]], kind[events], source_of, events))
             rows = strips[-1].first + strips[-1].rows
-    empty: list[NDArray[Any]] = [np.empty(0, dtype=one) for one in (np.int32, np.int64, np.int64, np.int32, np.int8, np.int16, np.int64)]
-    row, start, end, name, found, told, event = [np.concatenate(one) for one in zip(*parts, strict=True)] if parts else empty
-    return Scene(
+    dtypes = (np.int32, np.int64, np.int64, np.int32, np.int8, np.int16, np.int64)
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.empty(0, dtype=dtype) for dtype in dtypes]
+    row, start, end, name, kinds, sources, event = columns
+    return Layout(
         strips=tuple(strips),
         names=tuple(names),
         row=row,
         start=start,
         end=end,
         name=name,
-        kind=found,
-        source=told,
+        kind=kinds,
+        source=sources,
         event=event,
         shifts=tuple(shifts),
         edges=np.searchsorted(row, np.arange(rows + 1)),
     )
 
 
-def laid(columns: Columns, events: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def _rows(columns: Columns, events: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """The row of each event of a lane: below all that are still running when it begins.
 
     Returns:
@@ -166,14 +167,14 @@ def laid(columns: Columns, events: NDArray[np.int64]) -> tuple[NDArray[np.int64]
     depth = np.zeros(len(events), dtype=np.int32)
     if not (start[1:] < end[:-1]).any():  # a stream: one after the other
         return events, depth
-    found = []
+    depths = []
     running: list[int] = []
     for begin, until in zip(start.tolist(), end.tolist(), strict=True):
         while running and running[-1] <= begin:
             running.pop()
-        found.append(len(running))
+        depths.append(len(running))
         running.append(until)
-    return events, np.array(found, dtype=np.int32)
+    return events, np.array(depths, dtype=np.int32)
 
 
 def _ordered(trace: Trace) -> list[int]:
@@ -183,7 +184,7 @@ def _ordered(trace: Trace) -> list[int]:
     events = np.bincount(lane[shown], minlength=count)
     device = np.bincount(lane[trace.kinds.where(*DEVICE)], minlength=count) > 0
     marks = np.bincount(lane[trace.kinds.where("step")], minlength=count) > 0
-    return [int(one) for one in np.lexsort((-events, ~marks, ~device)) if events[one]]
+    return [int(number) for number in np.lexsort((-events, ~marks, ~device)) if events[number]]
 
 
 def _strip(lane: Lane, rank: int | None, device: bool, first: int, depth: NDArray[np.int32]) -> Strip:
@@ -192,11 +193,11 @@ def _strip(lane: Lane, rank: int | None, device: bool, first: int, depth: NDArra
 
 def _shifts(traces: list[Trace]) -> list[int]:
     """Nanoseconds that each trace is moved by, so that the first step they all have begins at one place."""
-    begins = [dict(zip(one.windows.numbers.tolist(), one.windows.spans[:, 0].tolist(), strict=True)) for one in traces]
-    common = sorted(set.intersection(*(set(one) for one in begins))) if begins else []
+    begins = [dict(zip(trace.windows.numbers.tolist(), trace.windows.spans[:, 0].tolist(), strict=True)) for trace in traces]
+    common = sorted(set.intersection(*(set(starts) for starts in begins))) if begins else []
     if not common:
         return [0] * len(traces)
-    return [begins[0][common[0]] - one[common[0]] for one in begins]
+    return [begins[0][common[0]] - starts[common[0]] for starts in begins]
 
 
 MOST = 4_000
@@ -221,16 +222,16 @@ class Tiles:
     chosen: Numbers
     """How many of its events are chosen."""
     place: Numbers
-    """Where the longest of its events (of the chosen ones, if it has any) stands in the scene."""
+    """Where the longest of its events (of the chosen ones, if it has any) stands in the layout."""
     width: int
     """Nanoseconds of a piece of time: what is shorter may be put together with its neighbours."""
 
     def __len__(self) -> int:
         return len(self.start)
 
-    def packed(self, scene: Scene) -> dict[str, Any]:
+    def packed(self, layout: Layout) -> dict[str, Any]:
         """For a page: little-endian bytes of each column, times from the beginning of the first on; and the names, each told once."""
-        told, name = np.unique(scene.name[self.place], return_inverse=True)
+        codes, name = np.unique(layout.name[self.place], return_inverse=True)
         origin = int(self.start.min()) if len(self) else 0
         columns = {
             "start": (self.start - origin).astype("<f8"),
@@ -241,14 +242,14 @@ class Tiles:
             "count": self.count.astype("<i4"),
             "chosen": self.chosen.astype("<i4"),
             "name": name.astype("<i4"),
-            "kind": scene.kind[self.place].astype("<i4"),
+            "kind": layout.kind[self.place].astype("<i4"),
         }
         packed = {key: value.tobytes() for key, value in columns.items()}
-        return {**packed, "origin": origin, "names": [scene.names[code] for code in told.tolist()], "width": self.width}
+        return {**packed, "origin": origin, "names": [layout.names[code] for code in codes.tolist()], "width": self.width}
 
 
 def tiles(
-    scene: Scene,
+    layout: Layout,
     start: int,
     end: int,
     *,
@@ -264,7 +265,7 @@ def tiles(
     that makes too many, the pieces become longer.
 
     Args:
-        scene: what is looked at.
+        layout: the rows.
         start: nanoseconds.
         end: where the window ends.
         rows: from this one up to, not including, that one; None = all.
@@ -277,10 +278,10 @@ def tiles(
     """
     if not start < end:
         raise ValueError(f"tiles(start={start}, end={end}): it has to end after it begins")
-    low, high = (0, scene.rows) if rows is None else (max(0, rows[0]), min(scene.rows, rows[1]))
-    places = _seen(scene, start, end, low, high)
-    row = scene.row[places]
-    begin, until = np.maximum(scene.start[places], start), np.minimum(scene.end[places], end)
+    low, high = (0, layout.rows) if rows is None else (max(0, rows[0]), min(layout.rows, rows[1]))
+    places = _seen(layout, start, end, low, high)
+    row = layout.row[places]
+    begin, until = np.maximum(layout.start[places], start), np.minimum(layout.end[places], end)
     length = until - begin
     width = max(1, -(-(end - start) // max(1, bins)))
     while True:
@@ -305,15 +306,15 @@ def tiles(
     )
 
 
-def _seen(scene: Scene, start: int, end: int, low: int, high: int) -> Numbers:
+def _seen(layout: Layout, start: int, end: int, low: int, high: int) -> Numbers:
     """Places of the events of some rows that are in a window. Starts and ends of a row are both in order, so two searches find them."""
-    found = [np.empty(0, dtype=np.int64)]
+    places = [np.empty(0, dtype=np.int64)]
     for row in range(low, high):
-        begin, until = int(scene.edges[row]), int(scene.edges[row + 1])
-        starts = scene.start[begin:until]
-        first = min(np.searchsorted(scene.end[begin:until], start, side="right"), np.searchsorted(starts, start, side="left"))
-        found.append(np.arange(begin + first, begin + np.searchsorted(starts, end, side="left"), dtype=np.int64))
-    return np.concatenate(found)
+        begin, until = int(layout.edges[row]), int(layout.edges[row + 1])
+        starts = layout.start[begin:until]
+        first = min(np.searchsorted(layout.end[begin:until], start, side="right"), np.searchsorted(starts, start, side="left"))
+        places.append(np.arange(begin + first, begin + np.searchsorted(starts, end, side="left"), dtype=np.int64))
+    return np.concatenate(places)
 
 
 def _firsts(row: NDArray[np.int32], begin: Numbers, length: Numbers, width: int) -> NDArray[np.intp]:

@@ -53,13 +53,13 @@ def read(path: Path) -> Loaded:
         TraceError: there is no such file, it is none, or it has no event that can be read.
     """
     reading = Reading(path=path, words=events.EVENTS)
-    found = gathered(reading.batches())
-    columns = found.columns()
+    gathering = gathered(reading.batches())
+    columns = gathering.columns()
     notes = list(reading.notes)
-    if found.impossible:
-        notes.append(f"{found.impossible:,} events have times that cannot be (no number, or a negative length): they are left out")
-    if found.unpaired:
-        notes.append(f"{found.unpaired:,} events are beginnings or ends only, which torch.profiler does not write: they are left out")
+    if gathering.impossible:
+        notes.append(f"{gathering.impossible:,} events have times that cannot be (no number, or a negative length): they are left out")
+    if gathering.unpaired:
+        notes.append(f"{gathering.unpaired:,} events are beginnings or ends only, which torch.profiler does not write: they are left out")
     if not len(columns):
         raise TraceError(
             f"{reading.path} has no events{f': {notes[0]}' if notes else ''}. "
@@ -86,15 +86,15 @@ def files(where: Path) -> list[Path]:
     """
     if not where.is_dir():
         return [where]
-    found = _traces_in(where) or (_traces_in(where / TRACES) if (where / TRACES).is_dir() else [])
-    if not found:
+    paths = _traces_in(where) or (_traces_in(where / TRACES) if (where / TRACES).is_dir() else [])
+    if not paths:
         raise TraceError(f"{where} has no traces: such files end in {' or '.join(NAMES[:2])}")
-    return found
+    return paths
 
 
 def _traces_in(folder: Path) -> list[Path]:
     """The files of a directory that are traces by their names; hidden ones are not."""
-    return sorted(one for one in folder.iterdir() if one.name.endswith(NAMES) and not one.name.startswith("."))
+    return sorted(path for path in folder.iterdir() if path.name.endswith(NAMES) and not path.name.startswith("."))
 
 
 def _ranks(value: object) -> tuple[int | None, int | None]:
@@ -107,7 +107,7 @@ def _ranks(value: object) -> tuple[int | None, int | None]:
 def _devices(value: object) -> tuple[str, ...]:
     if not isinstance(value, list):
         return ()
-    return tuple(str(one["name"]) for one in value if isinstance(one, dict) and "name" in one)
+    return tuple(str(device["name"]) for device in value if isinstance(device, dict) and "name" in device)
 
 
 FORMAT = 5
@@ -115,8 +115,8 @@ FORMAT = 5
 ENDS = 2**16
 """Bytes of the beginning and of the end that are hashed."""
 CODES, NUMBERS = ("label", "lane", "shape"), ("start", "end", "correlation", "external")
-FIELDS = [one.name for one in dataclasses.fields(Loaded) if one.name not in ("path", "columns")]
-TOLD = [one for one in Args.__struct_fields__ if one != "shapes"]
+FIELDS = [field.name for field in dataclasses.fields(Loaded) if field.name not in ("path", "columns")]
+ARGS = [name for name in Args.__struct_fields__ if name != "shapes"]
 
 
 def key_of(path: Path) -> str:
@@ -126,11 +126,11 @@ def key_of(path: Path) -> str:
         OSError: there is no such file.
     """
     with path.open("rb") as file:
-        told = os.fstat(file.fileno())
+        status = os.fstat(file.fileno())
         digest = hashlib.sha256(file.read(ENDS))
-        file.seek(max(0, told.st_size - ENDS))
+        file.seek(max(0, status.st_size - ENDS))
         digest.update(file.read(ENDS))
-    return f"{FORMAT} {told.st_size} {told.st_mtime_ns} {digest.hexdigest()}"
+    return f"{FORMAT} {status.st_size} {status.st_mtime_ns} {digest.hexdigest()}"
 
 
 def load(path: Path) -> Loaded:
@@ -139,13 +139,13 @@ def load(path: Path) -> Loaded:
     Raises:
         TraceError: there is no such file, it is none, or it has no event that can be read.
     """
-    if (found := kept(path)) is not None:
-        return found
+    if (loaded := kept(path)) is not None:
+        return loaded
     with contextlib.suppress(OSError):
         key = key_of(path)
-        found = read(path)
-        keep(found, key)
-        return found
+        loaded = read(path)
+        keep(loaded, key)
+        return loaded
     return read(path)
 
 
@@ -216,7 +216,7 @@ def _arrays(loaded: Loaded, key: str) -> dict[str, Any]:
         "labels": columns.labels,
         "lanes": columns.lanes,
         "shapes": columns.shapes,
-        "messages": [[one.event, *(getattr(one.args, name) for name in TOLD)] for one in columns.messages],
+        "messages": [[message.event, *(getattr(message.args, name) for name in ARGS)] for message in columns.messages],
     }
     text = np.frombuffer(json.dumps(head).encode("utf-8", "surrogatepass"), dtype=np.uint8)
     return {"head": text, **{name: _narrow(getattr(columns, name)) for name in (*CODES, *NUMBERS)}}
@@ -240,20 +240,20 @@ def _loaded(path: Path, head: dict[str, Any], arrays: Any) -> Loaded:
     codes = {name: arrays[name].astype(np.int32) for name in CODES}
     numbers = {name: arrays[name].astype(np.int64) for name in NUMBERS}
     columns = Columns(
-        labels=tuple(Label(*one) for one in head["labels"]),
-        lanes=tuple(Lane(*one) for one in head["lanes"]),
+        labels=tuple(Label(*label) for label in head["labels"]),
+        lanes=tuple(Lane(*lane) for lane in head["lanes"]),
         shapes=tuple(head["shapes"]),
         origin=None if head["origin"] is None else float(head["origin"]),
-        messages=tuple(Message(event, Args(**dict(zip(TOLD, args, strict=True)), shapes=NO_SHAPES)) for event, *args in head["messages"]),
+        messages=tuple(Message(event, Args(**dict(zip(ARGS, args, strict=True)), shapes=NO_SHAPES)) for event, *args in head["messages"]),
         **codes,
         **numbers,
     )
     of = {"label": columns.labels, "lane": columns.lanes, "shape": columns.shapes}
-    if {len(one) for one in (*codes.values(), *numbers.values())} != {len(columns)} or not len(columns):
+    if {len(column) for column in (*codes.values(), *numbers.values())} != {len(columns)} or not len(columns):
         raise ValueError("columns of different lengths")
     if any(code.min() < 0 or code.max() >= len(of[name]) for name, code in codes.items()) or (columns.end < columns.start).any():
         raise ValueError("numbers that cannot be")
-    if any(not 0 <= one.event < len(columns) for one in columns.messages):
+    if any(not 0 <= message.event < len(columns) for message in columns.messages):
         raise ValueError("messages of no event")
-    said = head["file"]
-    return Loaded(path=path, columns=columns, **{**said, "devices": tuple(said["devices"]), "notes": tuple(said["notes"])})
+    stored = head["file"]
+    return Loaded(path=path, columns=columns, **{**stored, "devices": tuple(stored["devices"]), "notes": tuple(stored["notes"])})

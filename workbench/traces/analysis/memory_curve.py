@@ -73,13 +73,13 @@ class MemoryCurve(display.Shown, JsonDataclass):
     def table(self) -> display.Table:
         """Peak and its holders, per device."""
         rows: list[list[object]] = []
-        for one in self.devices:
-            when = f"at {units.seconds(one.at)}, {f'in step {one.step}' if one.step is not None else 'outside of the steps'}"
-            rows.append([one.device, "peak", units.bytes_(one.peak), when])
-            for held in one.holders[:SHOWN]:
-                share = units.percent(held.bytes / one.peak if one.peak else None)
+        for device in self.devices:
+            when = f"at {units.seconds(device.at)}, {f'in step {device.step}' if device.step is not None else 'outside of the steps'}"
+            rows.append([device.device, "peak", units.bytes_(device.peak), when])
+            for held in device.holders[:SHOWN]:
+                share = units.percent(held.bytes / device.peak if device.peak else None)
                 rows.append(["", short(held.name), units.bytes_(held.bytes), f"{share} of it, {held.requests:,} requests"])
-            rest = one.holders[SHOWN:]
+            rest = device.holders[SHOWN:]
             if rest:
                 rows.append(["", f"{len(rest)} others", units.bytes_(sum(held.bytes for held in rest)), ""])
         note = "; ".join(self.notes) or None
@@ -88,16 +88,16 @@ class MemoryCurve(display.Shown, JsonDataclass):
     def to_frame(self) -> Any:
         """A DataFrame with one row per device and point of its curve: seconds and bytes."""
         rows = [
-            {"device": one.device, "seconds": time, "allocated": size}
-            for one in self.devices
-            for time, size in zip(one.times, one.allocated, strict=True)
+            {"device": device.device, "seconds": time, "allocated": size}
+            for device in self.devices
+            for time, size in zip(device.times, device.allocated, strict=True)
         ]
         return display.frame(rows, columns=("device", "seconds", "allocated"))
 
     plot = display.plot_method("memory_curve")
 
     def __repr__(self) -> str:
-        peaks = ", ".join(f"{one.device} {units.bytes_(one.peak)}" for one in self.devices)
+        peaks = ", ".join(f"{device.device} {units.bytes_(device.peak)}" for device in self.devices)
         return f"MemoryCurve({peaks or 'not recorded'})"
 
 
@@ -116,25 +116,25 @@ def memory_curve(columns: Columns, kinds: Kinds, details: Details, steps: Sequen
     calls = nested(columns, kinds.where(*CALLERS))
     devices = [_device(columns, calls, requests, number, steps) for number in range(len(requests.devices))]
     notes = list(details.notes)
-    if any(held.name == BEFORE for one in devices for held in one.holders):
+    if any(held.name == BEFORE for device in devices for held in device.holders):
         notes.append(f"{BEFORE}: parameters, and what else was allocated when the profiler began; it saw nobody ask for that")
-    if any(one.device == "CPU" for one in devices):
+    if any(device.device == "CPU" for device in devices):
         notes.append("on the CPU the profiler counts from its own beginning: what was there before is missing, and its end goes unseen")
-    return MemoryCurve(devices=tuple(sorted(devices, key=lambda one: -one.peak)), notes=tuple(notes))
+    return MemoryCurve(devices=tuple(sorted(devices, key=lambda device: -device.peak)), notes=tuple(notes))
 
 
 def _device(columns: Columns, calls: Nesting, requests: Requests, number: int, steps: Sequence[Any]) -> DeviceMemory:
     of = np.flatnonzero(requests.device == number)
-    time, size, told = requests.time[of], requests.size[of], requests.allocated[of]
+    time, size, reported = requests.time[of], requests.size[of], requests.allocated[of]
     summed = np.cumsum(size)
-    held = told if (told >= 0).all() else summed - min(0, int(summed.min(initial=0)))
+    held = reported if (reported >= 0).all() else summed - min(0, int(summed.min(initial=0)))
     peak = int(held.argmax())
     at = int(time[peak])
     live = _live(requests.address[of], size, peak)
     holders = _holders(columns, calls, time[live], requests.lane[of][live], size[live])
-    known = sum(one.bytes for one in holders)
-    if held[peak] > known:
-        holders.append(Holder(name=BEFORE, bytes=int(held[peak]) - known, requests=0))
+    explained = sum(holder.bytes for holder in holders)
+    if held[peak] > explained:
+        holders.append(Holder(name=BEFORE, bytes=int(held[peak]) - explained, requests=0))
     points = _points(time, held)
     return DeviceMemory(
         device=requests.devices[number],
@@ -144,7 +144,7 @@ def _device(columns: Columns, calls: Nesting, requests: Requests, number: int, s
         first=int(held[0]),
         last=int(held[-1]),
         requests=len(of),
-        holders=tuple(sorted(holders, key=lambda one: -one.bytes)),
+        holders=tuple(sorted(holders, key=lambda holder: -holder.bytes)),
         times=tuple((time[points] / 1e9).tolist()),
         allocated=tuple(held[points].tolist()),
     )
@@ -153,8 +153,8 @@ def _device(columns: Columns, calls: Nesting, requests: Requests, number: int, s
 def _live(address: Numbers, size: Numbers, peak: int) -> Numbers:
     """Requests up to the peak that were not given back before it."""
     live: dict[int, int] = {}
-    for i, (where, asked) in enumerate(zip(address[: peak + 1].tolist(), size[: peak + 1].tolist(), strict=True)):
-        if asked > 0:
+    for i, (where, amount) in enumerate(zip(address[: peak + 1].tolist(), size[: peak + 1].tolist(), strict=True)):
+        if amount > 0:
             live[where] = i
         else:
             live.pop(where, None)
@@ -165,15 +165,17 @@ def _holders(columns: Columns, calls: Nesting, times: Numbers, lanes: NDArray[np
     """Who asked: the innermost call around each request."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     lane = columns.lane[calls.events]
-    borders = {int(one): (int(np.searchsorted(lane, one)), int(np.searchsorted(lane, one, side="right"))) for one in np.unique(lanes)}
+    borders = {
+        int(number): (int(np.searchsorted(lane, number)), int(np.searchsorted(lane, number, side="right"))) for number in np.unique(lanes)
+    }
     for time, on, size in zip(times.tolist(), lanes.tolist(), sizes.tolist(), strict=True):
         begin, end = borders[on]
         place = begin + int(np.searchsorted(calls.spans[begin:end, 0], time, side="right")) - 1 if on >= 0 else -1
         while place >= max(begin, 0) and calls.spans[place, 1] <= time:
             place = int(calls.parent[place])
-        found = sums[_who(columns, calls, place)]
-        found[0] += size
-        found[1] += 1
+        entry = sums[_who(columns, calls, place)]
+        entry[0] += size
+        entry[1] += 1
     return [Holder(name=name, bytes=size, requests=count) for name, (size, count) in sums.items()]
 
 
@@ -187,7 +189,7 @@ def _who(columns: Columns, calls: Nesting, place: int) -> str:
         elif label.category != "python_function":
             operator = label.name if not module else operator
         place = int(calls.parent[place])
-    return " › ".join(one for one in (module, operator) if one) or NOBODY
+    return " › ".join(name for name in (module, operator) if name) or NOBODY
 
 
 def _points(time: Numbers, held: Numbers) -> Numbers:

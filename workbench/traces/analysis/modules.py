@@ -13,7 +13,7 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.details import Details
-from workbench.traces.analysis.intervals import Numbers, Spans, covered, union
+from workbench.traces.analysis.intervals import Numbers, Spans, covered, mean_seconds, union
 from workbench.traces.analysis.kinds import DEVICE, Kinds, callers
 from workbench.traces.analysis.nesting import Merged, Nesting, merged, named, nested
 from workbench.traces.analysis.operators import CALLERS, short
@@ -68,15 +68,15 @@ class Modules(display.Shown, JsonDataclass):
         """The first 30, indented."""
         rows = [
             [
-                "  " * one.depth + short(one.name),
-                units.count(one.calls),
-                units.seconds(one.self_seconds),
-                units.seconds(one.total_seconds),
-                units.percent(one.total_seconds / self.step_seconds if self.step_seconds else None),
-                units.seconds(one.backward_seconds),
-                units.seconds(one.device_seconds),
+                "  " * row.depth + short(row.name),
+                units.count(row.calls),
+                units.seconds(row.self_seconds),
+                units.seconds(row.total_seconds),
+                units.percent(row.total_seconds / self.step_seconds if self.step_seconds else None),
+                units.seconds(row.backward_seconds),
+                units.seconds(row.device_seconds),
             ]
-            for one in self.rows[:SHOWN]
+            for row in self.rows[:SHOWN]
         ]
         more = [f"{len(self.rows) - SHOWN} more in to_frame()"] if len(self.rows) > SHOWN else []
         columns = (self.source or "module", "calls", "self", "total", "share", "backward", "device")
@@ -105,12 +105,12 @@ def modules(columns: Columns, kinds: Kinds, steps: Spans, details: Callable[[], 
     """
     source, mark, names = _marks(columns, kinds)
     count = max(1, len(steps))
-    mean = float((steps[:, 1] - steps[:, 0]).sum()) / 1e9 / count
+    mean = mean_seconds(steps)
     if not source:
         return Modules(rows=(), source="", step_seconds=mean, notes=(NONE,))
     cover = union(steps)
     tree = nested(columns, mark)
-    told, codes = named(columns)
+    event_names, codes = named(columns)
     nodes = merged(tree, codes[columns.label[tree.events]])
     total, own = tree.within(cover)
     calls = nodes.summed((covered(cover, tree.spans) > 0).astype(np.int64))
@@ -123,7 +123,7 @@ def modules(columns: Columns, kinds: Kinds, steps: Spans, details: Callable[[], 
     rows, path = [], ["" for _ in nodes.name]
     for node, depth in nodes.walk(totals):
         around = f"{path[nodes.parent[node]]}/" if nodes.parent[node] >= 0 else ""
-        path[node] = around + names(told[nodes.name[node]])
+        path[node] = around + names(event_names[nodes.name[node]])
         if totals[node]:
             rows.append(
                 ModuleTime(
@@ -143,11 +143,11 @@ def modules(columns: Columns, kinds: Kinds, steps: Spans, details: Callable[[], 
 
 def _marks(columns: Columns, kinds: Kinds) -> tuple[str, NDArray[np.bool_], Any]:
     """Which events are modules, or else ranges, and how their names are shortened."""
-    of_module = np.array([bool(MODULE.match(label.name)) for label in columns.labels] or [False])[columns.label] & kinds.where("range")
+    of_module = columns.where(lambda label: bool(MODULE.match(label.name))) & kinds.where("range")
     if of_module.any():
         return "module", of_module, lambda name: MODULE.sub("", name).replace("/", "∕")
-    asked = np.array([label.category == "user_annotation" for label in columns.labels] or [False])[columns.label] & kinds.where("range")
-    return "range" if asked.any() else "", asked, lambda name: name.replace("/", "∕")
+    ranges = columns.where(lambda label: label.category == "user_annotation") & kinds.where("range")
+    return "range" if ranges.any() else "", ranges, lambda name: name.replace("/", "∕")
 
 
 def _owners(
@@ -182,19 +182,19 @@ def _owners(
 
 def _behind(columns: Columns, kinds: Kinds, owner: Numbers, given: NDArray[np.bool_], cover: Spans, count: int) -> Numbers:
     """Nanoseconds of the backward pass by node."""
-    found = np.zeros(count, dtype=np.int64)
+    sums = np.zeros(count, dtype=np.int64)
     events = np.flatnonzero(given)
-    np.add.at(found, owner[events], covered(cover, columns.spans[events]))
-    return found
+    np.add.at(sums, owner[events], covered(cover, columns.spans[events]))
+    return sums
 
 
 def _work(columns: Columns, kinds: Kinds, owner: Numbers, cover: Spans, count: int) -> Numbers:
     """Nanoseconds of the device's work by the node that launched it, of launches inside the steps."""
-    found = np.zeros(count, dtype=np.int64)
+    sums = np.zeros(count, dtype=np.int64)
     work = np.flatnonzero(kinds.where(*DEVICE))
     call = callers(columns, kinds, work)
-    known = call >= 0
-    work, call = work[known], call[known]
+    linked = call >= 0
+    work, call = work[linked], call[linked]
     node = np.where(covered(cover, columns.spans[call]) > 0, owner[call], -1)
-    np.add.at(found, node[node >= 0], (columns.end - columns.start)[work[node >= 0]])
-    return found
+    np.add.at(sums, node[node >= 0], columns.lengths[work[node >= 0]])
+    return sums

@@ -32,10 +32,10 @@ class Nesting:
 
     def nearest(self, chosen: NDArray[np.bool_]) -> Numbers:
         """Of each place the innermost chosen one around it, itself included; -1 where there is none."""
-        found = np.where(chosen, np.arange(len(chosen)), -1)
+        result = np.where(chosen, np.arange(len(chosen)), -1)
         for level in self.levels():
-            found[level] = np.where(chosen[level], level, found[self.parent[level]])
-        return found
+            result[level] = np.where(chosen[level], level, result[self.parent[level]])
+        return result
 
     def within(self, cover: Spans) -> tuple[Numbers, Numbers]:
         """Nanoseconds of each place inside a cover: with what it calls, and without."""
@@ -100,17 +100,17 @@ class Merged:
 
     def summed(self, values: Numbers) -> Numbers:
         """Sum of a value of the places over each node."""
-        found = np.zeros(len(self.name), dtype=np.int64)
-        np.add.at(found, self.node, values)
-        return found
+        sums = np.zeros(len(self.name), dtype=np.int64)
+        np.add.at(sums, self.node, values)
+        return sums
 
     def rolled(self, values: Numbers) -> Numbers:
         """A value of the nodes, with those of all nodes below."""
-        found = values.copy()
+        sums = values.copy()
         for node in range(len(self.parent) - 1, -1, -1):
             if self.parent[node] >= 0:
-                found[self.parent[node]] += found[node]
-        return found
+                sums[self.parent[node]] += sums[node]
+        return sums
 
     def walk(self, weight: Numbers) -> Iterator[tuple[int, int]]:
         """Nodes and their depths, each before those below it, the heaviest first."""
@@ -121,7 +121,7 @@ class Merged:
         while open_:
             node, depth = open_.pop()
             yield node, depth
-            open_ += [(one, depth + 1) for one in below.get(node, [])]
+            open_ += [(child, depth + 1) for child in below.get(node, [])]
 
 
 def merged(nesting: Nesting, name: Numbers) -> Merged:

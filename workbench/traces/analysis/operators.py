@@ -54,18 +54,18 @@ class Operators(display.Shown, JsonDataclass):
     @property
     def table(self) -> display.Table:
         """The first 15."""
-        shaped, on_device = any(one.shapes for one in self.rows), any(one.device_seconds for one in self.rows)
+        shaped, on_device = any(row.shapes for row in self.rows), any(row.device_seconds for row in self.rows)
         cells = [
             [
-                short(one.name),
-                *([short(one.shapes)] if shaped else []),
-                f"{one.count:,}",
-                units.seconds(one.self_seconds),
-                units.percent(one.share),
-                units.seconds(one.total_seconds),
-                *([units.seconds(one.device_seconds)] if on_device else []),
+                short(row.name),
+                *([short(row.shapes)] if shaped else []),
+                f"{row.count:,}",
+                units.seconds(row.self_seconds),
+                units.percent(row.share),
+                units.seconds(row.total_seconds),
+                *([units.seconds(row.device_seconds)] if on_device else []),
             ]
-            for one in self.rows[:SHOWN]
+            for row in self.rows[:SHOWN]
         ]
         more = [f"{len(self.rows) - SHOWN} more in to_frame()"] if len(self.rows) > SHOWN else []
         note = "; ".join([*more, *self.notes]) or None
@@ -95,11 +95,11 @@ def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool, steps: Spa
     chosen = np.flatnonzero(kinds.where(*(DEVICE if which == "kernel" else HOST)))
     if steps is not None:
         chosen = chosen[inside(columns.start[chosen] if which == "operator" else columns.end[chosen] - 1, steps)]
-    lengths = columns.end - columns.start
+    lengths = columns.lengths
     own = lengths[chosen] if which == "kernel" else self_times(columns, kinds)[chosen]
     device = lengths[chosen] if which == "kernel" else _launched(columns, kinds)[chosen]
     shape = columns.shape[chosen] if by_shape else np.zeros(len(chosen), dtype=np.int32)
-    told, codes = named(columns)
+    names, codes = named(columns)
     name = codes[columns.label[chosen]]
     keys, at = np.unique(name * len(columns.shapes) + shape, return_inverse=True)
 
@@ -110,7 +110,7 @@ def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool, steps: Spa
     whole = selfs.sum() or 1.0
     rows = tuple(
         Operator(
-            name=told[keys[i] // len(columns.shapes)],
+            name=names[keys[i] // len(columns.shapes)],
             shapes=columns.shapes[keys[i] % len(columns.shapes)],
             count=int(counts[i]),
             self_seconds=float(selfs[i]),
@@ -123,7 +123,7 @@ def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool, steps: Spa
     notes = []
     if not rows:
         notes.append("the trace has no work of a device" if which == "kernel" else "the trace has no operators of the host")
-    if by_shape and rows and not any(one.shapes for one in rows):
+    if by_shape and rows and not any(row.shapes for row in rows):
         notes.append("shapes were not recorded: profile with record_shapes=True")
     return Operators(rows=rows, which=which, notes=tuple(notes))
 
@@ -133,26 +133,26 @@ def self_times(columns: Columns, kinds: Kinds) -> Numbers:
     calls = nested(columns, kinds.where(*CALLERS))
     inner = calls.parent >= 0
     events, callers = calls.events[inner], calls.events[calls.parent[inner]]
-    own = columns.end - columns.start
+    own = columns.lengths
     lost = np.zeros(len(own), dtype=np.int64)
     np.add.at(lost, callers, np.minimum(columns.end[events], columns.end[callers]) - columns.start[events])
-    found: Numbers = np.maximum(own - lost, 0)
-    return found
+    result: Numbers = np.maximum(own - lost, 0)
+    return result
 
 
 def _launched(columns: Columns, kinds: Kinds) -> Numbers:
     """Nanoseconds of the device's work that each operator launched, by "External id"."""
-    found = np.zeros(len(columns), dtype=np.int64)
+    launched = np.zeros(len(columns), dtype=np.int64)
     work = kinds.where(*DEVICE) & (columns.external >= 0)
     callers = np.flatnonzero(kinds.where("operator") & (columns.external >= 0))
     if not work.any() or not len(callers):
-        return found
+        return launched
     keys, at = np.unique(columns.external[work], return_inverse=True)
     sums = np.zeros(len(keys), dtype=np.int64)
-    np.add.at(sums, at, (columns.end - columns.start)[work])
+    np.add.at(sums, at, columns.lengths[work])
     place = np.minimum(np.searchsorted(keys, columns.external[callers]), len(keys) - 1)
-    found[callers] = np.where(keys[place] == columns.external[callers], sums[place], 0)
-    return found
+    launched[callers] = np.where(keys[place] == columns.external[callers], sums[place], 0)
+    return launched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ class Ranking:
         self._start, self._kinds = columns.start, kinds
         self._names, codes = named(columns)
         self._name = codes[columns.label]
-        self._length = columns.end - columns.start
+        self._length = columns.lengths
         self._own = np.where(kinds.where(*DEVICE), self._length, self_times(columns, kinds))
 
     def own(self, event: int) -> float:

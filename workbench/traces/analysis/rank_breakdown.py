@@ -31,9 +31,9 @@ class RankParts(display.Shown, JsonDataclass):
         Raises:
             ValueError: no such part.
         """
-        for one in self.breakdowns:
-            one.mean(part)  # refuses what is none
-        return np.array([[getattr(step, part) for step in one.steps] for one in self.breakdowns], dtype=np.float64)
+        for rank in self.breakdowns:
+            rank.mean(part)  # refuses what is none
+        return np.array([[getattr(step, part) for step in rank.steps] for rank in self.breakdowns], dtype=np.float64)
 
     def mean(self, rank: int, part: str = "total") -> float:
         """Mean seconds of a part of a rank's steps.
@@ -47,8 +47,8 @@ class RankParts(display.Shown, JsonDataclass):
 
     def spread(self, part: str = "total") -> float:
         """Seconds between the rank that has most of a part and the one that has least, by their means."""
-        found = [self.mean(rank, part) for rank in self.ranks]
-        return max(found) - min(found)
+        means = [self.mean(rank, part) for rank in self.ranks]
+        return max(means) - min(means)
 
     @property
     def caption(self) -> str:
@@ -67,7 +67,9 @@ class RankParts(display.Shown, JsonDataclass):
     def to_frame(self) -> Any:
         """A DataFrame with one row per rank and step; seconds."""
         rows = [
-            {"rank": rank, **dataclasses.asdict(step)} for rank, one in zip(self.ranks, self.breakdowns, strict=True) for step in one.steps
+            {"rank": rank, **dataclasses.asdict(step)}
+            for rank, steps in zip(self.ranks, self.breakdowns, strict=True)
+            for step in steps.steps
         ]
         return display.frame(rows, columns=("rank", "step", *PARTS, "total"))
 
@@ -87,22 +89,22 @@ def rank_parts(breakdowns: Mapping[int, Breakdown], *, marked: bool, notes: tupl
         marked: do all files have marks of steps?
         notes: what is missing.
     """
-    common = set.intersection(*({step.step for step in one.steps} for one in breakdowns.values()))
-    said = list(notes)
+    common = set.intersection(*({step.step for step in breakdown.steps} for breakdown in breakdowns.values()))
+    remarks = list(notes)
     if marked and common:
-        kept = {rank: [step for step in one.steps if step.step in common] for rank, one in breakdowns.items()}
-        most = max(len(one.steps) for one in breakdowns.values())
+        kept = {rank: [step for step in breakdown.steps if step.step in common] for rank, breakdown in breakdowns.items()}
+        most = max(len(breakdown.steps) for breakdown in breakdowns.values())
         if most > len(common):
-            said.append(f"of up to {most} steps {len(common)} are in all traces, and these count")
+            remarks.append(f"of up to {most} steps {len(common)} are in all traces, and these count")
     else:
-        count = min(len(one.steps) for one in breakdowns.values())
-        kept = {rank: list(one.steps[len(one.steps) - count :]) for rank, one in breakdowns.items()}
+        count = min(len(breakdown.steps) for breakdown in breakdowns.values())
+        kept = {rank: list(breakdown.steps[len(breakdown.steps) - count :]) for rank, breakdown in breakdowns.items()}
         if len(breakdowns) > 1:
-            said.append("the traces have no step marks in common: the last steps of each are taken for the same ones")
+            remarks.append("the traces have no step marks in common: the last steps of each are taken for the same ones")
     first = next(iter(kept.values()))
     return RankParts(
         ranks=tuple(kept),
         steps=tuple(step.step for step in first),
         breakdowns=tuple(dataclasses.replace(breakdowns[rank], steps=tuple(steps)) for rank, steps in kept.items()),
-        notes=tuple(said),
+        notes=tuple(remarks),
     )

@@ -62,10 +62,10 @@ class Unpacked:
 
     def _packed(self) -> bytes:
         if not self._unpack.eof:
-            found = self._unpack.unconsumed_tail or self._file.read(RAW)
-            if not found:
+            packed = self._unpack.unconsumed_tail or self._file.read(RAW)
+            if not packed:
                 self.trouble = "it ends within packed data"
-            return found
+            return packed
         left = self._unpack.unused_data.lstrip(b"\0") or self._file.read(RAW)  # padding may follow a member
         if left:
             self._unpack = zlib.decompressobj(wbits=31)
@@ -148,16 +148,16 @@ class Reading(Generic[E]):
     @property
     def notes(self) -> tuple[str, ...]:
         """What is missing, in words."""
-        said = [self.cut] if self.cut else []
+        notes = [self.cut] if self.cut else []
         if self.changed:
-            said.append("the checksum of the packed file does not fit its text: none of it is missing, but something in it was changed")
+            notes.append("the checksum of the packed file does not fit its text: none of it is missing, but something in it was changed")
         if self.dropped:
-            said.append(f"the file is damaged at {self.dropped:,} place{'s' if self.dropped > 1 else ''}: what stands there is missing")
+            notes.append(f"the file is damaged at {self.dropped:,} place{'s' if self.dropped > 1 else ''}: what stands there is missing")
         if self.inner:
-            said.append('"traceEvents" stands only within another value of the file: are these the events of its trace?')
+            notes.append('"traceEvents" stands only within another value of the file: are these the events of its trace?')
         if self.bare:
-            said.append(f"the args of {self.bare:,} events could not be read: they count without them")
-        return tuple(said)
+            notes.append(f"the args of {self.bare:,} events could not be read: they count without them")
+        return tuple(notes)
 
     def _more(self, file: Readable) -> bytes:
         text = file.read(PIECE)
@@ -193,12 +193,12 @@ class Reading(Generic[E]):
             text += more
             if text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 return b"", text[text.index(b"[") + 1 :]
-            for found in BEGIN.finditer(text, seen):
-                depth += nesting(text[seen : found.start()])
-                seen = found.start()
+            for match in BEGIN.finditer(text, seen):
+                depth += nesting(text[seen : match.start()])
+                seen = match.start()
                 if depth == 1:
-                    return text[: found.start()], text[found.end() :]
-                first = first or found
+                    return text[: match.start()], text[match.end() :]
+                first = first or match
             if not more:
                 break
         if first:  # none but in another value, or the text before it is damaged

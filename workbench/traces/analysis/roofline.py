@@ -57,18 +57,18 @@ class Roofline(display.Shown, JsonDataclass):
     def table(self) -> display.Table:
         """The first 15."""
         rows = []
-        for one in self.points[:SHOWN]:
-            reach = self.attainable(one)
+        for point in self.points[:SHOWN]:
+            reach = self.attainable(point)
             rows.append(
                 [
-                    f"{one.name.removeprefix('aten::')} {short(one.shapes)}",
-                    one.dtype or units.MISSING,
-                    units.seconds(one.seconds),
-                    units.count(one.flops, "FLOP"),
-                    units.count(one.intensity, "FLOP/B"),
-                    units.count(one.flops_per_sec, "FLOP/s"),
-                    self.bound(one) or units.MISSING,
-                    units.percent(one.flops_per_sec / reach if reach else None),
+                    f"{point.name.removeprefix('aten::')} {short(point.shapes)}",
+                    point.dtype or units.MISSING,
+                    units.seconds(point.seconds),
+                    units.count(point.flops, "FLOP"),
+                    units.count(point.intensity, "FLOP/B"),
+                    units.count(point.flops_per_sec, "FLOP/s"),
+                    self.bound(point) or units.MISSING,
+                    units.percent(point.flops_per_sec / reach if reach else None),
                 ]
             )
         columns = ("operator", "type", "seconds a step", "FLOPs", "intensity", "reached", "bound by", "of the roof")
@@ -78,7 +78,8 @@ class Roofline(display.Shown, JsonDataclass):
         """A DataFrame with one row per operator and shape; per step."""
         derived = ("intensity", "flops_per_sec")
         rows = [
-            {**dataclasses.asdict(one), **{name: getattr(one, name) for name in derived}, "bound": self.bound(one)} for one in self.points
+            {**dataclasses.asdict(point), **{name: getattr(point, name) for name in derived}, "bound": self.bound(point)}
+            for point in self.points
         ]
         return display.frame(rows, columns=[*(field.name for field in dataclasses.fields(RoofPoint)), *derived, "bound"])
 
@@ -91,9 +92,9 @@ class Roofline(display.Shown, JsonDataclass):
 def roofline(counts: FlopCounts, device: Device | None, notes: tuple[str, ...] = ()) -> Roofline:
     """Set what was counted under the roof of a device."""
     peaks = dict(device.flops_per_sec) if device else {}
-    points = [dataclasses.replace(one, peak=peaks.get(one.dtype)) for one in counts.rows]
+    points = [dataclasses.replace(point, peak=peaks.get(point.dtype)) for point in counts.rows]
     return Roofline(
-        points=tuple(sorted(points, key=lambda one: -one.seconds)),
+        points=tuple(sorted(points, key=lambda point: -point.seconds)),
         device=device.name if device else None,
         bandwidth=device.bandwidth if device else None,
         peaks=peaks,
@@ -104,16 +105,16 @@ def roofline(counts: FlopCounts, device: Device | None, notes: tuple[str, ...] =
 
 def _of_formats(points: list[RoofPoint], device: Device | None) -> list[str]:
     """What is to be said about number formats and peaks."""
-    used = {one.dtype for one in points if one.matrix}
-    said = []
+    used = {point.dtype for point in points if point.matrix}
+    remarks = []
     if device and "fp32" in used and "tf32" in device.flops_per_sec:
-        said.append(
+        remarks.append(
             f"fp32 is held against the peak without tensor cores: whether TF32 was allowed (up to "
             f"{units.count(device.flops_per_sec['tf32'], 'FLOP/s')}) a trace does not tell"
         )
-    if device and (missing := sorted(one for one in used if one and one not in device.flops_per_sec)):
-        said.append(f"{device.name} has no peak for {', '.join(missing)} in the table")
-    return said
+    if device and (missing := sorted(dtype for dtype in used if dtype and dtype not in device.flops_per_sec)):
+        remarks.append(f"{device.name} has no peak for {', '.join(missing)} in the table")
+    return remarks
 
 
 def known_device(device: "str | Device | None", names: tuple[str, ...]) -> tuple[Device | None, tuple[str, ...]]:
@@ -189,20 +190,22 @@ class Mfu(display.Shown, JsonDataclass):
         return f"Mfu({units.percent(self.value) if self.value is not None else 'not known'})"
 
 
-def mfu(found: Roofline, step_seconds: float) -> Mfu:
+def mfu(roof: Roofline, step_seconds: float) -> Mfu:
     """FLOPs / peak, summed over the number formats, over the step's time.
 
     Source of the figure: Chowdhery et al., PaLM, 2022, appendix B. There FLOPs are those the model needs; a trace has those that were done,
     so that with activation checkpointing (what is computed again) this is hardware FLOPs utilization, and higher.
     """
-    points = [one for one in found.points if one.matrix]
-    ideal = math.fsum(one.flops / one.peak for one in points if one.peak) if points and all(one.peak for one in points) else None
-    said = ["from a traced step, which the profiler slows down", "what checkpointing computes again is in it"] if points else []
+    points = [point for point in roof.points if point.matrix]
+    ideal = (
+        math.fsum(point.flops / point.peak for point in points if point.peak) if points and all(point.peak for point in points) else None
+    )
+    remarks = ["from a traced step, which the profiler slows down", "what checkpointing computes again is in it"] if points else []
     return Mfu(
-        flops=math.fsum(one.flops for one in points) if points else None,
+        flops=math.fsum(point.flops for point in points) if points else None,
         step_seconds=step_seconds,
         ideal_seconds=ideal,
-        device=found.device,
-        unaccounted=found.unaccounted,
-        notes=(*said, *found.notes),
+        device=roof.device,
+        unaccounted=roof.unaccounted,
+        notes=(*remarks, *roof.notes),
     )

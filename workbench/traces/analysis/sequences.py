@@ -21,7 +21,7 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.intervals import Numbers, Spans
-from workbench.traces.analysis.kinds import DEVICE, Kinds, callers
+from workbench.traces.analysis.kinds import DEVICE, Kinds, callers, calling_places
 from workbench.traces.analysis.nesting import Nesting, named, nested
 from workbench.traces.analysis.operators import SHOWN, short
 
@@ -72,14 +72,14 @@ class Sequences(display.Shown, JsonDataclass):
         what = "kernels" if self.device == "device" else "operators"
         rows = [
             [
-                " › ".join(brief(name) for name in folded(one.names)),
-                f"{one.count:,}",
-                units.seconds(one.seconds),
-                units.percent(one.share),
-                units.seconds(one.gaps),
-                *([units.seconds(one.host_seconds)] if self.device == "device" else []),
+                " › ".join(brief(name) for name in folded(pattern.names)),
+                f"{pattern.count:,}",
+                units.seconds(pattern.seconds),
+                units.percent(pattern.share),
+                units.seconds(pattern.gaps),
+                *([units.seconds(pattern.host_seconds)] if self.device == "device" else []),
             ]
-            for one in self.rows[:SHOWN]
+            for pattern in self.rows[:SHOWN]
         ]
         title = f"{what.capitalize()} in sequence{f' of {self.operator}' if self.operator else ''}"
         more = [f"{len(self.rows) - SHOWN} more in to_frame()"] if len(self.rows) > SHOWN else []
@@ -88,7 +88,7 @@ class Sequences(display.Shown, JsonDataclass):
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per sequence; seconds."""
-        rows = [{**dataclasses.asdict(one), "names": " › ".join(one.names), "ceiling": one.ceiling} for one in self.rows]
+        rows = [{**dataclasses.asdict(row), "names": " › ".join(row.names), "ceiling": row.ceiling} for row in self.rows]
         return display.frame(rows, columns=[*(field.name for field in dataclasses.fields(Pattern)), "ceiling"])
 
     plot = display.plot_method("sequences")
@@ -112,13 +112,13 @@ def brief(name: str) -> str:
 
 def folded(names: Sequence[str]) -> list[str]:
     """With a number before what comes several times in a row."""
-    found: list[tuple[int, str]] = []
+    runs: list[tuple[int, str]] = []
     for name in names:
-        if found and found[-1][1] == name:
-            found[-1] = (found[-1][0] + 1, name)
+        if runs and runs[-1][1] == name:
+            runs[-1] = (runs[-1][0] + 1, name)
         else:
-            found.append((1, name))
-    return [name if times == 1 else f"{times} × {name}" for times, name in found]
+            runs.append((1, name))
+    return [name if times == 1 else f"{times} × {name}" for times, name in runs]
 
 
 MOST = 100
@@ -163,11 +163,11 @@ class _Row:
 
 
 def _row(columns: Columns, kinds: Kinds, steps: Spans) -> _Row:
-    told, codes = named(columns)
+    names, codes = named(columns)
     if kinds.device:
         events = np.flatnonzero(kinds.where(*DEVICE))
         call = callers(columns, kinds, events)
-        host = np.where(call >= 0, (columns.end - columns.start)[call], 0)
+        host = np.where(call >= 0, columns.lengths[call], 0)
     else:
         calls = nested(columns, kinds.where("operator"))
         events = calls.events[calls.parent < 0]
@@ -176,7 +176,7 @@ def _row(columns: Columns, kinds: Kinds, steps: Spans) -> _Row:
     events, host = events[order], host[order]
     step = np.searchsorted(steps[:, 0], columns.start[events], side="right")
     group = columns.lane[events] * (len(steps) + 1) + step
-    return _Row(events=events, name=codes[columns.label[events]], told=told, group=group, host=host)
+    return _Row(events=events, name=codes[columns.label[events]], told=names, group=group, host=host)
 
 
 def _consecutive(columns: Columns, kinds: Kinds, steps: Spans, length: int) -> Sequences:
@@ -207,8 +207,8 @@ def _consecutive(columns: Columns, kinds: Kinds, steps: Spans, length: int) -> S
                 share=float(seconds[places].sum()) / max(1, int(took[-1])),
             )
         )
-    said = ("gaps are a ceiling of what starting them as one saves, not a forecast",) if rows else (f"no {length} in a row come twice",)
-    return Sequences(rows=tuple(rows), operator=None, device=device, notes=said)
+    notes = ("gaps are a ceiling of what starting them as one saves, not a forecast",) if rows else (f"no {length} in a row come twice",)
+    return Sequences(rows=tuple(rows), operator=None, device=device, notes=notes)
 
 
 def _greedy(at: Numbers, whole: NDArray[np.bool_], seconds: Numbers, used: NDArray[np.bool_], length: int) -> list[Numbers]:
@@ -227,8 +227,8 @@ def _greedy(at: Numbers, whole: NDArray[np.bool_], seconds: Numbers, used: NDArr
     groups = [places for places in np.split(order, borders) if len(places) >= LEAST]
     waiting = [(-int(seconds[places].sum()), number) for number, places in enumerate(groups)]
     heapq.heapify(waiting)
-    found: list[Numbers] = []
-    while waiting and len(found) < MOST:
+    chosen: list[Numbers] = []
+    while waiting and len(chosen) < MOST:
         _, number = heapq.heappop(waiting)
         left = _apart(groups[number], used, length)
         if len(left) < LEAST:
@@ -238,9 +238,9 @@ def _greedy(at: Numbers, whole: NDArray[np.bool_], seconds: Numbers, used: NDArr
         if waiting and key > waiting[0]:  # others have taken some of it: it may not be the longest any more
             heapq.heappush(waiting, key)
             continue
-        found.append(left)
+        chosen.append(left)
         used[(left[:, None] + np.arange(length)).ravel()] = True
-    return found
+    return chosen
 
 
 def _apart(places: Numbers, used: NDArray[np.bool_], length: int) -> Numbers:
@@ -257,19 +257,19 @@ def _apart(places: Numbers, used: NDArray[np.bool_], length: int) -> Numbers:
 
 
 def _of_calls(columns: Columns, kinds: Kinds, operator: str, length: int) -> Sequences:
-    told, codes = named(columns)
+    names, codes = named(columns)
     calls = nested(columns, kinds.where("operator", "backward", "optimizer", "collective_call", "runtime", "wait"))
-    has = np.array([operator in name for name in told] or [False])[codes[columns.label[calls.events]]]
+    has = np.array([operator in name for name in names] or [False])[codes[columns.label[calls.events]]]
     allowed = ~kinds.where("runtime", "wait")[calls.events]
-    asked = has & allowed
-    if not asked.any():
-        near = _nearest(operator, {told[code] for code in codes[columns.label[calls.events[allowed]]].tolist()})
-        known = f"the nearest that there are: {', '.join(near)}" if near else "the trace has none at all"
-        raise ValueError(f"sequences({operator!r}): no operator has that in its name; {known}")
-    above = np.where(calls.parent >= 0, calls.nearest(asked)[calls.parent], -1)
-    roots = asked & (above < 0)
+    matching = has & allowed
+    if not matching.any():
+        near = _nearest(operator, {names[code] for code in codes[columns.label[calls.events[allowed]]].tolist()})
+        hint = f"the nearest that there are: {', '.join(near)}" if near else "the trace has none at all"
+        raise ValueError(f"sequences({operator!r}): no operator has that in its name; {hint}")
+    above = np.where(calls.parent >= 0, calls.nearest(matching)[calls.parent], -1)
+    roots = matching & (above < 0)
     members = _launched(columns, kinds, calls, roots) if kinds.device else _children(calls, roots)
-    found: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    sums_of: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     whole = 0
     for root, events in members.items():
         events = events[np.argsort(columns.start[events], kind="stable")]
@@ -278,31 +278,31 @@ def _of_calls(columns: Columns, kinds: Kinds, operator: str, length: int) -> Seq
         whole += taken
         if len(events) < length:
             continue
-        sums = found[int(codes[columns.label[calls.events[root]]]), *codes[columns.label[events]].tolist()]
+        sums = sums_of[int(codes[columns.label[calls.events[root]]]), *codes[columns.label[events]].tolist()]
         between = int(np.maximum(start[1:] - np.maximum.accumulate(end)[:-1], 0).sum())
         for i, value in enumerate((1, taken, between, int(calls.spans[root, 1] - calls.spans[root, 0]))):
             sums[i] += value
     rows = [
         Pattern(
-            names=tuple(told[code] for code in key),
+            names=tuple(names[code] for code in key),
             count=count,
             seconds=taken / 1e9,
             gaps=between / 1e9,
             host_seconds=around / 1e9 if kinds.device else None,
             share=taken / max(1, whole),
         )
-        for key, (count, taken, between, around) in found.items()
+        for key, (count, taken, between, around) in sums_of.items()
     ]
     what = "launches" if kinds.device else "calls"
-    said = "the first is the operator itself; gaps are a ceiling of what starting the others as one saves, not a forecast"
-    notes = (said,) if rows else (f"none of its calls {what} {length} or more",)
-    rows.sort(key=lambda one: (-one.seconds, one.names))
+    note = "the first is the operator itself; gaps are a ceiling of what starting the others as one saves, not a forecast"
+    notes = (note,) if rows else (f"none of its calls {what} {length} or more",)
+    rows.sort(key=lambda row: (-row.seconds, row.names))
     return Sequences(rows=tuple(rows), operator=operator, device="device" if kinds.device else "cpu", notes=notes)
 
 
-def _nearest(wanted: str, names: Iterable[str]) -> list[str]:
+def _nearest(searched: str, names: Iterable[str]) -> list[str]:
     """Those that are most like what is wanted, first; upper case or lower."""
-    match = SequenceMatcher(None, "", wanted.lower())
+    match = SequenceMatcher(None, "", searched.lower())
 
     def unlike(name: str) -> tuple[float, str]:
         match.set_seq1(name.lower())
@@ -314,10 +314,7 @@ def _nearest(wanted: str, names: Iterable[str]) -> list[str]:
 def _launched(columns: Columns, kinds: Kinds, calls: Nesting, roots: NDArray[np.bool_]) -> dict[int, Numbers]:
     """Place of each root → the work that it launched, itself or by what it calls."""
     work = np.flatnonzero(kinds.where(*DEVICE))
-    call = callers(columns, kinds, work)
-    place = np.full(len(columns), -1, dtype=np.int64)
-    place[calls.events] = np.arange(len(calls.events))
-    at = np.where(call >= 0, place[call], -1)
+    at = calling_places(columns, kinds, calls, work)
     return _split(np.where(at >= 0, calls.nearest(roots)[np.maximum(at, 0)], -1), work)
 
 

@@ -192,13 +192,13 @@ def _slow(waits: Seconds, last: NDArray[np.int64], held: Seconds, totals: Second
     straggler.
     """
     mean = waits.mean(axis=1)
-    found = [place for place, wait in enumerate(mean.tolist()) if wait <= CLOSE * mean.max()]
-    if len(mean) < 2 or len(found) > len(mean) / 2:
+    places = [place for place, wait in enumerate(mean.tolist()) if wait <= CLOSE * mean.max()]
+    if len(mean) < 2 or len(places) > len(mean) / 2:
         return []
-    theirs = np.isin(last, found)
+    theirs = np.isin(last, places)
     usual = float(np.median(np.where(theirs, held, -held)))
-    said = float(np.where(theirs, held, 0.0).mean())
-    return found if usual >= CLEAR * float(np.median(totals)) and said >= CLEAR * float(totals.mean()) else []
+    mean_lost = float(np.where(theirs, held, 0.0).mean())
+    return places if usual >= CLEAR * float(np.median(totals)) and mean_lost >= CLEAR * float(totals.mean()) else []
 
 
 def _excess(parts: RankParts, slow: Sequence[int], when: NDArray[np.bool_]) -> tuple[dict[str, float], str | None]:

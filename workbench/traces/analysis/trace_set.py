@@ -67,34 +67,36 @@ def slower(traces: Mapping[int, Trace], slow: Sequence[int]) -> tuple[str, ...]:
     def more(values: Mapping[int, float]) -> float:
         return float(np.mean([values.get(r, 0.0) for r in slow]) - np.median([values.get(r, 0.0) for r in others]))
 
-    found = sorted(((more(of), name) for name, of in seconds.items()), reverse=True)
-    whole = sum(extra for extra, _ in found if extra > 0)
-    said = []
-    for extra, name in found[:NAMED]:
+    longer = sorted(((more(of), name) for name, of in seconds.items()), reverse=True)
+    whole = sum(extra for extra, _ in longer if extra > 0)
+    texts = []
+    for extra, name in longer[:NAMED]:
         if extra <= CLEAR * whole:
             break
         usual = float(np.median([calls[name].get(rank, 0.0) for rank in others]))
         often = "called as often" if abs(more(calls[name])) <= ALIKE * usual else f"{usual:.3g} calls a step on the others"
-        said.append(f"{short(name)} +{units.seconds(extra)} ({often})")
-    return tuple(said)
+        texts.append(f"{short(name)} +{units.seconds(extra)} ({often})")
+    return tuple(texts)
 
 
-def explain_ranks(parts: RankParts, found: Stragglers, each: Mapping[int, Explanation]) -> Explanation:
+def explain_ranks(parts: RankParts, straggler: Stragglers, each: Mapping[int, Explanation]) -> Explanation:
     """A straggler first; else what the slowest rank's own trace says."""
     shares = _shares(parts)
-    cannot = tuple(dict.fromkeys(one for explained in each.values() for one in explained.cannot if "waiting for a slower rank" not in one))
-    if found.ranks and found.share >= CLEAR:
-        tried = TRIED[found.phase] if found.phase else "the same work on every rank"
+    cannot = tuple(
+        dict.fromkeys(limit for explained in each.values() for limit in explained.cannot if "waiting for a slower rank" not in limit)
+    )
+    if straggler.ranks and straggler.share >= CLEAR:
+        tried = TRIED[straggler.phase] if straggler.phase else "the same work on every rank"
         return Explanation(
             verdict="straggler",
-            why=f"{found.verdict}; {found.why}",
+            why=f"{straggler.verdict}; {straggler.why}",
             next=f"Commonly tried: {tried}. wb.diagnose proves what it gains",
             cannot=cannot,
             shares=shares,
         )
     slowest = max(parts.ranks, key=lambda rank: parts.mean(rank) if parts.steps else 0.0)
     own = each[slowest]
-    waiting = f"Straggler: {found.verdict}" if len(parts.ranks) > 1 else ""
+    waiting = f"Straggler: {straggler.verdict}" if len(parts.ranks) > 1 else ""
     return Explanation(
         verdict=own.verdict,
         why="; ".join(filter(None, [f"rank {slowest}: {own.why}" if len(parts.ranks) > 1 else own.why, waiting])),
@@ -134,7 +136,7 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
         Raises:
             TraceError: there is none, one cannot be read or has no rank, or two are of the same rank.
         """
-        paths = files(Path(where)) if isinstance(where, str | os.PathLike) else [Path(one) for one in where]
+        paths = files(Path(where)) if isinstance(where, str | os.PathLike) else [Path(name) for name in where]
         if not paths:
             raise TraceError(
                 f"no traces: {where!s} names none. A trace is a .pt.trace.json or .pt.trace.json.gz that torch.profiler exported"
@@ -148,7 +150,7 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
         Raises:
             TraceError: there is none, one has no rank, or two have the same.
         """
-        found: dict[int, Trace] = {}
+        by_rank: dict[int, Trace] = {}
         given = list(traces)
         for trace in given:
             rank = rank_of(trace) if len(given) > 1 else rank_of(trace) or 0
@@ -157,22 +159,22 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
                     f"{trace.path} does not say of which rank it is (no distributedInfo, and no rank in its name): load it alone, or name "
                     f"it rank0_{trace.path.name}"
                 )
-            if rank in found:
+            if rank in by_rank:
                 raise TraceError(
-                    f"two traces of rank {rank}: {found[rank].path.name} and {trace.path.name}. Name the files of one capture: "
+                    f"two traces of rank {rank}: {by_rank[rank].path.name} and {trace.path.name}. Name the files of one capture: "
                     "TraceSet.load([path, path])"
                 )
-            found[rank] = trace
-        if not found:
+            by_rank[rank] = trace
+        if not by_rank:
             raise TraceError("no traces: at least one is wanted")
-        sizes = {trace.world_size for trace in found.values() if trace.world_size}
+        sizes = {trace.world_size for trace in by_rank.values() if trace.world_size}
         notes = []
         if len(sizes) > 1:
             notes.append(f"the files are of jobs with {', '.join(map(str, sorted(sizes)))} ranks: are they of one run?")
-        elif missing := sorted(set(range(max(sizes, default=0))) - set(found)):
+        elif missing := sorted(set(range(max(sizes, default=0))) - set(by_rank)):
             shown = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
             notes.append(f"{len(missing)} of {max(sizes)} ranks have no trace here: {shown}")
-        return cls(traces=dict(sorted(found.items())), notes=tuple(notes))
+        return cls(traces=dict(sorted(by_rank.items())), notes=tuple(notes))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -203,22 +205,30 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
 
     def breakdown(self) -> RankParts:
         """The steps that all ranks have, in parts that exclude each other and add up to them, side by side."""
-        found = {rank: trace.breakdown() for rank, trace in self.traces.items()}
+        breakdowns = {rank: trace.breakdown() for rank, trace in self.traces.items()}
         most = max(self.traces, key=lambda rank: self.traces[rank].slowdown or 0.0)  # what the profiler costs is said once
-        said = _said({rank: [note for note in one.notes if rank == most or not note.startswith(DEARER)] for rank, one in found.items()})
-        return rank_parts(found, marked=all(trace.windows.marked for trace in self.traces.values()), notes=(*self.notes, *said))
+        remarks = _said(
+            {
+                rank: [note for note in breakdown.notes if rank == most or not note.startswith(DEARER)]
+                for rank, breakdown in breakdowns.items()
+            }
+        )
+        return rank_parts(breakdowns, marked=all(trace.windows.marked for trace in self.traces.values()), notes=(*self.notes, *remarks))
 
     def stragglers(self) -> Stragglers:
         """Which rank makes the others wait, by how much, and in which part of its step: the one that waits least itself."""
-        found = stragglers(self.breakdown())
-        if found.phase == "compute":
-            found = dataclasses.replace(found, details=slower(self.traces, found.ranks))
-        return found
+        result = stragglers(self.breakdown())
+        if result.phase == "compute":
+            result = dataclasses.replace(result, details=slower(self.traces, result.ranks))
+        return result
 
     def arrivals(self) -> Arrivals:
         """The same collective on every rank: who came last, how long the others waited there, and how far apart they came."""
         return arrivals(
-            {rank: Seen(columns=one.columns, kinds=one.kinds, windows=one.windows, host=one.host) for rank, one in self.traces.items()}
+            {
+                rank: Seen(columns=trace.columns, kinds=trace.kinds, windows=trace.windows, host=trace.host)
+                for rank, trace in self.traces.items()
+            }
         )
 
     def explain(self) -> Explanation:
@@ -255,16 +265,16 @@ def _said(notes: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
     for rank, each in notes.items():
         for note in dict.fromkeys(each):
             of.setdefault(note, []).append(rank)
-    found = []
+    texts = []
     for note, ranks in of.items():
         whose = "" if len(ranks) == len(notes) else f"rank {ranks[0]}: " if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}: "
-        found.append(f"{whose}{note}")
-    return tuple(found)
+        texts.append(f"{whose}{note}")
+    return tuple(texts)
 
 
 def rank_of(trace: Trace) -> int | None:
     """What the file says, or its name."""
     if trace.rank is not None:
         return trace.rank
-    told = RANK.search(trace.path.name)
-    return int(told[1]) if told else None
+    match = RANK.search(trace.path.name)
+    return int(match[1]) if match else None

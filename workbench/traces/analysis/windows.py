@@ -72,8 +72,8 @@ def _marks(columns: Columns, kinds: Kinds) -> tuple[Spans, Numbers, tuple[str, .
     chosen = chosen[np.argsort(columns.start[chosen], kind="stable")]
     _, first = np.unique(columns.start[chosen], return_index=True)
     chosen = chosen[first]
-    found = [re.search(r"#(\d{1,15})$", columns.labels[label].name) for label in columns.label[chosen]]
-    numbers = [int(one[1]) if one else i for i, one in enumerate(found)]
+    matches = [re.search(r"#(\d{1,15})$", columns.labels[label].name) for label in columns.label[chosen]]
+    numbers = [int(match[1]) if match else i for i, match in enumerate(matches)]
     return np.stack([columns.start[chosen], columns.end[chosen]], axis=1), np.array(numbers, dtype=np.int64), notes
 
 
@@ -118,16 +118,16 @@ def _on_device(columns: Columns, kinds: Kinds, host: Spans, numbers: Numbers, no
         )
     kept = np.append(False, ends[1:] > ends[:-1])
     spans = np.stack([np.append(0, ends[:-1]), ends], axis=1)[kept]
-    said = (*notes, f"step {numbers[busy[0]]} is left out: where the device began it is not known")
-    return Windows(spans=spans, numbers=numbers[busy][kept], marked=True, notes=said)
+    remarks = (*notes, f"step {numbers[busy[0]]} is left out: where the device began it is not known")
+    return Windows(spans=spans, numbers=numbers[busy][kept], marked=True, notes=remarks)
 
 
-def host_steps(columns: Columns, kinds: Kinds, found: Windows) -> Spans:
+def host_steps(columns: Columns, kinds: Kinds, device_steps: Windows) -> Spans:
     """The steps as the host has them: on a device's trace their marks, as `windows` are what the device makes of them."""
     if not kinds.device:
-        return found.spans
+        return device_steps.spans
     marks, _, _ = _marks(columns, kinds)
-    return marks if len(marks) else found.spans
+    return marks if len(marks) else device_steps.spans
 
 
 def mark_numbers(columns: Columns, kinds: Kinds) -> Numbers:

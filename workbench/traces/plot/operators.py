@@ -36,16 +36,16 @@ def kernels(result: Trace | Kernels, ax: Axes | None = None) -> Axes:
     Raises:
         ValueError: the trace has no kernels.
     """
-    found = result.kernels() if isinstance(result, Trace) else result
-    if not found.rows:
-        raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes)}")
+    answer = result.kernels() if isinstance(result, Trace) else result
+    if not answer.rows:
+        raise ValueError(f"{answer!r} has nothing to draw: {'; '.join(answer.notes)}")
     bars = [
         Bar(
-            label=shortened(brief(one.name)),
-            pieces=[one.seconds, 0.0] if one.tensor_cores else [0.0, one.seconds],
-            end=f"occupancy {units.percent(one.occupancy)}" if one.occupancy is not None else units.seconds(one.seconds),
+            label=shortened(brief(kernel.name)),
+            pieces=[kernel.seconds, 0.0] if kernel.tensor_cores else [0.0, kernel.seconds],
+            end=f"occupancy {units.percent(kernel.occupancy)}" if kernel.occupancy is not None else units.seconds(kernel.seconds),
         )
-        for one in found.rows[:MOST_KERNELS]
+        for kernel in answer.rows[:MOST_KERNELS]
     ]
     ax = bar_chart(ax, bars, "all launches", KERNEL_COLORS, row=0.75, more=0.3)
     for text in list(ax.texts):
@@ -70,18 +70,18 @@ def modules(result: Trace | Modules, ax: Axes | None = None) -> Axes:
     Raises:
         ValueError: the trace names no modules.
     """
-    found = result.modules() if isinstance(result, Trace) else result
-    if not found.rows:
-        raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes) or 'no module was called within a step'}")
-    device = any(one.device_seconds for one in found.rows)
+    answer = result.modules() if isinstance(result, Trace) else result
+    if not answer.rows:
+        raise ValueError(f"{answer!r} has nothing to draw: {'; '.join(answer.notes) or 'no module was called within a step'}")
+    device = any(module.device_seconds for module in answer.rows)
 
     def pieces(at: int) -> list[float]:
-        one = found.rows[at]
-        return [one.device_seconds or 0.0] if device else [one.total_seconds, one.backward_seconds or 0.0]
+        module = answer.rows[at]
+        return [module.device_seconds or 0.0] if device else [module.total_seconds, module.backward_seconds or 0.0]
 
-    longest = sorted(range(len(found.rows)), key=lambda at: -sum(pieces(at)))[:MOST_MODULES]
+    longest = sorted(range(len(answer.rows)), key=lambda at: -sum(pieces(at)))[:MOST_MODULES]
     bars = [
-        Bar(label="  " * found.rows[at].depth + _short(found.rows[at].name), pieces=pieces(at), end=units.seconds(sum(pieces(at))))
+        Bar(label="  " * answer.rows[at].depth + _short(answer.rows[at].name), pieces=pieces(at), end=units.seconds(sum(pieces(at))))
         for at in sorted(longest)
     ]
     ax = bar_chart(ax, bars, "mean step, with all that is called", ON_DEVICE if device else MODULE_COLORS, row=0.7, more=0.4)
@@ -109,12 +109,12 @@ def sequences(result: Trace | Sequences, ax: Axes | None = None) -> Axes:
     Raises:
         ValueError: no sequence comes again.
     """
-    found = result.sequences() if isinstance(result, Trace) else result
-    if not found.rows:
-        raise ValueError(f"{found!r} has nothing to draw: {'; '.join(found.notes)}")
+    answer = result.sequences() if isinstance(result, Trace) else result
+    if not answer.rows:
+        raise ValueError(f"{answer!r} has nothing to draw: {'; '.join(answer.notes)}")
     bars = [
-        Bar(label=_sequence_label(one.names), pieces=[one.seconds, one.gaps], end=f"{one.count:,} times")
-        for one in found.rows[:MOST_SEQUENCES]
+        Bar(label=_sequence_label(pattern.names), pieces=[pattern.seconds, pattern.gaps], end=f"{pattern.count:,} times")
+        for pattern in answer.rows[:MOST_SEQUENCES]
     ]
     return bar_chart(ax, bars, "all occurrences", SEQUENCE_COLORS)
 

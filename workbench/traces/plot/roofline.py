@@ -34,19 +34,19 @@ def roofline(result: Trace | Roofline, ax: Axes | None = None) -> Axes:
     Raises:
         ValueError: no operator has FLOPs, bytes and time.
     """
-    found = result.roofline() if isinstance(result, Trace) else result
-    shown = [one for one in found.points if one.intensity and one.seconds and one.flops]
+    answer = result.roofline() if isinstance(result, Trace) else result
+    shown = [point for point in answer.points if point.intensity and point.seconds and point.flops]
     if not shown:
-        raise ValueError(f"{found!r} has no operator with FLOPs, bytes and time to draw: {'; '.join(found.notes) or 'they take no time'}")
+        raise ValueError(f"{answer!r} has no operator with FLOPs, bytes and time to draw: {'; '.join(answer.notes) or 'they take no time'}")
     ax = prepared(ax, WIDTH, 4.2)
-    whole = math.fsum(one.seconds for one in shown)
+    whole = math.fsum(point.seconds for point in shown)
     for matrix, color, label in ((True, PHASES["forward"], "matrices, convolutions, attention"), (False, PHASES["other"], "elementwise")):
-        points = [one for one in shown if one.matrix is matrix]
+        points = [point for point in shown if point.matrix is matrix]
         if points:
             ax.scatter(
-                [one.intensity or 0 for one in points],
-                [one.flops_per_sec for one in points],
-                s=[max(9.0, LARGEST * one.seconds / whole) for one in points],
+                [point.intensity or 0 for point in points],
+                [point.flops_per_sec for point in points],
+                s=[max(9.0, LARGEST * point.seconds / whole) for point in points],
                 color=color,
                 alpha=0.75,
                 linewidth=0.6,
@@ -56,8 +56,8 @@ def roofline(result: Trace | Roofline, ax: Axes | None = None) -> Axes:
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.margins(0.14)
-    if found.bandwidth:
-        _roof(ax, found, shown)
+    if answer.bandwidth:
+        _roof(ax, answer, shown)
     _names(ax, shown)
     ax.set_xlabel("intensity (FLOP per byte)")
     ax.set_ylabel("reached (FLOP/s)")
@@ -67,11 +67,11 @@ def roofline(result: Trace | Roofline, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _roof(ax: Axes, found: Roofline, shown: list[RoofPoint]) -> None:
+def _roof(ax: Axes, answer: Roofline, shown: list[RoofPoint]) -> None:
     """Slanted: bandwidth; level: the peak of each number format that a point is in."""
-    bandwidth = found.bandwidth or 0.0
+    bandwidth = answer.bandwidth or 0.0
     left, right = ax.get_xlim()
-    used = {one.dtype: one.peak for one in shown if one.peak} or dict(found.peaks)
+    used = {point.dtype: point.peak for point in shown if point.peak} or dict(answer.peaks)
     right = max(right, 4 * max(used.values()) / bandwidth)
     for dtype, peak in used.items():
         x = np.geomspace(left, right, 200)
@@ -79,7 +79,7 @@ def _roof(ax: Axes, found: Roofline, shown: list[RoofPoint]) -> None:
         text = f"{dtype}: {units.count(peak, 'FLOP/s')}"
         ax.annotate(text, (right, peak or 0.0), (-2, 4), textcoords="offset points", ha="right", color=INK, fontsize=8.5)
     start = math.sqrt(left * min(right, min(used.values()) / bandwidth))
-    text = f"{found.device}: {units.count(bandwidth, 'B/s')}"
+    text = f"{answer.device}: {units.count(bandwidth, 'B/s')}"
     ax.annotate(text, (start, start * bandwidth), (-4, 4), textcoords="offset points", ha="right", color=INK, fontsize=8.5)
     ax.set_xlim(left, right)
 
@@ -87,17 +87,17 @@ def _roof(ax: Axes, found: Roofline, shown: list[RoofPoint]) -> None:
 def _names(ax: Axes, shown: list[RoofPoint]) -> None:
     """Beside the points that take longest; of several in one place the first."""
     taken: list[tuple[float, float]] = []
-    low, high = (math.log10(one) for one in ax.get_ylim())
-    left, right = (math.log10(one) for one in ax.get_xlim())
-    for one in sorted(shown, key=lambda point: -point.seconds):
-        place = (math.log10(one.intensity or 1) - left) / (right - left), (math.log10(one.flops_per_sec) - low) / (high - low)
+    low, high = (math.log10(operator) for operator in ax.get_ylim())
+    left, right = (math.log10(operator) for operator in ax.get_xlim())
+    for operator in sorted(shown, key=lambda point: -point.seconds):
+        place = (math.log10(operator.intensity or 1) - left) / (right - left), (math.log10(operator.flops_per_sec) - low) / (high - low)
         if len(taken) == NAMED or any(abs(place[0] - x) < 0.2 and abs(place[1] - y) < 0.055 for x, y in taken):
             continue
         taken.append(place)
         side = "right" if place[0] > 0.75 else "left"
         ax.annotate(
-            one.name.removeprefix("aten::"),
-            (one.intensity or 1, one.flops_per_sec),
+            operator.name.removeprefix("aten::"),
+            (operator.intensity or 1, operator.flops_per_sec),
             (-7 if side == "right" else 7, 0),
             textcoords="offset points",
             ha=side,

@@ -41,25 +41,25 @@ def critical(result: Trace | Bottleneck, ax: Axes | None = None) -> Axes:
     Raises:
         ValueError: no resource works within a step.
     """
-    found = result.critical() if isinstance(result, Trace) else result
-    if not found.rows:
-        raise ValueError(f"{found!r} has nothing to draw: nothing works within a step; trace some with a schedule, wb.trace(step, loader)")
-    labels = [one.name for one in found.rows]
+    answer = result.critical() if isinstance(result, Trace) else result
+    if not answer.rows:
+        raise ValueError(f"{answer!r} has nothing to draw: nothing works within a step; trace some with a schedule, wb.trace(step, loader)")
+    labels = [row.name for row in answer.rows]
     ax = prepared(ax, WIDTH, height(labels))
-    scale, unit = scale_of(max(found.step_seconds, *(one.busy for one in found.rows)))
-    colors = [RESOURCE_COLORS[one.name] for one in found.rows]
+    scale, unit = scale_of(max(answer.step_seconds, *(row.busy for row in answer.rows)))
+    colors = [RESOURCE_COLORS[row.name] for row in answer.rows]
     places = range(len(labels))
-    alone = ax.barh(places, [one.alone * scale for one in found.rows], height=0.62, color=colors, label="alone")
+    alone = ax.barh(places, [row.alone * scale for row in answer.rows], height=0.62, color=colors, label="alone")
     beside = ax.barh(
         places,
-        [(one.busy - one.alone) * scale for one in found.rows],
-        left=[one.alone * scale for one in found.rows],
+        [(row.busy - row.alone) * scale for row in answer.rows],
+        left=[row.alone * scale for row in answer.rows],
         height=0.62,
         color=colors,
         alpha=PALE / 2,
         label="while another works too",
     )
-    ends(ax, [one.busy * scale for one in found.rows], [f"step without it ≥ {units.seconds(one.ceiling)}" for one in found.rows])
+    ends(ax, [row.busy * scale for row in answer.rows], [f"step without it ≥ {units.seconds(row.ceiling)}" for row in answer.rows])
     rows(ax, labels)
     ax.set_xlabel(f"at work in a mean step ({unit})")
     legend(ax, [alone, beside])
@@ -93,23 +93,23 @@ def critical_path(result: Trace | CriticalPath, ax: Axes | None = None) -> Axes:
     Raises:
         ValueError: there is no step with a length.
     """
-    found = result.critical_path() if isinstance(result, Trace) else result
-    if not found.parts:
-        raise ValueError(f"{found!r} has no step with a length to draw: trace some with a schedule, wb.trace(step, loader)")
-    most = found.rows[:MOST]
-    labels = ["the step", *(_short(one.name) for one in most)]
+    answer = result.critical_path() if isinstance(result, Trace) else result
+    if not answer.parts:
+        raise ValueError(f"{answer!r} has no step with a length to draw: trace some with a schedule, wb.trace(step, loader)")
+    most = answer.rows[:MOST]
+    labels = ["the step", *(_short(row.name) for row in most)]
     ax = prepared(ax, WIDTH, height(labels) * 0.75 + 0.3)
-    scale, unit = scale_of(found.step_seconds)
+    scale, unit = scale_of(answer.step_seconds)
     left, drawn = 0.0, {}
-    for part in found.parts:
+    for part in answer.parts:
         drawn[part.part] = ax.barh([0], [part.seconds * scale], left=[left], height=0.62, color=PATH_COLORS[part.part], label=part.part)
         left += part.seconds * scale
-    for place, one in enumerate(most, 1):
-        ax.barh([place], [one.seconds * scale], height=0.62, color=PATH_COLORS[one.part])
-        beside = max(0.0, one.own_seconds - one.seconds) * scale
-        ax.barh([place], [beside], left=[one.seconds * scale], height=0.62, color=PATH_COLORS[one.part], alpha=PALE / 2)
-    reaches = [left, *(max(one.own_seconds, one.seconds) * scale for one in most)]
-    ends(ax, reaches, [units.seconds(found.step_seconds), *(f"{units.percent(one.on_path)} on the path" for one in most)])
+    for place, row in enumerate(most, 1):
+        ax.barh([place], [row.seconds * scale], height=0.62, color=PATH_COLORS[row.part])
+        beside = max(0.0, row.own_seconds - row.seconds) * scale
+        ax.barh([place], [beside], left=[row.seconds * scale], height=0.62, color=PATH_COLORS[row.part], alpha=PALE / 2)
+    reaches = [left, *(max(row.own_seconds, row.seconds) * scale for row in most)]
+    ends(ax, reaches, [units.seconds(answer.step_seconds), *(f"{units.percent(row.on_path)} on the path" for row in most)])
     rows(ax, labels)
     ax.set_xlabel(f"mean traced step ({unit}); pale: beside the path")
     legend(ax, list(drawn.values()))
@@ -143,14 +143,14 @@ def idle(result: Trace | Idle, ax: Axes | None = None) -> Axes:
     Raises:
         ValueError: there is no step with a length.
     """
-    found = result.idle() if isinstance(result, Trace) else result
-    if not found.step_seconds:
-        raise ValueError(f"{found!r} has no step with a length to draw: trace some with a schedule, wb.trace(step, loader)")
-    seconds = {one.cause: one.seconds for one in found.causes}
+    answer = result.idle() if isinstance(result, Trace) else result
+    if not answer.step_seconds:
+        raise ValueError(f"{answer!r} has no step with a length to draw: trace some with a schedule, wb.trace(step, loader)")
+    seconds = {cause.cause: cause.seconds for cause in answer.causes}
     used = {name: color for name, color in IDLE_COLORS.items() if seconds.get(name)}
-    rest = max(0.0, found.step_seconds - found.seconds)
+    rest = max(0.0, answer.step_seconds - answer.seconds)
     pieces = [*(seconds[name] for name in used), rest]
-    end = f"idle {units.percent(found.share)} of {units.seconds(found.step_seconds)}"
-    bars = [Bar(label="device" if found.who == "device" else "the thread\nthat trains", pieces=pieces, end=end)]
+    end = f"idle {units.percent(answer.share)} of {units.seconds(answer.step_seconds)}"
+    bars = [Bar(label="device" if answer.who == "device" else "the thread\nthat trains", pieces=pieces, end=end)]
     last = "something is computed"
     return bar_chart(ax, bars, "mean traced step", {**used, last: IDLE_COLORS[last]}, more=0.2)

@@ -72,15 +72,15 @@ def breakdown(result: Trace | Breakdown, ax: Axes | None = None) -> Axes:
     Raises:
         ValueError: it has no step with a length.
     """
-    found = result.breakdown() if isinstance(result, Trace) else result
-    steps = [one for one in found.steps if one.total > 0]
+    answer = result.breakdown() if isinstance(result, Trace) else result
+    steps = [step for step in answer.steps if step.total > 0]
     if not steps:
-        raise ValueError(f"{found!r} has no step with a length to draw: trace some with a schedule, wb.trace(step, loader)")
+        raise ValueError(f"{answer!r} has no step with a length to draw: trace some with a schedule, wb.trace(step, loader)")
     bars = [
-        Bar(label=f"step {one.step}", pieces=[getattr(one, part) for part in PARTS], end=units.seconds(one.total))
-        for one in steps[:MOST_BARS]
+        Bar(label=f"step {step.step}", pieces=[getattr(step, part) for part in PARTS], end=units.seconds(step.total))
+        for step in steps[:MOST_BARS]
     ]
-    pieces = [sum(getattr(one, part) for one in steps) / len(steps) for part in PARTS]
+    pieces = [sum(getattr(step, part) for step in steps) / len(steps) for part in PARTS]
     bars.append(Bar(label=f"mean of {len(steps)}", pieces=pieces, end=units.seconds(sum(pieces))))
     return bar_chart(ax, bars, "traced step", COLORS)
 
@@ -126,9 +126,9 @@ def timeline(
                 )
                 drawn.setdefault(part, area)
                 base = top
-    for one in steps:
-        if begin <= one.start <= until:
-            ax.axvline((one.start - begin) * scale, color=PHASES["other"], linewidth=0.6, zorder=0)
+    for number in steps:
+        if begin <= number.start <= until:
+            ax.axvline((number.start - begin) * scale, color=PHASES["other"], linewidth=0.6, zorder=0)
     rows(ax, [_short(trace.columns.lanes[lane].name) for lane in lanes])
     ax.set_xlim(0, float(places[-1]))
     ax.set_xlabel(f"time of the trace ({unit})")
@@ -141,10 +141,10 @@ def _steps(trace: Trace, number: int | None) -> Sequence[Step]:
     """All steps, or the one that is asked for."""
     if not isinstance(trace, Trace):
         raise ValueError(f"timeline({trace!r:.60}): one trace is drawn, such as traces[0]; widgets.TraceExplorer(traces) shows several")
-    found = [one for one in trace.steps if number is None or one.index == number]
-    if not found:
-        raise ValueError(f"timeline(step={number!r}): the trace has the steps {', '.join(str(one.index) for one in trace.steps[:12])}")
-    return found
+    steps = [step for step in trace.steps if number is None or step.index == number]
+    if not steps:
+        raise ValueError(f"timeline(step={number!r}): the trace has the steps {', '.join(str(step.index) for step in trace.steps[:12])}")
+    return steps
 
 
 def _busiest(trace: Trace, begin: int, end: int) -> list[int]:
