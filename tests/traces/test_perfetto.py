@@ -114,7 +114,7 @@ def test_without_the_extra_it_says_what_to_install(trace: Path, monkeypatch: pyt
 def test_what_it_does_not_take(tmp_path: Path, trace: Path) -> None:
     with pytest.raises(ValueError, match="there is no such file"):
         perfetto(tmp_path / "missing.json")
-    with pytest.raises(ValueError, match="a Trace is wanted"):
+    with pytest.raises(ValueError, match="a Trace is needed"):
         perfetto(3)  # type: ignore[arg-type]
     ranks = TraceSet.of([Trace.load(write(tmp_path / "rank1.json", on_cpu(), distributedInfo={"rank": 1, "world_size": 2}))])
     with pytest.raises(ValueError, match=r"give the trace of one rank, as in traces\[0\]; there are 1"):

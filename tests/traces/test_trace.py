@@ -295,7 +295,7 @@ def test_answers_show_themselves_and_survive_json(cpu: Trace, device: Trace) -> 
 def test_no_such_part(cpu: Trace) -> None:
     with pytest.raises(ValueError, match="no part 'gpu': a step is made of data_wait"):
         cpu.breakdown().mean("gpu")
-    with pytest.raises(ValueError, match=r"diff\(str\): a trace is wanted"):
+    with pytest.raises(ValueError, match=r"diff\(str\): a Trace is needed"):
         cpu.diff("other.json")  # type: ignore[arg-type]
 
 

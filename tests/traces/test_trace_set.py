@@ -145,7 +145,7 @@ def test_what_the_profiler_costs_is_said_once(tmp_path: Path) -> None:
         Captured.beside(path).write_text(json.dumps(captured.to_json()))
     notes = TraceSet.load(tmp_path).breakdown().notes
     assert [note for note in notes if "slows" in note] == [
-        "rank 1: the profiler slows these steps down by 200 %: small operators look dearer than they are"
+        "rank 1: the profiler slows these steps down by 200 %: small operators look more expensive than they are"
     ]
     assert "both" in notes
     assert {"rank 0: only 0", "rank 1: only 1"} <= set(notes)
@@ -288,7 +288,7 @@ def test_no_set(tmp_path: Path, names: list[str], said: str) -> None:
     given: Any = folder if names == ["."] else [tmp_path / name for name in names]
     with pytest.raises(TraceError, match=said):
         TraceSet.load(given)
-    with pytest.raises(TraceError, match="at least one is wanted"):
+    with pytest.raises(TraceError, match="at least one is needed"):
         TraceSet.of([])
 
 

@@ -1,16 +1,18 @@
-"""Traces: what torch's profiler wrote down, read fast, and the answers that it holds.
+"""Captures traces of torch's profiler, reads them, and answers where their steps go.
 
-One way, from the file to the answer: `reading` (bytes → batches of typed events, whatever the state of the file) → `columns` (arrays, names
-told once) → `kinds` (what an event is) → `windows` (where a step begins and ends) → answers, each in its own file and computed when it is
-asked for: where the step goes (`breakdown`, `ops`, `overlap`, `collectives`, `copies`), what calls what (`modules`, `flame`, on the
-`nesting` of calls), what holds it back (`critical`, `idle`, `launches`; the critical `path`, found by `walking` back over `threads` and
-streams), what follows what (`sequences`, found by `repeating`), how near to the device's limits it comes (`roofline`, `mfu`, by the
-`formulas` of operators; `kernels`, by `filling` and `tensor_cores`), what it allocates (`memory_curve`); `difference` and `explanation`
-are made of those. Some need more of the file, which is read then (`details`). `loading` and `caching` get the columns from the file or
-from what was kept beside it.
+`wb.trace` (`api`) takes some steps under the profiler (`measure/capture`) or launches a run that does (`measure/profiled_run`). A trace
+file is read piece by piece (`analysis/reading`, `events`, `loading`) into arrays (`columns`); each event gets a kind (`kinds`), and the marks of
+steps become windows (`windows`). A `Trace` (`trace`) has these, and computes each answer when it is called:
 
-`Trace` is the noun that has the answers (`answers`), `TraceSet` that of several ranks; `intervals` is the arithmetic under them, exact on
-whole nanoseconds. For panels, `scene` lays events out in rows, `tiles` says what a window on them shows, `ranking` ranks any part of them.
+* where the step goes: `breakdown` (with the overlap of communication), `operators`, `collectives`, `copies`, `modules` and `flame` (both on
+  the `nesting` of calls), `memory_curve`
+* what holds it back: `bottleneck`, `critical_path`, `idle`, `launch_queue`, `sequences`
+* how near it comes to the device's limits: `kernels`, `roofline` with MFU, on `flops`
+* in words: `explanation`; against another trace: `difference`
 
-Nothing is imported here: a training that writes a trace needs none of what reads one.
+A `TraceSet` (`trace_set`) is the traces of several ranks: `rank_breakdown`, `stragglers`, `arrivals`. `captured` is what the file does not
+say, above all what the profiler cost; `details` are fields that only some answers need, read in a second pass. `intervals` is exact
+arithmetic on nanoseconds, `layout` arranges events in rows for the explorer in `panel/`.
+
+Nothing is imported here: a training that writes a trace needs none of what reads it.
 """

@@ -1,4 +1,4 @@
-"""Trace: some steps under torch's profiler, of this process or of a run that is launched for it, and the files they leave, read."""
+"""wb.trace: traces some steps of this process, or of a run that it launches, with torch's profiler, and reads the files."""
 
 import dataclasses
 import os
@@ -71,7 +71,7 @@ def trace(
 
     * `trace(step, loader)` traces in this process, after the prefetch queue was emptied, which would hide a slow loader. As many steps are
       taken without the profiler, before and after. Model, optimizer, random generators and loader are left as they were.
-    * `trace(spec)` launches the spec, as long as it takes to get past warm-up and prefetch queue, and traces the ranks that are asked for.
+    * `trace(spec)` launches the spec, as long as it takes to get past warm-up and prefetch queue, and traces the chosen ranks.
     * `trace(run)` reads what a run with `profile=` has written.
 
     `slowdown` of a trace says what the profiler cost, against other steps of the same run.
@@ -87,7 +87,7 @@ def trace(
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
         shapes: record the shapes of operators' inputs.
-        stacks: record Python's frames: dear, but they name what the host does between operators.
+        stacks: record Python's frames: expensive, but they name what the host does between operators.
         memory: record every request for memory.
         flops: let the profiler count FLOPs of operators.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
@@ -133,7 +133,7 @@ def of_run(run: Run) -> Trace | TraceSet:
     paths = list(run.traces.values())
     profile = getattr(run.spec, "profile", None)
     if not paths:
-        why = "it was not asked for any: launch it with profile=5" if profile is None else _why_none(run)
+        why = "it was launched without: launch it with profile=5" if profile is None else _why_none(run)
         raise TraceError(f"{run!r} has no traces: {why}")
     several = profile is not None and (run.spec.world_size if profile.ranks == ALL else len(profile.ranks)) > 1
     if len(paths) == 1 and not several:

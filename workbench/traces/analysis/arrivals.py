@@ -1,4 +1,4 @@
-"""Arrivals: the same collective in the traces of several ranks: who came last, and how long the others waited there."""
+"""Matches collectives across the traces of several ranks: which rank came last, and how long the others waited."""
 
 import re
 from collections import defaultdict
@@ -24,7 +24,7 @@ FAR = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """All collectives of one name; seconds of one of them, means unless said otherwise."""
+    """All collectives of one name; seconds of one of them, means unless noted."""
 
     name: str
     count: int
@@ -143,7 +143,7 @@ def _times(seen: Mapping[int, Seen], events: list[Numbers], offsets: list[float]
 def _clocks(seen: Mapping[int, Seen], names: Mapping[str, list[Numbers]]) -> tuple[float | None, bool, list[float]]:
     """How far apart the clocks are, whether they are one, and what to take off the times of each rank.
 
-    All ranks leave an all-reduce at about the same moment, whenever they came. Ranks of one machine have one clock; where the files do not
+    All ranks end an all-reduce at about the same moment, whenever they came. Ranks of one machine have one clock; where the files do not
     name it, they have if the ends agree at least once, or now this rank is ahead and now that (a busy machine lets one notice late).
     """
     none = [0.0] * len(seen)

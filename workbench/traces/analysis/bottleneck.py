@@ -1,4 +1,4 @@
-"""Critical: which resource holds the step back. For each one, what the step would take at least if that one took no time at all."""
+"""Finds the resource that holds the step back: for each one, what the step would take at least if that one took no time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,7 +124,7 @@ def bottleneck(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Bot
             rows.append(Resource(name=name, busy=busy / 1e9 / count, alone=alone / 1e9 / count, ceiling=(step - alone) / 1e9 / count))
     remarks = list(windows.notes)
     if kinds.device and not kinds.where("operator", "runtime").any():
-        remarks.append("the file has no events of the host: whether it holds the device back cannot be told")
+        remarks.append("the file has no events of the host: whether it holds the device back is not known")
     return Bottleneck(
         rows=tuple(sorted(rows, key=lambda row: -row.alone)),
         step_seconds=step / 1e9 / count,

@@ -1,4 +1,4 @@
-"""Breakdown: each step of a trace in parts that exclude each other and add up to it."""
+"""Splits each step of a trace into parts that exclude each other and add up to it, and finds what of the communication computing hides."""
 
 import dataclasses
 from collections.abc import Sequence

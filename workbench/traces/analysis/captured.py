@@ -1,4 +1,4 @@
-"""Captured: what is known of a trace that its file does not say, above all what the profiler cost. It lies beside the file."""
+"""Captured: what a trace file does not say, kept in a file beside it; above all how much the profiler slowed the steps down."""
 
 import json
 import math
@@ -10,14 +10,14 @@ from typing import Any
 
 from workbench.core import units
 
-DEAR = 0.5
-"""Slowdown from which on it is said that small operators look dearer than they are."""
-SCATTER = 0.25
-"""Where half of the steps without the profiler lie further than that off their median, they are nothing to compare with."""
-FEWEST = 3
-"""Steps without the profiler that it takes to know how much they scatter."""
+SLOW = 0.5
+"""Slowdown from which on a note warns that small operators look more expensive than they are."""
+MAX_SPREAD = 0.25
+"""If half of the steps without the profiler are further than this from their median, the cost of the profiler is not known."""
+MIN_STEPS = 3
+"""Steps without the profiler that it takes to know how much they vary."""
 
-DEARER, SO = "the profiler slows these steps down", "small operators look dearer than they are"
+SLOWED = "the profiler slows these steps down"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,10 +37,9 @@ class Captured:
     """What the capture has to say about itself."""
 
     def compare(self, plain: Sequence[float], traced: Sequence[float]) -> None:
-        """Take in what steps took.
+        """Set the times of steps without the profiler and under it.
 
-        Medians: where a pass of the loader begins, the model is evaluated or the machine halts, one step takes many times as long as the
-        others, and a mean of a few steps would say only in which stretch that fell.
+        Medians are compared, since single steps take many times as long as the others: a pass of the loader begins, the model is evaluated.
 
         Args:
             plain: seconds of each step without the profiler.
@@ -55,7 +54,7 @@ class Captured:
 
     @property
     def slowdown(self) -> float:
-        """How much longer a traced step takes: 0.1 = 10 %; nan where it is not known, of which `all_notes` say why."""
+        """How much longer a traced step takes: 0.1 = 10 %; nan where it is not known; `all_notes` say why."""
         return math.nan if self._unknown else self.traced / self.plain - 1 if self.plain > 0 else math.nan
 
     @property
@@ -63,9 +62,9 @@ class Captured:
         """Why the slowdown is not known although both kinds of steps were timed."""
         if not (self.plain > 0 and self.traced > 0):
             return ""
-        if self.compared < FEWEST:
-            return f"it takes {FEWEST} steps without it to compare with, and there {'is one' if self.compared == 1 else 'are two'}"
-        if self.spread > SCATTER:
+        if self.compared < MIN_STEPS:
+            return f"it takes {MIN_STEPS} steps without it to compare with, and there {'is one' if self.compared == 1 else 'are two'}"
+        if self.spread > MAX_SPREAD:
             return f"half of the steps without it lie {units.percent(self.spread)} or more off their median"
         if self.traced < self.plain:
             return "the steps under it took no longer than those without"
@@ -73,11 +72,11 @@ class Captured:
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """The notes, and what follows from the slowdown."""
+        """The notes, with what the slowdown means."""
         if why := self._unknown:
             return (*self.notes, f"what the profiler costs is not known: {why}")
-        if self.slowdown > DEAR:
-            return (*self.notes, f"{DEARER} by {units.percent(self.slowdown)}: {SO}")
+        if self.slowdown > SLOW:
+            return (*self.notes, f"{SLOWED} by {units.percent(self.slowdown)}: small operators look more expensive than they are")
         return tuple(self.notes)
 
     @staticmethod

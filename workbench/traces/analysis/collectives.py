@@ -1,4 +1,4 @@
-"""Collectives of a trace: how often, how much, how long, at which bus bandwidth."""
+"""Counts the collectives of a trace: bytes, time and bus bandwidth by kind and size."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Columns: the events of a trace as arrays, every name, lane and shape told once; nanoseconds from the first event on."""
+"""Columns: the events of a trace as arrays, with each name, lane and shape stored once; nanoseconds from the first event on."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Message(NamedTuple):
 
 
 class Codes(dict[Any, int]):
-    """A number for each thing that is asked for, in the order of asking."""
+    """A number for each key, in the order in which the keys first occur."""
 
     def __missing__(self, key: Any) -> int:
         self[key] = code = len(self)
@@ -88,7 +88,8 @@ class Columns:
 
     def name(self, event: int) -> str:
         """The name of an event."""
-        return self.labels[self.label[event]].name
+        label: Label = self.labels[self.label[event]]
+        return label.name
 
     def where(self, test: Callable[[Label], bool]) -> NDArray[np.bool_]:
         """Which events have a label that passes a test, which is made once per label."""

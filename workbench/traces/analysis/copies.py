@@ -1,4 +1,4 @@
-"""Copies of a trace: what moves between host and device and within it, how fast, and how much of it hides behind computing."""
+"""Measures the copies of a trace: bytes, bandwidth over time, and how much of them hides behind kernels."""
 
 import re
 from collections import defaultdict

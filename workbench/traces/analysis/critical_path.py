@@ -1,7 +1,4 @@
-"""Critical path: the one chain of work, launches and waits that the length of a step consists of.
-
-Walking: from the end of a step back to its beginning, always to what came last of that which had to come before.
-"""
+"""Finds the critical path of each step: the chain of work, launches and waits that its length consists of."""
 
 from bisect import bisect_left
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Details of the events that only some answers need, read in a second pass over the file when one of them asks for the first time."""
+"""Reads the details of events that only some answers need, in a second pass over the file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Requests:
     lane: NDArray[np.int32]
     """Number of the thread; -1 for one that has no events."""
     size: Numbers
-    """Bytes; negative = given back."""
+    """Bytes; negative = freed."""
     allocated: Numbers
     """Bytes that the device's allocator has given out afterwards; -1 where the file does not tell."""
     address: Numbers
@@ -57,7 +57,7 @@ class Details:
     inputs: tuple[Inputs, ...]
     requests: Requests
     occupancy: NDArray[np.float64]
-    """Of kernels, "est. achieved occupancy %"; nan = not told."""
+    """Of kernels, "est. achieved occupancy %"; nan = unknown."""
     blocks: NDArray[np.float64]
     """Of kernels, "blocks per SM"; likewise."""
     notes: tuple[str, ...] = ()
@@ -95,8 +95,8 @@ class _Gathering:
         numbers = [integers([a.size for a in args]), integers([a.allocated for a in args]), integers([a.address for a in args])]
         self.requests.append((start, np.array(lanes, dtype=np.int32), *numbers, np.array(devices, dtype=np.int32)))
 
-    def found(self) -> Requests:
-        """All requests."""
+    def all_requests(self) -> Requests:
+        """All requests, in order of time."""
         empty: list[NDArray[Any]] = [np.empty(0, dtype=kind) for kind in (np.float64, np.int32, np.int64, np.int64, np.int64, np.int32)]
         parts: list[NDArray[Any]] = [np.concatenate(column) for column in zip(*self.requests, strict=True)] if self.requests else empty
         time = np.rint((parts[0] - (self.origin or 0.0)) * 1e3).astype(np.int64) - self.first
@@ -127,14 +127,14 @@ def read_details(path: Path, columns: Columns) -> Details:
             sequence=nothing,
             input=np.zeros(len(columns), dtype=np.int32),
             inputs=bare,
-            requests=_Gathering({}).found(),
+            requests=_Gathering({}).all_requests(),
             occupancy=unknown,
             blocks=unknown,
             notes=(note,),
         )
     sequence, codes, occupancy, blocks = (np.concatenate(column) for column in zip(*gathering.events, strict=True))
     inputs = tuple(Inputs(types.decode("utf-8", "replace"), concrete.decode("utf-8", "replace")) for types, concrete in gathering.inputs)
-    return Details(sequence=sequence, input=codes, inputs=inputs, requests=gathering.found(), occupancy=occupancy, blocks=blocks)
+    return Details(sequence=sequence, input=codes, inputs=inputs, requests=gathering.all_requests(), occupancy=occupancy, blocks=blocks)
 
 
 def _device(kind: int | None, number: int | None) -> str:

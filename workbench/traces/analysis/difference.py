@@ -1,4 +1,4 @@
-"""Difference of two traces: what a change did to each part of the step and to each operator."""
+"""Compares two traces: what changed in each part of the step and in each operator."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

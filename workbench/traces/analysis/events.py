@@ -1,7 +1,4 @@
-"""Events as they stand in a file: what of Kineto's JSON is decoded, with types, and what becomes of an event that has others.
-
-Cutting: where the text of a trace can be cut between events, and where its events begin and end.
-"""
+"""Declares which fields of Kineto's JSON are decoded, with types, and finds where its text can be cut between events."""
 
 import re
 from collections.abc import Callable
@@ -60,13 +57,13 @@ class Event(Bare, gc=False):
 
 
 class Detail(msgspec.Struct, gc=False, frozen=True):
-    """Of an event's `args`, what only some answers need: it is read when one of them is asked for."""
+    """Of an event's `args`, what only some answers need; it is read when one of them is computed."""
 
     sequence: int | None = msgspec.field(default=None, name="Sequence number")
     types: msgspec.Raw = msgspec.field(default=NO_SHAPES, name="Input type")
     concrete: msgspec.Raw = msgspec.field(default=NO_SHAPES, name="Concrete Inputs")
     size: int | None = msgspec.field(default=None, name="Bytes")
-    """Bytes that are asked for; negative = given back."""
+    """Bytes that are allocated; negative = freed."""
     allocated: int | None = msgspec.field(default=None, name="Total Allocated")
     device_type: int | None = msgspec.field(default=None, name="Device Type")
     device: int | None = msgspec.field(default=None, name="Device Id")

@@ -1,4 +1,4 @@
-"""Explanation: what a trace says about its step in words, and what it cannot say."""
+"""Says in words what the breakdown of a trace shows, and what a trace cannot show."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Flame: the calls of one thread merged by their path, as the data of a picture in which a call lies below its caller."""
+"""Merges the calls of a thread by their path, with the time of each: the data of a flame graph."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -1,10 +1,8 @@
-"""Formulas: FLOPs and bytes of an operator, from the shapes and types of its inputs as a trace has them. 1 MAC = 2 FLOPs.
+"""Counts FLOPs and bytes of the operators of a trace, from the shapes and types of their inputs. 1 MAC = 2 FLOPs.
 
 The same operators count as in torch's `FlopCounterMode`, and give the same numbers (a test compares them): products of matrices,
-convolutions, attention. Two differ, as torch 2.13 does not count flash attention on a CPU, and the gradient of the weights of a grouped
-convolution once per group too often. Of the elementwise operators `add`, `sub`, `mul` and `div` have a number, one FLOP per element.
-
-Counting: FLOPs, bytes and time of the operators of a trace that have a formula, per step.
+convolutions, attention. Two differ: torch 2.13 does not count flash attention on a CPU, and counts the gradient of the weights of a
+grouped convolution once per group too often. Of the elementwise operators `add`, `sub`, `mul` and `div` count, one FLOP per element.
 """
 
 import json
@@ -135,7 +133,7 @@ def _convolution(call: Call) -> Work:
 
 
 def _convolution_backward(call: Call) -> Work:
-    """As much again for the gradient of the input, and for that of the weights, as far as they are wanted."""
+    """As much again for the gradient of the input, and for that of the weights, as far as the mask needs them."""
     given, taken, weight = call.shape(0), call.shape(1), call.shape(2)
     mask = call.value(10)
     meets = math.prod(taken[2:] if bool(call.value(7)) else given[2:]) * given[0]

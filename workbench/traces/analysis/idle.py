@@ -1,6 +1,6 @@
-"""Idle: when the device (on a CPU: the thread that trains) has nothing to do, and why, as far as the trace tells.
+"""Finds when the device (on a CPU: the training thread) has nothing to do, and what the host does meanwhile.
 
-Pauses of a device's streams, each by itself, and why it pauses, by the rules of HolisticTraceAnalysis.
+The pauses of single streams are classified by the rules of HolisticTraceAnalysis.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class StreamIdle:
     host_wait: float
     """The next work had not been launched yet when the last one ended: the queue was empty."""
     kernel_wait: float
-    """It had been launched, and started at once: within 30 µs, if not told otherwise."""
+    """It had been launched, and started at once: within `gap`, 30 µs by default."""
     other: float
     """It had been launched, and did not start: it waited for another stream, an event or memory; or the file does not link it."""
 
@@ -47,7 +47,7 @@ class StreamIdle:
 
 
 def streams(columns: Columns, kinds: Kinds, gap: int) -> tuple[StreamIdle, ...]:
-    """Of each stream; work that overlaps leaves no pause (there it counts as a negative one).
+    """The pauses of each stream; work that overlaps leaves none (HolisticTraceAnalysis counts a negative one).
 
     Args:
         columns: the events.
@@ -214,11 +214,11 @@ def idle(columns: Columns, kinds: Kinds, windows: Windows, notes: Sequence[str] 
         causes=tuple(part for part in causes if part.seconds),
         gaps=_gaps(columns, busy, np.flatnonzero(kinds.where(*CALLERS) & (columns.lane == lane)), pauses, layers),
         streams=streams(columns, kinds, round(gap * 1e9)) if kinds.device else (),
-        notes=(*windows.notes, *_said(kinds, columns), *notes),
+        notes=(*windows.notes, *_python_note(kinds, columns), *notes),
     )
 
 
-def _said(kinds: Kinds, columns: Columns) -> list[str]:
+def _python_note(kinds: Kinds, columns: Columns) -> list[str]:
     if any(label.category == "python_function" for label in columns.labels):
         return []
     return ["what Python does meanwhile was not recorded: profile with_stack=True"]

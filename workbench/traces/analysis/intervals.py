@@ -1,6 +1,6 @@
-"""Arithmetic of intervals, exact: arrays of n × 2 whole nanoseconds, each row from its start up to, not including, its end.
+"""Exact arithmetic on intervals of time: arrays of n × 2 whole nanoseconds, each row from its start up to, not including, its end.
 
-A *cover* is what `union` makes: rows in order that neither touch nor overlap, none empty. Functions that want covers say so.
+A *cover* is what `union` returns: rows in order that neither touch nor overlap, none empty. Functions that need covers say so.
 """
 
 from typing import TypeAlias
@@ -51,7 +51,7 @@ def subtract(a: Spans, b: Spans) -> Spans:
 
 
 def _swept(a: Spans, b: Spans, target: int) -> Spans:
-    """Where the sum of 1 (inside a) and 2 (inside b) is the one that is wanted."""
+    """Where the sum of 1 (inside a) and 2 (inside b) is the target."""
     times = np.concatenate([a[:, 0], a[:, 1], b[:, 0], b[:, 1]])
     change = np.repeat(np.array([1, -1, 2, -2]), [len(a), len(a), len(b), len(b)])
     order = np.argsort(times, kind="stable")

@@ -1,11 +1,7 @@
-"""Kernels: how well those of a trace fill the device, by occupancy, blocks per multiprocessor and tensor cores.
+"""Measures how well the kernels of a trace fill the device: occupancy, blocks per multiprocessor, tensor cores.
 
-Filling: what part of a device's kernels operators launched that could use tensor cores, and how many multiprocessors were busy.
-
-Tensor cores: which kernels compute on them, and which operators could, both told by their names.
-
-A name is all that a trace has of it. A kernel whose name says neither counts as one without: shares are lower bounds. Of Triton's kernels
-no name says it.
+Whether a kernel computes on tensor cores, and whether an operator could, is read from its name, since a trace has nothing else. A kernel
+whose name says neither counts as without, so shares are lower bounds; Triton's names never say.
 """
 
 import heapq
@@ -257,8 +253,8 @@ class Kernels(display.Shown, JsonDataclass):
         for many in self.products[: SHOWN // 3]:
             name = f"by {many.name}{f' in {many.dtype}' if many.dtype else ''}"
             share = units.percent(many.seconds / self.seconds if self.seconds else None)
-            told = [f"{many.count:,}", units.seconds(many.seconds), share, units.MISSING, units.MISSING, units.percent(many.tensor_share)]
-            rows.append([name, *told])
+            cells = [f"{many.count:,}", units.seconds(many.seconds), share, units.MISSING, units.MISSING, units.percent(many.tensor_share)]
+            rows.append([name, *cells])
         columns = ("kernel", "launches", "time", "share", "occupancy", "blocks per SM", "tensor cores")
         return display.Table(columns=columns, rows=rows, title="Kernels, and how they fill the device", note=self.caption or None)
 
@@ -346,10 +342,10 @@ def _by(at: NDArray[np.int64], size: int, lengths: NDArray[np.int64], values: ND
 
 
 def _failed(lost: int, whole: int) -> tuple[str, ...]:
-    """An estimate of 0 for a kernel that has a block on each multiprocessor is none: it is wrong where much shared memory is asked for."""
+    """An occupancy of 0 is wrong for a kernel with a block on each multiprocessor; it occurs with much shared memory."""
     if not lost:
         return ()
-    return (f"for {units.percent(lost / whole)} of kernel time the profiler's occupancy is 0, which cannot be: it counts as not told",)
+    return (f"for {units.percent(lost / whole)} of kernel time the profiler's occupancy is 0, which cannot be: it counts as unknown",)
 
 
 def _notes(blocks: NDArray[np.float64], occupancy: NDArray[np.float64]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Classifies the events of a trace (operator, kernel, copy, collective, …) by the names that torch, Kineto and NCCL's kin give them."""
+"""Classifies the events of a trace by their names: operator, kernel, copy, collective, …; and finds which call launched which work."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Launches: how far the host is ahead of the device. For each stream the delay from a launch to its work, and the queue between them."""
+"""Measures how far the host is ahead of the device: delays from launch to work, and the length of the queue, per stream."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -142,7 +142,7 @@ def launches(columns: Columns, kinds: Kinds, spans: Spans, notes: Sequence[str] 
         columns: the events.
         kinds: what they are.
         spans: of the steps.
-        notes: what else is to be said.
+        notes: of the file.
     """
     if not kinds.device:
         return Launches(rows=(), notes=(NONE,))

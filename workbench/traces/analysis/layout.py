@@ -139,7 +139,9 @@ def lay_out(traces: Trace | Mapping[int, Trace]) -> Layout:
             parts.append((depth[order] + rows, start, end, codes[trace.columns.label[events]], kind[events], source_of, events))
             rows = strips[-1].first + strips[-1].rows
     dtypes = (np.int32, np.int64, np.int64, np.int32, np.int8, np.int16, np.int64)
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.empty(0, dtype=dtype) for dtype in dtypes]
+    columns: list[NDArray[Any]] = [np.empty(0, dtype=dtype) for dtype in dtypes]
+    if parts:
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     row, start, end, name, kinds, sources, event = columns
     return Layout(
         strips=tuple(strips),
@@ -230,7 +232,7 @@ class Tiles:
         return len(self.start)
 
     def packed(self, layout: Layout) -> dict[str, Any]:
-        """For a page: little-endian bytes of each column, times from the beginning of the first on; and the names, each told once."""
+        """For a page: little-endian bytes of each column, times from the beginning of the first on; and each name once."""
         codes, name = np.unique(layout.name[self.place], return_inverse=True)
         origin = int(self.start.min()) if len(self) else 0
         columns = {
@@ -271,7 +273,7 @@ def tiles(
         rows: from this one up to, not including, that one; None = all.
         bins: pieces of time: half the dots that a row has.
         most: rectangles at most; but at least three in each row that is looked at.
-        chosen: which events are to be told from the others.
+        chosen: which events are highlighted.
 
     Raises:
         ValueError: it ends before it begins.

@@ -1,9 +1,7 @@
-"""Loading: from a file to columns, and what the file says of itself; from its cache where that is wanted and still true.
+"""Loads a trace file into columns, from the file itself or from a cache beside it.
 
-Caching: the columns of a trace in a file beside it, from which they are back at once; true as long as the trace is the same file.
-
-What is kept says of which content it is: version of the format, size, time of the last change, and a hash of the beginning and the end.
-Anything else (another content, damage, a cache that somebody else wrote) is no cache, and is written anew.
+The cache says of which content it is: version of the format, size, time of the last change, and a hash of the beginning and the end. One
+that does not fit, is damaged or was written by something else is ignored and written anew.
 """
 
 import contextlib
@@ -21,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.traces.analysis import events
-from workbench.traces.analysis.columns import Columns, Lane, Message, gathered
+from workbench.traces.analysis.columns import Columns, Label, Lane, Message, gathered
 from workbench.traces.analysis.events import NO_SHAPES, Args
-from workbench.traces.analysis.kinds import Label
 from workbench.traces.analysis.reading import Reading, TraceError
 
 TRACES = "traces"

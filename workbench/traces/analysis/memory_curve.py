@@ -1,4 +1,4 @@
-"""Memory curve: what is allocated on each device over the time of a trace, and who asked for what is held at the fullest moment."""
+"""Follows allocated memory over a trace, per device, and names the calls that allocated what is held at the peak."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ NONE = "memory was not recorded: profile with profile_memory=True (wb.trace(step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Who asked for memory that is held at the peak."""
+    """A call that allocated memory which is held at the peak."""
 
     name: str
     """The innermost operator around the request; or a module around it, and the operator."""
@@ -44,7 +44,7 @@ class DeviceMemory:
 
     device: str
     peak: int
-    """Bytes allocated at the fullest moment."""
+    """Bytes allocated at the peak."""
     at: float
     """When: seconds from the first event of the file on."""
     step: int | None
@@ -54,7 +54,7 @@ class DeviceMemory:
     last: int
     requests: int
     holders: tuple[Holder, ...]
-    """Who holds the peak, the most first; their bytes add up to it, as far as the trace has the requests."""
+    """What holds the peak, the most first; the bytes add up to it, as far as the trace has the requests."""
     times: tuple[float, ...]
     """Seconds from the first event on."""
     allocated: tuple[int, ...]
@@ -117,7 +117,7 @@ def memory_curve(columns: Columns, kinds: Kinds, details: Details, steps: Sequen
     devices = [_device(columns, calls, requests, number, steps) for number in range(len(requests.devices))]
     notes = list(details.notes)
     if any(held.name == BEFORE for device in devices for held in device.holders):
-        notes.append(f"{BEFORE}: parameters, and what else was allocated when the profiler began; it saw nobody ask for that")
+        notes.append(f"{BEFORE}: parameters, and what else was allocated when the profiler began; it did not see who allocated that")
     if any(device.device == "CPU" for device in devices):
         notes.append("on the CPU the profiler counts from its own beginning: what was there before is missing, and its end goes unseen")
     return MemoryCurve(devices=tuple(sorted(devices, key=lambda device: -device.peak)), notes=tuple(notes))
@@ -162,7 +162,7 @@ def _live(address: Numbers, size: Numbers, peak: int) -> Numbers:
 
 
 def _holders(columns: Columns, calls: Nesting, times: Numbers, lanes: NDArray[np.int32], sizes: Numbers) -> list[Holder]:
-    """Who asked: the innermost call around each request."""
+    """The innermost call around each request, with its bytes."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     lane = columns.lane[calls.events]
     borders = {

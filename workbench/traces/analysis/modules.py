@@ -1,4 +1,4 @@
-"""Modules: the tree of a model's modules, with the time that each takes of a step, forward and backward."""
+"""Builds the tree of a model's modules from a trace, with the time of a step that each takes, forward and backward."""
 
 import re
 from collections.abc import Callable
@@ -101,7 +101,7 @@ def modules(columns: Columns, kinds: Kinds, steps: Spans, details: Callable[[], 
         columns: the events.
         kinds: what they are.
         steps: of the host.
-        details: gives those of the events, for sequence numbers; only asked where there is a tree.
+        details: returns those of the events, for sequence numbers; called only where there is a tree.
     """
     source, mark, names = _marks(columns, kinds)
     count = max(1, len(steps))

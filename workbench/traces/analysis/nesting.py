@@ -1,4 +1,4 @@
-"""Nesting: which event of the host called which, and trees of calls merged by name."""
+"""Finds which event of the host called which, and merges calls by name into trees."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

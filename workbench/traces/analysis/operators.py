@@ -1,4 +1,4 @@
-"""Ranks the operators or kernels of a trace, or of any part of it: calls, time of their own, time with what they call, input shapes."""
+"""Ranks operators or kernels of a trace, or of any part of it: calls, own time, time with what they call, input shapes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -31,7 +31,7 @@ class Operator:
 
     name: str
     shapes: str
-    """Of the inputs, as the file writes them; empty where they were not recorded or not asked for."""
+    """Of the inputs, as the file writes them; empty where they were not recorded, or rows are not by shape."""
     count: int
     self_seconds: float
     """Without what it calls."""

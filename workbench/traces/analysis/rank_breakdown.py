@@ -1,4 +1,4 @@
-"""RankParts: the steps of several ranks in parts, side by side, step by step."""
+"""Sets the parts of the steps of several ranks side by side, step by step."""
 
 import dataclasses
 from collections.abc import Mapping

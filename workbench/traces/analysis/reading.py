@@ -1,9 +1,7 @@
-"""Reading a trace: a file of any size and state, given out as batches of typed events, piece by piece, so that memory stays bounded.
+"""Reads a trace file of any size, even a damaged one, in batches of typed events, so that memory stays bounded.
 
-The text is cut between two events and each piece is decoded by itself. A cut is only a guess until it has been decoded: text that is a
-valid array up to a comma can only have been cut between two of its events.
-
-Unpacking: the text of a gzip file, piece by piece, up to the byte where it is damaged.
+The text is cut between two events, and each piece is decoded by itself. Whether a cut was right shows when the piece is decoded: text that
+is a valid array up to a comma can only have been cut between two of its events. A gzip file is unpacked up to the byte where it is damaged.
 """
 
 import re

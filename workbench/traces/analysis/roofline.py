@@ -1,7 +1,4 @@
-"""Roofline: how many FLOPs and bytes each operator of a step takes, how fast it did them, and how fast the device could at best.
-
-MFU: the FLOPs of a traced step over what the device could have done meanwhile.
-"""
+"""Compares the speed of each operator, and of the whole step (MFU), with what the device could do at best."""
 
 import dataclasses
 import math
@@ -99,12 +96,12 @@ def roofline(counts: FlopCounts, device: Device | None, notes: tuple[str, ...] =
         bandwidth=device.bandwidth if device else None,
         peaks=peaks,
         unaccounted=counts.unaccounted,
-        notes=(*counts.notes, *notes, *_of_formats(points, device)),
+        notes=(*counts.notes, *notes, *_format_notes(points, device)),
     )
 
 
-def _of_formats(points: list[RoofPoint], device: Device | None) -> list[str]:
-    """What is to be said about number formats and peaks."""
+def _format_notes(points: list[RoofPoint], device: Device | None) -> list[str]:
+    """Remarks about number formats and peaks."""
     used = {point.dtype for point in points if point.matrix}
     remarks = []
     if device and "fp32" in used and "tf32" in device.flops_per_sec:

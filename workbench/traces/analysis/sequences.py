@@ -1,7 +1,4 @@
-"""Sequences: what comes after what again and again, on a device or among the operators of a CPU, and what lies between.
-
-Repeating: finds the sequences of a trace that occur again and again.
-"""
+"""Finds sequences of kernels (on a CPU: of operators) that come again and again, and the gaps inside them."""
 
 import dataclasses
 import heapq
@@ -25,7 +22,7 @@ from workbench.traces.analysis.kinds import DEVICE, Kinds, callers, calling_plac
 from workbench.traces.analysis.nesting import Nesting, named, nested
 from workbench.traces.analysis.operators import SHOWN, short
 
-LEAST = 2
+MIN_OCCURRENCES = 2
 """Times that a sequence has to occur."""
 
 
@@ -121,7 +118,7 @@ def folded(names: Sequence[str]) -> list[str]:
     return [name if times == 1 else f"{times} × {name}" for times, name in runs]
 
 
-MOST = 100
+MAX_SEQUENCES = 100
 """Sequences that are kept."""
 NEAR = 8
 """Names that an error offers."""
@@ -155,7 +152,7 @@ class _Row:
     events: Numbers
     name: Numbers
     """Number of each one's name."""
-    told: list[str]
+    names: list[str]
     group: Numbers
     """Sequences do not go from one group into the next: another stream or thread, another step."""
     host: Numbers
@@ -176,19 +173,19 @@ def _row(columns: Columns, kinds: Kinds, steps: Spans) -> _Row:
     events, host = events[order], host[order]
     step = np.searchsorted(steps[:, 0], columns.start[events], side="right")
     group = columns.lane[events] * (len(steps) + 1) + step
-    return _Row(events=events, name=codes[columns.label[events]], told=names, group=group, host=host)
+    return _Row(events=events, name=codes[columns.label[events]], names=names, group=group, host=host)
 
 
 def _consecutive(columns: Columns, kinds: Kinds, steps: Spans, length: int) -> Sequences:
     row = _row(columns, kinds, steps)
     size = len(row.events) - length + 1
     device = "device" if kinds.device else "cpu"
-    if size < LEAST:
+    if size < MIN_OCCURRENCES:
         return Sequences(rows=(), operator=None, device=device, notes=("the trace has too little for a sequence",))
     start, end = columns.start[row.events], columns.end[row.events]
     at = row.name[:size]
     for i in range(1, length):
-        _, at = np.unique(at * len(row.told) + row.name[i : size + i], return_inverse=True)
+        _, at = np.unique(at * len(row.names) + row.name[i : size + i], return_inverse=True)
     whole = row.group[:size] == row.group[length - 1 :]
     took = np.concatenate([[0], np.cumsum(end - start)])
     seconds = took[length:] - took[:-length]
@@ -199,7 +196,7 @@ def _consecutive(columns: Columns, kinds: Kinds, steps: Spans, length: int) -> S
         gaps = start[members[:, 1:]] - np.maximum.accumulate(end[members], axis=1)[:, :-1]
         rows.append(
             Pattern(
-                names=tuple(row.told[code] for code in row.name[members[0]].tolist()),
+                names=tuple(row.names[code] for code in row.name[members[0]].tolist()),
                 count=len(places),
                 seconds=float(seconds[places].sum()) / 1e9,
                 gaps=float(np.maximum(gaps, 0).sum()) / 1e9,
@@ -224,14 +221,14 @@ def _greedy(at: Numbers, whole: NDArray[np.bool_], seconds: Numbers, used: NDArr
     order = np.argsort(at, kind="stable")
     order = order[whole[order]]
     borders = np.flatnonzero(np.diff(at[order])) + 1
-    groups = [places for places in np.split(order, borders) if len(places) >= LEAST]
+    groups = [places for places in np.split(order, borders) if len(places) >= MIN_OCCURRENCES]
     waiting = [(-int(seconds[places].sum()), number) for number, places in enumerate(groups)]
     heapq.heapify(waiting)
     chosen: list[Numbers] = []
-    while waiting and len(chosen) < MOST:
+    while waiting and len(chosen) < MAX_SEQUENCES:
         _, number = heapq.heappop(waiting)
         left = _apart(groups[number], used, length)
-        if len(left) < LEAST:
+        if len(left) < MIN_OCCURRENCES:
             continue
         key = (-int(seconds[left].sum()), number)
         groups[number] = left
@@ -301,7 +298,7 @@ def _of_calls(columns: Columns, kinds: Kinds, operator: str, length: int) -> Seq
 
 
 def _nearest(searched: str, names: Iterable[str]) -> list[str]:
-    """Those that are most like what is wanted, first; upper case or lower."""
+    """The most similar names first, whatever their case."""
     match = SequenceMatcher(None, "", searched.lower())
 
     def unlike(name: str) -> tuple[float, str]:

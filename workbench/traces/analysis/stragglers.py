@@ -1,7 +1,7 @@
-"""Stragglers: which rank makes the others wait, by how much, and in which part of its step.
+"""Finds the rank that makes the others wait, by how much, and in which part of its step.
 
-Ranks of a synchronous training meet in collectives, and whoever comes last there waits least: the rank with the *shortest* time in
-collectives holds the others up. Durations tell that without any common clock.
+Ranks of a synchronous training meet in collectives, and the rank that comes last waits least: the rank with the *shortest* time in
+collectives holds the others up. Durations show that without a common clock.
 """
 
 from collections.abc import Mapping, Sequence

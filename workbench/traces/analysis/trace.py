@@ -1,4 +1,4 @@
-"""Trace: one file of torch's profiler, read, and the questions that it answers; each answer is computed by the module of its name."""
+"""Trace: one file of torch's profiler, read. Its methods answer questions about it; each answer is a type with a module of its own."""
 
 import os
 from dataclasses import dataclass, field
@@ -275,7 +275,7 @@ class Trace(Shown):
             ValueError: it is no trace.
         """
         if not isinstance(other, Trace):
-            raise ValueError(f"diff({type(other).__name__}): a trace is wanted, such as wb.Trace.load(…) gives")
+            raise ValueError(f"diff({type(other).__name__}): a Trace is needed, such as wb.Trace.load(…) returns")
         return difference(self._side(), other._side())
 
     def _side(self) -> Side:

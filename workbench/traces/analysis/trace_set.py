@@ -1,7 +1,4 @@
-"""TraceSet: the traces of several ranks of one run, and what only all of them together tell.
-
-The traces of several ranks in words: a verdict, and which operators are slower on a rank that holds the others up.
-"""
+"""TraceSet: the traces of several ranks of one run, who makes the others wait, and on which operators."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from workbench.core import units
 from workbench.core.display import table as display
 from workbench.traces.analysis.arrivals import Arrivals, Seen, arrivals
 from workbench.traces.analysis.breakdown import PARTS
-from workbench.traces.analysis.captured import DEARER
+from workbench.traces.analysis.captured import SLOWED
 from workbench.traces.analysis.explanation import CLEAR, Explanation
 from workbench.traces.analysis.kinds import kind_of
 from workbench.traces.analysis.loading import files
@@ -166,7 +163,7 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
                 )
             by_rank[rank] = trace
         if not by_rank:
-            raise TraceError("no traces: at least one is wanted")
+            raise TraceError("no traces: at least one is needed")
         sizes = {trace.world_size for trace in by_rank.values() if trace.world_size}
         notes = []
         if len(sizes) > 1:
@@ -206,10 +203,10 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
     def breakdown(self) -> RankParts:
         """The steps that all ranks have, in parts that exclude each other and add up to them, side by side."""
         breakdowns = {rank: trace.breakdown() for rank, trace in self.traces.items()}
-        most = max(self.traces, key=lambda rank: self.traces[rank].slowdown or 0.0)  # what the profiler costs is said once
-        remarks = _said(
+        most = max(self.traces, key=lambda rank: self.traces[rank].slowdown or 0.0)  # the cost of the profiler is named once
+        remarks = _merged_notes(
             {
-                rank: [note for note in breakdown.notes if rank == most or not note.startswith(DEARER)]
+                rank: [note for note in breakdown.notes if rank == most or not note.startswith(SLOWED)]
                 for rank, breakdown in breakdowns.items()
             }
         )
@@ -259,8 +256,8 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
         return f"TraceSet(ranks={list(self.ranks)})"
 
 
-def _said(notes: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
-    """Notes that all ranks have as they are; others with their ranks."""
+def _merged_notes(notes: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
+    """Notes that all ranks have stay as they are; others name their ranks."""
     of: dict[str, list[int]] = {}
     for rank, each in notes.items():
         for note in dict.fromkeys(each):

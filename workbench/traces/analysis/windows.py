@@ -1,4 +1,4 @@
-"""Windows: where the steps of a trace begin and end."""
+"""Finds where the steps of a trace begin and end."""
 
 import re
 from dataclasses import dataclass

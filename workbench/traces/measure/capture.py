@@ -1,4 +1,4 @@
-"""Capturing a trace: some steps of this process under torch's profiler, past what a full prefetch queue hides, beside steps without it."""
+"""Captures a trace of some steps in this process, after the prefetch queue is emptied, and times steps without the profiler beside them."""
 
 import contextlib
 import gzip
@@ -36,7 +36,7 @@ class Options:
     shapes: bool = True
     """Of the inputs of operators."""
     stacks: bool = False
-    """Python's frames: dear."""
+    """Python's frames: expensive."""
     memory: bool = False
     """Every request for memory."""
     flops: bool = False
@@ -107,7 +107,7 @@ def keep(captured: Captured) -> None:
     """Write what is known of a trace beside it.
 
     Raises:
-        OSError: there is no room.
+        OSError: the disk is full.
     """
     run_directory.write_json(Captured.beside(captured.path), captured.to_json())
 
@@ -122,7 +122,7 @@ def export(profiler: Any, path: Path) -> None:
     """Write what a profiler has recorded, packed: a whole file or none.
 
     Raises:
-        OSError: there is no room.
+        OSError: the disk is full.
     """
     plain, packed = (path.with_name(f".{path.name}.{end}") for end in ("json", "part"))  # no reader of traces takes these for one
     try:
@@ -139,7 +139,7 @@ Mark = tuple[float, torch.cuda.Event | None]
 
 
 class Lap:
-    """One step, in pieces: each from where a batch is there to where the next one is asked for, or to where the step ends.
+    """One step, in pieces: each from where a batch is there to where the loop takes the next one, or to where the step ends.
 
     A device works later than the host that gives it its work, so that there its own events are the clock: from the end of the work before
     the piece to the end of the work in it, or as long as the host takes where that is longer.
@@ -160,7 +160,7 @@ class Lap:
         self._begun = self._mark()
 
     def pause(self) -> None:
-        """The next batch is asked for, or the step is over."""
+        """The loop waits for the next batch, or the step is over."""
         if self._begun is not None:
             self._pieces.append((self._begun, self._mark()))
             self._begun = None

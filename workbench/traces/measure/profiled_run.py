@@ -1,4 +1,4 @@
-"""Profiled: the stretch of a training run that torch's profiler traces, on the ranks that want it, beside steps without it."""
+"""Traces a stretch of a training run on the chosen ranks, and times steps without the profiler before and after it."""
 
 import contextlib
 import sys
@@ -19,7 +19,7 @@ class Profiled:
     """Starts and stops the profiler between steps, writes the trace, and keeps what it cost.
 
     On every rank of the run, traced or not, the steps that a profiler on any of them slows down are marked, so that no figure of the run
-    counts them. What goes wrong with the profiler is said in the file beside the trace, and is no matter of the training.
+    counts them. What goes wrong with the profiler is written into the file beside the trace, and does not stop the training.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Profiled:
         Args:
             profile: what is traced.
             folder: where the file goes; it is made when there is one.
-            leave_out: is told, before the first step, the first and the last that will not count, from 0 for the first one that this
+            leave_out: called before the first step with the first and the last that will not count, from 0 for the first that this
                 process takes: a run that goes on from a checkpoint counts its rows anew.
             rank: of this process.
             queue: steps whose batches the loader makes ahead at most.
@@ -66,7 +66,7 @@ class Profiled:
         return bool(self._stretch)
 
     def batches(self, batches: Generator[Any, None, None]) -> Iterator[Any]:
-        """The same batches; waiting for each that is traced is marked, the start of a pass included, which torch's own marks leave out."""
+        """The same batches; the wait for each traced one is marked, also at the start of a pass, which torch's own marks leave out."""
         while True:
             self._lap.pause()
             with torch.profiler.record_function(FETCH) if self._profiler else contextlib.nullcontext():

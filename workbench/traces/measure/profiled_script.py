@@ -1,4 +1,4 @@
-"""Borders: between which steps of an unedited script a profiler starts and stops. Its loops only show themselves as they run."""
+"""Decides between which steps of an unedited script the profiler starts and stops; its loops show themselves only as they run."""
 
 import atexit
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ class Borders:
 
         Args:
             profile: what is traced.
-            leave_out: is told which steps will not count.
+            leave_out: called with the first and the last step that will not count.
         """
         self._profile, self._leave_out = profile, leave_out
         self._profiled: Profiled | None = None

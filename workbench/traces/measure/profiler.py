@@ -1,4 +1,4 @@
-"""Torch's profiler: whether it can start here, and a quiet start and end of it."""
+"""Checks whether torch's profiler can start here, and starts and ends it without Kineto's lines on stderr."""
 
 import contextlib
 import os

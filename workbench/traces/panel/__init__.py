@@ -1,1 +1,1 @@
-"""panel."""
+"""Notebook panels: the trace explorer (`model`, `html`, `explorer`) and Perfetto without a network."""

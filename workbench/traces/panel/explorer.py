@@ -1,7 +1,4 @@
-"""TraceExplorer: a trace's threads and streams as lanes to zoom into; a step to choose, names to search, operators to find in the lanes.
-
-The knobs and views of the trace explorer, in one box; they know nothing of a trace.
-"""
+"""TraceExplorer: threads and streams as lanes to zoom into, with a step to choose, names to search and operators to highlight."""
 
 import os
 import threading
@@ -18,7 +15,7 @@ from workbench.traces.analysis.breakdown import Breakdown
 from workbench.traces.analysis.operators import Ranked
 from workbench.traces.analysis.trace import Trace
 from workbench.traces.analysis.trace_set import TraceSet
-from workbench.traces.panel import html as trace_faces
+from workbench.traces.panel import html
 from workbench.traces.panel.model import ALL, Described, Explored, Stretch
 
 _HERE = Path(__file__).parent
@@ -32,9 +29,9 @@ class TraceView(anywidget.AnyWidget):
     scene = traitlets.Dict({"strips": [], "span": [0, 1], "steps": [], "colors": [], "inks": [], "kinds": []}).tag(sync=True)
     """Threads and streams with their rows, all of the time, the steps; colour, colour of text and word of each kind of event."""
     window = traitlets.Dict({"start": 0, "end": 1, "first": 0, "rows": 0, "dots": 450}).tag(sync=True)
-    """Where the reader looks: nanoseconds, rows, and how many pieces of time can be told apart."""
+    """Where the reader looks: nanoseconds, rows, and how many pieces of time can be distinguished."""
     tiles = traitlets.Dict({}).tag(sync=True)
-    """What is to be drawn there: `Tiles.packed`, and `choosing`: are some events told from the others?"""
+    """What is to be drawn there: `Tiles.packed`, and `choosing`: are some events highlighted?"""
     step = traitlets.List(traitlets.Int()).tag(sync=True)
     """Nanoseconds of the chosen step; empty for all."""
     marked = traitlets.Dict({}).tag(sync=True)
@@ -43,7 +40,7 @@ class TraceView(anywidget.AnyWidget):
     def __init__(self, on_message: Callable[[dict[str, Any]], None], **values: Any) -> None:
         """
         Args:
-            asked: called with what the page asks for: {"ask": "pick", "row": …, "time": …}, or "next", "previous", "step", "nothing".
+            on_message: called with the page's messages: {"ask": "pick", "row": …, "time": …}, or "next", "previous", "step", "nothing".
             values: of the traits.
         """
         super().__init__(**values)
@@ -157,7 +154,7 @@ class TraceExplorer:
     def _make_widgets(self) -> None:
         model, first = self._model, self._model.first
         knobs = TraceKnobs(
-            TraceView(self._asked, scene=trace_faces.scene(model)),
+            TraceView(self._on_message, scene=html.scene(model)),
             list(self.traces),
             model.choices(first),
             model.usual(first),
@@ -165,21 +162,21 @@ class TraceExplorer:
         )
         self.rank, self.step, self.search, self.which = knobs.rank, knobs.step, knobs.search, knobs.which
         self.operators, self.view, self.widget, self._knobs = knobs.operators, knobs.view, knobs.widget, knobs
-        turned = {
+        actions = {
             self.rank: self._choose_rank,
             self.step: self._choose_step,
             self.search: self._choose_text,
             self.which: self._show_operators,
         }
-        for knob, action in turned.items():
-            knob.observe(lambda _change, action=action: self._turned(action), names="value")
-        self.operators.observe(lambda _: self._turned(self._choose_operator), names="chosen")
-        self.view.observe(lambda _: self._turned(self._redraw), names="window")
+        for knob, action in actions.items():
+            knob.observe(lambda _change, action=action: self._react(action), names="value")
+        self.operators.observe(lambda _: self._react(self._choose_operator), names="chosen")
+        self.view.observe(lambda _: self._react(self._redraw), names="window")
         knobs.earlier.on_click(lambda _: self.go(-1))
         knobs.later.on_click(lambda _: self.go(1))
         knobs.before.on_click(lambda _: self.previous())
         knobs.after.on_click(lambda _: self.next())
-        knobs.head.value = trace_faces.head(model.title) + trace_faces.notes(model.notes)
+        knobs.head.value = html.head(model.title) + html.notes(model.notes)
 
     # --- what is known
 
@@ -205,14 +202,14 @@ class TraceExplorer:
 
     @property
     def lit(self) -> tuple[str, ...]:
-        """The names that are told from the others, by search or by choice; empty without either."""
+        """The names that are highlighted, by search or by choice; empty without either."""
         if self.operators.chosen:
             return (self.operators.chosen,)
         return tuple(self._model.layout.names[code] for code in self._model.layout.find(self.search.value).tolist())
 
     # --- what is chosen
 
-    def _turned(self, action: Any) -> None:
+    def _react(self, action: Any) -> None:
         with self._lock:
             if not self._quiet:
                 action()
@@ -228,7 +225,7 @@ class TraceExplorer:
     def _choose_step(self) -> None:
         stretch = self.chosen
         everything = self._model.breakdown(self.rank.value, None)
-        self._knobs.parts.value = trace_faces.parts(self.result, everything)
+        self._knobs.parts.value = html.parts(self.result, everything)
         self.view.step = [] if self.number is None else [stretch.start, stretch.end]
         self._show_operators()
         self._look(stretch.start, stretch.end)
@@ -248,12 +245,12 @@ class TraceExplorer:
     def _show_found(self) -> None:
         layout = self._model.layout
         calls = int(layout.chosen(layout.called(self.lit)).sum())
-        self._knobs.found.value = trace_faces.found(self.search.value or self.operators.chosen, calls)
+        self._knobs.found.value = html.found(self.search.value or self.operators.chosen, calls)
         self._redraw()
 
     def _show_operators(self) -> None:
-        self._knobs.label.value = trace_faces.label(self.which.value, self.number)
-        self.operators.show((self.which.value, *trace_faces.HEADS), trace_faces.cells(self.ranked))
+        self._knobs.label.value = html.label(self.which.value, self.number)
+        self.operators.show((self.which.value, *html.HEADS), html.cells(self.ranked))
 
     # --- where one looks
 
@@ -264,7 +261,7 @@ class TraceExplorer:
             ValueError: it ends before it begins.
         """
         if not start < end:
-            raise ValueError(f"zoom({start!r}, {end!r}): seconds are wanted, and it has to end after it begins")
+            raise ValueError(f"zoom({start!r}, {end!r}): seconds are allowed, and it has to end after it begins")
         with self._lock:
             self._look(int(start * 1e9), int(end * 1e9))
 
@@ -297,8 +294,8 @@ class TraceExplorer:
         window = self.view.window
         length = window["end"] - window["start"]
         if not (window["start"] <= start and end <= window["end"]) or end - start < length / 200:
-            room = max(20 * (end - start), 1_000) if end - start < length / 200 or end - start > length else length
-            self._look(int(start + end - room) // 2, int(start + end + room) // 2)
+            width = max(20 * (end - start), 1_000) if end - start < length / 200 or end - start > length else length
+            self._look(int(start + end - width) // 2, int(start + end + width) // 2)
 
     def _look(self, start: int, end: int) -> None:
         window = self.view.window
@@ -309,13 +306,13 @@ class TraceExplorer:
         layout = self._model.layout
         self._place = place
         self.picked = None if place is None else self._model.described(place)
-        self._knobs.event.value = "" if self.picked is None else trace_faces.described(self.picked)
+        self._knobs.event.value = "" if self.picked is None else html.described(self.picked)
         self.view.marked = (
             {} if place is None else {"row": int(layout.row[place]), "start": int(layout.start[place]), "end": int(layout.end[place])}
         )
 
-    def _asked(self, message: dict[str, Any]) -> None:
-        """What the page asks for."""
+    def _on_message(self, message: dict[str, Any]) -> None:
+        """Answer a message of the page."""
         with self._lock:
             match message.get("ask"):
                 case "pick":
@@ -340,7 +337,7 @@ class TraceExplorer:
     # --- how it shows itself
 
     def __str__(self) -> str:
-        rows = [f"{name:<60.60}  {calls:>8}  {own:>9}  {share:>7}" for name, calls, own, share, _ in trace_faces.cells(self.ranked)]
+        rows = [f"{name:<60.60}  {calls:>8}  {own:>9}  {share:>7}" for name, calls, own, share, _ in html.cells(self.ranked)]
         return "\n".join([f"Trace explorer: {self._model.title}", str(self.result), *rows])
 
     def __repr__(self) -> str:
@@ -349,5 +346,5 @@ class TraceExplorer:
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         with self._lock:
             bundle = self.widget._repr_mimebundle_(**options)
-            face = trace_faces.static(self._model, self.rank.value, self.number, self.which.value)
+            face = html.static(self._model, self.rank.value, self.number, self.which.value)
         return {**bundle, "text/plain": repr(self), "text/html": face}

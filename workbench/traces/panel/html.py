@@ -1,4 +1,4 @@
-"""HTML of a trace: pure functions, used by the live explorer and by its static face alike. Rules as in `faces`."""
+"""Makes the HTML of the trace explorer: pure functions, for the live panel and for its static face."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

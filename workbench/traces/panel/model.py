@@ -1,4 +1,4 @@
-"""What the trace explorer knows: traces laid out in rows, their steps, and answers for a part of them. No widget, nothing drawn."""
+"""Holds what the trace explorer shows: events in rows, steps, and answers for parts of the traces. No widgets, no HTML."""
 
 import dataclasses
 import os
@@ -200,16 +200,16 @@ class Explored:
 
         Args:
             window: where the reader looks.
-            lit: names that are told from the others.
-            choosing: are they to be told from the others? With no name that is lit, all are pale.
+            lit: names that are highlighted.
+            choosing: is anything highlighted? With no name in `lit`, all events are pale.
         """
         layout = self.layout
-        room = AROUND * (window["end"] - window["start"])
-        start = int(window["start"] - room)
+        margin = AROUND * (window["end"] - window["start"])
+        start = int(window["start"] - margin)
         made = tiles(
             layout,
             start,
-            max(int(window["end"] + room), start + 1),
+            max(int(window["end"] + margin), start + 1),
             rows=(window["first"], window["rows"]),
             bins=int(window["dots"] * (1 + 2 * AROUND)),
             chosen=layout.chosen(layout.called(lit)) if choosing else None,

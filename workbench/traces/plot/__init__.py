@@ -1,1 +1,1 @@
-"""plot."""
+"""Pictures of traces: `timeline` (steps and lanes), `operators`, `step`, `curves`, `flame`, `roofline`."""

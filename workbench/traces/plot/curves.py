@@ -1,7 +1,4 @@
-"""Copies of a trace: bytes per second over time, by kind.
-
-Launches of a trace: how many wait in the queue of each stream, over time.
-"""
+"""Draws what changes over the time of a trace: bytes copied per second, launches in the queue, allocated memory."""
 
 from __future__ import annotations
 
@@ -111,7 +108,7 @@ def memory_curve(result: Trace | MemoryCurve, ax: Axes | None = None) -> Axes:
 
 
 def _peak(ax: Axes, device: DeviceMemory, place: float, height: float) -> None:
-    """A ring around the peak, and who holds most of it, on the side where there is room."""
+    """A ring around the peak, and who holds most of it, on the side with more space."""
     ax.plot([place], [height], marker="o", markersize=8, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.4)
     first = device.holders[0] if device.holders else None
     name = first.name.rpartition(": ")[2] if first else ""

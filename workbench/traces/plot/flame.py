@@ -1,4 +1,4 @@
-"""Icicles: the calls of a thread, each below its caller and as wide as the share of the step that it takes."""
+"""Draws the calls of a thread as icicles: each below its caller, as wide as the share of the step that it takes."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def _boxes(ax: Axes, nodes: Sequence[FlameNode], kind: tuple[str, str], scale: f
 
 
 def _label(ax: Axes, node: FlameNode, share: float, scale: float) -> None:
-    """The name, as far as there is room for it, and the share of a wide one."""
-    room = int(share / _LETTER) - 1
+    """The name, as far as it fits, and the share of a wide one."""
+    letters = int(share / _LETTER) - 1
     text = _plain(node.name)
-    if room >= len(text) + 7:
+    if letters >= len(text) + 7:
         text = f"{text}  {units.percent(share)}"
-    if room < 4:
+    if letters < 4:
         return
-    text = text if len(text) <= room else f"{text[: room - 1]}…"
+    text = text if len(text) <= letters else f"{text[: letters - 1]}…"
     color = text_on(_kind(node.name)[1])
     ax.text((node.start * scale), node.depth + 0.5, f" {text}", va="center", ha="left", fontsize=7.5, color=color, clip_on=True)
 

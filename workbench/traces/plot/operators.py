@@ -1,9 +1,4 @@
-"""Kernels of a trace: how long each takes, and whether on tensor cores.
-
-Modules of a trace: bars of forward and backward, indented as the modules call each other.
-
-Sequences of a trace: what follows what again and again, and the gaps between.
-"""
+"""Draws the kernels, modules or frequent sequences of a trace that take longest, one bar each."""
 
 from __future__ import annotations
 

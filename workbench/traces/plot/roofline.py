@@ -1,4 +1,4 @@
-"""Roofline: how fast each operator of a trace is over how many FLOPs it does per byte, under what the device can do at best."""
+"""Draws the roofline of a trace: FLOP/s of each operator over its FLOPs per byte, under the limits of the device."""
 
 from __future__ import annotations
 

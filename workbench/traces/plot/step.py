@@ -1,9 +1,4 @@
-"""What holds a traced step back: how long each resource works, and how long it works alone.
-
-The critical path of a traced step: what its length consists of, and which operators are on it.
-
-Idle time of a trace: what the host does while nothing is computed, and the pauses of each stream.
-"""
+"""Draws what holds a traced step back: its resources, its critical path, and why it idles."""
 
 from __future__ import annotations
 

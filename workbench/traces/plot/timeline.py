@@ -1,4 +1,4 @@
-"""Pictures of a trace: each step in its parts (`breakdown`), and who was at work when (`timeline`)."""
+"""Draws the steps of a trace in parts, those of several ranks side by side, and which thread or stream works when."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def timeline(
 
 
 def _steps(trace: Trace, number: int | None) -> Sequence[Step]:
-    """All steps, or the one that is asked for."""
+    """All steps, or the chosen one."""
     if not isinstance(trace, Trace):
         raise ValueError(f"timeline({trace!r:.60}): one trace is drawn, such as traces[0]; widgets.TraceExplorer(traces) shows several")
     steps = [step for step in trace.steps if number is None or step.index == number]
