@@ -503,7 +503,7 @@ def written(path: Path, spec: RunSpec | ScriptSpec, state: str = "finished") -> 
 
 
 def test_a_run_without_traces(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"has no traces: it was launched without: launch it with profile=5"):
+    with pytest.raises(TraceError, match=r"has no traces: it was launched without a profile: launch it with profile=5"):
         wb.trace(written(tmp_path / "a", RunSpec(task="a:b")))
     short = written(tmp_path / "b", ScriptSpec(script="a.py", watch=True, profile=3))
     assert short.traces == {}

@@ -32,7 +32,7 @@ def sent(explorer: TraceExplorer, name: str, kind: str = "<i4") -> list[Any]:
 
 
 def words(explorer: TraceExplorer) -> str:
-    return "".join(one.value for one in (explorer._knobs.head, explorer._knobs.found, explorer._knobs.event, explorer._knobs.parts))
+    return "".join(one.value for one in (explorer._head, explorer._found, explorer._event, explorer._parts))
 
 
 def test_it_opens_at_a_step_with_its_parts_and_operators(explorer: TraceExplorer) -> None:
@@ -50,7 +50,7 @@ def test_it_opens_at_a_step_with_its_parts_and_operators(explorer: TraceExplorer
 def test_another_step(explorer: TraceExplorer) -> None:
     explorer.step.value = 6
     assert explorer.view.step == [100_000, 200_000]
-    assert "step 6" in explorer._knobs.label.value
+    assert "step 6" in explorer._label.value
     explorer.go(-1)
     assert (explorer.step.value, explorer.chosen.start) == (5, 0)
     explorer.go(-5)
@@ -120,20 +120,20 @@ def test_an_operator_lights_up_and_takes_the_place_of_a_search(explorer: TraceEx
 
 
 def test_what_the_page_asks_for(explorer: TraceExplorer) -> None:
-    explorer._asked({"ask": "pick", "row": 2, "time": 50_000.0, "within": 10.0})
+    explorer._on_message({"ask": "pick", "row": 2, "time": 50_000.0, "within": 10.0})
     assert explorer.picked is not None
     assert (explorer.picked.name, explorer.operators.chosen) == ("aten::addmm", "aten::addmm")
     assert explorer.picked.calls == 1
-    explorer._asked({"ask": "next"})
+    explorer._on_message({"ask": "next"})
     assert explorer.picked.step == 6
-    explorer._asked({"ask": "previous"})
-    explorer._asked({"ask": "step", "by": 9})
+    explorer._on_message({"ask": "previous"})
+    explorer._on_message({"ask": "step", "by": 9})
     assert (explorer.picked.step, explorer.step.value) == (5, 6)
-    explorer._asked({"ask": "nothing"})
+    explorer._on_message({"ask": "nothing"})
     assert (explorer.picked, explorer.lit, explorer.view.marked) == (None, (), {})
-    explorer._asked({"ask": "pick", "row": 3, "time": 5.0, "within": 1.0})
+    explorer._on_message({"ask": "pick", "row": 3, "time": 5.0, "within": 1.0})
     assert explorer.picked is None
-    explorer._asked({"ask": "something else"})
+    explorer._on_message({"ask": "something else"})
 
 
 def test_kernels_of_a_device(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_ranks_below_each_other(tmp_path: Path) -> None:
     found = explorer.next()
     assert found is not None
     assert found.rank == 1
-    assert "rank 1" in explorer._knobs.event.value
+    assert "rank 1" in explorer._event.value
     assert TraceExplorer(TraceSet.load(tmp_path)).traces.keys() == {0, 1}
     assert "TraceExplorer('2 ranks" in repr(explorer)
 

@@ -38,10 +38,10 @@ def trace(
 ) -> Trace: ...
 @overload
 def trace(
-    step: RunSpec,
+    step: RunSpec | Run | str | os.PathLike[str],
     *,
     steps: int = STEPS,
-    ranks: Ranks = 0,
+    ranks: Ranks | None = None,
     wait: int | None = None,
     shapes: bool = True,
     stacks: bool = False,
@@ -49,8 +49,6 @@ def trace(
     flops: bool = False,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Any: ...
-@overload
-def trace(step: Run | str | os.PathLike[str]) -> Any: ...
 def trace(
     step: Callable[[Any], Any] | RunSpec | Run | str | os.PathLike[str],
     loader: Iterable[Any] | None = None,
@@ -133,7 +131,7 @@ def of_run(run: Run) -> Trace | TraceSet:
     paths = list(run.traces.values())
     profile = getattr(run.spec, "profile", None)
     if not paths:
-        why = "it was launched without: launch it with profile=5" if profile is None else _why_none(run)
+        why = "it was launched without a profile: launch it with profile=5" if profile is None else _why_none(run)
         raise TraceError(f"{run!r} has no traces: {why}")
     several = profile is not None and (run.spec.world_size if profile.ranks == ALL else len(profile.ranks)) > 1
     if len(paths) == 1 and not several:

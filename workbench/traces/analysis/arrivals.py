@@ -1,6 +1,5 @@
 """Matches collectives across the traces of several ranks: which rank came last, and how long the others waited."""
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.intervals import Numbers
 from workbench.traces.analysis.kinds import Kinds
+from workbench.traces.analysis.operators import clipped
 from workbench.traces.analysis.windows import Windows
 
 AGREE = 1e-3
@@ -57,7 +57,7 @@ class Arrivals(display.Shown, JsonDataclass):
         """One row per name."""
         rows = [
             [
-                row.name if len(row.name) < 50 else f"{row.name[:48]}…",
+                clipped(row.name, 49),
                 f"{row.count:,}",
                 units.seconds(row.exchange),
                 units.seconds(row.wait),
@@ -97,12 +97,8 @@ class Seen:
         inside = (place >= 0) & (start < spans[np.maximum(place, 0), 1]) if len(spans) else np.zeros(len(start), dtype=np.bool_)
         calls: dict[tuple[int, str], list[int]] = defaultdict(list)
         for event, at in zip(chosen[inside].tolist(), place[inside].tolist(), strict=True):
-            calls[int(self.windows.numbers[at]), _plain(self.columns.name(event))].append(event)
+            calls[int(self.windows.numbers[at]), self.columns.name(event).partition("(")[0]].append(event)
         return {key: np.array(events, dtype=np.int64) for key, events in calls.items()}
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"\(.*", "", name)
 
 
 def arrivals(seen: Mapping[int, Seen]) -> Arrivals:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import units
+from workbench.core.codec import NOT_STORED, fields_from_json, fields_to_json
 
 SLOW = 0.5
 """Slowdown from which on a note warns that small operators look more expensive than they are."""
@@ -24,7 +25,7 @@ SLOWED = "the profiler slows these steps down"
 class Captured:
     """Where a trace was written, and what it cost."""
 
-    path: Path
+    path: Path = field(default=Path(), metadata=NOT_STORED)
     traced: float = math.nan
     """Seconds of a step under the profiler, without the wait for its batch: the median."""
     plain: float = math.nan
@@ -94,15 +95,15 @@ class Captured:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; seconds."""
-        known = {name: None if math.isnan(value := getattr(self, name)) else value for name in ("traced", "plain", "spread")}
-        return {"file": self.path.name, **known, "compared": self.compared, "notes": self.notes}
+        return {"file": self.path.name, **fields_to_json(self)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], path: Path) -> "Captured":
         """Inverse of `to_json`."""
-        known = {"spread": None, **value}
-        times = {name: math.nan if known[name] is None else float(known[name]) for name in ("traced", "plain", "spread")}
-        return cls(path=path, compared=int(value["compared"]), notes=[str(note) for note in value["notes"]], **times)
+        known = ("traced", "plain", "compared", "spread", "notes")
+        captured = fields_from_json(cls, {name: value[name] for name in known if name in value})
+        captured.path = path
+        return captured
 
 
 def notes_in(folder: Path) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from workbench.traces.analysis.details import Details
 from workbench.traces.analysis.events import Args
 from workbench.traces.analysis.flops import WIDTHS
 from workbench.traces.analysis.kinds import HOST_COLLECTIVE, Kinds
+from workbench.traces.analysis.operators import clipped
 
 BYTES = {
     "float": 4, "half": 2, "bfloat16": 2, "double": 8, "long": 8, "int": 4, "short": 2, "byte": 1, "char": 1, "bool": 1,
@@ -58,7 +59,7 @@ class Collectives(display.Shown, JsonDataclass):
         """One row per kind and size."""
         cells = [
             [
-                row.name if len(row.name) < 50 else f"{row.name[:48]}…",
+                clipped(row.name, 49),
                 f"{row.count:,}",
                 units.bytes_(row.bytes),
                 row.ranks or units.MISSING,
@@ -95,8 +96,6 @@ def collectives(columns: Columns, kinds: Kinds, details: Callable[[], Details], 
     NCCL's events say their sizes and ranks. gloo's have shapes and types of what goes in, and no group: it is taken for that of all ranks.
 
     Args:
-        columns: the events.
-        kinds: what they are.
         details: of the events, for the types of gloo's.
         world_size: ranks of the job, where the file tells.
     """
@@ -141,20 +140,16 @@ def _size(args: Args | None) -> int | None:
 def _shaped(name: str, dims: str, types: str, ranks: int | None) -> int | None:
     """Bytes of a message by what goes in; of an all-gather as many times that come out as there are ranks."""
     try:
-        sizes = [math.prod(shape) * WIDTHS[kind] for shape, kind in zip(json.loads(dims), _words(types), strict=True)]
+        names = json.loads(types)
+        if not isinstance(names, list):
+            return None
+        sizes = [math.prod(shape) * WIDTHS[name] for shape, name in zip(json.loads(dims), names, strict=True)]
     except (ValueError, KeyError, TypeError, RecursionError):  # a list of tensors, or a type that nobody knows
         return None
     whole = sum(sizes)
     if "all_gather" not in name:
         return whole or None
     return whole * ranks or None if ranks else None
-
-
-def _words(types: str) -> Sequence[str]:
-    names = json.loads(types)
-    if not isinstance(names, list):
-        raise TypeError(types)
-    return names
 
 
 def _row(name: str, size: int | None, ranks: int | None, seconds: "np.ndarray[Any, np.dtype[np.float64]]") -> Collective:

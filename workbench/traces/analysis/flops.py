@@ -259,8 +259,6 @@ def count_flops(columns: Columns, kinds: Kinds, steps: Spans, details: Details) 
     itself or by what it calls; communication counts for nobody.
 
     Args:
-        columns: the events.
-        kinds: what they are.
         steps: of the host.
         details: of the events, for types and what is no tensor.
     """

@@ -50,8 +50,6 @@ def streams(columns: Columns, kinds: Kinds, gap: int) -> tuple[StreamIdle, ...]:
     """The pauses of each stream; work that overlaps leaves none (HolisticTraceAnalysis counts a negative one).
 
     Args:
-        columns: the events.
-        kinds: what they are.
         gap: nanoseconds; shorter pauses are `kernel_wait`.
     """
     work = np.flatnonzero(kinds.where(*DEVICE))
@@ -208,20 +206,16 @@ def idle(columns: Columns, kinds: Kinds, windows: Windows, notes: Sequence[str] 
     for cause, times in layers.items():
         taken = length(times)
         causes.append(Cause(cause=cause, seconds=taken / 1e9 / count, share=taken / whole))
+    recorded = any(label.category == "python_function" for label in columns.labels)
+    python_notes = [] if recorded else ["what Python does meanwhile was not recorded: profile with_stack=True"]
     return Idle(
         who=who,
         step_seconds=mean_seconds(spans),
         causes=tuple(part for part in causes if part.seconds),
         gaps=_gaps(columns, busy, np.flatnonzero(kinds.where(*CALLERS) & (columns.lane == lane)), pauses, layers),
         streams=streams(columns, kinds, round(gap * 1e9)) if kinds.device else (),
-        notes=(*windows.notes, *_python_note(kinds, columns), *notes),
+        notes=(*windows.notes, *python_notes, *notes),
     )
-
-
-def _python_note(kinds: Kinds, columns: Columns) -> list[str]:
-    if any(label.category == "python_function" for label in columns.labels):
-        return []
-    return ["what Python does meanwhile was not recorded: profile with_stack=True"]
 
 
 def trains(columns: Columns, kinds: Kinds) -> int:

@@ -92,8 +92,6 @@ def products(columns: Columns, kinds: Kinds, kernels: Numbers, details: Details)
     """By operator and type: the innermost operator around the launch that could use tensor cores.
 
     Args:
-        columns: the events.
-        kinds: what they are.
         kernels: numbers of the events of the device.
         details: of the events, for types.
     """

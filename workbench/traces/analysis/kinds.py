@@ -122,8 +122,6 @@ def callers(columns: Columns, kinds: Kinds, work: Numbers) -> Numbers:
     """Number of the call that launched each of some events of a device, by correlation; -1 where the file does not tell.
 
     Args:
-        columns: the events.
-        kinds: what they are.
         work: numbers of events of a device.
     """
     calls = np.flatnonzero(kinds.where("runtime", "wait") & (columns.correlation >= 0))

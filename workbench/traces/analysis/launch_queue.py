@@ -139,8 +139,6 @@ def launches(columns: Columns, kinds: Kinds, spans: Spans, notes: Sequence[str] 
     """Of a whole file; what the queues are like, over the steps.
 
     Args:
-        columns: the events.
-        kinds: what they are.
         spans: of the steps.
         notes: of the file.
     """

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.traces.analysis.columns import Codes, Columns, Lane
+from workbench.traces.analysis.columns import Codes, Columns
 from workbench.traces.analysis.intervals import Numbers
 from workbench.traces.analysis.kinds import DEVICE, KINDS
 from workbench.traces.analysis.trace import Trace
@@ -131,13 +131,15 @@ def lay_out(traces: Trace | Mapping[int, Trace]) -> Layout:
         for lane in _ordered(trace):
             events = np.flatnonzero((trace.columns.lane == lane) & (kind != KINDS.index("ignored")))
             events, depth = _rows(trace.columns, events)
-            strips.append(_strip(trace.columns.lanes[lane], rank, bool(trace.kinds.where(*DEVICE)[events].any()), rows, depth))
+            device, height = bool(trace.kinds.where(*DEVICE)[events].any()), int(depth.max()) + 1
+            name = trace.columns.lanes[lane].name
+            strips.append(Strip(name=name, rank=rank, device=device, first=rows, rows=height, events=len(depth)))
             order = np.lexsort((trace.columns.start[events], depth))
             events, shift = events[order], shifts[source]
             source_of = np.full(len(events), source, dtype=np.int16)
             start, end = trace.columns.start[events] + shift, trace.columns.end[events] + shift
             parts.append((depth[order] + rows, start, end, codes[trace.columns.label[events]], kind[events], source_of, events))
-            rows = strips[-1].first + strips[-1].rows
+            rows += height
     dtypes = (np.int32, np.int64, np.int64, np.int32, np.int8, np.int16, np.int64)
     columns: list[NDArray[Any]] = [np.empty(0, dtype=dtype) for dtype in dtypes]
     if parts:
@@ -187,10 +189,6 @@ def _ordered(trace: Trace) -> list[int]:
     device = np.bincount(lane[trace.kinds.where(*DEVICE)], minlength=count) > 0
     marks = np.bincount(lane[trace.kinds.where("step")], minlength=count) > 0
     return [int(number) for number in np.lexsort((-events, ~marks, ~device)) if events[number]]
-
-
-def _strip(lane: Lane, rank: int | None, device: bool, first: int, depth: NDArray[np.int32]) -> Strip:
-    return Strip(name=lane.name, rank=rank, device=device, first=first, rows=int(depth.max()) + 1, events=len(depth))
 
 
 def _shifts(traces: list[Trace]) -> list[int]:

@@ -105,8 +105,6 @@ def memory_curve(columns: Columns, kinds: Kinds, details: Details, steps: Sequen
     """Per device, from the `[memory]` events.
 
     Args:
-        columns: the events.
-        kinds: what they are.
         details: of the events, with the requests.
         steps: of the host: number, start and end in nanoseconds.
     """

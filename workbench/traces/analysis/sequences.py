@@ -265,7 +265,11 @@ def _of_calls(columns: Columns, kinds: Kinds, operator: str, length: int) -> Seq
         raise ValueError(f"sequences({operator!r}): no operator has that in its name; {hint}")
     above = np.where(calls.parent >= 0, calls.nearest(matching)[calls.parent], -1)
     roots = matching & (above < 0)
-    members = _launched(columns, kinds, calls, roots) if kinds.device else _children(calls, roots)
+    members = (
+        _launched(columns, kinds, calls, roots)
+        if kinds.device
+        else _split(np.where((calls.parent >= 0) & roots[np.maximum(calls.parent, 0)], calls.parent, -1), calls.events)
+    )
     sums_of: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     whole = 0
     for root, events in members.items():
@@ -313,11 +317,6 @@ def _launched(columns: Columns, kinds: Kinds, calls: Nesting, roots: NDArray[np.
     work = np.flatnonzero(kinds.where(*DEVICE))
     at = calling_places(columns, kinds, calls, work)
     return _split(np.where(at >= 0, calls.nearest(roots)[np.maximum(at, 0)], -1), work)
-
-
-def _children(calls: Nesting, roots: NDArray[np.bool_]) -> dict[int, Numbers]:
-    """Place of each root → the events directly inside it."""
-    return _split(np.where((calls.parent >= 0) & roots[np.maximum(calls.parent, 0)], calls.parent, -1), calls.events)
 
 
 def _split(owner: Numbers, events: Numbers) -> dict[int, Numbers]:

@@ -170,6 +170,8 @@ def stragglers(parts: RankParts) -> Stragglers:
     )
     slow = _slow(waits, last, held, totals)
     excess, phase = _excess(parts, slow, np.isin(last, slow))
+    alone = len(parts.ranks) > 1 and not collectives.any()
+    notes = ["no collective shows in these traces: ranks that never meet do not wait for each other"] if alone else []
     return Stragglers(
         rows=rows,
         ranks=tuple(parts.ranks[place] for place in slow),
@@ -177,7 +179,7 @@ def stragglers(parts: RankParts) -> Stragglers:
         phase=phase,
         excess=excess,
         steps=count,
-        notes=(*parts.notes, *_notes(parts)),
+        notes=(*parts.notes, *notes),
     )
 
 
@@ -217,9 +219,3 @@ def _excess(parts: RankParts, slow: Sequence[int], when: NDArray[np.bool_]) -> t
     held = parts.values("communication")[:, when]
     waited = float(np.median(np.median(held[others], axis=0) - held[list(slow)].min(axis=0)))
     return {part: float(values.mean()) for part, values in longer.items()}, most if usual[most] >= ENOUGH * waited else None
-
-
-def _notes(parts: RankParts) -> tuple[str, ...]:
-    if len(parts.ranks) > 1 and not parts.values("communication").any():
-        return ("no collective shows in these traces: ranks that never meet do not wait for each other",)
-    return ()

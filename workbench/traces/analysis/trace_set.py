@@ -78,7 +78,8 @@ def slower(traces: Mapping[int, Trace], slow: Sequence[int]) -> tuple[str, ...]:
 
 def explain_ranks(parts: RankParts, straggler: Stragglers, each: Mapping[int, Explanation]) -> Explanation:
     """A straggler first; else what the slowest rank's own trace says."""
-    shares = _shares(parts)
+    whole = float(parts.values().sum())
+    shares = {part: float(parts.values(part).sum()) / whole for part in PARTS} if whole else {}
     cannot = tuple(
         dict.fromkeys(limit for explained in each.values() for limit in explained.cannot if "waiting for a slower rank" not in limit)
     )
@@ -101,12 +102,6 @@ def explain_ranks(parts: RankParts, straggler: Stragglers, each: Mapping[int, Ex
         cannot=cannot,
         shares=shares,
     )
-
-
-def _shares(parts: RankParts) -> dict[str, float]:
-    """Of all steps of all ranks."""
-    whole = float(parts.values().sum())
-    return {part: float(parts.values(part).sum()) / whole for part in PARTS} if whole else {}
 
 
 RANK = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)

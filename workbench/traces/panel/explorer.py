@@ -71,48 +71,10 @@ class RankedList(anywidget.AnyWidget):
         return f"RankedList({len(self.rows)} rows)"
 
 
-class TraceKnobs:
-    """Widgets.
-
-    Attributes:
-        rank, step, search, which: what is chosen; `.value` turns one.
-        earlier, later, before, after: buttons for steps and for matches.
-        operators, view: the table and the lanes.
-        head, found, event, parts, label: what is written.
-        widget: everything in one box.
-    """
-
-    def __init__(
-        self, view: TraceView, ranks: Sequence[int | None], steps: Sequence[tuple[str, int | str]], step: int | str, device: bool
-    ) -> None:
-        """
-        Args:
-            view: the lanes.
-            ranks: to choose from; the choice is shown where there are several.
-            steps: words and number of each.
-            step: which is chosen at first.
-            device: are there kernels beside operators?
-        """
-        self.view = view
-        self.rank = ipywidgets.Dropdown(options=list(ranks), value=ranks[0], description="rank")
-        self.step = ipywidgets.Dropdown(options=steps, value=step, description="step")
-        self.earlier, self.later = _button("‹ step", "the step before"), _button("step ›", "the next step")
-        self.search = ipywidgets.Text(placeholder="part of a name", description="search")
-        self.before, self.after = _button("‹ match", "the match before"), _button("match ›", "the next match")
-        self.which = ipywidgets.ToggleButtons(options=["operator", "kernel"], value="kernel" if device else "operator")
-        self.operators = RankedList()
-        self.head, self.found, self.event, self.parts, self.label = (ipywidgets.HTML() for _ in range(5))
-        picks = [self.step, self.earlier, self.later, self.search, self.before, self.after, self.found.add_class("wb-found")]
-        if len(ranks) > 1:
-            picks.insert(0, self.rank)
-        table = [self.label, *([self.which] if device else []), self.operators]
-        sides = ipywidgets.HBox([self.parts.add_class("wb-parts"), ipywidgets.VBox(table)]).add_class("wb-sides")
-        shown = [self.head, ipywidgets.HBox(picks).add_class("wb-picks"), view, self.event, sides, Style()]
-        self.widget = ipywidgets.VBox(shown).add_class("wb-panel").add_class("wb-trace")
-
-
-def _button(words: str, tooltip: str) -> Any:
-    return ipywidgets.Button(description=words, tooltip=tooltip)
+def _button(words: str, tooltip: str, action: Callable[[], object]) -> Any:
+    button = ipywidgets.Button(description=words, tooltip=tooltip)
+    button.on_click(lambda _: action())
+    return button
 
 
 class TraceExplorer:
@@ -152,31 +114,34 @@ class TraceExplorer:
         self._choose_step()
 
     def _make_widgets(self) -> None:
-        model, first = self._model, self._model.first
-        knobs = TraceKnobs(
-            TraceView(self._on_message, scene=html.scene(model)),
-            list(self.traces),
-            model.choices(first),
-            model.usual(first),
-            model.device,
-        )
-        self.rank, self.step, self.search, self.which = knobs.rank, knobs.step, knobs.search, knobs.which
-        self.operators, self.view, self.widget, self._knobs = knobs.operators, knobs.view, knobs.widget, knobs
+        model, first, ranks = self._model, self._model.first, list(self.traces)
+        self.rank = ipywidgets.Dropdown(options=ranks, value=first, description="rank")
+        self.step = ipywidgets.Dropdown(options=model.choices(first), value=model.usual(first), description="step")
+        self.search = ipywidgets.Text(placeholder="part of a name", description="search")
+        self.which = ipywidgets.ToggleButtons(options=["operator", "kernel"], value="kernel" if model.device else "operator")
+        self.operators = RankedList()
+        self.view = TraceView(self._on_message, scene=html.scene(model))
+        self._head, self._found, self._event, self._parts, self._label = (ipywidgets.HTML() for _ in range(5))
+        self._head.value = html.head(model.title) + html.notes(model.notes)
         actions = {
             self.rank: self._choose_rank,
             self.step: self._choose_step,
             self.search: self._choose_text,
             self.which: self._show_operators,
         }
-        for knob, action in actions.items():
-            knob.observe(lambda _change, action=action: self._react(action), names="value")
+        for widget, action in actions.items():
+            widget.observe(lambda _change, action=action: self._react(action), names="value")
         self.operators.observe(lambda _: self._react(self._choose_operator), names="chosen")
         self.view.observe(lambda _: self._react(self._redraw), names="window")
-        knobs.earlier.on_click(lambda _: self.go(-1))
-        knobs.later.on_click(lambda _: self.go(1))
-        knobs.before.on_click(lambda _: self.previous())
-        knobs.after.on_click(lambda _: self.next())
-        knobs.head.value = html.head(model.title) + html.notes(model.notes)
+        steps = [_button("‹ step", "the step before", lambda: self.go(-1)), _button("step ›", "the next step", lambda: self.go(1))]
+        matches = [_button("‹ match", "the match before", self.previous), _button("match ›", "the next match", self.next)]
+        choices = [self.step, *steps, self.search, *matches, self._found.add_class("wb-found")]
+        if len(ranks) > 1:
+            choices.insert(0, self.rank)
+        table = [self._label, *([self.which] if model.device else []), self.operators]
+        sides = ipywidgets.HBox([self._parts.add_class("wb-parts"), ipywidgets.VBox(table)]).add_class("wb-sides")
+        rows = [self._head, ipywidgets.HBox(choices).add_class("wb-picks"), self.view, self._event, sides, Style()]
+        self.widget = ipywidgets.VBox(rows).add_class("wb-panel").add_class("wb-trace")
 
     # --- what is known
 
@@ -225,7 +190,7 @@ class TraceExplorer:
     def _choose_step(self) -> None:
         stretch = self.chosen
         everything = self._model.breakdown(self.rank.value, None)
-        self._knobs.parts.value = html.parts(self.result, everything)
+        self._parts.value = html.parts(self.result, everything)
         self.view.step = [] if self.number is None else [stretch.start, stretch.end]
         self._show_operators()
         self._look(stretch.start, stretch.end)
@@ -245,11 +210,11 @@ class TraceExplorer:
     def _show_found(self) -> None:
         layout = self._model.layout
         calls = int(layout.chosen(layout.called(self.lit)).sum())
-        self._knobs.found.value = html.found(self.search.value or self.operators.chosen, calls)
+        self._found.value = html.found(self.search.value or self.operators.chosen, calls)
         self._redraw()
 
     def _show_operators(self) -> None:
-        self._knobs.label.value = html.label(self.which.value, self.number)
+        self._label.value = html.label(self.which.value, self.number)
         self.operators.show((self.which.value, *html.HEADS), html.cells(self.ranked))
 
     # --- where one looks
@@ -306,7 +271,7 @@ class TraceExplorer:
         layout = self._model.layout
         self._place = place
         self.picked = None if place is None else self._model.described(place)
-        self._knobs.event.value = "" if self.picked is None else html.described(self.picked)
+        self._event.value = "" if self.picked is None else html.described(self.picked)
         self.view.marked = (
             {} if place is None else {"row": int(layout.row[place]), "start": int(layout.start[place]), "end": int(layout.end[place])}
         )

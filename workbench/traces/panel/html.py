@@ -74,13 +74,10 @@ def parts(chosen_steps: Breakdown, everything: Breakdown) -> str:
         for label, breakdown in bars
     )
     label = '<div class="wb-label">where the step goes <span class="wb-what">(under the profiler)</span></div>'
+    rows = [[part, units.seconds(chosen_steps.mean(part)), units.percent(chosen_steps.share(part))] for part in (*shown, "total")]
+    table = Table(columns=("part", "time", "share"), rows=rows)._repr_html_()
     legend = stack.legend({part: COLORS[part] for part in shown}, _LABEL)
-    return f'<div class="wb-steps">{label}{drawn}{legend}</div>{_table(chosen_steps, shown)}'
-
-
-def _table(breakdown: Breakdown, shown: Sequence[str]) -> str:
-    rows = [[part, units.seconds(breakdown.mean(part)), units.percent(breakdown.share(part))] for part in (*shown, "total")]
-    return Table(columns=("part", "time", "share"), rows=rows)._repr_html_()
+    return f'<div class="wb-steps">{label}{drawn}{legend}</div>{table}'
 
 
 def cells(rows: Sequence[Ranked]) -> list[list[str]]:

@@ -12,6 +12,7 @@ from workbench.core.display.colors import INK, PARTS, PHASES
 from workbench.traces.analysis.copies import Copies, Copy
 from workbench.traces.analysis.launch_queue import Launches
 from workbench.traces.analysis.memory_curve import DeviceMemory, MemoryCurve
+from workbench.traces.analysis.operators import clipped
 from workbench.traces.analysis.trace import Trace
 
 if TYPE_CHECKING:
@@ -24,10 +25,6 @@ COPY_COLORS = (PHASES["h2d"], PHASES["forward"], PHASES["data_wait"], PHASES["op
 
 def copies(result: Trace | Copies, ax: Axes | None = None) -> Axes:
     """Bytes per second from the first copy to the end of the last, pauses included, a curve for each kind of copy.
-
-    Args:
-        result: a trace, or its copies.
-        ax: the Axes to draw into; None makes a figure.
 
     Raises:
         ValueError: nothing is copied, or the file tells no bytes.
@@ -55,10 +52,6 @@ LAUNCH_COLORS = (PARTS["compute"], PARTS["communication"], PHASES["h2d"], PHASES
 def launches(result: Trace | Launches, ax: Axes | None = None) -> Axes:
     """The number of launches that wait for the device over time, a curve for each of the streams with most of them.
 
-    Args:
-        result: a trace, or its launches.
-        ax: the Axes to draw into; None makes a figure.
-
     Raises:
         ValueError: nothing is launched.
     """
@@ -79,10 +72,6 @@ _LETTERS = 40
 
 def memory_curve(result: Trace | MemoryCurve, ax: Axes | None = None) -> Axes:
     """A curve per device; its peak is marked, with who holds most of it.
-
-    Args:
-        result: a trace, or its memory curve.
-        ax: the Axes to draw into; None makes a figure.
 
     Raises:
         ValueError: memory was not recorded.
@@ -111,8 +100,7 @@ def _peak(ax: Axes, device: DeviceMemory, place: float, height: float) -> None:
     """A ring around the peak, and who holds most of it, on the side with more space."""
     ax.plot([place], [height], marker="o", markersize=8, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.4)
     first = device.holders[0] if device.holders else None
-    name = first.name.rpartition(": ")[2] if first else ""
-    name = name if len(name) <= _LETTERS else f"{name[: _LETTERS - 1]}…"
+    name = clipped(first.name.rpartition(": ")[2], _LETTERS) if first else ""
     words = f"peak {units.bytes_(device.peak)}" + (f"\n{units.percent(first.bytes / device.peak)}: {name}" if first else "")
     left, right = ax.get_xlim()
     late = place > (left + right) / 2

@@ -9,6 +9,7 @@ from workbench.core.display.axes import Bar, bar_chart, shortened
 from workbench.core.display.colors import PHASES
 from workbench.traces.analysis.kernels import Kernels
 from workbench.traces.analysis.modules import Modules
+from workbench.traces.analysis.operators import clipped
 from workbench.traces.analysis.sequences import Sequences, brief, folded
 from workbench.traces.analysis.trace import Trace
 
@@ -23,10 +24,6 @@ KERNEL_COLORS = {"on tensor cores": PHASES["forward"], "without": PHASES["backwa
 
 def kernels(result: Trace | Kernels, ax: Axes | None = None) -> Axes:
     """A bar per kernel, as long as all its launches take; the text is how much of the device's multiprocessors they fill.
-
-    Args:
-        result: a trace, or its kernels.
-        ax: the Axes to draw into; None makes a figure.
 
     Raises:
         ValueError: the trace has no kernels.
@@ -58,10 +55,6 @@ ON_DEVICE = {"on the device": PHASES["forward"]}
 def modules(result: Trace | Modules, ax: Axes | None = None) -> Axes:
     """A bar per module with all that it calls: forward and backward on the host, or work of the device where one computes.
 
-    Args:
-        result: a trace, or its modules.
-        ax: the Axes to draw into; None makes a figure.
-
     Raises:
         ValueError: the trace names no modules.
     """
@@ -76,17 +69,13 @@ def modules(result: Trace | Modules, ax: Axes | None = None) -> Axes:
 
     longest = sorted(range(len(answer.rows)), key=lambda at: -sum(pieces(at)))[:MOST_MODULES]
     bars = [
-        Bar(label="  " * answer.rows[at].depth + _short(answer.rows[at].name), pieces=pieces(at), end=units.seconds(sum(pieces(at))))
+        Bar(label="  " * answer.rows[at].depth + clipped(answer.rows[at].name, 28), pieces=pieces(at), end=units.seconds(sum(pieces(at))))
         for at in sorted(longest)
     ]
     ax = bar_chart(ax, bars, "mean step, with all that is called", ON_DEVICE if device else MODULE_COLORS, row=0.7, more=0.4)
     ax.set_yticks(ax.get_yticks(), [bar.label for bar in bars], ha="left")
     ax.tick_params(axis="y", pad=6 * max(len(bar.label) for bar in bars))
     return ax
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 28 else f"{name[:27]}…"
 
 
 MOST_SEQUENCES, LINES = 8, 4
@@ -96,10 +85,6 @@ SEQUENCE_COLORS = {"the work itself": PHASES["forward"], "gaps between": PHASES[
 
 def sequences(result: Trace | Sequences, ax: Axes | None = None) -> Axes:
     """A bar per sequence: the time of its kernels or operators, and of the gaps between them.
-
-    Args:
-        result: a trace, or its sequences.
-        ax: the Axes to draw into; None makes a figure.
 
     Raises:
         ValueError: no sequence comes again.

@@ -29,10 +29,6 @@ RESOURCE_COLORS = {
 def critical(result: Trace | Bottleneck, ax: Axes | None = None) -> Axes:
     """A bar per resource, as long as it works in a mean step; its full part: nothing else works. The text is the step without it.
 
-    Args:
-        result: a trace, or its critical resource.
-        ax: the Axes to draw into; None makes a figure.
-
     Raises:
         ValueError: no resource works within a step.
     """
@@ -81,10 +77,6 @@ PATH_COLORS = {
 def critical_path(result: Trace | CriticalPath, ax: Axes | None = None) -> Axes:
     """The mean step as one bar of parts; below it a bar per operator, as long as all its time, of which the full part is on the path.
 
-    Args:
-        result: a trace, or its critical path.
-        ax: the Axes to draw into; None makes a figure.
-
     Raises:
         ValueError: there is no step with a length.
     """
@@ -92,7 +84,7 @@ def critical_path(result: Trace | CriticalPath, ax: Axes | None = None) -> Axes:
     if not answer.parts:
         raise ValueError(f"{answer!r} has no step with a length to draw: trace some with a schedule, wb.trace(step, loader)")
     most = answer.rows[:MOST]
-    labels = ["the step", *(_short(row.name) for row in most)]
+    labels = ["the step", *(shortened(row.name.removeprefix("void ")) for row in most)]
     ax = prepared(ax, WIDTH, height(labels) * 0.75 + 0.3)
     scale, unit = scale_of(answer.step_seconds)
     left, drawn = 0.0, {}
@@ -111,10 +103,6 @@ def critical_path(result: Trace | CriticalPath, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _short(name: str) -> str:
-    return shortened(name.removeprefix("void "))
-
-
 IDLE_COLORS = {
     "data": PARTS["data_wait"],
     "waiting": PHASES["h2d"],
@@ -130,10 +118,6 @@ IDLE_COLORS = {
 
 def idle(result: Trace | Idle, ax: Axes | None = None) -> Axes:
     """The mean step in one bar: what the host does while nothing is computed, and the time in which something is.
-
-    Args:
-        result: a trace, or its idle time.
-        ax: the Axes to draw into; None makes a figure.
 
     Raises:
         ValueError: there is no step with a length.

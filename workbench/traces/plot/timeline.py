@@ -15,6 +15,7 @@ from workbench.core.display.colors import PHASES
 from workbench.traces.analysis.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown
 from workbench.traces.analysis.intervals import Spans, covered, union
 from workbench.traces.analysis.kinds import KINDS
+from workbench.traces.analysis.operators import clipped
 from workbench.traces.analysis.rank_breakdown import RankParts
 from workbench.traces.analysis.trace import Trace
 from workbench.traces.analysis.trace_set import TraceSet
@@ -64,10 +65,6 @@ def kind_colors(device: bool) -> dict[str, str]:
 
 def breakdown(result: Trace | Breakdown, ax: Axes | None = None) -> Axes:
     """Each step in parts that add up to it: one stacked bar per step, and their mean.
-
-    Args:
-        result: a trace, or its breakdown.
-        ax: the Axes to draw into; None makes a figure.
 
     Raises:
         ValueError: it has no step with a length.
@@ -129,7 +126,7 @@ def timeline(
     for number in steps:
         if begin <= number.start <= until:
             ax.axvline((number.start - begin) * scale, color=PHASES["other"], linewidth=0.6, zorder=0)
-    rows(ax, [_short(trace.columns.lanes[lane].name) for lane in lanes])
+    rows(ax, [clipped(trace.columns.lanes[lane].name, 24) for lane in lanes])
     ax.set_xlim(0, float(places[-1]))
     ax.set_xlabel(f"time of the trace ({unit})")
     if drawn:
@@ -180,20 +177,12 @@ def _shares(trace: Trace, lane: int, edges: NDArray[np.int64]) -> dict[str, NDAr
     return shares
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 24 else f"{name[:23]}…"
-
-
 MOST_RANKS = 32
 """Ranks that get a bar."""
 
 
 def ranks(result: TraceSet | RankParts, ax: Axes | None = None) -> Axes:
     """The mean step of each rank in parts that add up to it, one stacked bar per rank; stragglers are named beside theirs.
-
-    Args:
-        result: the traces of several ranks, or their breakdown.
-        ax: the Axes to draw into; None makes a figure.
 
     Raises:
         ValueError: there is no step that all ranks have.
