@@ -81,7 +81,7 @@ def test_a_profile_survives_json(given: Any, kept: Profile | None) -> None:
         (0, "steps=0: a whole number of at least 1"),
         ({"step": 3}, "'step' is none of steps, ranks, wait, shapes, stacks, memory, flops; did you mean 'steps'"),
         ({"ranks": "some"}, "ranks='some': \"all\" is allowed, or a list of ranks"),
-        ({"ranks": []}, "at least one is wanted"),
+        ({"ranks": []}, "at least one is needed"),
         ({"ranks": [0, 0]}, "each once"),
         ({"ranks": [-1]}, "-1 is no rank"),
         ({"ranks": [True]}, "True is no rank"),

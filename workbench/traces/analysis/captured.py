@@ -100,8 +100,8 @@ class Captured:
     @classmethod
     def from_json(cls, value: Mapping[str, Any], path: Path) -> "Captured":
         """Inverse of `to_json`."""
-        known = ("traced", "plain", "compared", "spread", "notes")
-        captured = fields_from_json(cls, {name: value[name] for name in known if name in value})
+        older = {"spread": None, **value}
+        captured = fields_from_json(cls, {name: older[name] for name in ("traced", "plain", "compared", "spread", "notes")})
         captured.path = path
         return captured
 

@@ -132,8 +132,8 @@ def lay_out(traces: Trace | Mapping[int, Trace]) -> Layout:
             events = np.flatnonzero((trace.columns.lane == lane) & (kind != KINDS.index("ignored")))
             events, depth = _rows(trace.columns, events)
             device, height = bool(trace.kinds.where(*DEVICE)[events].any()), int(depth.max()) + 1
-            name = trace.columns.lanes[lane].name
-            strips.append(Strip(name=name, rank=rank, device=device, first=rows, rows=height, events=len(depth)))
+            lane_name = trace.columns.lanes[lane].name
+            strips.append(Strip(name=lane_name, rank=rank, device=device, first=rows, rows=height, events=len(depth)))
             order = np.lexsort((trace.columns.start[events], depth))
             events, shift = events[order], shifts[source]
             source_of = np.full(len(events), source, dtype=np.int16)
