@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
-from workbench.batch.analysis.lr_found import LrFound
+from workbench.batch.analysis.lr_range import LrFound
 from workbench.batch.api import find_lr
 from workbench.data.samples import ByteText, Fashion
 from workbench.runs.task import resolve

@@ -30,8 +30,8 @@ import torch.distributed as dist
 import workbench as wb
 from workbench.batch.analysis.noise_estimate import ENOUGH
 from workbench.batch.analysis.noise_scale import NoiseScale
-from workbench.batch.measure.gradient_norms import Stride
-from workbench.batch.measure.noise_log import NoiseLog
+from workbench.batch.measure.gradient_norms import SamplingInterval
+from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.batch.measure.per_sample import per_sample_gradients
 from workbench.runs.task import resolve
 from workbench.train.ranks import Ranks
@@ -208,7 +208,7 @@ def _pairs(trainer: Trainer, own: Path, every: int | None, seconds: float) -> di
     batches = list(itertools.islice(trainer.batches(), trainer.spec.accumulation))
     paused, done = 0.0, 0
     log = NoiseLog(trainer, own)
-    log._stride = stride = Stride(every, clock=lambda: time.perf_counter() - paused)
+    log._stride = stride = SamplingInterval(every, clock=lambda: time.perf_counter() - paused)
 
     def block(watched: bool, steps: int) -> tuple[float, float]:
         nonlocal paused, done

@@ -41,8 +41,8 @@ What is predicted is paler than what was measured, or hollow.
 * `traffic`: what a rank sends in a step, by module; `links`: measured collectives over their size; `twin`: the buckets of DDP's twin.
 """
 
-from workbench.batch.plot import lr_range, noise_scale, plan_proof, scaled_lr
-from workbench.batch.plot_steps import critical_batch, schedule, steps_to_target, time_to_target
+from workbench.batch.plot import lr_range, noise_scale, plan_proof, scaled_lr, schedule
+from workbench.batch.plot_steps import critical_batch, steps_to_target, time_to_target
 from workbench.cluster.plot import links, plan, plan_front, plan_memory, traffic, twin
 from workbench.diagnosis.plot import diagnosis, ladder, proof
 from workbench.diagnosis.plot_loader import loader_curve, unprepared

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.batch.analysis.plan import BatchPlan, divided
+from workbench.batch.analysis.plan import BatchPlan, split_batch
 from workbench.runs.spec import RunSpec
 
 PLAN = BatchPlan(micro_batch=32, accumulation=2, world_size=2, lr=0.1, warmup_steps=10, optimizer="sgd(momentum=0.9)")
@@ -16,7 +16,7 @@ PLAN = BatchPlan(micro_batch=32, accumulation=2, world_size=2, lr=0.1, warmup_st
 
 @given(share=st.integers(1, 5000), ranks=st.integers(1, 64), most=st.integers(1, 600))
 def test_it_is_divided_without_a_remainder(share: int, ranks: int, most: int) -> None:
-    parts = divided(share * ranks, ranks, most)
+    parts = split_batch(share * ranks, ranks, most)
     assert parts.micro_batch * parts.accumulation * ranks == share * ranks
     assert parts.micro_batch <= most
     assert all(share % more or share // more * more < parts.micro_batch for more in range(parts.micro_batch + 1, min(most, share) + 1))
@@ -25,18 +25,18 @@ def test_it_is_divided_without_a_remainder(share: int, ranks: int, most: int) ->
 
 def test_what_cannot_be_divided() -> None:
     with pytest.raises(ValueError, match=r"global_batch=100 cannot be divided over 8 ranks without a remainder: try 96 or 104, or other"):
-        divided(100, 8, 32)
+        split_batch(100, 8, 32)
     with pytest.raises(ValueError, match=r"global_batch=3 cannot be divided over 8 ranks .* try 8, or other ranks"):
-        divided(3, 8, 32)
+        split_batch(3, 8, 32)
     with pytest.raises(ValueError, match=r"micro_batch=0: a whole number of at least 1 is allowed"):
-        divided(8, 8, 0)
+        split_batch(8, 8, 0)
 
 
 def test_a_batch_that_divides_badly_names_better_ones() -> None:
-    parts = divided(2 * 73, 2, 32)
+    parts = split_batch(2 * 73, 2, 32)
     assert (parts.micro_batch, parts.accumulation) == (1, 73)
     assert "73 samples per rank have no better divisor up to 32 than 1: a global batch of 128 or 192 would" in parts.notes[0]
-    assert "a global batch of 64 would" in divided(2 * 31, 2, 30).notes[0] or divided(2 * 31, 2, 30).notes[0].endswith(
+    assert "a global batch of 64 would" in split_batch(2 * 31, 2, 30).notes[0] or split_batch(2 * 31, 2, 30).notes[0].endswith(
         "larger micro-batches"
     )
 
@@ -163,7 +163,7 @@ def test_numbers_of_numpy_become_plain() -> None:
         given.scaled_to(world_size=np.int64(4), micro_batch=np.int64(16)),  # type: ignore[arg-type]
     ):
         assert BatchPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    assert divided(np.int64(96), np.int64(2), np.int64(20)) == divided(96, 2, 20)  # type: ignore[arg-type]
+    assert split_batch(np.int64(96), np.int64(2), np.int64(20)) == split_batch(96, 2, 20)  # type: ignore[arg-type]
 
 
 def test_a_mapping_is_kept_as_its_text() -> None:

@@ -12,7 +12,7 @@ from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.throughput import Throughput
 from workbench.batch.batch_plan import batch_plan
 from workbench.batch.panel import html as planner_faces
-from workbench.batch.panel.model import IMPOSSIBLE, Known, Outlook, batches, planned
+from workbench.batch.panel.model import IMPOSSIBLE, PlannerInputs, TrainingCost, batches, planned
 from workbench.batch.panel.planner import BatchPlanner
 from workbench.runs.spec import RunSpec
 
@@ -205,17 +205,17 @@ def test_what_it_shows_survives_as_text() -> None:
 
 
 def test_html_is_escaped() -> None:
-    found = planned(Known(plan=PLAN), batch=64, ranks=2, accumulation=1, rule="auto")
+    found = planned(PlannerInputs(plan=PLAN), batch=64, ranks=2, accumulation=1, rule="auto")
     assert "<b>" not in planner_faces.static("<b>", found, ([0.1], [0.1]), 64)
 
 
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
-        (3, {}, r"BatchPlanner\(int\): a RunSpec or a BatchPlan is wanted"),
+        (3, {}, r"BatchPlanner\(int\): a RunSpec or a BatchPlan is allowed"),
         (PLAN, {"noise_scale": -1}, "noise_scale=-1: samples above 0"),
         (PLAN, {"noise_scale": True}, "noise_scale=True: samples above 0"),
-        (PLAN, {"steps": 5}, "steps=5: what wb.steps_to_target gave is wanted"),
+        (PLAN, {"steps": 5}, "steps=5: what wb.steps_to_target gave is allowed"),
         (PLAN, {"largest": 0}, "largest=0: a whole number of at least 1"),
         (PLAN, {"dataset_size": -5}, "dataset_size=-5: a whole number of at least 1"),
         (PLAN, {"dataset_size": 0}, "dataset_size=0: a whole number of at least 1"),
@@ -234,5 +234,5 @@ def test_a_noise_scale_that_is_infinite_says_nothing() -> None:
 
 def test_places_and_outlooks() -> None:
     assert batches(PLAN)[:3] == [2, 4, 8]
-    assert math.isnan(Outlook.of(Known(plan=PLAN), PLAN).seconds)
-    assert Outlook.of(Known(plan=PLAN, throughput=Throughput.of(CURVE, world_size=2)), PLAN).rate == 5000
+    assert math.isnan(TrainingCost.of(PlannerInputs(plan=PLAN), PLAN).seconds)
+    assert TrainingCost.of(PlannerInputs(plan=PLAN, throughput=Throughput.of(CURVE, world_size=2)), PLAN).rate == 5000

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
-from workbench.batch.analysis.lr_found import LrFound
-from workbench.batch.analysis.lr_range import LrRangeError
+from workbench.batch.analysis.lr_range import LrFound, LrRangeError
 from workbench.batch.api import find_lr
 from workbench.batch.measure import lr_range
 from workbench.batch.measure.lr_range import loss_in

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from tests import toy_tasks
 from workbench.batch import api
 from workbench.batch.analysis.noise_estimate import NoiseScaleError
-from workbench.batch.analysis.noise_scale import NoiseScale, combined
+from workbench.batch.analysis.noise_scale import NoiseScale, noise_scale_of_ranks
 from workbench.batch.api import noise_scale
-from workbench.batch.measure.gradient_norms import GroupNorms, Stride, norm, read
+from workbench.batch.measure.gradient_norms import GroupNorms, SamplingInterval, norm, read
 from workbench.batch.measure.noise_watch import NoiseWatch
 from workbench.batch.measure.per_sample import exact_noise_of, exact_noise_scale, per_sample_gradients
 from workbench.core import run_directory
@@ -444,7 +444,7 @@ def test_a_step_and_its_loader() -> None:
     with pytest.raises(NoiseScaleError, match="are 9, which 2 backwards do not share equally"):
         noise_scale(step_with(model, optimizer), list(batches(5, 9)), steps=3)
     other = network()
-    with pytest.raises(ValueError, match="one model that is trained is wanted"):
+    with pytest.raises(ValueError, match="one model that is trained is allowed"):
         noise_scale(lambda batch: (model(batch[0]), other(batch[0])), list(batches(5, 9)), steps=3)
 
 
@@ -477,7 +477,7 @@ def test_each_fourth_step_where_nobody_says(by_hand: Make) -> None:
 def test_the_stride_grows_until_looking_costs_little(cost: float, every: int) -> None:
     """A step takes 1 s, looking at it so much more: at most a twenty-fifth of all is spent so, or one step in 64 is looked at."""
     now, looked = 0.0, []
-    stride = Stride(clock=lambda: now)
+    stride = SamplingInterval(clock=lambda: now)
     for step in range(2000):
         now += 1.0 + (cost if stride.looking else 0.0) + (5.0 if step < 3 else 0.0)  # the first steps are slow
         looked.append(step) if stride.looking else None
@@ -491,7 +491,7 @@ def test_the_stride_does_not_grow_by_chance() -> None:
     """Looking takes 7 % of a step here, whose own time varies by a fifth: in ten thousand steps no stretch of bad luck is enough."""
     chance = random.Random(0)
     now = 0.0
-    stride = Stride(clock=lambda: now)
+    stride = SamplingInterval(clock=lambda: now)
     for _ in range(10_000):
         now += chance.uniform(0.9, 1.1) + (0.07 if stride.looking else 0.0)
         stride.step()
@@ -500,13 +500,13 @@ def test_the_stride_does_not_grow_by_chance() -> None:
 
 def test_few_steps_are_timed() -> None:
     asked = itertools.count(0.0)
-    stride = Stride(clock=lambda: next(asked))
+    stride = SamplingInterval(clock=lambda: next(asked))
     stride.every = 64
     for _ in range(640):
         stride.step()
     assert next(asked) <= 3 * 10 + 1
     for _ in range(64):
-        Stride(3, clock=lambda: math.nan).step()  # who says how often is not timed at all
+        SamplingInterval(3, clock=lambda: math.nan).step()  # who says how often is not timed at all
 
 
 def test_a_step_that_is_not_looked_at_has_nothing_attached() -> None:
@@ -552,7 +552,7 @@ def test_the_mean_is_not_looked_for_before_the_last_backward() -> None:
 def test_ranks_that_look_at_different_steps() -> None:
     head = {"world_size": 2, "micro_batch": 4, "accumulation": 1, "every": 4, "dataset_size": None, "optimizer": None}
     often, seldom = ([head, *({"step": step, "small": 2.0, "big": 0.75} for step in range(1, 80, every))] for every in (4, 8))
-    found = combined([often, seldom])
+    found = noise_scale_of_ranks([often, seldom])
     assert (found.every, found.steps) == (8, 10)
 
 
@@ -582,7 +582,7 @@ def test_a_run_that_does_not_measure_it(by_hand: Make) -> None:
 def test_a_spec_is_launched_in_two_halves(tmp_path: Path) -> None:
     found = noise_scale(spec_of(evaluate=True), steps=5, runs_dir=tmp_path)
     assert (found.steps, found.groups, found.micro_batch) == (5, 2, 4)
-    assert found.notes[0] == "measured with 2 × 4 samples per step in the place of 8, so that there are groups to compare"
+    assert found.notes[0] == "measured with 2 × 4 samples per step instead of 8, so that there are groups to compare"
 
 
 TASK = """
@@ -614,7 +614,7 @@ def test_a_launch_that_fails_keeps_what_it_saw(tmp_path: Path, by_hand: Make, mo
     found = noise_scale(spec, steps=20)
     assert found.steps == 7
     assert "the run ended early" in found.notes[0]
-    assert "this is what it had seen" in found.notes[0]
+    assert "this is what it had measured" in found.notes[0]
     (tmp_path / "other.py").write_text(TASK.replace("{factor}", "(1 if len(seen) < 2 else 1 / 0)"))
     with pytest.raises(RunError, match="division by zero"):
         noise_scale(spec.replace(task=f"{tmp_path / 'other.py'}:build"), steps=20)

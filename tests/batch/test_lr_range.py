@@ -13,19 +13,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench import plot
-from workbench.batch.analysis.lr_found import Candidate, LrFound, RuleSays, says
-from workbench.batch.analysis.lr_race import APART, BETWEEN, NoMore, chosen, field, judged, race, ranking, vertex
+from workbench.batch.analysis.lr_race import (
+    CANDIDATE_SPACING,
+    INTERPOLATED,
+    OutOfBatches,
+    conclude,
+    first_candidates,
+    interpolate,
+    race,
+    ranking,
+    winner,
+)
 from workbench.batch.analysis.lr_range import (
     RULES,
+    Candidate,
+    LrFound,
     LrSweep,
+    RuleSuggestion,
     check_options,
     ema,
-    ladder,
+    geometric,
     lightning,
     minimum,
     slide,
     steep,
     suggestions,
+    suggestions_over_seeds,
     valley,
 )
 
@@ -35,7 +48,7 @@ matplotlib.use("Agg")
 def curve(seed: int = 0, *, noise: float = 0.02, best: float = 0.1, count: int = 100, scale: float = 1.0) -> LrSweep:
     """A sweep whose loss falls until `best` and then explodes."""
     random = np.random.default_rng(seed)
-    lrs = ladder(1e-4 * scale, 10 * scale, count)
+    lrs = geometric(1e-4 * scale, 10 * scale, count)
     losses = []
     for lr in lrs:
         x = math.log10(lr / scale / best)
@@ -46,7 +59,7 @@ def curve(seed: int = 0, *, noise: float = 0.02, best: float = 0.1, count: int =
 
 
 def flat(value: float = 2.0) -> LrSweep:
-    lrs = ladder(1e-4, 10, 100)
+    lrs = geometric(1e-4, 10, 100)
     return LrSweep(lrs=lrs, losses=(value,) * 100)
 
 
@@ -89,7 +102,7 @@ def test_suggestions_lie_within_the_sweep(seed: int) -> None:
 
 @given(st.lists(st.floats(0.1, 5), min_size=20, max_size=60, unique=True))
 def test_the_rules_against_numpy(losses: list[float]) -> None:
-    lrs = ladder(1e-5, 1, len(losses))
+    lrs = geometric(1e-5, 1, len(losses))
     values, at = np.array(losses), np.array(lrs)
     assert minimum(lrs, losses) == lrs[values.argmin()] / 10
     slopes = np.diff(values) / np.diff(np.log(at))
@@ -102,18 +115,18 @@ def test_the_rules_against_numpy(losses: list[float]) -> None:
 
 def test_the_valley_is_found() -> None:
     losses = [5.0] * 10 + [5 - 0.2 * k for k in range(21)] + [9.0] * 5
-    lrs = ladder(1e-3, 1, len(losses))
+    lrs = geometric(1e-3, 1, len(losses))
     place = lrs.index(valley(lrs, losses))
     assert 15 <= place <= 21  # the middle of the fall from 9 to 30
 
 
 def test_slide_cannot_tell_on_few_points() -> None:
-    assert slide(ladder(0.1, 1, 10), [1.0] * 10) is None
+    assert slide(geometric(0.1, 1, 10), [1.0] * 10) is None
 
 
 def test_spread_over_seeds() -> None:
     sweeps = [curve(seed, best=best) for seed, best in enumerate((0.05, 0.1, 0.2))]
-    by_rule = {one.rule: one for one in says(sweeps)}
+    by_rule = {one.rule: one for one in suggestions_over_seeds(sweeps)}
     low, high = (suggestions(sweeps[place])["minimum/10"] for place in (0, 2))
     assert (by_rule["minimum/10"].low, by_rule["minimum/10"].high, by_rule["minimum/10"].seeds) == (low, high, 3)
     assert list(by_rule) == list(RULES)
@@ -123,7 +136,7 @@ def test_spread_over_seeds() -> None:
 
 
 def test_a_constant_loss_cannot_tell() -> None:
-    found = judged([flat(), flat()])
+    found = conclude([flat(), flat()])
     assert found.lr is None
     assert found.changes() == {}
     assert "cannot tell: the loss is 2 in every step" in found.why
@@ -134,9 +147,9 @@ def test_a_constant_loss_cannot_tell() -> None:
 
 def test_a_loss_that_never_falls_is_said() -> None:
     random = np.random.default_rng(1)
-    lrs = ladder(1e-4, 10, 100)
+    lrs = geometric(1e-4, 10, 100)
     sweeps = [LrSweep(lrs=lrs, losses=tuple(2.3 + 0.1 * random.standard_normal(100)), seed=seed) for seed in range(5)]
-    found = judged(sweeps)
+    found = conclude(sweeps)
     assert found.lr is None
     assert "never falls by more than its noise in 5 of 5 sweeps" in found.why
     assert len(found.sweeps) == 5  # what was learnt
@@ -144,7 +157,7 @@ def test_a_loss_that_never_falls_is_said() -> None:
 
 
 def test_without_a_race_nothing_is_verified() -> None:
-    found = judged([curve(seed) for seed in range(3)])
+    found = conclude([curve(seed) for seed in range(3)])
     assert not found.verified
     assert found.lr == next(one.lr for one in found.suggestions if one.rule == "minimum/10")
     assert "no race has settled it" in found.why
@@ -153,19 +166,19 @@ def test_without_a_race_nothing_is_verified() -> None:
 
 @given(st.floats(1e-4, 10))
 def test_a_race_finds_the_lowest_point(best: float) -> None:
-    rules = (RuleSays(rule="minimum/10", lr=0.03, low=0.03, high=0.03, seeds=5), RuleSays(rule="steep", lr=0.05))
-    ran = race(field(rules), hill(best))
+    rules = (RuleSuggestion(rule="minimum/10", lr=0.03, low=0.03, high=0.03, seeds=5), RuleSuggestion(rule="steep", lr=0.05))
+    ran = race(first_candidates(rules), hill(best))
     assert [one.lr for one in ran] == sorted(one.lr for one in ran)
-    found = chosen(ran, 2.0)
+    found = winner(ran, 2.0)
     if 1e-3 < best < 8:  # the field grows where the best stands at its end
-        assert best / 1.6 <= found.lr <= best * APART**0.5
+        assert best / 1.6 <= found.lr <= best * CANDIDATE_SPACING**0.5
     assert ranking(ran)[0].mean(1) == min(one.mean(1) for one in ran if len(one.scores) == len(ranking(ran)[0].scores))
 
 
 def test_all_candidates_diverge() -> None:
-    rules = (RuleSays(rule="minimum/10", lr=0.03),)
-    ran = race(field(rules), lambda lr, number: math.inf)
-    found = judged([curve(seed) for seed in range(3)], ran, race_steps=80)
+    rules = (RuleSuggestion(rule="minimum/10", lr=0.03),)
+    ran = race(first_candidates(rules), lambda lr, number: math.inf)
+    found = conclude([curve(seed) for seed in range(3)], ran, race_steps=80)
     assert found.lr is None
     assert "none of 8 candidates from" in found.why
     assert LrFound.from_json(found.to_json()) == found
@@ -176,39 +189,43 @@ def test_a_race_that_is_broken_off_keeps_its_scores() -> None:
 
     def run(lr: float, number: int) -> float:
         if next(count) == 5:
-            raise NoMore
+            raise OutOfBatches
         return 1.0 + lr
 
-    ran = race(field((RuleSays(rule="minimum/10", lr=0.03),)), run)
+    ran = race(first_candidates((RuleSuggestion(rule="minimum/10", lr=0.03),)), run)
     assert len(ran) == 5
     assert all(len(one.scores) == 1 for one in ran)
 
 
 def test_steep_takes_part_where_it_stands_apart() -> None:
     def names(steepest: float) -> set[str]:
-        return {one.name for one in field((RuleSays(rule="minimum/10", lr=0.1), RuleSays(rule="steep", lr=steepest)))}
+        return {
+            one.name for one in first_candidates((RuleSuggestion(rule="minimum/10", lr=0.1), RuleSuggestion(rule="steep", lr=steepest)))
+        }
 
     assert "steep" in names(0.001)
     assert "steep" not in names(0.101)
-    assert field((RuleSays(rule="minimum/10", lr=None),)) == ()
+    assert first_candidates((RuleSuggestion(rule="minimum/10", lr=None),)) == ()
 
 
 def test_the_vertex_of_a_parabola() -> None:
     three = [Candidate(lr=lr, name="", scores=(hill(0.15)(lr, 0),)) for lr in (0.056, 0.1, 0.178)]
-    assert vertex(three, three[1]) == pytest.approx(math.sqrt(0.1 * 0.178) / 1.25)  # half-way to the neighbour at most
-    assert vertex(three, three[0]) is None
-    assert vertex([replace(three[0], scores=(math.inf,)), *three[1:]], three[1]) is None
+    assert interpolate(three, three[1]) == pytest.approx(math.sqrt(0.1 * 0.178) / 1.25)  # half-way to the neighbour at most
+    assert interpolate(three, three[0]) is None
+    assert interpolate([replace(three[0], scores=(math.inf,)), *three[1:]], three[1]) is None
 
 
 def test_the_one_between_has_to_be_as_good() -> None:
     best = Candidate(lr=0.1, name="minimum/10", scores=(1.0, 1.0, 1.0))
-    for score, winner in ((1.005, BETWEEN), (1.1, "minimum/10")):
-        assert chosen([best, Candidate(lr=0.08, name=BETWEEN, scores=(score,) * 3)], 2.0).name == winner
+    for score, name in ((1.005, INTERPOLATED), (1.1, "minimum/10")):
+        assert winner([best, Candidate(lr=0.08, name=INTERPOLATED, scores=(score,) * 3)], 2.0).name == name
 
 
 def raced() -> LrFound:
     sweeps = [curve(seed) for seed in range(5)]
-    return judged(sweeps, race(field(says(sweeps)), hill(0.2)), race_steps=80, batch=32, steps=1800, notes=("a note",))
+    return conclude(
+        sweeps, race(first_candidates(suggestions_over_seeds(sweeps)), hill(0.2)), race_steps=80, batch=32, steps=1800, notes=("a note",)
+    )
 
 
 def test_what_was_found_shows_itself() -> None:
@@ -246,7 +263,7 @@ def test_picture() -> None:
     assert list(lines["race: loss over 80 steps"].get_xdata()) == [one.lr for one in found.race if math.isfinite(one.mean(1))]
     assert {text.get_text() for text in ax.texts} == set(RULES)
     assert ax.get_xscale() == "log"
-    assert plot.lr_range(judged([flat()]), ax=matplotlib.figure.Figure().subplots()).get_xlabel() == "learning rate"
+    assert plot.lr_range(conclude([flat()]), ax=matplotlib.figure.Figure().subplots()).get_xlabel() == "learning rate"
     with pytest.raises(ValueError, match="no sweeps to draw"):
         plot.lr_range(LrFound(lr=None))
 

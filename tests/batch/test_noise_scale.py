@@ -16,13 +16,13 @@ from workbench.batch.analysis.noise_estimate import (
     NoiseScaleError,
     NoiseSteps,
     Numbers,
-    beginning,
     block_length,
     blocks,
-    fieller,
+    fieller_interval,
     relative_error,
+    transient_length,
 )
-from workbench.batch.analysis.noise_scale import NoiseScale, combined
+from workbench.batch.analysis.noise_scale import NoiseScale, noise_scale_of_ranks
 
 matplotlib.use("Agg")
 TRUTH = 100.0
@@ -99,7 +99,7 @@ def test_nine_in_ten_intervals_hold_the_truth(groups: int, micro_batch: int, ste
     for _ in range(trials):
         pairs = drawn(rng, groups=groups, micro_batch=micro_batch, steps=steps)
         norms = NoiseSteps.of(pairs, micro_batch=micro_batch, groups=groups, level=0.9, dataset_size=None)
-        found.append(norms.over(norms.start, steps))
+        found.append(norms.window(norms.start, steps))
     held = sum(one.low <= TRUTH <= one.high for one in found)
     assert 0.85 * trials <= held <= 0.97 * trials
     if micro_batch == 8 and steps == 30:
@@ -130,9 +130,9 @@ def test_steps_that_resemble_their_neighbours_make_longer_blocks() -> None:
             noise[:, step] = 0.9 * noise[:, step - 1] + math.sqrt(1 - 0.81) * noise[:, step]
         trace, squares = 10 + noise[0], 1 + 0.1 * noise[1]
         length = block_length(trace, squares)
-        low, high = fieller(blocks(trace, length), blocks(squares, length), 0.9)
+        low, high = fieller_interval(blocks(trace, length), blocks(squares, length), 0.9)
         held += low <= 10 <= high
-        low, high = fieller(trace, squares, 0.9)
+        low, high = fieller_interval(trace, squares, 0.9)
         naive += low <= 10 <= high
     assert held >= 78
     assert naive <= 50
@@ -171,7 +171,7 @@ def test_larger_groups_take_fewer_steps() -> None:
     assert 0.4 <= predicted / needed <= 2.5
     assert "larger ones help more than more steps" in str(short)
     assert short.steps_with(groups=8) < short.steps_with(groups=2)
-    with pytest.raises(NoiseScaleError, match="2 groups are wanted"):
+    with pytest.raises(NoiseScaleError, match="2 groups are allowed"):
         short.steps_with(groups=1)
 
 
@@ -184,7 +184,7 @@ def test_a_beginning_with_larger_gradients_is_left_out() -> None:
     assert found.squares == pytest.approx(0.01, rel=0.5)
     assert "gradients still changed in size" in str(found)
     assert made().left_out == 0
-    assert beginning(np.full(10, 2.0)) == 0
+    assert transient_length(np.full(10, 2.0)) == 0
 
 
 def test_it_is_followed_over_the_training() -> None:
@@ -264,13 +264,13 @@ def test_what_cannot_be_estimated(pairs: list[tuple[float, float]], more: dict[s
 def test_fieller_at_its_edges() -> None:
     rng = np.random.default_rng(0)
     noise = rng.standard_normal(50)
-    assert fieller(noise, noise[::-1], 0.9) == (0.0, math.inf)  # neither is known to be above 0
-    low, high = fieller(noise + 10, noise[::-1] * 10, 0.9)
+    assert fieller_interval(noise, noise[::-1], 0.9) == (0.0, math.inf)  # neither is known to be above 0
+    low, high = fieller_interval(noise + 10, noise[::-1] * 10, 0.9)
     assert 0 < low < math.inf
     assert high == math.inf
-    assert fieller(np.full(5, 6.0), np.full(5, 2.0), 0.9) == (3.0, 3.0)
+    assert fieller_interval(np.full(5, 6.0), np.full(5, 2.0), 0.9) == (3.0, 3.0)
     assert relative_error(np.full(5, 6.0), -np.ones(5)) == math.inf
-    low, high = fieller(rng.standard_normal(50), 10 + noise, 0.9)
+    low, high = fieller_interval(rng.standard_normal(50), 10 + noise, 0.9)
     assert low == 0
     assert 0 < high < 1
 
@@ -290,18 +290,18 @@ def rows(rank: int, pairs: list[tuple[float | None, float | None]], **more: Any)
 
 
 def test_the_files_of_ranks_are_put_together() -> None:
-    found = combined([rows(0, [(2.0, 0.5), (4.0, 1.0), (1.0, 1.0)]), rows(1, [(4.0, 0.5), (2.0, 2.0)])])
+    found = noise_scale_of_ranks([rows(0, [(2.0, 0.5), (4.0, 1.0), (1.0, 1.0)]), rows(1, [(4.0, 0.5), (2.0, 2.0)])])
     assert found.pairs == ((3.0, 1.0), (3.0, 3.0))  # the third is not written everywhere yet
     assert found.groups == 6
     assert found.micro_batch == 8
     assert found.optimizer == {"name": "sgd"}
-    found = combined([rows(0, [(2.0, 0.5), (4.0, 1.0), (None, None)]), rows(1, [(4.0, 0.5), (2.0, 2.0), (1.0, 1.0)])])
+    found = noise_scale_of_ranks([rows(0, [(2.0, 0.5), (4.0, 1.0), (None, None)]), rows(1, [(4.0, 0.5), (2.0, 2.0), (1.0, 1.0)])])
     assert found.steps == 2
     assert "1 steps left out: their micro-batches were taken in parts" in str(found)
     with pytest.raises(NoiseScaleError, match="1 ranks have written gradient norms so far, and all are needed"):
-        combined([rows(0, [(2.0, 0.5)] * 3)])
+        noise_scale_of_ranks([rows(0, [(2.0, 0.5)] * 3)])
     with pytest.raises(NoiseScaleError, match="0 ranks have written"):
-        combined([])
+        noise_scale_of_ranks([])
 
 
 def test_the_picture() -> None:
@@ -309,8 +309,8 @@ def test_the_picture() -> None:
     ax = found.plot()
     estimate = next(line for line in ax.get_lines() if line.get_label() == "estimate so far")
     assert np.asarray(estimate.get_ydata())[-1] == pytest.approx(found.b_simple)
-    stretches = next(line for line in ax.get_lines() if line.get_label() == "a stretch by itself")
-    assert len(np.asarray(stretches.get_xdata())) == len(found.over_time)
+    windows = next(line for line in ax.get_lines() if line.get_label() == "windowed estimate")
+    assert len(np.asarray(windows.get_xdata())) == len(found.over_time)
     assert any("enough, from step" in text.get_text() for text in ax.texts)
     assert ax.get_ylabel() == "noise scale (samples)"
     assert ax.get_xlabel() == "optimizer step"

@@ -12,16 +12,12 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from workbench import plot
-from workbench.batch.analysis.choose_plan import SLACK, Candidate, best, candidates, worth
 from workbench.batch.analysis.critical_batch import CriticalBatch
 from workbench.batch.analysis.plan import BatchPlan
-from workbench.batch.analysis.proof import Course, Gain, PlanProof
-from workbench.batch.analysis.throughput import Throughput
-from workbench.batch.batch_plan import batch_plan
-from workbench.batch.facts import Subject, within
-from workbench.batch.measured_throughput import MOST, measured, places
-from workbench.batch.proposal import ProposedPlan
-from workbench.batch.prove_plan import prove_plan
+from workbench.batch.analysis.proof import Gain, LossCurve, PlanProof
+from workbench.batch.analysis.throughput import SLACK, BatchCandidate, Throughput, best_candidate, candidates, worth
+from workbench.batch.batch_plan import ProposedPlan, batch_plan, prove_plan
+from workbench.batch.facts import MAX_MICRO_BATCHES, TaskFacts, limit_warmup, measure_throughput, micro_batches_to_try
 from workbench.runs.spec import SpecError
 
 SPEC = wb.RunSpec(task="fashion-mlp", micro_batch=16, nproc_per_node=2)
@@ -86,18 +82,18 @@ def test_a_throughput_shows_itself_and_comes_back() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_places_are_few_and_hold_the_present_one(now: int, largest: int) -> None:
-    found = places(now, largest)
+    found = micro_batches_to_try(now, largest)
     assert found == sorted(set(found))
     assert min(now, largest) in found
     assert 1 <= found[0] <= found[-1] <= largest
-    assert len(found) <= MOST
+    assert len(found) <= MAX_MICRO_BATCHES
 
 
 def test_a_real_sweep(tmp_path: Path) -> None:
-    curve = measured(SPEC.replace(noise_scale=False), [64], steps=14, runs_dir=tmp_path)
+    curve = measure_throughput(SPEC.replace(noise_scale=False), [64], steps=14, runs_dir=tmp_path)
     assert (curve.kind, curve.world_size, curve.micro_batches) == ("measured", 2, (64,))
     assert curve.samples_per_sec(micro_batch=64) > 0
-    with pytest.raises(ValueError, match="runs without accumulation that took steps are wanted"):
+    with pytest.raises(ValueError, match="only runs without accumulation that took steps"):
         Throughput.from_runs([])
 
 
@@ -111,7 +107,7 @@ def test_the_best_is_within_the_slack_and_no_larger_than_it_must_be(noise: float
     if not found:
         assert largest < 1
         return
-    one = best(found)
+    one = best_candidate(found)
     top = max(other.useful for other in found)
     assert one.useful >= (1 - SLACK) * top
     assert all(other.global_batch >= one.global_batch for other in found if other.useful >= (1 - SLACK) * top)
@@ -131,10 +127,10 @@ def test_worth_is_half_at_the_noise_scale() -> None:
 
 def test_there_must_be_one() -> None:
     with pytest.raises(ValueError, match="no way to make a batch"):
-        best([])
-    slow = Candidate(micro_batch=1, accumulation=4, world_size=1, samples_per_sec=10.0, worth=math.nan)
-    fast = Candidate(micro_batch=4, accumulation=1, world_size=1, samples_per_sec=10.2, worth=math.nan)
-    assert best([slow, fast]) is fast
+        best_candidate([])
+    slow = BatchCandidate(micro_batch=1, accumulation=4, world_size=1, samples_per_sec=10.0, worth=math.nan)
+    fast = BatchCandidate(micro_batch=4, accumulation=1, world_size=1, samples_per_sec=10.2, worth=math.nan)
+    assert best_candidate([slow, fast]) is fast
 
 
 # --- the plan
@@ -225,12 +221,12 @@ def test_a_warm_up_takes_a_tenth_of_the_run_at_most() -> None:
 def test_a_warm_up_of_ones_own_keeps_its_share(own: int, batch: int, steps: int) -> None:
     before = BatchPlan(micro_batch=32, lr=0.1, warmup_steps=own, optimizer="sgd")
     scaled = before.scaled_to(global_batch=batch, micro_batch=batch, dataset_size=8000)
-    found = within(scaled, before, steps * 32)
+    found = limit_warmup(scaled, before, steps * 32)
     new_steps = max(1, steps * 32 // batch)
     assert found.warmup_steps <= max(0.1 * new_steps, math.ceil(new_steps * own / steps))
     assert found.warmup_steps in (scaled.warmup_steps, found.warmup_steps)
-    assert within(before, before, steps * 32) is before
-    assert within(scaled, before, None) is scaled
+    assert limit_warmup(before, before, steps * 32) is before
+    assert limit_warmup(scaled, before, None) is scaled
 
 
 def test_a_warm_up_of_ones_own_that_takes_most_of_the_run_is_said() -> None:
@@ -246,7 +242,7 @@ def test_a_proof_is_of_the_plan_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         asked[:] = [spec for _, spec in specs]
         raise SpecError("enough is known")
 
-    monkeypatch.setattr("workbench.batch.prove_plan.run_all", runs)
+    monkeypatch.setattr("workbench.batch.batch_plan.run_all", runs)
     plan = batch_plan(SPEC.replace(steps=400), global_batch=64, noise_scale=150, throughput=CURVE)
     for steps, warmup in ((400, 20), (800, 20), (100, 5)):
         with pytest.raises(SpecError, match="enough is known"):
@@ -317,28 +313,28 @@ def odd():
     return task(lambda weights: Odd(weights, lr=0.02), lambda: [torch.zeros(1)] * 12)
 """
     own.write_text(text)
-    found = Subject.of(wb.RunSpec(task=f"{own}:built"))
+    found = TaskFacts.of(wb.RunSpec(task=f"{own}:built"))
     assert (found.optimizer, found.lr, found.dataset_size) == ("adamw(betas=(0.8, 0.9))", 0.02, 12)
-    assert Subject.of(wb.RunSpec(task=f"{own}:built", optimizer="sgd(lr=0.3, nesterov=True)", lr=0.5)).lr == 0.5
+    assert TaskFacts.of(wb.RunSpec(task=f"{own}:built", optimizer="sgd(lr=0.3, nesterov=True)", lr=0.5)).lr == 0.5
     with pytest.raises(ValueError, match="no rule is known for 'Odd'"):
-        Subject.of(wb.RunSpec(task=f"{own}:odd"))
+        TaskFacts.of(wb.RunSpec(task=f"{own}:odd"))
 
 
 # --- the proof
 
 
-def report(losses: list[float], batch: int, window: float) -> Course:
+def report(losses: list[float], batch: int, window: float) -> LossCurve:
     """What a run leaves whose losses were these."""
     found = [{"step": i, "samples": i * batch, "loss": loss} for i, loss in enumerate(losses, 1)]
-    return Course.of([*found, {"step": 9, "accuracy": 0.5}], window, plan="old", seed=0, samples_per_sec=100.0)
+    return LossCurve.of([*found, {"step": 9, "accuracy": 0.5}], window, plan="old", seed=0, samples_per_sec=100.0)
 
 
-def straight(plan: str, batch: int, rate: float, *, slope: float = 1.0, seed: int = 0, samples: int = 100) -> Course:
+def straight(plan: str, batch: int, rate: float, *, slope: float = 1.0, seed: int = 0, samples: int = 100) -> LossCurve:
     places = tuple(range(10, samples + 1, 10))
-    return Course(plan=plan, seed=seed, samples=places, losses=tuple(2 - slope * one / 100 for one in places), samples_per_sec=rate)
+    return LossCurve(plan=plan, seed=seed, samples=places, losses=tuple(2 - slope * one / 100 for one in places), samples_per_sec=rate)
 
 
-def proof(*courses: Course, **more: Any) -> PlanProof:
+def proof(*courses: LossCurve, **more: Any) -> PlanProof:
     new = PLAN.scaled_to(global_batch=64, micro_batch=32)
     return PlanProof(
         **{"old": PLAN, "new": new, "predicted": Gain(throughput=1.9, samples=1.2), "samples": 100, "courses": courses, **more}
@@ -437,7 +433,7 @@ def test_what_cannot_be_proved(options: dict[str, Any], said: str) -> None:
 def test_a_real_proof(tmp_path: Path) -> None:
     plan = batch_plan(SPEC.replace(lr=0.15, steps=400), global_batch=64, noise_scale=100, throughput=CURVE)
     found = plan.prove(steps=160, seeds=(0,), runs_dir=tmp_path)
-    assert found.old == plan.before == Subject.of(plan.spec).plan(plan.spec)
+    assert found.old == plan.before == TaskFacts.of(plan.spec).plan(plan.spec)
     assert {one.plan for one in found.courses} == {"old", "new"}
     assert found.samples == 160 * 32
     assert found.target < 1.6

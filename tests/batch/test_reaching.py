@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from workbench import plot
 from workbench.batch.analysis.critical_batch import CriticalBatch, Point
-from workbench.batch.analysis.steps_to_target import TRIALS, StepsToTarget
-from workbench.batch.analysis.time_to_target import TimeToTarget, rates_of
-from workbench.batch.analysis.trials import TUNED, Agenda, Job, Order, Target, Trial
+from workbench.batch.analysis.steps_to_target import TRIALS, StepsToTarget, TimeToTarget, rates_of
+from workbench.batch.analysis.trials import TUNED, ExperimentPlan, Job, Target, Trial, TrialScheduler
 
 LOSS = Target(name="loss", value=0.5, rises=False)
 DIGITS = {2: 1128, 8: 315, 32: 125, 128: 85, 512: 75, 1400: 75}
@@ -107,7 +106,7 @@ def test_points_that_cannot_tell() -> None:
     [
         ({8: 100}, "two batches .* reached at batch 8 only: try a target that is easier"),
         ([Point(batch=8, steps=100, reached=False)] * 3, "reached at no batch"),
-        ({8: 100, 16: -1}, "a batch and steps above 0 are wanted"),
+        ({8: 100, 16: -1}, "a batch and steps above 0 are allowed"),
     ],
 )
 def test_too_little_for_a_law(points: Any, said: str) -> None:
@@ -232,7 +231,7 @@ def test_what_was_learnt_before_the_end(tmp_path: Path) -> None:
 # --- what is tried next
 
 
-ORDER = Order(
+ORDER = ExperimentPlan(
     target=LOSS,
     batches=(8, 32, 128, 512),
     rules=(),
@@ -249,16 +248,16 @@ ORDER = Order(
 )
 
 
-def rates(order: Order, lr: float) -> dict[tuple[str, str, int], float]:
+def rates(order: ExperimentPlan, lr: float) -> dict[tuple[str, str, int], float]:
     rules = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
     places = itertools.product(order.optimizers, rules, {*order.batches, order.base_batch})
     return {(name, rule, batch): lr * (batch / order.base_batch) ** rules[rule] for name, rule, batch in places}
 
 
-def simulated(order: Order, lr: float, *, best: float = 1.0, b_crit: float = 100.0) -> list[Trial]:
+def simulated(order: ExperimentPlan, lr: float, *, best: float = 1.0, b_crit: float = 100.0) -> list[Trial]:
     """All that the agenda asks for, of a model whose best learning rate is the damped one, and which diverges at four times it."""
-    agenda, done = Agenda(order, rates(order, lr)), list[Trial]()
-    while jobs := agenda.wanted(done):
+    agenda, done = TrialScheduler(order, rates(order, lr)), list[Trial]()
+    while jobs := agenda.runnable(done):
         job = jobs[0]
         off = math.log2(job.lr * (1 + b_crit / job.batch) / best)
         steps = 100 * (1 + b_crit / job.batch) * (1 + 0.1 * off**2) * (1 + 0.01 * job.seed)
@@ -288,9 +287,9 @@ def test_a_search_finds_the_best_rate_wherever_it_starts(lr: float, best: float,
 
 def test_one_process_or_several_ask_for_the_same() -> None:
     done = simulated(ORDER, 0.3)
-    agenda = Agenda(ORDER, rates(ORDER, 0.3))
-    assert agenda.wanted(done) == []
-    assert agenda.wanted(reversed(done)) == []
+    agenda = TrialScheduler(ORDER, rates(ORDER, 0.3))
+    assert agenda.runnable(done) == []
+    assert agenda.runnable(reversed(done)) == []
     assert len({(one.batch, one.rule, one.optimizer, one.lr, one.seed) for one in done}) == len(done)
     assert agenda.total(done) == len(done)
     assert agenda.total([]) == 4 * (3 + 1)  # three rates at each batch, and the other seed
@@ -308,18 +307,18 @@ def test_rules_are_not_tried_again_where_there_is_no_hope() -> None:
 
 def test_how_many_trials_there_will_be() -> None:
     order = dataclasses.replace(ORDER, rules=("linear", "none"), retune=(), seeds=20, batches=(32, 64, 128, 256))
-    agenda = Agenda(order, rates(order, 0.1))
+    agenda = TrialScheduler(order, rates(order, 0.1))
     assert agenda.total([]) == 4 * 2 * 20  # though only the first seeds can be begun
     first = [trial(32, 100.0, rule="none", optimizer="", seed=seed) for seed in range(3)]
     assert agenda.total(first) == 4 * 2 * 20
     assert agenda.total([*first, trial(64, None, rule="none", optimizer="", seed=0)]) == 4 * 2 * 20 - 19  # hopeless
-    assert Agenda(dataclasses.replace(order, patience=None), agenda.rates).total(first) == 4 * 2 * 20
+    assert TrialScheduler(dataclasses.replace(order, patience=None), agenda.rates).total(first) == 4 * 2 * 20
     both = dataclasses.replace(order, retune=(0.5, 1.0, 2.0))
-    assert Agenda(both, rates(both, 0.1)).total([]) == 4 * 2 * 20 + 4 * (3 + 19)
+    assert TrialScheduler(both, rates(both, 0.1)).total([]) == 4 * 2 * 20 + 4 * (3 + 19)
 
 
 def test_what_is_hopeless() -> None:
-    agenda = Agenda(ORDER, rates(ORDER, 0.1))
+    agenda = TrialScheduler(ORDER, rates(ORDER, 0.1))
 
     def limit(batch: int, *done: Trial) -> int:
         return agenda.limit(Job(batch=batch, rule="none", optimizer="sgd", lr=0.1, seed=0), done)
@@ -331,7 +330,7 @@ def test_what_is_hopeless() -> None:
     assert limit(32, known, trial(128, 20.0), trial(32, None)) == 240
     assert limit(32, trial(32, 100.0, optimizer="lars")) == 10_000
     assert dataclasses.replace(ORDER, patience=None).patience is None
-    assert Order.from_json(json.loads(json.dumps(ORDER.to_json()))) == ORDER
+    assert ExperimentPlan.from_json(json.loads(json.dumps(ORDER.to_json()))) == ORDER
 
 
 def test_the_moment_of_crossing() -> None:

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.batch.analysis.optimizer import Described
-from workbench.batch.analysis.scale_lr import scale_lr, worst
+from workbench.batch.analysis.optimizer import OptimizerDescription
+from workbench.batch.analysis.scale_lr import scale_lr, worst_validity
 from workbench.batch.analysis.scaled_lr import RULES, ScaledLr
 from workbench.core import optimizer_table
 from workbench.runs.spec import RunSpec
@@ -46,7 +46,7 @@ def test_the_same_batch_changes_nothing(rule: str, lr: float, batch: int) -> Non
     found = line(rule, warmup_steps=10)(lr, batch, batch)
     assert found.lr == pytest.approx(lr, rel=1e-12)
     assert (found.factor, found.valid, found.warmup_steps) == (1.0, "inside", 10)
-    assert found.betas == Described.of(found.base).betas
+    assert found.betas == OptimizerDescription.of(found.base).betas
     assert found.optimizer() == found.base
 
 
@@ -260,10 +260,10 @@ def test_a_critical_batch_is_believed() -> None:
 
 
 def test_lights_in_order() -> None:
-    assert worst("inside", "edge", "outside", "unknown") == "outside"
-    assert worst("inside", "unknown") == "unknown"
-    assert worst("edge", "unknown") == "edge"
-    assert worst("unknown") == "unknown"
+    assert worst_validity("inside", "edge", "outside", "unknown") == "outside"
+    assert worst_validity("inside", "unknown") == "unknown"
+    assert worst_validity("edge", "unknown") == "edge"
+    assert worst_validity("unknown") == "unknown"
 
 
 def test_beyond_malladis_domain() -> None:
@@ -359,7 +359,7 @@ def test_it_shows_itself() -> None:
         ({"rule": "adam", "optimizer": "adagrad"}, r"the optimizer is adagrad: try sqrt or damped, or auto"),
         ({"rule": "damped"}, r"rule='damped' needs the noise: give noise_scale=… .* or critical_batch=…"),
         ({"optimizer": "adamm"}, r"no rule is known for 'adamm'; did you mean 'adam'\? known are adagrad, adam, "),
-        ({"optimizer": {"name": "Shampoo"}}, r"no rule is known for 'Shampoo'; .* give the name of that which it resembles"),
+        ({"optimizer": {"name": "Shampoo"}}, r"no rule is known for 'Shampoo'; .* give the name of the optimizer that it resembles most"),
         ({"optimizer": {"lr": 1}}, r"a mapping needs a \"name\""),
         ({"optimizer": "adam(betas=(0.9, 1.0))"}, r"betas and momentum from 0 to below 1 are allowed"),
         ({"optimizer": "adam(betas=0.9)"}, r"betas and momentum from 0 to below 1 are allowed"),
@@ -367,13 +367,13 @@ def test_it_shows_itself() -> None:
         ({"optimizer": "adamw(beta=(.9,.95))"}, r"adamw has no option 'beta'; did you mean 'betas'\? it has betas, eps, amsgrad, lr, "),
         ({"optimizer": "sgd(momentun=.9)"}, r"sgd has no option 'momentun'; did you mean 'momentum'\?"),
         ({"optimizer": {"name": "sgd", "momentun": 0.9}}, r"sgd has no option 'momentun'; did you mean 'momentum'\?"),
-        ({"optimizer": "sgd(**{'momentum': 0.9})"}, r"a name with options is wanted"),
+        ({"optimizer": "sgd(**{'momentum': 0.9})"}, r"a name with options is allowed"),
         ({"optimizer": 3}, r'optimizer is 3: a name with options such as .* or a mapping with a "name"; try optimizer="adamw"'),
         ({"optimizer": torch.optim.RMSprop}, r'optimizer is the class RMSprop: .* try optimizer="rmsprop"'),
         ({"optimizer": BUILT}, r'optimizer is a built AdamW: .* try optimizer=\{"name": "adamw", \*\*optimizer\.param_groups\[0\]\}'),
-        ({"optimizer": "sgd(0.1)"}, r"a name with options is wanted"),
-        ({"optimizer": "sgd(momentum=open)"}, r"a name with options is wanted"),
-        ({"noise_scale": -3}, r"noise scale of -3: a number of samples above 0 is wanted, or what measured it"),
+        ({"optimizer": "sgd(0.1)"}, r"a name with options is allowed"),
+        ({"optimizer": "sgd(momentum=open)"}, r"a name with options is allowed"),
+        ({"noise_scale": -3}, r"noise scale of -3: a number of samples above 0 is allowed, or what measured it"),
         ({"critical_batch": float("inf")}, r"critical batch of inf: a number of samples above 0"),
     ],
 )

@@ -130,9 +130,9 @@ def test_what_has_no_schedule() -> None:
     stepper = optimizer()
     with pytest.raises(ValueError, match=r"ReduceLROnPlateau goes by the loss, .* wb\.plot\.metrics\(run\)"):
         scheduled(of_torch.ReduceLROnPlateau(stepper), 5)
-    with pytest.raises(ValueError, match=r"0\.1: a torch scheduler is wanted, or a function that makes one: lambda optimizer"):
+    with pytest.raises(ValueError, match=r"0\.1: a torch scheduler is allowed, or a function that makes one: lambda optimizer"):
         scheduled(0.1, 5)
-    with pytest.raises(ValueError, match="a torch scheduler is wanted"):
+    with pytest.raises(ValueError, match="a torch scheduler is allowed"):
         scheduled(lambda stepper: stepper, 5)
     with pytest.raises(ValueError, match="the ExponentialLR does not say how many steps it is made for: give steps=…"):
         scheduled(of_torch.ExponentialLR(stepper, 0.9))
@@ -230,13 +230,13 @@ def test_a_part_of_the_peak() -> None:
 
 
 def test_what_cannot_be_drawn() -> None:
-    with pytest.raises(ValueError, match="no schedule to draw: a RunSpec, a torch scheduler or a Schedule is wanted"):
+    with pytest.raises(ValueError, match="no schedule to draw: a RunSpec, a torch scheduler or a Schedule is allowed"):
         plot.schedule([])
     with pytest.raises(ValueError, match="by='time': allowed are 'auto', 'steps', 'samples'"):
         plot.schedule(SPEC, by="time")
     with pytest.raises(ValueError, match="by='samples' needs to know the samples per step: give batch=…"):
         plot.schedule(of_torch.CosineAnnealingLR(optimizer(), 10), by="samples")
-    with pytest.raises(ValueError, match="a torch scheduler is wanted"):
+    with pytest.raises(ValueError, match="a torch scheduler is allowed"):
         plot.schedule("text-gpt")
 
 

@@ -13,10 +13,11 @@ import torch
 import workbench as wb
 from workbench.batch import steps_to_target
 from workbench.batch.analysis.steps_to_target import TRIALS, StepsToTarget
-from workbench.batch.analysis.trials import Agenda, Job, Order, Target
+from workbench.batch.analysis.trials import ExperimentPlan, Job, Target, TrialScheduler
 from workbench.programs import steps_to_target as reach
 from workbench.programs.steps_to_target import Journal, TrialRunner
-from workbench.runs.task import Task
+from workbench.runs.spec import SpecError
+from workbench.runs.task import Task, TaskError
 
 SPEC = wb.RunSpec(task="fashion-mlp", micro_batch=256, device="cpu", nproc_per_node=2)
 """Two ranks that take trials from one journal."""
@@ -68,7 +69,7 @@ def test_an_interrupt_keeps_what_was_learnt(tmp_path: Path) -> None:
 
 
 def test_a_batch_above_the_dataset_is_refused_before_any_trial() -> None:
-    with pytest.raises(wb.spec.SpecError, match=r"batch 9,000 is above the dataset, which has 64 samples: .*try batches up to 64"):
+    with pytest.raises(SpecError, match=r"batch 9,000 is above the dataset, which has 64 samples: .*try batches up to 64"):
         runner().check(9000)
 
 
@@ -81,27 +82,27 @@ def test_only_what_was_learnt_is_said_to_be_kept(tmp_path: Path) -> None:
     assert notes() == []  # refused, before there was a plan
     here = runner()
     target = reach.with_direction(here, Target(name="loss", value=0.5))
-    order = Order(
+    order = ExperimentPlan(
         target=target, batches=(8,), rules=("none",), optimizers=("",), retune=(), seeds=2, base_batch=8, patience=3.0, max_steps=100,
         probe=16, budget_s=None, noise_scale=None, critical_batch=None,
     )  # fmt: skip
-    agenda, journal = Agenda(order, {("", "none", 8): 0.05}), Journal(tmp_path)
+    scheduler, journal = TrialScheduler(order, {("", "none", 8): 0.05}), Journal(tmp_path)
     journal.begin(order, [], SPEC, {"": "sgd"})
-    job, _ = journal.take(agenda)
+    job, _ = journal.take(scheduler)
     assert job is not None
     assert notes() == []  # begun only
-    journal.add(here.run(job, {"warmup_steps": 0}, target, lambda: 100, 100), agenda)
+    journal.add(here.run(job, {"warmup_steps": 0}, target, lambda: 100, 100), scheduler)
     assert notes() == [f'What was learnt so far is kept: wb.steps_to_target("{tmp_path}")']
     assert StepsToTarget.of(tmp_path).target.start == 1.0
     assert "cut off after 1 of 2 trials" in str(StepsToTarget.of(tmp_path))
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no target": ({}, {}, r"no target was given: one is wanted, target_loss=0\.5"),
+    "no target": ({}, {}, r"no target was given: one is allowed, target_loss=0\.5"),
     "two targets": ({}, {"target_loss": 1.0, "target": {"accuracy": 0.5}}, "both target_loss and target were given"),
-    "two figures": ({}, {"target": {"a": 1, "b": 2}}, "one figure of the task's evaluation is wanted"),
+    "two figures": ({}, {"target": {"a": 1, "b": 2}}, "one figure of the task's evaluation is allowed"),
     "no number": ({}, {"target_loss": "low"}, "target loss='low': a number is allowed"),
-    "no batches": ({}, {"target_loss": 1.0, "batches": []}, r"batches=\[\]: global batches in samples are wanted"),
+    "no batches": ({}, {"target_loss": 1.0, "batches": []}, r"batches=\[\]: global batches in samples are allowed"),
     "half a sample": ({}, {"target_loss": 1.0, "batches": [0.5]}, r"batches=\[0\.5\]"),
     "no such rule": ({}, {"target_loss": 1.0, "rules": "cubic"}, "no rule 'cubic'; allowed are 'auto', 'linear'"),
     "a search is no rule": ({}, {"target_loss": 1.0, "rules": ["tuned"]}, "a search is asked for with retune=True"),
@@ -216,17 +217,15 @@ def test_a_target_is_seen_from_the_untrained_model() -> None:
     figures = runner(target="weight", evaluate=lambda model: {"weight": float(model.weight)})
     assert reach.with_direction(figures, Target(name="weight", value=0.5)).rises is True
     assert reach.with_direction(figures, Target(name="weight", value=-0.5)).rises is False
-    with pytest.raises(
-        wb.spec.SpecError, match=r"target loss 2: the untrained model has 1, and so reaches it without a step; try a smaller"
-    ):
+    with pytest.raises(SpecError, match=r"target loss 2: the untrained model has 1, and so reaches it without a step; try a smaller"):
         reach.with_direction(runner(), Target(name="loss", value=2.0))
-    with pytest.raises(wb.task.TaskError, match=r"the loss of the untrained model is nan: nothing can be learnt"):
+    with pytest.raises(TaskError, match=r"the loss of the untrained model is nan: nothing can be learnt"):
         reach.with_direction(runner(scale=float("nan")), Target(name="loss", value=0.5))
-    with pytest.raises(wb.spec.SpecError, match=r"target 'accuracy': the task's evaluate measures weight"):
+    with pytest.raises(SpecError, match=r"target 'accuracy': the task's evaluate measures weight"):
         runner(target="accuracy", evaluate=lambda model: {"weight": 0.0}).untrained()
-    with pytest.raises(wb.spec.SpecError, match=r"the task has no evaluate="):
+    with pytest.raises(SpecError, match=r"the task has no evaluate="):
         runner(target="accuracy").untrained()
-    with pytest.raises(wb.task.TaskError, match="a generator without length"):
+    with pytest.raises(TaskError, match="a generator without length"):
         runner(dataset=lambda: (i for i in range(3)))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import workbench as wb
-from workbench.batch.analysis.optimizer import Described
+from workbench.batch.analysis.optimizer import OptimizerDescription
 from workbench.runs.spec import SpecError
 from workbench.train.large_batch_optimizers import LAMB, LARS
 from workbench.train.optimizers import OPTIMIZERS, build_optimizer, described
@@ -188,13 +188,13 @@ def test_what_they_refuse() -> None:
 def test_what_an_optimizer_is(name: str) -> None:
     """What the rules take for its options by default are its options."""
     found = described(build_optimizer(nn.Linear(2, 2), name))
-    known = Described.of(name)
+    known = OptimizerDescription.of(name)
     assert found["name"] == name
     assert found["lr"] == known.default_lr
     assert found["betas"] == known.betas
     for option in ("eps", "momentum", "weight_decay"):
         assert found[option] == known.get(option)
-    assert Described.of(found).text == name
+    assert OptimizerDescription.of(found).text == name
 
 
 def test_what_another_optimizer_is() -> None:

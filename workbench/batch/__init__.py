@@ -1,18 +1,16 @@
-"""What a batch's size has to do with its learning rate: rules with their limits, in plain arithmetic; nothing here trains.
+"""Batch size and learning rate: what a batch is worth, which learning rate it needs, and which batch reaches a target soonest.
 
 The nouns, and how one becomes the next:
 
-* `Described` is an optimizer in plain values: its name, what it is akin to, and the options that the rules change.
-* `scale_lr` takes a learning rate from one batch to another by a rule: a `ScaledLr`, with what became of betas, warm-up and weight decay,
-  why this rule, and whether its assumptions hold there.
-* A `BatchPlan` is micro_batch × accumulation × world_size with a learning rate, each number with its reason; `scaled_to` another batch or
-  other ranks it is another one, and `changes()` are the knobs of a RunSpec.
+* An `OptimizerDescription` is an optimizer's name and options (`analysis/optimizer.py`).
+* `scale_lr` takes a learning rate from one batch to another by a rule: a `ScaledLr`, with the rule's validity (`analysis/scale_lr.py`).
+* `find_lr` finds one: sweeps and their suggestions (`analysis/lr_range.py`), then a tournament (`analysis/lr_race.py`): an `LrFound`.
+* `noise_scale` measures a `NoiseScale`, about the batch from which larger ones stop paying (`analysis/noise_*.py`); both are in `api.py`.
+* `steps_to_target` measures it directly by many trainings: a `StepsToTarget`, its law `CriticalBatch`, and `TimeToTarget`.
+* A `BatchPlan` is micro_batch × accumulation × world_size with a learning rate (`analysis/plan.py`). `batch_plan` proposes one from memory,
+  `Throughput` and noise; a `PlanProof` compares it with the plan before (`batch_plan.py`, `facts.py`, `analysis/proof.py`).
+* A `Schedule` is the learning rate at each step (`analysis/schedule.py`).
 
-Batching: how many samples per step, with what learning rate. The arithmetic is in `batch`; here it meets specs, runs and measurements.
-
-* `noise_scale`: how large a batch must be before its gradient is more signal than noise, from a run or a step.
-* `find_lr`: a learning rate, by a range test with several seeds and a short race.
-* `steps_to_target`: the direct experiment: many trainings, each until the target, and the law of steps against batch.
-* `batch_plan`: from memory, throughput and noise to a `ProposedPlan`, each number with its reason; `prove_plan` runs it against another.
-* `Throughput`: samples per second against the micro-batch, given or measured.
+`measure/` runs the range test, gradient norms, per-sample gradients and schedulers; `plot.py` and `plot_steps.py` draw; `panel/` has the
+batch planner.
 """

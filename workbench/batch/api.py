@@ -1,7 +1,4 @@
-"""Find a learning rate: of a step and its loader in this process, or of a spec in a launch of its own.
-
-`noise_scale`: how large a batch must be before its gradient is more signal than noise, measured while it trains.
-"""
+"""find_lr and noise_scale: for a step with its loader in this process, for a RunSpec in a launch, or from a run that has them."""
 
 import dataclasses
 import os
@@ -9,6 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from workbench.batch.analysis.lr_race import STEPS
+from workbench.batch.analysis.lr_range import ITERATIONS, SWEEPS, LrFound, check_options
 from workbench.core import run_directory, units
 from workbench.core.checks import whole_number
 from workbench.core.progress import ProgressLine
@@ -20,12 +19,22 @@ from workbench.runs.spec import AUTO, RunSpec, SpecError
 from workbench.runs.target import Measured, check_spec
 
 if TYPE_CHECKING:
-    from workbench.batch.analysis.lr_found import LrFound
     from workbench.batch.analysis.noise_scale import NoiseScale
 
 
-SWEEPS, ITERATIONS, RACE_STEPS = 5, 100, 80
-"""Seeds, steps of a sweep, steps of a candidate in a round of the race, where nobody says: some 1,800 steps in all."""
+NOISE_STEPS = 200
+"""Default of optimizer steps for a noise scale."""
+
+_LR_TARGET = Measured(
+    name="find_lr", verb="tried", script="a script by its step and its loader, in the script", returns="and returns the loss"
+)
+_NOISE_TARGET = Measured(
+    name="noise_scale",
+    verb="measured",
+    script="in a script: with workbench.batch.measure.noise_watch.NoiseWatch(model, optimizer, micro_batch=32) as watch: …, then "
+    "watch.result()",
+)
+_OWN_MODEL = "of a model of your own: workbench.batch.measure.per_sample.exact_noise_scale(model, loss, batches)"
 
 
 def find_lr(
@@ -38,29 +47,27 @@ def find_lr(
     high: float | None = None,
     sweeps: int = SWEEPS,
     iterations: int = ITERATIONS,
-    race_steps: int = RACE_STEPS,
+    race_steps: int = STEPS,
     runs_dir: str | os.PathLike[str] | None = None,
-) -> "LrFound":
+) -> LrFound:
     """Find a learning rate by a range test with several seeds, and verify it in a short race.
 
-    Sweeps let the learning rate grow from far too small to far too large and see what the loss does; six published rules read a suggestion
-    out of each. They differ, and each differs from seed to seed, so learning rates around them then train for `race_steps` each over equal
-    batches, and the loss decides.
+    In a sweep the learning rate grows from far too small to far too large; six published rules suggest one by its losses. Rules differ, and
+    each differs from seed to seed, so learning rates around them then train for `race_steps` each over equal batches, and the loss decides.
 
     * `find_lr(step, loader)` does it in this process; `step(batch)` does one whole optimizer step and returns the loss. Model, optimizer,
-      random generators and loader are left as they were, also after an error. Under DDP all ranks call it and get the same answer.
-    * `find_lr(spec)` does it in a launch of its own, with as many ranks as the spec has; `spec.replace(**found.changes())` then trains with
-      what was found.
-    * `find_lr(run)` reads what such a launch has left.
+      random generators and loader are restored, also after an error. Under DDP all ranks call it and get the same answer.
+    * `find_lr(spec)` does it in a launch with the spec's ranks; `spec.replace(**found.changes())` then trains with the result.
+    * `find_lr(run)` reads the result of such a launch.
 
-    It is the learning rate for this batch, this optimizer and these weights; `scale_lr` takes it to another batch.
+    The result is for this batch, this optimizer and these weights; `scale_lr` takes it to another batch.
 
     Args:
         target: a step function, a RunSpec, a run, or the path of a run directory.
         loader: with a step: its batches, from a DataLoader or any other iterable.
-        model: with a step: the module, or several; None = found by looking at the step.
-        optimizer: with a step: the optimizer, or several; None = found as well. Groups keep the ratios of their learning rates.
-        low: learning rate at which the sweeps begin; None = five decades below where the loss explodes, which is found out first.
+        model: with a step: the module, or several; None = those that the step uses.
+        optimizer: with a step: the optimizer, or several; None = likewise. Groups keep the ratios of their learning rates.
+        low: learning rate at which the sweeps begin; None = five decades below where the loss explodes.
         high: where they end; None = a little above that.
         sweeps: seeds.
         iterations: steps of a sweep.
@@ -68,7 +75,7 @@ def find_lr(
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:
-        What was found; its `lr` is None where the loss does not say, and `why` tells.
+        An LrFound; its `lr` is None where the losses do not tell, and `why` says why.
 
     Raises:
         ValueError: something else was given; the step returns no loss or takes no optimizer step; the loss is NaN from the first step on.
@@ -77,54 +84,42 @@ def find_lr(
     options = {"low": low, "high": high, "sweeps": sweeps, "iterations": iterations, "race_steps": race_steps}
     given = _LR_TARGET.read(target, loader, model=model, optimizer=optimizer)
     if isinstance(given, RunSpec):
-        from workbench.batch.analysis.lr_range import check_options
-
         check_options(**options)
         return read(experiments.run_lr_range(given, options=options, runs_dir=runs_dir))
     if isinstance(given, Run):
         return read(given)
     from workbench.batch.measure.lr_range import find
 
-    far = [0, 1]  # steps taken, steps in all
+    done, total = 0, 1
     began = time.monotonic()
-    line = ProgressLine(lambda: f"find_lr: {far[0]} of about {far[1]} steps · {units.seconds(_left(far, time.monotonic() - began))} left")
+
+    def text() -> str:
+        left = (time.monotonic() - began) * (total - done) / max(1, done)
+        return f"find_lr: {done} of about {total} steps · {units.seconds(left)} left"
+
+    line = ProgressLine(text)
 
     def progress(taken: int, planned: int, lr: float, loss: float) -> None:
-        far[:] = taken, planned
+        nonlocal done, total
+        done, total = taken, planned
         line.show()
 
     try:
         return find(given.step, given.loader, model=model, optimizer=optimizer, progress=progress, **options)  # type: ignore[arg-type]
     finally:
-        line.close(f"find_lr: {far[0]} steps in {units.seconds(time.monotonic() - began)}")
+        line.close(f"find_lr: {done} steps in {units.seconds(time.monotonic() - began)}")
 
 
-_LR_TARGET = Measured(
-    name="find_lr", verb="tried", script="a script by its step and its loader, in the script", returns="and returns the loss"
-)
-
-
-def _left(far: list[int], seconds: float) -> float:
-    """Seconds until the end, at the pace so far."""
-    return seconds * (far[1] - far[0]) / max(1, far[0])
-
-
-def read(run: Run) -> "LrFound":
-    """What `find_lr(spec)` has left in a run directory.
+def read(run: Run) -> LrFound:
+    """The result of `find_lr(spec)` in a run directory.
 
     Raises:
         ValueError: the run was not made by it.
     """
-    from workbench.batch.analysis.lr_found import LrFound
-
     path = run.path / run_directory.LR_RANGE
     if not path.exists():
         raise ValueError(f"{run!r} has no search for a learning rate: find_lr(spec) makes one, in a launch of its own")
     return LrFound.from_json(run_directory.read_json(path))
-
-
-STEPS = 200
-"""Optimizer steps that are taken where nobody says."""
 
 
 def noise_scale(
@@ -141,25 +136,25 @@ def noise_scale(
 ) -> "NoiseScale":
     """Measure the gradient noise scale B = tr Σ / |G|²: about the batch, in samples, from which more samples per step stop paying.
 
-    * `noise_scale(spec)` trains in a launch of its own for `steps` steps, as the spec does (DDP, FSDP2, accumulation). A spec with one rank
-      and without accumulation takes its micro-batches in two halves.
-    * `noise_scale(run)` reads what a run with `noise_scale=True` has seen so far, also while it runs and after it failed; so does
-      `run.noise_scale`. With `noise_scale=10` each tenth step is looked at, which costs a tenth.
-    * `noise_scale(step, loader)` takes steps in this process and leaves everything as it was; `step(batch)` does one whole optimizer step
-      of two or more backwards (accumulation), or on one of several ranks, all of which come here.
+    * `noise_scale(spec)` trains in a launch for `steps` steps, as the spec does (DDP, FSDP2, accumulation). A spec with one rank
+      and without accumulation halves its micro-batches.
+    * `noise_scale(run)` reads what a run with `noise_scale=True` has measured so far, also while it runs and after it failed; so does
+      `run.noise_scale`. With `noise_scale=10` every tenth step is measured, at a tenth of the cost.
+    * `noise_scale(step, loader)` takes steps in this process and restores everything; `step(batch)` does one whole optimizer step of two or
+      more backwards (accumulation), or on one of several ranks, all of which call this.
     * `noise_scale(spec, exact=True)` computes the gradient of each sample, in this process, with the weights that a run begins with: slow,
-      and for small models, but it leaves nothing to chance.
+      and for small models, but exact.
     * A loop of your own, while it trains: `with workbench.batch.measure.noise_watch.NoiseWatch(model, optimizer, micro_batch=32) as watch`.
 
     Args:
         target: a RunSpec, a run, the path of a run directory, or a step function.
         loader: with a step: its batches, from a DataLoader or any other iterable.
-        model: with a step: the module that is trained; None = found by looking at the step.
-        optimizer: with a step: the optimizer; None = found as well.
-        steps: how many are taken; None = 200. The result says whether they were enough, and how many more it takes.
+        model: with a step: the module that is trained; None = the one that the step uses.
+        optimizer: with a step: the optimizer; None = likewise.
+        steps: how many; None = 200. The result says whether they were enough, and how many more are needed.
         micro_batch: with a step: samples in one backward; None = those of a batch, divided by its backwards.
-        exact: by the gradients of single samples.
-        samples: with `exact`: of how many samples; None = all of the dataset.
+        exact: use the gradients of single samples.
+        samples: with `exact`: how many samples; None = all of the dataset.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:
@@ -179,9 +174,9 @@ def noise_scale(
     if samples is not None:
         raise ValueError(f"noise_scale(…, samples={samples!r}): it goes with exact=True, which computes the gradients of so many samples")
     if isinstance(given, Run):
-        found: NoiseScale = given.noise_scale
-        return found
-    count = _checked(steps)
+        measured: NoiseScale = given.noise_scale
+        return measured
+    count = whole_number("steps", NOISE_STEPS if steps is None else steps, least=2, also="; some 100 give an estimate worth having")
     if isinstance(given, RunSpec):
         return _launched(given, count, runs_dir)
     from workbench.batch.measure.noise_watch import measure
@@ -190,22 +185,22 @@ def noise_scale(
 
 
 def _launched(spec: RunSpec, steps: int, runs_dir: str | os.PathLike[str] | None) -> "NoiseScale":
-    changed, notes = _grouped(spec.replace(steps=steps, evaluate=False, profile=None))
+    changed, notes = _with_groups(spec.replace(steps=steps, evaluate=False, profile=None))
     run = launch(changed, runs_dir=runs_dir, name="noise-scale")
     error = error_of(wait_for(run, show=Run.progress_words, check=False))
     try:
-        found: NoiseScale = run.noise_scale
+        measured: NoiseScale = run.noise_scale
     except ValueError:
         if error is None:
             raise
         raise error from None
     if error is not None:
-        notes.append(f"the run ended early ({error.failure.message.splitlines()[0]:.100}): this is what it had seen")
-    return dataclasses.replace(found, notes=(*notes, *found.notes))
+        notes.append(f"the run ended early ({error.failure.message.splitlines()[0]:.100}): this is what it had measured")
+    return dataclasses.replace(measured, notes=(*notes, *measured.notes))
 
 
-def _grouped(spec: RunSpec) -> tuple[RunSpec, list[str]]:
-    """A spec that has two groups in a step, and what was changed for it."""
+def _with_groups(spec: RunSpec) -> tuple[RunSpec, list[str]]:
+    """A spec with two or more groups in a step, and notes on what was changed."""
     if spec.accumulation * spec.data_ranks >= 2:
         return spec.replace(noise_scale=1), []
     if spec.micro_batch == AUTO:
@@ -218,7 +213,7 @@ def _grouped(spec: RunSpec) -> tuple[RunSpec, list[str]]:
         )
     half = spec.micro_batch // 2
     changed = spec.replace(micro_batch=half, accumulation=2, noise_scale=1)
-    return changed, [f"measured with 2 × {half} samples per step in the place of {spec.micro_batch}, so that there are groups to compare"]
+    return changed, [f"measured with 2 × {half} samples per step instead of {spec.micro_batch}, so that there are groups to compare"]
 
 
 def _exact(spec: RunSpec, *, samples: int | None, steps: int | None) -> "NoiseScale":
@@ -227,16 +222,3 @@ def _exact(spec: RunSpec, *, samples: int | None, steps: int | None) -> "NoiseSc
     from workbench.batch.measure.per_sample import exact_noise_of
 
     return exact_noise_of(spec, samples=samples)
-
-
-_NOISE_TARGET = Measured(
-    name="noise_scale",
-    verb="measured",
-    script="in a script: with workbench.batch.measure.noise_watch.NoiseWatch(model, optimizer, micro_batch=32) as watch: …, then "
-    "watch.result()",
-)
-_OWN_MODEL = "of a model of your own: workbench.batch.measure.per_sample.exact_noise_scale(model, loss, batches)"
-
-
-def _checked(steps: Any) -> int:
-    return whole_number("steps", STEPS if steps is None else steps, least=2, also="; some 100 give an estimate worth having")

@@ -1,20 +1,141 @@
-"""Planning: from memory, throughput and noise to a batch, a learning rate and a warm-up, each with its reason."""
+"""batch_plan: recommends a batch, learning rate and warm-up from memory, throughput and gradient noise, each number with its reason.
+
+It returns a `ProposedPlan`, a BatchPlan with its predicted gain; `prove_plan` trains by it and by the plan before, and compares.
+"""
 
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from workbench.batch.analysis.choose_plan import SLACK, Candidate, best, candidates
 from workbench.batch.analysis.plan import BatchPlan
-from workbench.batch.analysis.throughput import Throughput
-from workbench.batch.facts import STAYS, Subject, check_batch, largest_of, naive, noise_of, throughput_of, whole, within
-from workbench.batch.proposal import ProposedPlan, rebuilt
-from workbench.core import units
+from workbench.batch.analysis.proof import Gain, LossCurve, PlanProof
+from workbench.batch.analysis.throughput import SLACK, BatchCandidate, Throughput, best_candidate, candidates, steady_step, worth
+from workbench.batch.facts import (
+    STAYS,
+    TaskFacts,
+    check_batch,
+    checked_number,
+    extrapolation_note,
+    largest_micro_batch,
+    limit_warmup,
+    noise_of,
+    throughput_for,
+)
+from workbench.core import codec, units
+from workbench.core.checks import whole_number
 from workbench.core.device import Device
+from workbench.core.display import table as display
+from workbench.runs.failure import RunError
+from workbench.runs.launch.sweep import run_all
+from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.target import check_spec
+
+PROOF_STEPS = 200
+"""Optimizer steps of the old plan in a proof."""
+POINTS = 25
+"""Windows in which the losses of a run are averaged: the same number of samples in each, so that both curves are equally smooth."""
+EXTRA_SAMPLES, MAX_EXTRA_SAMPLES = 1.5, 10.0
+"""The new plan runs this many times as long as predicted, but at most the second many times the old plan's samples."""
+SHOWN_CANDIDATES = 8
+"""Rows of the candidates' table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ProposedPlan(BatchPlan):
+    """What `batch_plan` recommends. It is a BatchPlan: `spec.replace(**proposed.changes())` is the changed spec."""
+
+    spec: RunSpec
+    """The spec that it was made for."""
+    before: BatchPlan
+    """The plan of this spec."""
+    throughput: Throughput | None = None
+    """Samples per second against the micro-batch; None = not known."""
+    noise: float | None = None
+    """The noise scale or critical batch that was used, in samples; None = not known."""
+    candidates: tuple[BatchCandidate, ...] = ()
+    """The plans that it was chosen from."""
+    proof: PlanProof | None = None
+    """The proof, with `batch_plan(…, prove=True)`."""
+
+    @property
+    def predicted(self) -> Gain:
+        """The predicted gain over the plan before."""
+        speeds = [
+            self.throughput.samples_per_sec(micro_batch=plan.micro_batch, accumulation=plan.accumulation, world_size=plan.world_size)
+            if self.throughput is not None
+            else math.nan
+            for plan in (self.before, self)
+        ]
+        worths = [worth(plan.global_batch, self.noise) for plan in (self.before, self)]
+        return Gain(throughput=speeds[1] / speeds[0], samples=worths[0] / worths[1])
+
+    @property
+    def candidate_table(self) -> display.Table:
+        """The candidates, the fastest to a loss first."""
+        ordered = sorted(self.candidates, key=lambda plan: -(plan.samples_per_sec if math.isnan(plan.worth) else plan.useful))
+        rows = [
+            [
+                f"{plan.micro_batch} × {plan.accumulation} × {plan.world_size} = {plan.global_batch:,}",
+                units.rate(plan.samples_per_sec),
+                units.percent(plan.worth),
+                units.rate(plan.useful, "useful samples"),
+            ]
+            for plan in ordered[:SHOWN_CANDIDATES]
+        ]
+        return display.Table(
+            columns=("batch", "throughput", "worth of a sample", "useful"),
+            rows=rows,
+            title="What it was chosen from",
+            note="worth: what a sample brings, of what it brings in a tiny batch, 1 / (1 + batch / noise scale)",
+        )
+
+    def prove(
+        self, *, steps: int = PROOF_STEPS, seeds: Sequence[int] = (0, 1), runs_dir: str | os.PathLike[str] | None = None
+    ) -> PlanProof:
+        """Train by this plan and by the one before, interleaved; see `prove_plan`.
+
+        Args:
+            steps: optimizer steps of the plan before.
+            seeds: each plan runs once with each.
+            runs_dir: where run directories go; None = `runs` in the current folder.
+
+        Raises:
+            ValueError: no steps, no seeds, or the plan is the one before.
+            RunError: a run failed.
+        """
+        if self.changes() == self.before.changes():
+            raise ValueError("there is nothing to prove: the plan is the one that the spec has")
+        return prove_plan(self.spec, self, against=self.before, predicted=self.predicted, steps=steps, seeds=seeds, runs_dir=runs_dir)
+
+    @property
+    def table(self) -> display.Table:
+        """A row per number with its reason; below, the predicted gain."""
+        table: display.Table = BatchPlan.table.fget(self)  # type: ignore[attr-defined]  # a slotted dataclass has no bare super()
+        return dataclasses.replace(table, note="\n".join(filter(None, [self.word, table.note])))
+
+    @property
+    def word(self) -> str:
+        """The predicted gain, in a line."""
+        if self.changes() == self.before.changes():
+            return "nothing to change: no other plan is predicted to be faster by more than throughput varies"
+        gain = self.predicted
+        if math.isnan(gain.throughput):
+            return "what it brings is not known without a throughput"
+        speed = f"{units.times(gain.throughput)} the samples per second"
+        if math.isnan(gain.samples):
+            return f"predicted: {speed}; what samples are worth in a batch of {self.global_batch:,} is not known without a noise scale"
+        return f"predicted: {speed}, {units.times(gain.samples)} the samples to the same loss, {units.times(gain.time)} the time"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values, without the candidates."""
+        return {item.name: codec.to_json(getattr(self, item.name)) for item in dataclasses.fields(self) if item.name != "candidates"}
+
+    def __repr__(self) -> str:
+        return BatchPlan.__repr__(self).replace("BatchPlan", "ProposedPlan", 1)
 
 
 def batch_plan(
@@ -33,112 +154,101 @@ def batch_plan(
 ) -> ProposedPlan:
     """Recommend micro_batch × accumulation × world_size, a learning rate and a warm-up, each number with its reason.
 
-    A loss is reached soonest where samples per second, each counted by its worth 1/(1 + B/B_noise), are most (McCandlish and others 2018;
-    Pollux calls it goodput). So: the largest micro-batch that fits comes from the memory estimate, samples per second from a short sweep
-    over micro-batches, the noise scale from a run; whatever is given is not measured.
+    A loss is reached soonest where samples per second times their worth 1/(1 + B/B_noise) are most (McCandlish and others 2018; goodput in
+    Pollux). The largest micro-batch that fits comes from the memory estimate, samples per second from a short sweep over micro-batches,
+    the noise scale from a run. What is given is not measured.
 
     Args:
         spec: the plan before: its batch, its ranks and its learning rate, which should be a tuned one.
         world_size: ranks that will work on different samples; None = as many as the spec has.
-        device: whose memory sets the largest micro-batch: a name, such as "A100-80GB", or a Device; None = memory is not looked at.
+        device: whose memory sets the largest micro-batch: a name, such as "A100-80GB", or a Device; None = memory is not considered.
         largest: the largest micro-batch, if it is known; goes before `device`.
-        global_batch: samples per step that it has to be; None = what is best.
-        noise_scale: in samples, or what `wb.noise_scale` gave; None = it is measured here; False = it is not, and the batch stays.
+        global_batch: required samples per step; None = the best.
+        noise_scale: in samples, or what `wb.noise_scale` gave; None = measured here; False = not measured, and the batch stays.
         steps: a StepsToTarget or its fit, whose critical batch goes before the noise scale.
-        throughput: a Throughput; micro-batch → samples per second of all ranks of the spec; runs of a sweep; None = it is measured here.
+        throughput: a Throughput; micro-batch → samples per second of all ranks of the spec; runs of a sweep; None = measured here.
         rule: for the learning rate; see `wb.scale_lr`.
-        prove: train by both plans at once; see `ProposedPlan.prove`, which does so later.
+        prove: also train by both plans; `ProposedPlan.prove` does so later.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
     Raises:
-        ValueError: nothing fits, the batch cannot be divided so or is above the dataset, or a number that is none.
+        ValueError: nothing fits, the batch cannot be divided so or is above the dataset, or a number out of range.
         RunError: a measurement failed in its launch; its run directory stays.
     """
     check_spec("batch_plan", spec, because="whose task can be run")
-    ranks = whole("world_size", world_size, spec.data_ranks)
-    subject = Subject.of(spec)
-    old = subject.plan(spec)
-    check_batch(global_batch, ranks, subject.dataset_size)
-    limit, why_limit = largest_of(spec, device, largest, ranks)
-    noise, source, doubt = noise_of(spec, noise_scale, steps, runs_dir)
+    ranks = checked_number("world_size", world_size, spec.data_ranks)
+    task = TaskFacts.of(spec)
+    old = task.plan(spec)
+    check_batch(global_batch, ranks, task.dataset_size)
+    limit, why_limit = largest_micro_batch(spec, device, largest, ranks)
+    noise, noise_name, doubt = noise_of(spec, noise_scale, steps, runs_dir)
     if noise is None and global_batch is None:
-        global_batch = _kept(old, ranks)
+        global_batch = max(1, round(old.global_batch / ranks)) * ranks
         if global_batch != old.global_batch:
             doubt = doubt.replace(STAYS, f"{STAYS} as near to {old.global_batch:,} as {ranks} ranks divide it, {global_batch:,}")
-    curve = throughput_of(spec, throughput, ranks, limit, subject.dataset_size, global_batch, runs_dir)
-    found = candidates(curve, world_size=ranks, noise=noise, largest=limit, most=subject.dataset_size, batch=global_batch)
-    if not found:
+    curve = throughput_for(spec, throughput, ranks, limit, task.dataset_size, global_batch, runs_dir)
+    allowed = candidates(curve, world_size=ranks, noise=noise, largest=limit, most=task.dataset_size, batch=global_batch)
+    if not allowed:
         raise SpecError(
             f"no batch of {ranks} ranks is left: throughput is known at micro-batches {', '.join(map(str, curve.micro_batches))}, at most "
-            f"{limit or 'any'} fit, and the dataset has {subject.dataset_size} samples; try fewer ranks or smaller micro-batches"
+            f"{limit or 'any'} fit, and the dataset has {task.dataset_size} samples; try fewer ranks or smaller micro-batches"
         )
-    chosen = _stay(old, found, noise) or best(found)
-    critical: dict[str, Any] = {"critical_batch" if source.startswith("critical") else "noise_scale": noise}
+    chosen = _present_if_best(old, allowed, noise) or best_candidate(allowed)
+    critical: dict[str, Any] = {"critical_batch" if noise_name.startswith("critical") else "noise_scale": noise}
     scaled = old.scaled_to(
         global_batch=chosen.global_batch,
         world_size=ranks,
         micro_batch=chosen.micro_batch,
         rule=rule,
-        dataset_size=subject.dataset_size,
+        dataset_size=task.dataset_size,
         **critical,
     )
-    wanted, scaled = scaled.warmup_steps, within(scaled, old, spec.steps * old.global_batch)
-    reasons = _reasons(old, chosen, found, source, why_limit, curve, fixed=global_batch is not None)
-    plan = rebuilt(
-        dataclasses.replace(
-            scaled,
-            reasons={**scaled.reasons, **reasons},
-            notes=tuple(filter(None, [doubt, naive(curve, ranks), _too_short(spec, old, scaled, wanted), *scaled.notes])),
-        ),
+    full_warmup, scaled = scaled.warmup_steps, limit_warmup(scaled, old, spec.steps * old.global_batch)
+    reasons = _reasons(old, chosen, allowed, noise_name, why_limit, curve, fixed=global_batch is not None)
+    notes = [doubt, extrapolation_note(curve, ranks), _warmup_note(spec, old, scaled, full_warmup), *scaled.notes]
+    scaled = dataclasses.replace(scaled, reasons={**scaled.reasons, **reasons}, notes=tuple(filter(None, notes)))
+    plan = ProposedPlan(
+        **{item.name: getattr(scaled, item.name) for item in dataclasses.fields(scaled)},
         spec=spec,
         before=old,
         throughput=curve,
         noise=noise,
-        candidates=tuple(found),
+        candidates=tuple(allowed),
     )
     return dataclasses.replace(plan, proof=plan.prove(runs_dir=runs_dir)) if prove else plan
 
 
-def _kept(old: BatchPlan, ranks: int) -> int:
-    """The batch as it is, or the nearest that the ranks divide."""
-    return max(1, round(old.global_batch / ranks)) * ranks
-
-
-def _too_short(spec: RunSpec, old: BatchPlan, new: BatchPlan, wanted: int) -> str:
-    """What to say of a warm-up that was cut, or that takes too much of the run as it was given."""
+def _warmup_note(spec: RunSpec, old: BatchPlan, new: BatchPlan, full: int) -> str:
+    """A note on a warm-up that was cut, or that takes much of the run; else empty."""
     steps = max(1, spec.steps * old.global_batch // new.global_batch)
-    share = f"longer than the {steps:,}" if wanted > steps else f"{units.percent(wanted / steps)} of the {steps:,}"
-    said = f"a warm-up of {wanted:,} steps would be {share} that make up the spec's samples"
-    if wanted > new.warmup_steps:
-        return f"{said}: it is cut to {new.warmup_steps:,}; if the loss is unstable at the start, train longer, or take a smaller batch"
-    return f"{said}, as long as before: train longer, or shorten it" if 2 * wanted > steps else ""
+    share = f"longer than the {steps:,}" if full > steps else f"{units.percent(full / steps)} of the {steps:,}"
+    note = f"a warm-up of {full:,} steps would be {share} that make up the spec's samples"
+    if full > new.warmup_steps:
+        return f"{note}: it is cut to {new.warmup_steps:,}; if the loss is unstable at the start, train longer, or take a smaller batch"
+    return f"{note}, as long as before: train longer, or shorten it" if 2 * full > steps else ""
 
 
-def _stay(old: BatchPlan, found: list[Candidate], noise: float | None) -> Candidate | None:
-    """The plan as it is, if it is among the candidates and none is faster by more than SLACK."""
-    now = next(
-        (
-            one
-            for one in found
-            if (one.micro_batch, one.accumulation, one.world_size) == (old.micro_batch, old.accumulation, old.world_size)
-        ),
-        None,
-    )
-    if now is None:
+def _present_if_best(old: BatchPlan, candidates: list[BatchCandidate], noise: float | None) -> BatchCandidate | None:
+    """The present plan, if it is a candidate and none is faster by more than SLACK."""
+    present = (old.micro_batch, old.accumulation, old.world_size)
+    speeds = {
+        (plan.micro_batch, plan.accumulation, plan.world_size): plan.samples_per_sec if noise is None else plan.useful
+        for plan in candidates
+    }
+    if speeds.get(present, -math.inf) < (1 - SLACK) * max(speeds.values()):
         return None
-    speeds = {id(one): one.samples_per_sec if noise is None else one.useful for one in found}
-    return now if speeds[id(now)] >= (1 - SLACK) * max(speeds.values()) else None
+    return next(plan for plan in candidates if (plan.micro_batch, plan.accumulation, plan.world_size) == present)
 
 
 def _reasons(
-    old: BatchPlan, chosen: Candidate, found: list[Candidate], source: str, limit: str, curve: Throughput, *, fixed: bool
+    old: BatchPlan, chosen: BatchCandidate, candidates: list[BatchCandidate], noise_name: str, limit: str, curve: Throughput, *, fixed: bool
 ) -> Mapping[str, str]:
     rate = f"{units.rate(chosen.samples_per_sec)} in all ({curve.kind})"
     if fixed or math.isnan(chosen.worth):
         why = f"{rate}, the fastest way to make this batch"
     else:
-        top = max(found, key=lambda one: one.useful)
-        why = f"{rate}; with a {source}, a sample in a batch of {chosen.global_batch:,} "
+        top = max(candidates, key=lambda plan: plan.useful)
+        why = f"{rate}; with a {noise_name}, a sample in a batch of {chosen.global_batch:,} "
         why += f"is worth {units.percent(chosen.worth)} of one in a tiny batch"
         if top.global_batch > chosen.global_batch:
             why += f"; a batch of {top.global_batch:,} gains {units.percent(top.useful / chosen.useful - 1)}, too little to ask for"
@@ -149,3 +259,76 @@ def _reasons(
         )
     ranks = "as before" if chosen.world_size == old.world_size else "as asked for"
     return {"micro_batch": "; ".join(filter(None, [why, limit])), "accumulation": accumulation, "world_size": ranks}
+
+
+def prove_plan(
+    spec: RunSpec,
+    plan: BatchPlan,
+    *,
+    against: BatchPlan | None = None,
+    predicted: Gain | None = None,
+    steps: int = PROOF_STEPS,
+    seeds: Sequence[int] = (0, 1),
+    runs_dir: str | os.PathLike[str] | None = None,
+) -> PlanProof:
+    """Train by both plans, interleaved (A B B A), and compare: loss after the same samples, samples per second, time to the same loss.
+
+    Learning rates stay constant after the warm-up: a schedule would end at different places. The warm-ups are those of the plans; in a
+    proof that is shorter than the spec's run they are shortened as much.
+
+    Args:
+        spec: what is trained; its batch and learning rate come from the plans.
+        plan: the new one.
+        against: the old one; None = the plan that the spec has.
+        predicted: the predicted gain; None = unknown, and the new plan runs as long as the old one.
+        steps: optimizer steps of the old plan; the new one takes as many samples, or more where they are predicted to be worth less.
+        seeds: of model and data; each plan runs once with each.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+
+    Raises:
+        ValueError: no steps, or no seeds.
+        RunError: a run failed; the run directories stay.
+    """
+    whole_number("steps", steps, least=POINTS, also=": the loss needs some steps to fall")
+    if not seeds:
+        raise ValueError("seeds=(): at least one seed is needed, such as seeds=(0, 1)")
+    against = TaskFacts.of(spec).plan(spec) if against is None else against
+    predicted = predicted or Gain()
+    samples = steps * against.global_batch
+    stretch = min(MAX_EXTRA_SAMPLES, EXTRA_SAMPLES * max(1.0, predicted.samples)) if math.isfinite(predicted.samples) else 1.0
+    lengths = {"old": steps, "new": math.ceil(stretch * samples / plan.global_batch)}
+    plans = {"old": against, "new": plan}
+    specs = {name: _spec(spec, plans[name], lengths[name], min(1.0, steps / spec.steps)) for name in plans}
+    order = [(name, seed) for index, seed in enumerate(seeds) for name in (("old", "new") if index % 2 == 0 else ("new", "old"))]
+    runs = run_all([(f"{name} plan, seed {seed}", specs[name].replace(seed=seed)) for name, seed in order], runs_dir=runs_dir)
+    for run in runs:
+        if run.error:
+            raise RunError(run.error)
+    window = samples / max(1, min(POINTS, samples // max(plan.global_batch, against.global_batch)))
+    curves = [_loss_curve(run, name, seed, window) for run, (name, seed) in zip(runs, order, strict=True)]
+    notes = [_cut_warmup(name, plans[name], specs[name], steps / spec.steps) for name in plans]
+    return PlanProof(
+        old=against, new=plan, predicted=predicted, samples=samples, courses=tuple(curves), notes=tuple(note for note in notes if note)
+    )
+
+
+def _spec(spec: RunSpec, plan: BatchPlan, steps: int, share: float) -> RunSpec:
+    changes: dict[str, Any] = {**plan.changes(), "steps": steps, "schedule": "constant", "evaluate": False}
+    return spec.replace(**{**changes, "warmup_steps": math.ceil(share * plan.warmup_steps - 1e-9)})
+
+
+def _cut_warmup(name: str, plan: BatchPlan, spec: RunSpec, share: float) -> str:
+    note = ""
+    if spec.warmup_steps != plan.warmup_steps:
+        note = (
+            f"the {name} plan's warm-up of {plan.warmup_steps} steps was cut to {spec.warmup_steps}, since this proof has "
+            f"{units.percent(share)} of the samples of the spec's run"
+        )
+    if spec.warmup_steps < spec.steps:
+        return note
+    return "; ".join(filter(None, [note, f"the {name} plan's warm-up does not end within the {spec.steps} steps of this proof"]))
+
+
+def _loss_curve(run: Run, plan: str, seed: int, window: float) -> LossCurve:
+    rate = run.spec.global_batch / steady_step(run) if isinstance(run.spec, RunSpec) else math.nan
+    return LossCurve.of(run.metric_rows, window, plan=plan, seed=seed, samples_per_sec=rate)

@@ -1,49 +1,98 @@
-"""Facts of a plan: what memory, throughput and noise have to say, given or found out here.
-
-Subject: what a plan has to know of a task: its optimizer with the learning rate, and how many samples it has.
-"""
+"""Collects what a batch plan needs: the task's optimizer and dataset, memory limit, noise and throughput, given or measured here."""
 
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from workbench.batch.analysis.critical_batch import CriticalBatch
-from workbench.batch.analysis.optimizer import Described
+from workbench.batch.analysis.optimizer import OptimizerDescription
 from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.scaled_lr import number
 from workbench.batch.analysis.steps_to_target import StepsToTarget
 from workbench.batch.analysis.throughput import Throughput
-from workbench.batch.measured_throughput import measured, places, ranks_here
 from workbench.core import units
 from workbench.core.checks import is_number, whole_number
 from workbench.core.device import Device
+from workbench.runs.failure import RunError
+from workbench.runs.launch.environment import gpu_count
+from workbench.runs.launch.sweep import run_all
 from workbench.runs.spec import IMPLEMENTATIONS, RunSpec, SpecError
 from workbench.runs.task import Task, resolve
 
+SWEEP_STEPS = 60
+"""Optimizer steps at each micro-batch, warm-up included."""
+MAX_MICRO_BATCHES = 7
+"""Micro-batches of a sweep at most."""
 NOISE_STEPS = 200
-"""Optimizer steps in which the noise scale is measured, where it is to be."""
-UPWARD = 32
-"""Times the present micro-batch that are looked at, at most, where no device sets a limit."""
-WARMUP = 0.1
+"""Optimizer steps in which the noise scale is measured."""
+MAX_INCREASE = 32
+"""A sweep tries at most this many times the present micro-batch, where no device sets a limit."""
+MAX_WARMUP = 0.1
 """Share of a run that its warm-up may take: the usual upper end; five epochs (the rule for large batches) are more than a short run has."""
 STAYS = "the batch stays"
-"""What becomes of it where no noise is known."""
+"""Part of notes where no noise is known."""
 
 
-def whole(name: str, value: Any, usual: int) -> int:
-    """A number that has to be whole; `usual` where it is None."""
-    return usual if value is None else whole_number(name, value, least=1, error=SpecError)
+def micro_batches_to_try(now: int, largest: int) -> list[int]:
+    """The present micro-batch with its doubles and halves up to the largest: the widest range that MAX_MICRO_BATCHES of them cover.
+
+    >>> micro_batches_to_try(32, 300)
+    [8, 16, 32, 64, 128, 256, 300]
+    """
+    top = min(now, largest)
+    doubles = [top << power for power in range(1, 32) if top << power < largest]
+    upward = [*doubles, *([largest] if largest > top else [])][: MAX_MICRO_BATCHES - 2]
+    halves = [top >> power for power in range(1, 32) if top >> power >= 1]
+    return sorted({*halves[: max(1, MAX_MICRO_BATCHES - 1 - len(upward))], top, *upward})
+
+
+def measure_throughput(
+    spec: RunSpec, micro_batches: Sequence[int], *, steps: int = SWEEP_STEPS, runs_dir: str | os.PathLike[str] | None = None
+) -> Throughput:
+    """Measure samples per second at several micro-batches, each twice, in opposite orders, and what accumulation saves.
+
+    Args:
+        spec: what is run.
+        micro_batches: to try; `notes` name those that fail.
+        steps: optimizer steps of each.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+
+    Raises:
+        RunError: none of them took a step; the run directories stay.
+        LaunchError, TaskError: the spec cannot run here.
+    """
+    plain = spec.replace(accumulation=1, steps=steps, warmup_steps=0, schedule="constant", evaluate=False, profile=None)
+    specs = [(f"micro_batch={micro}", plain.replace(micro_batch=micro)) for micro in micro_batches]
+    middle = micro_batches[len(micro_batches) // 2]
+    twice = plain.replace(micro_batch=middle, accumulation=2, steps=max(1, steps // 2))
+    runs = run_all([*specs, (f"micro_batch={middle} accumulation=2", twice)], runs_dir=runs_dir, repeat=2)
+    failed = next((run.error for run in runs if run.error), None)
+    if failed and not any(run.ok for run in runs if run.spec != twice):
+        raise RunError(failed)
+    return Throughput.from_runs(runs)
+
+
+def local_ranks(spec: RunSpec, world_size: int) -> int:
+    """Ranks to measure with: `world_size` where this machine has the cores or GPUs, else as many as the spec has."""
+    here = 0 if spec.device == "cpu" else gpu_count()
+    return world_size if world_size <= (here or os.cpu_count() or 1) else spec.nproc_per_node
+
+
+def checked_number(name: str, value: Any, default: int) -> int:
+    """A whole number of at least 1; `default` where it is None."""
+    return default if value is None else whole_number(name, value, least=1, error=SpecError)
 
 
 def check_batch(batch: Any, ranks: int, dataset: int | None) -> None:
     """Refuse a global batch that the ranks or the dataset cannot make."""
     if batch is None:
         return
-    whole("global_batch", batch, 1)
+    checked_number("global_batch", batch, 1)
     if batch % ranks:
-        near = [one for one in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if one]
+        near = [size for size in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if size]
         raise SpecError(
             f"global_batch={batch} cannot be divided over {ranks} ranks without a remainder: "
             f"try {' or '.join(map(str, near))}, or other ranks"
@@ -54,33 +103,33 @@ def check_batch(batch: Any, ranks: int, dataset: int | None) -> None:
         )
 
 
-def largest_of(spec: RunSpec, device: str | Device | None, largest: Any, ranks: int) -> tuple[int | None, str]:
-    """The largest micro-batch that fits, and who says so."""
+def largest_micro_batch(spec: RunSpec, device: str | Device | None, largest: Any, ranks: int) -> tuple[int | None, str]:
+    """The largest micro-batch that fits, and why."""
     if largest is not None:
-        return whole("largest", largest, 1), f"at most {largest}, as given"
+        return checked_number("largest", largest, 1), f"at most {largest}, as given"
     if device is None:
         return None, ""
     from workbench.memory.max_micro_batch import WholeDataset, max_micro_batch
 
-    found = max_micro_batch(spec.replace(accumulation=1), device, world_size=ranks * spec.tensor_parallel)
-    if not found.micro_batch:
-        raise SpecError(f"nothing fits: {found.word}")
-    if isinstance(found, WholeDataset):
-        return found.micro_batch, f"at most {found.micro_batch}: more would fit {found.device} (predicted), but the dataset has no more"
-    return found.micro_batch, f"at most {found.micro_batch} fit {found.device} (predicted)"
+    fits = max_micro_batch(spec.replace(accumulation=1), device, world_size=ranks * spec.tensor_parallel)
+    if not fits.micro_batch:
+        raise SpecError(f"nothing fits: {fits.word}")
+    if isinstance(fits, WholeDataset):
+        return fits.micro_batch, f"at most {fits.micro_batch}: more would fit {fits.device} (predicted), but the dataset has no more"
+    return fits.micro_batch, f"at most {fits.micro_batch} fit {fits.device} (predicted)"
 
 
 def law_of(steps: Any) -> CriticalBatch | None:
-    """The law of steps against batch, of a StepsToTarget or as it is; None of None."""
+    """The law of steps against batch of a StepsToTarget; a law, and None, are returned as they are."""
     if isinstance(steps, StepsToTarget):
         return steps.fit()
     if steps is None or isinstance(steps, CriticalBatch):
         return steps
-    raise SpecError(f"steps={steps!r:.60}: what wb.steps_to_target gave is wanted, or its fit, which has a critical batch")
+    raise SpecError(f"steps={steps!r:.60}: what wb.steps_to_target gave is allowed, or its fit, which has a critical batch")
 
 
 def noise_of(spec: RunSpec, given: Any, steps: Any, runs_dir: str | os.PathLike[str] | None) -> tuple[float | None, str, str]:
-    """Samples of the noise scale or critical batch, what it is, and what is doubtful about it."""
+    """The noise scale or critical batch in samples, its name with its value, and doubts about it."""
     law = law_of(steps)
     if law is not None:
         return law.b_crit, f"critical batch of {number(round(law.b_crit))} samples, from steps to a target", law.advice
@@ -94,34 +143,31 @@ def noise_of(spec: RunSpec, given: Any, steps: Any, runs_dir: str | os.PathLike[
     if not is_number(value, above=0, finite=False):
         raise SpecError(f"noise_scale={given!r:.60}: samples above 0 are allowed, what wb.noise_scale gave, None to measure it, or False")
     if math.isinf(value):
-        return (
-            None,
-            "",
-            f"the true gradient is lost in the noise so far: more steps are needed (wb.noise_scale says how many); {STAYS}",
-        )
+        doubt = f"the true gradient is lost in the noise so far: more steps are needed (wb.noise_scale says how many); {STAYS}"
+        return None, "", doubt
     low, high = getattr(given, "low", math.nan), getattr(given, "high", math.nan)
     between = f" ({number(round(low))} to {number(round(high))})" if math.isfinite(low) and math.isfinite(high) else ""
     doubt = "" if getattr(given, "enough", True) else "the noise scale is not certain yet: wb.noise_scale says how many steps more it takes"
     return float(value), f"noise scale of {number(round(value, 1) if value < 100 else round(value))} samples{between}", doubt
 
 
-def within(plan: BatchPlan, before: BatchPlan, samples: int | None) -> BatchPlan:
-    """The plan with a warm-up of at most WARMUP of a run, or of the share that it had before where that is more.
+def limit_warmup(plan: BatchPlan, before: BatchPlan, samples: int | None) -> BatchPlan:
+    """The plan with a warm-up of at most MAX_WARMUP of a run, or the share that it had before if that is more.
 
     Args:
         plan: scaled from the one before.
         before: as the spec has it.
-        samples: of the run; None = it is not known how many.
+        samples: of the run; None = not known.
     """
     if not samples:
         return plan
     steps = max(1, samples // plan.global_batch)
-    had = math.ceil(steps * before.warmup_steps * before.global_batch / samples - 1e-9)  # of the same samples
-    most = max(int(WARMUP * steps), had)
+    had = math.ceil(steps * before.warmup_steps * before.global_batch / samples - 1e-9)  # the same samples
+    most = max(int(MAX_WARMUP * steps), had)
     if plan.warmup_steps <= most:
         return plan
     why = (
-        f"{units.percent(WARMUP)} of the {steps:,} step{'s' * (steps != 1)} that make up the run's {samples:,} samples, at most "
+        f"{units.percent(MAX_WARMUP)} of the {steps:,} step{'s' * (steps != 1)} that make up the run's {samples:,} samples, at most "
         f"({plan.reasons['warmup_steps']}: too long for this run)"
     )
     scaled = plan.scaled
@@ -131,7 +177,7 @@ def within(plan: BatchPlan, before: BatchPlan, samples: int | None) -> BatchPlan
     return dataclasses.replace(plan, warmup_steps=most, reasons={**plan.reasons, "warmup_steps": why}, scaled=scaled)
 
 
-def throughput_of(
+def throughput_for(
     spec: RunSpec,
     given: Any,
     ranks: int,
@@ -140,19 +186,21 @@ def throughput_of(
     batch: int | None,
     runs_dir: str | os.PathLike[str] | None,
 ) -> Throughput:
-    """The curve that was given, or a short sweep over micro-batches up to what fits."""
+    """The throughput that was given, or that of a short sweep over micro-batches that fit."""
     if given is not None:
         return Throughput.of(given, micro_batch=spec.micro_batch, world_size=spec.data_ranks)
-    here = ranks_here(spec, ranks * spec.tensor_parallel)
-    tops = [limit or UPWARD * spec.micro_batch, batch // ranks if batch else math.inf]
+    here = local_ranks(spec, ranks * spec.tensor_parallel)
+    tops = [limit or MAX_INCREASE * spec.micro_batch, batch // ranks if batch else math.inf]
     if dataset is not None:
-        tops.append(dataset // (2 * here))  # the middle one accumulates twice
+        tops.append(dataset // (2 * here))  # the run with accumulation takes two
     top = int(min(tops))
-    return measured(spec.replace(nproc_per_node=here), places(min(spec.micro_batch, top), max(1, top)), runs_dir=runs_dir)
+    return measure_throughput(
+        spec.replace(nproc_per_node=here), micro_batches_to_try(min(spec.micro_batch, top), max(1, top)), runs_dir=runs_dir
+    )
 
 
-def naive(curve: Throughput, ranks: int) -> str:
-    """What to say where the ranks are not those that were measured."""
+def extrapolation_note(curve: Throughput, ranks: int) -> str:
+    """A note where the number of ranks is not the measured one; else empty."""
     if ranks == curve.world_size:
         return ""
     return (
@@ -162,49 +210,51 @@ def naive(curve: Throughput, ranks: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """A task, as far as a plan cares."""
+class TaskFacts:
+    """A task's optimizer, learning rate and dataset size."""
 
     optimizer: str
-    """With its options, the learning rate left out."""
+    """With its options, without its learning rate."""
     lr: float
     """Peak learning rate."""
     dataset_size: int | None
-    """Samples of an epoch; None = a stream, which does not say."""
+    """Samples of an epoch; None = a stream."""
 
     @classmethod
-    def of(cls, spec: RunSpec) -> "Subject":
-        """Build the task's dataset and, where only that tells, its model and optimizer; and look at them.
+    def of(cls, spec: RunSpec) -> "TaskFacts":
+        """Build the task's dataset and, where the optimizer is a function, its model and optimizer.
 
         Raises:
-            TaskError: the task is not there, or its functions do not return what they should.
+            TaskError: the task does not exist, or its functions return something wrong.
             SpecError: an optimizer for which no rule is known, or micro_batch is "auto".
         """
         from workbench.train.choose_micro_batch import most_samples
 
         task = resolve(spec.task)
-        found = _optimizer(spec, task)
+        optimizer = _optimizer(spec, task)
         size, stream = most_samples(task.dataset(), RunSpec(task=spec.task))
         return cls(
-            optimizer=found.text, lr=float(spec.lr if spec.lr is not None else found.default_lr), dataset_size=None if stream else size
+            optimizer=optimizer.text,
+            lr=float(spec.lr if spec.lr is not None else optimizer.default_lr),
+            dataset_size=None if stream else size,
         )
 
     def plan(self, spec: RunSpec) -> BatchPlan:
-        """The plan that a spec has."""
+        """The plan of a spec."""
         _ = spec.global_batch  # refuses "auto"
         return BatchPlan.of(spec, lr=self.lr, optimizer=self.optimizer)
 
 
-def _optimizer(spec: RunSpec, task: Task) -> Described:
+def _optimizer(spec: RunSpec, task: Task) -> OptimizerDescription:
     chosen = spec.optimizer if spec.optimizer not in (None, *IMPLEMENTATIONS) else task.optimizer
     if isinstance(chosen, str):
-        return Described.of(chosen)
+        return OptimizerDescription.of(chosen)
     from workbench.train.optimizers import build_optimizer, described
     from workbench.train.trainer import build_model
 
-    seen = described(build_optimizer(build_model(task), task.optimizer, lr=spec.lr))  # a function, which may look at the parameters
+    settings = described(build_optimizer(build_model(task), task.optimizer, lr=spec.lr))  # a function of the parameters
     try:
-        return Described.of(seen)
+        return OptimizerDescription.of(settings)
     except ValueError as error:
         raise SpecError(
             f'task={spec.task!r}: {error}; or plan with the optimizer that it resembles: spec.replace(optimizer="adamw", lr=…)'

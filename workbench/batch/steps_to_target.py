@@ -1,7 +1,4 @@
-"""Steps to a target: the direct experiment about batches. Many trainings in one launch, each until the target, and the law they follow.
-
-Many trainings until a target in one launch, awaited: how they get on is read from the journal that the ranks share.
-"""
+"""steps_to_target: measures how many optimizer steps a target takes at several batches, by many trainings in one launch."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +6,7 @@ from typing import Any
 
 from workbench.batch.analysis.scaled_lr import RULES
 from workbench.batch.analysis.steps_to_target import StepsToTarget
-from workbench.batch.analysis.trials import Order, Target
+from workbench.batch.analysis.trials import ExperimentPlan, Target
 from workbench.core import units
 from workbench.core.checks import is_number, is_whole, real_number, whole_number
 from workbench.runs.launch.experiments import wait_for
@@ -35,7 +32,7 @@ def reach(
 
     Args:
         spec: what all trials have in common; each of its ranks does trials of its own.
-        order: what is wanted, as plain JSON values.
+        order: the requested trials, as plain JSON values.
         words: how the run gets on, in a line.
         runs_dir: where run directories go; None = `runs` in the current folder.
         quiet: show no progress.
@@ -138,7 +135,7 @@ def steps_to_target(
     check_spec("steps_to_target", spec, instead="a run that it has made is read")
     _check(spec)
     searched = retune is True or (retune is False and not rules)
-    order = Order(
+    order = ExperimentPlan(
         target=_target(target_loss, target),
         batches=_batches(batches),
         rules=_rules(rules),
@@ -191,12 +188,12 @@ def _check(spec: RunSpec) -> None:
 def _target(loss: float | None, figures: Mapping[str, float] | None) -> Target:
     if (loss is None) == (figures is None):
         both = "both target_loss and target were given" if loss is not None else "no target was given"
-        raise ValueError(f'{both}: one is wanted, target_loss=0.5 (on training samples) or target={{"accuracy": 0.8}} (of the evaluation)')
+        raise ValueError(f'{both}: one is allowed, target_loss=0.5 (on training samples) or target={{"accuracy": 0.8}} (of the evaluation)')
     if figures is None:
         figures = {"loss": loss}  # type: ignore[dict-item]
     elif not isinstance(figures, Mapping) or len(figures) != 1 or "loss" in figures:
         raise ValueError(
-            f'target={figures!r}: one figure of the task\'s evaluation is wanted, {{"accuracy": 0.8}}; a loss is a target_loss='
+            f'target={figures!r}: one figure of the task\'s evaluation is allowed, {{"accuracy": 0.8}}; a loss is a target_loss='
         )
     ((name, value),) = figures.items()
     return Target(name=name, value=float(real_number(f"target {name}", value)), rises=None if name != "loss" else False)
@@ -205,7 +202,7 @@ def _target(loss: float | None, figures: Mapping[str, float] | None) -> Target:
 def _batches(given: Any) -> tuple[int, ...]:
     good = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
     if not good or not all(is_whole(one, least=1) for one in given):
-        raise ValueError(f"batches={given!r}: global batches in samples are wanted, four or more for a law: [16, 64, 256, 1024]")
+        raise ValueError(f"batches={given!r}: global batches in samples are allowed, four or more for a law: [16, 64, 256, 1024]")
     return tuple(sorted(set(given)))
 
 
@@ -219,7 +216,7 @@ def _rules(given: str | Sequence[str]) -> tuple[str, ...]:
 
 def _factors(given: Any) -> tuple[float, ...]:
     if not isinstance(given, Sequence) or isinstance(given, str) or not all(is_number(one, above=0) for one in given):
-        raise ValueError(f"retune={given!r}: True, or factors above 0 are wanted, such as [0.5, 1, 2]")
+        raise ValueError(f"retune={given!r}: True, or factors above 0 are allowed, such as [0.5, 1, 2]")
     return tuple(dict.fromkeys(map(float, given)))
 
 

@@ -12,7 +12,7 @@ HOMES = {
     "Energy.by_time": "workbench.cluster.analysis.energy:by_time",
     "Energy.measured": "workbench.cluster.analysis.energy:measured",
     "MemoryBreakdown": "workbench.memory.analysis.breakdown:MemoryBreakdown",
-    "NoiseScale.of_run": "workbench.batch.analysis.noise_scale:combined",
+    "NoiseScale.of_run": "workbench.batch.analysis.noise_scale:noise_scale_of_ranks",
     "TraceSet": "workbench.traces.analysis.trace_set:TraceSet",
     "prove": "workbench.diagnosis.api:prove",
 }

@@ -21,10 +21,10 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import default_collate
 
-from workbench.batch.analysis.optimizer import Described
+from workbench.batch.analysis.optimizer import OptimizerDescription
 from workbench.batch.analysis.scale_lr import scale_lr
 from workbench.batch.analysis.steps_to_target import TRIALS
-from workbench.batch.analysis.trials import Agenda, Job, Order, Outcome, Target, Trial
+from workbench.batch.analysis.trials import ExperimentPlan, Job, Outcome, Target, Trial, TrialScheduler
 from workbench.core import run_directory
 from workbench.core.units import count
 from workbench.memory.measure.at_oom import held
@@ -213,7 +213,7 @@ class Journal:
         self._claimed: set[Job] = set()
         self._planned = False
 
-    def begin(self, order: Order, rates: Sequence[Mapping[str, Any]], spec: RunSpec, names: Mapping[str, str]) -> None:
+    def begin(self, order: ExperimentPlan, rates: Sequence[Mapping[str, Any]], spec: RunSpec, names: Mapping[str, str]) -> None:
         """Write down what is planned, unless another rank has.
 
         Args:
@@ -227,19 +227,19 @@ class Journal:
                 row = {"order": order.to_json(), "rates": list(rates), "spec": spec.to_json(), "names": dict(names)}
                 self._writer.write([{"kind": "plan", **row, "created": time.time()}])
 
-    def take(self, agenda: Agenda) -> tuple[Job | None, bool]:
+    def take(self, scheduler: TrialScheduler) -> tuple[Job | None, bool]:
         """Claim a trial to run (None = none now); and whether all trials are done."""
         with self._alone():
-            wanted = agenda.wanted(self._done)
+            wanted = scheduler.runnable(self._done)
             job = next((job for job in wanted if job not in self._claimed), None)
             if job is not None:
                 self._writer.write([{"kind": "claim", **dataclasses.asdict(job)}])
             return job, not wanted
 
-    def add(self, trial: Trial, agenda: Agenda) -> None:
+    def add(self, trial: Trial, scheduler: TrialScheduler) -> None:
         """Write down the result of a trial, and how many there will be."""
         with self._alone():
-            total = agenda.total([*self._done, trial])
+            total = scheduler.total([*self._done, trial])
             self._writer.write([{"kind": "trial", **dataclasses.asdict(trial), "total": total, "at": time.time()}])
 
     def read(self) -> list[Trial]:
@@ -276,14 +276,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run_dir = parser.parse_args(arguments).run_dir
     try:
         info = run_directory.read_json(run_dir / run_directory.RUN_JSON)
-        spec, order = RunSpec.from_json(info["spec"]), Order.from_json(info["experiment"]["order"])
+        spec, order = RunSpec.from_json(info["spec"]), ExperimentPlan.from_json(info["experiment"]["order"])
         run_trials(spec, order, resolve(spec.task), run_dir)
     except BaseException as error:
         failure.record(error, run_dir=run_dir, held=held)
         raise
 
 
-def run_trials(spec: RunSpec, order: Order, task: Task, run_dir: Path) -> None:
+def run_trials(spec: RunSpec, order: ExperimentPlan, task: Task, run_dir: Path) -> None:
     """Take trials from the journal, run them and write down their results, until none is left.
 
     Args:
@@ -308,12 +308,12 @@ def run_trials(spec: RunSpec, order: Order, task: Task, run_dir: Path) -> None:
         for rule in {*order.rules, "none"}
         for batch in {*order.batches, order.base_batch}
     }
-    agenda = Agenda(order, {key: plan["lr"] for key, plan in plans.items()})
+    scheduler = TrialScheduler(order, {key: plan["lr"] for key, plan in plans.items()})
     journal = Journal(run_dir)
     rows = [{"optimizer": o, "rule": r, "batch": b, **plan} for (o, r, b), plan in plans.items()]
     journal.begin(order, rows, spec, {optimizer: optimizer or named(options[optimizer]) for optimizer in order.optimizers})
     while order.budget_s is None or time.monotonic() - began < order.budget_s:
-        job, over = journal.take(agenda)
+        job, over = journal.take(scheduler)
         if over:
             break
         if job is None:
@@ -321,12 +321,12 @@ def run_trials(spec: RunSpec, order: Order, task: Task, run_dir: Path) -> None:
             continue
         changes = {} if job.rule not in order.rules else plans[job.optimizer, job.rule, job.batch]
         warmup = plans[job.optimizer, "none", job.batch]["warmup_steps"]
-        trial = runner.run(job, {"warmup_steps": warmup, **changes}, order.target, _limit_of(agenda, journal, job), order.max_steps)
-        journal.add(trial, agenda)
+        trial = runner.run(job, {"warmup_steps": warmup, **changes}, order.target, _limit_of(scheduler, journal, job), order.max_steps)
+        journal.add(trial, scheduler)
 
 
-def _limit_of(agenda: Agenda, journal: Journal, job: Job) -> Callable[[], int]:
-    return lambda: agenda.limit(job, journal.read())
+def _limit_of(scheduler: TrialScheduler, journal: Journal, job: Job) -> Callable[[], int]:
+    return lambda: scheduler.limit(job, journal.read())
 
 
 def options_of(spec: RunSpec, task: Task, optimizer: str) -> dict[str, Any]:
@@ -347,12 +347,12 @@ def options_of(spec: RunSpec, task: Task, optimizer: str) -> dict[str, Any]:
 def named(made: Mapping[str, Any]) -> str:
     """An optimizer as a spec writes it, without its learning rate; of a class that has no name here its own."""
     try:
-        return Described.of(made).text
+        return OptimizerDescription.of(made).text
     except ValueError:
         return str(made["name"])
 
 
-def scaled(order: Order, spec: RunSpec, base: Mapping[str, Any], rule: str, batch: int) -> dict[str, Any]:
+def scaled(order: ExperimentPlan, spec: RunSpec, base: Mapping[str, Any], rule: str, batch: int) -> dict[str, Any]:
     """The learning rate of a batch by a rule, with what else the rule changes.
 
     The warm-up is the spec's own, as many samples long at each batch. Rules that advise some epochs of it mean trainings of many more

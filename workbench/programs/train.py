@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from workbench.batch.measure.noise_log import NoiseLog
+from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
 from workbench.memory.measure.at_oom import held
 from workbench.runs import failure, programs

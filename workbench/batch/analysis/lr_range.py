@@ -1,6 +1,6 @@
-"""Learning-rate range test: one sweep from too small to too large, and six published rules that read a learning rate out of it.
+"""Learning-rate range test: a sweep of growing learning rates, six published rules that read a learning rate out of it, and `LrFound`.
 
-What is done with the sweeps of several seeds, and whom to believe, is in `lr_range_found`.
+Rules differ, and each differs from seed to seed, so there are several sweeps, and `lr_race` decides between the suggestions.
 """
 
 import itertools
@@ -13,32 +13,41 @@ from typing import Any
 
 from workbench.core.checks import real_number, whole_number
 from workbench.core.codec import JsonDataclass, OrInf
+from workbench.core.display import table as display
 
+SWEEPS = 5
+"""Seeds. A single one is no measurement: the steepest slope moves by a factor of 19 between seeds, at a batch of 8."""
 ITERATIONS = 100
 """Steps of a sweep."""
 BETA = 0.98
 """Weight of the past in the smoothed loss (fastai, Lightning)."""
 DIVERGED = 4.0
-"""A sweep ends where the smoothed loss is so many times the best one (fastai)."""
+"""A sweep ends where the smoothed loss is this many times the best one (fastai)."""
 END, DIVERGES, NOT_FINITE = "end", "diverged", "not finite"
-"""Why a sweep stopped: at its last learning rate; the loss grew beyond DIVERGED times its best; it was no number any more."""
+"""Why a sweep stopped: at its last learning rate; the loss grew beyond DIVERGED times its best; or it became NaN or infinite."""
+MIN_ERRORS, MIN_FALL = 3.0, 0.005
+"""Standard errors, and share of the loss, by which it has to fall at least."""
+MIN_POINTS = 10
+"""A sweep with fewer points left suggests nothing."""
+AS_GOOD = 0.9
+"""A candidate whose loss fell by this share of the winner's fall is as good: `low` and `high` are the outermost of them."""
 
 
 class LrRangeError(ValueError):
-    """No learning rate can be looked for; the message says what was given, what is allowed and what to try."""
+    """The search for a learning rate cannot run; the message says what was given, what is allowed and what to try."""
 
 
-def ladder(low: float, high: float, count: int) -> tuple[float, ...]:
-    """`count` learning rates from `low` to `high`, each the same factor above the one before.
+def geometric(low: float, high: float, count: int) -> tuple[float, ...]:
+    """`count` learning rates from `low` to `high`, with equal ratios between neighbours.
 
-    >>> [round(lr, 3) for lr in ladder(0.001, 1.0, 4)]
+    >>> [round(lr, 3) for lr in geometric(0.001, 1.0, 4)]
     [0.001, 0.01, 0.1, 1.0]
     """
     return tuple(low * (high / low) ** (i / (count - 1)) for i in range(count))
 
 
 def ema(values: Sequence[float], beta: float = BETA) -> tuple[float, ...]:
-    """Exponential mean, bias-corrected: sum of beta^(k-i)·x_i over the same sum of weights, so that the first value is the first loss.
+    """Exponential moving average with bias correction: sum of beta^(k-i)·x_i over the sum of the weights.
 
     >>> ema([2.0, 2.0, 2.0])
     (2.0, 2.0, 2.0)
@@ -50,10 +59,10 @@ def ema(values: Sequence[float], beta: float = BETA) -> tuple[float, ...]:
     return tuple(out)
 
 
-def still(losses: Sequence[float]) -> bool:
-    """Has the loss not moved by more than its noise by the end? A few losses cannot tell, and count as still.
+def is_flat(losses: Sequence[float]) -> bool:
+    """Has the loss moved by no more than its noise by the end? Too few losses count as flat.
 
-    >>> still([2.0, 2.1, 2.0, 2.1, 2.0, 2.1]), still([2.0, 2.1, 2.0, 2.1, 1.5, 1.2])
+    >>> is_flat([2.0, 2.1, 2.0, 2.1, 2.0, 2.1]), is_flat([2.0, 2.1, 2.0, 2.1, 1.5, 1.2])
     (True, False)
     """
     last = max(2, len(losses) // 5)
@@ -61,21 +70,21 @@ def still(losses: Sequence[float]) -> bool:
     if len(head) < 2:
         return True
     error = statistics.stdev(head) * math.sqrt(1 / len(head) + 1 / last)
-    return abs(statistics.fmean(tail) - statistics.fmean(head)) <= max(_ERRORS * error, _LEAST * abs(statistics.fmean(head)))
+    return abs(statistics.fmean(tail) - statistics.fmean(head)) <= max(MIN_ERRORS * error, MIN_FALL * abs(statistics.fmean(head)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LrSweep(JsonDataclass):
-    """Losses of one seed while the learning rate grows from step to step."""
+    """The losses of one seed while the learning rate grows from step to step."""
 
     lrs: tuple[float, ...]
-    """Learning rate of each step that was taken."""
+    """Learning rate of each step."""
     losses: tuple[OrInf, ...]
-    """Loss of each step's batch, before its update; the last may be no finite number."""
+    """Loss of each step before its update; the last may be NaN or infinite."""
     planned: int = ITERATIONS
-    """Steps that the sweep would have had without stopping."""
+    """Steps of a sweep that does not stop early."""
     seed: int = 0
-    """Of its random numbers."""
+    """Seed of its random numbers."""
     stopped: str = END
     """"end", "diverged" or "not finite"."""
 
@@ -87,12 +96,12 @@ class LrSweep(JsonDataclass):
 
     @property
     def smoothed(self) -> tuple[float, ...]:
-        """Bias-corrected exponential mean of the losses, as fastai and Lightning smooth them."""
+        """Exponential moving average of the losses, as in fastai and Lightning."""
         return ema(self.losses)
 
     @property
     def kept(self) -> slice:
-        """The steps that rules look at: without the first tenth, where the mean has seen little, and the last five, where it explodes."""
+        """The steps that rules use: without the first tenth, where the average has little data, and the last five, where it explodes."""
         finite = next((i for i, loss in enumerate(self.losses) if not math.isfinite(loss)), len(self.losses))
         return slice(self.planned // 10, max(0, min(finite, len(self.losses) - 5)))
 
@@ -103,24 +112,20 @@ class LrSweep(JsonDataclass):
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the loss from batch to batch there; 0 with one batch."""
+        """Standard deviation of the loss from batch to batch in the first fifth."""
         head = self.losses[: max(2, self.planned // 5)]
         return statistics.pstdev(head) if all(map(math.isfinite, head)) else math.nan
 
     @property
     def falls(self) -> bool:
-        """Does the loss fall by more than noise? The mean of ten steps in a row has to be three standard errors below the start."""
+        """Does the loss fall by more than its noise? The mean of a tenth of the steps has to be three standard errors below the start."""
         finite = [loss for loss in self.losses if math.isfinite(loss)]
-        ten = max(2, self.planned // 10)
-        if len(finite) < 2 * ten:
+        window = max(2, self.planned // 10)
+        if len(finite) < 2 * window:
             return False
-        means = [statistics.fmean(finite[i : i + ten]) for i in range(ten, len(finite) - ten + 1)]
-        error = self.noise * math.sqrt(2 / ten)
-        return min(means) < self.start - max(_ERRORS * error, _LEAST * abs(self.start))
-
-
-_ERRORS, _LEAST = 3.0, 0.005
-"""Standard errors, and share of the loss, by which it has to fall at least."""
+        means = [statistics.fmean(finite[i : i + window]) for i in range(window, len(finite) - window + 1)]
+        error = self.noise * math.sqrt(2 / window)
+        return min(means) < self.start - max(MIN_ERRORS * error, MIN_FALL * abs(self.start))
 
 
 def steep(lrs: Sequence[float], losses: Sequence[float]) -> float:
@@ -141,7 +146,7 @@ def minimum(lrs: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def valley(lrs: Sequence[float], losses: Sequence[float]) -> float:
-    """In the middle of the longest valley (strictly falling subsequence of losses): a third and half of a third behind its start.
+    """In the middle third of the longest valley (strictly falling subsequence of losses).
 
     Source: fastai `callback/schedule.py`, `valley` (its default).
     """
@@ -159,10 +164,10 @@ def slide(lrs: Sequence[float], losses: Sequence[float], *, apart: int = 15, thr
     right, left = -1, -1 - apart
     if len(slopes) < apart + 1:
         return None
-    found = lrs[left]
+    lr = lrs[left]
     while left >= -len(slopes) and abs(slopes[right] - slopes[left]) > threshold:
-        found, right, left = lrs[left], right - 1, left - 1
-    return found
+        lr, right, left = lrs[left], right - 1, left - 1
+    return lr
 
 
 def lightning(lrs: Sequence[float], losses: Sequence[float]) -> float:
@@ -185,25 +190,20 @@ Rule = Callable[[Sequence[float], Sequence[float]], float | None]
 RULES: Mapping[str, Rule] = MappingProxyType(
     {"steep": steep, "minimum/10": minimum, "valley": valley, "slide": slide, "lightning": lightning, "torch-lr-finder": index}
 )
-"""Rule → what it makes of learning rates and smoothed losses."""
-LEAST_POINTS = 10
-"""A sweep of which fewer are left says nothing."""
+"""Rule → function of learning rates and smoothed losses; None = no suggestion."""
 
 
 def suggestions(sweep: LrSweep) -> dict[str, float | None]:
-    """What each rule reads out of one sweep; None = it cannot tell.
-
-    All look at the steps that `LrSweep.kept` leaves. The published rules smooth differently: torch-lr-finder's gets its own smoothing.
-    """
+    """What each rule suggests by one sweep; None = it cannot tell. That of torch-lr-finder gets its own smoothing."""
     kept = sweep.kept
     lrs, smoothed, coarse = sweep.lrs[kept], sweep.smoothed[kept], _from_first(sweep.losses)[kept]
-    if len(lrs) < LEAST_POINTS or max(smoothed) == min(smoothed):
+    if len(lrs) < MIN_POINTS or max(smoothed) == min(smoothed):
         return dict.fromkeys(RULES)
     return {name: rule(lrs, coarse if name == "torch-lr-finder" else smoothed) for name, rule in RULES.items()}
 
 
 def _from_first(losses: Sequence[float], new: float = 0.05) -> tuple[float, ...]:
-    """Exponential mean that starts at the first loss, as torch-lr-finder's."""
+    """Exponential moving average that starts at the first loss, as in torch-lr-finder."""
     out = [losses[0]]
     for loss in losses[1:]:
         out.append(new * loss + (1 - new) * out[-1])
@@ -233,10 +233,10 @@ def _longest_fall(values: Sequence[float]) -> tuple[int, int]:
 
 
 def check_options(*, low: Any, high: Any, sweeps: Any, iterations: Any, race_steps: Any) -> None:
-    """Refuse what cannot be.
+    """Refuse options out of range.
 
     Raises:
-        ValueError: a learning rate that is not above 0, low above high, or a number that is too small.
+        ValueError: says what is allowed.
     """
     for name, value in (("low", low), ("high", high)):
         if value is not None:
@@ -245,3 +245,157 @@ def check_options(*, low: Any, high: Any, sweeps: Any, iterations: Any, race_ste
         raise ValueError(f"low={low!r}, high={high!r}: high has to be at least ten times low, else there is nothing to sweep over")
     for name, value, least in (("sweeps", sweeps, 1), ("iterations", iterations, 30), ("race_steps", race_steps, 0)):
         whole_number(name, value, least=least)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleSuggestion:
+    """The suggestion of one rule over several seeds."""
+
+    rule: str
+    """One of RULES."""
+    lr: float | None
+    """Median over the seeds; None = the rule could not tell."""
+    low: float | None = None
+    """Smallest."""
+    high: float | None = None
+    """Largest."""
+    seeds: int = 0
+    """Seeds with a suggestion."""
+
+    @property
+    def spread(self) -> float | None:
+        """Largest over smallest."""
+        return None if self.low is None or self.high is None else self.high / self.low
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A learning rate in the race."""
+
+    lr: float
+    """Constant during the race."""
+    name: str
+    """Its origin: a rule, or how the race added it."""
+    scores: tuple[OrInf, ...] = ()
+    """Mean loss of the second half of the steps, per round; infinite = diverged. All candidates of a round see equal batches."""
+
+    def mean(self, rounds: int) -> float:
+        """Mean score of the first rounds."""
+        return statistics.fmean(self.scores[:rounds]) if self.scores else math.inf
+
+
+def suggestions_over_seeds(sweeps: Sequence[LrSweep]) -> tuple[RuleSuggestion, ...]:
+    """What each rule suggests: the median over the sweeps, in logarithms, and the range."""
+    by_sweep = [suggestions(sweep) for sweep in sweeps]
+    known = {rule: sorted(lr for by_rule in by_sweep if (lr := by_rule[rule]) is not None) for rule in RULES}
+    return tuple(
+        RuleSuggestion(rule=rule, lr=math.exp(statistics.median(map(math.log, lrs))), low=lrs[0], high=lrs[-1], seeds=len(lrs))
+        if lrs
+        else RuleSuggestion(rule=rule, lr=None)
+        for rule, lrs in known.items()
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LrFound(JsonDataclass):
+    """The learning rate that a search found, with its evidence."""
+
+    lr: float | None
+    """The learning rate to use; None = cannot tell, and `why` says why."""
+    low: float | None = None
+    """Smallest candidate that did about as well (see AS_GOOD); without a race the rule's smallest suggestion."""
+    high: float | None = None
+    """Largest."""
+    verified: bool = False
+    """Was it chosen by a race? Otherwise a rule suggests it."""
+    why: str = ""
+    """How it was chosen, or why none was."""
+    race_steps: int = 0
+    """Steps of a candidate in one round."""
+    batch: int | None = None
+    """Samples per step over all ranks, for which the learning rate holds; None = not known."""
+    steps: int = 0
+    """Optimizer steps of the whole search."""
+    start: float = math.nan
+    """Loss at the start."""
+    suggestions: tuple[RuleSuggestion, ...] = ()
+    """Suggestion of each rule."""
+    race: tuple[Candidate, ...] = ()
+    """All candidates, by learning rate."""
+    sweeps: tuple[LrSweep, ...] = ()
+    """One per seed."""
+    notes: tuple[str, ...] = ()
+    """Remarks."""
+
+    def changes(self) -> dict[str, float]:
+        """The knob of a RunSpec, for `spec.replace(**found.changes())`; empty where there is none."""
+        return {} if self.lr is None else {"lr": self.lr}
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        if self.lr is None:
+            return f"no learning rate: {self.why}"
+        span = f" ({lr_text(self.low)} … {lr_text(self.high)})" if self.low is not None else ""
+        return f"learning rate {lr_text(self.lr)}{span}: {self.why}"
+
+    @property
+    def table(self) -> display.Table:
+        """What each rule suggests."""
+        rows = [
+            [rule.rule, lr_text(rule.lr), lr_text(rule.low), lr_text(rule.high), "–" if rule.spread is None else f"{rule.spread:.3g}×"]
+            for rule in self.suggestions
+        ]
+        return display.Table(
+            columns=("rule", "suggests", "low", "high", "spread"),
+            rows=rows,
+            title=self.summary,
+            note="\n".join([f"median and range over {len(self.sweeps)} seeds", *([] if self.race else self.notes)]),
+        )
+
+    @property
+    def race_table(self) -> display.Table | None:
+        """The candidates, by learning rate; None without a race."""
+        if not self.race:
+            return None
+        rounds = max(len(candidate.scores) for candidate in self.race)
+        rows = [
+            [lr_text(candidate.lr), candidate.name, *map(_score, candidate.scores), *["–"] * (rounds - len(candidate.scores))]
+            for candidate in self.race
+        ]
+        return display.Table(
+            columns=("learning rate", "from", *(f"loss, round {i + 1}" for i in range(rounds))),
+            rows=rows,
+            title=f"Race over {self.race_steps} steps, from a loss of {self.start:.3g}",
+            note="\n".join(["mean loss of the second half; equal batches within a round", *self.notes]),
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per rule, and one per candidate of the race."""
+        rules = [{"kind": "rule", "name": rule.rule, "lr": rule.lr, "low": rule.low, "high": rule.high} for rule in self.suggestions]
+        race = [{"kind": "race", "name": runner.name, "lr": runner.lr, "loss": runner.mean(len(runner.scores))} for runner in self.race]
+        return display.frame([*rules, *race], columns=("kind", "name", "lr", "low", "high", "loss"))
+
+    plot = display.plot_method("lr_range")
+
+    def __repr__(self) -> str:
+        return f"LrFound({lr_text(self.lr)}{'' if self.verified or self.lr is None else ', not verified'})"
+
+    def __str__(self) -> str:
+        return "\n\n".join(str(table) for table in (self.table, self.race_table) if table)
+
+    def _repr_html_(self) -> str:
+        return "".join(table._repr_html_() for table in (self.table, self.race_table) if table)
+
+
+def lr_text(lr: float | None) -> str:
+    """A learning rate as text.
+
+    >>> lr_text(0.10337), lr_text(3.1e-6), lr_text(None)
+    ('0.103', '3.1e-06', '–')
+    """
+    return "–" if lr is None else f"{lr:.3g}"
+
+
+def _score(loss: float) -> str:
+    return f"{loss:.4g}" if math.isfinite(loss) else "diverged"

@@ -1,6 +1,6 @@
-"""Two norms of each step, and what they tell: tr Σ and |G|² step by step, the interval of their ratio, and how many more steps it takes.
+"""Estimates the noise scale from two gradient norms per step: tr Σ and |G|², the interval of their ratio, and the steps still needed.
 
-How far a ratio of two means may be trusted: its interval, over steps that resemble their neighbours, some of them only a beginning.
+The interval allows for steps that are correlated with their neighbours, and an initial transient is left out.
 """
 
 import math
@@ -17,42 +17,48 @@ from workbench.core.codec import OrInf
 
 Numbers = NDArray[np.float64]
 
-MOST_LEFT_OUT = 0.5
-"""Of the steps: a beginning that is longer is no beginning."""
-FEWEST_STEPS = 20
-"""Of which a beginning can be told."""
+MAX_TRANSIENT = 0.5
+"""Largest share of the steps that can be an initial transient."""
+MIN_STEPS_TRANSIENT = 20
+"""Steps needed to detect a transient."""
 CUTS = 16
-"""Places at which the beginning may end."""
-CLEARER = 2.0
-"""Times by which the steps must agree better without the beginning, before it is left out: by chance they hardly ever do."""
-FEWEST_BLOCKS = 16
-"""Blocks that are always kept: with fewer the interval is wide for lack of blocks alone."""
-ALIKE = 1.28
-"""Standard deviations of chance by which neighbours may resemble each other before blocks are made longer (one in ten does by chance)."""
+"""Places at which the transient may end."""
+MIN_IMPROVEMENT = 2.0
+"""Factor by which the error must shrink without the transient: by chance it hardly ever does."""
+MIN_BLOCKS = 16
+"""With fewer blocks the interval is wide for lack of blocks alone."""
+MAX_CORRELATION = 1.28
+"""Standard deviations of chance that neighbours' correlation may have before blocks are made longer (one in ten has it by chance)."""
+ENOUGH = 0.08
+"""Half the width of the interval, as a fraction of the estimate, that is good enough: 19 of 20 such estimates are within 10 %."""
+MIN_STEPS = 20
+"""Fewer steps are never enough: an interval that looks narrow may be so by chance."""
+MAX_WINDOWS, MIN_STEPS_PER_WINDOW = 10, 10
+"""Windows over which the noise scale is followed, at most, and steps of one, at least."""
 
 
-def beginning(small: Numbers) -> int:
-    """Steps at the start whose gradients are not yet of the size that they have later; 0 = there is no such beginning.
+def transient_length(small: Numbers) -> int:
+    """Length of the initial transient: steps at the start whose gradients have another size than later ones; 0 = there is none.
 
-    White's marginal standard error rule (MSER, Simulation 69(6), 1997), on the logarithm of the squared gradients of single groups: it has
-    little noise, and no unit.
+    White's marginal standard error rule (MSER, Simulation 69(6), 1997), on the logarithm of the squared gradients of single groups, which
+    has little noise, and no unit.
 
     Args:
         small: mean square of a group's gradient, step by step, above 0.
     """
     sizes, count = np.log(small), len(small)
-    if count < FEWEST_STEPS:
+    if count < MIN_STEPS_TRANSIENT:
         return 0
-    cuts = sorted({round(count * MOST_LEFT_OUT * cut / CUTS) for cut in range(CUTS + 1)})
+    cuts = sorted({round(count * MAX_TRANSIENT * cut / CUTS) for cut in range(CUTS + 1)})
     errors = {cut: float(np.var(sizes[cut:])) / (count - cut) for cut in cuts}
-    best = min(cuts, key=lambda cut: errors[cut])
-    return best if errors[0] > CLEARER * errors[best] else 0
+    best = min(cuts, key=errors.__getitem__)
+    return best if errors[0] > MIN_IMPROVEMENT * errors[best] else 0
 
 
 def block_length(trace: Numbers, squares: Numbers) -> int:
-    """Steps that make up a block, so that blocks do not resemble their neighbours; 1 where steps do not.
+    """Steps per block such that neighbouring blocks are not correlated; 1 where neighbouring steps are not.
 
-    Doubled until neighbours differ as by chance (Flyvbjerg & Petersen, J. Chem. Phys. 91, 1989); FEWEST_BLOCKS of them stay.
+    Doubled until the correlation is one of chance (Flyvbjerg & Petersen, J. Chem. Phys. 91, 1989); MIN_BLOCKS of them stay.
 
     Args:
         trace: numerator, step by step.
@@ -61,33 +67,33 @@ def block_length(trace: Numbers, squares: Numbers) -> int:
     mean = float(squares.mean())
     rest = trace - float(trace.mean()) / mean * squares if mean > 0 else squares
     length = 1
-    while len(rest) // (2 * length) >= FEWEST_BLOCKS and _likeness(blocks(rest, length)) > ALIKE / math.sqrt(len(rest) // length):
+    while len(rest) // (2 * length) >= MIN_BLOCKS and _correlation(blocks(rest, length)) > MAX_CORRELATION / math.sqrt(len(rest) // length):
         length *= 2
     return length
 
 
 def blocks(values: Numbers, length: int) -> Numbers:
-    """Means of neighbouring steps, some of them of one step more than `length`."""
+    """Means of consecutive steps, some of one step more than `length`."""
     return np.array([part.mean() for part in np.array_split(values, max(1, len(values) // length))])
 
 
-def _likeness(values: Numbers) -> float:
-    """Correlation of neighbours."""
+def _correlation(values: Numbers) -> float:
+    """Correlation of neighbouring values."""
     rest = values - values.mean()
     whole = float(rest @ rest)
     return float(rest[1:] @ rest[:-1]) / whole if whole > 0 else 0.0
 
 
-def fieller(trace: Numbers, squares: Numbers, level: float) -> tuple[float, float]:
-    """The interval of mean(trace) / mean(squares), two numbers that are not negative: all ratios that the values do not contradict.
+def fieller_interval(trace: Numbers, squares: Numbers, level: float) -> tuple[float, float]:
+    """Fieller's interval of mean(trace) / mean(squares), two numbers that are not negative.
 
-    A ratio r is contradicted where mean(trace − r · squares) differs from 0 in a t-test (Fieller, J. R. Stat. Soc. B 16, 1954). So it is
-    also right where it is not known whether the denominator is above 0: then the interval has no upper end.
+    It holds the ratios r for which mean(trace − r · squares) does not differ from 0 in a t-test (Fieller, J. R. Stat. Soc. B 16, 1954). So
+    it is also right where the denominator may be 0: the interval then has no upper end.
 
     Args:
-        trace: numerator, two or more values that do not depend on each other.
+        trace: numerator, two or more independent values.
         squares: denominator.
-        level: share of intervals that hold the truth, such as 0.9.
+        level: share of intervals that contain the true value, such as 0.9.
 
     Returns:
         Its ends; 0 and inf where nothing is known.
@@ -108,7 +114,7 @@ def fieller(trace: Numbers, squares: Numbers, level: float) -> tuple[float, floa
 
 
 def quantile(level: float, count: int) -> float:
-    """Standard errors from the middle to an end of an interval for the mean of `count` values (Student's t)."""
+    """Standard errors from the middle to an end of the interval of a mean of `count` values (Student's t)."""
     from scipy.special import stdtrit
 
     return float(stdtrit(count - 1, 0.5 + level / 2))
@@ -118,7 +124,7 @@ def relative_error(trace: Numbers, squares: Numbers) -> float:
     """Standard error of the ratio of the means, as a fraction of it (delta method); inf where the denominator is not above 0.
 
     Args:
-        trace: numerator, two or more values that do not depend on each other.
+        trace: numerator, two or more independent values.
         squares: denominator.
     """
     top, bottom = float(trace.mean()), float(squares.mean())
@@ -127,35 +133,24 @@ def relative_error(trace: Numbers, squares: Numbers) -> float:
     return float(np.std(trace / top - squares / bottom, ddof=1)) / math.sqrt(len(trace))
 
 
-ENOUGH = 0.08
-"""Half the width of the interval, as a fraction of the estimate, below which it is good enough: then 19 of 20 estimates are within 10 % of
-the truth."""
-FEWEST = 20
-"""Steps below which it is never enough: how wide an interval is itself is hardly known, and one that looks narrow is so by chance."""
-BLOCKS = 10
-"""Stretches at most, over which the noise scale is followed."""
-STEPS_OF_BLOCK = 10
-"""In one of them, at least."""
-
-
 class NoiseScaleError(ValueError):
-    """The norms cannot be made into a noise scale; the message says why and what to try."""
+    """The noise scale cannot be estimated; the message says why and what to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseBlock:
-    """The noise scale over a stretch of the training."""
+    """The noise scale over a window of the training."""
 
     first: int
-    """Its first step, from 1."""
+    """First step, from 1."""
     last: int
-    """Its last one."""
+    """Last step."""
     b_simple: OrInf
     """Samples; inf where the true gradient was lost in the noise."""
     low: float
     """Lower end of the interval."""
     high: OrInf
-    """Upper end of it; inf where there is none."""
+    """Upper end of the interval; inf = it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,15 +162,15 @@ class NoiseSteps:
     squares: Numbers
     """|G|²; of a single step it may come out below 0."""
     numbers: tuple[int, ...]
-    """Of the steps, from 1."""
-    lost: int
-    """Steps whose gradients were no numbers."""
+    """Numbers of the steps, from 1."""
+    not_finite: int
+    """Steps that were left out since their gradients were NaN or infinite."""
     start: int
-    """How many at the beginning had gradients of another size."""
+    """Length of the initial transient."""
     level: float
-    """Share of intervals that hold the truth."""
+    """Share of intervals that contain the true value."""
     every: int = 1
-    """Only each so many-th step of the training was looked at."""
+    """Every how many-th step of the training was measured."""
 
     @classmethod
     def of(
@@ -206,32 +201,32 @@ class NoiseSteps:
             trace=trace,
             squares=squares,
             numbers=tuple(every * int(place) + 1 for place in np.flatnonzero(good)),
-            lost=len(whole) - len(small),
-            start=beginning(small),
+            not_finite=len(whole) - len(small),
+            start=transient_length(small),
             level=level,
             every=every,
         )
 
-    def over(self, first: int, end: int) -> NoiseBlock:
-        """The estimate over steps, counted from 0, `end` left out; two or more."""
+    def window(self, first: int, end: int) -> NoiseBlock:
+        """The estimate over two or more steps, counted from 0, without `end`."""
         trace, squares = self.trace[first:end], self.squares[first:end]
         top, bottom = float(trace.mean()), float(squares.mean())
         length = block_length(trace, squares)
-        low, high = fieller(blocks(trace, length), blocks(squares, length), self.level)
+        low, high = fieller_interval(blocks(trace, length), blocks(squares, length), self.level)
         value = max(0.0, top / bottom) if bottom > 0 else math.inf
         return NoiseBlock(first=self.numbers[first], last=self.numbers[end - 1], b_simple=value, low=min(low, value), high=max(high, value))
 
     def needed(self) -> int:
-        """Steps of the training that are missing until the interval is narrow enough: its width goes with 1 / √steps. 0 = none.
+        """Further steps of the training until the interval is narrow enough: its width goes with 1 / √steps. 0 = none.
 
-        Where the signal is lost in the noise it is taken to be as large as it can be, so that at least so many are missing.
+        Where the signal is lost in the noise, the largest possible signal is assumed, so that at least this many are needed.
         """
-        return self.every * self._looks_needed()
+        return self.every * self._measured_steps_needed()
 
-    def _looks_needed(self) -> int:
-        now = self.over(self.start, len(self.trace))
+    def _measured_steps_needed(self) -> int:
+        now = self.window(self.start, len(self.trace))
         if relative_width(now) <= ENOUGH:
-            return max(0, FEWEST - (len(self.trace) - self.start))
+            return max(0, MIN_STEPS - (len(self.trace) - self.start))
         trace, squares = self.trace[self.start :], self.squares[self.start :]
         length = block_length(trace, squares)
         top, bottom = blocks(trace, length), blocks(squares, length)
@@ -243,20 +238,20 @@ class NoiseSteps:
             error = spread / largest if largest else math.inf
         if not math.isfinite(error):
             return len(trace)
-        many = quantile(self.level, 1000)  # by then there are
+        many = quantile(self.level, 1000)  # as many steps as there will be
         return max(1, math.ceil(len(trace) * (many * error / ENOUGH) ** 2) - len(trace))
 
-    def stretches(self) -> tuple[NoiseBlock, ...]:
-        """Equal parts of the training, each with an estimate of its own."""
-        count = min(BLOCKS, len(self.trace) // STEPS_OF_BLOCK)
+    def windows(self) -> tuple[NoiseBlock, ...]:
+        """Windowed estimates: one for each of equal parts of the training."""
+        count = min(MAX_WINDOWS, len(self.trace) // MIN_STEPS_PER_WINDOW)
         ends = [round(len(self.trace) * part / count) for part in range(count + 1)] if count else []
-        return tuple(self.over(first, end) for first, end in pairwise(ends))
+        return tuple(self.window(first, end) for first, end in pairwise(ends))
 
     def running(self, points: int) -> tuple[NoiseBlock, ...]:
-        """The estimate over more and more steps, from the first that counts."""
+        """The estimate over more and more steps, without the transient."""
         count = len(self.trace) - self.start
         ends = sorted({self.start + round(count * (point + 1) / points) for point in range(points)})
-        return tuple(self.over(self.start, end) for end in ends if end - self.start >= 2)
+        return tuple(self.window(self.start, end) for end in ends if end - self.start >= 2)
 
 
 def relative_width(block: NoiseBlock) -> float:

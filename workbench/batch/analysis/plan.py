@@ -1,52 +1,47 @@
-"""BatchPlan: micro_batch × accumulation × world_size with a learning rate, each number with its reason.
-
-A global batch, divided over ranks and micro-batches without a remainder.
-"""
+"""BatchPlan: a global batch as micro_batch × accumulation × world_size, with its learning rate, each number with its reason."""
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from workbench.batch.analysis.optimizer import Described
+from workbench.batch.analysis.optimizer import OptimizerDescription
 from workbench.batch.analysis.scale_lr import scale_lr
-from workbench.batch.analysis.scaled_lr import LIGHTS, ScaledLr, check, number, plain
+from workbench.batch.analysis.scaled_lr import VALIDITY_TEXT, ScaledLr, check_arguments, number, python_number
 from workbench.core import units
 from workbench.core.checks import whole_number
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 
-_LITTLE = 2
-"""A micro-batch that is less than the largest by more than this wastes the device: a neighbouring global batch is named."""
+WASTEFUL = 2
+"""A micro-batch this many times below the largest possible wastes the device: a neighbouring global batch is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """How a global batch is made up on each rank."""
+class BatchSplit:
+    """A global batch as micro-batches of one rank."""
 
     micro_batch: int
-    """Samples at once."""
+    """Samples in one forward and backward."""
     accumulation: int
-    """How often."""
+    """Micro-batches per optimizer step."""
     why_micro_batch: str
-    """In words."""
     why_accumulation: str
-    """In words."""
     notes: tuple[str, ...] = ()
-    """What would divide better."""
+    """Global batches that divide better."""
 
 
-def divided(global_batch: int, world_size: int, most: int) -> Parts:
-    """Divide a global batch over ranks, in as few micro-batches as go, all of one size.
+def split_batch(global_batch: int, world_size: int, most: int) -> BatchSplit:
+    """Split a global batch over ranks without a remainder, into as few micro-batches of one size as possible.
 
-    >>> parts = divided(96, 2, 20)
-    >>> parts.micro_batch, parts.accumulation
+    >>> split = split_batch(96, 2, 20)
+    >>> split.micro_batch, split.accumulation
     (16, 3)
 
     Args:
         global_batch: samples per optimizer step.
         world_size: ranks.
-        most: samples that a rank can take at once.
+        most: the largest micro-batch that a rank can take.
 
     Raises:
         ValueError: a number that is not whole and positive, or the ranks do not divide the batch.
@@ -63,13 +58,13 @@ def divided(global_batch: int, world_size: int, most: int) -> Parts:
         )
     micro = next(size for size in range(min(most, share), 0, -1) if share % size == 0)
     notes: tuple[str, ...] = ()
-    if micro * _LITTLE < min(most, share):
-        near = sorted({_fitting(share, most, way) * world_size for way in (-1, 1)})
+    if micro * WASTEFUL < min(most, share):
+        near = sorted({most * max(1, share // most + more) * world_size for more in (0, 1)})
         notes = (
             f"{number(share)} samples per rank have no better divisor up to {number(most)} than {number(micro)}: "
             f"a global batch of {' or '.join(map(number, near))} would take larger micro-batches",
         )
-    return Parts(
+    return BatchSplit(
         micro_batch=micro,
         accumulation=share // micro,
         why_micro_batch=f"the largest divisor of the {number(share)} samples per rank that is not above {number(most)}",
@@ -78,18 +73,14 @@ def divided(global_batch: int, world_size: int, most: int) -> Parts:
     )
 
 
-def _fitting(share: int, most: int, way: int) -> int:
-    """The next share of a rank, up or down, that is a whole number of full micro-batches."""
-    return most * max(1, share // most + (way > 0))
-
-
 _KNOBS = ("micro_batch", "accumulation", "world_size")
+_REASONED = (*_KNOBS, "lr", "warmup_steps", "optimizer")
 _GIVEN = "as given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan(display.Shown, JsonDataclass):
-    """How a global batch is made up, and the learning rate that goes with it.
+    """A global batch, what it is made of, and its learning rate.
 
     >>> plan = BatchPlan(micro_batch=32, accumulation=1, world_size=2, lr=0.1, optimizer="sgd(momentum=0.9)")
     >>> bigger = plan.scaled_to(global_batch=512)
@@ -108,48 +99,48 @@ class BatchPlan(display.Shown, JsonDataclass):
     warmup_steps: int = 0
     """Optimizer steps until it is reached."""
     optimizer: str | None = None
-    """Name with options; None = not known, and then only rules that need no optimizer's kin can scale the plan."""
+    """Name with options; None = not known, and only rules that do not depend on the optimizer can scale the plan."""
     own: bool = False
-    """`optimizer` describes the task's own, which `changes` leave alone as long as no rule has changed its options."""
+    """Is `optimizer` the task's own? `changes` leave it out as long as no rule has changed its options."""
     tensor_parallel: int = 1
     """Ranks that work on the same samples: there are world_size × tensor_parallel processes."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Number → why it is what it is."""
+    """Number → its reason."""
     notes: tuple[str, ...] = ()
-    """What else there is to know."""
+    """Further remarks."""
     scaled: ScaledLr | None = None
-    """How the learning rate came about, with its light; None = it was given."""
+    """How the learning rate was scaled, and whether the rule is valid; None = the learning rate was given."""
 
     def __post_init__(self) -> None:
         whole = {name: getattr(self, name) for name in (*_KNOBS, "tensor_parallel", "warmup_steps")}
-        check(self.lr, "auto", **whole)
+        check_arguments(self.lr, "auto", **whole)
         for name in (*whole, "lr"):
-            object.__setattr__(self, name, plain(getattr(self, name)))
+            object.__setattr__(self, name, python_number(getattr(self, name)))
         if self.optimizer is not None:
-            found = Described.of(self.optimizer)
+            described = OptimizerDescription.of(self.optimizer)
             if not isinstance(self.optimizer, str):
-                object.__setattr__(self, "optimizer", found.text)
-        object.__setattr__(self, "reasons", {name: self.reasons.get(name, _GIVEN) for name in (*_KNOBS, "lr", "warmup_steps", "optimizer")})
+                object.__setattr__(self, "optimizer", described.text)
+        object.__setattr__(self, "reasons", {name: self.reasons.get(name, _GIVEN) for name in _REASONED})
 
     @classmethod
     def of(cls, spec: Any, *, lr: float | None = None, optimizer: str | Mapping[str, Any] | None = None) -> "BatchPlan":
-        """The plan that a RunSpec carries out.
+        """The plan of a RunSpec.
 
         Args:
             spec: a RunSpec.
-            lr: where the spec leaves the learning rate to the optimizer; None = as the spec or its optimizer's text has it.
-            optimizer: where the spec leaves it to the task: its text, or a mapping of what it has.
+            lr: the learning rate, where the spec leaves it to the optimizer; None = as in the spec or the text of its optimizer.
+            optimizer: the optimizer, where the spec leaves it to the task: its text, or a mapping of its settings.
 
         Raises:
             ValueError: the learning rate is in neither, or micro_batch is "auto".
         """
         named = spec.optimizer if spec.optimizer not in (None, "foreach", "fused") else None
         given = optimizer if optimizer is not None else named
-        found = None if given is None else Described.of(given)
+        described = None if given is None else OptimizerDescription.of(given)
         if lr is None:
             lr = spec.lr
-        if lr is None and found is not None:
-            lr = found.default_lr
+        if lr is None and described is not None:
+            lr = described.default_lr
         if lr is None:
             raise ValueError(
                 "the spec leaves the learning rate to the task's own optimizer: give lr=… and optimizer=… as they are there, "
@@ -163,11 +154,10 @@ class BatchPlan(display.Shown, JsonDataclass):
             world_size=spec.data_ranks,
             lr=lr,
             warmup_steps=spec.warmup_steps,
-            optimizer=None if found is None else found.text,
+            optimizer=None if described is None else described.text,
             own=named is None,
             tensor_parallel=spec.tensor_parallel,
-            reasons=dict.fromkeys((*_KNOBS, "lr", "warmup_steps", "optimizer"), "as in the spec")
-            | ({"optimizer": "the task's own"} if named is None else {}),
+            reasons=dict.fromkeys(_REASONED, "as in the spec") | ({"optimizer": "the task's own"} if named is None else {}),
         )
 
     @property
@@ -189,16 +179,16 @@ class BatchPlan(display.Shown, JsonDataclass):
     ) -> "BatchPlan":
         """The plan for another global batch, other ranks, or both.
 
-        With `world_size` alone each rank goes on as before, so the global batch grows with the ranks. With `global_batch` it is divided
-        over the ranks exactly, in as few micro-batches as go.
+        With `world_size` alone each rank goes on as before, so the global batch grows with the ranks. A `global_batch` is divided over the
+        ranks exactly, in as few micro-batches as possible.
 
         Args:
             global_batch: samples per optimizer step; None = as many per rank as before.
             world_size: ranks that work on different samples; None = as before.
             micro_batch: the most samples per rank that fit at once; None = no more than now.
-            rule: for the learning rate; see `scale_lr`, as for all that follow.
+            rule: for the learning rate; see `scale_lr` for this and all that follow.
             noise_scale: in samples, or what measured it.
-            critical_batch: in samples, or what found it.
+            critical_batch: in samples, or what measured it.
             dataset_size: samples of an epoch.
             strict: raise where the rule does not hold.
 
@@ -209,17 +199,17 @@ class BatchPlan(display.Shown, JsonDataclass):
             raise ValueError("scaled_to() needs global_batch=…, world_size=… or both: what is the plan to be scaled to?")
         ranks = self.world_size if world_size is None else world_size
         most = self.micro_batch if micro_batch is None else micro_batch
-        check(self.lr, rule, world_size=ranks, micro_batch=most)
-        ranks, most, global_batch = plain(ranks), plain(most), plain(global_batch)
+        check_arguments(self.lr, rule, world_size=ranks, micro_batch=most)
+        ranks, most, global_batch = map(python_number, (ranks, most, global_batch))
         if global_batch is None:
-            micro, steps = self.micro_batch, self.accumulation
-            global_batch = micro * steps * ranks
+            micro, accumulation = self.micro_batch, self.accumulation
+            global_batch = micro * accumulation * ranks
             reasons = dict.fromkeys(("micro_batch", "accumulation"), "as before: each rank goes on as it was")
             hints: tuple[str, ...] = ()
         else:
-            parts = divided(global_batch, ranks, most)
-            micro, steps, hints = parts.micro_batch, parts.accumulation, parts.notes
-            reasons = {"micro_batch": parts.why_micro_batch, "accumulation": parts.why_accumulation}
+            split = split_batch(global_batch, ranks, most)
+            micro, accumulation, hints = split.micro_batch, split.accumulation, split.notes
+            reasons = {"micro_batch": split.why_micro_batch, "accumulation": split.why_accumulation}
         if self.optimizer is None and rule == "auto":
             raise ValueError(
                 'rule="auto" depends on the optimizer, and this plan does not say which: BatchPlan(…, optimizer="sgd(momentum=0.9)"), '
@@ -240,14 +230,14 @@ class BatchPlan(display.Shown, JsonDataclass):
         changed = self.optimizer is not None and scaled.optimizer() != scaled.base
         reasons |= {
             "world_size": _GIVEN if world_size else "as before",
-            "lr": f"{scaled.why}: {number(self.lr)} × {number(scaled.factor)}; {LIGHTS[scaled.valid]}",
+            "lr": f"{scaled.why}: {number(self.lr)} × {number(scaled.factor)}; {VALIDITY_TEXT[scaled.valid]}",
             "warmup_steps": next(note for note in scaled.notes if note.startswith("warm-up")).removeprefix("warm-up: "),
             "optimizer": "its averages keep their length in samples" if changed else self.reasons["optimizer"],
         }
         return dataclasses.replace(
             self,
             micro_batch=micro,
-            accumulation=steps,
+            accumulation=accumulation,
             world_size=ranks,
             lr=scaled.lr,
             warmup_steps=scaled.warmup_steps,
@@ -259,19 +249,19 @@ class BatchPlan(display.Shown, JsonDataclass):
         )
 
     def changes(self) -> dict[str, Any]:
-        """The knobs of a RunSpec that carry it out: `spec.replace(**plan.changes())`."""
-        found: dict[str, Any] = {
+        """The plan as knobs of a RunSpec: `spec.replace(**plan.changes())`."""
+        changes: dict[str, Any] = {
             "micro_batch": self.micro_batch,
             "accumulation": self.accumulation,
             "nproc_per_node": self.world_size * self.tensor_parallel,
             "lr": self.lr,
             "warmup_steps": self.warmup_steps,
         }
-        return found if self.optimizer is None or self.own else {**found, "optimizer": self.optimizer}
+        return changes if self.optimizer is None or self.own else {**changes, "optimizer": self.optimizer}
 
     @property
     def table(self) -> display.Table:
-        """One row per number with its reason."""
+        """A row per number with its reason."""
         product = " × ".join(number(getattr(self, name)) for name in _KNOBS)
         rows: list[list[object]] = [[name, number(getattr(self, name)), self.reasons[name]] for name in _KNOBS]
         rows.append(["global batch", number(self.global_batch), f"{product} samples per optimizer step"])
@@ -282,17 +272,16 @@ class BatchPlan(display.Shown, JsonDataclass):
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per number: its value and why."""
-        names = (*_KNOBS, "lr", "warmup_steps", "optimizer")
         return display.frame(
             [{"name": "global_batch", "value": self.global_batch, "why": " × ".join(_KNOBS)}]
-            + [{"name": name, "value": getattr(self, name), "why": self.reasons[name]} for name in names]
+            + [{"name": name, "value": getattr(self, name), "why": self.reasons[name]} for name in _REASONED]
         )
 
     def plot(self, ax: Any = None) -> Any:
         """`plot.scaled_lr`, of a plan that was scaled; returns the Axes.
 
         Raises:
-            ValueError: its learning rate was given.
+            ValueError: the learning rate was given, not scaled.
         """
         if self.scaled is None:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""PlanProof: a plan that was run beside the one it is to replace; what was predicted of it, and what was measured.
+"""PlanProof: the predicted and the measured gain of a batch plan over the one it replaces.
 
-What a run of a plan leaves: its Course, the loss over the samples; and the Gain of a plan over another, predicted or measured.
+`Gain` has the ratios, predicted or measured; `LossCurve` is the loss of one run against its samples.
 """
 
 import math
@@ -16,12 +16,12 @@ from workbench.core.display import table as display
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """What one plan brings over another, as ratios; predicted and measured alike."""
+    """The gain of one plan over another, as ratios, predicted or measured."""
 
     throughput: float = math.nan
     """Samples per second over those before; nan = not known."""
     samples: float = math.nan
-    """Samples to the same loss over those before; nan = not known; infinite = it was not reached."""
+    """Samples to the same loss over those before; nan = not known; infinite = not reached."""
 
     @property
     def time(self) -> float:
@@ -30,59 +30,59 @@ class Gain:
 
     def to_json(self) -> dict[str, float | str | None]:
         """As plain JSON values; infinite is text."""
-        return {name: _plain(getattr(self, name)) for name in ("throughput", "samples")}
+        return {name: _number_or_text(getattr(self, name)) for name in ("throughput", "samples")}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Inverse of `to_json`."""
-        return cls(**{name: math.nan if one is None else float(one) for name, one in value.items()})
+        return cls(**{name: _read(ratio) for name, ratio in value.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """The loss of one run, against the samples that it has seen."""
+class LossCurve:
+    """The loss of one run against the samples it has trained on."""
 
     plan: str
-    """Which one it ran: "old" or "new"."""
+    """"old" or "new"."""
     seed: int
     """Of model and data."""
     samples: tuple[int, ...]
-    """Seen so far, ascending."""
+    """Ends of the windows, ascending."""
     losses: tuple[float, ...]
-    """Mean loss of the samples between two of those numbers."""
+    """Mean loss of each window."""
     samples_per_sec: float = math.nan
     """Of all ranks, warm-up left out."""
 
     @classmethod
-    def of(cls, rows: Iterable[Mapping[str, Any]], window: float, *, plan: str, seed: int, samples_per_sec: float) -> "Course":
-        """From the lines of a report, averaged over as many samples each; a last window that is not half full is left out.
+    def of(cls, rows: Iterable[Mapping[str, Any]], window: float, *, plan: str, seed: int, samples_per_sec: float) -> "LossCurve":
+        """From the metrics of a run, averaged over windows; a last window that is not half full is left out.
 
         Args:
-            rows: with "step", "samples" (seen so far) and "loss".
-            window: samples, at least one step's.
+            rows: with "step", "samples" (so far) and "loss".
+            window: its samples, at least one step's.
             plan: "old" or "new".
             seed: of the run.
             samples_per_sec: of the run.
         """
-        found: dict[int, list[float]] = {}
+        windows: dict[int, list[float]] = {}
         step = 0
         for row in rows:
             if "loss" in row:
                 step = row["samples"] // row["step"]
-                found.setdefault(math.ceil(row["samples"] / window - 1e-9), []).append(row["loss"])
-        full = {place: losses for place, losses in found.items() if len(losses) * step >= window / 2}
+                windows.setdefault(math.ceil(row["samples"] / window - 1e-9), []).append(row["loss"])
+        full = {index: losses for index, losses in windows.items() if len(losses) * step >= window / 2}
         return cls(
             plan=plan,
             seed=seed,
-            samples=tuple(round(place * window) for place in full),
+            samples=tuple(round(index * window) for index in full),
             losses=tuple(sum(losses) / len(losses) for losses in full.values()),
             samples_per_sec=samples_per_sec,
         )
 
     @property
     def falling(self) -> list[tuple[float, float]]:
-        """(Samples, loss) of the curve that never rises and is nearest to the losses in squares: what noise lifts is averaged with what
-        follows (pool adjacent violators, Ayer and others 1955); each pool stands at the middle of its samples.
+        """(Samples, loss) of isotonic regression: the least-squares curve that never rises (pool adjacent violators, Ayer and others 1955);
+        a pool is at the middle of its samples.
         """
         pools: list[tuple[float, float, int]] = []  # sum of samples, sum of losses, points
         for seen, loss in zip(self.samples, self.losses, strict=True):
@@ -93,7 +93,7 @@ class Course:
         return [(samples / count, loss / count) for samples, loss, count in pools]
 
     def at(self, samples: float) -> float:
-        """The loss at so many samples, on the falling curve; nan beyond the last point."""
+        """The loss on the falling curve after some samples; nan beyond the last point."""
         if not self.samples or samples > self.samples[-1]:
             return math.nan
         curve = self.falling
@@ -104,7 +104,7 @@ class Course:
         return low + (seen - samples) / (seen - left) * (high - low)
 
     def reaches(self, loss: float) -> float:
-        """Samples after which the falling curve is at a loss for the first time; infinite if it never is."""
+        """Samples after which the falling curve reaches a loss; infinite if it never does."""
         curve = self.falling
         right = next((place for place, (_, value) in enumerate(curve) if value <= loss), None)
         if right is None:
@@ -120,8 +120,8 @@ class Course:
             "plan": self.plan,
             "seed": self.seed,
             "samples": list(self.samples),
-            "losses": [_plain(loss) for loss in self.losses],
-            "samples_per_sec": _plain(self.samples_per_sec),
+            "losses": [_number_or_text(loss) for loss in self.losses],
+            "samples_per_sec": _number_or_text(self.samples_per_sec),
         }
 
     @classmethod
@@ -131,7 +131,7 @@ class Course:
         return cls(**{**value, **read, "samples_per_sec": _read(value["samples_per_sec"])})
 
 
-def _plain(value: float) -> float | str | None:
+def _number_or_text(value: float) -> float | str | None:
     return None if math.isnan(value) else str(value) if math.isinf(value) else value
 
 
@@ -140,12 +140,12 @@ def _read(value: float | str | None) -> float:
 
 
 TOLERANCE = 0.25
-"""A prediction this far off did not hold."""
+"""A prediction that is further off did not hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanProof(display.Shown, JsonDataclass):
-    """The old plan and the new one, run for the same samples, with each seed once; prediction and measurement side by side."""
+    """An old and a new plan, each run once with each seed; predicted and measured gain side by side."""
 
     old: BatchPlan
     """Before."""
@@ -154,21 +154,21 @@ class PlanProof(display.Shown, JsonDataclass):
     predicted: Gain
     """From the throughput curve and the noise scale."""
     samples: int
-    """Of the old plan's runs: where losses are compared."""
-    courses: tuple[Course, ...]
-    """Every run; those of the new plan may go on further."""
+    """Samples of the old plan's runs, after which losses are compared."""
+    courses: tuple[LossCurve, ...]
+    """A curve per run; those of the new plan may be longer."""
     notes: tuple[str, ...] = ()
-    """What the measurement has to say about itself."""
+    """Remarks on the measurement."""
 
-    def of(self, plan: str) -> list[Course]:
+    def of(self, plan: str) -> list[LossCurve]:
         """The runs of one plan."""
-        return [course for course in self.courses if course.plan == plan]
+        return [curve for curve in self.courses if curve.plan == plan]
 
-    def mean(self, plan: str) -> Course:
-        """The runs of one plan as one: losses averaged over the seeds, where all have got to."""
+    def mean(self, plan: str) -> LossCurve:
+        """The mean curve of one plan over the seeds, as long as the shortest."""
         runs = self.of(plan)
         length = min(len(run.samples) for run in runs)
-        return Course(
+        return LossCurve(
             plan=plan,
             seed=runs[0].seed,
             samples=runs[0].samples[:length],
@@ -178,54 +178,54 @@ class PlanProof(display.Shown, JsonDataclass):
 
     @property
     def losses(self) -> tuple[float, float]:
-        """Of the old and the new plan after the same samples: means over the seeds."""
+        """Losses of the old and the new plan after the same samples, means over the seeds."""
         return self.mean("old").at(self.samples), self.mean("new").at(self.samples)
 
     @property
     def target(self) -> float:
-        """The loss that the old plan has reached in the end: mean over the seeds."""
+        """The final loss of the old plan, mean over the seeds."""
         return self.losses[0]
 
     @property
     def spread(self) -> float:
-        """How far the old plan's runs are apart in the end, in loss: largest less smallest."""
-        found = [course.at(self.samples) for course in self.of("old")]
-        return max(found) - min(found)
+        """Range of the final losses of the old plan's runs."""
+        losses = [curve.at(self.samples) for curve in self.of("old")]
+        return max(losses) - min(losses)
 
     @property
     def measured(self) -> Gain:
-        """Throughput, and samples to the loss that the old plan has reached in the end."""
+        """The measured gain; samples are those to the old plan's final loss."""
         old, new = self.mean("old"), self.mean("new")
         return Gain(throughput=new.samples_per_sec / old.samples_per_sec, samples=new.reaches(self.target) / old.reaches(self.target))
 
     @property
     def reached(self) -> bool:
-        """Did the new plan come to the old plan's loss?"""
+        """Did the new plan reach the old plan's final loss?"""
         return math.isfinite(self.measured.samples)
 
     @property
     def gained(self) -> bool:
-        """Is the old plan's loss reached sooner?"""
+        """Did it reach that loss sooner?"""
         return self.reached and self.measured.time < 1
 
     @property
     def held(self) -> bool:
-        """Was the prediction of the time right, as far as there was one, within TOLERANCE?"""
+        """Was the predicted time right within TOLERANCE?"""
         return self.reached and abs(self.predicted.time / self.measured.time - 1) <= TOLERANCE
 
     @property
     def word(self) -> str:
-        """How it went, in a line."""
+        """The result, in a line."""
         if not self.reached:
-            last = max(course.samples[-1] for course in self.of("new"))
+            last = max(curve.samples[-1] for curve in self.of("new"))
             return f"the new plan did not reach the old one's loss of {self.target:.3g} within {last:,} samples: keep the old one"
         time = self.measured.time
-        said = f"the old plan's loss of {self.target:.3g} is reached in {units.times(time)} the time"
-        said += ": a gain" if self.gained else ": no gain"
+        result = f"the old plan's loss of {self.target:.3g} is reached in {units.times(time)} the time"
+        result += ": a gain" if self.gained else ": no gain"
         if math.isnan(self.predicted.time):
-            return f"{said}; nothing was predicted"
+            return f"{result}; nothing was predicted"
         off = self.predicted.time / time - 1
-        return f"{said}; predicted were {units.times(self.predicted.time)}, {units.percent(abs(off))} too {'slow' if off > 0 else 'fast'}"
+        return f"{result}; predicted were {units.times(self.predicted.time)}, {units.percent(abs(off))} too {'slow' if off > 0 else 'fast'}"
 
     @property
     def table(self) -> display.Table:
@@ -236,23 +236,23 @@ class PlanProof(display.Shown, JsonDataclass):
             ("time to the old plan's loss", "time"),
         ]
         measured = self.measured
-        rows = [[name, _times(getattr(self.predicted, one)), _times(getattr(measured, one))] for name, one in pairs]
+        rows = [[name, _times(getattr(self.predicted, field)), _times(getattr(measured, field))] for name, field in pairs]
         old, new = self.losses
-        said = f"loss after {self.samples:,} samples: {old:.4g} with the old plan, {new:.4g} with the new one"
-        said += f" (runs of the old one are {self.spread:.2g} apart)" if len(self.of("old")) > 1 else ""
+        losses = f"loss after {self.samples:,} samples: {old:.4g} with the old plan, {new:.4g} with the new one"
+        losses += f" (runs of the old one are {self.spread:.2g} apart)" if len(self.of("old")) > 1 else ""
         return display.Table(
             columns=("new over old", "predicted", "measured"),
             rows=rows,
             title=f"From {_words(self.old)} to {_words(self.new)}",
-            note="\n".join([self.word, said, *self.notes]),
+            note="\n".join([self.word, losses, *self.notes]),
         )
 
     def to_frame(self) -> Any:
-        """A DataFrame with one row per point of each run."""
+        """A DataFrame with one row per window of each run."""
         return display.frame(
-            {"plan": course.plan, "seed": course.seed, "samples": seen, "loss": loss}
-            for course in self.courses
-            for seen, loss in zip(course.samples, course.losses, strict=True)
+            {"plan": curve.plan, "seed": curve.seed, "samples": seen, "loss": loss}
+            for curve in self.courses
+            for seen, loss in zip(curve.samples, curve.losses, strict=True)
         )
 
     plot = display.plot_method("plan_proof")

@@ -1,55 +1,70 @@
-"""scale_lr: the learning rate for another batch, by a rule whose limits are known.
+"""scale_lr: takes a learning rate from one batch size to another by a rule, and says whether the rule's assumptions hold there.
 
-Which rule to use, its factor, and what it assumes.
-
-Does a rule hold at a batch: how far its learning rate is from the law's, which knows the noise; plain arithmetic.
-
-What goes along with a learning rate when the batch changes: warm-up, momentum, weight decay, the size of the data.
+In order: the factor of each rule, whether it is valid at the new batch, which rule "auto" chooses, what becomes of warm-up, momentum and
+weight decay, and `scale_lr` itself. A rule is judged by the law of McCandlish et al. (`damped_factor`), which knows the gradient noise.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from workbench.batch.analysis.optimizer import Described
-from workbench.batch.analysis.scaled_lr import LIGHTS, ScaledLr, Valid, check, known_noise, number, plain
+from workbench.batch.analysis.optimizer import OptimizerDescription
+from workbench.batch.analysis.scaled_lr import (
+    VALIDITY_TEXT,
+    ScaledLr,
+    Validity,
+    check_arguments,
+    noise_to_damp_by,
+    number,
+    python_number,
+)
 from workbench.core.optimizer_table import OPTIMIZERS
 
-CLOSE, FAR = 1.25, 2.0
-"""A learning rate this many times above or below the law's is still inside the rule's domain, or already outside of it. In trials with
-SGD on small data a rate 1.3 times too high cost steps, one twice as high often never arrived."""
-DOUBT = 3.0
-"""The gradient noise scale may be so many times the batch from which larger ones help no more (1.6 to 3 in our trials)."""
-_DUST = 1e-12  # of binary fractions: 1 - 10 × (1 - 0.9) is not quite 0
-FADING = 0.5
-"""A beta that falls below this averages fewer than two steps: the edge of Malladi's rule, whose end is 0."""
-SHOWN = 128
-"""Over so many times the batch linear scaling was shown to hold (64 to 8,192 samples, Goyal et al. 2017); the square root over half of that
+EDGE_EXCESS, OUTSIDE_EXCESS = 1.25, 2.0
+"""A learning rate up to the first times above or below the law's is inside the rule's domain, beyond the second outside of it. In trials
+with SGD on small data a rate 1.3 times too high cost steps, and with one twice as high training often never reached its target."""
+NOISE_EXCESS = 3.0
+"""The gradient noise scale may be so many times the critical batch (1.6 to 3 in our trials)."""
+SHOWN_RATIO = 128
+"""Ratio of batches over which linear scaling was shown to hold (64 to 8,192 samples, Goyal et al. 2017); the square root over half of that
 (LAMB, 512 to 32,768, You et al. 2020, arXiv 1904.00962)."""
-_BEYOND = 8 * SHOWN
-"""Further apart than this no unknown noise is given the benefit of the doubt: it would have to be far above the larger batch."""
-_ORDER: tuple[Valid, ...] = ("inside", "edge", "outside")
+MAX_RATIO = 8 * SHOWN_RATIO
+"""Beyond this ratio a rule does not hold where the noise is unknown: it would have to be far above the larger batch."""
+SHORT_AVERAGE = 0.5
+"""A beta below this averages fewer than two steps: the edge of Malladi's rule, whose end is 0."""
+ROUNDING = 1e-12
+"""Error of binary fractions: 1 - 10 × (1 - 0.9) is not quite 0."""
+EPS_DIGITS = 6
+"""Significant digits of a new epsilon."""
+WARMUP_EPOCHS = 5
+"""Over which Goyal et al. 2017 (arXiv 1706.02677, section 2.2) raise the learning rate of a large batch."""
+MIN_STEPS_PER_EPOCH = 10
+"""With fewer steps an epoch, the batch is no longer far below the data, as all of the rules assume (Smith et al. 2018)."""
+_ORDER: tuple[Validity, ...] = ("inside", "edge", "outside")
 
 
-def power(optimizer: Described) -> float:
-    """Exponent of the law: 1 for SGD; 1/2 for the adaptive ones, which agrees with the square root for small batches.
+# The factor of each rule
+
+
+def law_exponent(optimizer: OptimizerDescription) -> float:
+    """Exponent of the law: 1 for SGD; 1/2 for adaptive optimizers, which agrees with the square root for small batches.
 
     McCandlish et al. 2018 find 0.5 to 1 for Adam.
     """
     return 1.0 if optimizer.family == "sgd" else 0.5
 
 
-def damped(batch: float, to_batch: float, noise: float, exponent: float = 1.0) -> float:
+def damped_factor(batch: float, to_batch: float, noise: float, exponent: float = 1.0) -> float:
     """The law's factor: ((1 + noise / batch) / (1 + noise / to_batch)) ** exponent; linear far below the noise, 1 far above.
 
-    >>> damped(8, 8, 28.0), damped(8, 32, math.inf), damped(8, 32, 0.0)
+    >>> damped_factor(8, 8, 28.0), damped_factor(8, 32, math.inf), damped_factor(8, 32, 0.0)
     (1.0, 4.0, 1.0)
 
     Args:
         batch: samples per step, before.
         to_batch: after.
         noise: the batch at which noise and signal are equal; infinite = noise only.
-        exponent: see `power`.
+        exponent: see `law_exponent`.
 
     Source: McCandlish et al. 2018, arXiv 1812.06162, section 2.2.
     """
@@ -58,66 +73,172 @@ def damped(batch: float, to_batch: float, noise: float, exponent: float = 1.0) -
     return float(((1 + noise / batch) / (1 + noise / to_batch)) ** exponent)
 
 
-def too_far(ratio: float) -> bool:
-    """Are two batches too far apart for a rule that does not know the noise?
+def rule_factor(rule: str, base: OptimizerDescription, batch: float, to_batch: float, noise: float | None) -> float:
+    """What a rule multiplies the learning rate with; "damped" needs the noise."""
+    ratio = to_batch / batch
+    if rule == "damped":
+        assert noise is not None
+        return damped_factor(batch, to_batch, noise, law_exponent(base))
+    return {"linear": ratio, "sqrt": math.sqrt(ratio), "adam": math.sqrt(ratio), "none": 1.0}[rule]
 
-    >>> too_far(128), too_far(1e9), too_far(1e-9)
+
+def rounded(value: float, digits: int = 14) -> float:
+    """Without the error of binary fractions: 1 - 4 × (1 - 0.9) is 0.6."""
+    return float(f"{value:.{digits}g}")
+
+
+# Is a rule valid at the new batch?
+
+
+def is_too_far(ratio: float) -> bool:
+    """Are two batches too far apart for a rule where the noise is unknown?
+
+    >>> is_too_far(128), is_too_far(1e9), is_too_far(1e-9)
     (False, True, True)
     """
-    return max(ratio, 1 / ratio) > _BEYOND
+    return max(ratio, 1 / ratio) > MAX_RATIO
 
 
-def light(excess: float) -> Valid:
-    """What a learning rate `excess` times the law's means."""
-    off = max(excess, 1 / excess)
-    return "inside" if off <= CLOSE else "edge" if off <= FAR else "outside"
+def validity_of(excess: float) -> Validity:
+    """The validity of a learning rate that is `excess` times the law's."""
+    factor = max(excess, 1 / excess)
+    return "inside" if factor <= EDGE_EXCESS else "edge" if factor <= OUTSIDE_EXCESS else "outside"
 
 
-def worst(*lights: Valid) -> Valid:
-    """The least favourable of some lights; "unknown" only where none is worse than inside."""
-    known = [one for one in lights if one != "unknown"]
-    found: Valid = max(known, key=_ORDER.index) if known else "unknown"
-    return "unknown" if found == "inside" and len(known) < len(lights) else found
+def worst_validity(*validities: Validity) -> Validity:
+    """The least favourable one; "unknown" only where none is worse than inside."""
+    known = [validity for validity in validities if validity != "unknown"]
+    worst: Validity = max(known, key=_ORDER.index) if known else "unknown"
+    return "unknown" if worst == "inside" and len(known) < len(validities) else worst
 
 
-def beside_law(factor: float, batch: int, to_batch: int, noise: float | None, exponent: float) -> Valid:
-    """How a rule's factor stands beside the law's, at a noise that is known, or else at any there could be.
+def factor_validity(factor: float, batch: int, to_batch: int, noise: float | None, exponent: float) -> Validity:
+    """The validity of a rule's factor, compared with the law's at a known noise, or else at any possible noise.
 
     Args:
         factor: the rule's.
         batch: samples per step, before.
         to_batch: after.
-        noise: see `damped`; None = not known.
-        exponent: see `power`.
+        noise: see `damped_factor`; None = not known.
+        exponent: see `law_exponent`.
     """
     if noise is not None:
-        return light(factor / damped(batch, to_batch, noise, exponent))
-    ends = [light(factor / damped(batch, to_batch, end, exponent)) for end in (0.0, math.inf)]
-    if "inside" not in ends:
-        return min(ends, key=_ORDER.index)
-    return "inside" if set(ends) == {"inside"} else "unknown"
+        return validity_of(factor / damped_factor(batch, to_batch, noise, exponent))
+    extremes = [validity_of(factor / damped_factor(batch, to_batch, extreme, exponent)) for extreme in (0.0, math.inf)]
+    if "inside" not in extremes:
+        return min(extremes, key=_ORDER.index)
+    return "inside" if set(extremes) == {"inside"} else "unknown"
 
 
-def doubtful(batch: int, to_batch: int, noise: float, exponent: float) -> Valid:
-    """How the law itself would stand if the noise scale were DOUBT times too large, as that of gradients can be."""
-    return light(damped(batch, to_batch, noise, exponent) / damped(batch, to_batch, noise / DOUBT, exponent))
+def damped_validity(batch: int, to_batch: int, noise: float, exponent: float) -> Validity:
+    """The validity of the law itself if the noise scale were NOISE_EXCESS times too large, as that of gradients can be."""
+    return validity_of(damped_factor(batch, to_batch, noise, exponent) / damped_factor(batch, to_batch, noise / NOISE_EXCESS, exponent))
 
 
-def fading(betas: tuple[float, ...], ratio: float) -> Valid:
-    """Where the betas stand that the square root rule gives at `ratio` times the batch."""
+def betas_validity(betas: tuple[float, ...], ratio: float) -> Validity:
+    """The validity of Malladi's rule by the betas that it gives at `ratio` times the batch."""
     least = min((1 - ratio * (1 - beta) for beta in betas), default=1.0)
-    return "outside" if least <= _DUST else "edge" if least < FADING and ratio > 1 else "inside"
+    return "outside" if least <= ROUNDING else "edge" if least < SHORT_AVERAGE and ratio > 1 else "inside"
 
 
-EPS_DIGITS = 6
-"""Significant digits of a new epsilon: more of them say nothing."""
+def _validity_by_law(rule: str, base: OptimizerDescription, batch: int, to_batch: int, noise: float | None) -> Validity:
+    """The validity of a rule other than "damped", by its factor alone."""
+    if rule in ("linear", "sqrt") and noise is None and is_too_far(to_batch / batch):
+        return "outside"
+    return factor_validity(rule_factor(rule, base, batch, to_batch, noise), batch, to_batch, noise, law_exponent(base))
 
 
-def choose(rule: str, base: Described, batch: int, to_batch: int, noise: float | None, *, strict: bool) -> tuple[str, str]:
+def _excess(rule: str, base: OptimizerDescription, batch: int, to_batch: int, noise: float) -> float:
+    return rule_factor(rule, base, batch, to_batch, noise) / damped_factor(batch, to_batch, noise, law_exponent(base))
+
+
+def _max_ratio(base: OptimizerDescription) -> float:
+    """The ratio of batches at which Malladi's rule makes a beta 0."""
+    return rounded(1 / (1 - min(base.betas or (0.0,))))
+
+
+def rule_validity(
+    rule: str, requested: str, base: OptimizerDescription, batch: int, to_batch: int, noise: float | None, *, critical: bool
+) -> Validity:
+    """Do the assumptions of a rule hold at the new batch?
+
+    Args:
+        rule: that is used.
+        requested: the one that the caller named.
+        base: the optimizer.
+        batch: samples per step, before.
+        to_batch: after.
+        noise: samples; None = not known.
+        critical: is the noise a critical batch that was measured, not only the noise scale of gradients?
+    """
+    if batch == to_batch:
+        return "inside"
+    validities = list[Validity]()
+    if rule == "damped":
+        assert noise is not None
+        validities.append("inside" if critical else damped_validity(batch, to_batch, noise, law_exponent(base)))
+    else:
+        validities.append(_validity_by_law(rule, base, batch, to_batch, noise))
+    if rule == "adam" and base.betas is not None:
+        validities.append(betas_validity(base.betas, to_batch / batch))
+    if requested == "adam" and rule != "adam":
+        validities.append("outside")
+    return worst_validity(*validities)
+
+
+def validity_notes(rule: str, base: OptimizerDescription, batch: int, to_batch: int, noise: float | None, valid: Validity) -> Iterator[str]:
+    """Why a rule has its validity, and what else it leaves open."""
+    ratio = to_batch / batch
+    by_betas = betas_validity(base.betas or (), ratio) if base.family == "adam" else "inside"
+    vanishing = (rule == "adam" and by_betas != "inside") or (rule == "sqrt" and by_betas == "outside")
+    least = min(base.betas or (0.0,))
+    end = (
+        f"kappa × (1 - beta) is {number(ratio * (1 - least))} for beta {number(least)}, and has to stay well below 1: "
+        f"at {number(_max_ratio(base))} times the batch nothing is left of that average"
+    )
+    if valid != "inside":
+        by_noise = "inside" if rule == "damped" else _validity_by_law(rule, base, batch, to_batch, noise)
+        because = vanishing and (worst_validity(by_noise, by_betas) != by_noise if rule == "adam" else valid == "outside" != by_noise)
+        yield f"{VALIDITY_TEXT[valid]}: {end if because else _reason(rule, base, batch, to_batch, noise)}"
+        if because and by_noise in ("edge", "outside"):
+            yield f"besides, {_reason(rule, base, batch, to_batch, noise)}"
+        vanishing = vanishing and not because
+    if vanishing:
+        yield f"{'besides' if rule == 'adam' else 'the betas stay as they are'}: {end}"
+    if rule == "adam" and base.name in ("nadam", "radam"):
+        yield f"derived for Adam and RMSProp; {base.name} is treated like Adam"
+    if base.name in ("lars", "lamb"):
+        published = "linear" if base.name == "lars" else "the square root"
+        yield f"no rule was derived for {base.name}: {published} with a warm-up is what was published"
+
+
+def _reason(rule: str, base: OptimizerDescription, batch: int, to_batch: int, noise: float | None) -> str:
+    if rule == "damped":
+        return (
+            "the noise scale of gradients can be several times the critical batch, and then this is too much; wb.steps_to_target finds it"
+        )
+    apart = max(to_batch / batch, batch / to_batch)
+    if noise is None and rule in ("linear", "sqrt") and is_too_far(to_batch / batch):
+        return (
+            f"batches {number(apart)} times apart; linear was shown to hold over {SHOWN_RATIO} times (Goyal et al. 2017), the square root "
+            "over half of that (You et al. 2020), and here the noise scale, which is not known, would have to be far above "
+            f"{number(max(batch, to_batch))} samples"
+        )
+    if noise is None:
+        side = "above" if rule == "none" else "below"
+        return f"it assumes batches far {side} the noise scale, which is not known; wb.noise_scale measures it"
+    excess = _excess(rule, base, batch, to_batch, noise)
+    return f"at a noise of {number(noise)} samples this learning rate is {number(excess)} times the one of the damped rule"
+
+
+# Which rule to use
+
+
+def choose_rule(rule: str, base: OptimizerDescription, batch: int, to_batch: int, noise: float | None, *, strict: bool) -> tuple[str, str]:
     """The rule to use, and why.
 
     Args:
-        rule: that was asked for.
+        rule: that the caller named.
         base: the optimizer.
         batch: samples per step, before.
         to_batch: after.
@@ -128,12 +249,12 @@ def choose(rule: str, base: Described, batch: int, to_batch: int, noise: float |
         ValueError: the rule is not for this optimizer, or needs a noise that is not known.
     """
     ratio = to_batch / batch
-    defined = base.family == "adam" and base.betas is not None and fading(base.betas, ratio) != "outside"
+    defined = base.family == "adam" and base.betas is not None and betas_validity(base.betas, ratio) != "outside"
     if rule == "adam":
         if base.family != "adam":
-            kin = ", ".join(row.name for row in OPTIMIZERS.values() if row.family == "adam")
+            family = ", ".join(row.name for row in OPTIMIZERS.values() if row.family == "adam")
             raise ValueError(
-                f"rule='adam' is for {kin}, and the optimizer is {base.name}: "
+                f"rule='adam' is for {family}, and the optimizer is {base.name}: "
                 f"try {'linear or damped' if base.family == 'sgd' else 'sqrt or damped'}, or auto"
             )
         if defined:
@@ -142,7 +263,7 @@ def choose(rule: str, base: Described, batch: int, to_batch: int, noise: float |
         if strict:
             raise ValueError(
                 f"rule='adam' at {number(ratio)} times the batch: kappa × (1 - beta) has to stay below 1 for each beta, "
-                f"and they are {ends}: below {number(_reach(base))} times the batch it goes; try that, betas nearer to 1, or rule='sqrt'"
+                f"and they are {ends}: below {number(_max_ratio(base))} times the batch it goes; try that, betas nearer 1, or rule='sqrt'"
             )
         return "sqrt", "sqrt instead of adam, which is not defined here: the square root on the learning rate alone"
     if rule == "damped" and noise is None:
@@ -152,11 +273,11 @@ def choose(rule: str, base: Described, batch: int, to_batch: int, noise: float |
         )
     if rule != "auto":
         return rule, f"{rule}, as you asked"
-    return _automatic(base, defined, batch, to_batch, noise)
+    return _choose_automatically(base, defined, batch, to_batch, noise)
 
 
-def _automatic(base: Described, defined: bool, batch: int, to_batch: int, noise: float | None) -> tuple[str, str]:
-    if defined and noise is not None and _beside_law("adam", base, batch, to_batch, noise) == "outside":
+def _choose_automatically(base: OptimizerDescription, defined: bool, batch: int, to_batch: int, noise: float | None) -> tuple[str, str]:
+    if defined and noise is not None and _validity_by_law("adam", base, batch, to_batch, noise) == "outside":
         return "damped", (
             f"damped (its square root, for {base.name}), because the noise is known, and the learning rate of the rule for Adam would be "
             f"{number(_excess('adam', base, batch, to_batch, noise))} times this one: it assumes that noise dominates the gradient"
@@ -178,114 +299,10 @@ def _automatic(base: Described, defined: bool, batch: int, to_batch: int, noise:
     return "sqrt", f"sqrt, which {base.name} is used with; no rule was derived for it"
 
 
-def _reach(base: Described) -> float:
-    return rounded(1 / (1 - min(base.betas or (0.0,))))
+# What else changes
 
 
-def rounded(value: float, digits: int = 14) -> float:
-    """Without the dust of binary fractions: 1 - 4 × (1 - 0.9) is 0.6."""
-    return float(f"{value:.{digits}g}")
-
-
-def factor_of(rule: str, base: Described, batch: float, to_batch: float, noise: float | None) -> float:
-    """What a rule multiplies the learning rate with."""
-    ratio = to_batch / batch
-    if rule == "damped":
-        assert noise is not None
-        return damped(batch, to_batch, noise, power(base))
-    return {"linear": ratio, "sqrt": math.sqrt(ratio), "adam": math.sqrt(ratio), "none": 1.0}[rule]
-
-
-def _beside_law(used: str, base: Described, batch: int, to_batch: int, noise: float | None) -> Valid:
-    """How the learning rate of a rule other than the damped one stands beside that one's."""
-    if used in ("linear", "sqrt") and noise is None and too_far(to_batch / batch):
-        return "outside"
-    return beside_law(factor_of(used, base, batch, to_batch, noise), batch, to_batch, noise, power(base))
-
-
-def _excess(used: str, base: Described, batch: int, to_batch: int, noise: float) -> float:
-    return factor_of(used, base, batch, to_batch, noise) / damped(batch, to_batch, noise, power(base))
-
-
-def valid_light(used: str, asked: str, base: Described, batch: int, to_batch: int, noise: float | None, *, critical: bool) -> Valid:
-    """Do the assumptions of the rule that is used hold at the new batch?
-
-    Args:
-        used: the rule.
-        asked: the one that was asked for.
-        base: the optimizer.
-        batch: samples per step, before.
-        to_batch: after.
-        noise: samples; None = not known.
-        critical: it is not that of gradients alone: the batch from which larger ones help no more was found.
-    """
-    if batch == to_batch:
-        return "inside"
-    found = list[Valid]()
-    if used == "damped":
-        assert noise is not None
-        found.append("inside" if critical else doubtful(batch, to_batch, noise, power(base)))
-    else:
-        found.append(_beside_law(used, base, batch, to_batch, noise))
-    if used == "adam" and base.betas is not None:
-        found.append(fading(base.betas, to_batch / batch))
-    if asked == "adam" and used != "adam":
-        found.append("outside")
-    return worst(*found)
-
-
-def limits(used: str, base: Described, batch: int, to_batch: int, noise: float | None, valid: Valid) -> Iterator[str]:
-    """Why the light is what it is, and what else the rule leaves open."""
-    ratio = to_batch / batch
-    faded = fading(base.betas or (), ratio) if base.family == "adam" else "inside"
-    vanishing = (used == "adam" and faded != "inside") or (used == "sqrt" and faded == "outside")
-    least = min(base.betas or (0.0,))
-    end = (
-        f"kappa × (1 - beta) is {number(ratio * (1 - least))} for beta {number(least)}, and has to stay well below 1: "
-        f"at {number(_reach(base))} times the batch nothing is left of that average"
-    )
-    if valid != "inside":
-        by_noise = "inside" if used == "damped" else _beside_law(used, base, batch, to_batch, noise)
-        because = vanishing and (worst(by_noise, faded) != by_noise if used == "adam" else valid == "outside" != by_noise)
-        yield f"{LIGHTS[valid]}: {end if because else _reason(used, base, batch, to_batch, noise)}"
-        if because and by_noise in ("edge", "outside"):
-            yield f"besides, {_reason(used, base, batch, to_batch, noise)}"
-        vanishing = vanishing and not because
-    if vanishing:
-        yield f"{'besides' if used == 'adam' else 'the betas stay as they are'}: {end}"
-    if used == "adam" and base.name in ("nadam", "radam"):
-        yield f"derived for Adam and RMSProp; {base.name} is treated like Adam"
-    if base.name in ("lars", "lamb"):
-        published = "linear" if base.name == "lars" else "the square root"
-        yield f"no rule was derived for {base.name}: {published} with a warm-up is what was published"
-
-
-def _reason(used: str, base: Described, batch: int, to_batch: int, noise: float | None) -> str:
-    if used == "damped":
-        return (
-            "the noise scale of gradients can be several times the critical batch, and then this is too much; wb.steps_to_target finds it"
-        )
-    apart = max(to_batch / batch, batch / to_batch)
-    if noise is None and used in ("linear", "sqrt") and too_far(to_batch / batch):
-        return (
-            f"batches {number(apart)} times apart; linear was shown to hold over {SHOWN} times (Goyal et al. 2017), the square root "
-            "over half of that (You et al. 2020), and here the noise scale, which is not known, would have to be far above "
-            f"{number(max(batch, to_batch))} samples"
-        )
-    if noise is None:
-        side = "above" if used == "none" else "below"
-        return f"it assumes batches far {side} the noise scale, which is not known; wb.noise_scale measures it"
-    excess = _excess(used, base, batch, to_batch, noise)
-    return f"at a noise of {number(noise)} samples this learning rate is {number(excess)} times the one of the damped rule"
-
-
-WARMUP_EPOCHS = 5
-"""Over which Goyal et al. 2017 (arXiv 1706.02677, section 2.2) raise the learning rate of a large batch."""
-FEW_STEPS = 10
-"""An epoch of fewer steps than this is no longer "batch far below the data", which all of the rules assume (Smith et al. 2018)."""
-
-
-def scaled_warmup(given: int | None, batch: int, to_batch: int, *, rises: bool, dataset_size: int | None) -> tuple[int, str]:
+def scale_warmup(given: int | None, batch: int, to_batch: int, *, rises: bool, dataset_size: int | None) -> tuple[int, str]:
     """Steps of the warm-up at the new batch, and why.
 
     A warm-up that there is keeps its length in samples. Where there is none and the learning rate rises it takes WARMUP_EPOCHS, if it is
@@ -312,7 +329,7 @@ def scaled_warmup(given: int | None, batch: int, to_batch: int, *, rises: bool, 
     return steps, f"warm-up: {WARMUP_EPOCHS} epochs of {number(dataset_size)} samples (Goyal et al. 2017) are {number(steps)} steps"
 
 
-def momentum(optimizer: Described, ratio: float) -> Iterator[str]:
+def momentum_notes(optimizer: OptimizerDescription, ratio: float) -> Iterator[str]:
     """What becomes of momentum: nothing; but it averages over more samples."""
     kept = optimizer.get("momentum")
     if not kept or ratio == 1:
@@ -329,7 +346,7 @@ def momentum(optimizer: Described, ratio: float) -> Iterator[str]:
         yield f"momentum={number(kept)} is kept; the rule was derived without it"
 
 
-def decay(optimizer: Described, ratio: float, factor: float) -> Iterator[str]:
+def weight_decay_notes(optimizer: OptimizerDescription, ratio: float, factor: float) -> Iterator[str]:
     """What becomes of the time over which weights are forgotten: batch / (lr × weight_decay) samples."""
     kept, longer = optimizer.get("weight_decay"), ratio / factor
     if not kept or math.isclose(longer, 1, rel_tol=0.01):
@@ -343,9 +360,9 @@ def decay(optimizer: Described, ratio: float, factor: float) -> Iterator[str]:
         )
 
 
-def data(batch: int, dataset_size: int | None) -> Iterator[str]:
+def dataset_notes(batch: int, dataset_size: int | None) -> Iterator[str]:
     """What a batch means beside the data."""
-    if dataset_size is None or batch * FEW_STEPS <= dataset_size:
+    if dataset_size is None or batch * MIN_STEPS_PER_EPOCH <= dataset_size:
         return
     if batch > dataset_size:
         yield (
@@ -356,6 +373,9 @@ def data(batch: int, dataset_size: int | None) -> Iterator[str]:
         yield (
             f"an epoch of {number(dataset_size)} samples is {dataset_size / batch:.1f} steps: the rules assume a batch far below the data"
         )
+
+
+# The public function
 
 
 def scale_lr(
@@ -383,7 +403,7 @@ def scale_lr(
     * "damped": lr × (1 + noise / batch) / (1 + noise / to_batch), which is linear far below the noise scale and constant far above
       (McCandlish et al. 2018, arXiv 1812.06162); for Adam its square root.
     * "none": lr as it is.
-    * "auto": SGD "damped" where the noise is known, else "linear"; Adam and its kin "adam" where that is defined and a known noise does not
+    * "auto": SGD "damped" where the noise is known, else "linear"; the Adam family "adam" where that is defined and a known noise does not
       forbid it; else "damped" or "sqrt".
 
     Every rule carries the error of the learning rate it starts from: tune that first.
@@ -407,35 +427,35 @@ def scale_lr(
         strict: raise where the rule does not hold, instead of saying so in `notes`.
 
     Returns:
-        The learning rate with everything that goes along, the light `valid`, and why.
+        The learning rate with all other settings that change, the validity of the rule (`valid`), and why.
 
     Raises:
         ValueError: a number, rule or optimizer that makes no sense; the rule is not for this optimizer; or, if `strict`, it does not hold.
     """
-    check(lr, rule, batch=batch, to_batch=to_batch, warmup_steps=warmup_steps, dataset_size=dataset_size)
-    lr, batch, to_batch, warmup_steps, dataset_size = map(plain, (lr, batch, to_batch, warmup_steps, dataset_size))
-    base, ratio = Described.of(optimizer), to_batch / batch
-    noise, source, doubts = known_noise(noise_scale, critical_batch)
-    used, why = choose(rule, base, batch, to_batch, noise, strict=strict)
+    check_arguments(lr, rule, batch=batch, to_batch=to_batch, warmup_steps=warmup_steps, dataset_size=dataset_size)
+    lr, batch, to_batch, warmup_steps, dataset_size = map(python_number, (lr, batch, to_batch, warmup_steps, dataset_size))
+    base, ratio = OptimizerDescription.of(optimizer), to_batch / batch
+    noise, noise_source, doubts = noise_to_damp_by(noise_scale, critical_batch)
+    used, why = choose_rule(rule, base, batch, to_batch, noise, strict=strict)
     betas, eps = base.betas, base.get("eps")
-    factor = factor_of(used, base, batch, to_batch, noise)
+    factor = rule_factor(used, base, batch, to_batch, noise)
     if used == "adam" and betas is not None and ratio != 1:
         betas = tuple(rounded(1 - ratio * (1 - beta)) for beta in betas)
         eps = None if eps is None else rounded(eps / math.sqrt(ratio), EPS_DIGITS)
-    crowded = tuple(data(to_batch, dataset_size))
-    valid = by_rule = valid_light(used, rule, base, batch, to_batch, noise, critical=critical_batch is not None)
-    if crowded:
-        valid = "outside" if to_batch > (dataset_size or 0) else worst(valid, "edge")
+    dataset = tuple(dataset_notes(to_batch, dataset_size))
+    valid = by_rule = rule_validity(used, rule, base, batch, to_batch, noise, critical=critical_batch is not None)
+    if dataset:
+        valid = "outside" if to_batch > (dataset_size or 0) else worst_validity(valid, "edge")
     warmup_steps = warmup_steps or 0
-    warmup, how = scaled_warmup(warmup_steps, batch, to_batch, rises=factor > 1, dataset_size=dataset_size)
+    warmup, why_warmup = scale_warmup(warmup_steps, batch, to_batch, rises=factor > 1, dataset_size=dataset_size)
     notes = (
-        *crowded,
-        *limits(used, base, batch, to_batch, noise, by_rule),
-        *([source] if source and used == "damped" else []),
+        *dataset,
+        *validity_notes(used, base, batch, to_batch, noise, by_rule),
+        *([noise_source] if noise_source and used == "damped" else []),
         *doubts,
-        how,
-        *decay(base, ratio, factor),
-        *momentum(base, ratio),
+        why_warmup,
+        *weight_decay_notes(base, ratio, factor),
+        *momentum_notes(base, ratio),
     )
     if strict and valid == "outside":
         raise ValueError(

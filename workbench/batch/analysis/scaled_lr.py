@@ -1,14 +1,14 @@
-"""ScaledLr: a learning rate that was taken from one batch to another, with what else changed, why, and whether the rule holds there.
+"""ScaledLr: the learning rate for another batch with all that changes beside it, why, and whether the rule is valid there.
 
-What `scale_lr` is asked: numbers that make sense, and the noise to damp by.
+Also the checks of `scale_lr`'s arguments, and `number`, which writes plain numbers as text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-from workbench.batch.analysis.optimizer import Described
+from workbench.batch.analysis.optimizer import OptimizerDescription
 from workbench.core import units
 from workbench.core.checks import choice, is_number, real_number, whole_number
 from workbench.core.codec import JsonDataclass
@@ -17,16 +17,16 @@ from workbench.core.display import table as display
 RULES = ("auto", "linear", "sqrt", "adam", "damped", "none")
 """Rules that `scale_lr` knows; "auto" chooses one of the others."""
 
-Valid = Literal["inside", "edge", "outside", "unknown"]
+Validity = Literal["inside", "edge", "outside", "unknown"]
 """Do the rule's assumptions hold at the new batch? "unknown": it depends on a number that was not given, in most cases the noise scale."""
 
-LIGHTS: Mapping[str, str] = {
+VALIDITY_TEXT: Mapping[str, str] = {
     "inside": "inside the rule's domain",
     "edge": "at the edge of the rule's domain",
     "outside": "outside the rule's domain",
     "unknown": "not known whether the rule holds here",
 }
-"""What each light says."""
+"""Validity → text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,40 +36,40 @@ class ScaledLr(display.Shown, JsonDataclass):
     lr: float
     """The new (peak) learning rate."""
     base_lr: float
-    """The one it comes from."""
+    """The learning rate before."""
     betas: tuple[float, ...] | None
-    """The new betas of Adam and its kin; RMSProp's one, alpha, alone; None = it has none."""
+    """The new betas of the Adam family; of RMSProp its alpha alone; None = the optimizer has none."""
     eps: float | None
-    """The new epsilon; None = it has none."""
+    """The new epsilon; None = the optimizer has none."""
     momentum: float | None
-    """Of SGD and its kin: kept; None = it has none."""
+    """Kept; None = the optimizer has none."""
     weight_decay: float | None
     """Kept; `notes` say what becomes of the time over which weights are forgotten."""
     warmup_steps: int
     """Optimizer steps at the new batch."""
     rule: str
-    """The one that was used: one of RULES, never "auto"."""
+    """The rule that was used, one of RULES, never "auto"."""
     batch: int
     """Samples per optimizer step over all ranks and micro-batches, before."""
     to_batch: int
     """After."""
     factor: float
     """What the learning rate was multiplied with."""
-    valid: Valid
-    """The light."""
+    valid: Validity
+    """Do the rule's assumptions hold at the new batch?"""
     why: str
-    """Why this rule, in words."""
+    """Why this rule."""
     notes: tuple[str, ...] = ()
-    """What else there is to know, most important first."""
+    """Limits of the rule and what becomes of other settings, most important first."""
     base: str = "sgd"
-    """The optimizer it was made for, as a spec writes it."""
+    """The optimizer before, as in a RunSpec."""
     base_warmup_steps: int = 0
-    """Before."""
+    """Warm-up steps before."""
     noise: float | None = None
-    """Samples at which noise and signal are equal, by which a damped rate is damped; None = not known."""
+    """Samples at which noise and signal are equal, which damp a damped rate; None = not known."""
 
     def __post_init__(self) -> None:
-        assert self.valid in get_args(Valid)
+        assert self.valid in get_args(Validity)
 
     @property
     def ratio(self) -> float:
@@ -77,36 +77,34 @@ class ScaledLr(display.Shown, JsonDataclass):
         return self.to_batch / self.batch
 
     def optimizer(self, base: str | None = None) -> str:
-        """An optimizer's text with the scaled options, the learning rate left out: `adamw(betas=(0.6, 0.8), eps=5e-09)`.
+        """The optimizer with the scaled options, without its learning rate: `adamw(betas=(0.6, 0.8), eps=5e-09)`.
 
         Args:
-            base: whose other options to keep; None = the one it was made for.
+            base: the optimizer whose other options are kept; None = the one before.
 
         Raises:
             ValueError: no such optimizer.
         """
-        return Described.of(base or self.base).having(betas=self.betas, eps=self.eps).text
+        return OptimizerDescription.of(base or self.base).replace(betas=self.betas, eps=self.eps).text
 
     def changes(self) -> dict[str, Any]:
-        """The knobs of a RunSpec that it turns, for `spec.replace(**scaled.changes())`: the batch itself is a `BatchPlan`'s.
+        """The changed knobs of a RunSpec, for `spec.replace(**scaled.changes())`; a `BatchPlan` has those of the batch.
 
-        `optimizer` is among them only where betas or epsilon change: a task's own optimizer else stays what it is.
+        `optimizer` is among them only where betas or epsilon change, so that a task's own optimizer stays.
         """
-        found: dict[str, Any] = {"lr": self.lr, "warmup_steps": self.warmup_steps}
-        if self.optimizer() != self.base:
-            found["optimizer"] = self.optimizer()
-        return found
+        changes: dict[str, Any] = {"lr": self.lr, "warmup_steps": self.warmup_steps}
+        return changes if self.optimizer() == self.base else {**changes, "optimizer": self.optimizer()}
 
     @property
     def table(self) -> display.Table:
-        """One row per number, before and after."""
-        before = Described.of(self.base)
+        """A row per setting, before and after."""
+        before = OptimizerDescription.of(self.base)
         rows: list[list[object]] = [
             ["batch", number(self.batch), number(self.to_batch)],
             ["learning rate", number(self.base_lr), number(self.lr)],
         ]
         if self.betas is not None:
-            rows.append(["betas" if len(self.betas) > 1 else "alpha", _several(before.betas or ()), _several(self.betas)])
+            rows.append(["betas" if len(self.betas) > 1 else "alpha", numbers(before.betas or ()), numbers(self.betas)])
         if self.eps is not None:
             rows.append(["eps", number(before.get("eps")), number(self.eps)])
         for name in ("momentum", "weight_decay"):
@@ -116,7 +114,7 @@ class ScaledLr(display.Shown, JsonDataclass):
         return display.Table(
             columns=("", "before", "after"),
             rows=rows,
-            title=f"{before.name}, batch {number(self.batch)} → {number(self.to_batch)}, rule {self.rule!r}: {LIGHTS[self.valid]}",
+            title=f"{before.name}, batch {number(self.batch)} → {number(self.to_batch)}, rule {self.rule!r}: {VALIDITY_TEXT[self.valid]}",
             note="\n".join([self.why, *self.notes]),
         )
 
@@ -141,19 +139,20 @@ def number(value: float | None) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _several(values: tuple[float, ...]) -> str:
+def numbers(values: Iterable[float]) -> str:
+    """Several of them as text, with commas between."""
     return ", ".join(map(number, values))
 
 
-def known_noise(noise_scale: Any, critical_batch: Any) -> tuple[float | None, str, tuple[str, ...]]:
-    """The noise to damp by, which one it is in words, and doubts about it.
+def noise_to_damp_by(noise_scale: Any, critical_batch: Any) -> tuple[float | None, str, tuple[str, ...]]:
+    """The noise to damp by, where it comes from, and doubts about it.
 
     Args:
-        noise_scale: samples, or what has them as `b_simple`.
-        critical_batch: samples, or what has them as `b_crit`.
+        noise_scale: samples, or an object with `b_simple`.
+        critical_batch: samples, or an object with `b_crit`.
 
     Raises:
-        ValueError: no number above 0.
+        ValueError: not a number above 0.
     """
     known = {
         name: _samples(name, getattr(given, attribute, given))
@@ -165,17 +164,17 @@ def known_noise(noise_scale: Any, critical_batch: Any) -> tuple[float | None, st
         doubts = (f"the noise scale was measured over too few steps: {number(known['noise scale'])} is not certain yet",)
     if not known:
         return None, "", doubts
-    name = min(known, key=lambda one: known[one])
+    name = min(known, key=known.__getitem__)
     text = f"damped by the {name}, {number(known[name])} samples"
     if len(known) > 1:
         text += f": the smaller of the two (noise scale {number(known['noise scale'])}, critical batch {number(known['critical batch'])})"
     return known[name], text, doubts
 
 
-def plain(value: Any) -> Any:
+def python_number(value: Any) -> Any:
     """A number as Python's own int or float, so that it can be written as JSON; anything else as it is.
 
-    >>> plain(2), plain(0.5), plain(None)
+    >>> python_number(2), python_number(0.5), python_number(None)
     (2, 0.5, None)
     """
     if isinstance(value, bool):
@@ -188,18 +187,18 @@ def plain(value: Any) -> Any:
 def _samples(name: str, given: Any) -> float:
     if not is_number(given, above=0, numpy=True):
         raise ValueError(
-            f"{name} of {given!r}: a number of samples above 0 is wanted, or what measured it; leave it out if it is not known"
+            f"{name} of {given!r}: a number of samples above 0 is allowed, or what measured it; leave it out if it is not known"
         )
     return float(given)
 
 
-def check(lr: object, rule: object, **whole: object) -> None:
-    """Refuse what makes no sense.
+def check_arguments(lr: object, rule: object, **whole: object) -> None:
+    """Refuse numbers out of range and unknown rules.
 
     Args:
         lr: learning rate.
         rule: one of RULES.
-        whole: numbers by name; warm-up and dataset may be None.
+        whole: whole numbers by name; warm-up and dataset may be None.
 
     Raises:
         ValueError: says what is allowed.

@@ -1,5 +1,6 @@
-"""Schedule: the learning rate over the steps of a run, as its scheduler really gives it."""
+"""Schedule: the learning rate at each step of a run."""
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,20 +17,20 @@ class Schedule(display.Shown, JsonDataclass):
     """A learning rate for each optimizer step."""
 
     steps: tuple[int, ...]
-    """Numbers of the optimizer steps, one after the other."""
+    """Consecutive numbers of optimizer steps."""
     lrs: tuple[float, ...]
     """The learning rate of each."""
     label: str = "learning rate"
-    """What it is of."""
+    """Name in pictures."""
     batch: int | None = None
     """Samples per optimizer step over all ranks; None = not known."""
     end: str = ""
-    """Why it ends before it was asked to; "" = it does not."""
+    """Why it ends early; "" = it does not."""
 
     def __post_init__(self) -> None:
         if not self.steps or len(self.steps) != len(self.lrs):
             given = f"{len(self.steps)} steps and {len(self.lrs)} learning rates"
-            raise ValueError(f"a schedule of {given}: as many of one as of the other, and one at least")
+            raise ValueError(f"a schedule of {given}: one rate per step, and at least one step")
         if self.batch is not None:
             whole_number("batch", self.batch, least=1, what="a whole number of samples per optimizer step", also=", or None")
 
@@ -41,10 +42,9 @@ class Schedule(display.Shown, JsonDataclass):
 
     @property
     def warmup_steps(self) -> int:
-        """Steps at the beginning in which the learning rate still rises; 0 = it begins at its peak, or does not rise throughout."""
-        place = self.steps.index(self.peak[0])
-        rising = all(a <= b for a, b in zip(self.lrs[: place + 1], self.lrs[1 : place + 1], strict=False))
-        return place if rising else 0
+        """Steps before the peak, if the learning rate never falls until then; else 0."""
+        peak = self.steps.index(self.peak[0])
+        return peak if all(a <= b for a, b in itertools.pairwise(self.lrs[: peak + 1])) else 0
 
     @property
     def constant(self) -> bool:
@@ -53,12 +53,12 @@ class Schedule(display.Shown, JsonDataclass):
 
     @property
     def samples(self) -> tuple[int, ...] | None:
-        """Samples that were seen before each step; None where the batch is not known."""
+        """Samples before each step; None where the batch is not known."""
         return None if self.batch is None else tuple(step * self.batch for step in self.steps)
 
     @property
     def table(self) -> display.Table:
-        """Where it begins, is highest, and ends."""
+        """The first step, the peak and the last step."""
         step, lr = self.peak
         rows = (("first", self.steps[0], self.lrs[0]), ("peak", step, lr), ("last", self.steps[-1], self.lrs[-1]))
         notes = [f"warm-up of {number(self.warmup_steps)} steps" if self.warmup_steps else "no warm-up", self.end]

@@ -1,49 +1,195 @@
-"""StepsToTarget: how many steps a target takes at each batch, by rule and optimizer, with the law that the best ones follow.
-
-The nouns: a `Trial` is one training; a `Mark` is what the seeds of one configuration say; `CriticalBatch` is the law through the marks.
-
-What trials that did not go well have to say, in words.
-"""
+"""StepsToTarget: steps to a target at each batch, measured by trials, with their law; TimeToTarget: the same in seconds, by throughput."""
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workbench.batch.analysis.critical_batch import CriticalBatch, Point
-from workbench.batch.analysis.time_to_target import TimeToTarget, rates_of
-from workbench.batch.analysis.trials import Mark, Target, Trial, best_marks, marks_of
+from workbench.batch.analysis.trials import Mark, Target, Trial, marks_of
 from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 
+ALLOWED_RATES = (
+    "{batch: samples_per_sec}, {(world_size, batch): samples_per_sec}, runs of wb.sweep, or points with batch, samples_per_sec and perhaps "
+    "world_size"
+)
 
-def notes_of(trials: Sequence[Trial], target: Target, planned: int) -> tuple[str, ...]:
-    """The notes of an experiment, most important first.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """The throughput of some processes at a batch."""
+
+    batch: int
+    """Samples per optimizer step over all processes."""
+    world_size: int
+    """Processes."""
+    samples_per_sec: float
+    """Of all processes together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedBatch:
+    """The time to the target at one batch and number of processes; times in seconds."""
+
+    batch: int
+    world_size: int
+    samples_per_sec: float
+    steps: float
+    """Steps by the law."""
+    low: float
+    """Lower end of the 90 % interval of `seconds`, by that of the steps."""
+    seconds: float
+    """Batch × steps / samples_per_sec."""
+    high: float
+    """Its upper end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeToTarget(display.Shown, JsonDataclass):
+    """Time to a target over batches and numbers of processes."""
+
+    target: str
+    """As text."""
+    law: CriticalBatch
+    """Steps against batch."""
+    rows: tuple[TimedBatch, ...]
+    """By world_size, then batch."""
+
+    @classmethod
+    def of(cls, law: CriticalBatch, rates: Iterable[Rate], *, target: str = "the target") -> "TimeToTarget":
+        """Join a law with throughput."""
+        rows = []
+        for rate in sorted(rates, key=lambda rate: (rate.world_size, rate.batch)):
+            predicted = law.predict(rate.batch)
+            low, mid, high = (samples / rate.samples_per_sec for samples in predicted.samples)
+            rows.append(TimedBatch(**dataclasses.asdict(rate), steps=predicted.mid, low=low, seconds=mid, high=high))
+        return cls(target=target, law=law, rows=tuple(rows))
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Numbers of processes with a known throughput."""
+        return tuple(sorted({row.world_size for row in self.rows}))
+
+    def best(self, world_size: int | None = None) -> TimedBatch:
+        """The batch that reaches the target soonest.
+
+        Args:
+            world_size: number of processes; None = any.
+
+        Raises:
+            ValueError: the throughput of that number is not known.
+        """
+        rows = [row for row in self.rows if world_size in (None, row.world_size)]
+        if not rows:
+            raise ValueError(f"best({world_size!r}): throughput is known of world_size {', '.join(map(str, self.world_sizes))}")
+        return min(rows, key=lambda row: (row.seconds, row.batch))
+
+    @property
+    def table(self) -> display.Table:
+        """A row per batch and number of processes; the best of each number has a star."""
+        best = {size: self.best(size) for size in self.world_sizes}
+        rows = [
+            [
+                row.world_size,
+                f"{row.batch:,}" + (" *" if row == best[row.world_size] else ""),
+                units.rate(row.samples_per_sec),
+                f"{round(row.steps):,}",
+                units.seconds(row.seconds),
+                f"{units.seconds(row.low)}–{units.seconds(row.high)}",
+            ]
+            for row in self.rows
+        ]
+        note = f"steps by the law (s_min {self.law.s_min:,.0f}, b_crit {self.law.words}); * = soonest with so many processes"
+        return display.Table(
+            columns=("world_size", "batch", "throughput", "steps", "time", "90 %"), rows=rows, title=f"Time to {self.target}", note=note
+        )
+
+    to_frame = display.frame_method("rows", TimedBatch)
+    plot = display.plot_method("time_to_target")
+
+    def __repr__(self) -> str:
+        return f"TimeToTarget({self.target}, {len(self.rows)} batches)"
+
+
+def rates_of(given: Any, micro_batch: int | None = None) -> list[Rate]:
+    """Read throughput in any of its forms.
+
+    >>> rates_of({32: 1000.0})[0].samples_per_sec, rates_of({(2, 64): 1900.0})[0].world_size, rates_of({4: 3800.0}, 32)[0].batch
+    (1000.0, 2, 128)
 
     Args:
-        trials: that are done.
-        target: of all of them.
-        planned: how many there were to be.
+        given: see `StepsToTarget.time_to_target`.
+        micro_batch: if given, a mapping's keys are numbers of processes, each with this batch.
+
+    Raises:
+        ValueError: another form, or numbers that are not above 0.
     """
+    points = getattr(given, "points", given)
+    points = points() if callable(points) else points
+    if isinstance(points, Mapping):
+        points = [_keyed(key, rate, micro_batch) for key, rate in points.items()]
+    elif hasattr(points, "spec") or not isinstance(points, Iterable) or isinstance(points, str | bytes):
+        points = [points]
+    rates = [_rate(point) for point in points]
+    if not rates:
+        raise ValueError(f"time_to_target({given!r}): no throughput; allowed are {ALLOWED_RATES}")
+    return rates
+
+
+def _keyed(key: Any, rate: Any, micro_batch: int | None) -> dict[str, Any]:
+    if isinstance(key, tuple) and len(key) == 2:
+        return {"world_size": key[0], "batch": key[1], "samples_per_sec": rate}
+    if micro_batch is not None:
+        return {"world_size": key, "batch": key * micro_batch, "samples_per_sec": rate}
+    return {"batch": key, "samples_per_sec": rate}
+
+
+def _rate(point: Any) -> Rate:
+    if isinstance(point, Rate):
+        return point
+    spec = getattr(point, "spec", None)
+    batch = next(
+        (value for source in (point, spec) for name in ("batch", "global_batch") if (value := _get(source, name)) is not None), None
+    )
+    ranks = next((value for source, name in ((point, "world_size"), (spec, "world_size")) if (value := _get(source, name)) is not None), 1)
+    try:
+        rate = Rate(batch=int(batch), world_size=int(ranks), samples_per_sec=float(_get(point, "samples_per_sec")))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"time_to_target: {point!r:.100} has no batch with samples_per_sec; allowed are {ALLOWED_RATES}") from None
+    if not (rate.batch > 0 and rate.world_size > 0 and 0 < rate.samples_per_sec < math.inf):
+        raise ValueError(
+            f"time_to_target: {point!r:.100}: batch, world_size and samples_per_sec above 0 are allowed (did that run end well?)"
+        )
+    return rate
+
+
+def _get(source: Any, name: str) -> Any:
+    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+
+
+def notes_of(trials: Sequence[Trial], target: Target, planned: int) -> tuple[str, ...]:
+    """What trials that did not go well say, most important first; `planned` is the number of all trials."""
     if not trials:
         return ("no trial has ended yet",)
-    found = []
+    notes = []
     if all(trial.at_once for trial in trials):
-        found.append(
+        notes.append(
             "every trial's loss was not a number after the first step: nothing was learnt about batches. Look for infinities in the data, "
             'try a learning rate 100 times smaller (lr=), clip_grad_norm=1.0, or precision="fp32"'
         )
     elif not any(trial.steps is not None for trial in trials):
-        found.append(_never(trials, target))
+        notes.append(_never(trials, target))
     elif missed := sorted({trial.batch for trial in trials} - {trial.batch for trial in trials if trial.steps is not None}):
-        found.append(f"not reached at batch {', '.join(map(units.count, missed))}")
+        notes.append(f"not reached at batch {', '.join(map(units.count, missed))}")
     if len(trials) < planned:
-        found.append(f"cut off after {len(trials)} of {planned} trials: what was learnt so far")
-    return tuple(found)
+        notes.append(f"cut off after {len(trials)} of {planned} trials: what was learnt so far")
+    return tuple(notes)
 
 
 def _never(trials: Sequence[Trial], target: Target) -> str:
@@ -51,15 +197,14 @@ def _never(trials: Sequence[Trial], target: Target) -> str:
     never = f"{target} was never reached{_direction(target)}"
     if near.outcome == "diverged":
         return f"{never}: every trial diverged; try a smaller learning rate (lr=)"
-    came = f"batch {units.count(near.batch)} with {target.name} {near.best:.4g} after {units.count(near.after)} steps (lr {near.lr:.3g})"
+    nearest = f"batch {units.count(near.batch)} with {target.name} {near.best:.4g} after {units.count(near.after)} steps (lr {near.lr:.3g})"
     other = "lower" if target.rises else "higher"
-    return (
-        f"{never}: nearest came {came}; try a {other} target, max_steps= above {units.count(near.after)}, or other learning rates (retune=)"
-    )
+    steps = f"max_steps= above {units.count(near.after)}"
+    return f"{never}: nearest came {nearest}; try a {other} target, {steps}, or other learning rates (retune=)"
 
 
 def _direction(target: Target) -> str:
-    """How a figure's target was understood: whoever meant the other direction finds it here."""
+    """In which direction a figure's target was understood."""
     if target.name == "loss" or target.start is None:
         return ""
     way, other, side = ("rises", "fall", "below") if target.rises else ("falls", "rise", "above")
@@ -67,39 +212,39 @@ def _direction(target: Target) -> str:
 
 
 TRIALS = "trials.jsonl"
-"""Name of the file in a run directory that trials are written to while they are made."""
+"""File of the trials in a run directory, which grows while they run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsToTarget(display.Shown, JsonDataclass):
-    """Trials at several batches, each until a target was reached, or until there was no hope."""
+    """Trials at several batches, each until a target was reached or out of reach."""
 
     task: str
-    """What was trained."""
+    """Name of the task."""
     target: Target
-    """What was to be reached."""
+    """The loss or figure to reach."""
     trials: tuple[Trial, ...]
     """In the order in which they ended."""
     base_batch: int
-    """Where the learning rates that the rules began with belong."""
+    """Batch of the learning rates that the rules scale."""
     rules: tuple[str, ...] = ()
-    """Rules, as they were given; "tuned" among them, if learning rates were searched for."""
+    """The requested rules, and "tuned" if learning rates were searched."""
     planned: int = 0
-    """Trials that there were to be."""
+    """Number of all trials."""
     seconds: float = 0.0
-    """Between the first trial's start and the last one's end."""
+    """From the first trial's start to the last one's end."""
     fitted: tuple[int, ...] | None = None
     """Batches that the law is fitted to; None = all."""
 
     @classmethod
     def of(cls, run: Any) -> "StepsToTarget":
-        """What a launch has found so far: while it runs, after an interrupt or a failure, and at the end.
+        """The trials of a launch so far, while it runs, after an interrupt or failure, or at the end.
 
         Args:
             run: a Run, or the path of its directory.
 
         Raises:
-            ValueError: no experiment of steps to a target.
+            ValueError: it has no such trials.
         """
         path = Path(getattr(run, "path", run)) / TRIALS
         try:
@@ -126,7 +271,7 @@ class StepsToTarget(display.Shown, JsonDataclass):
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Batches that were tried, smallest first."""
+        """Batches that were tried, ascending."""
         return tuple(sorted({trial.batch for trial in self.trials}))
 
     @property
@@ -136,15 +281,15 @@ class StepsToTarget(display.Shown, JsonDataclass):
 
     @property
     def whole(self) -> bool:
-        """Were all trials made?"""
+        """Were all trials run?"""
         return bool(self.trials) and len(self.trials) >= self.planned
 
     def marks(self, optimizer: str | None = None, rule: str | None = None) -> tuple[Mark, ...]:
-        """What the seeds say at each batch.
+        """The mark of the seeds at each batch.
 
         Args:
             optimizer: None = the first.
-            rule: one of the rules, or "tuned"; None = the best of all that was tried at each batch.
+            rule: one of the rules, or "tuned"; None = the best configuration at each batch.
 
         Raises:
             ValueError: no trials of that optimizer or rule.
@@ -152,7 +297,7 @@ class StepsToTarget(display.Shown, JsonDataclass):
         optimizer = self._optimizer(optimizer)
         own = [trial for trial in self.trials if trial.optimizer == optimizer]
         if rule is None:
-            return best_marks(own, self.target)
+            return marks_of(own, self.target)
         known = tuple(dict.fromkeys(trial.rule for trial in own))
         if rule not in known:
             raise ValueError(f"rule={rule!r}: the rules that were tried are {', '.join(map(repr, known))}")
@@ -164,31 +309,31 @@ class StepsToTarget(display.Shown, JsonDataclass):
         Raises:
             ValueError: that batch was not tried.
         """
-        found = {mark.batch: mark for mark in self.marks(optimizer)}
-        if batch not in found:
-            raise ValueError(f"best({batch!r}): batches that were tried are {', '.join(map(units.count, found))}; predict(batch) has any")
-        return found[batch]
+        marks = {mark.batch: mark for mark in self.marks(optimizer)}
+        if batch not in marks:
+            raise ValueError(f"best({batch!r}): batches that were tried are {', '.join(map(units.count, marks))}; predict(batch) has any")
+        return marks[batch]
 
     def fit(self, optimizer: str | None = None, rule: str | None = None, batches: Sequence[int] | None = None) -> CriticalBatch:
-        """The law of steps against batch. It is about the best learning rates: without `retune` it is the rules' curve that is fitted.
+        """Fit the law of steps against batch. It holds for the best learning rates; without `retune` the rules' curve is fitted.
 
         Args:
             optimizer: None = the first.
-            rule: None = the best of all that was tried at each batch.
+            rule: None = the best configuration at each batch.
             batches: those to fit to; None = those of `fitted_to`, or all.
 
         Raises:
             ValueError: the target was reached at fewer than two batches.
         """
-        wanted = self.fitted if batches is None else tuple(batches)
-        marks = [mark for mark in self.marks(optimizer, rule) if wanted is None or mark.batch in wanted]
+        fitted = self.fitted if batches is None else tuple(batches)
+        marks = [mark for mark in self.marks(optimizer, rule) if fitted is None or mark.batch in fitted]
         try:
             return CriticalBatch.fit([Point(batch=mark.batch, steps=mark.steps, reached=mark.reached) for mark in marks])
         except ValueError as error:
             raise ValueError("; ".join([str(error), *self.notes])) from None
 
     def fitted_to(self, batches: Sequence[int]) -> "StepsToTarget":
-        """The same trials, with the law fitted to some batches only; the others are then predicted, in the table and in the picture.
+        """The same trials with the law fitted to some batches only; the table and the picture then predict the others.
 
         Raises:
             ValueError: a batch that was not tried.
@@ -203,37 +348,37 @@ class StepsToTarget(display.Shown, JsonDataclass):
         return {m.batch: law.steps(m.batch) / m.steps - 1 for m in self.marks(optimizer, rule) if self._held_out(m.batch) and m.reached}
 
     def time_to_target(self, throughput: Any, *, micro_batch: int | None = None, optimizer: str | None = None) -> TimeToTarget:
-        """Seconds to the target on given hardware, and with it the best batch for each number of processes.
+        """Seconds to the target by a throughput, and the best batch for each number of processes.
 
         Args:
             throughput: samples per second: {batch: rate}, {(world_size, batch): rate}, runs of `wb.sweep`, a list of points with `batch`
                 (or `global_batch`), `samples_per_sec` and perhaps `world_size`, or anything that has such `.points`.
-            micro_batch: if given, the keys of a mapping are numbers of processes, each with this batch.
+            micro_batch: if given, a mapping's keys are numbers of processes, each with this batch.
             optimizer: None = the first.
 
         Raises:
-            ValueError: no such points, or no law.
+            ValueError: not a throughput, or no law.
         """
         return TimeToTarget.of(self.fit(optimizer), rates_of(throughput, micro_batch), target=str(self.target))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the trials have to say about themselves: not reached, not a number, not all made."""
+        """Remarks: target not reached, losses not finite, trials missing."""
         return notes_of(self.trials, self.target, self.planned)
 
     @property
     def table(self) -> display.Table:
-        """A row per configuration, a column per batch: steps; `> 300` was given up or ended there, `∞` diverged."""
+        """Steps in a row per configuration and a column per batch; `> 300` = not reached by then, `∞` = diverged."""
         rows: list[list[object]] = []
         several = len(self.optimizers) > 1
         for optimizer in self.optimizers:
             for rule in dict.fromkeys(trial.rule for trial in self.trials if trial.optimizer == optimizer):
-                found = {mark.batch: mark for mark in self.marks(optimizer, rule)}
+                marks = {mark.batch: mark for mark in self.marks(optimizer, rule)}
                 name = f"{optimizer} {rule}" if several else rule
-                rows.append([name, *(found[batch].text if batch in found else units.MISSING for batch in self.batches)])
+                rows.append([name, *(marks[batch].text if batch in marks else units.MISSING for batch in self.batches)])
             rows += self._law_row(optimizer, several)
         title = f"Steps to {self.target} · {self.task}" + ("" if several or not self.optimizers else f" · {self.optimizers[0]}")
-        return display.Table(columns=("batch", *map(units.count, self.batches)), rows=rows, title=title, note="; ".join(self._words()))
+        return display.Table(columns=("batch", *map(units.count, self.batches)), rows=rows, title=title, note="; ".join(self._remarks()))
 
     def _law_row(self, optimizer: str, several: bool) -> list[list[object]]:
         try:
@@ -243,18 +388,18 @@ class StepsToTarget(display.Shown, JsonDataclass):
         cells = [f"{round(law.steps(batch)):,}" + ("*" if self._held_out(batch) else "") for batch in self.batches]
         return [[f"{optimizer} law" if several else "law", *cells]]
 
-    def _words(self) -> list[str]:
-        found = []
+    def _remarks(self) -> list[str]:
+        remarks = []
         for optimizer in self.optimizers:
             try:
                 law = self.fit(optimizer)
             except ValueError:
                 continue
             name = f"{optimizer}: " if len(self.optimizers) > 1 else ""
-            found.append(f"{name}s_min {law.s_min:,.0f}, b_crit {law.words}" + (f" ({law.advice})" if law.advice else ""))
+            remarks.append(f"{name}s_min {law.s_min:,.0f}, b_crit {law.words}" + (f" ({law.advice})" if law.advice else ""))
         if self.fitted is not None and set(self.batches) - set(self.fitted):
-            found.append("* = not fitted to, predicted")
-        return [*found, *self.notes, f"{len(self.trials)} trials in {units.seconds(self.seconds)}"]
+            remarks.append("* = not fitted to, predicted")
+        return [*remarks, *self.notes, f"{len(self.trials)} trials in {units.seconds(self.seconds)}"]
 
     def _held_out(self, batch: int) -> bool:
         return self.fitted is not None and batch not in self.fitted

@@ -1,9 +1,9 @@
-"""Throughput: samples per second against the micro-batch, given or measured by a short sweep, and what follows for any plan."""
+"""Throughput: samples per second against the micro-batch, and the ways to make a batch (`BatchCandidate`) ranked by it."""
 
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -14,16 +14,22 @@ from workbench.core.display import table as display
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 
-MOST_ONCE = 0.5
-"""Share of a step that accumulation can save, at most: one more micro-batch costs a forward and a backward, whatever a noisy sweep says."""
+MAX_SAVED = 0.5
+"""Largest share of a step that accumulation can save: one more micro-batch costs a forward and a backward, whatever a noisy sweep says."""
+SLOWEST = 0.1
+"""Share of the steps, the slowest, that a rate leaves out: where a step takes a millisecond, one interruption outweighs all the others."""
+SLACK = 0.05
+"""Share of the best speed given up for a smaller batch: throughput varies by as much, and a noise scale is known far less well."""
+ACCUMULATIONS = (1, 2, 4, 8, 16, 32)
+"""Tried where the batch is free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput(display.Shown, JsonDataclass):
     """Samples per second of some ranks together, at several micro-batches.
 
-    Between them the seconds of a step are a straight line; beyond the largest the rate stays what it was. More ranks are as fast as these,
-    each (the naive line: true only while they do not wait for each other).
+    Between them a step's seconds are interpolated linearly; beyond the largest the rate stays the same. More ranks are taken to be as fast
+    each (linear extrapolation: true only while they do not wait for each other).
 
     >>> curve = Throughput.of({8: 800.0, 32: 1600.0})
     >>> curve.samples_per_sec(micro_batch=16), curve.samples_per_sec(micro_batch=64, world_size=2)
@@ -31,17 +37,17 @@ class Throughput(display.Shown, JsonDataclass):
     """
 
     micro_batches: tuple[int, ...]
-    """Where it is known, ascending."""
+    """Those with a known rate, ascending."""
     rates: tuple[float, ...]
-    """Samples per second there, of all ranks, without accumulation."""
+    """Samples per second of all ranks, without accumulation."""
     world_size: int = 1
-    """Ranks that reached them."""
+    """Ranks that reached these rates."""
     per_step: float = 0.0
-    """Seconds of a step that are spent once, however many micro-batches it accumulates: the optimizer's, and the reduction's."""
+    """Seconds of a step that do not depend on accumulation: the optimizer's, and the reduction's."""
     kind: Literal["measured", "given"] = "given"
-    """Where the rates come from."""
+    """Origin of the rates."""
     notes: tuple[str, ...] = ()
-    """What the measurement has to say about itself."""
+    """Remarks on the measurement."""
 
     def __post_init__(self) -> None:
         if not self.micro_batches or len(self.micro_batches) != len(self.rates):
@@ -52,11 +58,11 @@ class Throughput(display.Shown, JsonDataclass):
             if not is_number(rate, above=0):
                 raise ValueError(f"throughput of {rate!r} at a micro-batch of {micro}: samples per second above 0 are allowed")
         if list(self.micro_batches) != sorted(set(self.micro_batches)):
-            raise ValueError(f"micro-batches {self.micro_batches}: each once and ascending is wanted")
+            raise ValueError(f"micro-batches {self.micro_batches}: each once, ascending")
 
     @classmethod
     def of(cls, given: Any, *, micro_batch: int = 1, world_size: int = 1) -> "Throughput":
-        """From whatever says it.
+        """From any of its forms.
 
         Args:
             given: a Throughput; micro-batch → samples per second of all ranks; runs of a sweep over micro_batch; or one number, the samples
@@ -65,16 +71,16 @@ class Throughput(display.Shown, JsonDataclass):
             world_size: ranks that reached it, of a mapping or a number.
 
         Raises:
-            ValueError: it is something else, or holds a rate that is none.
+            ValueError: another form, or a rate that is not above 0.
         """
         if isinstance(given, Throughput):
             return given
         if isinstance(given, int | float) and not isinstance(given, bool):
             given = {micro_batch: float(given)}
         if isinstance(given, Mapping):
-            places = sorted(given)
-            return cls(micro_batches=tuple(places), rates=tuple(given[place] for place in places), world_size=world_size)
-        if isinstance(given, Sequence) and given and all(isinstance(one, Run) for one in given):
+            micro_batches = tuple(sorted(given))
+            return cls(micro_batches=micro_batches, rates=tuple(map(given.__getitem__, micro_batches)), world_size=world_size)
+        if isinstance(given, Sequence) and given and all(isinstance(run, Run) for run in given):
             return cls.from_runs(given)
         raise ValueError(
             f"throughput={given!r:.80}: allowed are micro-batch → samples per second, such as {{16: 900.0, 32: 1500.0}}, one number, or "
@@ -83,8 +89,7 @@ class Throughput(display.Shown, JsonDataclass):
 
     @classmethod
     def from_runs(cls, runs: Sequence[Run]) -> Self:
-        """From runs that differ in their micro-batch; of several with the same one, the fastest counts. One that
-        accumulates tells `per_step`.
+        """From runs that differ in their micro-batch; the fastest of equal ones counts. One with accumulation shows `per_step`.
 
         Raises:
             ValueError: no run has a measured step, or they differ in their ranks.
@@ -94,20 +99,20 @@ class Throughput(display.Shown, JsonDataclass):
         for run in runs:
             if isinstance(run.spec, RunSpec) and run.samples_per_sec > 0:
                 key = (int(run.spec.micro_batch), run.spec.accumulation)
-                steps[key] = min(steps.get(key, math.inf), steady(run))
+                steps[key] = min(steps.get(key, math.inf), steady_step(run))
                 ranks.add(run.spec.data_ranks)
         if len(ranks) != 1 or not any(accumulation == 1 for _, accumulation in steps):
             raise ValueError(
-                f"throughput of {len(runs)} runs with {sorted(ranks) or 'no'} ranks: runs without accumulation that took steps are wanted, "
+                f"throughput of {len(runs)} runs with {sorted(ranks) or 'no'} ranks: only runs without accumulation that took steps, "
                 "all with the same number of ranks: wb.sweep(spec, micro_batch=[16, 32, 64])"
             )
         world_size = ranks.pop()
-        places = sorted(micro for micro, accumulation in steps if accumulation == 1)
+        micro_batches = tuple(sorted(micro for micro, accumulation in steps if accumulation == 1))
         return cls(
-            micro_batches=tuple(places),
-            rates=tuple(micro * world_size / steps[micro, 1] for micro in places),
+            micro_batches=micro_batches,
+            rates=tuple(micro * world_size / steps[micro, 1] for micro in micro_batches),
             world_size=world_size,
-            per_step=_once(steps),
+            per_step=_seconds_per_step(steps),
             kind="measured",
             notes=_failures(runs),
         )
@@ -120,7 +125,7 @@ class Throughput(display.Shown, JsonDataclass):
             accumulation: micro-batches per step.
         """
         alone = self._alone(micro_batch)
-        once = min(self.per_step, MOST_ONCE * alone)
+        once = min(self.per_step, MAX_SAVED * alone)
         return accumulation * (alone - once) + once
 
     def samples_per_sec(self, *, micro_batch: int, accumulation: int = 1, world_size: int | None = None) -> float:
@@ -159,7 +164,7 @@ class Throughput(display.Shown, JsonDataclass):
 
     @property
     def table(self) -> display.Table:
-        """One row per micro-batch."""
+        """A row per micro-batch."""
         rows = [
             [micro, units.rate(rate), units.seconds(self.step(micro))] for micro, rate in zip(self.micro_batches, self.rates, strict=True)
         ]
@@ -181,11 +186,7 @@ class Throughput(display.Shown, JsonDataclass):
         return f"Throughput(micro_batches={self.micro_batches}, world_size={self.world_size}, {self.kind})"
 
 
-SLOWEST = 0.1
-"""Share of the steps, the slowest, that a rate leaves out: where a step takes a millisecond, one interruption outweighs all the others."""
-
-
-def steady(run: Run) -> float:
+def steady_step(run: Run) -> float:
     """Seconds of a step of a run, warm-up and the slowest tenth left out; of the slowest rank. nan without a measured step."""
     means = []
     for timeline in run.timelines:
@@ -196,15 +197,15 @@ def steady(run: Run) -> float:
     return max(means, default=math.nan)
 
 
-def _once(steps: Mapping[tuple[int, int], float]) -> float:
-    """What a step spends once, from a micro-batch that was run with and without accumulation: T(a) = a (T(1) − s) + s."""
-    found = [
+def _seconds_per_step(steps: Mapping[tuple[int, int], float]) -> float:
+    """Seconds s of a step that do not depend on accumulation, from a micro-batch run with and without: T(a) = a (T(1) − s) + s."""
+    estimates = [
         (accumulation * steps[micro, 1] - seconds) / (accumulation - 1)
         for (micro, accumulation), seconds in steps.items()
         if accumulation > 1 and (micro, 1) in steps
     ]
-    least = min(itertools.chain([seconds for (_, accumulation), seconds in steps.items() if accumulation == 1], found), default=0.0)
-    return max(0.0, least) if found else 0.0
+    least = min(itertools.chain([seconds for (_, accumulation), seconds in steps.items() if accumulation == 1], estimates), default=0.0)
+    return max(0.0, least) if estimates else 0.0
 
 
 def _failures(runs: Sequence[Run]) -> tuple[str, ...]:
@@ -214,3 +215,99 @@ def _failures(runs: Sequence[Run]) -> tuple[str, ...]:
         for run in runs
         if isinstance(run.spec, RunSpec) and not run.samples_per_sec > 0
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCandidate:
+    """A way to make a batch, and its speed."""
+
+    micro_batch: int
+    """Samples per rank in one forward and backward."""
+    accumulation: int
+    """Micro-batches per step."""
+    world_size: int
+    """Ranks."""
+    samples_per_sec: float
+    """Of all ranks."""
+    worth: float
+    """Progress by a sample, as a share of that by a sample of a tiny batch: 1/(1 + B/B_noise); nan where the noise is not known.
+    Source: McCandlish and others 2018, arXiv 1812.06162, E(B) = E_min (1 + B/B_crit)."""
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step."""
+        return self.micro_batch * self.accumulation * self.world_size
+
+    @property
+    def useful(self) -> float:
+        """Samples per second times their worth: the goodput of Pollux (Qiao and others 2021); nan where the worth is not known."""
+        return self.samples_per_sec * self.worth
+
+
+def worth(batch: int, noise: float | None) -> float:
+    """Progress by a sample of a batch, as a share of that by a sample of a tiny batch; nan without a noise scale.
+
+    >>> worth(64, 64.0), worth(192, 64.0)
+    (0.5, 0.25)
+    """
+    return float("nan") if noise is None else 1 / (1 + batch / noise)
+
+
+def candidates(
+    throughput: Throughput, *, world_size: int, noise: float | None, largest: int | None, most: int | None, batch: int | None
+) -> list[BatchCandidate]:
+    """Every allowed way to make a batch.
+
+    Args:
+        throughput: against the micro-batch.
+        world_size: number of ranks.
+        noise: the noise scale, or critical batch, in samples; None = not known.
+        largest: micro-batch that fits; None = no limit is known.
+        most: most samples of a step; None = any.
+        batch: required samples of a step; None = free.
+    """
+    ways = _fixed(batch // world_size, largest) if batch else _free(throughput.micro_batches, largest)
+    return [
+        BatchCandidate(
+            micro_batch=micro,
+            accumulation=accumulation,
+            world_size=world_size,
+            samples_per_sec=throughput.samples_per_sec(micro_batch=micro, accumulation=accumulation, world_size=world_size),
+            worth=worth(micro * accumulation * world_size, noise),
+        )
+        for micro, accumulation in ways
+        if most is None or micro * accumulation * world_size <= most
+    ]
+
+
+def _fixed(share: int, largest: int | None) -> Iterator[tuple[int, int]]:
+    """Micro-batch and accumulation that make a rank's share of the batch."""
+    for micro in range(1, share + 1):
+        if share % micro == 0 and (largest is None or micro <= largest):
+            yield micro, share // micro
+
+
+def _free(measured: Sequence[int], largest: int | None) -> Iterator[tuple[int, int]]:
+    """Accumulations of the measured micro-batches, and of the largest that fits."""
+    allowed = {micro for micro in measured if largest is None or micro <= largest}
+    if largest is not None and largest < measured[-1]:
+        allowed.add(largest)
+    for micro in sorted(allowed):
+        for accumulation in ACCUMULATIONS:
+            yield micro, accumulation
+
+
+def best_candidate(candidates: Sequence[BatchCandidate]) -> BatchCandidate:
+    """The candidate that reaches a loss soonest; of those within SLACK of it the smallest batch, with the least accumulation.
+
+    Without a noise scale throughput alone decides.
+
+    Raises:
+        ValueError: there are no candidates.
+    """
+    if not candidates:
+        raise ValueError("no way to make a batch is left")
+    known = not any(math.isnan(candidate.worth) for candidate in candidates)
+    speeds = [candidate.useful if known else candidate.samples_per_sec for candidate in candidates]
+    near = [candidate for candidate, speed in zip(candidates, speeds, strict=True) if speed >= (1 - SLACK) * max(speeds)]
+    return min(near, key=lambda candidate: (candidate.global_batch, candidate.accumulation))

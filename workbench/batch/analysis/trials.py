@@ -1,12 +1,8 @@
-"""Trial: one training until its target, and how it ended; Target: what is to be reached.
-
-Mark: what the seeds of one configuration say about the steps to a target at one batch.
-
-What to try next, to find the steps to a target at several batches: pure decisions about trials, from those that are done.
+"""Trials of an experiment on steps to a target: what a `Trial` is, what its seeds say (`Mark`), and which to run next (`TrialScheduler`).
 
 A rule's learning rate is tried with each seed. "tuned" searches: candidates around a centre with the first seed, further ones while the
-best is the outermost, then the other seeds at the best. Batches are tuned from the one nearest the base outwards, each around the rate that
-was best for its neighbour, times the square root of the ratio: between what small batches want (its first power) and large ones (none).
+best is the outermost, then the other seeds at the best. Batches are tuned from the one nearest the base outwards, each around its
+neighbour's best rate times the square root of the ratio: small batches need its first power, large ones none.
 """
 
 import math
@@ -18,13 +14,20 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 
 Outcome = Literal["reached", "stopped", "diverged", "capped"]
-"""How a trial ended: at the target; given up, for it took much longer than the best; not a number, or far above where it began; or at the
-largest number of steps."""
+"""How a trial ended: at the target; given up, much slower than the best; NaN, infinite or far above its start; or at the most steps."""
+
+TUNED = "tuned"
+"""Rule of learning rates from a search."""
+MAX_FURTHER = 8
+"""Candidates that a search adds at most."""
+MAX_RETRIED, CLOSE = 3, 1.15
+"""Candidates that are tried with the other seeds too: the best of the first seed, those that needed hardly more steps, which one seed
+cannot tell apart, and the next ones where a seed has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a model is to reach.
+    """The loss or figure that a model has to reach.
 
     >>> str(Target(name="loss", value=0.5)), Target(name="accuracy", value=0.8, rises=True).met(0.81)
     ('loss 0.5', True)
@@ -33,23 +36,23 @@ class Target:
     name: str
     """"loss", on a fixed part of the training data; or a figure of the task's evaluation."""
     value: float
-    """Where it is reached."""
+    """The value to reach."""
     rises: bool | None = None
-    """Is more better? None = the untrained model tells: a figure that begins below the target has to rise."""
+    """Is more better? None = by the untrained model: a figure that begins below the target has to rise."""
     start: float | None = None
-    """What the untrained model has; None = nobody has looked yet."""
+    """Value of the untrained model; None = not measured yet."""
 
     def met(self, value: float) -> bool:
-        """Is it reached?"""
+        """Does a value reach the target?"""
         return value >= self.value if self.rises else value <= self.value
 
     def crossing(self, before: tuple[int, float], after: tuple[int, float]) -> float:
-        """Steps at which the line between two looks (steps, value) meets the target; the second has met it, the first has not."""
+        """Steps at which the line between two measurements (steps, value) crosses the target; the second has reached it."""
         (start, low), (end, high) = before, after
         return start + (end - start) * (self.value - low) / (high - low) if high != low else float(end)
 
     def rank(self, trial: "Trial") -> tuple[bool, bool, float]:
-        """To order trials by, best first: steps, where the target was reached; else how near it came, what diverged last."""
+        """Sort key of trials, best first: steps if the target was reached, else the distance to it, diverged ones last."""
         if trial.steps is not None:
             return False, False, trial.steps
         near = trial.best if trial.best is not None else math.inf
@@ -66,32 +69,32 @@ class Trial:
     batch: int
     """Samples per optimizer step."""
     rule: str
-    """What gave it its learning rate: a rule, or "tuned"."""
+    """Rule of its learning rate, or "tuned"."""
     lr: float
     """Peak learning rate."""
     optimizer: str
-    """As a spec writes it."""
+    """As in a RunSpec."""
     seed: int
     """Of the model's weights and the samples' order."""
     steps: float | None
-    """Optimizer steps to the target, interpolated between two looks; None = it was not reached."""
+    """Optimizer steps to the target, interpolated; None = not reached."""
     after: int
-    """Optimizer steps that were taken."""
+    """Optimizer steps taken."""
     outcome: Outcome
     """How it ended."""
     best: float | None
-    """The value nearest the target that was seen; None = none was a number."""
+    """The value nearest the target; None = none was finite."""
     seconds: float = 0.0
-    """It took."""
+    """Duration."""
 
     @property
     def samples(self) -> float | None:
-        """Samples to the target; None = it was not reached."""
+        """Samples to the target; None = not reached."""
         return None if self.steps is None else self.steps * self.batch
 
     @property
     def at_once(self) -> bool:
-        """Was it not a number from the first step on?"""
+        """Did it diverge at the first step?"""
         return self.outcome == "diverged" and self.after <= 1
 
     @classmethod
@@ -107,14 +110,14 @@ class Mark:
     batch: int
     """Samples per optimizer step."""
     rule: str
-    """What gave the learning rate."""
+    """Rule of the learning rate."""
     optimizer: str
-    """As a spec writes it."""
+    """As in a RunSpec."""
     lr: float
     """Peak learning rate."""
     steps: float
-    """Median over the seeds (of two in the middle the geometric mean), where a seed that did not reach the target counts as more than any;
-    if the median did not reach it, the steps after which it was not reached."""
+    """Median over the seeds (of two in the middle the geometric mean), where a seed that did not reach the target counts as infinite; the
+    steps taken if the median did not reach it."""
     reached: bool
     """Did the median seed reach the target?"""
     low: float
@@ -122,9 +125,9 @@ class Mark:
     high: float
     """Steps of the slowest seed; infinite if one did not reach the target."""
     seeds: int
-    """How many there were."""
+    """Number of seeds."""
     diverged: bool
-    """Is divergence the reason why it was not reached?"""
+    """Was it not reached because trials diverged?"""
 
     @property
     def samples(self) -> float:
@@ -140,11 +143,11 @@ class Mark:
 
 
 def mark_of(trials: Sequence[Trial]) -> Mark:
-    """What trials that differ in their seed only say."""
-    ordered = sorted(trials, key=lambda one: (one.steps is None, one.steps if one.steps is not None else one.after))
+    """The mark of trials that differ in their seed only."""
+    ordered = sorted(trials, key=lambda trial: (trial.steps is None, trial.steps if trial.steps is not None else trial.after))
     middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
-    took = [one.steps if one.steps is not None else max(1, one.after) for one in middle]
-    reached = [one.steps for one in ordered if one.steps is not None]
+    took = [trial.steps if trial.steps is not None else max(1, trial.after) for trial in middle]
+    reached = [trial.steps for trial in ordered if trial.steps is not None]
     steps = math.exp(sum(map(math.log, took)) / len(took))
     first = trials[0]
     return Mark(
@@ -153,33 +156,23 @@ def mark_of(trials: Sequence[Trial]) -> Mark:
         optimizer=first.optimizer,
         lr=first.lr,
         steps=steps,
-        reached=all(one.steps is not None for one in middle),
+        reached=all(trial.steps is not None for trial in middle),
         low=min(reached, default=steps),
         high=max(reached) if len(reached) == len(ordered) else math.inf,
         seeds=len(ordered),
-        diverged=any(one.outcome == "diverged" for one in middle),
+        diverged=any(trial.outcome == "diverged" for trial in middle),
     )
 
 
 def marks_of(trials: Iterable[Trial], target: Target) -> tuple[Mark, ...]:
-    """The best learning rate's mark at each batch, smallest batch first.
+    """The mark of the best configuration at each batch, smallest batch first.
 
-    Of several learning rates (a search) those count that have been tried with the most seeds, where one reached the target.
+    Of several learning rates (a search) those count that reached the target and were tried with the most seeds.
     """
     groups: dict[int, dict[tuple[str, float], list[Trial]]] = {}
     for trial in trials:
         groups.setdefault(trial.batch, {}).setdefault((trial.rule, trial.lr), []).append(trial)
     return tuple(_best(list(groups[batch].values()), target) for batch in sorted(groups))
-
-
-best_marks = marks_of
-"""The same over several rules."""
-
-
-def mark_of_best(trials: Iterable[Trial], target: Target) -> Mark:
-    """The mark of the best configuration among trials of one batch."""
-    (found,) = marks_of(trials, target)
-    return found
 
 
 def _best(groups: Sequence[Sequence[Trial]], target: Target) -> Mark:
@@ -191,18 +184,9 @@ def _best(groups: Sequence[Sequence[Trial]], target: Target) -> Mark:
     return min(marks, key=lambda mark: (not mark.reached, mark.steps))
 
 
-TUNED = "tuned"
-"""The rule's name of learning rates that were searched for."""
-FURTHER = 8
-"""Candidates beyond the given ones that a search goes on to at most."""
-RUNNERS_UP, CLOSE = 3, 1.15
-"""Candidates that are tried with the other seeds too at most: the best of the first seed, those that needed hardly more steps, which one
-seed cannot tell apart, and the next ones where a seed has failed."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A trial to be done."""
+    """A trial to run."""
 
     batch: int
     rule: str
@@ -212,67 +196,66 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order(JsonDataclass):
-    """What is wanted of an experiment."""
+class ExperimentPlan(JsonDataclass):
+    """The trials that a user requests."""
 
     target: Target
-    """When a trial is over."""
+    """Where a trial ends."""
     batches: tuple[int, ...]
     """Global batches, in samples."""
     rules: tuple[str, ...]
-    """Rules that give each batch its learning rate."""
+    """Rules for the learning rate of each batch."""
     optimizers: tuple[str, ...]
-    """As a spec writes them; "" = the spec's own."""
+    """As in a RunSpec; "" = the spec's own."""
     retune: tuple[float, ...]
-    """Factors around the centre that are tried at each batch; empty = rules only."""
+    """Factors of the centre for a search at each batch; empty = rules only."""
     seeds: int
-    """Trials of each configuration."""
+    """Trials per configuration."""
     base_batch: int
-    """Where the optimizers' own learning rates belong."""
+    """Batch of the optimizers' own learning rates."""
     patience: float | None
-    """A trial is given up after this times the steps that the best so far needed; None = never."""
+    """A trial is given up after this many times the steps of the best so far; None = never."""
     max_steps: int
     """Optimizer steps of a trial at most."""
     probe: int
-    """Samples that the loss is measured on."""
+    """Samples on which the loss is measured."""
     budget_s: float | None
-    """Seconds after which no further trial begins; None = all are done."""
+    """Seconds after which no further trial begins; None = all run."""
     noise_scale: float | None
     critical_batch: float | None
     """For the rules that use them, in samples."""
 
 
-class Agenda:
-    """Which trials there are to do.
+class TrialScheduler:
+    """Decides from the trials that have ended which to run next.
 
     Args:
-        order: what is wanted.
+        order: the requested trials.
         rates: (optimizer, rule, batch) → learning rate, for the rules; (optimizer, "none", base batch) for the search.
     """
 
-    def __init__(self, order: Order, rates: Mapping[tuple[str, str, int], float]) -> None:
+    def __init__(self, order: ExperimentPlan, rates: Mapping[tuple[str, str, int], float]) -> None:
         self.order, self.rates = order, rates
         self.batches = sorted(order.batches, key=lambda batch: abs(math.log(batch / order.base_batch)))
 
-    def wanted(self, done: Iterable[Trial]) -> list[Job]:
-        """Trials that can be begun, most useful first; what depends on others follows when they are done. Empty = all is done."""
+    def runnable(self, done: Iterable[Trial]) -> list[Job]:
+        """Trials that can begin now, most useful first; those that depend on others follow later. Empty = all are done."""
         known = {_key(trial): trial for trial in done}
-        found: list[Job] = []
+        jobs: list[Job] = []
         for optimizer in self.order.optimizers:
             waiting: set[int] = set()
             for batch in self.batches:
                 if self.order.retune and (near := self.neighbour(batch)) not in waiting:
-                    search = _Search(self, optimizer, batch, near, known)
-                    jobs = search.jobs()
-                    found += jobs
-                    if jobs:
+                    searched = _Search(self, optimizer, batch, near, known).jobs()
+                    jobs += searched
+                    if searched:
                         waiting.add(batch)
                 elif self.order.retune:
                     waiting.add(batch)
                 for rule in self.order.rules:
                     lr = self.rates[optimizer, rule, batch]
-                    found += self._seeds(known, batch=batch, rule=rule, optimizer=optimizer, lr=lr)
-        return found
+                    jobs += self._seeds(known, batch=batch, rule=rule, optimizer=optimizer, lr=lr)
+        return jobs
 
     def limit(self, job: Job, done: Iterable[Trial]) -> int:
         """Steps after which a trial is hopeless.
@@ -290,71 +273,69 @@ class Agenda:
         return min([self.order.max_steps, *(math.ceil(self.order.patience * bound) for bound in bounds)])
 
     def total(self, done: Sequence[Trial]) -> int:
-        """How many trials there will be, about: searches that are not over may go on, and of what is hopeless no other seed is tried."""
-        order, wanted = self.order, self.wanted(done)
-        seeds = order.seeds - 1 if order.patience is not None else 0  # that follow where the first one has hope
-        known = len(done) + len(wanted) + seeds * sum(job.rule != TUNED and job.seed == 0 for job in wanted)
+        """The expected number of trials: searches may go on, and a hopeless configuration is not tried with other seeds."""
+        order, runnable = self.order, self.runnable(done)
+        seeds = order.seeds - 1 if order.patience is not None else 0  # they follow the first one unless it is hopeless
+        known = len(done) + len(runnable) + seeds * sum(job.rule != TUNED and job.seed == 0 for job in runnable)
         if not order.retune:
             return known
-        searching = {(job.optimizer, job.batch) for job in wanted if job.rule == TUNED and job.seed == 0}
-        both: list[Trial | Job] = [*done, *wanted]
-        begun = {(one.optimizer, one.batch) for one in both if one.rule == TUNED}
+        searching = {(job.optimizer, job.batch) for job in runnable if job.rule == TUNED and job.seed == 0}
+        known_trials: list[Trial | Job] = [*done, *runnable]
+        begun = {(trial.optimizer, trial.batch) for trial in known_trials if trial.rule == TUNED}
         unknown = len(order.optimizers) * len(order.batches) - len(begun)
         return known + unknown * len(order.retune) + (unknown + len(searching)) * (order.seeds - 1)
 
     def neighbour(self, batch: int) -> int | None:
-        """The batch that is tuned before this one: the next towards the base; None = this is the first."""
-        place = self.batches.index(batch)
-        before = self.batches[:place]
+        """The batch that is tuned before this one, the next towards the base; None = this is the first."""
+        before = self.batches[: self.batches.index(batch)]
         return min(before, key=lambda other: abs(math.log(other / batch))) if before else None
 
     def _seeds(self, known: Mapping[Any, Trial], **job: Any) -> Iterator[Job]:
-        """The seeds of a configuration that are left; none after a hopeless one."""
+        """The remaining seeds of a configuration; none after a hopeless one."""
         for seed in range(self.order.seeds):
-            one = Job(**job, seed=seed)
-            trial = known.get(_key(one))
+            trial = known.get(_key(next_job := Job(**job, seed=seed)))
             if trial is None:
-                yield one
+                yield next_job
                 if seed == 0 and self.order.patience is not None:
-                    return  # it may be hopeless, and so the others
+                    return  # if it is hopeless, so are the others
             elif trial.steps is None and self.order.patience is not None:
                 return
 
 
 class _Search:
-    """The learning rate at one batch."""
+    """The search for the learning rate at one batch."""
 
-    def __init__(self, agenda: Agenda, optimizer: str, batch: int, near: int | None, known: Mapping[Any, Trial]) -> None:
-        self._agenda, self._known = agenda, known
+    def __init__(self, scheduler: TrialScheduler, optimizer: str, batch: int, near: int | None, known: Mapping[Any, Trial]) -> None:
+        self._scheduler, self._known = scheduler, known
         self._job: dict[str, Any] = {"batch": batch, "optimizer": optimizer, "rule": TUNED}
-        order = agenda.order
+        order = scheduler.order
         if near is None:
-            lr, near = agenda.rates[optimizer, "none", order.base_batch], order.base_batch
+            lr, near = scheduler.rates[optimizer, "none", order.base_batch], order.base_batch
         else:
             tried = [trial for trial in known.values() if (trial.rule, trial.optimizer, trial.batch) == (TUNED, optimizer, near)]
-            lr = mark_of_best(tried, order.target).lr
+            lr = marks_of(tried, order.target)[0].lr
         centre = lr * math.sqrt(batch / near)
-        self._given = [_short(centre * factor) for factor in sorted(order.retune, key=lambda factor: (abs(math.log(factor)), factor))]
-        self._first = self._followed()
+        self._given = [_rounded(centre * factor) for factor in sorted(order.retune, key=lambda factor: (abs(math.log(factor)), factor))]
+        self._first = self._first_seed()
         self._reachable = any(trial.steps is not None and trial.optimizer == optimizer for trial in known.values())
 
     def jobs(self) -> list[Job]:
-        """What is to be tried now."""
-        if candidates := self._open():
+        """Trials that can begin now."""
+        if candidates := self._untried():
             return [Job(**self._job, lr=lr, seed=0) for lr in candidates]
-        ranking = sorted((one for one in self._first.values() if one.steps is not None), key=self._agenda.order.target.rank)
-        sound, found = 0, []
-        for place, one in enumerate(ranking[:RUNNERS_UP]):
-            assert one.steps is not None
+        ranking = sorted((trial for trial in self._first.values() if trial.steps is not None), key=self._scheduler.order.target.rank)
+        reliable, jobs = 0, list[Job]()
+        for position, first in enumerate(ranking[:MAX_RETRIED]):
+            assert first.steps is not None
             assert ranking[0].steps is not None
-            if place and sound and one.steps > CLOSE * ranking[0].steps:
+            if position and reliable and first.steps > CLOSE * ranking[0].steps:
                 break
-            found += list(self._agenda._seeds(self._known, **self._job, lr=one.lr))
-            seeds = [self._known.get(_key(Job(**self._job, lr=one.lr, seed=seed))) for seed in range(self._agenda.order.seeds)]
-            sound += all(trial is None or trial.steps is not None for trial in seeds)
-        return found
+            jobs += self._scheduler._seeds(self._known, **self._job, lr=first.lr)
+            seeds = [self._known.get(_key(Job(**self._job, lr=first.lr, seed=seed))) for seed in range(self._scheduler.order.seeds)]
+            reliable += all(trial is None or trial.steps is not None for trial in seeds)
+        return jobs
 
-    def _followed(self) -> dict[float, Trial]:
+    def _first_seed(self) -> dict[float, Trial]:
         """The trials of the first seed, by learning rate."""
         return {
             trial.lr: trial
@@ -362,27 +343,27 @@ class _Search:
             if trial.seed == 0 and all(getattr(trial, name) == value for name, value in self._job.items())
         }
 
-    def _open(self) -> list[float]:
-        """Candidates that have to be tried before the best is known."""
+    def _untried(self) -> list[float]:
+        """Candidates to be tried before the best is known."""
         if missing := [lr for lr in self._given if lr not in self._first]:
             return missing
-        if len(self._first) >= len(self._given) + FURTHER:
+        if len(self._first) >= len(self._given) + MAX_FURTHER:
             return []
         tried = sorted(self._first)
-        best = min(self._first.values(), key=self._agenda.order.target.rank).lr
+        best = min(self._first.values(), key=self._scheduler.order.target.rank).lr
         if len(tried) > 1 and best == tried[0]:
-            return [_short(best * tried[0] / tried[1])]
+            return [_rounded(best * tried[0] / tried[1])]
         if len(tried) > 1 and best == tried[-1]:
-            return [_short(best * tried[-1] / tried[-2])]
+            return [_rounded(best * tried[-1] / tried[-2])]
         if len(tried) > 1 and self._reachable and all(trial.steps is None for trial in self._first.values()):
-            return [_short(tried[0] * tried[0] / tried[1])]  # smaller ones are slower, and safer
+            return [_rounded(tried[0] * tried[0] / tried[1])]  # smaller ones are slower, but more stable
         return []
 
 
-def _key(one: Job | Trial) -> tuple[Any, ...]:
-    return one.batch, one.rule, one.optimizer, one.lr, one.seed
+def _key(trial: Job | Trial) -> tuple[Any, ...]:
+    return trial.batch, trial.rule, trial.optimizer, trial.lr, trial.seed
 
 
-def _short(lr: float) -> float:
-    """Six significant digits: the same number wherever it is computed."""
+def _rounded(lr: float) -> float:
+    """Six significant digits, so that it is the same number wherever it is computed."""
     return float(f"{lr:.6g}")

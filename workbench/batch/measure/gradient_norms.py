@@ -1,9 +1,7 @@
-"""Norms of the gradients of a step's groups and of their mean, seen by hooks of autograd; nothing waits for the device.
+"""Measures the norms of a step's micro-batch gradients and of their mean by hooks of autograd, without waiting for the device.
 
-A hook of autograd costs something by being there: one that returns at once does, and one that was removed does as much, for torch goes on
-calling the empty list of them. So a step that is not looked at finds the weights as if nobody had ever watched them.
-
-Stride: how often to look, where looking costs something, so that all of it costs little.
+An attached hook costs time even if it returns at once, and a removed one as much, since torch goes on calling the empty list of them. So
+`GroupNorms` restores the weights completely for steps that it skips, and `SamplingInterval` decides which those are.
 """
 
 import math
@@ -22,10 +20,18 @@ from workbench.batch.analysis.noise_estimate import NoiseScaleError
 from workbench.harness.peers import wait_for_gloo_at_exit
 from workbench.memory.measure.recorder import is_dense
 
-LARGE = 2**14
-"""Elements above which on a CPU the squares of a tensor are added up row by row."""
-ROW = 1024
-"""Elements of a row."""
+LARGE_TENSOR, ROW = 2**14, 1024
+"""Elements from which on a CPU the squares of a tensor are added up row by row, and elements of a row."""
+MAX_SHARE = 0.04
+"""Share of the time of all steps that measuring may take. All of it may cost a twentieth: the rest is for costs that appear in other steps,
+such as cold caches in the next one."""
+FIRST_INTERVAL, LAST_INTERVAL = 4, 64
+"""Intervals to begin and to end with."""
+WARM_UP = 8
+"""Steps that are not compared."""
+MIN_COMPARED, MAX_COMPARED = 8, 1024
+"""Measured steps, each compared with the one before it: decisions are made at 8, 16, 32, … of them, since a test repeated at every step
+would be passed by chance in the end; after MAX_COMPARED they are counted anew."""
 
 _norm: Any = torch.linalg.vector_norm
 
@@ -34,7 +40,7 @@ _engine: Any = torch.autograd.Variable._execution_engine
 
 
 class Row:
-    """A step's norms, on the device, and not squared yet; those of parts that several ranks hold with the number of these."""
+    """A step's norms on the device, not squared yet; each part of `big` with the number of ranks that hold it."""
 
     __slots__ = ("big", "count", "scale", "small")
 
@@ -43,22 +49,22 @@ class Row:
 
 
 class GroupNorms:
-    """Sees the gradient of each micro-batch, and the mean gradient at the end of a backward.
+    """Records the norms of the gradient of each micro-batch, and of the mean gradient at the end of a backward.
 
     `small` squared is the sum of the squares of a step's micro-batches' gradients on this rank; `big` squared is this rank's share of the
     square of the mean gradient, which is their sum over the ranks.
     """
 
     def __init__(self, model: nn.Module, world_size: int, backwards: int = 1) -> None:
-        """Attach to a model, and look at its next step.
+        """Attach to a model, and measure its next step.
 
         Args:
             model: whose gradients; in its DDP, sharded by FSDP2, or plain.
             world_size: ranks that reduce their gradients.
-            backwards: that a step has at least; the mean gradient is not looked for before it has had them.
+            backwards: the least number of a step; the mean gradient is not measured earlier.
 
         Raises:
-            NoiseScaleError: nothing in it is trained, another watch is attached, or its layers are split over ranks.
+            NoiseScaleError: nothing is trained, another watch is attached, or a layer is split over ranks.
         """
         self._model, self._world_size, self._backwards = model, world_size, backwards
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -83,36 +89,36 @@ class GroupNorms:
 
     @property
     def looking(self) -> bool:
-        """Are the gradients of this step wanted?"""
+        """Is this step measured?"""
         return self._looking
 
-    def look(self, wanted: bool) -> None:
-        """Say between two steps whether the gradients of those to come are wanted."""
-        if wanted is not self._looking and not self._closed:
-            self._looking = wanted
-            self._attach() if wanted else self._detach()
+    def look(self, measured: bool) -> None:
+        """Say between two steps whether the next ones are measured."""
+        if measured is not self._looking and not self._closed:
+            self._looking = measured
+            self._attach() if measured else self._detach()
 
     def close(self) -> None:
-        """Detach, for good."""
+        """Detach finally."""
         self.look(False)
         self._closed = True
         _watched.discard(self._model)
 
     def step(self, scale: Tensor | None = None) -> Row | None:
-        """A step's gradients are all there: its norms; None if there were none.
+        """The norms of a step, whose gradients are complete; None = it had none.
 
-        Its count is 0 where gradients came more often than the model was called: then some came in parts, as those of a weight that two
+        The count is 0 where gradients came more often than the model was called: some came in parts, as those of a weight that two
         reentrant checkpoints share, or of two backwards through one forward, and the norms are not those of groups.
 
         Args:
-            scale: by which the loss was multiplied; None = it was not.
+            scale: factor of the loss; None = 1.
         """
         norms, big, count = self._norms, self._big, self._count
         if 0 < self._forwards < count:
             count = 0
         self._norms, self._big, self._count, self._forwards = [], [], 0, 0
         self._fired.clear()
-        return Row(_together(norms), big, count, scale) if norms and big else None
+        return Row(_norm_of(norms), big, count, scale) if norms and big else None
 
     def _check(self) -> None:
         if not self._weights:
@@ -152,29 +158,29 @@ class GroupNorms:
         self._forwards += torch.is_grad_enabled()
 
     def _gathered(self, part: nn.Module, *_: Any) -> None:
-        """Before a module's forward: FSDP2 has put the whole tensors in the places of its own."""
+        """Before a module's forward: FSDP2 has replaced its shards by whole tensors."""
         for weight in part._parameters.values():
             if weight is not None and weight.requires_grad and not isinstance(weight, DTensor):
                 self._hook(weight)
 
     def _hook(self, weight: Tensor) -> None:
         key = id(weight)
-        if key in self._hooked or not weight.is_leaf or not weight.requires_grad:  # some are frozen in the midst of a training
+        if key in self._hooked or not weight.is_leaf or not weight.requires_grad:  # some are frozen during training
             return
         self._hooked[key] = weight
         if weight._backward_hooks is None:
             self._bare.append(weight)
-        me = weakref.ref(self)
+        reference = weakref.ref(self)
 
-        def seen(gradient: Tensor) -> None:
-            if (watch := me()) is not None:
-                watch._seen(key, gradient)
+        def record(gradient: Tensor) -> None:
+            if (norms := reference()) is not None:
+                norms._record(key, gradient)
 
-        self._handles.append(weight.register_hook(seen))  # type: ignore[no-untyped-call]
+        self._handles.append(weight.register_hook(record))  # type: ignore[no-untyped-call]
 
-    def _seen(self, key: int, gradient: Tensor) -> None:
+    def _record(self, key: int, gradient: Tensor) -> None:
         fired = self._fired
-        if key in fired or not fired:  # of the next micro-batch
+        if key in fired or not fired:  # the next micro-batch
             self._count += 1
             fired.clear()
             self._queued = False
@@ -182,25 +188,25 @@ class GroupNorms:
         self._norms.append(norm(gradient if type(gradient) is Tensor and not gradient.is_sparse else _values(gradient)))
         if not self._queued and self._count >= self._backwards:
             self._queued = True
-            _engine.queue_callback(self._nearly)
+            _engine.queue_callback(self._after_backward)
 
-    def _nearly(self) -> None:
-        """All gradients of the backward are computed; by now DDP and FSDP2 have said that they want to finish the reduction after it."""
+    def _after_backward(self) -> None:
+        """All gradients of the backward are computed, and DDP and FSDP2 have queued the end of their reduction: run after that."""
         _engine.queue_callback(self._reduced)
 
     @torch.no_grad()
     def _reduced(self) -> None:
         self._queued = False
         if isinstance(self._model, DistributedDataParallel) and not self._model.require_backward_grad_sync:
-            return  # a micro-batch that is not the last
+            return  # not the last micro-batch
         self._big = [
-            (_together(_norms_of(values)), holders)
+            (_norm_of(_norms(values)), holders)
             for (_, holders), weights in self._parts.items()
             if (values := [_values(weight.grad) for weight in weights if weight.grad is not None])  # of FSDP2, after the last micro-batch
         ]
 
     def _holders(self, weight: Tensor) -> float:
-        """Ranks that have the same part of a gradient."""
+        """The number of ranks that hold the same part of a gradient."""
         if not isinstance(weight, DTensor):
             return float(self._world_size)
         holders = 1
@@ -211,21 +217,21 @@ class GroupNorms:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """Its numbers on this rank."""
+    """The part of a gradient on this rank, without zeros of a sparse one."""
     mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return mine.coalesce().values() if mine.is_sparse else mine
 
 
 def norm(values: Tensor) -> Tensor:
-    """The Euclidean norm, right to some 6 digits and more: in fp64, on a CPU in fp32.
+    """The Euclidean norm, exact to 6 digits or more: in fp64, on a CPU in fp32.
 
-    Sums in fp32 over many elements are wrong in the fourth digit, and those in fp64 take a CPU some times as long: there, many elements are
-    added up row by row.
+    Sums in fp32 over many elements are wrong in the fourth digit, and on a CPU those in fp64 take several times as long: there, large
+    tensors are added up row by row.
     """
     if values.device.type != "cpu" or values.dtype is torch.float64:
         exact: Tensor = _norm(values, dtype=torch.float64)
         return exact
-    if values.numel() <= LARGE:
+    if values.numel() <= LARGE_TENSOR:
         short: Tensor = _norm(values, dtype=torch.float32)
         return short
     flat = values.as_strided((values.numel(),), (1,), values.storage_offset()) if is_dense(values) else values.reshape(-1)
@@ -236,76 +242,66 @@ def norm(values: Tensor) -> Tensor:
     return norm(rows)
 
 
-def _norms_of(values: list[Tensor]) -> list[Tensor]:
+def _norms(values: list[Tensor]) -> list[Tensor]:
     """The norms of tensors on one device, in one call as far as they are small."""
     on_cpu = values[0].device.type == "cpu"
-    small = [one for one in values if one.dtype is torch.float32 and (one.numel() <= LARGE or not on_cpu)]
+    small, others = list[Tensor](), list[Tensor]()
+    for value in values:
+        (small if value.dtype is torch.float32 and (value.numel() <= LARGE_TENSOR or not on_cpu) else others).append(value)
     norms: list[Tensor] = list(torch._foreach_norm(small, 2, None if on_cpu else torch.float64)) if small else []
-    return [*norms, *(norm(one) for one in values if not (one.dtype is torch.float32 and (one.numel() <= LARGE or not on_cpu)))]
+    return [*norms, *map(norm, others)]
 
 
-def _together(norms: list[Tensor]) -> Tensor:
+def _norm_of(norms: list[Tensor]) -> Tensor:
     """The norm of norms, in fp64."""
     whole: Tensor = _norm(torch.stack(norms), dtype=torch.float64)
     return whole
 
 
 def read(rows: Iterable[Row]) -> list[tuple[float, float, int]]:
-    """Of each step: the mean square of a micro-batch's gradient on this rank, its share of the mean gradient's square, the micro-batches.
+    """Per step: the mean square of a micro-batch's gradient on this rank, its share of the mean gradient's square, and the micro-batches.
 
-    Waits for the device, once. The loss of a micro-batch is taken to be divided by their number.
+    Waits for the device once. Assumes that the loss of a micro-batch is divided by their number.
     """
     rows = list(rows)
     if not rows:
         return []
     small = torch.stack([_unscaled(row.small, row.scale) for row in rows]).square().tolist()
     parts = torch.stack([_unscaled(norm.to(row.small.device), row.scale) for row in rows for norm, _ in row.big]).square().tolist()
-    found, rest = [], iter(parts)
-    for row, one in zip(rows, small, strict=True):
+    steps, rest = [], iter(parts)
+    for row, square in zip(rows, small, strict=True):
         big = math.fsum(next(rest) / holders for _, holders in row.big)
-        found.append((row.count * one, big, row.count))
-    return found
+        steps.append((row.count * square, big, row.count))
+    return steps
 
 
 def _unscaled(norm: Tensor, scale: Tensor | None) -> Tensor:
     return norm if scale is None else norm / scale.to(norm.device, torch.float64)
 
 
-SHARE = 0.04
-"""Of the time of all steps that looking may take. All of it may cost a twentieth: the rest is for what does not show in the steps that are
-looked at, as what the one after it pays for caches that it finds cold."""
-FIRST, LAST = 4, 64
-"""Strides to begin and to end with."""
-_WARM_UP = 8
-"""Steps that are not compared."""
-_COMPARED, _MANY = 8, 1024
-"""Steps that are looked at, each compared with the one before it: the question is asked when there are 8, 16, 32, … of them, for who asks
-it of the same ones again and again hears in the end what chance says; after so many, new ones are awaited."""
+class SamplingInterval:
+    """Measures every n-th step, and doubles n while that costs more than MAX_SHARE of the time.
 
-
-class Stride:
-    """Looks at each n-th step, and doubles n while that costs more than a twenty-fifth of the time.
-
-    It only ever doubles, so the steps that a rank looks at are among those of any rank that looks more often.
+    As n only doubles, the steps that a rank measures are among those of any rank that measures more often.
     """
 
     def __init__(self, every: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         """
         Args:
-            every: a fixed one; None = found, from 4 on.
+            every: a fixed interval; None = from FIRST_INTERVAL on.
             clock: seconds.
         """
-        self.every = every or FIRST
+        self.every = every or FIRST_INTERVAL
         self._fixed, self._clock = every is not None, clock
         self._steps = 0
         self._began: float | None = None
         self._plain: float | None = None
         self._pairs: list[tuple[float, float]] = []
-        self._due = _COMPARED
+        self._due = MIN_COMPARED
         self.looking = True
 
     def step(self) -> bool:
-        """A step is over, with what looking at it took; says whether the next one is to be looked at."""
+        """A step is over; is the next one to be measured?"""
         self._steps += 1
         place = self._steps % self.every
         if not self._fixed and (self.looking or place == 0 or place == self.every - 1):
@@ -314,23 +310,23 @@ class Stride:
         return self.looking
 
     def _note(self, place: int) -> None:
-        """At the borders of a step that is looked at and of the one before; others are not timed."""
+        """Time a measured step and the one before it."""
         now = self._clock()
         took = now - self._began if self._began is not None else None
         self._began = now if place in (0, self.every - 1) else None
         if not self.looking:
             self._plain = took
-        elif took is not None and self._plain is not None and self._steps > _WARM_UP and self.every < LAST:
+        elif took is not None and self._plain is not None and self._steps > WARM_UP and self.every < LAST_INTERVAL:
             self._pairs.append((self._plain, took))
             if len(self._pairs) == self._due:
                 self._adapt()
 
     def _adapt(self) -> None:
         usual = statistics.median(plain for plain, _ in self._pairs)
-        if statistics.median(took - plain for plain, took in self._pairs) > SHARE * self.every * usual:
+        if statistics.median(took - plain for plain, took in self._pairs) > MAX_SHARE * self.every * usual:
             self.every *= 2
-            self._pairs, self._due = [], _COMPARED
-        elif self._due < _MANY:
+            self._pairs, self._due = [], MIN_COMPARED
+        elif self._due < MAX_COMPARED:
             self._due *= 2
         else:
             self._pairs = []

@@ -1,14 +1,14 @@
-"""Learning-rate range test in this process: sweeps of several seeds, then a race; and everything is left as it was.
+"""Runs the learning-rate range test on a user's step in this process: sweeps with several seeds, then a race.
 
-Driving: a step of the user's is taken at a learning rate that is set from outside, and its loss is read, the same on all ranks.
+The learning rate is set from outside before each optimizer step. Afterwards weights, optimizer, generators and loader are restored.
 """
 
 import contextlib
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
-from workbench.batch.analysis.lr_found import Candidate, LrFound, figure, says
-from workbench.batch.analysis.lr_race import STEPS, SURVIVORS, NoMore, cannot_tell, field, judged, race
+from workbench.batch.analysis.lr_race import STEPS, SURVIVORS, OutOfBatches, cannot_tell, conclude, first_candidates, race
 from workbench.batch.analysis.lr_range import (
     BETA,
     DIVERGED,
@@ -27,33 +26,51 @@ from workbench.batch.analysis.lr_range import (
     END,
     ITERATIONS,
     NOT_FINITE,
+    SWEEPS,
+    Candidate,
+    LrFound,
     LrRangeError,
     LrSweep,
     check_options,
-    ladder,
-    still,
+    geometric,
+    is_flat,
+    lr_text,
+    suggestions_over_seeds,
 )
 from workbench.harness.ablations import temporary_attribute
 from workbench.harness.blocks import StepFailed
-from workbench.harness.discover import ReachableState
 from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.observe import check_arguments, discover_training, samples_of
 from workbench.harness.peers import Peers
 from workbench.harness.restore import SavedState
 
-SKIPS = 40
+MAX_SKIPPED = 40
 """Calls in a row without an optimizer step: a GradScaler halves its scale from 65536 to nothing in fewer."""
+LOWEST, HIGHEST = 1e-7, 1e3
+"""Range of the first sweep, which finds where the loss explodes."""
+DECADES = 5
+"""The sweeps begin this many decades below the learning rate at which the loss explodes."""
+BEYOND = 3.0
+"""They would end this many times above it."""
+MOST_BYTES, MIN_BATCHES = 2**30, 8
+"""The race keeps the batches of its rounds so that all candidates see the same: at most so many bytes, but this many batches a round."""
+NEGLIGIBLE = 1e-3
+"""This share of a sweep's smallest learning rate changes nothing."""
+RACE_SEED = 1000
+"""Random numbers of the race differ from those of the sweeps."""
+
+Progress = Callable[[int, int, float, float], object]
+"""(steps taken, steps in all as far as known, learning rate, loss) → anything."""
 
 
-class Told:
-    """Sets the learning rate of all groups right before an optimizer steps, whatever a schedule has set, and sees whether it does."""
+class LrControl:
+    """Sets the learning rate of all parameter groups before each optimizer step, and records whether the optimizer stepped."""
 
     def __init__(self, optimizers: Sequence[Optimizer], notes: list[str]) -> None:
-        """Note the ratios of the groups' learning rates.
-
+        """
         Args:
-            optimizers: whose groups keep their ratios to the first group of the first.
-            notes: get a line about groups that the step adds meanwhile.
+            optimizers: their groups keep the ratios of their learning rates to the first group's.
+            notes: get a line for each group that the step adds.
 
         Raises:
             LrRangeError: the first group's learning rate is 0, and others' are not: there is no ratio.
@@ -70,12 +87,12 @@ class Told:
 
     @property
     def uneven(self) -> bool:
-        """Do groups differ?"""
+        """Do the groups' learning rates differ?"""
         return len({ratio for own in self._ratios for ratio in own}) > 1
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Inside, optimizers are told."""
+        """Inside the `with` block every optimizer step uses the learning rate that was set."""
         handles = [optimizer.register_step_pre_hook(self._before) for optimizer in self._optimizers]
         try:
             yield
@@ -86,12 +103,12 @@ class Told:
     def set(self) -> None:
         """Give all groups their learning rate."""
         for optimizer, ratios in zip(self._optimizers, self._ratios, strict=True):
-            for group in optimizer.param_groups[len(ratios) :]:  # that the step has added; by place, for in each sweep it is another object
+            for group in optimizer.param_groups[len(ratios) :]:  # added by the step: by position, since each sweep has other objects
                 ratios.append(self._ratio(_rate(group)))
                 self._notes.append(
-                    f"step() added a parameter group: {figure(ratios[-1])} times the first group's learning rate, as when it began"
+                    f"step() added a parameter group: {lr_text(ratios[-1])} times the first group's learning rate, as when it began"
                 )
-            for group, ratio in zip(optimizer.param_groups, ratios, strict=False):  # after rewinding, those added are gone again
+            for group, ratio in zip(optimizer.param_groups, ratios, strict=False):  # restoring removes added groups
                 rate = self.lr * ratio
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(rate)
@@ -103,71 +120,65 @@ class Told:
 
     def _before(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self.set()
-        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer leaves a step out by itself
+        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer skips a step by itself
         self.stepped |= not (isinstance(overflow, Tensor) and bool(overflow.item()))
 
 
 def _rate(group: Mapping[str, Any]) -> float:
-    """The learning rate of a group at its peak: a warm-up may have begun at 0."""
+    """The peak learning rate of a group: a warm-up may have begun at 0."""
     return float(group["lr"]) or float(group.get("initial_lr", 0.0))
 
 
 @contextlib.contextmanager
-def standing_still(found: ReachableState, notes: list[str]) -> Iterator[None]:
-    """Inside, learning-rate schedules stand still."""
-    schedules = [one for one in found.objects if isinstance(one, LRScheduler)]
+def frozen_schedules(objects: Iterable[Any], notes: list[str]) -> Iterator[None]:
+    """Inside the `with` block the learning-rate schedules among some objects do not step."""
+    schedules = [item for item in objects if isinstance(item, LRScheduler)]
     with contextlib.ExitStack() as undo:
-        for one in schedules:
-            undo.enter_context(temporary_attribute(one, "step", _rest))
+        for schedule in schedules:
+            undo.enter_context(temporary_attribute(schedule, "step", lambda *_, **__: None))
         if schedules:
-            names = ", ".join(dict.fromkeys(type(one).__name__ for one in schedules))
+            names = ", ".join(dict.fromkeys(type(schedule).__name__ for schedule in schedules))
             notes.append(f"the learning-rate schedule ({names}) stood still meanwhile: what is found is for its peak")
         yield
 
 
-def _rest(*_: Any, **__: Any) -> None: ...
+class StepDriver:
+    """Takes steps at given learning rates, and averages their loss over the ranks; an error on one rank is raised on all."""
 
-
-class Driver:
-    """Takes steps, counts them and averages the loss over the ranks; an error on one of them is raised on all."""
-
-    def __init__(
-        self, step: Callable[[Any], Any], feed: Feed, told: Told, peers: Peers, progress: Callable[[int, int, float, float], object] | None
-    ) -> None:
-        """Nothing runs yet.
-
+    def __init__(self, step: Callable[[Any], Any], feed: Feed, control: LrControl, peers: Peers, progress: Progress | None) -> None:
+        """
         Args:
             step: does one optimizer step and returns the loss.
-            feed: where batches come from.
-            told: of its optimizers.
-            peers: who takes part.
-            progress: is told after every step: taken, planned, learning rate, loss.
+            feed: gives the batches.
+            control: of its optimizers.
+            peers: the ranks that take part.
+            progress: called after every step.
         """
         self.feed, self.peers, self.planned = feed, peers, 0
         self.taken = 0
         """Steps so far."""
         self.last: Any = None
         """The last batch."""
-        self._step, self._told, self._progress = step, told, progress
+        self._step, self._control, self._progress = step, control, progress
 
     def take(self, lr: float, batch: Any = None) -> float:
-        """One optimizer step; its loss, the mean over the ranks. Infinite where the gradients overflow in every try (fp16).
+        """Take one optimizer step; its loss, the mean over the ranks, infinite if the gradients overflow in every try (fp16).
 
         Args:
-            lr: of the first group; the others keep their ratio to it.
-            batch: what it takes; None = the feed's next.
+            lr: of the first group.
+            batch: None = the feed's next.
 
         Raises:
             StepFailed: step() raised an error, here or on another rank.
             LrRangeError: it returned no loss, or no optimizer stepped.
             Exhausted: the feed ended.
         """
-        for _ in range(SKIPS):
+        for _ in range(MAX_SKIPPED):
             self.last = self.feed.next() if batch is None else batch
-            self._told.lr, self._told.stepped = lr, False
-            self._told.set()
+            self._control.lr, self._control.stepped = lr, False
+            self._control.set()
             loss, error = self._call(self.last)
-            answers = self.peers.gather((loss, self._told.stepped, str(error) if error else ""))
+            answers = self.peers.gather((loss, self._control.stepped, str(error) if error else ""))
             if error:
                 raise error
             for rank, (_, _, trouble) in enumerate(answers):
@@ -184,8 +195,8 @@ class Driver:
         if self.taken:
             return math.inf
         raise LrRangeError(
-            f"step() was called {SKIPS} times and the optimizer never stepped: does step(batch) call optimizer.step()? If it was left "
-            "out by a GradScaler each time, the gradients are not finite at any scale: look for NaN in the inputs"
+            f"in {MAX_SKIPPED} calls of step() the optimizer never stepped. Does step(batch) call optimizer.step()? If a GradScaler "
+            "skipped it each time, the gradients are not finite at any scale: look for NaN in the inputs"
         )
 
     def _call(self, batch: Any) -> tuple[float, Exception | None]:
@@ -202,10 +213,10 @@ class Driver:
 
 
 def loss_in(value: Any) -> float:
-    """The number that a step has returned: a number, a tensor with one, or one under the name "loss".
+    """The loss that a step has returned: a number, a tensor with one number, or either under the name "loss".
 
     Raises:
-        LrRangeError: there is none.
+        LrRangeError: it returned something else.
     """
     if isinstance(value, Mapping):
         value = value.get("loss")
@@ -225,40 +236,21 @@ def loss_in(value: Any) -> float:
     )
 
 
-def no_number(loss: float, lr: float, step: int = 1) -> str:
-    """The complaint about a loss that is no number though nothing was trained.
+def not_finite_message(loss: float, lr: float, step: int = 1) -> str:
+    """The error text for a loss that is NaN or infinite though nothing was trained.
 
     Args:
-        loss: what it is.
-        lr: the learning rate then.
+        loss: the value.
+        lr: the learning rate.
         step: its number.
     """
     which = "the first step" if step == 1 else f"step {step}"
     return (
-        f"the loss is {loss} in {which}, at a learning rate of {figure(lr)}, which changes nothing yet: no learning rate "
+        f"the loss is {loss} in {which}, at a learning rate of {lr_text(lr)}, which changes nothing yet: no learning rate "
         "mends that. Look for NaN or infinite values in the inputs (torch.isfinite(batch).all()) and in the weights, for log(0), "
         "0/0 or sqrt(0) in the loss, for labels that are all ignored, for targets out of range; in fp16 also for values beyond 65504. "
         "torch.autograd.set_detect_anomaly(True) names the operator"
     )
-
-
-SWEEPS = 5
-"""Seeds. One is no measurement: the steepest slope moves by a factor of 19 between seeds, at a batch of 8."""
-LOWEST, HIGHEST = 1e-7, 1e3
-"""Where the first sweep looks, to find out where the loss explodes: from there on, no optimizer needs another range."""
-DECADES = 5
-"""Below the learning rate at which it explodes the sweeps begin so far."""
-BEYOND = 3.0
-"""And they would end so many times above it."""
-MOST_BYTES, LEAST_BATCHES = 2**30, 8
-"""The race keeps the batches of its rounds so that all candidates see the same: up to so many bytes, but so many a round at least."""
-NOTHING = 1e-3
-"""So much of a sweep's smallest learning rate certainly changes nothing."""
-RACE_SEED = 1000
-"""Random numbers of the race differ from those of the sweeps."""
-
-Progress = Callable[[int, int, float, float], object]
-"""(steps taken, steps in all as far as known, learning rate, loss) → anything."""
 
 
 def find(
@@ -275,29 +267,29 @@ def find(
     accumulation: int = 1,
     progress: Progress | None = None,
 ) -> LrFound:
-    """Find a learning rate for a step, and put everything back: weights, optimizer, random generators, loader.
+    """Find a learning rate for a step, and restore weights, optimizer, random generators and loader.
 
     A first sweep finds where the loss explodes; `sweeps` more, each from the same weights with other batches, give the suggestions of six
-    published rules; then learning rates around them run a race over equal batches. Where a process group is initialised, all of its ranks
-    have to call it: their losses are averaged, and they take one decision.
+    published rules; learning rates around them then run a race over equal batches. Where a process group is initialised, all of its ranks
+    have to call this: their losses are averaged, and they decide alike.
 
     Args:
         step: `step(batch)` does one optimizer step and returns the loss. With `accumulation` it gets a tuple of so many batches.
         loader: gives the batches; a DataLoader or any iterable.
         model: the module that is trained, or several; None = those that the step's closure, `self` or globals hold.
-        optimizer: likewise. Groups keep the ratios of their learning rates; what is found is that of the first group.
-        low: learning rate at which sweeps begin; None = found out.
-        high: where they end; None = found out.
+        optimizer: likewise. Groups keep the ratios of their learning rates; the result is that of the first group.
+        low: learning rate at which sweeps begin; None = by the first sweep.
+        high: where they end; None = by the first sweep.
         sweeps: seeds.
         iterations: steps of a sweep.
         race_steps: of each candidate in each round of the race; 0 = no race.
         accumulation: batches per step.
-        progress: is told after every step.
+        progress: called after every step.
 
     Raises:
-        LrRangeError: the step returns no loss, takes no optimizer step, or the loss is no number from the first step on.
+        LrRangeError: the step returns no loss, takes no optimizer step, or the loss is NaN or infinite from the first step on.
         DiagnoseError: step() cannot be called so, or raised an error.
-        ValueError: the loader is empty, or is none; an option that cannot be.
+        ValueError: the loader is empty, or no loader; an option out of range.
     """
     check_arguments(step, 1.0, accumulation)
     check_options(low=low, high=high, sweeps=sweeps, iterations=iterations, race_steps=race_steps)
@@ -306,9 +298,9 @@ def find(
     if not found.optimizers:
         raise LrRangeError("no optimizer was found behind step, so there is no learning rate to turn: give it as optimizer=…")
     with Peers.join() as peers, contextlib.ExitStack() as undo:
-        told = Told(found.optimizers, notes)
-        undo.enter_context(standing_still(found, notes))
-        undo.enter_context(told.hooked())  # before all is kept, so that rewinding keeps the hooks
+        control = LrControl(found.optimizers, notes)
+        undo.enter_context(frozen_schedules(found.objects, notes))
+        undo.enter_context(control.hooked())  # before the state is kept, so that restoring it keeps the hooks
         keep = SavedState(found)
         undo.callback(keep.restore)
         feed = undo.enter_context(Feed(loader, accumulation))
@@ -317,45 +309,38 @@ def find(
                 "the loader can be read only once, and there are several ranks: if it ended on one of them, the others would wait for it "
                 "for ever. Give a list, a DataLoader or another iterable that can be read again"
             )
-        driver = Driver(step, feed, told, peers, progress)
-        options = _Options(low=low, high=high, sweeps=sweeps, iterations=iterations, race_steps=race_steps)
-        search = _Search(driver, keep, notes, options)
+        driver = StepDriver(step, feed, control, peers, progress)
+        search = _Search(driver, keep, notes, low, high, sweeps, iterations, race_steps)
         result = peers.gather(search.run())[0]
     left_out = [f"could not be put back: {'; '.join(keep.left_out[:3])}"] if keep.left_out else []
     return replace(result, notes=(*result.notes, *left_out))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """What the user wants; see `find`."""
+@dataclass
+class _Search:
+    """First sweep, sweeps and race on one rank; all ranks see the same losses, so they decide alike. Arguments as those of `find`."""
 
+    driver: StepDriver
+    keep: SavedState
+    notes: list[str]
     low: float | None
     high: float | None
     sweeps: int
     iterations: int
     race_steps: int
-
-
-class _Search:
-    """Scout, sweeps and race, on one rank; all ranks see the same losses, so they take the same way."""
-
-    def __init__(self, driver: Driver, keep: SavedState, notes: list[str], options: _Options) -> None:
-        self.driver, self.keep, self.notes = driver, keep, notes
-        self.low, self.high, self.sweeps = options.low, options.high, options.sweeps
-        self.iterations, self.race_steps = options.iterations, options.race_steps
-        self._batches: dict[int, list[Any]] = {}
+    _batches: dict[int, list[Any]] = field(default_factory=dict)
 
     def run(self) -> LrFound:
-        """All of it; a loader that ends shortens it."""
+        """The whole search; it is shorter if the loader ends."""
         ahead = (2 if self.low is None or self.high is None else 1) * self.iterations + (self.sweeps - 1) * self.iterations
         self.driver.planned = ahead + 16 * self.race_steps
         low, high = self._range()
         done: list[LrSweep] = []
         for seed in range(self.sweeps):
             try:
-                done.append(self._sweep(ladder(low, high, self.iterations), seed))
-                if self.low is not None and self.high is not None:  # else the first look has seen to it
-                    self._blame(done[-1])
+                done.append(self._sweep(geometric(low, high, self.iterations), seed))
+                if self.low is not None and self.high is not None:  # else done for the first sweep
+                    self._check_not_finite(done[-1])
             except Exhausted:
                 self._short(f"{len(done)} of {self.sweeps} sweeps")
                 break
@@ -366,25 +351,25 @@ class _Search:
             )
         ran: Sequence[Candidate] = ()
         if not cannot_tell(done) and self.race_steps:
-            fields = field(says(done))
-            self.driver.planned = self.driver.taken + (len(fields) + SURVIVORS + 4) * self.race_steps
-            ran = race(fields, self._round)
-        return judged(
+            candidates = first_candidates(suggestions_over_seeds(done))
+            self.driver.planned = self.driver.taken + (len(candidates) + SURVIVORS + 4) * self.race_steps
+            ran = race(candidates, self._round)
+        return conclude(
             done, ran, race_steps=self.race_steps, batch=self._samples(), steps=self.driver.taken, notes=tuple(dict.fromkeys(self.notes))
         )
 
     def _range(self) -> tuple[float, float]:
-        """Where to sweep, from one sweep over everything."""
+        """The range of the sweeps, by a first sweep over every learning rate that makes sense."""
         if self.low is not None and self.high is not None:
             return self.low, self.high
         try:
-            scout = self._sweep(ladder(self.low or LOWEST, self.high or HIGHEST, self.iterations), self.sweeps)
+            scout = self._sweep(geometric(self.low or LOWEST, self.high or HIGHEST, self.iterations), self.sweeps)
         except Exhausted:
             raise LrRangeError(
                 f"the loader could be read only once, and gave {self.driver.feed.batches} batches: too few to look where the loss "
                 "explodes. Give a list, a DataLoader or another iterable that can be read again, or low= and high="
             ) from None
-        self._blame(scout)
+        self._check_not_finite(scout)
         stop = scout.lrs[-1]
         if scout.stopped == END and self.high is None:
             finite = [loss if math.isfinite(loss) else math.inf for loss in scout.smoothed]
@@ -393,34 +378,36 @@ class _Search:
         high = self.high or BEYOND * stop
         low = self.low or high / BEYOND / 10**DECADES
         if low >= high:
-            raise LrRangeError(f"low={figure(self.low)}: the loss explodes at {figure(stop)} already; try low={figure(stop / 10**DECADES)}")
+            raise LrRangeError(
+                f"low={lr_text(self.low)}: the loss explodes at {lr_text(stop)} already; try low={lr_text(stop / 10**DECADES)}"
+            )
         return low, high
 
-    def _blame(self, sweep: LrSweep) -> None:
-        """See whether a loss that was suddenly no number is the learning rate's doing: far smaller ones must not have it, too.
+    def _check_not_finite(self, sweep: LrSweep) -> None:
+        """See that a loss that became NaN or infinite without growing stays finite at far smaller learning rates.
 
         Raises:
-            LrRangeError: they have.
+            LrRangeError: it does not.
         """
-        if sweep.stopped != NOT_FINITE or not still(sweep.losses[:-1]):
+        if sweep.stopped != NOT_FINITE or not is_flat(sweep.losses[:-1]):
             return
-        far = sweep.lrs[0] * NOTHING
+        far = sweep.lrs[0] * NEGLIGIBLE
         try:
-            again = self._sweep(ladder(far / 10, far, self.iterations), self.sweeps + 1)
+            again = self._sweep(geometric(far / 10, far, self.iterations), self.sweeps + 1)
         except Exhausted:
             return
         if again.stopped == NOT_FINITE:
-            raise LrRangeError(no_number(again.losses[-1], again.lrs[-1], len(again.losses)))
+            raise LrRangeError(not_finite_message(again.losses[-1], again.lrs[-1], len(again.losses)))
 
     def _sweep(self, lrs: Sequence[float], seed: int) -> LrSweep:
-        """From the weights that were there, with the loader's next batches."""
+        """A sweep from the original weights, with the loader's next batches."""
         self._rewind(seed)
         losses: list[float] = []
         mean, best, stopped = 0.0, math.inf, END
         for k, lr in enumerate(lrs):
             loss = self.driver.take(lr)
             if not k and not math.isfinite(loss):
-                raise LrRangeError(no_number(loss, lr))
+                raise LrRangeError(not_finite_message(loss, lr))
             losses.append(loss)
             if not math.isfinite(loss):
                 stopped = NOT_FINITE
@@ -445,24 +432,24 @@ class _Search:
         return statistics.fmean(losses[len(losses) // 2 :])
 
     def _round_batches(self, number: int) -> list[Any]:
-        """The same for all candidates of a round: what is left between them is the learning rate's doing."""
+        """The batches of a round, the same for all candidates, so that they differ in the learning rate only."""
         if number not in self._batches:
             try:
                 self._rewind(RACE_SEED + number)  # also a new pass
-                self._batches[number] = self._collected()
+                self._batches[number] = self._collect()
             except Exhausted:
                 self._short("a race" if not number else f"{number} rounds of the race")
-                raise NoMore from None
+                raise OutOfBatches from None
         return self._batches[number]
 
-    def _collected(self) -> list[Any]:
-        """Batches for a round; where they are too large to be kept all, some of them again and again."""
+    def _collect(self) -> list[Any]:
+        """Batches for a round; where they are too large to keep all, some of them repeatedly."""
         kept: list[Any] = []
-        room = MOST_BYTES // 3  # the race has three rounds
-        while len(kept) < self.race_steps and (room > 0 or len(kept) < LEAST_BATCHES):
+        free = MOST_BYTES // 3  # the race has three rounds
+        while len(kept) < self.race_steps and (free > 0 or len(kept) < MIN_BATCHES):
             kept.append(self.driver.feed.next())
-            room -= sum(leaf.nbytes for leaf in tree_leaves(kept[-1]) if isinstance(leaf, torch.Tensor))
-            room = min(self.driver.peers.gather(room))
+            free -= sum(leaf.nbytes for leaf in tree_leaves(kept[-1]) if isinstance(leaf, torch.Tensor))
+            free = min(self.driver.peers.gather(free))
         if len(kept) < self.race_steps:
             self.notes.append(f"batches are large: a round of the race goes through {len(kept)} of them again and again")
         return [kept[i % len(kept)] for i in range(self.race_steps)]

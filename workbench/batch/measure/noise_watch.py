@@ -1,24 +1,25 @@
-"""NoiseWatch: the gradient noise scale of a loop of one's own, from gradients that it computes anyway.
+"""Measures the gradient noise scale while a model trains, from the gradients that training computes anyway.
+
+`NoiseWatch` watches a user's loop, `measure` a step with its loader in this process, and `NoiseLog` writes what the trainer's ranks see.
 
     with NoiseWatch(model, optimizer, micro_batch=32) as watch:
         ...                                  # train as ever: DDP, FSDP2 or one process that accumulates
     print(watch.result())                    # with several ranks, on all of them
 
-Each group's gradient is seen by a hook of autograd on the tensors that the model computes with, before it is accumulated or reduced; the
-mean gradient is what lies in `.grad` when the backward is over, before it is clipped. No hook of the reduction is needed, so whatever hook
-of its own DDP has (fp16_compress, PowerSGD) goes on as before; under FSDP2 the tensors are those that it gathers. Nothing waits for the
-device: norms stay where they are until they are asked for.
+A hook of autograd on each weight sees a group's gradient before it is accumulated or reduced; the mean gradient is in `.grad` after the
+backward, before it is clipped. DDP's communication hooks (fp16_compress, PowerSGD) are not touched; under FSDP2 the hooks are on the
+gathered tensors. Nothing waits for the device before a result is read.
 
-Each backward in which gradients come counts as a micro-batch. Losses should be divided by their number, so that `.grad` is a mean; else
-`squares` and `trace` are too large by its square, and `b_simple` is right nevertheless. A GradScaler goes into `scaler=`, for the same.
-
-The gradient noise scale of a step and its loader in this process; everything is left as it was.
+Each backward that computes gradients counts as a micro-batch. Losses should be divided by their number, so that `.grad` is a mean; else
+`squares` and `trace` are too large by its square, and `b_simple` is right nevertheless. The same holds for a GradScaler without `scaler=`.
 """
 
 import contextlib
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -27,15 +28,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
 from workbench.batch.analysis.noise_estimate import NoiseScaleError
 from workbench.batch.analysis.noise_scale import NoiseScale
-from workbench.batch.measure.gradient_norms import GroupNorms, Row, read
+from workbench.batch.measure.gradient_norms import GroupNorms, Row, SamplingInterval, read
+from workbench.core import run_directory
 from workbench.harness.discover import describe
 from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.observe import check_arguments, discover_training
 from workbench.harness.restore import SavedState
 from workbench.timeline.loops import samples_in
+from workbench.train.metrics import INTERVAL
+from workbench.train.optimizers import described
+from workbench.train.trainer import Trainer
 
 IN_PARTS = (
     "gradients come more often than the model is called: those of a weight that two reentrant checkpoints share come in parts (try "
@@ -44,10 +50,10 @@ IN_PARTS = (
 
 
 class NoiseWatch:
-    """Measures the gradient noise scale of a loop, while it trains; see the module's first lines.
+    """Measures the gradient noise scale of a loop while it trains; the module's docstring has an example.
 
     Attributes:
-        rows: steps so far, with their norms on the device.
+        rows: the steps so far, with their norms on the device.
     """
 
     def __init__(
@@ -61,16 +67,16 @@ class NoiseWatch:
         scaler: Any = None,
         dataset_size: int | None = None,
     ) -> None:
-        """Prepare; the `with` block watches.
+        """Nothing is watched before the `with` block.
 
         Args:
             model: in its DDP, sharded by FSDP2, or plain.
-            optimizer: each of its steps ends a step; None = `step()` is called instead, when a step's gradients are all there.
+            optimizer: each of its steps ends a step; None = the loop calls `step()` when a step's gradients are complete.
             micro_batch: samples in one backward, of one rank.
             accumulation: backwards of a step; None = as many as most steps have.
-            every: look at each so many-th step only, which costs less, for in between nothing is attached; the same on all ranks.
+            every: measure every how many-th step, without hooks in between; the same on all ranks.
             scaler: the GradScaler, if there is one.
-            dataset_size: samples that are dealt out without repetition; None = they are drawn independently, or are many.
+            dataset_size: samples that are drawn without repetition; None = they are drawn independently, or are many.
         """
         if every < 1:
             raise NoiseScaleError(f"every={every!r}: a whole number of steps of at least 1 is allowed")
@@ -93,11 +99,11 @@ class NoiseWatch:
         self.close()
 
     def close(self) -> None:
-        """Stop watching; what was seen stays."""
+        """Stop watching; the rows stay."""
         self._stack.close()
 
     def step(self) -> None:
-        """The gradients of a step are all there."""
+        """Record the norms of a step, whose gradients are complete."""
         assert self._norms is not None, "before the with block"
         if self._norms.looking:
             scale = None
@@ -111,22 +117,22 @@ class NoiseWatch:
 
     @property
     def backwards(self) -> int:
-        """Of a step: as was said, or of most."""
+        """Backwards of a step: as given, or as most steps have."""
         counts = Counter(row.count for row in self.rows)
         return self._accumulation or (counts.most_common(1)[0][0] if counts else 1)
 
     def result(
         self, *, micro_batch: int | None = None, optimizer: Mapping[str, Any] | None = None, notes: Sequence[str] = ()
     ) -> NoiseScale:
-        """The noise scale so far. With several ranks all of them have to ask, and all get the same.
+        """The noise scale so far. With several ranks, all of them have to call this, and get the same.
 
         Args:
-            micro_batch: samples in one backward; None = as was said at the beginning.
-            optimizer: settings to be kept with it.
-            notes: what a reader should know.
+            micro_batch: samples in one backward; None = as given at the beginning.
+            optimizer: settings to keep in the result.
+            notes: further remarks.
 
         Raises:
-            NoiseScaleError: one group per step only, fewer than two steps, or gradients that are no numbers.
+            NoiseScaleError: one group per step, fewer than two steps, or no finite gradients.
         """
         usual, world_size = self.backwards, self._world_size
         if not usual:
@@ -137,15 +143,15 @@ class NoiseWatch:
                 "the batch in two halves, whose losses are divided by 2 and go backward one after the other before the optimizer's step; "
                 "or train on several ranks"
             )
-        found = read(self.rows)
-        strange = sum(count != usual for *_, count in found)
-        if world_size > 1 and found:
-            values = [(small, big) if count == usual else (math.nan, math.nan) for small, big, count in found]
+        norms = read(self.rows)
+        others = sum(count != usual for *_, count in norms)
+        if world_size > 1 and norms:
+            values = [(small, big) if count == usual else (math.nan, math.nan) for small, big, count in norms]
             sums = torch.tensor(values, dtype=torch.float64, device=next(self._model.parameters()).device)
             dist.all_reduce(sums)
             pairs = [(small / world_size, big) for small, big in sums.tolist()]
         else:
-            pairs = [(small, big) for small, big, count in found if count == usual]
+            pairs = [(small, big) for small, big, count in norms if count == usual]
         return NoiseScale.of(
             pairs,
             micro_batch=micro_batch or self._micro_batch,
@@ -153,12 +159,12 @@ class NoiseWatch:
             dataset_size=self._dataset_size,
             every=self._every,
             optimizer=optimizer,
-            notes=[*notes, *([f"{strange} steps had another number of backwards than {usual}, and do not count"] if strange else [])],
+            notes=[*notes, *([f"{others} steps had another number of backwards than {usual}, and do not count"] if others else [])],
         )
 
 
 def reduces(model: nn.Module) -> bool:
-    """Do ranks share the gradients of this model?"""
+    """Do ranks reduce the gradients of this model?"""
     return isinstance(model, DistributedDataParallel) or any(isinstance(weight, DTensor) for weight in model.parameters())
 
 
@@ -171,30 +177,30 @@ def measure(
     steps: int,
     micro_batch: int | None = None,
 ) -> NoiseScale:
-    """Take steps, and say how noisy their gradients are. With several ranks all of them have to come here.
+    """Measure the noise scale over some steps, and restore everything. With several ranks, all of them have to call this.
 
     Args:
         step: `step(batch)` does one whole optimizer step.
         loader: gives the batches; a DataLoader or any iterable.
         model: that is trained; None = the one that the step's closure, `self` or globals hold.
         optimizer: likewise.
-        steps: how many are taken.
+        steps: how many to take.
         micro_batch: samples in one backward; None = those of a batch, divided by its backwards.
 
     Raises:
         DiagnoseError: step cannot be called so.
-        ValueError: the loader is empty, or it cannot be told which model is meant, or how many samples are in a backward.
-        NoiseScaleError: one group per step only, fewer than two steps, or gradients that are no numbers.
+        ValueError: the loader is empty, or the model or the samples in a backward are unclear.
+        NoiseScaleError: one group per step, fewer than two steps, or no finite gradients.
     """
     check_arguments(step, 1.0)
     notes: list[str] = []
     found = discover_training(step, model, optimizer, loader, notes)
-    subject = _one(found.models)
+    model = _trained_model(found.models)
     sizes: Counter[int | None] = Counter()
     with contextlib.ExitStack() as undo:
         undo.callback(SavedState(found).restore)
         feed = undo.enter_context(Feed(loader))
-        watch = undo.enter_context(NoiseWatch(subject, None, micro_batch=micro_batch or 1))
+        watch = undo.enter_context(NoiseWatch(model, None, micro_batch=micro_batch or 1))
         for number in range(steps):
             try:
                 batch = feed.next()
@@ -206,37 +212,105 @@ def measure(
             sizes[samples_in(batch)] += 1
             step(batch)
             watch.step()
-        steps_seen = _together(len(watch.rows), subject)
+        steps_seen = _least_over_ranks(len(watch.rows), model)
         del watch.rows[steps_seen:]
         return watch.result(micro_batch=micro_batch or _samples(sizes, watch.backwards), notes=notes)
 
 
-def _one(models: Sequence[nn.Module]) -> nn.Module:
-    """The model that is trained, with what wraps it."""
-    trained = [one for one in models if any(weight.requires_grad for weight in one.parameters())]
-    inner = {id(part) for one in trained for part in one.modules() if part is not one}
-    outer = [one for one in trained if id(one) not in inner]
+def _trained_model(models: Sequence[nn.Module]) -> nn.Module:
+    """The only model that is trained, with its wrappers."""
+    trained = [model for model in models if any(weight.requires_grad for weight in model.parameters())]
+    inner = {id(part) for model in trained for part in model.modules() if part is not model}
+    outer = [model for model in trained if id(model) not in inner]
     if len(outer) != 1:
-        found = ", ".join(map(describe, outer)) or "none"
+        names = ", ".join(map(describe, outer)) or "none"
         raise ValueError(
-            f"one model that is trained is wanted, and behind the step there are {found}: try noise_scale(step, loader, model=…)"
+            f"one model that is trained is allowed, and behind the step there are {names}: try noise_scale(step, loader, model=…)"
         )
     return outer[0]
 
 
 def _samples(sizes: "Counter[int | None]", backwards: int) -> int:
-    """Of one backward."""
+    """Samples of one backward."""
     size, _ = sizes.most_common(1)[0]
     if size is None or size % backwards:
-        said = "cannot be told" if size is None else f"are {size}, which {backwards} backwards do not share equally"
-        raise NoiseScaleError(f"the samples of a batch {said}: say how many are in one backward, noise_scale(step, loader, micro_batch=…)")
+        why = "are not known" if size is None else f"are {size}, which {backwards} backwards do not share equally"
+        raise NoiseScaleError(f"the samples of a batch {why}: give those of one backward, noise_scale(step, loader, micro_batch=…)")
     return size // backwards
 
 
-def _together(count: int, model: nn.Module) -> int:
-    """Steps that all ranks have taken."""
+def _least_over_ranks(count: int, model: nn.Module) -> int:
+    """The least count of any rank."""
     if not (dist.is_available() and dist.is_initialized() and reduces(model)):
         return count
     least = torch.tensor([count], device=next(model.parameters()).device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return int(least)
+
+
+class NoiseLog:
+    """Writes the gradient norms of a run's rank to `noise<r>.jsonl`, which `run.noise_scale` reads: a head, then a line per step."""
+
+    def __init__(self, trainer: Trainer, run_dir: Path) -> None:
+        """Attach to a trainer.
+
+        Raises:
+            NoiseScaleError: its gradients cannot be watched.
+        """
+        readers = trainer.layout.readers
+        self._trainer, self._accumulation = trainer, trainer.spec.accumulation
+        self._interval = SamplingInterval(None if trainer.spec.noise_scale is True else int(trainer.spec.noise_scale))
+        self._norms = GroupNorms(trainer.model, readers.world_size, self._accumulation)
+        self._writer = run_directory.LineWriter(run_dir / run_directory.noise_file(readers.rank))
+        self._rows: list[tuple[int, Row]] = []
+        self._flushed = time.perf_counter()
+        head = {
+            "rank": readers.rank,
+            "world_size": readers.world_size,
+            "micro_batch": trainer.spec.micro_batch,
+            "accumulation": self._accumulation,
+            "every": self._interval.every,
+            "dataset_size": _size(trainer.loader.dataset),
+            "optimizer": described(trainer.optimizer),
+        }
+        self._writer.write([head])
+
+    def step(self, step: int) -> None:
+        """Record a step, whose gradients are complete and not used yet.
+
+        Args:
+            step: from 1.
+
+        Raises:
+            DiskFullError: the disk is full; the lines before are whole.
+        """
+        if self._norms.looking:
+            row = self._norms.step(self._trainer.precision.loss_scale())
+            if row is not None:
+                self._rows.append((step, row))
+            if time.perf_counter() - self._flushed > INTERVAL:
+                self.flush()
+        self._norms.look(self._interval.step())
+
+    def flush(self) -> None:
+        """Write the new rows. A step whose micro-batches were split has no norms."""
+        norms = read(row for _, row in self._rows)
+        self._writer.write(
+            {"step": step, "small": small, "big": big} if count == self._accumulation else {"step": step, "small": None, "big": None}
+            for (step, _), (small, big, count) in zip(self._rows, norms, strict=True)
+        )
+        self._rows.clear()
+        self._flushed = time.perf_counter()
+
+    def close(self) -> None:
+        """Write the rest, detach, and close the file."""
+        self._norms.close()
+        try:
+            self.flush()
+        finally:
+            self._writer.close()
+
+
+def _size(dataset: Any) -> int | None:
+    """Samples of an epoch; None = a stream, which has no length."""
+    return len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) else None

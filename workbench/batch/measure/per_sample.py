@@ -1,7 +1,4 @@
-"""The exact noise scale of a small model: from the gradient of each sample, by torch.func, or one by one where that cannot.
-
-The exact noise scale of a spec's task, with the weights that a run begins with.
-"""
+"""Computes the exact noise scale of a small model from the gradient of each sample, by torch.func, or one by one where that fails."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -16,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from workbench.batch.analysis.noise_estimate import NoiseScaleError, fieller
+from workbench.batch.analysis.noise_estimate import NoiseScaleError, fieller_interval
 from workbench.batch.analysis.noise_scale import LEVEL, NoiseScale
 from workbench.core.checks import whole_number
 from workbench.runs.spec import RunSpec
@@ -26,7 +23,9 @@ from workbench.train.ranks import choose_device
 from workbench.train.trainer import build_model, loss_of, seed_all
 
 FOLDS = 20
-"""Parts of the samples of which one is left out in turn, to tell how certain the result is."""
+"""Folds of the jackknife that gives the interval."""
+CHUNK = 64
+"""Samples whose gradients are held at once."""
 
 Gradients = dict[str, Tensor]
 
@@ -34,14 +33,14 @@ Gradients = dict[str, Tensor]
 def exact_noise_scale(
     model: nn.Module, loss: Callable[[Any, Any], Tensor], batches: Iterable[Any], *, dataset_size: int | None = None, level: float = LEVEL
 ) -> NoiseScale:
-    """B = tr Σ / |G|² over samples, at the model's present weights, which stay as they are; only the choice of samples is left to chance.
+    """B = tr Σ / |G|² over samples, with the model's present weights, which do not change.
 
     Args:
         model: in the mode in which it trains.
         loss: `loss(model, batch)`, the mean over the batch.
         batches: of tensors whose first dimension is the sample; as many samples' gradients are held at once as a batch has.
-        dataset_size: samples of the dataset; where the batches hold all of them, the result is exact for it. None = they are some of many.
-        level: share of intervals that hold the truth.
+        dataset_size: samples of the dataset; where the batches hold all of them, the result is exact. None = they are some of many.
+        level: share of intervals that contain the true value.
 
     Raises:
         NoiseScaleError: a sample's gradient depends on its batch (batch norm), or fewer than two samples.
@@ -52,8 +51,8 @@ def exact_noise_scale(
     seen = 0
     for batch in batches:
         _check_batch(batch)
-        found = per_sample_gradients(model, loss, batch, notes)
-        rows = torch.cat([one.detach().flatten(1) for one in found.values()], 1).double()
+        gradients = per_sample_gradients(model, loss, batch, notes).values()
+        rows = torch.cat([gradient.detach().flatten(1) for gradient in gradients], 1).double()
         for fold in range(FOLDS):
             folds[(fold + seen) % FOLDS].add(rows[fold::FOLDS])
         seen += len(rows)
@@ -66,7 +65,7 @@ def exact_noise_scale(
     if not (math.isfinite(squares) and math.isfinite(trace)):
         raise NoiseScaleError("gradients of single samples are NaN or inf: look at the loss of these weights")
     value = trace / squares if squares > 0 else math.inf
-    low, high = (value, value) if population == count else _between(used, population, level)
+    low, high = (value, value) if population == count else _interval(used, population, level)
     return NoiseScale(
         b_simple=value,
         low=min(low, value),
@@ -88,40 +87,40 @@ def per_sample_gradients(model: nn.Module, loss: Callable[[Any, Any], Tensor], b
     """The gradient of each sample of a batch, by parameter name; the first dimension is the sample.
 
     Args:
-        model: whose weights; they stay as they are.
+        model: its weights do not change.
         loss: `loss(model, batch)`, the mean over the batch.
         batch: tensors whose first dimension is the sample.
-        notes: it is noted there if torch.func cannot do it, and samples are taken one by one.
+        notes: get a line if torch.func fails, and samples are taken one by one.
     """
     whole = _Loss(model, loss)
     weights = {name: weight.detach() for name, weight in whole.named_parameters() if weight.requires_grad}
 
-    def of_one(values: Gradients, sample: Any) -> Tensor:
-        alone = tree_map(lambda part: part.unsqueeze(0), sample)
-        found: Tensor = functional_call(whole, values, (alone,))
-        return found
+    def loss_of_sample(values: Gradients, sample: Any) -> Tensor:
+        value: Tensor = functional_call(whole, values, (tree_map(lambda part: part.unsqueeze(0), sample),))
+        return value
 
     try:
-        with sdpa_kernel(SDPBackend.MATH):  # the others cannot be taken together
-            found: Gradients = vmap(grad(of_one), in_dims=(None, 0), randomness="different")(weights, batch)
+        with sdpa_kernel(SDPBackend.MATH):  # the other backends do not support vmap
+            gradients: Gradients = vmap(grad(loss_of_sample), in_dims=(None, 0), randomness="different")(weights, batch)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         if notes is not None:
             notes.append(f"one sample after the other, since torch.func cannot take them together ({str(error).splitlines()[0]:.80})")
-        each = [_of_one_alone(whole, tree_map(lambda part, i=i: part[i : i + 1], batch)) for i in range(_count(batch))]
-        found = {name: torch.stack([one[name] for one in each]) for name in weights}
-    return found
+        each = [_sample_gradient(whole, tree_map(lambda part, i=i: part[i : i + 1], batch)) for i in range(_count(batch))]
+        gradients = {name: torch.stack([gradient[name] for gradient in each]) for name in weights}
+    return gradients
 
 
-def _of_one_alone(whole: "_Loss", batch: Any) -> Gradients:
+def _sample_gradient(whole: "_Loss", batch: Any) -> Gradients:
     weights = {name: weight for name, weight in whole.named_parameters() if weight.requires_grad}
-    found = torch.autograd.grad(whole(batch), list(weights.values()), allow_unused=True)
-    return {name: torch.zeros_like(weight) if one is None else one for (name, weight), one in zip(weights.items(), found, strict=True)}
+    gradients = torch.autograd.grad(whole(batch), list(weights.values()), allow_unused=True)
+    pairs = zip(weights.items(), gradients, strict=True)
+    return {name: torch.zeros_like(weight) if gradient is None else gradient for (name, weight), gradient in pairs}
 
 
 class _Loss(nn.Module):
-    """A model and its loss as one module, so that the loss sees the model itself, whatever weights it is called with."""
+    """A model and its loss as one module, for functional_call: the loss sees the model with the given weights."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
         super().__init__()
@@ -132,7 +131,7 @@ class _Loss(nn.Module):
 
 
 class _Fold:
-    """Some of the samples: their number, the sum of their gradients, and of the squares of those."""
+    """A fold of the samples: their number, the sum of their gradients, and of the squares."""
 
     def __init__(self) -> None:
         self.count, self.squares, self.total = 0, 0.0, torch.zeros(())
@@ -144,7 +143,7 @@ class _Fold:
 
 
 def _estimate(folds: list[_Fold], population: int | None) -> tuple[float, float]:
-    """|G|² and tr Σ, unbiased; exact where the samples are all there are."""
+    """|G|² and tr Σ, unbiased; exact where the samples are the whole population."""
     count = sum(fold.count for fold in folds)
     small = sum(fold.squares for fold in folds) / count
     big = float((torch.stack([fold.total for fold in folds]).sum(0) / count).square().sum())
@@ -154,8 +153,8 @@ def _estimate(folds: list[_Fold], population: int | None) -> tuple[float, float]
     return squares, trace
 
 
-def _between(folds: list[_Fold], population: int | None, level: float) -> tuple[float, float]:
-    """The interval: Fieller's, of the jackknife's pseudo-values, one for each fold, narrower by what is not missing of the population."""
+def _interval(folds: list[_Fold], population: int | None, level: float) -> tuple[float, float]:
+    """Fieller's interval of the jackknife's pseudo-values, one per fold, with the correction for a finite population."""
     count = sum(fold.count for fold in folds)
     if len(folds) < 2 or any(count - fold.count < 2 for fold in folds):
         return 0.0, math.inf
@@ -163,7 +162,7 @@ def _between(folds: list[_Fold], population: int | None, level: float) -> tuple[
     without = np.array([_estimate([fold for fold in folds if fold is not left], population) for left in folds])
     missing = 1 - count / population if population else 1.0
     squares, trace = (whole + math.sqrt(missing) * (len(folds) - 1) * (without.mean(0) - without)).T
-    return fieller(trace, squares, level)
+    return fieller_interval(trace, squares, level)
 
 
 def _check(model: nn.Module) -> None:
@@ -181,7 +180,7 @@ def _check(model: nn.Module) -> None:
 def _check_batch(batch: Any) -> None:
     if any(not isinstance(leaf, Tensor) or not leaf.dim() for leaf in tree_leaves(batch)):
         raise NoiseScaleError(
-            "the gradients of single samples want batches of tensors whose first dimension is the sample, and this one holds something "
+            "the gradients of single samples need batches of tensors whose first dimension is the sample, and this one holds something "
             "else: measure without exact=True"
         )
 
@@ -190,21 +189,17 @@ def _count(batch: Any) -> int:
     return len(tree_leaves(batch)[0])
 
 
-CHUNK = 64
-"""Samples whose gradients are held at once."""
-
-
 def exact_noise_of(spec: RunSpec, *, samples: int | None = None) -> NoiseScale:
-    """By the gradients of single samples, in fp32, in this process.
+    """The exact noise scale of a spec's task with the weights that a run begins with, in fp32, in this process.
 
     Args:
         spec: its task and seed.
-        samples: how many, drawn by chance; None = all of the dataset.
+        samples: how many, drawn at random; None = all of the dataset.
 
     Raises:
         NoiseScaleError: a sample's gradient depends on its batch (batch norm).
         TaskError: the task cannot be built.
-        ValueError: not a number of samples, or a stream without one.
+        ValueError: not a number of samples, or none with a stream.
     """
     if samples is not None:
         whole_number("samples", samples, least=2, also=", or None for all of the dataset")

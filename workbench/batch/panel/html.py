@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from workbench.batch.analysis.plan import BatchPlan
-from workbench.batch.analysis.scaled_lr import LIGHTS, number
-from workbench.batch.facts import naive
+from workbench.batch.analysis.scaled_lr import VALIDITY_TEXT, number
+from workbench.batch.facts import extrapolation_note
 from workbench.batch.panel.model import IMPOSSIBLE, Planned
 from workbench.core import units
 from workbench.core.display import html as stack
@@ -22,7 +22,7 @@ COLORS = {
 """Light → colour: green, amber, grey, red-brown; each also has its words."""
 TINTS = {"inside": "finished", "edge": "stopped", "unknown": "stopped", "outside": "failed", IMPOSSIBLE: "failed"}
 """Light → the state of a run whose colour its badge has: green, amber, red."""
-WORDS = {**LIGHTS, IMPOSSIBLE: "this cannot be"}
+WORDS = {**VALIDITY_TEXT, IMPOSSIBLE: "this cannot be"}
 _HIGH = 84  # pixels of a picture
 _HATCHED = "background-image:repeating-linear-gradient(135deg,transparent 0 4px,#fff8 4px 6px);"
 
@@ -72,7 +72,7 @@ def _small_print(found: Planned, plan: BatchPlan) -> Iterator[str]:
         yield f"warm-up: {plan.reasons['warmup_steps']}"
     curve = found.known.throughput
     if curve is not None and plan.world_size != curve.world_size:
-        yield naive(curve, plan.world_size)
+        yield extrapolation_note(curve, plan.world_size)
 
 
 def _outlook(found: Planned) -> list[tuple[str, str, str]]:

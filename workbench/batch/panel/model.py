@@ -4,12 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workbench.batch.analysis.choose_plan import worth
 from workbench.batch.analysis.critical_batch import CriticalBatch
 from workbench.batch.analysis.plan import BatchPlan
-from workbench.batch.analysis.scaled_lr import LIGHTS
-from workbench.batch.analysis.throughput import Throughput
-from workbench.batch.facts import within
+from workbench.batch.analysis.scaled_lr import VALIDITY_TEXT
+from workbench.batch.analysis.throughput import Throughput, worth
+from workbench.batch.facts import limit_warmup
 
 IMPOSSIBLE = "impossible"
 """The light of a batch that cannot be made, or of a rule that is not defined."""
@@ -18,7 +17,7 @@ LADDER = range(-5, 9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class PlannerInputs:
     """What the planner was told; it never changes."""
 
     plan: BatchPlan
@@ -69,11 +68,11 @@ class Known:
             critical_batch=self.fit,
             dataset_size=self.dataset,
         )
-        return within(plan, self.plan, self.samples)
+        return limit_warmup(plan, self.plan, self.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class TrainingCost:
     """What training takes with a plan, as far as it is known; nan = it is not."""
 
     steps: float = math.nan
@@ -88,7 +87,7 @@ class Outlook:
     """What a sample brings, of what it brings in a tiny batch."""
 
     @classmethod
-    def of(cls, known: Known, plan: BatchPlan) -> "Outlook":
+    def of(cls, known: PlannerInputs, plan: BatchPlan) -> "TrainingCost":
         """Of a plan: steps by the law, seconds by the throughput."""
         batch, rate, steps = plan.global_batch, math.nan, math.nan
         if known.throughput is not None:
@@ -104,7 +103,7 @@ class Outlook:
 class Planned:
     """All there is to show."""
 
-    known: Known
+    known: PlannerInputs
     """What it was made from."""
     batch: int
     """As the knob stands."""
@@ -116,9 +115,9 @@ class Planned:
     """One of those of `scale_lr`, or IMPOSSIBLE."""
     why: str
     """The reason of the light, in words."""
-    before: Outlook
+    before: TrainingCost
     """Of the plan as it is."""
-    after: Outlook
+    after: TrainingCost
     """Of this one."""
     ladder: Sequence[tuple[int, str, float]] = ()
     """Batch, light and learning rate of the rule over the whole range; nan where there is none."""
@@ -143,7 +142,7 @@ def batches(plan: BatchPlan, dataset: int | None = None) -> list[int]:
     return [one for one in found if dataset is None or one <= max(own, dataset)]
 
 
-def planned(known: Known, *, batch: int, ranks: int, accumulation: int, rule: str) -> Planned:
+def planned(known: PlannerInputs, *, batch: int, ranks: int, accumulation: int, rule: str) -> Planned:
     """What becomes of the plan.
 
     Args:
@@ -154,16 +153,26 @@ def planned(known: Known, *, batch: int, ranks: int, accumulation: int, rule: st
         rule: for the learning rate.
     """
     ladder = tuple(_rung(known, one, rule) for one in batches(known.plan, known.dataset))
-    before = Outlook.of(known, known.plan)
+    before = TrainingCost.of(known, known.plan)
     try:
         plan = known.scaled(batch, ranks, accumulation, rule)
     except ValueError as error:
         return Planned(
-            known=known, batch=batch, rule=rule, plan=None, light=IMPOSSIBLE, why=str(error), before=before, after=Outlook(), ladder=ladder
+            known=known,
+            batch=batch,
+            rule=rule,
+            plan=None,
+            light=IMPOSSIBLE,
+            why=str(error),
+            before=before,
+            after=TrainingCost(),
+            ladder=ladder,
         )
     assert plan.scaled is not None
     light = plan.scaled.valid
-    limit = next((note for note in plan.scaled.notes if note.startswith(LIGHTS[light])), "").removeprefix(f"{LIGHTS[light]}: ")
+    limit = next((note for note in plan.scaled.notes if note.startswith(VALIDITY_TEXT[light])), "").removeprefix(
+        f"{VALIDITY_TEXT[light]}: "
+    )
     return Planned(
         known=known,
         batch=batch,
@@ -172,13 +181,13 @@ def planned(known: Known, *, batch: int, ranks: int, accumulation: int, rule: st
         light=light,
         why="; ".join(filter(None, [limit, plan.scaled.why])),
         before=before,
-        after=Outlook.of(known, plan),
+        after=TrainingCost.of(known, plan),
         ladder=ladder,
     )
 
 
-def _rung(known: Known, batch: int, rule: str) -> tuple[int, str, float]:
-    bare = Known(plan=known.plan, noise=known.noise, fit=known.fit, dataset=known.dataset)
+def _rung(known: PlannerInputs, batch: int, rule: str) -> tuple[int, str, float]:
+    bare = PlannerInputs(plan=known.plan, noise=known.noise, fit=known.fit, dataset=known.dataset)
     try:
         found = bare.scaled(batch, 1, 1, rule)
     except ValueError:

@@ -7,9 +7,9 @@ import ipywidgets
 from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.scaled_lr import RULES
 from workbench.batch.analysis.throughput import Throughput
-from workbench.batch.facts import Subject, law_of, whole
+from workbench.batch.facts import TaskFacts, checked_number, law_of
 from workbench.batch.panel import html as planner_faces
-from workbench.batch.panel.model import Known, Planned, batches, planned
+from workbench.batch.panel.model import Planned, PlannerInputs, batches, planned
 from workbench.core.checks import is_number
 from workbench.core.display.html import Style
 from workbench.runs.panel import html as faces
@@ -61,13 +61,13 @@ class BatchPlanner:
         self._given = target if isinstance(target, RunSpec) else getattr(target, "spec", None)
         plan, known_size = _plan_of(target)
         self.plan = plan
-        self.known = Known(
+        self.known = PlannerInputs(
             plan=plan,
             noise=_samples(noise_scale if noise_scale is not None else getattr(target, "noise", None)),
             fit=law_of(steps),
             throughput=_throughput_of(throughput if throughput is not None else getattr(target, "throughput", None), plan),
-            dataset=known_size if dataset_size is None else whole("dataset_size", dataset_size, 1),
-            largest=None if largest is None else whole("largest", getattr(largest, "micro_batch", largest), 1),
+            dataset=known_size if dataset_size is None else checked_number("dataset_size", dataset_size, 1),
+            largest=None if largest is None else checked_number("largest", getattr(largest, "micro_batch", largest), 1),
             samples=None if self._given is None else self._given.steps * getattr(target, "before", plan).global_batch,
         )
         self._make_widgets()
@@ -156,10 +156,10 @@ def _plan_of(target: Any) -> tuple[BatchPlan, int | None]:
     if isinstance(target, BatchPlan):
         return target, None
     if isinstance(target, RunSpec):
-        subject = Subject.of(target)
-        return subject.plan(target), subject.dataset_size
+        task = TaskFacts.of(target)
+        return task.plan(target), task.dataset_size
     raise ValueError(
-        f"BatchPlanner({type(target).__name__}): a RunSpec or a BatchPlan is wanted; try BatchPlanner(spec), or "
+        f"BatchPlanner({type(target).__name__}): a RunSpec or a BatchPlan is allowed; try BatchPlanner(spec), or "
         'BatchPlanner(wb.BatchPlan(micro_batch=32, world_size=8, lr=0.1, optimizer="sgd(momentum=0.9)"))'
     )
 
