@@ -80,7 +80,7 @@ def within_limit(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)  # None = a handler that is not of Python
 
 
 pytest_runtest_setup = pytest_runtest_call = pytest.hookimpl(wrapper=True, tryfirst=True)(within_limit)

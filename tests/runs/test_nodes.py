@@ -214,9 +214,9 @@ def test_a_guard_stops_when_a_machine_is_silent(tmp_path: Path) -> None:
 
 def test_alone_nothing_is_written(tmp_path: Path) -> None:
     peers = guard.Peers({"run_dir": str(tmp_path)})
-    peers.say(ranks={0: 0})
+    peers.publish(ranks={0: 0})
     assert peers.look(1e9, guard.Deaths(0, 0)) == ""
-    assert peers.last_words({"state": "finished"}) == {"state": "finished"}
+    assert peers.conclude({"state": "finished"}) == {"state": "finished"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -226,10 +226,10 @@ def test_the_last_words_of_all_become_one_outcome(tmp_path: Path, monkeypatch: p
     peers = places.peers()
     places.say(1, "failed", exits={"1": 50})
     places.say(2, None)
-    found = peers.last_words({"state": "finished", "exits": {"0": 70}})
+    found = peers.conclude({"state": "finished", "exits": {"0": 70}})
     assert found["state"] == "failed"
     assert {rank: node["state"] for rank, node in found["nodes"].items()} == {1: "failed", 2: "silent"}
-    shift = 1000 - peers._said["clock"]
+    shift = 1000 - peers._status["clock"]
     assert found["exits"] == {"0": 70, "1": 50 + shift}
     assert found["clocks"] == {"1": shift, "2": shift + 1000}
 

@@ -359,5 +359,5 @@ def test_the_guard_knows_its_limit() -> None:
     limit = guard.memory_limit()
     assert limit is not None
     assert limit <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 1.01
-    assert guard.kernel_said(since=1e12) == []
+    assert guard.kernel_messages(since=1e12) == []
     assert signal.SIGKILL == 9

@@ -60,7 +60,7 @@ def diagnose(
     * `diagnose(step, loader)` tries in this process; `step(batch)` does one whole optimizer step. Model, optimizer, random generators,
       loader and whatever else the step reaches are left as they were; what could not be, such as a generator that is used up, is said.
     * `diagnose(spec)` tries in a launch of its own, with as many ranks as the spec has. They keep memory that was freed (see
-      `launcher.environment.steady`): what glibc does with it otherwise is chance, and may take a third of a CPU's step.
+      `runs.launch.environment.steady_malloc`): what glibc does with it otherwise is chance, and may take a third of a CPU's step.
     * `diagnose(run)` goes by what was observed, tries nothing, and says what only an experiment could settle.
 
     Args:

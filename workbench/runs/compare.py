@@ -1,4 +1,4 @@
-"""Comparison: two or more runs side by side, with what was changed between them and what it brought."""
+"""Compares runs: knobs that differ, seconds per phase, throughput and speedup, side by side."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the text of an error tells: its kind, what to do about it, and whether it is only the consequence of another rank's."""
+"""Recognises errors by their text: their kind, what to do about them, and whether another rank's error caused them."""
 
 import re
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _CONSEQUENCES = re.compile(
     r"|killed by signal: Terminated|NCCL communicator was aborted|ncclRemoteError|ncclSystemError|SignalException",
     re.IGNORECASE,
 )
-"""What ranks say that fail because another one is gone, or because they are being stopped (gloo, the TCP store, NCCL, a DataLoader)."""
+"""Messages of ranks that fail because another rank is gone, or because they are stopped (gloo, the TCP store, NCCL, a DataLoader)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ def symptom_of(message: str) -> Symptom | None:
 
 
 def is_consequence(message: str) -> bool:
-    """Does a rank say this because of another one: that is gone, or did not come in time?
+    """Is another rank the cause of this message: one that is gone, or did not come in time?
 
     >>> is_consequence("RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:35211")
     True

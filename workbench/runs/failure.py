@@ -1,6 +1,6 @@
-"""Failure: why a run failed, and the record that a rank leaves of its own error.
+"""Says why a run failed (Failure), and records the error of a rank in the run directory.
 
-Each rank leaves it on the monotonic clock before it tears anything down; `root_cause` reads them all.
+Each rank records its error, with the time on the monotonic clock, before it tears anything down; `root_cause` reads all records.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class Failure:
     rank: int | None
     """The rank that failed first; None = none of them (the time limit, the launcher)."""
     kind: str
-    """One of `symptoms.KINDS`."""
+    """One of `errors.KINDS`."""
     message: str
     """Type and text of the error, or how the process ended."""
     traceback: str | None
@@ -86,13 +86,13 @@ def record(
     rank: int | None = None,
     held: "Callable[[BaseException], Held] | None" = None,
 ) -> None:
-    """Leave this rank's error in the run directory, where there is one. A rank's first record stays; a clean `sys.exit()` is no error.
+    """Write this rank's error to the run directory, where there is one. A rank's first record stays; a clean `sys.exit()` is no error.
 
     Args:
         error: what was raised. Call this before anything is torn down: peers fail as soon as a process group goes.
         run_dir: None = the one in the environment.
         rank: None = RANK of the environment, else 0.
-        held: tells what this rank holds; asked if memory has run out.
+        held: gives what this rank holds; called if memory has run out.
     """
     now = time.monotonic_ns()
     path = _record_file(run_dir, rank)
@@ -114,39 +114,39 @@ def record(
         path.parent.mkdir(exist_ok=True)
         run_directory.write_json(path, value)
     except OSError:  # the disk is full: the launch has set some bytes aside for this moment
-        with contextlib.suppress(OSError):  # what was raised must not be covered by what cannot be written
+        with contextlib.suppress(OSError):  # a failed write must not hide the error itself
             run_directory.free_reserve(Path(os.environ.get(run_directory.ENV_RUN_DIR, path.parents[1])))
             run_directory.write_json(path, value)
 
 
 def _traceback(error: BaseException) -> str | None:
-    """Where it was raised. An error of ours that came from no line of the user's says all by itself: of it, that of what led to it."""
+    """The traceback of an error. One of ours that came from no line of the user's needs none: then that of its cause."""
     ours = type(error).__module__.partition(".")[0] == "workbench"
-    if not ours or any(_is_the_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
+    if not ours or any(_is_user_code(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
         return "".join(traceback.format_exception(error))
     return _traceback(error.__cause__) if error.__cause__ else None
 
 
-def _is_the_users(path: str) -> bool:
+def _is_user_code(path: str) -> bool:
     libraries = (str(ROOT), str(Path(os.__file__).parent), "<frozen")
     return not path.startswith(libraries) and not {"site-packages", "dist-packages"} & set(Path(path).parts)
 
 
 def _explain(error: BaseException, message: str, held: "Callable[[BaseException], Held] | None") -> dict[str, Any] | None:
-    """Why memory ran out; nothing may cover the error itself, least of all where there is no memory left to explain it in."""
+    """Why memory ran out; None if that fails, for want of memory for instance: the error itself is still recorded."""
     with contextlib.suppress(Exception):
         from workbench.runs.out_of_memory import OutOfMemory
 
-        found = OutOfMemory.parse(message)
-        if found is not None and held is not None:
+        memory = OutOfMemory.parse(message)
+        if memory is not None and held is not None:
             with contextlib.suppress(Exception):
-                found = OutOfMemory.parse(message, held(error))
-        return found.to_json() if found else None
+                memory = OutOfMemory.parse(message, held(error))
+        return memory.to_json() if memory else None
     return None
 
 
 def conclude(error: BaseException | None, *, held: "Callable[[BaseException], Held] | None" = None) -> None:
-    """Say how a whole program ended: record its error, or take an earlier record back, because the program handled that error.
+    """Record how a whole program ended: write its error, or delete an earlier record, because the program handled that error.
 
     Args:
         error: what ended it; None = nothing did.
@@ -175,6 +175,6 @@ def describe(error: BaseException) -> str:
     'ValueError: boom'
     """
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if isinstance(error, SystemExit) and (led_here := error.__cause__ or error.__context__):
-        return f"{describe(led_here)} (then sys.exit({error.code!r}))"
+    if isinstance(error, SystemExit) and (cause := error.__cause__ or error.__context__):
+        return f"{describe(cause)} (then sys.exit({error.code!r}))"
     return text

@@ -1,7 +1,4 @@
-"""OutOfMemory: what the text of an out-of-memory error tells, and what was held at that moment, in words for a person.
-
-Held: what a rank held at the moment at which memory ran out, as far as it could be seen.
-"""
+"""Explains why memory ran out: the numbers in the text of the error (OutOfMemory), and what the rank held at that moment (Held)."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,7 +53,9 @@ class Held(JsonDataclass):
             return self._where() + "."
         order = sorted(self.groups, key=lambda group: -self.groups[group])
         parts = ", ".join(f"{group.replace('_', ' ')} {units.bytes_(self.groups[group])}" for group in order)
-        largest = ", ".join(f"{one.name} ({one.group.replace('_', ' ')}, {units.bytes_(one.bytes)})" for one in self.holders[:MOST_LISTED])
+        largest = ", ".join(
+            f"{held.name} ({held.group.replace('_', ' ')}, {units.bytes_(held.bytes)})" for held in self.holders[:MOST_LISTED]
+        )
         return f"{self._where()}, with {parts}" + (f". The largest: {largest}" if largest else "") + "."
 
     def _where(self) -> str:
@@ -153,7 +152,7 @@ class OutOfMemory(JsonDataclass):
             sizes["unallocated"] = max(reserved - allocated, 0)  # both are rounded
         if beside is not None and allocated is not None:
             sizes["this_process"] = allocated + beside
-        processes = {int(found[1]): _bytes(found[2], found[3]) for found in _PROCESS.finditer(text)}
+        processes = {int(match[1]): _bytes(match[2], match[3]) for match in _PROCESS.finditer(text)}
         return cls(device=_device(text, on_device is not None), processes=processes, held=held, **sizes)
 
     @property
@@ -186,16 +185,16 @@ class OutOfMemory(JsonDataclass):
     @property
     def hints(self) -> tuple[str, ...]:
         """What to do about it, from its numbers; what to change in a training stands in the symptom's hint."""
-        found = []
+        hints = []
         if self.fragmented:
-            found.append(f"Against fragmentation: {EXPANDABLE} in the environment.")
+            hints.append(f"Against fragmentation: {EXPANDABLE} in the environment.")
         if self._crowded:
-            found.append("End the other processes on the device, or take another one (CUDA_VISIBLE_DEVICES); one rank per device.")
+            hints.append("End the other processes on the device, or take another one (CUDA_VISIBLE_DEVICES); one rank per device.")
         if self._hopeless:
-            found.append("No such tensor fits there: is its shape what was meant?")
+            hints.append("No such tensor fits there: is its shape what was meant?")
         if self.allowed is not None and self.device != HOST and self.free is not None and self.free >= (self.asked or 0):
-            found.append("The limit is PyTorch's own (set_per_process_memory_fraction): raise it.")
-        return tuple(found)
+            hints.append("The limit is PyTorch's own (set_per_process_memory_fraction): raise it.")
+        return tuple(hints)
 
     @property
     def _crowded(self) -> bool:
@@ -244,10 +243,10 @@ def _bytes(number: str, unit: str) -> int:
     return round(float(number) * _UNITS[unit])
 
 
-def _size(found: "re.Match[str] | None") -> int | None:
-    if found is None:
+def _size(match: "re.Match[str] | None") -> int | None:
+    if match is None:
         return None
-    number, unit = [group for group in found.groups() if group is not None][:2]
+    number, unit = [group for group in match.groups() if group is not None][:2]
     return _bytes(number, unit)
 
 
@@ -259,14 +258,14 @@ def _device(text: str, on_device: bool) -> str:
 
 
 def kernel_kills(lines: Iterable[str]) -> dict[int, int]:
-    """Processes that the kernel has ended for want of memory, from its log: number → bytes that each had in main memory.
+    """Processes that the kernel killed because memory ran out, from its log: number → bytes that each had in main memory.
 
     >>> kernel_kills(["Memory cgroup out of memory: Killed process 29632 (python) total-vm:276144kB, anon-rss:56192kB, file-rss:6032kB, "
     ... "shmem-rss:0kB, UID:0 pgtables:172kB oom_score_adj:0"])
     {29632: 63717376}
     """
-    found = {}
+    kills = {}
     for line in lines:
         if process := re.search(r"Killed process (\d+)", line):
-            found[int(process[1])] = sum(1024 * int(size) for size in re.findall(r"(?:anon|file|shmem)-rss:(\d+)kB", line))
-    return found
+            kills[int(process[1])] = sum(1024 * int(size) for size in re.findall(r"(?:anon|file|shmem)-rss:(\d+)kB", line))
+    return kills

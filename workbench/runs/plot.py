@@ -1,7 +1,4 @@
-"""Stacked bars of a step: one per rank (`step_time`) or one per run (`compare`). The pieces of a bar add up to the mean step.
-
-Curves of a run over its steps: the loss, the learning rate if it varies, evaluation where there is one.
-"""
+"""Draws runs: the mean step as a stacked bar per rank (`step_time`) or per run (`compare`), and curves over the steps (`metrics`)."""
 
 from __future__ import annotations
 

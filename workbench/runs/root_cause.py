@@ -1,4 +1,4 @@
-"""Root cause: which rank failed first.
+"""Finds the rank that failed first, and why.
 
 torchrun's own "Root Cause" often names a victim: it keeps whole seconds, and the rank at fault is slow to leave when it tears the process
 group down first (`try/finally: destroy_process_group()`), while its peers die at once of "Connection closed by peer". So every rank leaves
@@ -31,12 +31,12 @@ class _Suspect:
     failure: Failure
 
 
-_LATE = 1_000_000_000
-"""ns after the first record. Who dies later without one was ended by torchrun, which ends the other ranks of a failed run."""
+_ENDED_BY_TORCHRUN = 1_000_000_000
+"""Nanoseconds after the first record: a rank that dies later without a record was ended by torchrun, as are all ranks of a failed run."""
 
 
 def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
-    """Who failed first: by the ranks' records, the guard's times of death and torchrun's table of exit codes.
+    """The rank that failed first, and why: by the ranks' records, the guard's times of death and torchrun's table of exit codes.
 
     Args:
         run_dir: of the launch.
@@ -51,14 +51,14 @@ def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
     records = [run_directory.read_json(path) for path in sorted((run_dir / run_directory.ERRORS).glob("rank*.json"))]
     clocks = outcome.get("clocks") or {}  # of ranks on other machines, whose monotonic clocks began at another time
     records = [record | {"time_ns": record["time_ns"] + clocks.get(str(record["rank"]), 0)} for record in records]
-    if stopped_ns := outcome.get("stopped_ns"):  # what ranks say when they are stopped is not why
+    if stopped_ns := outcome.get("stopped_ns"):  # errors of ranks that are being stopped are not the cause
         records = [record for record in records if record["time_ns"] < stopped_ns]
     suspects = [_from_record(record) for record in records]
     if state != "failed":
         suspects = [suspect for suspect in suspects if suspect.tier == 0]
     else:
         deaths = {int(rank): time_ns for rank, time_ns in (outcome.get("exits") or {}).items()}
-        late = min((suspect.time_ns + _LATE for suspect in suspects), default=float("inf"))
+        late = min((suspect.time_ns + _ENDED_BY_TORCHRUN for suspect in suspects), default=float("inf"))
         silent = {rank: code for rank, code in _exit_codes(run_dir).items() if rank not in [record["rank"] for record in records]}
         suspects += [_from_death(_death(run_dir, rank, code, outcome), code, deaths.get(rank), late) for rank, code in silent.items()]
         suspects += _early_leavers(suspects, deaths)
@@ -84,38 +84,38 @@ def _from_death(failure: Failure, code: int, time_ns: int | None, late: float) -
 
 
 def _early_leavers(suspects: list[_Suspect], deaths: Mapping[int, int]) -> list[_Suspect]:
-    """Where ranks only fell over the absence of others: those which had left before, without an error."""
-    fell = min((suspect for suspect in suspects if suspect.tier == 2), key=lambda suspect: suspect.time_ns, default=None)
-    if fell is None or any(suspect.tier < 2 for suspect in suspects):
+    """Ranks that ended without an error before others failed because they were gone."""
+    victim = min((suspect for suspect in suspects if suspect.tier == 2), key=lambda suspect: suspect.time_ns, default=None)
+    if victim is None or any(suspect.tier < 2 for suspect in suspects):
         return []
     blamed = {suspect.failure.rank for suspect in suspects}
-    message = f"ended without an error while others still needed it: rank {fell.failure.rank} got {fell.failure.message}"
+    message = f"ended without an error while others still needed it: rank {victim.failure.rank} got {victim.failure.message}"
     return [
         _Suspect(
             tier=0,
             time_ns=time_ns,
-            failure=Failure(rank=rank, kind="exit", message=message, traceback=fell.failure.traceback, hint=_SAME_BRANCHES),
+            failure=Failure(rank=rank, kind="exit", message=message, traceback=victim.failure.traceback, hint=_SAME_BRANCHES),
         )
         for rank, time_ns in deaths.items()
-        if rank not in blamed and time_ns < fell.time_ns
+        if rank not in blamed and time_ns < victim.time_ns
     ]
 
 
 def _lost_machine(suspects: list[_Suspect], outcome: Mapping[str, Any]) -> Failure | None:
-    """The machine that has gone silent, or has never come, where no rank failed by itself."""
+    """The machine that has gone silent, or never came, where no rank failed by itself."""
     nodes = {rank: node for rank, node in (outcome.get("nodes") or {}).items() if node["state"] in ("silent", "absent")}
     if not nodes or any(suspect.tier < 2 for suspect in suspects):
         return None
     rank, node = next(iter(nodes.items()))
     if node["state"] == "absent":
         return None  # torchrun has said so, with the time it waited
-    fell = min(suspects, key=lambda suspect: (suspect.tier, suspect.time_ns), default=None)
-    said = f"; rank {fell.failure.rank} got {fell.failure.message.splitlines()[0]}" if fell else ""
+    victim = min(suspects, key=lambda suspect: (suspect.tier, suspect.time_ns), default=None)
+    effect = f"; rank {victim.failure.rank} got {victim.failure.message.splitlines()[0]}" if victim else ""
     return Failure(
         rank=None,
         kind="node",
-        message=f"machine {rank} ({node['name']}) died or was cut off: its guard has not been heard of any more{said}",
-        traceback=fell.failure.traceback if fell else None,
+        message=f"machine {rank} ({node['name']}) died or was cut off: its guard has not been heard of any more{effect}",
+        traceback=victim.failure.traceback if victim else None,
         hint="Is it up, and does it reach the shared file system? A job of Slurm goes on by itself, on others: Slurm(requeue=True) with "
         "checkpoint_every=.",
     )
@@ -151,12 +151,12 @@ def _death(run_dir: Path, rank: int, code: int, outcome: Mapping[str, Any]) -> F
         case _:
             kind, message = "exit", f"ended with exit code {code}, without an exception"
     files = [path for path, number in run_directory.log_files(run_dir) if number == rank and path.name == "stderr.log"]
-    said = run_directory.TextTail(files[-1]).read(last=True) if files else []
-    return Failure(rank=rank, kind=kind, message=message, traceback="\n".join(said[-20:]) or None, hint=hint, memory=memory)
+    lines = run_directory.TextTail(files[-1]).read(last=True) if files else []
+    return Failure(rank=rank, kind=kind, message=message, traceback="\n".join(lines[-20:]) or None, hint=hint, memory=memory)
 
 
 def _last_seen(run_dir: Path, rank: int, outcome: Mapping[str, Any]) -> "OutOfMemory":
-    """What is known of a rank that the kernel has killed for want of memory: by the kernel's own words, or by the rank's last report."""
+    """Memory of a rank that the kernel killed when memory ran out: by the kernel's message, or the rank's last report."""
     from workbench.runs.out_of_memory import HOST, OutOfMemory, kernel_kills
 
     rows: list[dict[str, Any]] = []
@@ -172,7 +172,7 @@ def _last_seen(run_dir: Path, rank: int, outcome: Mapping[str, Any]) -> "OutOfMe
 def _of_the_launch(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
     """No rank is to blame, but the time limit, the launching process, the guard or torchrun."""
     kind, text, hint = "launcher", None, None
-    said = [line for path in run_directory.launcher_logs(run_dir) for line in run_directory.TextTail(path).read(last=True)]
+    lines = [line for path in run_directory.launcher_logs(run_dir) for line in run_directory.TextTail(path).read(last=True)]
     match outcome["state"]:
         case "timeout":
             limit = run_directory.read_json(run_dir / run_directory.RUN_JSON).get("timeout")
@@ -189,10 +189,10 @@ def _of_the_launch(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
                 hint = "A machine stays in a run as long as the workbench join that brought it in."
         case "lost":
             who = "rank 0" if run_directory.read_json(run_dir / run_directory.RUN_JSON).get("alone") else "its guard"
-            message, text = f"{who} was killed, so nobody saw how it ended", "\n".join(said[-30:]) or None
+            message, text = f"{who} was killed, so nobody saw how it ended", "\n".join(lines[-30:]) or None
         case _:
-            code, text = outcome.get("returncode"), "\n".join(said[-30:]) or None
-            errors = [line.strip() for line in said if re.match(r"\s*[\w.]*(Error|Exception)\b.*:", line)]
+            code, text = outcome.get("returncode"), "\n".join(lines[-30:]) or None
+            errors = [line.strip() for line in lines if re.match(r"\s*[\w.]*(Error|Exception)\b.*:", line)]
             how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
             message = f"torchrun {how}" + (f": {errors[-1]}" if errors else "")
             if symptom := symptom_of(message):

@@ -1,4 +1,4 @@
-"""Job: what Slurm says of a run in its queue, and how it is told to cancel one. Asked rarely: its controller serves everybody."""
+"""Follows and cancels a run's job in Slurm's queue. Asks Slurm rarely, since its controller serves everybody."""
 
 import contextlib
 import math
@@ -15,22 +15,22 @@ from typing import Any
 from workbench.core import run_directory
 
 POLL, POLL_LATER, LATER = 1.0, 10.0, 60.0
-"""Seconds between two questions at first, later, and from when on."""
+"""Seconds between two queries: at first, later, and after how long."""
 PATIENCE = 30
 """Seconds that one of Slurm's programs may take to answer."""
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _ASK_FOR_LESS = ": as it is asked for it can never run; see sinfo for what the partition has, and run.stop()"
 _NEVER = dict.fromkeys(("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints"), _ASK_FOR_LESS)
-"""What to say of a job that waits for what will not come, by Slurm's reason."""
+"""Slurm's reason → what to say of a job that waits for something that will never come."""
 RUNNING = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class JobStatus:
     """What Slurm says of a job.
 
-    >>> seen = Seen.parse("JobId=7 JobName=x JobState=PENDING Reason=Resources Restarts=1 NodeList=(null) TimeLimit=00:10:00")
-    >>> seen.state, seen.reason, seen.restarts
+    >>> status = JobStatus.parse("JobId=7 JobName=x JobState=PENDING Reason=Resources Restarts=1 NodeList=(null) TimeLimit=00:10:00")
+    >>> status.state, status.reason, status.restarts
     ('PENDING', 'Resources', 1)
     """
 
@@ -46,15 +46,15 @@ class Seen:
     """Its time limit, as Slurm writes it."""
 
     @classmethod
-    def parse(cls, text: str) -> "Seen":
+    def parse(cls, text: str) -> "JobStatus":
         """Of a line of `scontrol show job -o`."""
-        found = dict(re.findall(r"(?:^|\s)(JobState|Reason|Restarts|NodeList|TimeLimit)=(\S*)", text))
+        fields = dict(re.findall(r"(?:^|\s)(JobState|Reason|Restarts|NodeList|TimeLimit)=(\S*)", text))
         return cls(
-            state=found.get("JobState", "UNKNOWN"),
-            reason=found.get("Reason", "None"),
-            restarts=int(found.get("Restarts", "0")),
-            nodes=found.get("NodeList", "").replace("(null)", ""),
-            limit=found.get("TimeLimit", ""),
+            state=fields.get("JobState", "UNKNOWN"),
+            reason=fields.get("Reason", "None"),
+            restarts=int(fields.get("Restarts", "0")),
+            nodes=fields.get("NodeList", "").replace("(null)", ""),
+            limit=fields.get("TimeLimit", ""),
         )
 
     @property
@@ -78,8 +78,8 @@ class Job:
 
     def __init__(self, run_dir: Path, number: str) -> None:
         self.number, self._run_dir = number, run_dir
-        self._began, self._asked = time.monotonic(), -math.inf
-        self._seen: Seen | None = None
+        self._began, self._queried = time.monotonic(), -math.inf
+        self._seen: JobStatus | None = None
 
     @classmethod
     def of(cls, run_dir: Path) -> "Job | None":
@@ -88,23 +88,23 @@ class Job:
         return cls(run_dir, str(run_directory.read_json(path)["job"])) if path.exists() else None
 
     @property
-    def seen(self) -> Seen | None:
-        """What Slurm said last; it is asked again every few seconds. Where it does not answer, its last word counts; None = it has none."""
+    def seen(self) -> JobStatus | None:
+        """What Slurm said last, queried anew every few seconds; where it does not answer, the answer before. None = there was none."""
         now = time.monotonic()
-        if now - self._asked > (POLL if now - self._began < LATER else POLL_LATER):
+        if now - self._queried > (POLL if now - self._began < LATER else POLL_LATER):
             self._seen = self._ask() or self._seen
-            self._asked = time.monotonic()
+            self._queried = time.monotonic()
         return self._seen
 
-    def _ask(self) -> Seen | None:
+    def _ask(self) -> JobStatus | None:
         code, text = call("scontrol", "show", "job", "-o", self.number)
         if code == 0:
-            return Seen.parse(text)
+            return JobStatus.parse(text)
         if code is not None and "Invalid job id" in text:  # ended some minutes ago, and forgotten; the accounts may still have it
             code, text = call("sacct", "-X", "-n", "-P", "-D", "-j", self.number, "-o", "State,Reason")
             last = text.strip().splitlines()[-1:] if code == 0 else []
             state, _, reason = last[0].partition("|") if last else ("UNKNOWN", "", "")
-            return Seen(state=state.split()[0] if state else "UNKNOWN", reason=reason or "None")
+            return JobStatus(state=state.split()[0] if state else "UNKNOWN", reason=reason or "None")
         return None
 
     @property
@@ -122,12 +122,12 @@ class Job:
         Raises:
             ValueError: Slurm is not here, or refuses; in its own words.
         """
-        (self._run_dir / run_directory.STOP).touch()  # what was asked for is no failure
+        (self._run_dir / run_directory.STOP).touch()  # so that the end counts as stopped, not as a failure
         code, text = call("scancel", self.number)
         if code != 0:
             (self._run_dir / run_directory.STOP).unlink(missing_ok=True)
             raise ValueError(f"Slurm job {self.number} cannot be cancelled: {text.strip() or 'there is no scancel here'}")
-        self._asked = -math.inf
+        self._queried = -math.inf
 
     def standing(self, outcome: dict[str, Any] | None) -> tuple[str, dict[str, Any] | None]:
         """How the run stands: its state, and its outcome where it has ended.
@@ -150,26 +150,26 @@ class Job:
         settled = self._settled(seen, run_directory.read_json(self._run_dir / run_directory.RUN_JSON).get("outcome"))
         return settled["state"], settled
 
-    def _settled(self, seen: Seen, outcome: dict[str, Any] | None) -> dict[str, Any]:
+    def _settled(self, seen: JobStatus, outcome: dict[str, Any] | None) -> dict[str, Any]:
         """The outcome of a job that has ended, written into run.json: the guard's own, or what Slurm says where no guard could tell."""
         base = {"returncode": None, "seconds": None, **(outcome or {}), "settled": True}
         if outcome and outcome["state"] in ("finished", "failed", "timeout"):
-            found = base
+            settled = base
         elif (self._run_dir / run_directory.STOP).exists():
-            found = base | {"state": "stopped"}
+            settled = base | {"state": "stopped"}
         else:
             message, hint = _why(self.number, seen)
             log = self._run_dir / run_directory.JOB_LOG
-            said = "\n".join(run_directory.TextTail(log).read(last=True)[-20:]) or None
-            error = {"rank": None, "kind": "launcher", "message": message, "traceback": said, "hint": hint}
-            found = base | {"state": "timeout" if seen.state == "TIMEOUT" else "failed", "error": error}
+            lines = "\n".join(run_directory.TextTail(log).read(last=True)[-20:]) or None
+            error = {"rank": None, "kind": "launcher", "message": message, "traceback": lines, "hint": hint}
+            settled = base | {"state": "timeout" if seen.state == "TIMEOUT" else "failed", "error": error}
         path = self._run_dir / run_directory.RUN_JSON
         with contextlib.suppress(OSError):  # not ours to write, or a full disk: it is found out again next time
-            run_directory.write_json(path, run_directory.read_json(path) | {"outcome": found})
-        return found
+            run_directory.write_json(path, run_directory.read_json(path) | {"outcome": settled})
+        return settled
 
 
-def _why(number: str, seen: Seen) -> tuple[str, str | None]:
+def _why(number: str, seen: JobStatus) -> tuple[str, str | None]:
     """What ended a job, and what to do."""
     job = f"Slurm job {number}"
     match seen.state:
@@ -194,12 +194,12 @@ def _why(number: str, seen: Seen) -> tuple[str, str | None]:
 
 def call(program: str, *words: str, **more: Any) -> tuple[int | None, str]:
     """Exit status and output of one of Slurm's programs; None = it is not here, or does not answer."""
-    found = shutil.which(program, path=os.environ.get("PATH"))
-    if found is None:
+    path = shutil.which(program, path=os.environ.get("PATH"))
+    if path is None:
         return None, ""
     try:
         done = subprocess.run(
-            [found, *words], capture_output=True, text=True, timeout=PATIENCE, check=False, stdin=subprocess.DEVNULL, **more
+            [path, *words], capture_output=True, text=True, timeout=PATIENCE, check=False, stdin=subprocess.DEVNULL, **more
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, str(error)

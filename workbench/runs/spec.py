@@ -1,4 +1,4 @@
-"""RunSpec: every knob of a run as a field. A what-if is a changed spec: `spec.replace(num_workers=2)`."""
+"""Defines every knob of a run as a field of RunSpec. A what-if is a changed spec: `spec.replace(num_workers=2)`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -41,8 +41,8 @@ class SpecError(ValueError):
     """A knob that does not exist or a value that it does not take; the message says what is allowed and what to try."""
 
 
-class Unchosen(str):
-    """AUTO in the place of a number: whoever compares or computes with it is told to give one."""
+class AutoBatch(str):
+    """AUTO in the place of a number: comparing it or computing with it raises an error that asks for a number."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ class Unchosen(str):
 
 
 class _Spec:
-    """What both kinds of spec can do: be changed, be written, be read back."""
+    """What both kinds of spec share: change, write and read back."""
 
     __slots__ = ()
 
@@ -130,7 +130,7 @@ class RunSpec(_Spec):
         panels=("doctor", "memory"),
     )
     """Samples per rank in one forward and backward; or "auto": the largest that fits, chosen when the run starts, and split where memory
-    runs out nevertheless (see `train.choosing` and `train.halving`)."""
+    runs out nevertheless (see `train.choose_micro_batch` and `train.split_on_oom`)."""
     accumulation: int = knob(1, predicted=True, shortens=("compute-bound", "optimizer-bound", "communication-bound"), panels=("memory",))
     """Micro-batches per optimizer step; gradients are reduced across ranks in the last one only."""
     precision: str = knob(
@@ -176,7 +176,7 @@ class RunSpec(_Spec):
     parallel: str = knob("ddp", choices=PARALLELS, panels=("memory",))
     """What the ranks share: "ddp" nothing, "zero1" optimizer states, "zero2" all but the weights while a step lasts, "fsdp" all; "hsdp": as
     "fsdp" among `shard_ranks`, as "ddp" among such groups. Under the last three, amp_bf16 keeps the weights in fp32, gathers them in bf16,
-    computes in bf16 (batch norms and the output in fp32) and reduces in fp32, without autocast; see `train.parallel`."""
+    computes in bf16 (batch norms and the output in fp32) and reduces in fp32, without autocast; see `train.sharding`."""
     shard_ranks: int | None = None
     """Ranks that share one copy of the model under "hsdp"; None = 8, or all where there are fewer."""
     tensor_parallel: int = 1
@@ -197,7 +197,7 @@ class RunSpec(_Spec):
     """Run the task's evaluation after the last step."""
     checkpoint_every: int | None = None
     """Steps between two checkpoints in the run directory, from which a job goes on that Slurm puts back into its queue (`Slurm(requeue=
-    True)`), and a run of this machine with `wb.launch(resume=run)`; None = none are written. With parallel="ddp"; see `train.saving`."""
+    True)`), and a run of this machine with `wb.launch(resume=run)`; None = none. With parallel="ddp"; see `train.checkpoints`."""
     noise_scale: bool | int = False
     """Write the norms of which `run.noise_scale` is made: n = of each n-th step, at 1/n of the cost (1 = of each, in a long run 10 is
     plenty), True = of each fourth, or of fewer where that took more than 5 % of the time. Needs two groups of samples in a step: ranks, or
@@ -210,16 +210,16 @@ class RunSpec(_Spec):
         if not isinstance(self.task, str) or not self.task:
             raise SpecError(f'task={self.task!r}: a name is wanted, such as "clipart-resnet" or "my_task.py:build"')
         if self.micro_batch == AUTO:
-            object.__setattr__(self, "micro_batch", Unchosen(AUTO))
+            object.__setattr__(self, "micro_batch", AutoBatch(AUTO))
         else:
-            _whole(self, "micro_batch", 1, ', or "auto"')
+            _check_whole(self, "micro_batch", 1, ', or "auto"')
         for name in ("accumulation", "nproc_per_node", "nnodes", "steps", "threads", "tensor_parallel"):
-            _whole(self, name, 1)
+            _check_whole(self, name, 1)
         for name in ("num_workers", "warmup_steps"):
-            _whole(self, name, 0)
+            _check_whole(self, name, 0)
         for name in ("prefetch_factor", "shard_ranks", "checkpoint_every"):
             if getattr(self, name) is not None:
-                _whole(self, name, 1)
+                _check_whole(self, name, 1)
         for name in ("lr", "clip_grad_norm", "bucket_cap_mb"):
             value = getattr(self, name)
             if value is not None:
@@ -232,7 +232,7 @@ class RunSpec(_Spec):
         whole_number("seed", self.seed, least=0, most=2**32 - 1, error=SpecError)
         for name, about in KNOBS.items():
             if about.choices:
-                _one_of(self, name, about.choices)
+                choice(name, getattr(self, name), about.choices, meant=_MEANT, error=SpecError)
         if not self.num_workers and (self.prefetch_factor is not None or self.persistent_workers):
             knob = "persistent_workers" if self.persistent_workers else "prefetch_factor"
             raise SpecError(f"{knob} needs workers, and num_workers is 0: set num_workers to 1 or more, or leave {knob} out")
@@ -292,7 +292,7 @@ class ScriptSpec(_Spec):
             raise SpecError(f"args={self.args!r}: a list of words is wanted, such as {self.args.split()!r}")
         object.__setattr__(self, "args", tuple(str(word) for word in self.args))
         for name in ("nproc_per_node", "nnodes", "threads"):
-            _whole(self, name, 1)
+            _check_whole(self, name, 1)
         if not isinstance(self.watch, bool):
             raise SpecError(f"watch={self.watch!r}: True or False is allowed")
         _profile(self)
@@ -401,7 +401,7 @@ def _profile(spec: Spec) -> None:
 
 
 def check_profile(spec: Spec) -> None:
-    """See that a run has the steps and ranks that are to be traced; before it is started, since knobs are turned one by one.
+    """Check that a run has the steps and ranks that are to be traced; when it is started, since knobs are turned one after the other.
 
     Raises:
         SpecError: it has not.
@@ -438,9 +438,5 @@ def _nearest_divisor(whole: int, wanted: int) -> int:
     return next(n for n in range(min(whole, wanted), 0, -1) if whole % n == 0)
 
 
-def _whole(spec: Spec, name: str, least: int, other: str = "") -> None:
+def _check_whole(spec: Spec, name: str, least: int, other: str = "") -> None:
     whole_number(name, getattr(spec, name), least=least, also=other, error=SpecError)
-
-
-def _one_of(spec: Spec, name: str, allowed: tuple[str, ...]) -> None:
-    choice(name, getattr(spec, name), allowed, meant=_MEANT, error=SpecError)

@@ -1,4 +1,4 @@
-"""Target: tells apart what a user gives to a function of the workbench, and refuses the rest with one set of messages.
+"""Tells apart what a user gives to a function of the workbench (a target), and refuses the rest with one set of messages.
 
 A function that runs a training step takes a step function with its loader, a RunSpec, or a run that it has made (`Measured.read`).
 One that works on a model without running it takes a RunSpec, a Task, or something that builds a model (`check_program`).

@@ -1,4 +1,4 @@
-"""Task: what is trained; and finding one by its name, `"file.py:function"`, `"package.module:function"` or a sample's name."""
+"""Defines what is trained (Task), and finds a task by its name: `"file.py:function"`, `"package.module:function"` or a sample's name."""
 
 import ast
 import importlib
@@ -66,7 +66,7 @@ class Task:
         if not (callable(self.optimizer) or isinstance(self.optimizer, str)):
             raise TaskError(f"Task(optimizer=…) got a {type(self.optimizer).__name__}: a name or a function of the parameters is wanted")
         plan = self.tensor_parallel
-        if plan is not None and not (isinstance(plan, Mapping) and all(isinstance(one, str) for pair in plan.items() for one in pair)):
+        if plan is not None and not (isinstance(plan, Mapping) and all(isinstance(text, str) for pair in plan.items() for text in pair)):
             raise TaskError(
                 f"Task(tensor_parallel={plan!r:.100}): names of layers with how they are split are wanted, such as "
                 '{"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}'
@@ -74,7 +74,7 @@ class Task:
 
 
 def check(name: str) -> None:
-    """See that a task's file and function are there, without importing anything (the notebook's kernel stays free of torch).
+    """Check that a task's file and function are there, without importing anything (the notebook's kernel stays free of torch).
 
     Raises:
         TaskError: no such file or function, or the function takes arguments. What only an import can tell is not checked.

@@ -1,4 +1,4 @@
-"""What a launch starts from: torchrun's command, the environment of the ranks, versions, git state, GPUs; torch is never imported."""
+"""Prepares what a launch starts from: torchrun's command, the variables of the ranks, versions, git state, GPUs; never imports torch."""
 
 import functools
 import importlib.metadata
@@ -74,8 +74,8 @@ def for_ranks(run_dir: Path, run_id: str, threads: int) -> tuple[dict[str, str],
     return kept | ours, ours, removed
 
 
-def steady() -> dict[str, str]:
-    """What keeps experiments with time from being about glibc's memory; nothing where the user has set that.
+def steady_malloc() -> dict[str, str]:
+    """Variables that keep glibc's memory from disturbing experiments that measure time; none where the user has set such.
 
     Left alone, glibc gives what was freed back to the system or keeps it, as other blocks happen to lie: a step with 38 MB of gradients
     had 9,700 page faults or none, and took 84 or 56 ms, in one process and the next. With these it keeps all but blocks above 32 MiB.
@@ -90,17 +90,17 @@ def _installed() -> bool:
 @functools.cache
 def versions() -> dict[str, str]:
     """Versions of what a result depends on, by name; what is not installed is left out."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name, package in {"workbench": "training-workbench", "torch": "torch", "numpy": "numpy"}.items():
         try:
-            found[name] = importlib.metadata.version(package)
+            versions[name] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 class GitQuery:
-    """Asks git for a folder's commit while the launch goes on with other things; a slow answer is no answer."""
+    """Asks git for a folder's commit in the background; a slow answer is no answer."""
 
     def __init__(self, folder: Path) -> None:
         command = ["git", "-C", str(folder), "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]

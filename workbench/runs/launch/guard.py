@@ -1,4 +1,6 @@
-"""Guard: nothing that a launch started outlives the process that launched it. A program of its own, standard library only.
+"""Guards a run: starts torchrun, ends all that it leaves behind, and writes the outcome into run.json.
+
+A program of its own, with the standard library only, so that nothing that a launch started outlives the process that launched it.
 
     launching process -> keeper -> guard -> torchrun -> ranks -> their loaders' workers
 
@@ -14,12 +16,12 @@ process table. It stops the run when
 by SIGTERM to torchrun, which passes it on, and after the grace period by SIGKILL to every descendant. When torchrun ends by itself,
 what it left behind is killed, too. Last, the outcome goes into run.json.
 
-On several machines each has a guard of its own (in a job of Slurm: inside the job's step, without a launching process). They hear of each
-other by files in the run directory, which all of them see: each beats, and says how it ended. A guard stops its part of the run when
-another one has ended badly, or has been silent for long; that of machine 0 writes run.json when the others have spoken.
+On several machines each has a guard of its own (in a job of Slurm: inside the job's step, without a launching process). They communicate
+by files in the run directory, which all of them see: a heartbeat, and how each part ended. A guard stops its part of the run when another
+part has failed, or its heartbeat has stopped; the guard of machine 0 writes run.json when all others have ended.
 
 The keeper is the guard's parent and a subreaper as well: it passes SIGTERM on, and if the guard is killed, it kills what the guard would
-have. If the keeper is killed, the guard hears of it (PDEATHSIG) and stops the run. Either way there is no outcome: the run is "lost".
+have. If the keeper is killed, the guard gets a signal (PDEATHSIG) and stops the run. Either way there is no outcome: the run is "lost".
 
 Not covered: keeper and guard killed in the same instant end torchrun and its ranks (PDEATHSIG again), but not a rank's own children in a
 session of their own. macOS has no subreaper, no PDEATHSIG, no pidfd: there the processes of the run are found by the run's id in their
@@ -40,6 +42,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+RUN_JSON, RESERVE, NODES, NODE_JSON, BEAT, ENV_RUN_ID = "run.json", "reserve", "nodes", "node.json", "beat", "WORKBENCH_RUN_ID"
+"""As in `core/run_directory.py`, which cannot be imported here; a test compares them."""
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 LOOK_FOR_RANKS = 0.1
@@ -48,11 +52,11 @@ START_OF_ALL = 5.0
 """Seconds after the first rank has started in which the others do; who has not been seen by then ended unseen."""
 END_TRIES, END_PAUSE = 100, 0.02
 BEAT = 1.0
-"""Seconds between two signs of life of a guard, where there are several machines."""
+"""Seconds between two heartbeats of a guard, where there are several machines."""
 QUIET = 8.0
-"""Seconds without a sign of life after which nobody waits for another machine's last word any more."""
+"""Seconds without a heartbeat after which machine 0 no longer waits for another machine's outcome."""
 LEAVE = 8.0
-"""Seconds that a part of the run gets to end by itself, with a record of its own, after another part has failed."""
+"""Seconds in which a part of the run may end by itself, with an error record of its own, after another part has failed."""
 
 
 def prctl(option: int, value: int) -> None:
@@ -82,17 +86,17 @@ def descendants(root: int, run_id: str) -> list[int]:
     """Every live process below `root`. Where there is no /proc, every one that carries the run's id."""
     if not LINUX:
         table = subprocess.run(["ps", "-axEww", "-o", "pid=,command="], capture_output=True, text=True, check=False).stdout
-        found = [int(line.split()[0]) for line in table.splitlines() if f"WORKBENCH_RUN_ID={run_id}" in line]
-        return [pid for pid in found if pid not in (root, os.getppid())]
+        pids = [int(line.split()[0]) for line in table.splitlines() if f"{ENV_RUN_ID}={run_id}" in line]
+        return [pid for pid in pids if pid not in (root, os.getppid())]
     children: dict[int, list[int]] = {}
     for pid, parent in processes():
         children.setdefault(parent, []).append(pid)
-    todo, found = [root], []
+    todo, pids = [root], []
     while todo:
         below = children.get(todo.pop(), [])
         todo += below
-        found += below
-    return found
+        pids += below
+    return pids
 
 
 def reap(wanted: int) -> int | None:
@@ -168,13 +172,13 @@ class Deaths:
 
 
 class Peers:
-    """The guards of the other machines, heard through the files that all machines see. Alone where there is only one."""
+    """The guards of the other machines: what they write to files that all machines see. There are none where there is one machine."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         node = config.get("node") or {"rank": 0, "count": 1, "silence": 0.0}
         self._me, self.count, self._silence = node["rank"], node["count"], node["silence"]
         self._run_dir = Path(config["run_dir"])
-        self._said: dict[str, Any] = {"clock": time.time_ns() - time.monotonic_ns(), **node, "ranks": {}, "outcome": None}
+        self._status: dict[str, Any] = {"clock": time.time_ns() - time.monotonic_ns(), **node, "ranks": {}, "outcome": None}
         self._beats: dict[int, tuple[str, float]] = {}
         self._bad_since: dict[int, float] = {}
         self.cause: int | None = None
@@ -182,28 +186,28 @@ class Peers:
         self._beat, self.next = 0, 0.0 if self.count > 1 else float("inf")
 
     def _folder(self, rank: int) -> Path:
-        return self._run_dir / "nodes" / str(rank)
+        return self._run_dir / NODES / str(rank)
 
-    def heard(self, rank: int) -> dict[str, Any] | None:
-        """What another machine says of itself; None before it has come."""
+    def read(self, rank: int) -> dict[str, Any] | None:
+        """The status of another machine; None before it has come."""
         with contextlib.suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads((self._folder(rank) / "node.json").read_text())
-            return found
+            status: dict[str, Any] = json.loads((self._folder(rank) / NODE_JSON).read_text())
+            return status
         return None
 
-    def say(self, **more: Any) -> None:
-        """Tell the others something of this machine; a full disk keeps them in the dark, and this one going."""
+    def publish(self, **more: Any) -> None:
+        """Write this machine's status for the others; on a full disk they do not get it, and this machine goes on."""
         if self.count > 1:
-            self._said |= more
+            self._status |= more
             with contextlib.suppress(OSError):
-                part = self._folder(self._me) / "node.json.part"
-                part.write_text(json.dumps(self._said, indent=1) + "\n")
-                part.replace(self._folder(self._me) / "node.json")
+                part = self._folder(self._me) / f"{NODE_JSON}.part"
+                part.write_text(json.dumps(self._status, indent=1) + "\n")
+                part.replace(self._folder(self._me) / NODE_JSON)
 
     def silent_for(self, rank: int, now: float) -> float:
-        """Seconds since the last sign of life of a machine that has come; by this machine's clock, as no two clocks agree."""
+        """Seconds since the last heartbeat of a machine that has come; by this machine's clock, as no two clocks agree."""
         try:
-            beat = (self._folder(rank) / "beat").read_text()
+            beat = (self._folder(rank) / BEAT).read_text()
         except OSError:
             return 0.0
         if beat != self._beats.get(rank, ("", 0.0))[0]:
@@ -211,17 +215,17 @@ class Peers:
         return now - self._beats[rank][1]
 
     def look(self, now: float, deaths: Deaths) -> str:
-        """Beat, and look at the others; why to stop, "" for going on."""
+        """Write a heartbeat and read those of the others; returns why to stop, "" = go on."""
         if now < self.next:
             return ""
         self.next = now + BEAT
         self._beat += 1
         with contextlib.suppress(OSError):
-            (self._folder(self._me) / "beat").write_text(f"{self._beat}\n")
-        if deaths.places != self._said["ranks"]:
-            self.say(ranks=dict(deaths.places))
+            (self._folder(self._me) / BEAT).write_text(f"{self._beat}\n")
+        if deaths.places != self._status["ranks"]:
+            self.publish(ranks=dict(deaths.places))
         for rank in set(range(self.count)) - {self._me}:
-            there = self.heard(rank)
+            there = self.read(rank)
             outcome = there and there["outcome"]
             if outcome and outcome["state"] != "finished":
                 since = self._bad_since.setdefault(rank, now)
@@ -234,29 +238,29 @@ class Peers:
                 return "failed"
         return ""
 
-    def last_words(self, outcome: dict[str, Any]) -> dict[str, Any]:
-        """Tell the others how this part has ended. Machine 0 waits for theirs, while they show life, and returns the outcome of all."""
-        self.say(outcome=outcome)
+    def conclude(self, outcome: dict[str, Any]) -> dict[str, Any]:
+        """Publish the outcome of this part. Machine 0 waits for the others that still have heartbeats; returns the outcome of all."""
+        self.publish(outcome=outcome)
         if self.count == 1 or self._me:
             return outcome
         began = time.monotonic()
-        others = {rank: self.heard(rank) for rank in range(1, self.count)}
+        others = {rank: self.read(rank) for rank in range(1, self.count)}
         while True:
             now = time.monotonic()
-            mute = [rank for rank, there in others.items() if there and not there["outcome"] and self.silent_for(rank, now) < QUIET]
-            if not mute or now - began > 3 * QUIET:
+            running = [rank for rank, there in others.items() if there and not there["outcome"] and self.silent_for(rank, now) < QUIET]
+            if not running or now - began > 3 * QUIET:
                 break
             time.sleep(0.1)
-            others = {rank: self.heard(rank) for rank in others}
-        return together(self._said | {"outcome": outcome}, others)
+            others = {rank: self.read(rank) for rank in others}
+        return together(self._status | {"outcome": outcome}, others)
 
 
 def together(mine: dict[str, Any], others: dict[int, dict[str, Any] | None]) -> dict[str, Any]:
     """The outcome of a run on several machines, on the monotonic clock of machine 0.
 
     Args:
-        mine: what machine 0 says.
-        others: what the others have said, by number; None = they never came.
+        mine: the status of machine 0.
+        others: the status of the others, by number; None = they never came.
     """
     outcome = dict(mine["outcome"])
     exits, clocks, nodes = dict(outcome["exits"]), dict[str, int](), dict[int, dict[str, Any]]()
@@ -273,8 +277,8 @@ def together(mine: dict[str, Any], others: dict[int, dict[str, Any] | None]) -> 
 
 
 def memory_files(in_version_2: str, in_version_1: str) -> list[str]:
-    """What a file of our control group for memory says, from the group's own to that of all; of version 2, version 1, or both."""
-    found = []
+    """Texts of a file of our control group for memory, from the group's own to that of all; of version 2, version 1, or both."""
+    texts = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -282,8 +286,8 @@ def memory_files(in_version_2: str, in_version_1: str) -> list[str]:
                 base, file = ("/sys/fs/cgroup/memory", in_version_1) if controllers else ("/sys/fs/cgroup", in_version_2)
                 for place in (f"{base}{path}", base):  # inside a container the path may be that of the host
                     with contextlib.suppress(OSError):
-                        found.append(Path(place, file).read_text())
-    return found
+                        texts.append(Path(place, file).read_text())
+    return texts
 
 
 def oom_kills() -> int | None:
@@ -302,22 +306,22 @@ def memory_limit() -> int | None:
     return min(limits, default=None)
 
 
-def kernel_said(since: float) -> list[str]:
-    """What the kernel has said about processes that it ended for want of memory, since a time on the monotonic clock; if it may be read."""
-    found = []
+def kernel_messages(since: float) -> list[str]:
+    """The kernel's messages about processes that it killed because memory ran out, since a time on the monotonic clock; if readable."""
+    messages = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with contextlib.closing(os.fdopen(fd, "rb", buffering=0)) as messages:
-            while entry := messages.read(8192):  # one message at a time: "level,number,microseconds,flags;text"
+        with contextlib.closing(os.fdopen(fd, "rb", buffering=0)) as log:
+            while entry := log.read(8192):  # one message at a time: "level,number,microseconds,flags;text"
                 head, _, text = entry.decode(errors="replace").partition(";")
                 if "Killed process" in text and int(head.split(",")[2]) >= 1e6 * since:
-                    found.append(text.splitlines()[0])
-    return found
+                    messages.append(text.splitlines()[0])
+    return messages
 
 
 def write_outcome(run_dir: Path, outcome: dict[str, Any]) -> None:
     """Add the outcome to run.json, by atomic replace; on a full disk into the space that the launch set aside."""
-    path, part = run_dir / "run.json", run_dir / "run.json.guard.part"
+    path, part = run_dir / RUN_JSON, run_dir / f"{RUN_JSON}.guard.part"
     text = json.dumps({**json.loads(path.read_text()), "outcome": outcome}, indent=1) + "\n"
     for last in (False, True):
         try:
@@ -328,7 +332,7 @@ def write_outcome(run_dir: Path, outcome: dict[str, Any]) -> None:
             part.unlink(missing_ok=True)
             if last or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            (run_dir / "reserve").unlink(missing_ok=True)
+            (run_dir / RESERVE).unlink(missing_ok=True)
 
 
 def start(command: list[str]) -> int:
@@ -401,11 +405,11 @@ def guard(config: dict[str, Any], keeper: int) -> int:
     end_with_parent(keeper)
     kills_before, started = oom_kills(), time.monotonic()
     peers = Peers(config)
-    peers.say()
+    peers.publish()
     torchrun = start(config["command"])
     deaths = Deaths(torchrun, config["nproc"])
     code, why, stopped_ns = watch(torchrun, config, deaths, woken, peers)
-    peers.say(ranks=dict(deaths.places))
+    peers.publish(ranks=dict(deaths.places))
     seconds = time.monotonic() - started
     ended = end_all(torchrun, config["id"])
     code = ended if code is None else code
@@ -418,12 +422,12 @@ def guard(config: dict[str, Any], keeper: int) -> int:
         "seconds": seconds,
         "oom_kills": None if kills is None or kills_before is None else kills - kills_before,
         "memory_limit": memory_limit(),
-        "kernel": kernel_said(started) if kills is None or kills != kills_before else [],
+        "kernel": kernel_messages(started) if kills is None or kills != kills_before else [],
         "exits": deaths.times,
         "stopped_ns": stopped_ns,
         **({} if peers.cause is None else {"cause": peers.cause}),
     }
-    outcome = peers.last_words(outcome)
+    outcome = peers.conclude(outcome)
     if not (config.get("node") or {}).get("rank"):
         write_outcome(Path(config["run_dir"]), outcome)
     return int(not config["launcher"] and outcome["state"] != "finished")

@@ -1,4 +1,4 @@
-"""Kubernetes: a manifest for a run on several machines of a cluster: an indexed Job with a headless Service, a JobSet or a PyTorchJob."""
+"""Writes a Kubernetes manifest that runs a spec on several machines: an indexed Job with a headless Service, a JobSet or a PyTorchJob."""
 
 import json
 import re
@@ -45,7 +45,7 @@ class Manifest:
     @property
     def text(self) -> str:
         """YAML, a document for each object."""
-        return "---\n".join("\n".join(_yaml(one)) + "\n" for one in self.objects)
+        return "---\n".join("\n".join(_yaml(item)) + "\n" for item in self.objects)
 
     def to_json(self) -> str:
         """One JSON object that kubectl takes as well: a List."""
@@ -133,13 +133,13 @@ def _named(spec: RunSpec | ScriptSpec, kind: str, name: str | None) -> str:
     last = spec.nnodes - 1
     most = _LONGEST - len({"job": f"-{last}", "jobset": f"-workers-0-{last}", "pytorchjob": f"-worker-{last}"}[kind])
     most = min(most, 52)  # what the controllers of Jobs and of pods add by themselves
-    found = name or re.sub(r"[^a-z0-9]+", "-", label(spec).lower()).strip("-")[:most].strip("-")
-    found = found if name or found[:1].isalpha() else f"run-{found}"[:most].strip("-")
-    if not _NAME.fullmatch(found) or len(found) > most:
+    chosen = name or re.sub(r"[^a-z0-9]+", "-", label(spec).lower()).strip("-")[:most].strip("-")
+    chosen = chosen if name or chosen[:1].isalpha() else f"run-{chosen}"[:most].strip("-")
+    if not _NAME.fullmatch(chosen) or len(chosen) > most:
         raise SpecError(
             f"name={name!r}: small letters, digits and -, beginning with a letter, at most {most} (DNS-1123, with room for a pod's)"
         )
-    return found
+    return chosen
 
 
 def _program(spec: RunSpec | ScriptSpec) -> list[str]:
@@ -168,9 +168,9 @@ def _command(spec: RunSpec | ScriptSpec, kind: str, name: str, program: list[str
 
 
 def _pod(
-    spec: RunSpec | ScriptSpec, image: str, command: list[str], gpus: int, claim: str | None, asked: Mapping[str, str | None], shm: str
+    spec: RunSpec | ScriptSpec, image: str, command: list[str], gpus: int, claim: str | None, resources: Mapping[str, str | None], shm: str
 ) -> dict[str, Any]:
-    limits: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    limits: dict[str, Any] = {name: value for name, value in resources.items() if value is not None}
     if gpus:
         limits["nvidia.com/gpu"] = gpus
     env: list[dict[str, Any]] = [
@@ -282,6 +282,6 @@ def _scalar(value: Any) -> str:
     return re.sub(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]", _escaped, json.dumps(value, ensure_ascii=False))
 
 
-def _escaped(found: re.Match[str]) -> str:
+def _escaped(match: re.Match[str]) -> str:
     """What YAML does not take as it is, though JSON does."""
-    return f"\\u{ord(found[0]):04x}"
+    return f"\\u{ord(match[0]):04x}"

@@ -1,4 +1,4 @@
-"""`launch`: what was asked for is checked, then started."""
+"""Checks what `launch` was given, then starts it."""
 
 import os
 from collections.abc import Sequence
@@ -141,7 +141,7 @@ def script_spec(script: str | os.PathLike[str], knobs: dict[str, Any], **fields:
 
 
 def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
-    """See that a spec can run on this machine.
+    """Check that a spec can run on this machine.
 
     Args:
         spec: to run.
@@ -173,7 +173,7 @@ def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
 
 
 def check_timeout(timeout: float | None, what: str = "timeout") -> None:
-    """Refuse a time limit that is none.
+    """Refuse a time limit that is no positive number.
 
     Raises:
         LaunchError: it is not a positive number.

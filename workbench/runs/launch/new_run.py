@@ -30,7 +30,7 @@ GRACE = environment.SHUTDOWN + 2
 GIT_PATIENCE = 0.02
 """Seconds to wait for git once everything else is ready: a large repository is not worth a slow launch."""
 TIMED = ("diagnose", "prove")
-"""Experiments that compare times, and so get `environment.steady`."""
+"""Experiments that compare times, and so get `environment.steady_malloc`."""
 
 
 class LaunchError(ValueError):
@@ -69,7 +69,7 @@ class NewRun:
             program: what torchrun starts.
             timeout: seconds after which it is stopped.
             children: of a launch that several runs share.
-            experiment: what to try out, if this is no training.
+            experiment: the order of an experiment; None = it trains.
             rendezvous: where the machines of the run meet; None = there is only this one.
             submit: gives the filled directory (and the run's id) to a batch system, in the place of starting a guard here.
             batch: what the run directory keeps of that batch system.
@@ -116,8 +116,8 @@ class NewRun:
         git = environment.GitQuery(Path(spec.script).parent if isinstance(spec, ScriptSpec) else Path.cwd())
         environ, added, removed = environment.for_ranks(self.path, self.id, spec.threads)
         if experiment is not None and experiment["kind"] in TIMED:
-            steady = environment.steady()
-            environ, added = environ | steady, added | steady
+            malloc = environment.steady_malloc()
+            environ, added = environ | malloc, added | malloc
         meeting = [rendezvous.flags(self.id, 0)] if rendezvous else []
         if batch:  # the endpoint is chosen when the job begins
             meeting = [["--nnodes", str(spec.nnodes), "--rdzv-backend", "c10d"]]

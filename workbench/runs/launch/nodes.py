@@ -18,7 +18,7 @@ from workbench.core import run_directory
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import GRACE, LaunchError, open_lock
 from workbench.runs.launch.rendezvous import Rendezvous, free_endpoint
-from workbench.runs.launch.resume import lives, put_away
+from workbench.runs.launch.resume import attempts, put_away
 from workbench.runs.run import Run
 from workbench.runs.spec import Spec, spec_from_json
 
@@ -56,11 +56,11 @@ def join(run_dir: str | os.PathLike[str]) -> int:
     except KeyboardInterrupt:
         guard.send_signal(signal.SIGTERM)
         guard.wait()
-    found = run_directory.read_json(path / run_directory.NODES / str(rank) / run_directory.NODE_JSON)["outcome"]
-    state = found["state"] if found else "lost"
+    outcome = run_directory.read_json(path / run_directory.NODES / str(rank) / run_directory.NODE_JSON)["outcome"]
+    state = outcome["state"] if outcome else "lost"
     print(f"machine {rank}: {state}", flush=True)
     if state != "finished":
-        print(_last_words(path / run_directory.NODES / str(rank) / run_directory.LAUNCHER_LOG), file=sys.stderr)
+        print(_last_lines(path / run_directory.NODES / str(rank) / run_directory.LAUNCHER_LOG), file=sys.stderr)
     return 0 if state == "finished" else 1
 
 
@@ -78,9 +78,10 @@ def _take_place(path: Path, nnodes: int) -> int:
 
 
 def begin(path: Path) -> str:
-    """A job begins, or begins anew because it was put back into the queue; where its machines meet.
+    """Prepare the run directory of a job that begins, perhaps anew after it was requeued; returns where its machines meet.
 
-    What its machines and ranks said in an earlier life moves to `attempts/<n>`; steps, metrics and checkpoints stay, and it goes on there.
+    What its machines and ranks wrote in an earlier attempt moves to `attempts/<n>`; steps, metrics and checkpoints stay, and the job goes
+    on from there.
     """
     if (path / run_directory.NODES).exists():
         put_away(path)
@@ -115,11 +116,11 @@ def _prepared(
     program = [str(path) if word == info["path"] else word for word in info["program"]]  # the shared folder may be mounted elsewhere
     logs = path / run_directory.NODES / str(rank) / run_directory.LOGS if rank else path / run_directory.LOGS
     environ, _, _ = environment.for_ranks(path, info["id"], spec.threads)
-    life = f"{info['id']}-{lives(path)}" if info["batch"] else info["id"]
+    meeting = f"{info['id']}-{attempts(path)}" if info["batch"] else info["id"]
     config = {
         "run_dir": str(path),
         "id": info["id"],
-        "command": environment.torchrun(spec.nproc_per_node, logs, program, rendezvous.flags(life, rank)),
+        "command": environment.torchrun(spec.nproc_per_node, logs, program, rendezvous.flags(meeting, rank)),
         "nproc": spec.nproc_per_node,
         "grace": GRACE,
         "timeout": info["timeout"] if not rank else None,
@@ -128,7 +129,7 @@ def _prepared(
     return config, environ | rendezvous.environ()
 
 
-def _last_words(log: Path) -> str:
+def _last_lines(log: Path) -> str:
     return "\n".join(run_directory.TextTail(log).read(last=True)[-20:])
 
 

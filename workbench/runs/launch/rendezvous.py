@@ -1,4 +1,4 @@
-"""Rendezvous: where the machines of a run meet, in the words of torchrun; and what this machine is called by the others."""
+"""Says where the machines of a run meet (Rendezvous, with torchrun's options for it), and by which address others reach this one."""
 
 import fcntl
 import os
@@ -12,16 +12,16 @@ from typing import Any
 from workbench.core import run_directory
 
 TIMEOUT = 600.0
-"""Seconds in which all machines have to come, where nobody says; torchrun's own."""
+"""Default seconds in which all machines have to come; torchrun's own."""
 SILENCE = 60.0
-"""Seconds without a sign of life from a machine after which it counts as lost: a file system that is shared may take its time."""
+"""Seconds without a heartbeat from a machine after which it counts as lost: a shared file system may be slow."""
 _ANYWHERE = "192.0.2.1"
-"""An address that nobody has (RFC 5737): the way to it is the way out."""
+"""An address that nobody has (RFC 5737): the route to it is the route out of this machine."""
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 class RendezvousError(ValueError):
-    """An endpoint that is none."""
+    """An endpoint that is not host:port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +74,13 @@ class Rendezvous:
 
         Many a machine calls itself 127.0.1.1, which is another one to everybody else: then it is the address that leads out of here.
         """
-        found = _own_address(self.host, self.port)
-        if found and found.startswith("127.") and not self.host.startswith(("127.", "localhost")):
-            return _own_address(_ANYWHERE, 9) or found
-        return found
+        address = _own_address(self.host, self.port)
+        if address and address.startswith("127.") and not self.host.startswith(("127.", "localhost")):
+            return _own_address(_ANYWHERE, 9) or address
+        return address
 
     def environ(self) -> dict[str, str]:
-        """What gloo has to be told: it takes the interface that the host's own name leads to, often one that no other machine reaches."""
+        """Names gloo's network interface: by default it takes the one of the host's own name, often one that no other machine reaches."""
         interface = _interface(self.address())
         return {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
 
@@ -102,9 +102,9 @@ def _own_address(host: str, port: int) -> str | None:
     """This machine's address on the way to another; None = no way leads there."""
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect(place)  # of a datagram socket: nothing is sent
-            return str(way.getsockname()[0])
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect(place)  # of a datagram socket: nothing is sent
+            return str(route.getsockname()[0])
     except OSError:
         return None
 
@@ -113,12 +113,12 @@ def _interface(address: str | None) -> str | None:
     """The network interface that has an IPv4 address; None = none has, or not to be found out here."""
     if address is None:
         return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # an interface without an IPv4 address
                 continue
-            if socket.inet_ntoa(found[20:24]) == address:
+            if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None

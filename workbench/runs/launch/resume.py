@@ -1,6 +1,6 @@
-"""Resuming: a run that was killed or stopped goes on from its last checkpoint, as a new life of the same run, in its own directory.
+"""Resumes a run that was killed or stopped from its last checkpoint: another attempt of the same run, in its own directory.
 
-Lives: of a run that goes on from a checkpoint, what its processes said in each earlier one, in a folder `attempts/<n>` each.
+What the processes of each earlier attempt wrote is kept in a folder `attempts/<n>`.
 """
 
 import contextlib
@@ -22,25 +22,25 @@ from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import RunSpec
 
 ATTEMPTS = "attempts"
-"""Folder of the folders."""
-_SAID = (run_directory.NODES, run_directory.LOGS, run_directory.ERRORS, run_directory.LAUNCHER_LOG)
+"""Folder of earlier attempts."""
+_OF_ATTEMPT = (run_directory.NODES, run_directory.LOGS, run_directory.ERRORS, run_directory.LAUNCHER_LOG)
 
 
-def lives(path: Path) -> int:
-    """Earlier lives of a run; the number of the next folder, whichever of those before were deleted."""
+def attempts(path: Path) -> int:
+    """Earlier attempts of a run: the number of the next folder, even where some before were deleted."""
     return max((int(folder.name) + 1 for folder in (path / ATTEMPTS).glob("*") if folder.name.isdecimal()), default=0)
 
 
 def put_away(path: Path, number: int | None = None) -> None:
-    """What processes said in an earlier life moves to `attempts/<n>`; steps, metrics and checkpoints stay, cut to whole lines.
+    """Move what processes of the last attempt wrote to `attempts/<n>`; steps, metrics and checkpoints stay, cut to whole lines.
 
     Args:
         path: of the run.
-        number: of that life; None = what `lives` says.
+        number: of that attempt; None = by `attempts`.
     """
-    old = path / ATTEMPTS / str(lives(path) if number is None else number)
+    old = path / ATTEMPTS / str(attempts(path) if number is None else number)
     old.mkdir(parents=True)
-    for name in _SAID:
+    for name in _OF_ATTEMPT:
         if (path / name).exists():
             shutil.move(path / name, old / name)
     for name in (run_directory.ERRORS, run_directory.LOGS):
@@ -52,27 +52,27 @@ def put_away(path: Path, number: int | None = None) -> None:
 
 
 def bring_back(path: Path, number: int) -> None:
-    """What was put away, wholly or in part, takes its place again.
+    """Undo `put_away`, even where it was interrupted.
 
     Args:
         path: of the run.
-        number: of the life that did not begin: what `lives` said before.
+        number: of the attempt that did not begin.
     """
     old = path / ATTEMPTS / str(number)
     if not old.exists():
         return
-    for said in list(old.iterdir()):
-        new = path / said.name
+    for kept in list(old.iterdir()):
+        new = path / kept.name
         if new.is_dir():
             shutil.rmtree(new)
-        shutil.move(said, new)
+        shutil.move(kept, new)
     old.rmdir()
     with contextlib.suppress(OSError):  # there are others
         old.parent.rmdir()
 
 
 PATIENCE = 20.0
-"""Seconds that a guard may take to leave after it has said how its run ended."""
+"""Seconds that a guard may take to end after it has written the outcome."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class Ended:
     folder: Path
     """Where it was launched: relative paths are found from there."""
     seconds: float
-    """How long all its lives took."""
+    """How long all its attempts took."""
 
 
 def resumable(old: Run | str | os.PathLike[str], target: Any = None) -> Ended:
@@ -119,11 +119,11 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None) -> Ended:
 
 
 def go_on(ended: Ended, timeout: float | None = None) -> Run:
-    """Start another life of a run, from its last checkpoint.
+    """Start another attempt of a run, from its last checkpoint.
 
     Args:
-        ended: what `resumable` said.
-        timeout: seconds after which this life is stopped; None = never.
+        ended: of `resumable`.
+        timeout: seconds after which this attempt is stopped; None = never.
 
     Raises:
         LaunchError: somebody else let it go on meanwhile, or there is no room. The run stays as it had ended.
@@ -135,7 +135,7 @@ def go_on(ended: Ended, timeout: float | None = None) -> Run:
         if now != ended.info:
             state = (now.get("outcome") or {"state": "lost"})["state"]
             raise LaunchError(f"{run!r} has gone on meanwhile, by somebody else's resume, and is {state} now: look at it anew")
-        _Again(run).start_again(ended, timeout, lock)
+        _Attempt(run).start_again(ended, timeout, lock)
     finally:
         os.close(lock)
     return Run.load(run.path)
@@ -187,7 +187,7 @@ def _difference(spec: RunSpec, target: Any) -> str:
 
 
 def _refuse_as_it_stands(run: Run, spec: RunSpec, host: str) -> None:
-    """Say why a run cannot go on now; `host` is where its last life was."""
+    """Say why a run cannot go on now; `host` is where its last attempt was."""
     state, lock = run.state, run.path / run_directory.LOCK
     if state in ACTIVE:
         raise LaunchError(f"{run!r} is still running: it goes on anyway. To begin again from its last checkpoint, run.stop() first")
@@ -209,8 +209,8 @@ def _refuse_as_it_stands(run: Run, spec: RunSpec, host: str) -> None:
         )
 
 
-class _Again(NewRun):
-    """The directory of a run that was there before: nothing of it goes away."""
+class _Attempt(NewRun):
+    """Starts in the directory of an earlier run: nothing of it goes away."""
 
     def __init__(self, run: Run) -> None:
         self.path, self.id, self.name, self.created = run.path, run.id, run.name, run.created
@@ -219,7 +219,7 @@ class _Again(NewRun):
         """Start a guard in it, or leave everything as it was."""
         wait_for_reaped(self.id)
         info, environ = self._anew(ended, timeout)
-        number, reserved = lives(self.path), (self.path / run_directory.RESERVE).exists()
+        number, reserved = attempts(self.path), (self.path / run_directory.RESERVE).exists()
         try:
             put_away(self.path, number)
             (self.path / run_directory.RESERVE).write_bytes(os.urandom(run_directory.RESERVE_BYTES))
@@ -237,7 +237,7 @@ class _Again(NewRun):
             raise
 
     def _anew(self, ended: Ended, timeout: float | None) -> tuple[dict[str, Any], dict[str, str]]:
-        """run.json's content for another life, and the environment of the ranks."""
+        """run.json's content for another attempt, and the environment of the ranks."""
         git = environment.GitQuery(ended.folder)
         environ, added, removed = environment.for_ranks(self.path, self.id, ended.spec.threads)
         # not as it was launched: an older workbench may have had its programs, and Python itself, elsewhere

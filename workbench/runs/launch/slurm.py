@@ -1,4 +1,4 @@
-"""Slurm: a run becomes a job: a script for sbatch in the run directory, whose srun starts a guard and torchrun on each machine."""
+"""Submits a run to Slurm: writes a script for sbatch into the run directory, whose srun starts a guard and torchrun on each machine."""
 
 import dataclasses
 import os
@@ -116,12 +116,12 @@ class Slurm:
         gpus = self.gpus
         if gpus is None and isinstance(spec, RunSpec) and spec.device == "cuda":
             gpus = spec.nproc_per_node
-        asked = {
+        options = {
             "job-name": re.sub(r"[^\w.-]+", "-", name), "nodes": spec.nnodes, "ntasks-per-node": 1, "partition": self.partition,
             "time": self.time, "gpus-per-node": gpus or None, "cpus-per-task": self.cpus, "account": self.account,
             "output": os.path.join(run_dir, run_directory.JOB_LOG), "open-mode": "append",
         }  # fmt: skip
-        lines = ["#!/bin/bash", *(f"#SBATCH --{option}={value}" for option, value in asked.items() if value is not None)]
+        lines = ["#!/bin/bash", *(f"#SBATCH --{option}={value}" for option, value in options.items() if value is not None)]
         lines += [
             f"#SBATCH --{'requeue' if self.requeue else 'no-requeue'}",
             *(f"#SBATCH {option}" for option in self.options),
@@ -153,7 +153,7 @@ class Slurm:
                 "wb.launch(spec, nnodes=2) runs on machines that you start by hand"
             )
         if code:
-            raise LaunchError(f"Slurm refuses the job: {_told(text)}. {_advice(text)}")
+            raise LaunchError(f"Slurm refuses the job: {_reason(text)}. {_advice(text)}")
         number = text.strip().split(";")[0]
         try:
             run_directory.write_json(run_dir / run_directory.JOB, {"job": number, "asked": dataclasses.asdict(self)})
@@ -162,16 +162,16 @@ class Slurm:
             raise
 
 
-def _told(text: str) -> str:
+def _reason(text: str) -> str:
     """What sbatch said, without its prefixes."""
     return "; ".join(re.sub(r"^sbatch: (error|fatal): ", "", line) for line in text.strip().splitlines()) or "it did not say why"
 
 
 def _advice(text: str) -> str:
     if "partition" in text.lower():
-        code, found = slurm_queue.call("sinfo", "-h", "-o", "%R")
-        if not code and found.split():
-            return f"Its partitions are {', '.join(dict.fromkeys(found.split()))}."
+        code, partitions = slurm_queue.call("sinfo", "-h", "-o", "%R")
+        if not code and partitions.split():
+            return f"Its partitions are {', '.join(dict.fromkeys(partitions.split()))}."
     if "time limit" in text.lower():
         return 'Ask for less: Slurm(time="1:00:00"); sinfo shows the limit of each partition.'
     if "account" in text.lower():

@@ -1,4 +1,4 @@
-"""`sweep`: every combination of some knobs' values, one run each, in as few launches as fairness allows."""
+"""Runs every combination of some knobs' values, one run each, in as few launches as fairness allows."""
 
 import contextlib
 import itertools
@@ -149,15 +149,15 @@ def combinations(spec: RunSpec, lists: Mapping[str, Sequence[Any]]) -> list[tupl
             raise SpecError(f"{knob}={values!r}: a list of values is wanted, such as {knob}=[{getattr(spec, knob)!r}]")
         if any(value in values[:i] for i, value in enumerate(values)):
             raise SpecError(f"{knob}={values!r} has a value twice: to run each configuration several times there is repeat=2")
-    found = []
+    specs = []
     for combination in itertools.product(*lists.values()):
         changes = dict(zip(lists, combination, strict=True))
         words = " ".join(f"{knob}={value}" for knob, value in changes.items())
         try:
-            found.append((words, spec.replace(**changes)))
+            specs.append((words, spec.replace(**changes)))
         except SpecError as error:
             raise SpecError(f"{error} (in {words})") from error
-    return found
+    return specs
 
 
 def plan(specs: Sequence[tuple[str, RunSpec]], repeat: int) -> list[Trial]:

@@ -1,4 +1,4 @@
-"""From a growing run directory to what a panel shows. Each call reads only what is new, so a long run costs no more than a short one."""
+"""Follows a growing run directory and gives Snapshots of it. Each call reads only what is new, however long the run is."""
 
 import math
 import re
@@ -174,8 +174,8 @@ class Follower:
         step, loss, steps = (row.get(name) for name in ("step", "loss", "steps"))
         numbered = type(step) is int or (step is None and loss is None)
         if not numbered or not all(value is None or type(value) in (int, float) for value in (loss, steps)):
-            told = f"{self._metrics.path} is damaged: the number of a step, or its loss, is no number: {row!r:.80}"
-            self._damage = self._damage or told
+            damage = f"{self._metrics.path} is damaged: the number of a step, or its loss, is no number: {row!r:.80}"
+            self._damage = self._damage or damage
             return
         if "step" in row:
             self._progress = row["step"], row.get("steps")

@@ -1,4 +1,4 @@
-"""HTML of a Snapshot: pure functions, used by the live panel and by its static face alike.
+"""Makes HTML of a Snapshot, for the live panel and for its static face.
 
 What carries meaning is styled in place, so that it survives JupyterLab's sanitizer (which drops SVG, roles and style sheets from a
 notebook that is not trusted yet); the style sheet of the panel only adds comfort. No ids, addresses or moments in time.
@@ -30,7 +30,7 @@ def _many(count: int, what: str) -> str:
 
 
 def essentials(spec: Spec) -> str:
-    """What was asked for, in a line: the program, the ranks, and each knob that was turned."""
+    """The spec in a line: the program, the ranks, and each knob that was turned."""
     ranks = _many(spec.world_size, "rank")
     if isinstance(spec, ScriptSpec):
         words = " ".join([Path(spec.script).name, *spec.args])
