@@ -1,10 +1,6 @@
-"""`workbench lab | doctor | launch | join | diagnose | estimate | calibrate | report`: the terminal's way in.
-
-Each is a call of the public API.
-"""
+"""The command line: `workbench lab | doctor | launch | join | diagnose | estimate | calibrate | report`, each a call of the public API."""
 
 import argparse
-import ast
 import importlib.metadata
 import os
 import subprocess
@@ -20,6 +16,7 @@ from workbench.runs.failure import RunError
 from workbench.runs.launch import environment
 from workbench.runs.launch.nodes import join
 from workbench.runs.run import Run
+from workbench.runs.spec import parse_knob
 from workbench.runs.task import SAMPLES
 
 
@@ -148,24 +145,15 @@ def calibrate(given: argparse.Namespace) -> int:
 
 
 def knobs_of(words: list[str]) -> dict[str, Any]:
-    """Knobs as they are typed.
-
-    >>> knobs_of(["micro_batch=16", "precision=amp_bf16", "persistent_workers=True"])
-    {'micro_batch': 16, 'precision': 'amp_bf16', 'persistent_workers': True}
+    """Knobs as they are typed: KNOB=VALUE each.
 
     Raises:
         ValueError: a word without "=".
     """
-    knobs: dict[str, Any] = {}
     for word in words:
-        name, equals, value = word.partition("=")
-        if not equals:
+        if "=" not in word:
             raise ValueError(f"--set {word}: a knob and its value are wanted: --set micro_batch=16 precision=amp_bf16")
-        try:
-            knobs[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            knobs[name] = value
-    return knobs
+    return dict(map(parse_knob, words))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,9 +1,9 @@
-"""Pictures of results: the only home of matplotlib.
+"""All pictures of results, `wb.plot.*`; each stands in the `plot` module of its subject.
 
-Each picture is one Axes-level function, `(result, ax=None) -> Axes`: it draws into the Axes it is given, or into a new figure that a
-notebook shows by itself. No global state is changed; text is mid-grey on a transparent ground, so a picture reads in dark and light
-themes; axis labels carry the unit and never a measured number. One colour per phase and per part of a step everywhere: `colors`.
-What is predicted is paler than what was measured, or hollow.
+A picture is one Axes-level function, `(result, ax=None) -> Axes`: it draws into the Axes it is given, or into a new figure that a notebook
+shows by itself. It changes no global state. Text is mid-grey on a transparent ground, for dark and light themes; axis labels carry the unit
+and never a measured number. Phases and parts of a step have the same colour everywhere (`core/display/colors.py`). What is predicted is
+paler than what was measured, or hollow.
 
 * `step_time`: where a step goes, a stacked bar per rank.
 * `compare`: the steps of several runs on the same axes, with what the change brought.
@@ -16,7 +16,7 @@ What is predicted is paler than what was measured, or hollow.
 * `lr_range`: losses over the learning rate for several seeds, what each rule suggests, and the race that decided.
 * `memory_ladder`: the memory after one change on top of another, until it fits a device.
 * `loader_curve`: loader and step over the number of workers.
-* `memory`: what the fullest moment of a step is made of, what lies beside it, and what a device has.
+* `memory`: what the peak of a step consists of, what lies beside it, and what a device has.
 * `memory_timeline`: the same over the steps, with the peak and its moment.
 * `steps_to_target`: steps to a target over the batch, by rule, with the law they follow; `critical_batch`: that law alone.
 * `time_to_target`: time to a target over the batch, by the number of processes.
@@ -35,7 +35,7 @@ What is predicted is paler than what was measured, or hollow.
 * `unprepared`: what preparing the data beforehand would gain, over the costs of training and of loading.
 * `plan`: what the steps of planned layouts are made of; `plan_memory`: their memory; `plan_front`: GPUs against time.
 * `plan_proof`: the loss over the samples under two plans of a batch, and where the new one was predicted to catch up.
-* `scaling`: throughput over the number of processes, what it is foretold to be beyond them, and the naive line.
+* `scaling`: throughput over the number of processes, its prediction beyond them, and the naive line.
 * `scaling_efficiency`: the same as a share of perfect scaling.
 * `scaling_law`: loss against compute, a line for each size of the model, and the best that compute can buy.
 * `traffic`: what a rank sends in a step, by module; `links`: measured collectives over their size; `twin`: the buckets of DDP's twin.
@@ -58,46 +58,9 @@ from workbench.traces.plot.step import critical, critical_path, idle
 from workbench.traces.plot.timeline import breakdown, ranks, timeline
 
 __all__ = [
-    "step_time",
-    "compare",
-    "traffic",
-    "links",
-    "twin",
-    "metrics",
-    "diagnosis",
-    "plan",
-    "plan_front",
-    "plan_memory",
-    "plan_proof",
-    "proof",
-    "ladder",
-    "loader_curve",
-    "lr_range",
-    "memory",
-    "memory_ladder",
-    "memory_timeline",
-    "scaled_lr",
-    "schedule",
-    "steps_to_target",
-    "critical_batch",
-    "time_to_target",
-    "noise_scale",
-    "breakdown",
-    "ranks",
-    "flame",
-    "memory_curve",
-    "launches",
-    "idle",
-    "roofline",
-    "modules",
-    "critical",
-    "critical_path",
-    "kernels",
-    "copies",
-    "sequences",
-    "timeline",
-    "unprepared",
-    "scaling",
-    "scaling_efficiency",
-    "scaling_law",
-]
+    "step_time", "compare", "traffic", "links", "twin", "metrics", "diagnosis", "plan", "plan_front", "plan_memory", "plan_proof",
+    "proof", "ladder", "loader_curve", "lr_range", "memory", "memory_ladder", "memory_timeline", "scaled_lr", "schedule",
+    "steps_to_target", "critical_batch", "time_to_target", "noise_scale", "breakdown", "ranks", "flame", "memory_curve", "launches",
+    "idle", "roofline", "modules", "critical", "critical_path", "kernels", "copies", "sequences", "timeline", "unprepared", "scaling",
+    "scaling_efficiency", "scaling_law",
+]  # fmt: skip

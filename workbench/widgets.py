@@ -1,12 +1,7 @@
-"""Panels for notebooks: the only home of ipywidgets.
+"""All panels for notebooks, `wb.widgets.*`; each stands in the `panel` folder of its subject.
 
-A panel is a thin VBox over values that are read or computed elsewhere. For a run: `follow` reads a run directory into a `Snapshot`; `faces`
-makes HTML of a snapshot; `panel` holds the widgets and puts the HTML into them, four times a second while a run lives. For a diagnosis:
-`whatif` asks its model, `doctor_faces` makes HTML, `knobs` and `doctor` hold the widgets. For memory: another process makes fake runs
-(`estimators`), `explorer_faces` and `explorer_pictures` make HTML, `explorer_knobs` and `explorer` hold the widgets. For a batch:
-`planner_model` plans, `planner_faces` makes HTML, `planner` holds the widgets. For a trace: `trace_model` knows it, `trace_faces` makes
-HTML, `trace_view` draws in the page, `trace_explorer` holds the widgets. Every panel also has a static face, which a notebook shows before
-anything is run.
+A panel is a thin VBox over values that are read or computed elsewhere: in each folder a model or follower computes, `html` makes HTML of
+it, and the panel's own file holds the widgets. Every panel also has a static face, which a notebook shows before anything is run.
 
 * `RunPanel`: a run, live. A Run shows itself by it: `run_panel(run)` is the one panel of that run.
 * `LogView`: append-only text of many ranks, with a tab per rank.
@@ -27,13 +22,6 @@ from workbench.traces.panel.explorer import TraceExplorer
 from workbench.traces.panel.perfetto import perfetto
 
 __all__ = [
-    "RunPanel",
-    "run_panel",
-    "LogView",
-    "ThroughputDoctor",
-    "MemoryExplorer",
-    "BatchPlanner",
-    "ScalingExplorer",
-    "TraceExplorer",
+    "RunPanel", "run_panel", "LogView", "ThroughputDoctor", "MemoryExplorer", "BatchPlanner", "ScalingExplorer", "TraceExplorer",
     "perfetto",
-]
+]  # fmt: skip

@@ -1,10 +1,9 @@
-"""`torchrun … -m workbench.programs.alone TASK RUNS [KNOB=VALUE…]`: trains a spec that nobody has launched, in a pod of Kubernetes.
+"""Trains a spec that was not launched, in a pod of Kubernetes: `torchrun … -m workbench.programs.alone TASK RUNS [KNOB=VALUE…]`.
 
 Rank 0 makes the run directory in RUNS, named after torchrun's run id; the others find it there, or make one of their own where the folder
 is not shared. There is no guard: the cluster ends what is left, and rank 0 holds the lock that says "alive" and writes how it ended.
 """
 
-import ast
 import contextlib
 import fcntl
 import json
@@ -18,7 +17,7 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.programs import train as program
-from workbench.runs.spec import RunSpec, SpecError
+from workbench.runs.spec import RunSpec, SpecError, parse_knob
 from workbench.runs.task import label
 
 
@@ -30,7 +29,7 @@ def main(words: list[str] | None = None) -> None:
     """
     task, runs, *knobs = sys.argv[1:] if words is None else words
     ranks, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    spec = RunSpec(task=task, nproc_per_node=local, nnodes=ranks // local).replace(**dict(map(_knob, knobs)))
+    spec = RunSpec(task=task, nproc_per_node=local, nnodes=ranks // local).replace(**dict(map(parse_knob, knobs)))
     number = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
     path = Path(runs) / f"{label(task)}-{number}".replace("/", "-")
     info = {
@@ -45,10 +44,10 @@ def main(words: list[str] | None = None) -> None:
         program.main([str(path)])
         return
     lock = _lock(path)
-    for old in (path / run_directory.ERRORS).glob("rank*.json"):  # of a run that goes on: what it says is not why this one may fail
+    for old in (path / run_directory.ERRORS).glob("rank*.json"):  # of an earlier attempt
         old.unlink(missing_ok=True)
     run_directory.write_json(path / run_directory.RUN_JSON, info)
-    before = signal.signal(signal.SIGTERM, lambda *_: _ended_from_outside(path))
+    before = signal.signal(signal.SIGTERM, lambda *_: _on_sigterm(path))
     try:
         program.main([str(path)])
     except BaseException as error:
@@ -63,7 +62,7 @@ def main(words: list[str] | None = None) -> None:
 
 
 def _check(path: Path, spec: RunSpec) -> None:
-    """Two runs do not share a directory: who comes second would read the checkpoints of the first, and train nothing.
+    """Refuse the directory of another run: this one would read its checkpoints, and train nothing.
 
     Raises:
         SpecError: as `main` says.
@@ -101,7 +100,7 @@ def _lock(path: Path) -> int:
 
 
 def _write_unless_there(path: Path, info: dict[str, Any]) -> None:
-    """Where the folder is shared, what rank 0 has written stays."""
+    """Write run.json for a rank other than 0; where the folder is shared, the file of rank 0 stays."""
     if path.exists():
         return
     mine = path.with_name(f"{path.name}.{platform.node()}-{os.environ.get('RANK')}")
@@ -116,7 +115,7 @@ def _write_unless_there(path: Path, info: dict[str, Any]) -> None:
         mine.unlink(missing_ok=True)
 
 
-def _ended_from_outside(path: Path) -> None:
+def _on_sigterm(path: Path) -> None:
     """SIGTERM: the pod is deleted, or torchrun ends this rank because another one has failed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _end(path, "failed", why="ended by SIGTERM: its pod was deleted, or another rank was killed")
@@ -124,7 +123,7 @@ def _ended_from_outside(path: Path) -> None:
 
 
 def _end(path: Path, state: str, why: str | None = None) -> None:
-    """Write how the run has ended; what the ranks have left on record says why, and `why` where they left nothing."""
+    """Write how the run has ended; `why` counts where no rank has recorded an error."""
     # a full disk, or a directory that is gone, must not cover the error itself
     with contextlib.suppress(OSError, run_directory.DamagedRunError):
         info = run_directory.read_json(path / run_directory.RUN_JSON)
@@ -132,14 +131,6 @@ def _end(path: Path, state: str, why: str | None = None) -> None:
         if why and not any((path / run_directory.ERRORS).glob("rank*.json")):
             outcome["error"] = {"rank": None, "kind": "launcher", "message": why, "traceback": None, "hint": None}
         run_directory.write_json(path / run_directory.RUN_JSON, info | {"outcome": outcome})
-
-
-def _knob(word: str) -> tuple[str, Any]:
-    name, _, value = word.partition("=")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 if __name__ == "__main__":

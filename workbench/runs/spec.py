@@ -1,5 +1,6 @@
 """Defines every knob of a run as a field of RunSpec. A what-if is a changed spec: `spec.replace(num_workers=2)`."""
 
+import ast
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -319,6 +320,19 @@ def spec_from_json(value: Mapping[str, Any]) -> Spec:
         if value.get("kind") == kind:
             return cls.from_json(value)  # type: ignore[attr-defined,no-any-return]
     raise SpecError(f"a spec of kind {value.get('kind')!r}: allowed are {', '.join(_KINDS.values())}")
+
+
+def parse_knob(word: str) -> tuple[str, Any]:
+    """A knob as it is typed.
+
+    >>> parse_knob("micro_batch=16"), parse_knob("precision=amp_bf16")
+    (('micro_batch', 16), ('precision', 'amp_bf16'))
+    """
+    name, _, value = word.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 def check_names(cls: type, names: Mapping[str, Any]) -> None:
