@@ -51,7 +51,7 @@ LOOK_FOR_RANKS = 0.1
 START_OF_ALL = 5.0
 """Seconds after the first rank has started in which the others do; who has not been seen by then ended unseen."""
 END_TRIES, END_PAUSE = 100, 0.02
-BEAT = 1.0
+HEARTBEAT = 1.0
 """Seconds between two heartbeats of a guard, where there are several machines."""
 QUIET = 8.0
 """Seconds without a heartbeat after which machine 0 no longer waits for another machine's outcome."""
@@ -218,7 +218,7 @@ class Peers:
         """Write a heartbeat and read those of the others; returns why to stop, "" = go on."""
         if now < self.next:
             return ""
-        self.next = now + BEAT
+        self.next = now + HEARTBEAT
         self._beat += 1
         with contextlib.suppress(OSError):
             (self._folder(self._me) / BEAT).write_text(f"{self._beat}\n")
