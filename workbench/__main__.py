@@ -84,10 +84,10 @@ def diagnose(given: argparse.Namespace) -> int:
     if sys.stderr.isatty():
         print(f"workbench: experiments with {given.target}, at most {units.seconds(given.budget)} …", file=sys.stderr)
     try:
-        found = workbench.diagnose(target, budget_s=given.budget)
-        print(found, flush=True)
-        if given.prove and any(remedy.provable for remedy in found.remedies):
-            print(f"\n{found.prove(budget_s=given.budget)}")
+        diagnosis = workbench.diagnose(target, budget_s=given.budget)
+        print(diagnosis, flush=True)
+        if given.prove and any(remedy.provable for remedy in diagnosis.remedies):
+            print(f"\n{diagnosis.prove(budget_s=given.budget)}")
         elif given.prove:
             print("\nThere is nothing to prove.")
     except RunError as error:
@@ -109,16 +109,16 @@ def estimate(given: argparse.Namespace) -> int:
     if given.device in ("cpu", "cuda") and (given.ladder or given.max_batch):
         raise ValueError(f"--device {given.device} has no capacity of its own: name one, such as --device H200")
     shapes = {name: value for name in ("sequence", "image") if (value := getattr(given, name)) is not None}
-    found = workbench.estimate_memory(target, device=given.device, **shapes)
-    print(found)
+    breakdown = workbench.estimate_memory(target, device=given.device, **shapes)
+    print(breakdown)
     if given.device in ("cpu", "cuda"):
         return 0
-    print(f"\n{found.fits(given.device)}")
+    print(f"\n{breakdown.fits(given.device)}")
     if given.ladder:
         print(f"\n{workbench.memory_ladder(target, given.device, **shapes)}")
     if given.max_batch:
         print(f"\n{workbench.max_micro_batch(target, given.device, **shapes)}")
-    return 0 if found.fits(given.device) else 1
+    return 0 if breakdown.fits(given.device) else 1
 
 
 def calibrate(given: argparse.Namespace) -> int:
@@ -133,15 +133,15 @@ def calibrate(given: argparse.Namespace) -> int:
             print(f"workbench: {what}", file=sys.stderr)
 
     try:
-        found = workbench.calibrate(given.models, tell=tell)
+        calibration = workbench.calibrate(given.models, tell=tell)
     except RunError as error:
         print("\n".join(filter(None, [error.failure.traceback, f"workbench: {error}"])), file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # what was launched is stopped
         print("workbench: interrupted", file=sys.stderr)
         return 130
-    print(found)
-    return 0 if found.path else 1
+    print(calibration)
+    return 0 if calibration.path else 1
 
 
 def knobs_of(words: list[str]) -> dict[str, Any]:
@@ -163,10 +163,10 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("lab", help="open JupyterLab", add_help=False)
     commands.add_parser("doctor", help="what this machine has")
-    run = commands.add_parser("launch", help="run a script or a sample task under torchrun and show where its time goes")
-    run.add_argument("target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
-    run.add_argument("--nproc-per-node", type=int, default=1)
-    run.add_argument("--steps", type=int, help="optimizer steps of a task (60)")
+    start = commands.add_parser("launch", help="run a script or a sample task under torchrun and show where its time goes")
+    start.add_argument("target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
+    start.add_argument("--nproc-per-node", type=int, default=1)
+    start.add_argument("--steps", type=int, help="optimizer steps of a task (60)")
     why = commands.add_parser("diagnose", help="find out by experiment what holds a task back, and what would help")
     why.add_argument("target", help='a task ("my_task.py:build"), a sample ("clipart-resnet") or the directory of a run')
     why.add_argument("--nproc-per-node", type=int)
@@ -183,8 +183,8 @@ def main(argv: list[str] | None = None) -> int:
     fit.add_argument("--max-batch", action="store_true", help="find the largest micro-batch that fits")
     learn = commands.add_parser("calibrate", help="learn what lies outside of the allocator on this machine's GPU, for later estimates")
     learn.add_argument("--models", type=int, default=4, metavar="N", help="how many models to run, half a minute each (4)")
-    run.add_argument("--nnodes", type=int, default=1, help="machines: this one, and as many that join it")
-    run.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
+    start.add_argument("--nnodes", type=int, default=1, help="machines: this one, and as many that join it")
+    start.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
     enter = commands.add_parser("join", help="join a run of several machines that another one has launched")
     enter.add_argument("run_dir", help="its run directory, on a file system that both see")
     show = commands.add_parser("report", help="show a run directory")
@@ -218,21 +218,21 @@ def main(argv: list[str] | None = None) -> int:
             return estimate(given)
         if given.command == "calibrate":
             return calibrate(given)
-        found = workbench.launch(**_launch(given, script_args), nnodes=given.nnodes, rdzv_endpoint=given.rdzv_endpoint)
-        if found.join_command:
-            print(f"on each further machine: {found.join_command}", flush=True)
+        run = workbench.launch(**_launch(given, script_args), nnodes=given.nnodes, rdzv_endpoint=given.rdzv_endpoint)
+        if run.join_command:
+            print(f"on each further machine: {run.join_command}", flush=True)
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:
         print(f"workbench: {error}", file=sys.stderr)
         return 2
     try:
-        found.wait()
+        run.wait()
     except KeyboardInterrupt:  # the wait has stopped the run
-        print(f"workbench: {found}", file=sys.stderr)
+        print(f"workbench: {run}", file=sys.stderr)
         return 130
-    print(report(found))
-    return 0 if found.ok else 1
+    print(report(run))
+    return 0 if run.ok else 1
 
 
 if __name__ == "__main__":

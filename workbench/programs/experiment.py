@@ -106,12 +106,7 @@ def diagnose(assignment: Assignment) -> dict[str, Any]:
         trainer.step(batches if spec.accumulation > 1 else (batches,))
 
     evidence = experiment(
-        step,
-        trainer.loader,
-        model=trainer.model,
-        optimizer=trainer.optimizer,
-        budget_s=_budget(assignment),
-        accumulation=spec.accumulation,
+        step, trainer.loader, model=trainer.model, optimizer=trainer.optimizer, budget_s=_budget(assignment), accumulation=spec.accumulation
     )
     return dataclasses.replace(evidence, precision=spec.precision).to_json()
 

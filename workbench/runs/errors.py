@@ -4,18 +4,8 @@ import re
 from dataclasses import dataclass
 
 KINDS = (
-    "exception",
-    "exit",
-    "out-of-memory",
-    "killed",
-    "crash",
-    "address-in-use",
-    "task",
-    "disk-full",
-    "timeout",
-    "launcher",
-    "node",
-    "rendezvous",
+    *("exception", "exit", "out-of-memory", "killed", "crash", "address-in-use", "task"),
+    *("disk-full", "timeout", "launcher", "node", "rendezvous"),
 )
 """Kinds of failure. `exit`: left with an exit code; `killed`: by a signal from outside; `crash`: by one of its own making.
 `node`: a machine died; `rendezvous`: machines did not find each other."""
@@ -31,7 +21,7 @@ _CONSEQUENCES = re.compile(
 """Messages of ranks that fail because another rank is gone, or because they are stopped (gloo, the TCP store, NCCL, a DataLoader)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Symptom:
     """A known kind of error."""
 
@@ -45,61 +35,55 @@ class Symptom:
 
 _SYMPTOMS = (
     Symptom(
-        pattern=r"Bus error|insufficient shared memory|unable to (open|write to|allocate) shared memory",
-        kind="killed",
-        hint="The shared memory in /dev/shm is too small for the loader's workers: try fewer num_workers, or docker run --shm-size=2g.",
+        r"Bus error|insufficient shared memory|unable to (open|write to|allocate) shared memory",
+        "killed",
+        "The shared memory in /dev/shm is too small for the loader's workers: try fewer num_workers, or docker run --shm-size=2g.",
     ),
     Symptom(
-        pattern=r"DataLoader worker .* killed by signal: Killed",
-        kind="killed",
-        hint="A worker of the loader was killed, most often because memory ran out: try fewer num_workers or a smaller prefetch_factor.",
+        r"DataLoader worker .* killed by signal: Killed",
+        "killed",
+        "A worker of the loader was killed, most often because memory ran out: try fewer num_workers or a smaller prefetch_factor.",
     ),
     Symptom(
-        pattern=r"OutOfMemoryError|(CUDA|HIP) out of memory|DefaultCPUAllocator|not enough memory|Cannot allocate|^MemoryError|bad_alloc",
-        kind="out-of-memory",
-        hint=LESS_MEMORY,
+        r"OutOfMemoryError|(CUDA|HIP) out of memory|DefaultCPUAllocator|not enough memory|Cannot allocate|^MemoryError|bad_alloc",
+        "out-of-memory",
+        LESS_MEMORY,
     ),
     Symptom(
-        pattern=r"EADDRINUSE|[Aa]ddress already in use",
-        kind="address-in-use",
-        hint="Another process has that port. Leave MASTER_PORT to the launch, which finds a free one, or choose another.",
+        r"EADDRINUSE|[Aa]ddress already in use",
+        "address-in-use",
+        "Another process has that port. Leave MASTER_PORT to the launch, which finds a free one, or choose another.",
     ),
-    Symptom(pattern=r"^TaskError", kind="task", hint=None),
+    Symptom(r"^TaskError", "task", None),
     Symptom(
-        pattern=r"No space left on device|Disk quota exceeded|File too large|DiskFullError",
-        kind="disk-full",
-        hint="Make room, or start the run with runs_dir= on another disk.",
-    ),
-    Symptom(
-        pattern=r"device-side assert",
-        kind="exception",
-        hint="Most often a label or index outside its range: the same run with device='cpu' names the line.",
+        r"No space left on device|Disk quota exceeded|File too large|DiskFullError",
+        "disk-full",
+        "Make room, or start the run with runs_dir= on another disk.",
     ),
     Symptom(
-        pattern=r"illegal memory access|CUDA error|CUBLAS_STATUS",
-        kind="exception",
-        hint="GPU errors are reported late: with the environment variable CUDA_LAUNCH_BLOCKING=1 the traceback is exact.",
+        r"device-side assert", "exception", "Most often a label or index outside its range: the same run with device='cpu' names the line."
     ),
     Symptom(
-        pattern=r"Rendezvous(Connection|Timeout)?Error",
-        kind="rendezvous",
-        hint="The machines did not meet: is the first one still up, is its port open (firewall), does its name mean the same to all? "
+        r"illegal memory access|CUDA error|CUBLAS_STATUS",
+        "exception",
+        "GPU errors are reported late: with the environment variable CUDA_LAUNCH_BLOCKING=1 the traceback is exact.",
+    ),
+    Symptom(
+        r"Rendezvous(Connection|Timeout)?Error",
+        "rendezvous",
+        "The machines did not meet: is the first one still up, is its port open (firewall), does its name mean the same to all? "
         'wb.launch(…, rdzv_endpoint="ADDRESS:PORT") says where to meet.',
     ),
     Symptom(
-        pattern=r"[Tt]imed out|collective operation timeout|Socket Timeout|wait timeout",
-        kind="timeout",
-        hint="It waited for something that did not come. If that was another rank: do all ranks take the same branches? See run.logs().",
+        r"[Tt]imed out|collective operation timeout|Socket Timeout|wait timeout",
+        "timeout",
+        "It waited for something that did not come. If that was another rank: do all ranks take the same branches? See run.logs().",
     ),
+    Symptom(r"No module named", "exception", "The ranks run in the same Python as the process that launched them: install it there."),
     Symptom(
-        pattern=r"No module named",
-        kind="exception",
-        hint="The ranks run in the same Python as the process that launched them: install it there.",
-    ),
-    Symptom(
-        pattern=r"Expected to have finished reduction in the prior iteration",
-        kind="exception",
-        hint="Some parameters get no gradient in some steps: find_unused_parameters=True, for a spec or in DistributedDataParallel(…).",
+        r"Expected to have finished reduction in the prior iteration",
+        "exception",
+        "Some parameters get no gradient in some steps: find_unused_parameters=True, for a spec or in DistributedDataParallel(…).",
     ),
 )
 

@@ -80,11 +80,7 @@ class RunError(RuntimeError):
 
 
 def record(
-    error: BaseException,
-    *,
-    run_dir: Path | None = None,
-    rank: int | None = None,
-    held: "Callable[[BaseException], Held] | None" = None,
+    error: BaseException, *, run_dir: Path | None = None, rank: int | None = None, held: "Callable[[BaseException], Held] | None" = None
 ) -> None:
     """Write this rank's error to the run directory, where there is one. A rank's first record stays; a clean `sys.exit()` is no error.
 

@@ -176,10 +176,7 @@ def _why(number: str, seen: JobStatus) -> tuple[str, str | None]:
         case "CANCELLED":
             return f"{job} was cancelled from outside (scancel), not by run.stop()", None
         case "TIMEOUT" | "DEADLINE":
-            return (
-                f"{job} reached its time limit ({seen.limit})",
-                'Allow more: Slurm(time="2:00:00").',
-            )
+            return (f"{job} reached its time limit ({seen.limit})", 'Allow more: Slurm(time="2:00:00").')
         case "NODE_FAIL" | "BOOT_FAIL":
             return f"{job}: one of its machines ({seen.nodes}) died", "Slurm(requeue=True) with checkpoint_every= goes on on others."
         case "PREEMPTED":

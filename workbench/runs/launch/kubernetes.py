@@ -173,10 +173,7 @@ def _pod(
     limits: dict[str, Any] = {name: value for name, value in resources.items() if value is not None}
     if gpus:
         limits["nvidia.com/gpu"] = gpus
-    env: list[dict[str, Any]] = [
-        {"name": "OMP_NUM_THREADS", "value": str(spec.threads)},
-        {"name": "PYTHONUNBUFFERED", "value": "1"},
-    ]
+    env: list[dict[str, Any]] = [{"name": "OMP_NUM_THREADS", "value": str(spec.threads)}, {"name": "PYTHONUNBUFFERED", "value": "1"}]
     if any(ENV_UID in word for word in command):  # a second Job of the same name is another run, with a directory of its own
         env.append({"name": ENV_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['controller-uid']"}}})
     runs = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
@@ -209,17 +206,9 @@ def _indexed(nodes: int, pod: Mapping[str, Any], name: str, labels: Mapping[str,
 
 def _job(meta: dict[str, Any], nodes: int, pod: dict[str, Any], ranks: int) -> tuple[dict[str, Any], ...]:
     labels = meta["labels"]
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": meta,
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": dict(labels),
-            "ports": [{"name": "rendezvous", "port": PORT}],
-        },
-    }
+    ports = [{"name": "rendezvous", "port": PORT}]
+    headless = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": dict(labels), "ports": ports}
+    service = {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": headless}
     return service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": _indexed(nodes, pod, meta["name"], labels)}
 
 
@@ -237,14 +226,8 @@ def _jobset(meta: dict[str, Any], nodes: int, pod: dict[str, Any], ranks: int) -
 
 def _pytorchjob(meta: dict[str, Any], nodes: int, pod: dict[str, Any], ranks: int) -> tuple[dict[str, Any], ...]:
     alone = {name: value for name, value in pod.items() if name != "restartPolicy"}
-    elastic = {
-        "rdzvBackend": "c10d",
-        "rdzvId": f"{meta['name']}-{uuid.uuid4().hex}",
-        "minReplicas": nodes,
-        "maxReplicas": nodes,
-        "maxRestarts": 0,
-        "nProcPerNode": ranks,
-    }
+    rendezvous = {"rdzvBackend": "c10d", "rdzvId": f"{meta['name']}-{uuid.uuid4().hex}"}
+    elastic = {**rendezvous, "minReplicas": nodes, "maxReplicas": nodes, "maxRestarts": 0, "nProcPerNode": ranks}
     replicas = {
         "Worker": {"replicas": nodes, "restartPolicy": "Never", "template": {"metadata": {"labels": meta["labels"]}, "spec": alone}}
     }

@@ -105,7 +105,7 @@ def launch(
 
 
 def _refuse_changes(given: dict[str, Any], knobs: dict[str, Any]) -> None:
-    """Refuse what a run that goes on would have to be another one for: any knob, and any argument that is not at its default.
+    """Refuse what does not go with `resume`: any knob, and any argument that is not at its default.
 
     Raises:
         LaunchError: there is one.

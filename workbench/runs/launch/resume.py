@@ -198,13 +198,13 @@ def _refuse_as_it_stands(run: Run, spec: RunSpec, host: str) -> None:
             f"{run!r} was launched on {host}, and this is {platform.node()}: from here nobody can see whether it still runs there. "
             f"Resume it there; or, where that machine is gone, delete {lock} and try again"
         )
-    found = list((run.path / run_directory.CHECKPOINTS).glob("step*.pt"))
-    if not found:
+    checkpoints = list((run.path / run_directory.CHECKPOINTS).glob("step*.pt"))
+    if not checkpoints:
         every = f"ended before its first one (every {spec.checkpoint_every} steps)" if spec.checkpoint_every else "was to keep none"
         raise LaunchError(f"{run!r} has no checkpoint to go on from: it {every}. Launch it anew: wb.launch(run.spec, checkpoint_every=…)")
-    if not any(zipfile.is_zipfile(path) for path in found):  # as torch writes them; whether all is well inside, the ranks will see
+    if not any(zipfile.is_zipfile(path) for path in checkpoints):  # as torch writes them; whether all is well inside, the ranks will see
         raise LaunchError(
-            f"{run!r} has no whole checkpoint to go on from: {', '.join(sorted(path.name for path in found))} in {found[0].parent} "
+            f"{run!r} has no whole checkpoint to go on from: {', '.join(sorted(path.name for path in checkpoints))} in {checkpoints[0].parent} "
             "cannot be read. Put a sound one there, or launch it anew: wb.launch(run.spec)"
         )
 

@@ -39,12 +39,7 @@ class Trial:
 
 
 def sweep(
-    spec: RunSpec,
-    *,
-    runs_dir: str | os.PathLike[str] | None = None,
-    repeat: int = 1,
-    quiet: bool = False,
-    **lists: Sequence[Any],
+    spec: RunSpec, *, runs_dir: str | os.PathLike[str] | None = None, repeat: int = 1, quiet: bool = False, **lists: Sequence[Any]
 ) -> list[Run]:
     """Run every combination of the knobs' values and return when all have ended. An interrupt stops everything.
 
@@ -63,9 +58,8 @@ def sweep(
         The runs in the order of the product (the last knob varies fastest), repetitions side by side.
 
     Raises:
-        SpecError: a knob or value that is not allowed. Nothing was started.
-        LaunchError: a configuration cannot run here. Nothing was started.
-        TaskError: the task is not there. Nothing was started.
+        SpecError: a knob or value that is not allowed, or fewer steps than `profile` needs. Nothing was started.
+        LaunchError, TaskError: a configuration cannot run here, or the task is not there. Nothing was started.
     """
     check_spec("sweep", spec, because="whose knobs can be turned", instead="a script is launched with launch()", error=SpecError)
     return run_all(combinations(spec, lists), runs_dir=runs_dir, repeat=repeat, quiet=quiet)
@@ -74,21 +68,16 @@ def sweep(
 def run_all(
     specs: Sequence[tuple[str, RunSpec]], *, runs_dir: str | os.PathLike[str] | None = None, repeat: int = 1, quiet: bool = True
 ) -> list[Run]:
-    """Run specs that need not be a product, as `sweep` does: in as few launches as fairness allows, in this order where they share one.
+    """Run specs that need not be a product, as `sweep` does; gives the runs in the order of the specs, repetitions side by side.
 
     Args:
-        specs: each in words, and itself.
-        runs_dir: as there.
-        repeat: as there.
-        quiet: as there.
-
-    Returns:
-        The runs in the order of the specs, repetitions side by side.
+        specs: each with its name.
+        runs_dir: as in `sweep`.
+        repeat: as in `sweep`.
+        quiet: as in `sweep`.
 
     Raises:
-        SpecError: no such number of repetitions, or fewer steps than `profile` needs. Nothing was started.
-        LaunchError: a configuration cannot run here. Nothing was started.
-        TaskError: the task is not there. Nothing was started.
+        SpecError, LaunchError, TaskError: as in `sweep`. Nothing was started.
     """
     whole_number("repeat", repeat, least=1, error=SpecError)
     for _, each in specs:
@@ -104,15 +93,11 @@ def run_all(
     return [done[place] for place in sorted(done)]
 
 
-def _kept(_: Trial) -> bool:
-    return False
-
-
 def in_turn(
     trials: Sequence[Trial],
     runs_dir: str | os.PathLike[str] | None = None,
     tick: Callable[[], object] = int,
-    skip: Callable[[Trial], object] = _kept,
+    skip: Callable[[Trial], object] = lambda trial: False,
 ) -> Generator[tuple[Trial, Run], None, None]:
     """Run trials in their order, neighbours that can share a launch in one, and give each one's run as soon as it has ended.
 
@@ -175,7 +160,7 @@ def plan(specs: Sequence[tuple[str, RunSpec]], repeat: int) -> list[Trial]:
 
 
 def _together(trials: Sequence[Trial], runs_dir: str | os.PathLike[str] | None, tick: Callable[[], object]) -> Generator[Run, None, None]:
-    """Run trials in one launch and give each one's run as it ends; none for those which a breakdown kept from beginning."""
+    """Run trials in one launch and give each run as it ends; none for trials that did not begin because the launch failed."""
     trials = tuple(trials)
     first = trials[0]
     name = f"{label(first.spec)} {first.name}" if len(trials) == 1 else f"{label(first.spec)} sweep"

@@ -224,7 +224,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize(("checkpointed", "frozen"), [(False, False), (True, True)])
 def test_held_at_that_moment(tmp_path: Path, forks: Forks, checkpointed: bool, frozen: bool) -> None:
     """In a process of its own: everything that lives is looked at, what other tests have left as well."""
-    code = f"from tests.runs import test_oom; test_oom.check_held({checkpointed}, {frozen})"
+    code = f"from tests.runs import test_out_of_memory; test_out_of_memory.check_held({checkpointed}, {frozen})"
     done = forks.run(tmp_path, "-c", code)
     assert done.returncode == 0, done.stderr
 
@@ -251,7 +251,7 @@ def check_held(checkpointed: bool, frozen: bool) -> None:
     assert found.groups["buffers"] >= 1024
     assert (found.module, found.phase) == ("0 (Net)", "forward")
     assert found.line is not None
-    assert "test_oom.py" in found.line
+    assert "test_out_of_memory.py" in found.line
     assert found.available is not None
     assert Held.from_json(found.to_json()) == Held.from_json(Held.from_json(found.to_json()).to_json())
 
