@@ -20,7 +20,7 @@ from tests.conftest import HandMade
 from workbench.core import run_directory
 from workbench.runs.launch import environment, new_run
 from workbench.runs.launch.new_run import LaunchError, open_lock
-from workbench.runs.launch.resume import _Again
+from workbench.runs.launch.resume import _Attempt
 from workbench.runs.panel.panel import run_panel
 from workbench.runs.programs import TRAIN, entrypoint
 from workbench.runs.run import Run
@@ -193,7 +193,7 @@ def test_damaged_checkpoints_are_refused_before_anything_is_touched(tmp_path: Pa
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the guards of lives would have started from: none starts."""
     found: list[dict[str, Any]] = []
-    monkeypatch.setattr(_Again, "_start_guard", lambda again, info, environ, lock: found.append(info | {"path": again.path}))
+    monkeypatch.setattr(_Attempt, "_start_guard", lambda again, info, environ, lock: found.append(info | {"path": again.path}))
     return found
 
 
@@ -347,7 +347,7 @@ def test_a_life_that_does_not_begin_leaves_the_time_of_a_lost_run(
     for file_or_folder in path.rglob("*"):
         os.utime(file_or_folder, (0, time.time() - 900))
     assert Run.load(path).seconds == pytest.approx(100, abs=5)
-    monkeypatch.setattr(_Again, "_start_guard", raising(OSError(errno.ENOSPC, "full")))
+    monkeypatch.setattr(_Attempt, "_start_guard", raising(OSError(errno.ENOSPC, "full")))
     with pytest.raises(LaunchError, match="could not go on"):
         wb.launch(resume=path)
     assert Run.load(path).seconds == pytest.approx(100, abs=5)

@@ -184,7 +184,7 @@ MOST_NODES = 200_000
 """So many nodes of a graph are looked at."""
 _RAW = "_raw_saved_"
 
-_names: dict[type, tuple[str, ...]] = {}
+_saved_names: dict[type, tuple[str, ...]] = {}
 """Kind of node → its attributes with what it keeps."""
 
 
@@ -208,9 +208,9 @@ def saved(roots: Iterable[Tensor]) -> Iterator[tuple[Any, Tensor]]:
 
 def kept_by(node: Any) -> Iterator[Tensor]:
     """The tensors that one node keeps."""
-    if type(node) not in _names:
-        _names[type(node)] = tuple(name for name in dir(node) if name.startswith(_RAW))
-    for name in _names[type(node)]:
+    if type(node) not in _saved_names:
+        _saved_names[type(node)] = tuple(name for name in dir(node) if name.startswith(_RAW))
+    for name in _saved_names[type(node)]:
         try:
             value = getattr(node, name)
             for one in value if isinstance(value, list | tuple) else (value,):

@@ -202,10 +202,11 @@ def _refuse_as_it_stands(run: Run, spec: RunSpec, host: str) -> None:
     if not checkpoints:
         every = f"ended before its first one (every {spec.checkpoint_every} steps)" if spec.checkpoint_every else "was to keep none"
         raise LaunchError(f"{run!r} has no checkpoint to go on from: it {every}. Launch it anew: wb.launch(run.spec, checkpoint_every=…)")
-    if not any(zipfile.is_zipfile(path) for path in checkpoints):  # as torch writes them; whether all is well inside, the ranks will see
+    if not any(zipfile.is_zipfile(path) for path in checkpoints):  # as torch writes them; the ranks will see whether all is well inside
+        names = ", ".join(sorted(path.name for path in checkpoints))
         raise LaunchError(
-            f"{run!r} has no whole checkpoint to go on from: {', '.join(sorted(path.name for path in checkpoints))} in {checkpoints[0].parent} "
-            "cannot be read. Put a sound one there, or launch it anew: wb.launch(run.spec)"
+            f"{run!r} has no whole checkpoint to go on from: {names} in {checkpoints[0].parent} cannot be read. "
+            "Put a sound one there, or launch it anew: wb.launch(run.spec)"
         )
 
 
