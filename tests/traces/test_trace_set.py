@@ -17,9 +17,8 @@ from tests.traced import data, event, launched, op, step, write
 from workbench import plot
 from workbench.traces.analysis.arrivals import Arrivals
 from workbench.traces.analysis.captured import Captured
-from workbench.traces.analysis.rank_breakdown import RankParts
 from workbench.traces.analysis.reading import TraceError
-from workbench.traces.analysis.stragglers import Stragglers
+from workbench.traces.analysis.stragglers import RankParts, Stragglers
 from workbench.traces.analysis.trace import Trace
 from workbench.traces.analysis.trace_set import TraceSet
 

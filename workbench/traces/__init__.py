@@ -10,9 +10,10 @@ marks of steps become windows (`windows`). A `Trace` (`trace`) has these, and co
 * how near it comes to the device's limits: `kernels`, `roofline` with MFU, on `flops`
 * in words: `explanation`; against another trace: `difference`
 
-A `TraceSet` (`trace_set`) is the traces of several ranks: `rank_breakdown`, `stragglers`, `arrivals`. `captured` is what the file does not
-say, above all what the profiler cost; `details` are fields that only some answers need, read in a second pass. `intervals` is exact
-arithmetic on nanoseconds, `layout` arranges events in rows for the explorer in `panel/`.
+A `TraceSet` (`trace_set`) is the traces of several ranks: their steps side by side, and who makes the others wait (`stragglers`), and how
+they arrive at collectives (`arrivals`). `captured` is what the file does not say, above all what the profiler cost; `details` are fields
+that only some answers need, read in a second pass. `intervals` is exact arithmetic on nanoseconds, `layout` arranges events in rows for the
+explorer in `panel/`.
 
 Nothing is imported here: a training that writes a trace needs none of what reads it.
 """

@@ -107,13 +107,10 @@ class Captured:
 
 
 def notes_in(folder: Path) -> tuple[str, ...]:
-    """What captures that left no trace in a folder say of why."""
-    left = (path for path in sorted(folder.glob("*.capture.json")) if not any(trace.is_file() for trace in _traces_of(path)))
-    captures = (Captured.of(path) for path in left)
+    """Why captures left no trace in a folder."""
+    captures = []
+    for path in sorted(folder.glob("*.capture.json")):
+        trace = path.name.removesuffix(".capture.json") + ".pt.trace.json"
+        if not any(path.with_name(trace + end).is_file() for end in ("", ".gz")):
+            captures.append(Captured.of(path))
     return tuple(note for capture in captures if capture for note in capture.notes)
-
-
-def _traces_of(beside: Path) -> list[Path]:
-    """Where the trace may be of which a file says something."""
-    name = beside.name.removesuffix(".capture.json")
-    return [beside.with_name(f"{name}.pt.trace.json{end}") for end in ("", ".gz")]

@@ -94,10 +94,6 @@ def collectives(columns: Columns, kinds: Kinds, details: Callable[[], Details], 
     """Of a whole file. On a device its kernels, on a CPU what gloo or MPI ran in threads of their own.
 
     NCCL's events say their sizes and ranks. gloo's have shapes and types of what goes in, and no group: it is taken for that of all ranks.
-
-    Args:
-        details: of the events, for the types of gloo's.
-        world_size: ranks of the job, where the file tells.
     """
     chosen = kinds.where("communication") if kinds.where("communication").any() else kinds.where("host_communication")
     args_of = {message.event: message.args for message in columns.messages}

@@ -155,7 +155,6 @@ def threads(columns: Columns, calls: Nesting, loader: NDArray[np.bool_]) -> dict
     """Each thread, by its number.
 
     Args:
-        columns: the events.
         calls: those of the host that count.
         loader: which events are waiting for a batch: what is called in there is theirs.
     """
@@ -207,12 +206,7 @@ class Walk:
     cpu: bool
 
     def step(self, start: int, end: int) -> Iterator[tuple[int, str, int]]:
-        """Event (-1: none), part and nanoseconds of each piece of the path, from the end on; together they are the step.
-
-        Args:
-            start: of the step, nanoseconds.
-            end: of it.
-        """
+        """Event (-1: none), part and nanoseconds of each piece of the path, from the end on; together they are the step."""
         time, at, lane = end, -1, self.main
         place = int(np.searchsorted(self.ends, end, side="right")) - 1
         if place >= 0 and self.ends[place] == end:

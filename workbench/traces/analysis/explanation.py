@@ -59,15 +59,7 @@ class Explanation(display.Shown, JsonDataclass):
 
 
 def explain(breakdown: Breakdown, overlap: Overlap, *, marked: bool, ranks: int | None, stacks: bool = False) -> Explanation:
-    """Judge the shares of a breakdown: the largest part that is not computing, if it is large enough.
-
-    Args:
-        breakdown: of the trace.
-        overlap: likewise.
-        marked: does it have marks of steps?
-        ranks: of its job, where it tells.
-        stacks: does it have Python's frames?
-    """
+    """Judge the shares of a breakdown: the largest part that is not computing, if it is large enough."""
     shares = {part: breakdown.share(part) for part in PARTS}
     cannot = _cannot(breakdown, overlap, marked, ranks, stacks)
     if not breakdown.steps or any(map(math.isnan, shares.values())):

@@ -90,7 +90,6 @@ def flame(columns: Columns, kinds: Kinds, steps: Spans, thread: str | None, stac
     """Merge the calls of a thread by the path of their names, as far as they lie within the steps.
 
     Args:
-        steps: of the host.
         thread: by its name; None = the one that marks the steps, else the busiest.
         stacks: with Python's frames, where they were recorded; without them, modules and record_function ranges are still there.
 

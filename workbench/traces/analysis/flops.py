@@ -257,10 +257,6 @@ def count_flops(columns: Columns, kinds: Kinds, steps: Spans, details: Details) 
 
     Where operators with a formula call others with one, the outermost counts. On a device its time is that of the kernels it launched,
     itself or by what it calls; communication counts for nobody.
-
-    Args:
-        steps: of the host.
-        details: of the events, for types and what is no tensor.
     """
     cover = union(steps)
     calls = nested(columns, kinds.where(*BUSY, "data_wait", "runtime", "wait"))

@@ -89,12 +89,7 @@ class Products:
 
 
 def products(columns: Columns, kinds: Kinds, kernels: Numbers, details: Details) -> tuple[Products, ...]:
-    """By operator and type: the innermost operator around the launch that could use tensor cores.
-
-    Args:
-        kernels: numbers of the events of the device.
-        details: of the events, for types.
-    """
+    """By operator and type: the innermost operator around the launch that could use tensor cores."""
     calls = nested(columns, kinds.where("operator", "backward", "runtime", "wait"))
     could = columns.where(lambda label: eligible(label.name))
     owner = calls.nearest((could & kinds.where("operator"))[calls.events])

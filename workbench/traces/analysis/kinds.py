@@ -119,11 +119,7 @@ def calling_places(columns: Columns, kinds: Kinds, calls: Nesting, work: Numbers
 
 
 def callers(columns: Columns, kinds: Kinds, work: Numbers) -> Numbers:
-    """Number of the call that launched each of some events of a device, by correlation; -1 where the file does not tell.
-
-    Args:
-        work: numbers of events of a device.
-    """
+    """Number of the call that launched each of some events of a device, by correlation; -1 where the file does not tell."""
     calls = np.flatnonzero(kinds.where("runtime", "wait") & (columns.correlation >= 0))
     if not len(calls):
         return np.full(len(work), -1, dtype=np.int64)

@@ -136,12 +136,7 @@ def queue(called: Numbers, started: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def launches(columns: Columns, kinds: Kinds, spans: Spans, notes: Sequence[str] = ()) -> Launches:
-    """Of a whole file; what the queues are like, over the steps.
-
-    Args:
-        spans: of the steps.
-        notes: of the file.
-    """
+    """Of a whole file; what the queues are like, over the steps."""
     if not kinds.device:
         return Launches(rows=(), notes=(NONE,))
     joined = pairs(columns, kinds)

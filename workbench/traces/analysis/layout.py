@@ -116,9 +116,6 @@ def lay_out(traces: Trace | Mapping[int, Trace]) -> Layout:
 
     Clocks of different machines do not agree, so traces of several ranks are aligned at the beginning of the first step that all of them
     have: this shows how ranks run apart within their steps, not which of them began first.
-
-    Args:
-        traces: one, or by rank.
     """
     given: Mapping[Any, Trace] = traces if isinstance(traces, Mapping) else {None: traces}
     shifts = _shifts(list(given.values()))

@@ -102,12 +102,7 @@ class MemoryCurve(display.Shown, JsonDataclass):
 
 
 def memory_curve(columns: Columns, kinds: Kinds, details: Details, steps: Sequence[Any]) -> MemoryCurve:
-    """Per device, from the `[memory]` events.
-
-    Args:
-        details: of the events, with the requests.
-        steps: of the host: number, start and end in nanoseconds.
-    """
+    """Per device, from the `[memory]` events."""
     requests = details.requests
     if not len(requests):
         return MemoryCurve(devices=(), notes=details.notes or (NONE,))

@@ -98,7 +98,6 @@ def modules(columns: Columns, kinds: Kinds, steps: Spans, details: Callable[[], 
     the module in which it was launched, or to that of the node that launched it.
 
     Args:
-        steps: of the host.
         details: returns those of the events, for sequence numbers; called only where there is a tree.
     """
     source, mark, names = _marks(columns, kinds)

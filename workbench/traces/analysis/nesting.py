@@ -125,12 +125,7 @@ class Merged:
 
 
 def merged(nesting: Nesting, name: Numbers) -> Merged:
-    """Merge the events of a nesting by the path of their names.
-
-    Args:
-        nesting: the events.
-        name: the number of the name at each place.
-    """
+    """Merge the events of a nesting by the path of their names."""
     node = np.full(len(name), -1, dtype=np.int64)
     parents, names = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     count, most = 0, int(name.max(initial=0)) + 1

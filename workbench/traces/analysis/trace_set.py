@@ -22,9 +22,8 @@ from workbench.traces.analysis.explanation import CLEAR, Explanation
 from workbench.traces.analysis.kinds import kind_of
 from workbench.traces.analysis.loading import files
 from workbench.traces.analysis.operators import short
-from workbench.traces.analysis.rank_breakdown import RankParts, rank_parts
 from workbench.traces.analysis.reading import TraceError
-from workbench.traces.analysis.stragglers import Stragglers, stragglers
+from workbench.traces.analysis.stragglers import RankParts, Stragglers, rank_parts, stragglers
 from workbench.traces.analysis.trace import Trace
 
 NAMED = 3

@@ -75,12 +75,12 @@ def capture(
     if why := hindrance():
         raise ValueError(f"{why}. Try again when it has ended")
     notes: list[str] = []
-    state = discover_training(step, model, optimizer, loader, notes)
-    device = device_of(state.models)
+    training = discover_training(step, model, optimizer, loader, notes)
+    device = device_of(training.models)
     _make(into)
     captured = Captured(path=into / file_name(), notes=notes)
     with contextlib.ExitStack() as undo:
-        undo.callback(SavedState(state).restore)
+        undo.callback(SavedState(training).restore)
         run = _Run(step, undo.enter_context(Feed(loader)), device)
         try:
             _take(run, captured, steps, options or Options())

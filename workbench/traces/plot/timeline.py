@@ -16,7 +16,7 @@ from workbench.traces.analysis.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakd
 from workbench.traces.analysis.intervals import Spans, covered, union
 from workbench.traces.analysis.kinds import KINDS
 from workbench.traces.analysis.operators import clipped
-from workbench.traces.analysis.rank_breakdown import RankParts
+from workbench.traces.analysis.stragglers import RankParts
 from workbench.traces.analysis.trace import Trace
 from workbench.traces.analysis.trace_set import TraceSet
 from workbench.traces.analysis.windows import Step
