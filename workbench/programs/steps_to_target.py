@@ -104,7 +104,7 @@ class TrialRunner:
         return self.value(module)
 
     def run(self, job: Job, plan: Mapping[str, Any], target: Target, limit: Callable[[], int], cap: int) -> Trial:
-        """Train until the target is reached, out of reach, or the limit is.
+        """Train until the target is reached, the loss diverges, or the limit of steps is reached.
 
         Args:
             job: batch, learning rate and seed.
