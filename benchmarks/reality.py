@@ -24,7 +24,7 @@ from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.analysis.volumes import sharded_step
 from workbench.core.display import table
 from workbench.scaling.analysis.curve.curve import ScalingCurve
-from workbench.scaling.analysis.curve.forecast import CurveForecast
+from workbench.scaling.analysis.curve.fit import CurveForecast
 from workbench.scaling.analysis.curve.forms import NAIVE
 
 TOGETHER = "laws together"

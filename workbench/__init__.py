@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from workbench.scaling.analysis.curve.curve import ScalingCurve as ScalingCurve
     from workbench.scaling.analysis.law.law import ScalingLaw as ScalingLaw
     from workbench.scaling.api import scaling_curve as scaling_curve
-    from workbench.scaling.law_api import scaling_law as scaling_law
+    from workbench.scaling.api import scaling_law as scaling_law
     from workbench.timeline.step_timer import StepTimer as StepTimer
     from workbench.timeline.timeline import Timeline as Timeline
     from workbench.timeline.watch import watch as watch
@@ -93,7 +93,6 @@ __version__ = "0.1.0"
 _NAMES = {
     "workbench.batch.analysis.plan": "BatchPlan",
     "workbench.batch.analysis.scale_lr": "scale_lr",
-    "workbench.scaling.law_api": "scaling_law",
     "workbench.batch.api": "find_lr noise_scale",
     "workbench.batch.batch_plan": "batch_plan",
     "workbench.batch.steps_to_target": "steps_to_target",
@@ -113,7 +112,7 @@ _NAMES = {
     "workbench.memory.would_fit": "would_fit",
     "workbench.memory.ladder": "memory_ladder",
     "workbench.memory.max_micro_batch": "max_micro_batch",
-    "workbench.scaling.api": "scaling_curve",
+    "workbench.scaling.api": "scaling_curve scaling_law",
     "workbench.runs.launch.launch": "launch",
     "workbench.runs.launch.kubernetes": "kubernetes",
     "workbench.runs.launch.slurm": "Slurm",

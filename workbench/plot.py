@@ -44,12 +44,10 @@ paler than what was measured, or hollow.
 from workbench.batch.plot import lr_range, noise_scale, plan_proof, scaled_lr, schedule
 from workbench.batch.plot_steps import critical_batch, steps_to_target, time_to_target
 from workbench.cluster.plot import links, plan, plan_front, plan_memory, traffic, twin
-from workbench.diagnosis.plot import diagnosis, ladder, proof
-from workbench.diagnosis.plot_loader import loader_curve, unprepared
+from workbench.diagnosis.plot import diagnosis, ladder, loader_curve, proof, unprepared
 from workbench.memory.plot import memory, memory_ladder, memory_timeline
 from workbench.runs.plot import compare, metrics, step_time
-from workbench.scaling.plot import scaling, scaling_efficiency
-from workbench.scaling.plot_law import scaling_law
+from workbench.scaling.plot import scaling, scaling_efficiency, scaling_law
 from workbench.traces.plot.curves import copies, launches, memory_curve
 from workbench.traces.plot.flame import flame
 from workbench.traces.plot.operators import kernels, modules, sequences

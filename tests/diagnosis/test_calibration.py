@@ -50,9 +50,9 @@ def test_an_interval_is_never_narrowed_and_holds_nine_of_ten(measured: list[floa
     one = remedy(speedup=speedup)
     wide = Calibration(rows=rows).adjust(one)
     assert wide.low <= one.low <= one.speedup <= one.high <= wide.high
-    latest = measured[-calibration.MOST :]
+    latest = measured[-calibration.LATEST_PROOFS :]
     inside = sum(wide.low <= speedup * ratio * (1 + 1e-9) and speedup * ratio <= wide.high * (1 + 1e-9) for ratio in latest)
-    assert inside >= calibration.INSIDE * len(latest) - 1e-9
+    assert inside >= calibration.COVERAGE * len(latest) - 1e-9
 
 
 def test_ceilings_are_kept_and_not_counted(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_ceilings_are_kept_and_not_counted(tmp_path: Path) -> None:
 
 
 def test_only_the_latest_count(tmp_path: Path) -> None:
-    known = kept(tmp_path / "proofs", *[0.5] * 5, *[1.5] * calibration.MOST)
-    assert known.errors("num_workers") == pytest.approx([0.0] * calibration.MOST)
+    known = kept(tmp_path / "proofs", *[0.5] * 5, *[1.5] * calibration.LATEST_PROOFS)
+    assert known.errors("num_workers") == pytest.approx([0.0] * calibration.LATEST_PROOFS)
 
 
 def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:

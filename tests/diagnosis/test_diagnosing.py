@@ -18,9 +18,9 @@ from workbench.diagnosis import api
 from workbench.diagnosis.analysis.calibration import Calibration
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.proof import Ladder, Proof
-from workbench.diagnosis.analysis.remedy import Remedy, turned
+from workbench.diagnosis.analysis.remedy import Remedy, apply_remedy
 from workbench.diagnosis.analysis.verdict import Judgement
-from workbench.diagnosis.api import Elsewhere
+from workbench.diagnosis.api import LaunchedSpec
 from workbench.runs.failure import Failure
 from workbench.runs.launch import environment
 from workbench.runs.spec import SpecError
@@ -137,12 +137,12 @@ def test_what_cannot_be_proved_from_here(by_hand: Callable[..., Any]) -> None:
     ],
 )
 def test_a_remedy_turned(knobs: dict[str, Any], change: dict[str, Any], then: dict[str, Any]) -> None:
-    assert turned(SPEC.replace(**knobs), remedy(**change)) == SPEC.replace(**then)
+    assert apply_remedy(SPEC.replace(**knobs), remedy(**change)) == SPEC.replace(**then)
 
 
 def test_a_remedy_that_no_spec_can_take() -> None:
     with pytest.raises(SpecError, match="RunSpec has no knob 'compile'"):
-        turned(SPEC, remedy(compile=True))
+        apply_remedy(SPEC, remedy(compile=True))
 
 
 # --- how a climb decides
@@ -161,8 +161,8 @@ class World:
     def diagnose(self, spec: wb.RunSpec, *, budget_s: float, runs_dir: Any) -> wb.Diagnosis:
         self.done.append("diagnose")
         self.seconds += 10
-        assert budget_s >= api.LEAST
-        return diagnosis_of(*sorted(self.offers(spec), key=lambda one: -one.speedup), spec=spec, subject=Elsewhere(runs_dir=runs_dir))
+        assert budget_s >= api.MIN_CLIMB_SECONDS
+        return diagnosis_of(*sorted(self.offers(spec), key=lambda one: -one.speedup), spec=spec, subject=LaunchedSpec(runs_dir=runs_dir))
 
     def prove(self, diagnosis: wb.Diagnosis, one: Remedy, *, budget_s: float) -> Proof:
         self.done.append(one.name)
@@ -280,7 +280,7 @@ def test_two_ranks_and_accumulation(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_specs_that_want_different_numbers_of_ranks_take_turns(tmp_path: Path) -> None:
     """Samples that are waited for come twice as fast to two ranks; one of them rests while the other contestant runs."""
-    proof = diagnosis_of(remedy(2.0, nproc_per_node=2), subject=Elsewhere(runs_dir=tmp_path)).prove(budget_s=15)
+    proof = diagnosis_of(remedy(2.0, nproc_per_node=2), subject=LaunchedSpec(runs_dir=tmp_path)).prove(budget_s=15)
     assert 1.2 < proof.measured.mid < 2.5
     assert proof.baseline < 4 / (4 * 2e-3)  # four samples of 2 ms and the step itself
 

@@ -10,18 +10,17 @@ from hypothesis import strategies as st
 
 from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis.evidence import Evidence, Inside, Loading
-from workbench.diagnosis.analysis.loader_curve import TERMS, LoaderCurve
-from workbench.diagnosis.analysis.loader_model import MOST_WORKERS, Feeding, blind_window, paced
+from workbench.diagnosis.analysis.loader_model import MAX_WORKERS, TERMS, LoaderCurve, LoaderModel, blind_window, delivery_seconds
 from workbench.harness.results import VariantTimes
 
-SLEEPS = Feeding(cpu=0.001, blocked=0.039, worker_cpu=0.001, compute=0.010, cores=4)
+SLEEPS = LoaderModel(cpu=0.001, blocked=0.039, worker_cpu=0.001, compute=0.010, cores=4)
 """A loader that waits for storage: 40 ms per batch, training 10 ms."""
-DECODES = Feeding(cpu=0.030, worker_cpu=0.032, handover=0.001, compute=0.010, cores=2)
+DECODES = LoaderModel(cpu=0.030, worker_cpu=0.032, handover=0.001, compute=0.010, cores=2)
 """A loader that computes 30 ms, on two cores that training also needs."""
 
 times = st.floats(0.0, 1.0).map(lambda x: round(x, 6))
 feedings = st.builds(
-    Feeding,
+    LoaderModel,
     cpu=times,
     blocked=times,
     worker_cpu=st.none() | times,
@@ -72,7 +71,7 @@ def test_ranks_share_the_cores() -> None:
 
 
 def test_transport_can_cost_more_than_it_brings() -> None:
-    cheap = Feeding(cpu=0.0003, worker_cpu=0.004, handover=0.002, compute=0.010, cores=2)
+    cheap = LoaderModel(cpu=0.0003, worker_cpu=0.004, handover=0.002, compute=0.010, cores=2)
     assert cheap.step(0) < cheap.step(2)
     assert cheap.recommend() == 0
 
@@ -100,7 +99,7 @@ def test_the_queue_has_to_fit_into_shared_memory() -> None:
 
 
 def test_uneven_batches_need_a_longer_queue() -> None:
-    even = Feeding(cpu=0.001, blocked=0.029, worker_cpu=0.001, compute=0.016, cores=4, batch_size=8)
+    even = LoaderModel(cpu=0.001, blocked=0.029, worker_cpu=0.001, compute=0.016, cores=4, batch_size=8)
     uneven = dataclasses.replace(even, slow_share=0.7)
     assert even.step(2) == pytest.approx(0.016)
     steps = [uneven.step(2, prefetch_factor=queue) for queue in (1, 2, 4, 16)]
@@ -114,10 +113,10 @@ def test_uneven_batches_need_a_longer_queue() -> None:
 def test_batches_in_order_are_never_faster_than_their_makers_or_their_taker(
     making: list[float], workers: int, prefetch: int, training: float
 ) -> None:
-    pace = paced(making, workers, workers * prefetch, training)
+    pace = delivery_seconds(making, workers, workers * prefetch, training)
     assert pace >= training - 1e-9
     assert pace <= sum(making) + training
-    assert paced([1.0] * 40, workers, workers * prefetch, training) == pytest.approx(max(1 / workers, training), abs=0.05)
+    assert delivery_seconds([1.0] * 40, workers, workers * prefetch, training) == pytest.approx(max(1 / workers, training), abs=0.05)
 
 
 def test_the_blind_window() -> None:
@@ -127,7 +126,7 @@ def test_the_blind_window() -> None:
 
 
 @given(feedings, st.integers(0, 16))
-def test_no_step_is_shorter_than_its_parts(feeding: Feeding, workers: int) -> None:
+def test_no_step_is_shorter_than_its_parts(feeding: LoaderModel, workers: int) -> None:
     step = feeding.step(workers) / feeding.accumulation
     assert step >= feeding.compute - 1e-12
     assert step >= feeding.loader(workers) - 1e-12
@@ -136,13 +135,13 @@ def test_no_step_is_shorter_than_its_parts(feeding: Feeding, workers: int) -> No
 
 
 @given(feedings, st.integers(1, 15))
-def test_one_more_worker_does_no_harm_once_there_is_one(feeding: Feeding, workers: int) -> None:
+def test_one_more_worker_does_no_harm_once_there_is_one(feeding: LoaderModel, workers: int) -> None:
     assert feeding.step(workers + 1) <= feeding.step(workers) + 1e-12
     assert feeding.loader(workers + 1) <= feeding.loader(workers) + 1e-12
 
 
 @given(feedings, st.floats(0.01, 100))
-def test_seconds_are_only_a_unit(feeding: Feeding, unit: float) -> None:
+def test_seconds_are_only_a_unit(feeding: LoaderModel, unit: float) -> None:
     scaled = dataclasses.replace(
         feeding,
         cpu=feeding.cpu * unit,
@@ -156,10 +155,10 @@ def test_seconds_are_only_a_unit(feeding: Feeding, unit: float) -> None:
 
 
 @given(feedings)
-def test_the_recommended_number_is_near_the_best_and_no_smaller_one_is(feeding: Feeding) -> None:
+def test_the_recommended_number_is_near_the_best_and_no_smaller_one_is(feeding: LoaderModel) -> None:
     recommended = feeding.recommend()
-    steps = [feeding.step(n, persistent_workers=True) for n in range(MOST_WORKERS + 1)]
-    assert 0 <= recommended <= MOST_WORKERS
+    steps = [feeding.step(n, persistent_workers=True) for n in range(MAX_WORKERS + 1)]
+    assert 0 <= recommended <= MAX_WORKERS
     assert all(step > 1.05 * min(steps) - 1e-9 for step in steps[:recommended])
     if feeding.cores >= 1:
         assert steps[recommended] <= 1.05 * min(steps) + 1e-9
@@ -181,7 +180,7 @@ def evidence(**loading: object) -> Evidence:
 
 
 def test_from_evidence() -> None:
-    feeding = Feeding.of(evidence(num_workers=0, epoch=100, batch_bytes=1000))
+    feeding = LoaderModel.of(evidence(num_workers=0, epoch=100, batch_bytes=1000))
     assert feeding is not None
     assert (feeding.cpu, feeding.blocked, feeding.worker_cpu, feeding.handover) == pytest.approx((0.015, 0.005, 0.018, 0.001))
     assert (feeding.compute, feeding.compute_cpu, feeding.cores, feeding.ranks, feeding.accumulation) == (0.010, 0.015, 3.0, 2, 2)
@@ -189,9 +188,9 @@ def test_from_evidence() -> None:
 
 
 def test_nothing_can_be_predicted_without_a_probe_or_without_the_step_alone() -> None:
-    assert Feeding.of(dataclasses.replace(evidence(), loading=None)) is None
-    assert Feeding.of(dataclasses.replace(evidence(), arms={})) is None
-    assert Feeding.of(evidence(cpu=None, worker_cpu=None)) is None
+    assert LoaderModel.of(dataclasses.replace(evidence(), loading=None)) is None
+    assert LoaderModel.of(dataclasses.replace(evidence(), arms={})) is None
+    assert LoaderModel.of(evidence(cpu=None, worker_cpu=None)) is None
 
 
 def test_the_curve_and_its_faces() -> None:

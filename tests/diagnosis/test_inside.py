@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from workbench.diagnosis.analysis.evidence import Inside
-from workbench.diagnosis.measure.inside import Events, counts_for, look, outermost, read
+from workbench.diagnosis.measure.inside import Events, look, outermost, read, step_counts
 
 US = 1000
 """Nanoseconds."""
@@ -322,7 +322,7 @@ def test_the_number_of_calls_is_fixed(traced: int, plain: int) -> None:
 
 
 def test_a_step_of_very_many_operators_is_traced_for_as_few_steps_as_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.diagnosis.measure.inside.MOST_EVENTS", 300)
+    monkeypatch.setattr("workbench.diagnosis.measure.inside.MAX_EVENTS", 300)
     calls, model = [], nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
     step = step_of(model, torch.randn(2, 4))
     inside, _ = look(lambda: (calls.append(0), step()), traced=6, plain=4)
@@ -368,9 +368,9 @@ def test_the_device_is_waited_for_at_the_ends_only() -> None:
 
 
 def test_counts_fit_the_time() -> None:
-    assert counts_for(0.01, budget_s=2.0) == (20, 75)
-    assert counts_for(5.0, budget_s=2.0) == (2, 2)
-    assert counts_for(1e-5, budget_s=2.0) == (20, 400)
+    assert step_counts(0.01, budget_s=2.0) == (20, 75)
+    assert step_counts(5.0, budget_s=2.0) == (2, 2)
+    assert step_counts(1e-5, budget_s=2.0) == (20, 400)
 
 
 SCRIPT = """

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
 
 from workbench.diagnosis.analysis.evidence import Loading
-from workbench.diagnosis.measure.loading import InWorker, Made, _cpu_here, probe, slow_share
+from workbench.diagnosis.measure.fetch_meter import BatchCost, WorkerMeter
+from workbench.diagnosis.measure.loading import _cpu_here, probe, slow_share
 from workbench.harness.feed import Feed
 from workbench.harness.loaders import with_knobs
 
@@ -115,7 +116,7 @@ def test_the_line_that_takes_the_time_is_named(workers: int) -> None:
 
 
 def test_the_meter_travels_to_spawned_workers() -> None:
-    assert pickle.loads(pickle.dumps(InWorker(slow_collate))).init is slow_collate
+    assert pickle.loads(pickle.dumps(WorkerMeter(slow_collate))).init is slow_collate
 
 
 def test_collate_is_told_apart() -> None:
@@ -156,8 +157,8 @@ def test_what_a_batch_would_take_here_is_known_from_a_worker() -> None:
 
 
 def test_collating_is_told_by_the_sample_whatever_size_batches_have() -> None:
-    def made(size: int, collate: float) -> Made:
-        return Made(
+    def made(size: int, collate: float) -> BatchCost:
+        return BatchCost(
             wall=0.01, cpu=0.01, fetch_cpu=0.0, fetch_blocked=0.0, blocked=0.0, collate_here=collate, size=size, read_bytes=0, files=0,
             clock=0.0, samples=(), lines=(),
         )  # fmt: skip

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.made import World
 from workbench.core.vocabulary import PARTS
-from workbench.diagnosis.analysis.parts import Parts
-from workbench.diagnosis.analysis.step_model import DRIFTED, KNOBS, StepModel, buckets_of
+from workbench.diagnosis.analysis.step_model import DRIFTED, KNOBS, Parts, StepModel, buckets_of
 
 LOADERS = st.fixed_dictionaries(
     {

@@ -18,8 +18,7 @@ from workbench.core.statistics import Interval
 from workbench.core.vocabulary import PARTS
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.analysis.loader_curve import CurvePoint, LoaderCurve
-from workbench.diagnosis.analysis.loader_model import Feeding
+from workbench.diagnosis.analysis.loader_model import CurvePoint, LoaderCurve, LoaderModel
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
 from workbench.diagnosis.analysis.remedy import Remedy
 from workbench.diagnosis.plot import UNKNOWN
@@ -268,8 +267,8 @@ def test_the_pictures_need_no_spec_and_change_nothing_of_the_result(ax: Axes) ->
 
 
 def test_the_contour_of_unprepared_data_has_the_claim_in_bold_and_the_measured_step() -> None:
-    raw = Feeding(cpu=0.012, worker_cpu=0.014, handover=0.0005, compute=0.020, cores=2)
-    ready = Feeding(cpu=0.0005, worker_cpu=0.004, handover=0.0005, compute=0.020, cores=2)
+    raw = LoaderModel(cpu=0.012, worker_cpu=0.014, handover=0.0005, compute=0.020, cores=2)
+    ready = LoaderModel(cpu=0.0005, worker_cpu=0.004, handover=0.0005, compute=0.020, cores=2)
     ax = plot.unprepared(raw, ready)
     (contours,) = (one for one in ax.collections if isinstance(one, QuadContourSet))
     widths = dict(zip(contours.levels, contours.get_linewidths(), strict=True))
@@ -281,4 +280,4 @@ def test_the_contour_of_unprepared_data_has_the_claim_in_bold_and_the_measured_s
 
 def test_nothing_to_prepare_is_said() -> None:
     with pytest.raises(ValueError, match="both have to be measured"):
-        plot.unprepared(Feeding(cpu=0.0, compute=0.02), Feeding(cpu=0.0, compute=0.02))
+        plot.unprepared(LoaderModel(cpu=0.0, compute=0.02), LoaderModel(cpu=0.0, compute=0.02))

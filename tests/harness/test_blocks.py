@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from workbench.diagnosis.measure.evidence import Sums
-from workbench.diagnosis.measure.trials import FEW_PAIRS, MOST_OF_REMEDIES, MOST_PAIRS, PAIRS, Trials, thread_counts, treatments
+from workbench.diagnosis.measure.evidence import EvidenceBuilder
+from workbench.diagnosis.measure.trials import FEW_PAIRS, MAX_PAIRS, MAX_REMEDY_PAIRS, MIN_PAIRS, Trials, thread_counts, treatments
 from workbench.harness.ablations import Variant
 from workbench.harness.batches import CachedBatches
 from workbench.harness.blocks import Block, BlockTimer, StepFailed, StepTimes, Timings, no_step
@@ -55,7 +55,7 @@ def test_the_slowest_rank_counts_and_a_new_pass_does_not() -> None:
     assert timings((laps(9.0, 0.01, fresh=(0,)),)).slowest("full") == [0.01]
 
 
-def sums_of(first: StepTimes, *, forks: bool = False, start_up: float = 0.0, accumulation: int = 1) -> Sums:
+def sums_of(first: StepTimes, *, forks: bool = False, start_up: float = 0.0, accumulation: int = 1) -> EvidenceBuilder:
     """Rounds of a full block with a pass of 8 steps and of replayed steps, on one rank."""
     found = Timings()
     for i in range(5):
@@ -64,7 +64,7 @@ def sums_of(first: StepTimes, *, forks: bool = False, start_up: float = 0.0, acc
     peers = SimpleNamespace(rank=0, world_size=1)
     bench = SimpleNamespace(timings=found, peers=peers, sampler=SimpleNamespace(places=lambda _: {}))
     rounds = SimpleNamespace(pairs=5, steps_per_pass=8, start_up=start_up)
-    return Sums(bench, SimpleNamespace(forks=forks, accumulation=accumulation), rounds)  # type: ignore[arg-type]
+    return EvidenceBuilder(bench, SimpleNamespace(forks=forks, accumulation=accumulation), rounds)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("forks", "extra", "stalls"), [(True, 0.19, 0), (False, 0.1, 5)])
@@ -182,7 +182,7 @@ def test_a_hopeless_arm_is_not_asked_a_third_time(clock: Clock) -> None:
 def test_noise_makes_more_pairs(clock: Clock) -> None:
     numbers = iter([0.004, 0.02] * 10_000)
     trials, _ = tried(clock, 0.06, {"doubled": lambda: 3 * next(numbers) if clock.now % 1 > 0.3 else 0.01}, budget=1e6)
-    assert PAIRS < len(trials.results()["doubled"].pairs) <= MOST_PAIRS
+    assert MIN_PAIRS < len(trials.results()["doubled"].pairs) <= MAX_PAIRS
 
 
 @pytest.mark.parametrize("seconds", [1.2, 2.0, 8.0])
@@ -200,7 +200,7 @@ def test_remedies_are_not_measured_as_closely_as_parts_of_the_step(clock: Clock)
     numbers = {name: iter([0.006, 0.010, 0.008, 0.012] * 10_000) for name in ("no_optimizer", "optimizer=fused")}
     trials, _ = tried(clock, 0.06, {name: lambda name=name: 5 * next(numbers[name]) for name in numbers}, budget=1e6)  # type: ignore[misc]
     found = {name: len(arm.pairs) for name, arm in trials.results().items()}
-    assert FEW_PAIRS <= found["optimizer=fused"] <= min(found["no_optimizer"], MOST_OF_REMEDIES)
+    assert FEW_PAIRS <= found["optimizer=fused"] <= min(found["no_optimizer"], MAX_REMEDY_PAIRS)
 
 
 def test_after_threads_that_look_for_work_some_steps_do_not_count(clock: Clock) -> None:

@@ -11,11 +11,12 @@ from workbench.cluster.analysis.collectives import Link
 from workbench.cluster.analysis.plan.plans import BOUNDS
 from workbench.cluster.analysis.plan.ranges import PlanError
 from workbench.cluster.analysis.transformer import Transformer
+from workbench.core import units
 from workbench.scaling.analysis.curve.curve import ScalingCurve
 from workbench.scaling.analysis.curve.point import CurveError
 from workbench.scaling.panel import html as drawn
 from workbench.scaling.panel.explorer import ScalingExplorer
-from workbench.scaling.panel.model import MOST, Curve, Place, clusters, places_of, words
+from workbench.scaling.panel.model import MAX_GPUS, Curve, Place, clusters, places_of, words
 
 CURVE = ScalingCurve([(8, 8 * 40150), (16, 16 * 37610), (16, 16 * 37810), (32, 32 * 35370)])
 GPT = Transformer(layers=80, hidden=8192, vocabulary=32_000, sequence=2048)
@@ -34,7 +35,7 @@ def test_a_curve_is_shown_as_its_fit_says() -> None:
     assert (place.low, place.mid, place.high, place.naive) == pytest.approx((told.low, told.mid, told.high, told.naive))
     assert place.money(1e9, 2.0) == pytest.approx(128 * 1e9 / told.mid / 3600 * 2)
     assert place.kwh(1e9) == pytest.approx(128 * 700 * 1e9 / told.mid / 3.6e6)  # an H100 at its design power
-    assert [size for _, size in made.gpus.options] == [8 * 2**power for power in range(11)] + [MOST]
+    assert [size for _, size in made.gpus.options] == [8 * 2**power for power in range(11)] + [MAX_GPUS]
     assert "128" in made.figures.value
     assert "estimated by design power of H100-SXM (DGX-H100)" in made._repr_mimebundle_()["text/html"]
 
@@ -65,7 +66,7 @@ def test_a_curve_says_its_efficiency_and_not_what_computes(lost: float) -> None:
     made = turned(ScalingCurve([(1, 100.0), (2, 200 * (1 - lost)), (4, 400 * (1 - lost) ** 2)]), 4)
     told = made.light.value
     share = made._sources["not said"].fit.predict(4).efficiency  # type: ignore[attr-defined]
-    assert f"efficiency of {wb.units.percent(share)}" in told
+    assert f"efficiency of {units.percent(share)}" in told
     assert ("lost in scaling</span>" in told) == (share < 0.5) == ("the larger part" in told)
     assert not re.search("comput|communication|GPU", told)
 
@@ -172,10 +173,10 @@ def test_to_follow_a_slider_it_fits_nothing_and_asks_for_one_place(monkeypatch: 
     ("target", "options", "error", "said"),
     [
         (3, {}, PlanError, "a ScalingCurve or its fit, Plans, or a cost.Transformer"),
-        (GPT, {}, PlanError, "global_batch is wanted"),
+        (GPT, {}, PlanError, "global_batch is needed"),
         (CURVE, {"samples": 0}, PlanError, "a number above 0"),
         (CURVE, {"samples": "2"}, PlanError, "samples='2': a number above 0"),
-        (CURVE, {"price": "2"}, PlanError, "price='2': a number of at least 0 is wanted, money per GPU and hour"),
+        (CURVE, {"price": "2"}, PlanError, "price='2': a number of at least 0 is allowed: money per GPU and hour"),
         (CURVE, {"price": -2}, PlanError, "price=-2"),
         (CURVE, {"intensity": float("nan")}, PlanError, "intensity=nan: a number of at least 0"),
         (

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.scaling.analysis.curve import fit as trying
+from workbench.scaling.analysis.curve import fit as curve_fit
 from workbench.scaling.analysis.curve.curve import ScalingCurve
-from workbench.scaling.analysis.curve.fit import CurveFit
-from workbench.scaling.analysis.curve.forecast import CurveForecast
+from workbench.scaling.analysis.curve.fit import CurveFit, CurveForecast
 from workbench.scaling.analysis.curve.forms import BUBBLE, COMMUNICATION, LINEAR, NAIVE, OVERLAP, SHARDED, Data, How, Kind, at, forms
 from workbench.scaling.analysis.curve.point import CurveError, ScalingPoint
 
@@ -24,7 +23,7 @@ small = st.floats(0, 0.05)
 
 @pytest.fixture(autouse=True)
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trying, "DRAWS", 40)
+    monkeypatch.setattr(curve_fit, "DRAWS", 40)
 
 
 def of_law(time: Callable[[float], float], sizes: tuple[int, ...] = SIZES, kind: Kind = "weak") -> ScalingCurve:
@@ -34,7 +33,7 @@ def of_law(time: Callable[[float], float], sizes: tuple[int, ...] = SIZES, kind:
 
 def by_form(curve: ScalingCurve, name: str, n: int) -> float:
     (form,) = [one for one in forms(curve.kind) if one.name == name]
-    return at(form.fit(trying.data_of(curve.usable, trying.NOISE)), n)
+    return at(form.fit(curve_fit.data_of(curve.usable, curve_fit.ASSUMED_NOISE)), n)
 
 
 # --- each law is found again
@@ -94,7 +93,7 @@ def test_an_outlier_moves_the_robust_fit_less_than_least_squares_would() -> None
 @settings(max_examples=25, deadline=None)
 def test_no_law_lets_a_process_gain_from_company(times: list[float], power: int) -> None:
     curve = ScalingCurve([(2**i, 2**i / time) for i, time in enumerate(times)])
-    data = trying.data_of(curve.usable, 0.02)
+    data = curve_fit.data_of(curve.usable, 0.02)
     for form in forms("weak"):
         if form.fits(data):
             law = form.fit(data)
@@ -203,7 +202,7 @@ def test_noise_is_what_repeats_tell() -> None:
     fit = ScalingCurve(points).fit()
     assert fit.measured_noise
     assert fit.noise == pytest.approx(0.03, rel=0.01)
-    assert ScalingCurve([(1, 100), (1, 100), (2, 200)]).fit().noise == trying.QUIETEST
+    assert ScalingCurve([(1, 100), (1, 100), (2, 200)]).fit().noise == curve_fit.MIN_NOISE
     assert not ScalingCurve([(1, 100), (2, 200)]).fit().measured_noise
     quiet, loud = (ScalingCurve([(1, 100), (2, 200), (4, 400)]).fit(noise=noise).predict(8).width for noise in (0.01, 0.05))
     assert loud > 3 * quiet

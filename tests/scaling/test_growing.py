@@ -26,8 +26,7 @@ from workbench.runs.spec import SpecError
 from workbench.runs.task import TaskError
 from workbench.scaling.analysis.curve.point import CurveError
 from workbench.scaling.api import crowded, missing
-from workbench.scaling.curve_directory import Folder, Steps, exposed, in_launches
-from workbench.scaling.curve_order import Order, ordered
+from workbench.scaling.curve_directory import CurveDirectory, CurveSpec, Steps, exposed, in_launches, validate
 
 TASKS = Path(__file__).parents[1] / "scripts" / "tiny_task.py"
 SPEC = wb.RunSpec(task=f"{TASKS}:build", device="cpu", micro_batch=8, steps=12)
@@ -35,8 +34,8 @@ USUAL: dict[str, Any] = {"over": "nproc_per_node", "values": (1, 2), "kind": "we
 Made = Callable[..., HandMade]
 
 
-def order(spec: wb.RunSpec = SPEC, **options: Any) -> Order:
-    return ordered(spec, **USUAL | options)
+def curve_spec(spec: wb.RunSpec = SPEC, **options: Any) -> CurveSpec:
+    return validate(spec, **USUAL | options)
 
 
 # --- what is asked for
@@ -47,21 +46,21 @@ def test_strong_scaling_keeps_the_global_batch_or_is_refused(micro_batch: int, a
     spec = SPEC.replace(micro_batch=micro_batch, accumulation=accumulation)
     divides = [micro_batch * accumulation % (accumulation * n) == 0 for n in values]
     if all(divides):
-        points = order(spec, kind="strong", values=values).points
+        points = curve_spec(spec, kind="strong", values=values).points
         assert {each.global_batch for _, each in points} == {spec.global_batch}
         assert [each.nproc_per_node for _, each in points] == values
     else:
         with pytest.raises(CurveError, match=rf"{values[divides.index(False)]} processes cannot share a global batch"):
-            order(spec, kind="strong", values=values)
+            curve_spec(spec, kind="strong", values=values)
 
 
 def test_numbers_that_divide_a_batch_are_named() -> None:
     with pytest.raises(CurveError, match=r"global batch of 12 evenly \(5 data ranks\): .* are 1, 2, 3, 4, 6; .* micro_batch, such as 15"):
-        order(SPEC.replace(micro_batch=12), kind="strong", values=(1, 5))
+        curve_spec(SPEC.replace(micro_batch=12), kind="strong", values=(1, 5))
 
 
 def test_weak_scaling_turns_one_knob_only() -> None:
-    points = order(over="precision", values=("fp32", "amp_bf16")).points
+    points = curve_spec(over="precision", values=("fp32", "amp_bf16")).points
     assert [words for words, _ in points] == ["precision=fp32", "precision=amp_bf16"]
     assert SPEC.changes(points[1][1]) == {"precision": ("fp32", "amp_bf16")}
 
@@ -135,15 +134,15 @@ def test_points_that_can_share_a_launch_do() -> None:
     ("changes", "said"), [({"parallel": "fsdp"}, "zero2, fsdp"), ({"tensor_parallel": 2, "nproc_per_node": 2}, "tensor")]
 )
 def test_where_communication_cannot_be_taken_away(changes: dict[str, Any], said: str) -> None:
-    asked = order(SPEC.replace(**changes), over="micro_batch", values=(1, 2))
+    asked = curve_spec(SPEC.replace(**changes), over="micro_batch", values=(1, 2))
     assert said in asked.why_no_communication
-    assert order().why_no_communication == ""
+    assert curve_spec().why_no_communication == ""
 
 
 # --- the directory
 
 
-def by_hand_in(folder: Folder, by_hand: Made, spec: wb.RunSpec, state: str = "finished", **info: Any) -> Path:
+def by_hand_in(folder: CurveDirectory, by_hand: Made, spec: wb.RunSpec, state: str = "finished", **info: Any) -> Path:
     """A run by hand, in the directory of a curve."""
     here = {"host": platform.node(), "versions": versions(), "cores": 4}
     made = by_hand(spec=spec.to_json(), **here | info)
@@ -154,9 +153,9 @@ def by_hand_in(folder: Folder, by_hand: Made, spec: wb.RunSpec, state: str = "fi
 
 
 def test_only_what_is_missing_is_run_and_there_and_back_again(tmp_path: Path, by_hand: Made) -> None:
-    folder = Folder.new(order(values=(1, 2, 4)), tmp_path)
+    folder = CurveDirectory.new(curve_spec(values=(1, 2, 4)), tmp_path)
     assert [trial.spec.nproc_per_node for trial in missing(folder)] == [1, 2, 4, 4, 2, 1]
-    points = [spec for _, spec in folder.order.points]
+    points = [spec for _, spec in folder.curve_spec.points]
     by_hand_in(folder, by_hand, points[1])
     by_hand_in(folder, by_hand, points[0], "failed")
     by_hand_in(folder, by_hand, points[2].replace(seed=7))
@@ -170,22 +169,22 @@ def test_only_what_is_missing_is_run_and_there_and_back_again(tmp_path: Path, by
 
 
 def test_the_newest_curve_of_a_spec_is_gone_on_with(tmp_path: Path) -> None:
-    assert Folder.latest(order(), tmp_path) is None
-    first = Folder.new(order(), tmp_path)
-    Folder.new(order(SPEC.replace(seed=5)), tmp_path)
-    wider = order(values=(1, 2, 3), repeat=5)
-    found = Folder.latest(wider, tmp_path)
+    assert CurveDirectory.latest(curve_spec(), tmp_path) is None
+    first = CurveDirectory.new(curve_spec(), tmp_path)
+    CurveDirectory.new(curve_spec(SPEC.replace(seed=5)), tmp_path)
+    wider = curve_spec(values=(1, 2, 3), repeat=5)
+    found = CurveDirectory.latest(wider, tmp_path)
     assert found is not None
     assert found.path == first.path
-    assert Folder.load(found.continued(wider).path).order == wider
+    assert CurveDirectory.load(found.continued(wider).path).curve_spec == wider
 
 
 def test_another_curve_is_not_gone_on_with(tmp_path: Path, by_hand: Made) -> None:
-    folder = Folder.new(order(), tmp_path)
+    folder = CurveDirectory.new(curve_spec(), tmp_path)
     for asked, said in (
-        (order(SPEC.replace(seed=5)), r"its seed is 0, and 5 is wanted"),
-        (order(kind="strong"), r"kind='weak', and kind='strong' is wanted"),
-        (order(over="threads"), r"over='nproc_per_node', and over='threads' is wanted"),
+        (curve_spec(SPEC.replace(seed=5)), r"its seed is 0, and 5 is wanted"),
+        (curve_spec(kind="strong"), r"kind='weak', and kind='strong' is wanted"),
+        (curve_spec(over="threads"), r"over='nproc_per_node', and over='threads' is wanted"),
     ):
         with pytest.raises(CurveError, match=said):
             folder.continued(asked)
@@ -193,7 +192,7 @@ def test_another_curve_is_not_gone_on_with(tmp_path: Path, by_hand: Made) -> Non
         wb.scaling_curve(folder.path)
     by_hand_in(folder, by_hand, SPEC, host="elsewhere")
     with pytest.raises(CurveError, match=r"made on elsewhere, and this is"):
-        folder.continued(order())
+        folder.continued(curve_spec())
 
 
 # --- real ones
@@ -204,7 +203,7 @@ def test_another_curve_is_not_gone_on_with(tmp_path: Path, by_hand: Made) -> Non
 def test_a_real_curve_is_measured_kept_and_not_measured_again_and_one_that_fails_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workbench.scaling.api.SECONDS", 1.0)
+    monkeypatch.setattr("workbench.scaling.api.COMMUNICATION_SECONDS", 1.0)
     spec = SPEC.replace(task=f"{TASKS.with_name('talkative_task.py')}:build", nproc_per_node=2)
     curve = wb.scaling_curve(spec, over="micro_batch", values=(16, 4), repeat=2, runs_dir=tmp_path)  # 16 kills its ranks
     assert capsys.readouterr().out.count("samples/s") == 2
@@ -218,7 +217,7 @@ def test_a_real_curve_is_measured_kept_and_not_measured_again_and_one_that_fails
         assert good.exposed is not None
         assert good.exposed > 0.05  # planted: most of it
     (folder,) = tmp_path.iterdir()
-    failed = [run for run in Folder.load(folder).runs() if not run.ok]
+    failed = [run for run in CurveDirectory.load(folder).runs() if not run.ok]
     assert len(failed) == 1  # the launch broke down with it, and the next one leaves its repeat out
     assert wb.scaling_curve(folder) == curve
     before = set(tmp_path.glob("*/*"))
@@ -248,6 +247,6 @@ def test_an_interrupt_keeps_what_has_ended_and_says_where(tmp_path: Path) -> Non
     curve = wb.scaling_curve(folder)
     assert curve.values == [6]
     assert "1 of 2 points are not measured yet" in str(curve)
-    (trial,) = missing(Folder.load(folder))
+    (trial,) = missing(CurveDirectory.load(folder))
     assert trial.spec.steps == 1_000_000
     assert run_directory.read_json(folder / run_directory.SCALING)["over"] == "steps"

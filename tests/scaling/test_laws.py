@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from workbench.core import units
-from workbench.scaling.analysis.law import doubt
+from workbench.scaling.analysis.law import identifiability
 from workbench.scaling.analysis.law.fit import Columns, best, exponent, losses, misfit, optimum
-from workbench.scaling.analysis.law.forecast import Allocation, Forecast
-from workbench.scaling.analysis.law.held_out import HeldOut
+from workbench.scaling.analysis.law.forecast import Allocation, Forecast, HeldOut
 from workbench.scaling.analysis.law.law import ScalingLaw
 from workbench.scaling.analysis.law.points import Points, PointsError, read
 
@@ -232,13 +231,13 @@ def test_an_exponent_cut_off_in_some_drawings_is_doubted(noisy: ScalingLaw) -> N
 
 def test_an_answer_far_from_all_sizes_is_said_loudly() -> None:
     rows = Points.of(points())
-    assert doubt.far(1e8 * 20, 1e9, 5, rows) == (
+    assert identifiability.extrapolation_notes(1e8 * 20, 1e9, 5, rows) == (
         "far outside of what was measured (20.0× the most parameters measured): the interval knows only this form of law",
     )
-    loud, quiet = doubt.far(1e6 / 2350, 1e7, 5, rows)
+    loud, quiet = identifiability.extrapolation_notes(1e6 / 2350, 1e7, 5, rows)
     assert "(1/2,350 of the fewest parameters measured)" in loud
     assert quiet == "0.500× the fewest tokens measured"
-    assert doubt.far(1e7, 1e8, 5, rows) == ()
+    assert identifiability.extrapolation_notes(1e7, 1e8, 5, rows) == ()
 
 
 def test_without_drawings_there_are_no_ends() -> None:
@@ -364,7 +363,7 @@ def test_questions_that_have_no_answer(noisy: ScalingLaw) -> None:
         noisy.allocation(-1)
     with pytest.raises(PointsError, match=r"tokens=0: a finite number above 0"):
         noisy.predict(1e6, 0)
-    with pytest.raises(PointsError, match=r"0 of 25 runs have at most 1 FLOPs: at least 5 to fit to are wanted.*the runs have 1.2e\+14"):
+    with pytest.raises(PointsError, match=r"0 of 25 runs have at most 1 FLOPs: at least 5 are needed for the fit.*the runs have 1.2e\+14"):
         noisy.held_out(flops=1)
     with pytest.raises(PointsError, match=r"25 of 25 runs"):
         noisy.held_out(1.0)

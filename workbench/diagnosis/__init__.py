@@ -1,1 +1,17 @@
-"""Diagnosis: what holds a training step back, what would help and by how much. Pure: evidence goes in, nothing is run here."""
+"""Finds out what limits a training step, predicts what would make it faster, and proves the prediction by running it.
+
+`measure/` experiments on a step: it takes one part away at a time (an ablation, stored as `VariantTimes`), traces a few steps, probes the
+loader and looks for stalls. What it measures is `Evidence` (`analysis/evidence.py`); `analysis/observed.py` makes Evidence of a run.
+
+`analysis/` is arithmetic on Evidence:
+
+    costs.py        Costs: seconds of each part of the step, and what its removal would save
+    verdict.py      Judgement: the part that limits the step; causes.py: why
+    step_model.py   StepModel: the parts of the step under changed knobs; loader_model.py: the same of the loader over its workers
+    remedies.py     Remedies with a predicted speedup (remedy.py), those of the loader in loader_remedies.py
+    diagnosis.py    Diagnosis: all of it together
+    proof.py        Proof: a remedy's predicted beside its measured speedup; Ladder: one proved remedy on top of another
+    calibration.py  Calibration: how right earlier predictions on this machine were
+
+`api.py` has `diagnose`, `prove` and `climb`; `plot.py` the pictures; `panel/` the ThroughputDoctor.
+"""

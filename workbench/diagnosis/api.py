@@ -1,7 +1,6 @@
-"""Diagnose, prove, climb: from a step, a spec or a run to a verdict; from a remedy to its proof; from proof to proof until nothing is left.
+"""`diagnose`, `prove` and `climb`: from a step, a spec or a run to a verdict, from a remedy to its proof, and both again and again.
 
-What is judged and predicted lives in `diagnosis` and never touches a process; here experiments are run: in this process for a step and
-its loader, in a launch of their own for a spec.
+Experiments on a step and its loader run in this process, those on a spec in launches of their own.
 """
 
 import math
@@ -21,7 +20,7 @@ from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.observed import observe
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
-from workbench.diagnosis.analysis.remedy import Remedy, turned
+from workbench.diagnosis.analysis.remedy import Remedy, apply_remedy
 from workbench.harness.results import VariantTimes
 from workbench.runs import task
 from workbench.runs.failure import RunError
@@ -31,16 +30,16 @@ from workbench.runs.spec import RunSpec, ScriptSpec, check_names
 from workbench.runs.target import Measured, Step, check_spec
 
 BUDGET = 60.0
-"""Seconds that an experiment may take, where nobody says; most need fewer."""
-WORTH = 1.05
-"""Predicted speedup from which on a climb tries a remedy."""
-LEAST = 15.0
-"""Seconds: with less than that left of its budget, a climb begins nothing new."""
+"""Default of `budget_s`: seconds that an experiment may take; most need fewer."""
+MIN_CLIMB_SPEEDUP = 1.05
+"""Predicted speedup from which on `climb` tries a remedy."""
+MIN_CLIMB_SECONDS = 15.0
+"""Seconds: with less than that left of its budget, `climb` begins nothing new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
-    """A spec, whose experiments are launched."""
+class LaunchedSpec:
+    """The subject of a diagnosis whose experiments are launched."""
 
     runs_dir: str | os.PathLike[str] | None = None
     """Where their run directories go; None = `runs` in the current folder."""
@@ -55,10 +54,10 @@ def diagnose(
     budget_s: float = BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Diagnosis:
-    """Find out what holds a training step back, by experiment: parts of it are taken away in turn, and what changes is the truth.
+    """Find out what limits a training step, by experiment: parts of it are taken away one at a time, and the change of the step decides.
 
     * `diagnose(step, loader)` tries in this process; `step(batch)` does one whole optimizer step. Model, optimizer, random generators,
-      loader and whatever else the step reaches are left as they were; what could not be, such as a generator that is used up, is said.
+      loader and whatever else the step reaches are restored; a note says what could not be, such as a generator that is used up.
     * `diagnose(spec)` tries in a launch of its own, with as many ranks as the spec has. They keep memory that was freed (see
       `runs.launch.environment.steady_malloc`): what glibc does with it otherwise is chance, and may take a third of a CPU's step.
     * `diagnose(run)` goes by what was observed, tries nothing, and says what only an experiment could settle.
@@ -78,9 +77,9 @@ def diagnose(
     check_budget(budget_s)
     given = _TARGET.read(target, loader, model=model, optimizer=optimizer)
     if isinstance(given, RunSpec):
-        return _tried(experiments.run_diagnosis(given, budget_s=budget_s, runs_dir=runs_dir), Elsewhere(runs_dir=runs_dir))
+        return _from_experiment(experiments.run_diagnosis(given, budget_s=budget_s, runs_dir=runs_dir), LaunchedSpec(runs_dir=runs_dir))
     if isinstance(given, Run):
-        return _looked_at(given)
+        return _from_run(given)
     from workbench.diagnosis.measure.experiment import experiment
 
     evidence = experiment(given.step, given.loader, model=model, optimizer=optimizer, budget_s=budget_s)
@@ -88,7 +87,7 @@ def diagnose(
 
 
 def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> Proof:
-    """Run a remedy in turns with the baseline, and keep what came of it for later predictions; see `Diagnosis.prove`.
+    """Run a remedy interleaved with the baseline, and keep the result for later predictions; see `Diagnosis.prove`.
 
     Raises:
         ValueError: what was diagnosed is not here any more, or cannot be changed from here.
@@ -98,10 +97,10 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
     spec, subject = diagnosis.spec, diagnosis.subject
     name = ""
     if isinstance(spec, RunSpec):
-        runs_dir = subject.runs_dir if isinstance(subject, Elsewhere) else None
-        changed = turned(spec, remedy)
+        runs_dir = subject.runs_dir if isinstance(subject, LaunchedSpec) else None
+        changed = apply_remedy(spec, remedy)
         run = experiments.run_ab_test(spec, changed, name=remedy.name, budget_s=budget_s, runs_dir=runs_dir)
-        arm, samples = read_contest(run), float(spec.global_batch)
+        arm, samples = read_ab_test(run), float(spec.global_batch)
         name = task.label(spec.task)
     elif isinstance(subject, Step):
         from workbench.harness.ab_test import measure_change
@@ -149,19 +148,24 @@ def climb(
     end = time.monotonic() + budget_s
 
     def budget() -> float:
-        return min(BUDGET, max(LEAST, end - time.monotonic()))
+        return min(BUDGET, max(MIN_CLIMB_SECONDS, end - time.monotonic()))
 
     diagnosis = diagnose(spec, budget_s=budget(), runs_dir=runs_dir)
     now, dropped, rungs = spec, set[str](), list[Rung]()
     rate = start = (diagnosis.evidence.samples or 1.0) / diagnosis.evidence.step
     while True:
         remedy = next(
-            (one for one in diagnosis.remedies if one.speedup > WORTH and _can_try(one, now, leave) and one.name not in dropped), None
+            (
+                remedy
+                for remedy in diagnosis.remedies
+                if remedy.speedup > MIN_CLIMB_SPEEDUP and _can_try(remedy, now, leave) and remedy.name not in dropped
+            ),
+            None,
         )
         if remedy is None:
-            stopped = f"nothing is left that can be tried and is predicted to gain more than {units.percent(WORTH - 1)}"
+            stopped = f"nothing is left that can be tried and is predicted to gain more than {units.percent(MIN_CLIMB_SPEEDUP - 1)}"
             break
-        if end - time.monotonic() < LEAST:
+        if end - time.monotonic() < MIN_CLIMB_SECONDS:
             stopped = f"the budget of {units.seconds(budget_s)} was spent before {remedy.name} could be tried"
             break
         try:
@@ -170,12 +174,12 @@ def climb(
             nothing = Interval(low=math.nan, mid=math.nan, high=math.nan)
             proof = Proof(remedy=remedy, measured=nothing, baseline=rate, notes=(f"it failed: {error}",))
         if proof.gained:
-            now, rate = turned(now, remedy), proof.baseline * proof.measured.mid
+            now, rate = apply_remedy(now, remedy), proof.baseline * proof.measured.mid
         rungs.append(Rung(verdict=diagnosis.verdict, cause=diagnosis.cause, proof=proof, samples_per_sec=rate))
         if not proof.gained:
             dropped.add(remedy.name)
             continue
-        if end - time.monotonic() < LEAST:
+        if end - time.monotonic() < MIN_CLIMB_SECONDS:
             stopped = f"the budget of {units.seconds(budget_s)} was spent with {remedy.name}; the verdict is that before it"
             break
         try:
@@ -190,11 +194,11 @@ def climb(
 
 
 def _can_try(remedy: Remedy, spec: RunSpec, leave: Collection[str]) -> bool:
-    return remedy.provable and not remedy.ceiling and remedy.change.keys().isdisjoint(leave) and turned(spec, remedy) != spec
+    return remedy.provable and not remedy.ceiling and remedy.change.keys().isdisjoint(leave) and apply_remedy(spec, remedy) != spec
 
 
-def read_contest(run: Run) -> VariantTimes:
-    """What came of two specs that took turns."""
+def read_ab_test(run: Run) -> VariantTimes:
+    """The VariantTimes of two specs that ran interleaved."""
     value = run_directory.read_json(run.path / run_directory.CONTEST)
     return VariantTimes(**{**value, "pairs": tuple((base, other) for base, other in value["pairs"])})
 
@@ -211,18 +215,18 @@ def check_budget(budget_s: float) -> None:
 _TARGET = Measured(name="diagnose", verb="diagnosed", script='a script by a run of it, diagnose(wb.launch("train.py", watch=True).wait())')
 
 
-def _tried(run: Run, subject: Elsewhere) -> Diagnosis:
+def _from_experiment(run: Run, subject: LaunchedSpec) -> Diagnosis:
     evidence = Evidence.from_json(run_directory.read_json(run.path / run_directory.EVIDENCE))
     return Diagnosis.of(evidence, spec=run.spec, subject=subject, adjust=Calibration.load().adjust)
 
 
-def _looked_at(run: Run) -> Diagnosis:
+def _from_run(run: Run) -> Diagnosis:
     """By what a run has left behind: the evidence of an experiment, or the timelines of a training.
 
     Raises:
         ValueError: it still runs, or has no measured step.
     """
-    subject = Elsewhere(runs_dir=run.path.parent)
+    subject = LaunchedSpec(runs_dir=run.path.parent)
     if (run.path / run_directory.EVIDENCE).exists():
-        return _tried(run, subject)
+        return _from_experiment(run, subject)
     return Diagnosis.of(observe(run), spec=run.spec, subject=subject, adjust=Calibration.load().adjust)

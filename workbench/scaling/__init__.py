@@ -1,7 +1,12 @@
-"""Scaling: throughput against the number of processes (or another knob), measured; and what more processes would bring, with an interval.
+"""Predicts throughput for more processes, and loss for larger models and more data, from measured runs, with intervals.
 
-A `ScalingCurve` is made of `ScalingPoint`s, from runs (`reading`) or by hand. `curve.fit()` holds the laws of `forms` against it, each
-scored on the last point by the others (`fitting`), and together they give a `CurveForecast` of any number of processes: low, mid, high,
-and always the naive line beside it, on which every process goes on as in the largest measured point. `mechanisms`: laws for curves that
-say more of themselves (`How`). `doubt`: what would narrow an interval.
+Throughput (`analysis/curve/`): a `ScalingCurve` is made of `ScalingPoint`s (`point.py`), from runs or by hand. `curve.fit()`
+fits every form of `forms.py`, weighs each by how well it predicts the last point from the others (`fit.py`), and their ensemble gives a
+`CurveForecast` for any number of processes: low, mid, high, and beside it `naive`, the linear extrapolation of the largest measured point.
+
+Loss (`analysis/law/`): `Points` are measured runs, `ScalingLaw.fit(points)` is L(N, D) = E + A/N^α + B/D^β through them. A law gives a
+`Forecast` of a run, the `Allocation` of a compute budget, and its own `HeldOut` test.
+
+`api.py` has `scaling_curve`, which launches the runs of a curve and keeps them in a `CurveDirectory`, and `scaling_law`.
+`plot.py` draws both; `panel/` is the ScalingExplorer.
 """

@@ -1,34 +1,43 @@
-"""Growing: a scaling curve is measured, by launches that take turns, kept as it grows, and gone on with another day.
+"""`scaling_curve` measures throughput by the number of processes; `scaling_law` fits the loss of many small runs.
 
-An `Order` says what is measured (`order`); its `Folder` keeps the runs (`folder`); `curves` makes those that are missing, and has the share
-of communication measured beside them (`sharing`). What comes of it is a `scaling.ScalingCurve`.
-
-`scaling_curve`: throughput by number of processes, or by any knob, measured in turns, kept, shown as it grows.
+A `CurveSpec` says what a curve measures and a `CurveDirectory` keeps its runs; `_Measurement` launches those that are missing, interleaved,
+and can be resumed. The runs of a law share as few launches as possible.
 """
 
 import contextlib
+import json
 import math
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 from workbench.core import units
+from workbench.core.checks import is_whole, whole_number
 from workbench.core.progress import ProgressLine
+from workbench.runs import task
 from workbench.runs.failure import RunError
 from workbench.runs.launch.environment import core_count, gpu_count
 from workbench.runs.launch.experiments import run_communication
 from workbench.runs.launch.launch import check, label
-from workbench.runs.launch.sweep import Trial, in_brief, in_turn, plan
-from workbench.runs.spec import RunSpec
+from workbench.runs.launch.sweep import Trial, in_brief, in_turn, plan, sweep
+from workbench.runs.programs import COUNTING
+from workbench.runs.spec import RunSpec, SpecError
+from workbench.runs.target import check_spec
+from workbench.runs.task import TaskError
 from workbench.scaling.analysis.curve.curve import ScalingCurve
-from workbench.scaling.curve_directory import Folder, in_launches
-from workbench.scaling.curve_order import Order, ordered
+from workbench.scaling.analysis.law.identifiability import varied_too_little
+from workbench.scaling.analysis.law.law import ScalingLaw
+from workbench.scaling.analysis.law.points import Points, PointsError
+from workbench.scaling.curve_directory import CurveDirectory, CurveSpec, in_launches, validate
 
-SECONDS = 6.0
-"""For which each point trains with and without its reduction, in turns: ten pairs of blocks, about."""
-LAUNCH = 8.0
-"""Seconds that the start of a launch takes, about: until one is over, the time left is told by it."""
+COMMUNICATION_SECONDS = 6.0
+"""For which each point trains with and without its reduction, interleaved: about ten pairs of blocks."""
+LAUNCH_SECONDS = 8.0
+"""Seconds that the start of a launch takes, about: the time left is estimated by it until one has ended."""
 _CELLS = 20
 
 
@@ -48,7 +57,7 @@ def scaling_curve(
 
     Each point is a training with a run directory of its own: from its timelines come throughput, straggling and CPU seconds per sample.
     Neighbours that can share a launch do. Which part of a step is nothing but communication is measured afterwards, in launches of their
-    own: steps with and without the reduction of gradients, in turns. Points with more processes × threads than cores (or processes than
+    own: steps with and without the reduction of gradients, interleaved. Points with more processes × threads than cores (or processes than
     GPUs) are labelled as oversubscribed, and no fit uses them. A point that fails is kept and shown, and its repeats are left out.
 
     An interrupt stops what runs; what was measured is kept, and the exception says where. The same call with `resume=True` goes on.
@@ -61,7 +70,7 @@ def scaling_curve(
         repeat: how often each point is measured; two or more for an interval.
         communication: measure exposed communication too, where a point has more than one process and is not oversubscribed.
         resume: go on with the newest curve of this spec in `runs_dir`, or with the one in this directory: what has ended is not run
-            again. Other values and more repeats may be wanted than before.
+            again. Values and repeats may be others than before.
         runs_dir: where the curve's directory goes; None = `runs` in the current folder.
         quiet: show no progress.
 
@@ -71,39 +80,41 @@ def scaling_curve(
         LaunchError, TaskError: a point cannot run here. Nothing was started.
     """
     if isinstance(target, str | os.PathLike):
-        return Folder.load(target).curve()
-    order = ordered(target, over=over, values=values, kind=kind, repeat=repeat, communication=communication)
-    for _, spec in order.points:
+        return CurveDirectory.load(target).curve()
+    curve_spec = validate(target, over=over, values=values, kind=kind, repeat=repeat, communication=communication)
+    for _, spec in curve_spec.points:
         check(spec)
-    growth = _Growth(_folder(order, resume, runs_dir), quiet)
+    measurement = _Measurement(_directory(curve_spec, resume, runs_dir), quiet)
     try:
-        growth.train()
-        notes = growth.communicate() if order.communication else ()
+        measurement.train()
+        notes = measurement.communicate() if curve_spec.communication else ()
     except BaseException as error:
-        error.add_note(f'What was measured so far is kept: wb.scaling_curve(spec, …, resume="{growth.folder.path}") goes on with it')
+        error.add_note(
+            f'What was measured so far is kept: wb.scaling_curve(spec, …, resume="{measurement.directory.path}") goes on with it'
+        )
         raise
-    return growth.folder.curve(notes)
+    return measurement.directory.curve(notes)
 
 
-def _folder(order: Order, resume: bool | str | os.PathLike[str], runs_dir: str | os.PathLike[str] | None) -> Folder:
+def _directory(curve_spec: CurveSpec, resume: bool | str | os.PathLike[str], runs_dir: str | os.PathLike[str] | None) -> CurveDirectory:
     if resume is False:
-        return Folder.new(order, runs_dir)
-    found = Folder.latest(order, runs_dir) if resume is True else Folder.load(resume)
-    return Folder.new(order, runs_dir) if found is None else found.continued(order)
+        return CurveDirectory.new(curve_spec, runs_dir)
+    directory = CurveDirectory.latest(curve_spec, runs_dir) if resume is True else CurveDirectory.load(resume)
+    return CurveDirectory.new(curve_spec, runs_dir) if directory is None else directory.continued(curve_spec)
 
 
-class _Growth:
+class _Measurement:
     """A curve while it is measured."""
 
-    def __init__(self, folder: Folder, quiet: bool) -> None:
+    def __init__(self, directory: CurveDirectory, quiet: bool) -> None:
         """Nothing is started yet.
 
         Args:
-            folder: of the curve, with what it has already.
+            directory: of the curve, with what it has already.
             quiet: show no progress.
         """
-        self.folder, self.quiet = folder, quiet
-        self._trials = missing(folder)
+        self.directory, self.quiet = directory, quiet
+        self._trials = missing(directory)
         self._done, self._failed = 0, set[RunSpec]()
         self._start = time.monotonic()
         self._doing = ""
@@ -113,7 +124,9 @@ class _Growth:
         """Make the runs that are missing."""
         total = len(self._trials)
         try:
-            with contextlib.closing(in_turn(self._trials, self.folder.path, self._tick, lambda trial: trial.spec in self._failed)) as ended:
+            with contextlib.closing(
+                in_turn(self._trials, self.directory.path, self._tick, lambda trial: trial.spec in self._failed)
+            ) as ended:
                 for trial, run in ended:
                     self._done += 1
                     if not run.ok:
@@ -126,17 +139,17 @@ class _Growth:
 
     def communicate(self) -> tuple[str, ...]:
         """Measure what is not known yet of exposed communication; what to keep in mind about it."""
-        order, known = self.folder.order, {steps.spec for steps in self.folder.steps()}
-        wanted = [spec for _, spec in order.points if self._measurable(spec)]
+        curve_spec, known = self.directory.curve_spec, {steps.spec for steps in self.directory.steps()}
+        wanted = [spec for _, spec in curve_spec.points if self._measurable(spec)]
         if not any(spec.nproc_per_node > 1 for spec in wanted):
             return ()
-        if order.why_no_communication:
-            return (order.why_no_communication,)
+        if curve_spec.why_no_communication:
+            return (curve_spec.why_no_communication,)
         notes = []
         for specs in in_launches([spec for spec in wanted if spec not in known]):
             self._doing = f"communication of {len(specs)} points"
             try:
-                run_communication(specs, seconds=SECONDS, runs_dir=self.folder.path, tick=self._tick)
+                run_communication(specs, seconds=COMMUNICATION_SECONDS, runs_dir=self.directory.path, tick=self._tick)
             except RunError as error:
                 notes.append(f"exposed communication could not be measured: {str(error).splitlines()[0]}")
             finally:
@@ -145,17 +158,20 @@ class _Growth:
 
     def _measurable(self, spec: RunSpec) -> bool:
         """Has it trained, and is it no matter of too few cores?"""
-        return spec not in self._failed and not crowded(spec) and any(run.ok and run.spec == spec for run in self.folder.runs())
+        return spec not in self._failed and not crowded(spec) and any(run.ok and run.spec == spec for run in self.directory.runs())
 
     @property
     def _left(self) -> float:
         """Seconds until all is measured, about."""
-        points = self.folder.order.points
-        paired = 0.0
-        if self.folder.order.communication and any(spec.nproc_per_node > 1 for _, spec in points):
-            paired = sum(LAUNCH + SECONDS * len(specs) for specs in in_launches([spec for _, spec in points if not crowded(spec)]))
-        each = (time.monotonic() - self._start) / self._done if self._done else LAUNCH
-        return each * (len(self._trials) - self._done) + paired
+        points = self.directory.curve_spec.points
+        known_pairs = 0.0
+        if self.directory.curve_spec.communication and any(spec.nproc_per_node > 1 for _, spec in points):
+            known_pairs = sum(
+                LAUNCH_SECONDS + COMMUNICATION_SECONDS * len(specs)
+                for specs in in_launches([spec for _, spec in points if not crowded(spec)])
+            )
+        each = (time.monotonic() - self._start) / self._done if self._done else LAUNCH_SECONDS
+        return each * (len(self._trials) - self._done) + known_pairs
 
     def _tick(self) -> None:
         if not self.quiet:
@@ -164,20 +180,22 @@ class _Growth:
     def _words(self) -> str:
         done, total = self._done, max(1, len(self._trials))
         bar = f"{'█' * (_CELLS * done // total):░<{_CELLS}} {done}/{total} runs"
-        return " · ".join(filter(None, [f"{label(self.folder.order.spec)} {bar}", self._doing, f"about {units.seconds(self._left)} left"]))
+        return " · ".join(
+            filter(None, [f"{label(self.directory.curve_spec.spec)} {bar}", self._doing, f"about {units.seconds(self._left)} left"])
+        )
 
 
-def missing(folder: Folder) -> list[Trial]:
-    """The trainings that an order has not got yet, in the order of a sweep."""
-    done = [run.spec for run in folder.runs() if run.ok]
-    have = {spec: done.count(spec) for _, spec in folder.order.points}
-    found = []
-    for trial in plan(folder.order.points, folder.order.repeat):
+def missing(directory: CurveDirectory) -> list[Trial]:
+    """The trainings of the curve that are missing, in the order of a sweep."""
+    done = [run.spec for run in directory.runs() if run.ok]
+    have = {spec: done.count(spec) for _, spec in directory.curve_spec.points}
+    trials = []
+    for trial in plan(directory.curve_spec.points, directory.curve_spec.repeat):
         if have[trial.spec]:
             have[trial.spec] -= 1
         else:
-            found.append(trial)
-    return found
+            trials.append(trial)
+    return trials
 
 
 def crowded(spec: RunSpec) -> bool:
@@ -186,3 +204,160 @@ def crowded(spec: RunSpec) -> bool:
     if gpus and (spec.device == "cuda" or spec.nproc_per_node <= gpus):
         return spec.nproc_per_node > gpus
     return spec.nproc_per_node * spec.threads > (core_count() or math.inf)
+
+
+SIZED = "workbench.train.sized:gpt_"
+"""The sample task in any width: this, and the width."""
+SIZED_FROM = "text-gpt"
+"""The sample task that has sizes."""
+WINDOW = 64
+"""Tokens that one of its samples counts."""
+
+
+def scaling_law(
+    spec: RunSpec,
+    *,
+    samples: Sequence[int],
+    sizes: Sequence[int] | None = None,
+    tasks: Sequence[str] | None = None,
+    seeds: int = 1,
+    tokens_per_sample: float | None = None,
+    loss: str | None = None,
+    runs_dir: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> ScalingLaw:
+    """Train every size on every amount of data, in as few launches as possible, and fit L(N, D) = E + A/N^α + B/D^β.
+
+    Each run is trained to the end of its own learning-rate schedule: a loss on the way of a longer run would be too high. What cannot give
+    a law is refused before anything is trained. Runs that fail are left out, with a note; their directories stay.
+
+    Args:
+        spec: what all runs have in common; its task and steps are replaced. schedule="cosine" with some warmup_steps is advised.
+        samples: amounts of data, in samples; three or more, over a factor of 4 at least. Data that are seen twice count as new.
+        sizes: widths of the sample task "text-gpt", multiples of 8; three or more, whose parameters span a factor of 4 at least.
+        tasks: or names of tasks of your own, one for each size: ["my_task.py:small", "my_task.py:medium", …].
+        seeds: runs of each, with seeds from that of the spec on.
+        tokens_per_sample: what one sample counts; None = 64 for "text-gpt", 1 for tasks of your own: a law of samples.
+        loss: name of the evaluation's figure that is the loss; None = the one that ends in "loss", else the smoothed training loss.
+        runs_dir: where run directories go; None = `runs` in the current folder.
+        quiet: do not print a line per finished run.
+        **options: of `ScalingLaw.fit`.
+
+    Raises:
+        SpecError: no sizes, or a knob that is not allowed. Nothing was started.
+        PointsError: too few sizes or amounts of data, or too close to each other (nothing was started), or too few runs have finished.
+        TaskError: a task that cannot be built. Nothing was started.
+    """
+    check_spec("scaling_law", spec, error=SpecError)
+    sizes, samples = None if sizes is None else _plain(sizes), _plain(samples)
+    seeds = _plain([seeds])[0]
+    names = _tasks(spec, sizes, tasks)
+    steps = _steps(spec, samples)
+    whole_number("seeds", seeds, least=1, error=SpecError)
+    per = tokens_per_sample if tokens_per_sample is not None else float(WINDOW) if sizes is not None else 1.0
+    counts = count(names)
+    parameters = {name: float(counted["parameters"] or 0) for name, counted in counts.items()}
+    planned = Points.of(
+        [(parameters[name], number * spec.global_batch * per, 1.0) for name in names for number in steps for _ in range(seeds)]
+    ).check()
+    _wide(planned, "tasks" if sizes is None else "sizes", [number * spec.global_batch for number in steps])
+    spec = spec.replace(evaluate=True) if sizes is not None else spec
+    varied: dict[str, Any] = {"task": names, "steps": steps}
+    if seeds > 1:
+        varied["seed"] = range(spec.seed, spec.seed + seeds)
+    runs = sweep(spec, runs_dir=runs_dir, quiet=quiet, **varied)
+    notes = _notes(spec, steps, [counted["samples"] for counted in counts.values()], per)
+    return ScalingLaw.from_runs(runs, parameters=parameters, tokens_per_sample=per, loss=loss, notes=notes, **options)
+
+
+def count(tasks: Sequence[str]) -> dict[str, dict[str, int | None]]:
+    """Parameters and samples of tasks, by their names; in a process of its own, which loads torch.
+
+    Raises:
+        TaskError: one of them cannot be built.
+    """
+    for name in tasks:
+        task.check(name)
+    command = [sys.executable, "-m", COUNTING, *tasks]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        counts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = " ".join(done.stderr.splitlines()[-1:]) or f"it ended with {done.returncode}"
+        raise TaskError(f"the tasks {', '.join(tasks)} could not be built: {last}") from None
+    if "error" in counts:
+        raise TaskError(counts["error"])
+    return counts
+
+
+def _tasks(spec: RunSpec, sizes: Sequence[int] | None, tasks: Sequence[str] | None) -> list[str]:
+    if (sizes is None) == (tasks is None):
+        given = "neither" if sizes is None else "both"
+        raise SpecError(f'{given} of sizes= and tasks= given: one is wanted, sizes=[16, 32, 64] or tasks=["my_task.py:small", …]')
+    if tasks is not None:
+        if isinstance(tasks, str) or len(set(tasks)) < len(tasks):
+            raise SpecError(f"tasks={tasks!r}: a list of different names is wanted, one for each size of the model")
+        return list(tasks)
+    assert sizes is not None
+    if spec.task != SIZED_FROM and not spec.task.startswith(SIZED):
+        raise SpecError(
+            f'sizes= are those of "{SIZED_FROM}", and the task is {spec.task!r}: name a task for each size, tasks=["…:small", …]'
+        )
+    for width in sizes:
+        if not is_whole(width, least=8) or width % 8:
+            raise SpecError(f"sizes={list(sizes)!r}: widths that are multiples of 8 are wanted, such as [16, 32, 64]")
+    if len(set(sizes)) < len(sizes):
+        raise SpecError(f"sizes={list(sizes)!r} has one twice: for several runs of each there is seeds=2")
+    return [f"{SIZED}{width}" for width in sizes]
+
+
+def _steps(spec: RunSpec, samples: Sequence[int]) -> list[int]:
+    """Optimizer steps for each amount of data."""
+    batch = spec.global_batch
+    whole = not isinstance(samples, str | int) and all(isinstance(number, int) and not isinstance(number, bool) for number in samples)
+    if not whole or not samples or min(samples) < batch:
+        example = [batch * steps for steps in (50, 100, 200)]
+        raise SpecError(f"samples={samples!r}: a list of whole numbers of at least one batch ({batch}) is wanted, such as {example}")
+    steps = [number // batch for number in samples]
+    if len(set(steps)) < len(steps):
+        raise SpecError(f"samples={list(samples)!r} are {steps} steps of {batch}: two are the same")
+    return steps
+
+
+def _plain(values: Any) -> Any:
+    """Whole numbers of numpy as those of Python; everything else as it was, to be judged as it was given."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        return values
+    return [int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value for value in values]
+
+
+def _wide(planned: Points, sized: str, samples: Sequence[int]) -> None:
+    """Refuse runs that are too few or too close to each other to give a law.
+
+    Raises:
+        PointsError: fewer than three sizes or amounts of data, or less than a factor of 4 between the ends.
+    """
+    if (narrow := varied_too_little(planned)) is None:
+        return
+    what, given, wanted = narrow
+    most, fewest = max(samples), min(samples)
+    remedy = f"samples={[fewest, 2 * fewest, max(4 * fewest, most)]}"
+    if what == "parameters":
+        remedy = "sizes=[8, 16, 32]" if sized == "sizes" else "tasks=[…] of smaller and larger models"
+    raise PointsError(f"the {what} of these runs are {given}: {wanted}; nothing was started; try {remedy}")
+
+
+def _notes(spec: RunSpec, steps: Sequence[int], sizes: Sequence[int | None], per: float) -> list[str]:
+    """What to keep in mind about runs like these."""
+    notes = [] if per != 1 else ["data are counted in samples, so FLOPs are per parameter and sample"]
+    if spec.schedule == "constant":
+        notes.append('constant learning rate: with schedule="cosine" every run would end lower, long ones more so')
+    if spec.warmup_steps > min(steps) / 2:
+        notes.append(f"the warm-up of {spec.warmup_steps} steps fills more than half of the shortest run ({min(steps)} steps)")
+    most = max(steps) * spec.global_batch
+    if (fewest := min((size for size in sizes if size is not None), default=most)) < most:
+        notes.append(
+            f"the longest runs see their {fewest:,} samples {most / fewest:.1f} times: data seen again teach less than the law thinks"
+        )
+    return notes

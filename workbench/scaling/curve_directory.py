@@ -1,7 +1,4 @@
-"""Folder: the directory of a curve. It holds the order and the runs, so that a curve can be read, and gone on with, at any time.
-
-Sharing: which part of a step is nothing but communication, by steps that were taken with and without it.
-"""
+"""CurveSpec: what a scaling curve measures, validated before anything starts. CurveDirectory: the directory that keeps its runs."""
 
 import os
 import platform
@@ -13,22 +10,133 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
+from workbench.core.checks import whole_number
 from workbench.core.codec import JsonDataclass
 from workbench.core.statistics import interval_of
 from workbench.runs.launch.environment import versions
 from workbench.runs.launch.launch import label
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.run import Run
-from workbench.runs.spec import RunSpec
-from workbench.scaling.analysis.curve.curve import ScalingCurve
-from workbench.scaling.analysis.curve.point import CurveError
-from workbench.scaling.analysis.curve.read import shown_value
-from workbench.scaling.curve_order import Order
+from workbench.runs.spec import AUTO, SHARDED, RunSpec, SpecError, check_names
+from workbench.runs.target import check_spec
+from workbench.scaling.analysis.curve.curve import KINDS, ScalingCurve, shown_value
+from workbench.scaling.analysis.curve.point import PROCESSES, CurveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveSpec(JsonDataclass):
+    """A curve to be measured."""
+
+    spec: RunSpec
+    """What all points have in common."""
+    over: str
+    """The knob that is turned."""
+    values: tuple[Any, ...]
+    """What it is turned to."""
+    kind: str
+    """ "weak" or "strong"."""
+    repeat: int
+    """How often each point is measured."""
+    communication: bool
+    """Measure exposed communication as well."""
+
+    @property
+    def points(self) -> list[tuple[str, RunSpec]]:
+        """Each point in words, and its spec.
+
+        >>> spec = RunSpec(task="text-gpt", micro_batch=8)
+        >>> curve_spec = CurveSpec(spec=spec, over="nproc_per_node", values=(1, 2), kind="strong", repeat=1, communication=False)
+        >>> [(words, each.micro_batch, each.global_batch) for words, each in curve_spec.points]
+        [('nproc_per_node=1', 8, 8), ('nproc_per_node=2', 4, 8)]
+        """
+        return [(f"{self.over}={value}", point_of(self.spec, self.over, value, self.kind)) for value in self.values]
+
+    @property
+    def why_no_communication(self) -> str:
+        """Why exposed communication cannot be measured here; "" if it can."""
+        if self.spec.parallel in SHARDED or (self.over == "parallel" and set(self.values) & set(SHARDED)):
+            return f"exposed communication is not measured under {', '.join(SHARDED)}: no rank can compute without the others' weights"
+        if any(spec.tensor_parallel > 1 for _, spec in self.points):
+            return "exposed communication is not measured with tensor_parallel: no rank can compute without the others"
+        return ""
+
+    def continues(self, other: "CurveSpec") -> bool:
+        """Are the points of both on one curve?"""
+        return (self.spec.replace(**{self.over: getattr(other.spec, self.over)}), self.over, self.kind) == (
+            other.spec,
+            other.over,
+            other.kind,
+        )
+
+
+def validate(spec: Any, *, over: str, values: Sequence[Any], kind: str, repeat: int, communication: bool) -> CurveSpec:
+    """The curve that the arguments of `scaling_curve` describe, checked.
+
+    Raises:
+        SpecError: no RunSpec, no such knob, or a value it does not take.
+        CurveError: values that make no curve.
+    """
+    check_spec(
+        "scaling_curve",
+        spec,
+        because="whose knobs can be turned, or the directory of a curve, to read it",
+        instead="for a script: ScalingCurve.from_runs([launch(script, nproc_per_node=n, watch=True).wait() for n in (1, 2)])",
+        error=SpecError,
+    )
+    check_names(RunSpec, {over: None})
+    if kind not in KINDS:
+        raise CurveError(f"kind={kind!r}: allowed are " + " and ".join(f'"{name}" ({what})' for name, what in KINDS.items()))
+    if kind == "strong" and over != PROCESSES:
+        raise CurveError(f'kind="strong" over {over}: it is processes that share a batch; leave kind out, or over')
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence) or not values:
+        raise CurveError(f"values={values!r}: a list of what {over} is turned to is wanted, such as (1, 2, 4)")
+    if any(value in values[:place] for place, value in enumerate(values)):
+        raise CurveError(f"values={list(values)!r} has one twice: to measure each point several times there is repeat=3")
+    whole_number("repeat", repeat, least=1, also="; with 1 no point has an interval", error=CurveError)
+    if spec.micro_batch == AUTO and over != "micro_batch":
+        raise CurveError(
+            'micro_batch="auto" may be another number at each point: give one, such as wb.max_micro_batch(spec, device).micro_batch'
+        )
+    curve_spec = CurveSpec(spec=spec, over=over, values=tuple(values), kind=kind, repeat=repeat, communication=bool(communication))
+    assert curve_spec.points  # raises where a value is not possible
+    return curve_spec
+
+
+def point_of(spec: RunSpec, over: str, value: Any, kind: str) -> RunSpec:
+    """The spec of one point. In strong scaling the micro-batch is divided, so that the global batch stays.
+
+    Raises:
+        SpecError: the knob does not take the value.
+        CurveError: the global batch cannot be divided so.
+    """
+    try:
+        if kind != "strong":
+            return spec.replace(**{over: value})
+        alone = spec.replace(nproc_per_node=value, micro_batch=1)
+    except SpecError as error:
+        raise SpecError(f"{error} (at {over}={value!r})") from error
+    whole = spec.global_batch
+    if whole % alone.global_batch:
+        good = [n for n in range(1, 2 * max(value, 4) + 1) if n % spec.tensor_parallel == 0 and whole % _parts(spec, n) == 0]
+        raise CurveError(
+            f"{value} processes cannot share a global batch of {whole} evenly ({_said(spec, alone)}): numbers that divide it are "
+            f"{', '.join(map(str, good))}; or choose another micro_batch, such as {-(-whole // alone.global_batch) * alone.global_batch}"
+        )
+    return alone.replace(micro_batch=whole // alone.global_batch)
+
+
+def _parts(spec: RunSpec, processes: int) -> int:
+    return spec.accumulation * (processes // spec.tensor_parallel)
+
+
+def _said(spec: RunSpec, alone: RunSpec) -> str:
+    times = f" × accumulation {spec.accumulation}" if spec.accumulation > 1 else ""
+    return f"{alone.data_ranks} data ranks{times}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps(JsonDataclass):
-    """Steps of one spec, with and without the reduction of gradients, in turns."""
+    """Steps of one spec with and without the reduction of gradients, interleaved."""
 
     spec: RunSpec
     pairs: tuple[tuple[float, float], ...]
@@ -37,12 +145,12 @@ class Steps(JsonDataclass):
     @property
     def whole(self) -> float:
         """Seconds of a step as it is: the median of its blocks."""
-        return statistics.median(one for one, _ in self.pairs)
+        return statistics.median(whole for whole, _ in self.pairs)
 
     @property
     def saved(self) -> float:
-        """Seconds of it that are not there without the reduction."""
-        return interval_of(self.pairs, lambda one, other: 1 - other / one).mid * self.whole
+        """Seconds that it is shorter without the reduction."""
+        return interval_of(self.pairs, lambda whole, other: 1 - other / whole).mid * self.whole
 
 
 def exposed(measured: Iterable[Steps], over: str) -> dict[Any, float]:
@@ -56,19 +164,19 @@ def exposed(measured: Iterable[Steps], over: str) -> dict[Any, float]:
     >>> {n: round(share, 2) for n, share in exposed(steps, "nproc_per_node").items()}
     {1: 0.0, 2: 0.25}
     """
-    found = list(measured)
-    alone = [steps.saved for steps in found if steps.spec.nproc_per_node == 1] if over == "nproc_per_node" else []
+    known = list(measured)
+    alone = [steps.saved for steps in known if steps.spec.nproc_per_node == 1] if over == "nproc_per_node" else []
     copied = max(0.0, statistics.median(alone)) if alone else 0.0
     return {
         getattr(steps.spec, over): 0.0 if steps.spec.nproc_per_node == 1 else min(0.99, max(0.0, (steps.saved - copied) / steps.whole))
-        for steps in found
+        for steps in known
     }
 
 
 def in_launches(specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
-    """Specs that can be measured in one launch, one after the other: what is fixed when the processes start is the same.
+    """Groups of specs that one launch can measure in turn: what is fixed when the processes start is the same.
 
-    Their number too, though some could rest: a model that talks by itself (SyncBatchNorm, say) talks to all processes there are.
+    That includes the number of processes: a model that communicates by itself (SyncBatchNorm, say) does so with all of them.
     """
     groups: dict[Any, list[RunSpec]] = {}
     for spec in specs:
@@ -77,36 +185,36 @@ def in_launches(specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folder:
-    """Where a curve grows."""
+class CurveDirectory:
+    """The directory of a curve: its runs, and the CurveSpec that says which are still missing."""
 
     path: Path
-    order: Order
+    curve_spec: CurveSpec
 
     @classmethod
-    def new(cls, order: Order, runs_dir: str | os.PathLike[str] | None) -> "Folder":
-        """An empty one.
+    def new(cls, curve_spec: CurveSpec, runs_dir: str | os.PathLike[str] | None) -> "CurveDirectory":
+        """Make an empty directory.
 
         Raises:
             LaunchError: there is no place to write to.
         """
         runs = _runs(runs_dir)
-        base = f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{label(order.spec)}-scaling".replace(os.sep, "-")
+        base = f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{label(curve_spec.spec)}-scaling".replace(os.sep, "-")
         try:
             runs.mkdir(parents=True, exist_ok=True)
             path = next(place for number in range(1, 1000) if not (place := runs / (base if number == 1 else f"{base}-{number}")).exists())
             path.mkdir()
-            run_directory.write_json(path / run_directory.SCALING, order.to_json())
+            run_directory.write_json(path / run_directory.SCALING, curve_spec.to_json())
         except OSError as error:
             raise LaunchError(f"no directory can be made in {runs}: {error.strerror}. Try runs_dir= with a folder of yours") from error
-        return cls(path=path, order=order)
+        return cls(path=path, curve_spec=curve_spec)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Folder":
-        """One that is there.
+    def load(cls, path: str | os.PathLike[str]) -> "CurveDirectory":
+        """Open the directory of a curve.
 
         Raises:
-            CurveError: it is none.
+            CurveError: it is not the directory of a curve.
         """
         where = Path(path).expanduser().absolute()
         if not (where / run_directory.SCALING).is_file():
@@ -114,23 +222,25 @@ class Folder:
                 f"{where} is not the directory of a curve: it has no {run_directory.SCALING}. wb.scaling_curve(spec) makes one, "
                 "and says where; runs of a sweep become a curve by ScalingCurve.from_runs(runs)"
             )
-        return cls(path=where, order=Order.from_json(run_directory.read_json(where / run_directory.SCALING)))
+        return cls(path=where, curve_spec=CurveSpec.from_json(run_directory.read_json(where / run_directory.SCALING)))
 
     @classmethod
-    def latest(cls, order: Order, runs_dir: str | os.PathLike[str] | None) -> "Folder | None":
-        """The newest one of the same curve, if there is any."""
-        found = sorted(_runs(runs_dir).glob(f"*/{run_directory.SCALING}"), reverse=True)
-        folders = (cls.load(path.parent) for path in found)
-        return next((folder for folder in folders if folder.order.continues(order)), None)
+    def latest(cls, curve_spec: CurveSpec, runs_dir: str | os.PathLike[str] | None) -> "CurveDirectory | None":
+        """The newest directory of the same curve; None if there is none."""
+        paths = sorted(_runs(runs_dir).glob(f"*/{run_directory.SCALING}"), reverse=True)
+        directories = (cls.load(path.parent) for path in paths)
+        return next((directory for directory in directories if directory.curve_spec.continues(curve_spec)), None)
 
-    def continued(self, order: Order) -> "Folder":
-        """The same directory for an order with other values or repeats, of the same curve on the same machine.
+    def continued(self, curve_spec: CurveSpec) -> "CurveDirectory":
+        """The same directory with other values or repeats, of the same curve on the same machine.
 
         Raises:
             CurveError: it is of another curve; the message names the field. Or runs of it were made elsewhere.
         """
-        if not order.continues(self.order):
-            raise CurveError(f"{self.path} cannot be gone on with: {_difference(self.order, order)}. Leave resume out for a new curve")
+        if not curve_spec.continues(self.curve_spec):
+            raise CurveError(
+                f"{self.path} cannot be continued: {_difference(self.curve_spec, curve_spec)}. Leave resume out for a new curve"
+            )
         for run in self.runs():
             info = run_directory.read_json(run.path / run_directory.RUN_JSON)
             for what, there, here in (
@@ -139,14 +249,14 @@ class Folder:
             ):
                 if there != here:
                     raise CurveError(f"{self.path} has runs made {what} {there}, and this is {here}: points of both would be no curve")
-        run_directory.write_json(self.path / run_directory.SCALING, order.to_json())
-        return Folder(path=self.path, order=order)
+        run_directory.write_json(self.path / run_directory.SCALING, curve_spec.to_json())
+        return CurveDirectory(path=self.path, curve_spec=curve_spec)
 
     def runs(self) -> list[Run]:
-        """All trainings that have ended, of points that are wanted; those that were stopped or lost tell nothing, and are left out."""
-        wanted = [spec for _, spec in self.order.points]
-        found = [run for run in self._all() if run.spec in wanted and run.state in ("finished", "failed")]
-        return sorted(found, key=lambda run: run.created)
+        """All trainings of the curve's points that have ended; those that were stopped or lost are left out."""
+        wanted = [spec for _, spec in self.curve_spec.points]
+        runs = [run for run in self._all() if run.spec in wanted and run.state in ("finished", "failed")]
+        return sorted(runs, key=lambda run: run.created)
 
     def _all(self) -> Iterator[Run]:
         for path in [*self.path.glob(f"*/{run_directory.RUN_JSON}"), *self.path.glob(f"*/[0-9][0-9][0-9]/{run_directory.RUN_JSON}")]:
@@ -155,38 +265,37 @@ class Folder:
             yield Run.load(path.parent)
 
     def steps(self) -> list[Steps]:
-        """What is known of steps with and without communication, of points that are wanted."""
-        wanted = [spec for _, spec in self.order.points]
-        found = []
-        for path in sorted(self.path.glob(f"*/{run_directory.COMMUNICATION}")):
-            found += [Steps.from_json(one) for one in run_directory.read_json(path)["steps"]]
-        return [steps for steps in found if steps.spec in wanted]
+        """Steps with and without communication of the curve's points, as far as they were measured."""
+        wanted = [spec for _, spec in self.curve_spec.points]
+        paths = sorted(self.path.glob(f"*/{run_directory.COMMUNICATION}"))
+        measured = [Steps.from_json(steps) for path in paths for steps in run_directory.read_json(path)["steps"]]
+        return [steps for steps in measured if steps.spec in wanted]
 
     def curve(self, notes: tuple[str, ...] = ()) -> ScalingCurve:
-        """What is known so far. Of a point that failed and was measured later, the failure is forgotten.
+        """The curve so far. If a point failed and was measured later, the failure is left out.
 
         Raises:
-            CurveError: nothing yet.
+            CurveError: no run has ended yet.
         """
         runs = self.runs()
         good = [run.spec for run in runs if run.ok]
         kept = [run for run in runs if run.ok or run.spec not in good]
         if not kept:
             raise CurveError(f"{self.path} has no run that has ended: wb.scaling_curve(spec, …, resume={str(self.path)!r}) goes on with it")
-        known = {shown_value(getattr(run.spec, self.order.over)) for run in kept}
-        shares = {shown_value(value): share for value, share in exposed(self.steps(), self.order.over).items()}
+        known = {shown_value(getattr(run.spec, self.curve_spec.over)) for run in kept}
+        shares = {shown_value(value): share for value, share in exposed(self.steps(), self.curve_spec.over).items()}
         shares = {value: share for value, share in shares.items() if value in known}
-        missing = len(self.order.points) - len(known)
-        left = (f"{missing} of {len(self.order.points)} points are not measured yet",) if missing else ()
-        curve = ScalingCurve.from_runs(kept, over=self.order.over, exposed=shares, notes=(*notes, *left))
-        return replace(curve, kind="strong" if self.order.kind == "strong" else "weak")  # which one point alone does not show
+        missing = len(self.curve_spec.points) - len(known)
+        left = (f"{missing} of {len(self.curve_spec.points)} points are not measured yet",) if missing else ()
+        curve = ScalingCurve.from_runs(kept, over=self.curve_spec.over, exposed=shares, notes=(*notes, *left))
+        return replace(curve, kind="strong" if self.curve_spec.kind == "strong" else "weak")  # which one point alone does not show
 
 
 def _runs(runs_dir: str | os.PathLike[str] | None) -> Path:
     return Path(runs_dir or "runs").expanduser().absolute()
 
 
-def _difference(old: Order, new: Order) -> str:
+def _difference(old: CurveSpec, new: CurveSpec) -> str:
     for name in ("over", "kind"):
         here, there = getattr(old, name), getattr(new, name)
         if here != there:

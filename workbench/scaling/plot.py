@@ -1,33 +1,38 @@
-"""Scaling curves: throughput, or efficiency, over processes or any other knob; what was measured, what is foretold, and the naive line."""
+"""Pictures of scaling: throughput or efficiency over processes, measured and predicted; loss against compute."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from workbench.core import units
 from workbench.core.display.axes import PALE, WIDTH, legend, prepared
-from workbench.core.display.colors import INK, LINE
+from workbench.core.display.colors import INK, LARGEST, LINE, PHASES, SMALLEST
 from workbench.scaling.analysis.curve.curve import ScalingCurve
-from workbench.scaling.analysis.curve.fit import CurveFit
-from workbench.scaling.analysis.curve.forecast import CurveForecast
+from workbench.scaling.analysis.curve.fit import CurveFit, CurveForecast
 from workbench.scaling.analysis.curve.point import PROCESSES, ScalingPoint
+from workbench.scaling.analysis.law.fit import losses
+from workbench.scaling.analysis.law.forecast import HeldOut
+from workbench.scaling.analysis.law.law import ScalingLaw
+from workbench.scaling.analysis.law.points import Points, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 REACH = 4
-"""How far beyond the largest measured point the band is drawn, where nobody says: further it is mostly the laws' own differences."""
+"""How far beyond the largest measured point the band is drawn by default: further out it is mostly the difference between the forms."""
 _DRAWN = 40
 """Numbers of processes at which the band is computed."""
 
 
 def scaling(result: ScalingCurve | CurveFit, ax: Axes | None = None, *, to: int | None = None) -> Axes:
     """Throughput over processes, both logarithmic: points with the 90 % interval of their repeats, hollow where oversubscribed; beyond them
-    the laws together with their interval, and dashed the naive line, on which each process goes on as in the last point. Dotted: perfect
+    the ensemble with their interval, and dashed the naive line, on which each process goes on as in the last point. Dotted: perfect
     scaling from the smallest point. Triangles: what a point would reach if its exposed communication were hidden, where that was measured.
 
     A curve over another knob has its points only: there is no law.
@@ -67,7 +72,7 @@ def scaling_efficiency(result: ScalingCurve | CurveFit, ax: Axes | None = None, 
     """
     if isinstance(result, ScalingCurve) and result.over != PROCESSES:
         raise ValueError(f"a curve over {result.over} has no efficiency, which is throughput per process: draw plot.scaling(curve)")
-    base = _base(_points(result)).per_process
+    base = _base(result.points).per_process
     ax = _draw(result, ax, to, lambda value, size: 100 * value / size / base)
     ax.set_ylim(bottom=0)
     ax.set_ylabel("efficiency (%)")
@@ -82,7 +87,7 @@ HIDDEN = "if communication were hidden"
 
 
 def _draw(result: ScalingCurve | CurveFit, ax: Axes | None, to: int | None, shown: Shown) -> Axes:
-    points = _points(result)
+    points: Sequence[ScalingPoint] = result.points
     base, largest = _base(points), max(point.world_size for point in points if point.rates)
     fit = result if isinstance(result, CurveFit) else result.fit() if len(result.usable) > 1 else None
     end = to if to is not None else REACH * largest if fit is not None else largest
@@ -94,9 +99,9 @@ def _draw(result: ScalingCurve | CurveFit, ax: Axes | None, to: int | None, show
     perfect = [shown(size * base.per_process, size) for size in ends]
     ax.plot(ends, perfect, color=INK, linestyle=":", linewidth=1.2, label="perfect")
     if fit is not None and end > fit.points[-1].world_size:
-        _foretold(ax, fit, end, shown)
-    _measured(ax, points, shown)
-    _hidden(ax, points, shown)
+        _draw_forecast(ax, fit, end, shown)
+    _draw_points(ax, points, shown)
+    _draw_hidden(ax, points, shown)
     ax.set_xscale("log", base=2)
     ticks = _ticks(base.world_size, end)
     ax.set_xticks(ticks, [units.count(tick) for tick in ticks])
@@ -108,29 +113,38 @@ def _draw(result: ScalingCurve | CurveFit, ax: Axes | None, to: int | None, show
     return ax
 
 
-def _foretold(ax: Axes, fit: CurveFit, end: int, shown: Shown) -> None:
+def _draw_forecast(ax: Axes, fit: CurveFit, end: int, shown: Shown) -> None:
     start = fit.points[-1].world_size
     steps = (start * (end / start) ** (i / (_DRAWN - 1)) for i in range(_DRAWN))
     sizes = sorted({max(1, round(step)) for step in steps} | {start, end})
-    found = fit.forecasts(sizes)
+    forecasts = fit.forecasts(sizes)
 
     def line(of: Callable[[CurveForecast], float]) -> list[float]:
-        return [shown(of(one), one.world_size) for one in found]
+        return [shown(of(forecast), forecast.world_size) for forecast in forecasts]
 
     band = f"{units.percent(fit.level)} interval"
-    ax.fill_between(sizes, line(lambda one: one.low), line(lambda one: one.high), color=LINE, alpha=PALE / 2, linewidth=0, label=band)
-    ax.plot(sizes, line(lambda one: one.mid), color=LINE, linewidth=1.8, label="laws together")
-    ax.plot(sizes, line(lambda one: one.naive), color=INK, linestyle="--", linewidth=1.4, label="naive: as the last point")
+    ax.fill_between(
+        sizes,
+        line(lambda forecast: forecast.low),
+        line(lambda forecast: forecast.high),
+        color=LINE,
+        alpha=PALE / 2,
+        linewidth=0,
+        label=band,
+    )
+    ax.plot(sizes, line(lambda forecast: forecast.mid), color=LINE, linewidth=1.8, label="ensemble")
+    ax.plot(sizes, line(lambda forecast: forecast.naive), color=INK, linestyle="--", linewidth=1.4, label="naive: as the last point")
 
 
-def _measured(ax: Axes, points: Sequence[ScalingPoint], shown: Shown, place: Place = operator.attrgetter("world_size")) -> None:
+def _draw_points(ax: Axes, points: Sequence[ScalingPoint], shown: Shown, place: Place = operator.attrgetter("world_size")) -> None:
     for words, crowded in (("measured", False), ("oversubscribed: no scaling", True)):
         some = [point for point in points if point.rates and point.oversubscribed == crowded]
         if not some:
             continue
         values = [shown(point.samples_per_sec, point.world_size) for point in some]
         arms = [
-            [_arm(value, shown(edge(point), point.world_size)) for point, value in zip(some, values, strict=True)] for edge in (_low, _high)
+            [_arm(value, shown(getattr(point, edge), point.world_size)) for point, value in zip(some, values, strict=True)]
+            for edge in ("low", "high")
         ]
         ax.errorbar(
             [place(point) for point in some],
@@ -150,7 +164,7 @@ def _measured(ax: Axes, points: Sequence[ScalingPoint], shown: Shown, place: Pla
             ax.annotate("failed", (place(point), 0.05), xycoords=("data", "axes fraction"), ha="center", fontsize=8.5, color=INK)
 
 
-def _hidden(ax: Axes, points: Sequence[ScalingPoint], shown: Shown) -> None:
+def _draw_hidden(ax: Axes, points: Sequence[ScalingPoint], shown: Shown) -> None:
     """What points would reach without the part of the step that is nothing but communication."""
     some = [point for point in points if point.rates and point.exposed and not point.oversubscribed]
     if some:
@@ -167,7 +181,7 @@ def _by_knob(curve: ScalingCurve, ax: Axes | None, to: int | None) -> Axes:
     ax = prepared(ax, WIDTH, 4.0)
     numbers = all(not isinstance(value, str) for value in curve.values)
     places = {value: value if numbers else place for place, value in enumerate(curve.values)}
-    _measured(ax, curve.points, lambda value, _: value, lambda point: places[point.at])
+    _draw_points(ax, curve.points, lambda value, _: value, lambda point: places[point.at])
     if numbers and min(curve.values) > 0 and max(curve.values) >= 4 * min(curve.values):
         ax.set_xscale("log", base=2)
     ax.set_xticks(list(places.values()), [units.count(value) if numbers else str(value) for value in places])
@@ -182,21 +196,9 @@ def _by_knob(curve: ScalingCurve, ax: Axes | None, to: int | None) -> Axes:
     return ax
 
 
-def _low(point: ScalingPoint) -> float:
-    return point.low
-
-
-def _high(point: ScalingPoint) -> float:
-    return point.high
-
-
 def _arm(value: float, edge: float) -> float:
     """Length of an error bar; none where there were no repeats."""
     return 0.0 if math.isnan(edge) else abs(edge - value)
-
-
-def _points(result: ScalingCurve | CurveFit) -> Sequence[ScalingPoint]:
-    return result.points
 
 
 def _base(points: Sequence[ScalingPoint]) -> ScalingPoint:
@@ -211,3 +213,116 @@ def _ticks(first: int, last: int) -> list[int]:
     doublings = max(1, math.ceil(math.log2(last / first)) if last > first else 1)
     step = math.ceil(doublings / 8)
     return [first * 2**i for i in range(0, doublings + 1, step) if first * 2**i <= last]
+
+
+LINES = 6
+"""Sizes that get a line and an entry of the legend; of more, these many are chosen from the smallest to the largest."""
+BEYOND = 10.0
+"""The frontier goes on to this many times the largest compute that is drawn."""
+FRONTIER = PHASES["data_wait"]
+"""Colour of the frontier: no size's."""
+
+
+def scaling_law(result: ScalingLaw, ax: Axes | None = None, *, held_out: Any = None) -> Axes:
+    """Loss against training compute, both on logarithmic scales.
+
+    Dots are runs that were measured, lines what the fitted law gives each size from the fewest tokens to the most. The frontier is the loss
+    of the best size for each compute, with its interval; that size and its tokens are named for its two marks. Hollow: runs that the law
+    has not seen.
+
+    Args:
+        result: a fitted law.
+        ax: the Axes to draw into; None makes a figure.
+        held_out: runs it has not seen: rows of (parameters, tokens, loss), a DataFrame, or what `law.held_out()` gave.
+    """
+    ax = prepared(ax, WIDTH, 4.0)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    unseen = _unseen(held_out)
+    sizes = _chosen(sorted({*result.points.sizes, *(unseen.parameters if unseen else ())}))
+    colors = dict(zip(sizes, _shades(len(sizes)), strict=True))
+    all_tokens = [*result.points.tokens, *(unseen.tokens if unseen else ())]
+    for size in sizes:
+        tokens = np.geomspace(min(all_tokens), max(all_tokens), 40)
+        work = result.flops_per * size * tokens
+        label = f"{units.count(size)} parameters"
+        ax.plot(work, losses(result.five, size, tokens), color=colors[size], linewidth=1.2, label=label, zorder=2)
+    for points, hollow in ((result.points, False), (unseen, True)):
+        if points:
+            _dots(ax, points, result.flops_per, colors, hollow=hollow)
+    _frontier(ax, result, unseen)
+    _axes(ax, result, unseen)
+    return ax
+
+
+def _unseen(held_out: Any) -> Points | None:
+    if held_out is None:
+        return None
+    if isinstance(held_out, HeldOut):
+        return Points.of(
+            [(forecast.parameters, forecast.tokens, loss) for forecast, loss in zip(held_out.forecasts, held_out.measured, strict=True)]
+        )
+    return read(held_out)
+
+
+def _chosen(sizes: Sequence[float]) -> list[float]:
+    if len(sizes) <= LINES:
+        return list(sizes)
+    return [sizes[round(i * (len(sizes) - 1) / (LINES - 1))] for i in range(LINES)]
+
+
+def _shades(count: int) -> list[str]:
+    """Colours from few to many parameters."""
+    ends = [[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in (SMALLEST, LARGEST)]
+    mixes = [i / max(1, count - 1) for i in range(count)]
+    return ["#" + "".join(f"{round(a + (b - a) * mix):02x}" for a, b in zip(*ends, strict=True)) for mix in mixes]
+
+
+def _dots(ax: Axes, points: Points, per: float, colors: dict[float, str], *, hollow: bool) -> None:
+    nearest = [colors[min(colors, key=lambda known: abs(math.log(known / size)))] for size in points.parameters]
+    ax.scatter(
+        points.compute(per),
+        points.loss,
+        s=52 if hollow else 20,
+        facecolors="none" if hollow else nearest,
+        edgecolors=nearest,
+        linewidths=1.6 if hollow else 0.6,
+        label="not seen by the fit" if hollow else "_measured",
+        zorder=4 if hollow else 3,
+    )
+
+
+def _frontier(ax: Axes, result: ScalingLaw, unseen: Points | None) -> None:
+    work = [*result.compute, *(unseen.compute(result.flops_per) if unseen else ())]
+    last = max(work)
+    frontier = [result.allocation(float(budget)) for budget in np.geomspace(min(work), BEYOND * last, 30)]
+    flops, bands = [place.flops for place in frontier], [place.loss for place in frontier]
+    ax.fill_between(flops, [loss.low for loss in bands], [loss.high for loss in bands], color=FRONTIER, alpha=0.18, linewidth=0)
+    ax.plot(flops, [loss.mid for loss in bands], color=FRONTIER, linewidth=1.4, linestyle=":", zorder=2.5)
+    seen = [place for place in frontier if place.flops <= last * 1.0001]
+    label = f"best size for the compute ({units.percent(result.level)} band)"
+    ax.plot([place.flops for place in seen], [place.loss.mid for place in seen], color=FRONTIER, linewidth=1.8, label=label, zorder=2.5)
+    words = []
+    for budget in (last, BEYOND * last):
+        best = result.allocation(float(budget))
+        ax.plot([best.flops], [best.loss.mid], marker="D", markersize=5, color=FRONTIER, zorder=5)
+        words.append(f"◆ {budget:.2g} FLOPs: {units.count(best.parameters.mid)} parameters, {units.count(best.tokens.mid)} tokens")
+    if not result.enough:
+        words.append("these runs cannot tell the best size: see law.cannot_tell")
+    ax.text(0.02, 0.03, "\n".join(words), transform=ax.transAxes, color=INK, fontsize=8, va="bottom")  # nothing is drawn below the frontier
+
+
+def _axes(ax: Axes, result: ScalingLaw, unseen: Points | None) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+    ends = [*result.points.loss, *(unseen.loss if unseen else ())]
+    work = max(*result.compute, *(unseen.compute(result.flops_per) if unseen else ()))
+    low = min(*ends, result.allocation(BEYOND * work).loss.mid)
+    ax.set_ylim(low * 0.94, max(ends) * 1.03)
+    ax.yaxis.set_major_locator(MaxNLocator(6))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    ax.set_xlabel("training compute (FLOPs)")
+    ax.set_ylabel("final loss")
+    ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
+    ax.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper right", bbox_to_anchor=(1.0, 1.02), ncols=2)

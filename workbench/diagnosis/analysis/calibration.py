@@ -1,4 +1,4 @@
-"""Calibration: how right the predictions were that were put to the proof on this machine, and what that says about the next one."""
+"""Calibration: how right the proved predictions on this machine were, and how wide that makes the next interval."""
 
 import contextlib
 import dataclasses
@@ -19,11 +19,11 @@ from workbench.diagnosis.analysis.proof import Proof
 from workbench.diagnosis.analysis.remedy import Remedy
 
 ENV_CACHE = "WORKBENCH_CACHE"
-ENOUGH = 3
+MIN_PROOFS = 3
 """Proofs of one kind of remedy, from which on they say something about the next."""
-MOST = 30
+LATEST_PROOFS = 30
 """Latest proofs of a kind that count: the library, torch and the machine change."""
-INSIDE = 0.9
+COVERAGE = 0.9
 """Share of the earlier proofs that the widened interval would have held."""
 
 
@@ -56,19 +56,19 @@ class Calibration(display.Shown):
             name: of a remedy; what comes after "=" does not matter.
         """
         rows = [row for row in self.rows if _kind(row["remedy"]) == _kind(name) and not row.get("ceiling")]
-        return [math.log(row["measured"] / row["predicted"]) for row in rows[-MOST:]]
+        return [math.log(row["measured"] / row["predicted"]) for row in rows[-LATEST_PROOFS:]]
 
     def adjust(self, remedy: Remedy) -> Remedy:
-        """The remedy with an interval wide enough to have held INSIDE of the earlier proofs of its kind; it is never made narrower."""
+        """The remedy with an interval wide enough to have held COVERAGE of the earlier proofs of its kind; it is never made narrower."""
         errors = sorted(self.errors(remedy.name))
-        if remedy.ceiling or len(errors) < ENOUGH:
+        if remedy.ceiling or len(errors) < MIN_PROOFS:
             return remedy
-        edge = math.floor((1 - INSIDE) / 2 * len(errors))
+        edge = math.floor((1 - COVERAGE) / 2 * len(errors))
         low, high = remedy.speedup * math.exp(errors[edge]), remedy.speedup * math.exp(errors[-1 - edge])
         if low >= remedy.low and high <= remedy.high:
             return remedy
-        said = f"; interval widened by what {len(errors)} earlier proofs on this machine showed"
-        return dataclasses.replace(remedy, low=min(low, remedy.low), high=max(high, remedy.high), formula=remedy.formula + said)
+        note = f"; interval widened by what {len(errors)} earlier proofs on this machine showed"
+        return dataclasses.replace(remedy, low=min(low, remedy.low), high=max(high, remedy.high), formula=remedy.formula + note)
 
     @property
     def table(self) -> display.Table:

@@ -1,7 +1,4 @@
-"""Causes: the finer words under each verdict, and the sentence with the numbers that speaks for them.
-
-What the host may hold a step back by: its threads, its garbage collector, sleeping, waiting for the device, launches, Python.
-"""
+"""Finds the cause under each verdict ("decode", "small buckets", "syncs") and writes the sentence with its numbers."""
 
 import math
 from dataclasses import dataclass
@@ -10,23 +7,23 @@ from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.costs import NOTHING, Costs, capped, saved_by, widened
 from workbench.diagnosis.analysis.evidence import Evidence, Loading
-from workbench.diagnosis.analysis.loader_model import Feeding
+from workbench.diagnosis.analysis.loader_model import LoaderModel
 
-MOSTLY = 0.5
+MIN_EXPLAINED = 0.5
 """A cause is named if it explains at least half of what it is a cause of."""
-SLOW_SAMPLES = 0.3
+MIN_SLOW_SAMPLES_SHARE = 0.3
 """Of the fetch time: twice what the slowest twentieth takes where sample times are exponential, the most uneven of the usual ones."""
-SMALL_FILE = 256 * 1024
+SMALL_FILE_BYTES = 256 * 1024
 """Bytes: below, opening a file costs more than reading it (1 ms of a disk's seek is 200 KB; a network's round trip is more)."""
-OPEN = 20e-6
+OPEN_FILE_SECONDS = 20e-6
 """Seconds of CPU to open, read and close a small file that is in the page cache: 14 + 6 µs on ext4."""
-CROWDED = 1.2
+CROWDED_SLOWDOWN = 1.2
 """A loader this much slower than its formula is in its own way: workers start, switch and queue for cores."""
 MANY_TENSORS = 200
 """Below, a loop over the tensors in Python takes at most a few milliseconds."""
-SMALL_TENSOR = 50_000
+SMALL_TENSOR_NUMBERS = 50_000
 """Numbers: an update of fewer takes no longer than calling its operators."""
-GROWS = 0.35
+FLAT_GROWTH = 0.35
 """Forward and backward with a doubled batch take at most this fraction of the samples' growth: most of their time does not depend on it."""
 
 
@@ -56,19 +53,19 @@ def input_cause(e: Evidence, c: Costs) -> Cause:
         return Cause(cause="loader", why=f"The loader alone takes {units.seconds(c.loader)} for a step's batches.")
     each = c.data.mid / e.accumulation
     started = loading.start_up / loading.epoch if loading.start_up and loading.epoch and not loading.persistent_workers else 0.0
-    if loading.num_workers and started >= MOSTLY * each:
+    if loading.num_workers and started >= MIN_EXPLAINED * each:
         return Cause(
             cause="worker start-up",
             why=f"Starting {_workers(loading)} takes {units.seconds(loading.start_up)}, and an epoch is only {loading.epoch} batches long.",
         )
     if crowd := _crowded(e, c, loading):
         return crowd
-    if loading.slow_share is not None and loading.slow_share >= SLOW_SAMPLES:
+    if loading.slow_share is not None and loading.slow_share >= MIN_SLOW_SAMPLES_SHARE:
         return Cause(
             cause="slow samples",
             why=f"One sample in twenty takes {units.percent(loading.slow_share)} of the time in which samples are fetched.",
         )
-    if loading.num_workers and not math.isnan(loading.alone) and loading.alone < (1 - MOSTLY / 2) * c.cached / e.accumulation:
+    if loading.num_workers and not math.isnan(loading.alone) and loading.alone < (1 - MIN_EXPLAINED / 2) * c.cached / e.accumulation:
         queue = loading.num_workers * (loading.prefetch_factor or 2)
         return Cause(
             cause="prefetch",
@@ -82,12 +79,12 @@ def _crowded(e: Evidence, c: Costs, loading: Loading) -> Cause | None:
     """Workers that are in each other's way, or cost more than they take off."""
     if not loading.num_workers or loading.cpu is None:
         return None
-    feeding = Feeding.of(e)
+    feeding = LoaderModel.of(e)
     if feeding is None:
         return None
     cores = e.noise.cores if e.noise else math.inf
     now = c.cached + c.data.mid
-    fewer = [n for n in range(loading.num_workers) if feeding.step(n) < now / CROWDED]
+    fewer = [n for n in range(loading.num_workers) if feeding.step(n) < now / CROWDED_SLOWDOWN]
     without = 0 in fewer and feeding.step(0) <= min(map(feeding.step, fewer))
     processes = e.world_size * (loading.num_workers + 1)
     if fewer and processes > cores and loading.num_workers > 1:
@@ -116,15 +113,15 @@ def _making(e: Evidence, loading: Loading) -> Cause:
         made += f" of each of {_workers(loading)}"
     samples = loading.batch_size or 1
     files = loading.files or 0.0
-    small = files >= MOSTLY * samples and (loading.read_bytes or 0.0) <= SMALL_FILE * files
-    if blocked >= MOSTLY * whole:
+    small = files >= MIN_EXPLAINED * samples and (loading.read_bytes or 0.0) <= SMALL_FILE_BYTES * files
+    if blocked >= MIN_EXPLAINED * whole:
         waiting = f"{made}, of it {units.percent(blocked / whole)} waiting for"
         if small:
             return Cause(cause="small files", why=f"{waiting} {files:.0f} files of {units.bytes_((loading.read_bytes or 0) / files)}.")
         return Cause(cause="storage", why=f"{waiting} storage or network, not computing.{_line(loading)}")
-    if files > samples and OPEN * files >= MOSTLY * cpu:
+    if files > samples and OPEN_FILE_SECONDS * files >= MIN_EXPLAINED * cpu:
         return Cause(cause="small files", why=f"{made}, and opens {files:.0f} files for it.")
-    if loading.collate is not None and loading.collate >= MOSTLY * cpu:
+    if loading.collate is not None and loading.collate >= MIN_EXPLAINED * cpu:
         return Cause(cause="collate", why=f"{made}, of it {units.seconds(loading.collate)} of CPU in collate_fn.{_line(loading)}")
     if loading.worker_cpu is not None and loading.num_workers and loading.worker_cpu > 2 * cpu:
         return Cause(cause="transport", why=f"{made}, and {units.seconds(loading.worker_cpu - cpu)} more of CPU to bring it over.")
@@ -164,36 +161,36 @@ def optimizer_cause(e: Evidence, c: Costs) -> Cause:
     """Why the optimizer takes so long."""
     tensors, numbers = e.tensors or 0, e.parameters or 0
     name = e.optimizer or "The optimizer"
-    if tensors >= MANY_TENSORS and numbers / tensors <= SMALL_TENSOR:
+    if tensors >= MANY_TENSORS and numbers / tensors <= SMALL_TENSOR_NUMBERS:
         return Cause(
             cause="many tensors",
             why=f"{name} updates {tensors:,} tensors of {units.count(numbers / tensors)} numbers on average: calling the operators "
             "takes longer than the arithmetic.",
         )
-    said = f" {units.count(numbers)} parameters" if numbers else " the parameters"
-    return Cause(cause="optimizer", why=f"{name} takes {units.seconds(c.optimizer.mid)} per step to update{said}.")
+    text = f" {units.count(numbers)} parameters" if numbers else " the parameters"
+    return Cause(cause="optimizer", why=f"{name} takes {units.seconds(c.optimizer.mid)} per step to update{text}.")
 
 
 def communication_cause(e: Evidence, c: Costs) -> Cause:
-    """Why the reduction of gradients takes so long; exposed, contention and true cost told apart."""
-    told = ""
+    """Why the reduction of gradients takes so long; split into exposed communication and contention."""
+    split = ""
     if e.inside and e.inside.collectives is not None and e.inside.step:
         exposed = min(c.communication.mid, e.inside.collectives / e.inside.step * c.replayed)
-        told = (
+        split = (
             f" Of the {units.seconds(c.communication.mid)} that it costs, {units.seconds(exposed)} are exposed (nothing else runs); "
             f"the rest, {units.seconds(c.communication.mid - exposed)}, is contention (it slows down what runs beside it)"
             + (", and what keeps ranks waiting only with fresh batches or now and then." if c.cached > c.replayed else ".")
         )
     g = e.gradients
     if g is None:
-        return Cause(cause="gradient volume", why=f"{units.count(e.parameters)} gradients are reduced per step.{told}")
+        return Cause(cause="gradient volume", why=f"{units.count(e.parameters)} gradients are reduced per step.{split}")
     starts, volume = g.latency * g.buckets, g.size * g.per_byte
-    said = f"{units.bytes_(g.size)} of gradients are reduced in {g.buckets} bucket{'s' * (g.buckets != 1)}"
+    text = f"{units.bytes_(g.size)} of gradients are reduced in {g.buckets} bucket{'s' * (g.buckets != 1)}"
     if starts > volume and g.buckets > 4:
-        return Cause(cause="small buckets", why=f"{said}, and starting a reduction alone takes {units.seconds(g.latency)}.{told}")
+        return Cause(cause="small buckets", why=f"{text}, and starting a reduction alone takes {units.seconds(g.latency)}.{split}")
     if starts > volume:
-        return Cause(cause="latency", why=f"{said}, and {units.seconds(g.latency)} pass before a reduction gets going.{told}")
-    return Cause(cause="gradient volume", why=f"{said}, at {units.bytes_(1 / g.per_byte)}/s.{told}")
+        return Cause(cause="latency", why=f"{text}, and {units.seconds(g.latency)} pass before a reduction gets going.{split}")
+    return Cause(cause="gradient volume", why=f"{text}, at {units.bytes_(1 / g.per_byte)}/s.{split}")
 
 
 def straggler_cause(e: Evidence, c: Costs) -> Cause:
@@ -226,15 +223,15 @@ def pausing_rank(e: Evidence) -> int | None:
     """The one rank that stalls while the others do not; None if they all do, or for a reason that belongs to the job (a checkpoint)."""
     if len(e.ranks) < 2 or e.stalls.kind in ("checkpoint", "evaluation", "logging"):
         return None
-    shares = sorted(e.ranks, key=lambda one: one.stalls.share)
+    shares = sorted(e.ranks, key=lambda rank: rank.stalls.share)
     worst, next_ = shares[-1], shares[-2]
-    alone = worst.stalls.share >= MOSTLY * e.stalls.share and next_.stalls.share <= worst.stalls.share / 4
+    alone = worst.stalls.share >= MIN_EXPLAINED * e.stalls.share and next_.stalls.share <= worst.stalls.share / 4
     return worst.rank if alone and worst.stalls.at else None
 
 
 def pauses_cause(e: Evidence, rank: int) -> Cause:
     """One rank pauses, and the others wait for it."""
-    s = next(one.stalls for one in e.ranks if one.rank == rank)
+    s = next(other.stalls for other in e.ranks if other.rank == rank)
     where = f" in {s.where}" if s.where else ""
     return Cause(
         cause=f"slow rank {rank}: pauses",
@@ -252,7 +249,7 @@ def compute_cause(e: Evidence, c: Costs) -> Cause:
             f"{units.percent(trimmed.saved.mid)} less.",
         )
     doubled = e.arm("doubled")
-    if doubled and growth(e) <= GROWS:
+    if doubled and growth(e) <= FLAT_GROWTH:
         return Cause(
             cause="small batch",
             why=f"Most of forward and backward does not depend on the batch: with twice the samples the step takes "
@@ -263,10 +260,10 @@ def compute_cause(e: Evidence, c: Costs) -> Cause:
 
 def growth(e: Evidence) -> float:
     """How much longer the cached step gets with twice the samples: 0 = not at all, 1 = twice as long (or not tried)."""
-    return growths(e).mid
+    return growth_interval(e).mid
 
 
-def growths(e: Evidence) -> Interval:
+def growth_interval(e: Evidence) -> Interval:
     """`growth`, and between what it lies."""
     doubled = e.arm("doubled")
     if doubled is None or doubled.samples <= 1:
@@ -278,13 +275,13 @@ def growths(e: Evidence) -> Interval:
 
 MANY_SYNCS = 2.0
 """Per step, on a GPU: one (the loss that is logged) is usual, and at the end of a step it is nearly free."""
-GAP = 25e-6
+MAX_PYTHON_GAP = 25e-6
 """Seconds of Python from one operator to the next, where it only calls them: a module and a function or two."""
-SHORT = 60e-6
+SHORT_OPERATOR = 60e-6
 """Mean seconds of operators that are called for longer than they compute."""
-MANY_ITEMS = 20.0
+MANY_SYNCS_ON_CPU = 20.0
 """Per step, where operators run at once: each costs a few microseconds, so only many matter."""
-TINY = 5e-6
+TINY_OPERATOR = 5e-6
 """Mean seconds of short operators that do next to nothing: a call costs as much, whatever the size of the batch."""
 
 
@@ -305,7 +302,7 @@ def oversubscription(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
     )
 
 
-def collection(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
+def garbage_collection(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
     """Python's cyclic garbage collector, where it is at work in most steps."""
     arm, inside = e.arm("no_gc"), e.inside
     if arm:
@@ -321,20 +318,20 @@ def collection(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
     )
 
 
-def without_operators(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
+def between_operators(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
     """The time in which no operator runs, and that of operators so short that launching them is most of their cost."""
     inside = e.inside
     if inside is None or c.host == NOTHING:
         return None
     gaps = units.percent(c.host.mid / c.step)
     where = "".join(f" {units.percent(share)} of the step is spent in {line}." for line, share in inside.lines[:1])
-    if c.sleeping >= MOSTLY * c.host.mid and c.sleeping:
+    if c.sleeping >= MIN_EXPLAINED * c.host.mid and c.sleeping:
         return c.host, Cause(
             cause="sleeping or I/O",
             why=f"For {units.seconds(c.sleeping)} of each step the training thread neither computes nor waits for a core: it sleeps, "
             f"or reads or writes.{where}",
         )
-    if (e.device != "cpu" and inside.syncs >= MANY_SYNCS) or inside.syncs >= MANY_ITEMS:
+    if (e.device != "cpu" and inside.syncs >= MANY_SYNCS) or inside.syncs >= MANY_SYNCS_ON_CPU:
         return c.called if e.device == "cpu" else c.host, Cause(
             cause="syncs",
             why=f"{inside.syncs:.0f} times per step Python asks for a number (.item() and the like) and goes on only when it is there; "
@@ -357,10 +354,10 @@ def without_operators(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
 
 def _flat(e: Evidence, c: Costs) -> bool:
     """Does the step hardly grow with its batch? Where that is lost in noise, the trace tells how much of it is the calling of operators."""
-    grown = growths(e)
-    if grown.low <= GROWS < grown.high:
-        return c.called.low >= MOSTLY * c.replayed
-    return growth(e) <= GROWS
+    grown = growth_interval(e)
+    if grown.low <= FLAT_GROWTH < grown.high:
+        return c.called.low >= MIN_EXPLAINED * c.replayed
+    return growth(e) <= FLAT_GROWTH
 
 
 def _tiny(e: Evidence) -> bool:
@@ -369,7 +366,7 @@ def _tiny(e: Evidence) -> bool:
     if inside is None or not inside.op_count or e.device != "cpu":
         return False
     work = inside.ops - (inside.optimizer_ops or 0.0)
-    return inside.small_ops >= MOSTLY * work and inside.small_ops <= TINY * inside.op_count
+    return inside.small_ops >= MIN_EXPLAINED * work and inside.small_ops <= TINY_OPERATOR * inside.op_count
 
 
 def _short(e: Evidence, c: Costs) -> bool:
@@ -377,4 +374,4 @@ def _short(e: Evidence, c: Costs) -> bool:
     inside = e.inside
     if inside is None or not inside.op_count:
         return False
-    return c.host.mid <= GAP * inside.op_count and inside.ops <= SHORT * inside.op_count
+    return c.host.mid <= MAX_PYTHON_GAP * inside.op_count and inside.ops <= SHORT_OPERATOR * inside.op_count

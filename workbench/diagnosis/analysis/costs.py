@@ -1,11 +1,7 @@
-"""Costs: the seconds of each part of a step, worked out from the evidence, and what the removal of each would save.
+"""Computes the seconds of each part of a step from the evidence, and what the removal of each part would save.
 
-Every arm is a ratio to its baseline, measured pair by pair; here the ratios are chained to seconds of the step as it is. All that follows
-(verdict, remedies, StepModel) starts from these numbers.
-
-Slow: the slowest rank beside a typical one.
-
-Doubt: arithmetic with intervals, and what noise does to them.
+Every arm is a ratio to its baseline, measured pair by pair; here the ratios are chained to seconds of the step as it is. Verdict, remedies
+and StepModel all start from these numbers.
 """
 
 import math
@@ -18,12 +14,12 @@ from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.evidence import Evidence, Inside, RankEvidence
 from workbench.harness.results import VariantTimes
 
-ODD_ONE_OUT = 0.5
+MIN_EXCESS_WAIT = 0.5
 """Of its wait: a rank that waits by so much longer than the others is why the step waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slow:
+class SlowRank:
     """The slowest rank beside a typical one, in seconds per step without reductions."""
 
     ranks: tuple[int, ...]
@@ -45,83 +41,83 @@ class Slow:
         return self.input + self.compute
 
 
-def slowest(ranks: tuple[RankEvidence, ...]) -> Slow | None:
+def slow_rank(ranks: tuple[RankEvidence, ...]) -> SlowRank | None:
     """Who is slow; None with one rank, if all are equal, or if they were not timed apart.
 
     The others are represented by their lower median, so that half of the ranks may be slow without setting the standard.
     """
-    known = sorted((one for one in ranks if math.isfinite(one.alone)), key=lambda one: one.alone)
+    known = sorted((rank for rank in ranks if math.isfinite(rank.alone)), key=lambda rank: rank.alone)
     if len(known) < 2:
         return None
     worst, typical = known[-1], known[(len(known) - 1) // 2]
     excess = worst.alone - typical.alone
     if excess <= 0:
         return None
-    waits = [0.0 if math.isnan(one.wait) else one.wait for one in (worst, typical)]
+    waits = [0.0 if math.isnan(rank.wait) else rank.wait for rank in (worst, typical)]
     by_input = max(0.0, waits[0] - waits[1])
     by_compute = max(0.0, (worst.alone - waits[0]) - (typical.alone - waits[1]))
     both = by_input + by_compute or 1.0
     odd = by_input / waits[0] if waits[0] > 0 and by_input > by_compute else 0.0
     limit = typical.alone + excess / 2
-    return Slow(
-        ranks=tuple(sorted(one.rank for one in known if one.alone > limit)),
+    return SlowRank(
+        ranks=tuple(sorted(rank.rank for rank in known if rank.alone > limit)),
         input=excess * by_input / both,
         compute=excess * by_compute / both,
         alone=worst.alone,
         typical=typical.alone,
-        odd=odd if odd >= ODD_ONE_OUT else 0.0,
+        odd=odd if odd >= MIN_EXCESS_WAIT else 0.0,
     )
 
 
-FOREIGN = 0.3
+MAX_FOREIGN_CORES = 0.3
 """Cores taken by others from which on noise may spoil a close decision; the prediction errors of loaders explode there."""
-SPREAD = 0.25
+MAX_BLOCK_SPREAD = 0.25
 """Middle half over median of equal blocks, likewise."""
-MIDDLE_HALF = 1.35
+IQR_SIGMAS = 1.35
 """Standard deviations that the middle half of normal values is wide."""
-NINETY = 1.645
+SIGMAS_90 = 1.645
 """Standard deviations to each side that hold 90 % of normal values."""
-FRESH = 0.2
+MAX_FRESH_COST = 0.2
 """Of training: the most that a batch costs more when it is fresh than when it is replayed (10 to 20 % where batches are cheap to make)."""
 
 
-def scaled(one: Interval, by: float) -> Interval:
+def scaled(interval: Interval, by: float) -> Interval:
     """The interval times a positive number."""
-    return Interval(low=one.low * by, mid=one.mid * by, high=one.high * by)
+    return Interval(low=interval.low * by, mid=interval.mid * by, high=interval.high * by)
 
 
-def at_least_0(one: Interval) -> Interval:
+def at_least_0(interval: Interval) -> Interval:
     """No part takes less than no time: noise below it is cut off."""
-    return Interval(low=max(0.0, one.low), mid=max(0.0, one.mid), high=max(0.0, one.high))
+    return Interval(low=max(0.0, interval.low), mid=max(0.0, interval.mid), high=max(0.0, interval.high))
 
 
-def less(one: Interval, by: float) -> Interval:
+def subtract(interval: Interval, by: float) -> Interval:
     """The interval moved down, but not below 0."""
-    return at_least_0(Interval(low=one.low - by, mid=one.mid - by, high=one.high - by))
+    return at_least_0(Interval(low=interval.low - by, mid=interval.mid - by, high=interval.high - by))
 
 
-def plus(one: Interval, two: Interval) -> Interval:
+def add(first: Interval, two: Interval) -> Interval:
     """The sum of two parts whose errors have nothing to do with each other."""
-    down, up = math.hypot(one.mid - one.low, two.mid - two.low), math.hypot(one.high - one.mid, two.high - two.mid)
-    mid = one.mid + two.mid
+    down, up = math.hypot(first.mid - first.low, two.mid - two.low), math.hypot(first.high - first.mid, two.high - two.mid)
+    mid = first.mid + two.mid
     return Interval(low=mid - down, mid=mid, high=mid + up)
 
 
-def capped(one: Interval, most: float) -> Interval:
+def capped(interval: Interval, most: float) -> Interval:
     """No end above `most`."""
-    return Interval(low=min(one.low, most), mid=min(one.mid, most), high=min(one.high, most))
+    return Interval(low=min(interval.low, most), mid=min(interval.mid, most), high=min(interval.high, most))
 
 
-def noises(e: Evidence) -> list[str]:
+def noise_warnings(e: Evidence) -> list[str]:
     """What makes close decisions doubtful, in words."""
     if e.noise is None:
         return []
-    said = []
-    if e.noise.foreign > FOREIGN:
-        said.append(f"Other processes took {e.noise.foreign:.1f} of {e.noise.cores:.0f} cores.")
-    if e.noise.spread > SPREAD:
-        said.append(f"Equal blocks vary by {units.percent(e.noise.spread)}.")
-    return said
+    warnings = []
+    if e.noise.foreign > MAX_FOREIGN_CORES:
+        warnings.append(f"Other processes took {e.noise.foreign:.1f} of {e.noise.cores:.0f} cores.")
+    if e.noise.spread > MAX_BLOCK_SPREAD:
+        warnings.append(f"Equal blocks vary by {units.percent(e.noise.spread)}.")
+    return warnings
 
 
 def beside_others(e: Evidence, saved: Interval) -> Interval:
@@ -129,20 +125,20 @@ def beside_others(e: Evidence, saved: Interval) -> Interval:
     wait for it in the reduction. That makes up to `crowded / cores × (1 − 1 / ranks)` of the rest of the step. (Measured: beside others
     that took 0.6 of 2 cores, the reductions of two ranks were 18 % of a step instead of 9 %; this gives 13.)
     """
-    if e.noise is None or e.device != "cpu" or e.noise.foreign <= FOREIGN:
+    if e.noise is None or e.device != "cpu" or e.noise.foreign <= MAX_FOREIGN_CORES:
         return saved
     crowded = max(0.0, min(e.noise.foreign, e.world_size * e.threads + e.noise.foreign - e.noise.cores))
     waited = crowded / e.noise.cores * (1 - 1 / e.world_size) * (1 - saved.mid)
     return Interval(low=saved.low - waited, mid=saved.mid, high=saved.high)
 
 
-def in_turn(data: Interval, loader: float, clean: float) -> Interval:
+def serial_loader(data: Interval, loader: float, clean: float) -> Interval:
     """What a loader without workers adds: what it takes, which noise spoils less than the difference of two long steps, and a bit more."""
-    more = FRESH * (clean - data.mid)
+    more = MAX_FRESH_COST * (clean - data.mid)
     return Interval(low=min(data.low, loader), mid=min(data.mid, loader + more / 2), high=min(data.high, loader + more))
 
 
-def between(arm: Interval, traced: float) -> Interval:
+def between_sources(arm: Interval, traced: float) -> Interval:
     """Two sources that noise keeps from agreeing: the truth lies somewhere between them.
 
     A trace is a share of its own steps, which noise changes little, but does not see what an optimizer's writes push out of the caches.
@@ -155,29 +151,29 @@ def between(arm: Interval, traced: float) -> Interval:
 def widened(e: Evidence, arm: VariantTimes) -> Interval:
     """The fraction that an arm saves, no more certain than equal blocks are equal: three pairs may agree by chance."""
     saved = arm.saved
-    block = (e.noise.spread if e.noise else 0.0) / MIDDLE_HALF
-    loose = NINETY * block * math.sqrt(1.5 / len(arm.pairs)) * max(0.0, 1 - saved.mid)  # one block beside the mean of two
+    block = (e.noise.spread if e.noise else 0.0) / IQR_SIGMAS
+    loose = SIGMAS_90 * block * math.sqrt(1.5 / len(arm.pairs)) * max(0.0, 1 - saved.mid)  # one block beside the mean of two
     return Interval(low=min(saved.low, saved.mid - loose), mid=saved.mid, high=max(saved.high, saved.mid + loose))
 
 
 NOTHING = Interval(low=0.0, mid=0.0, high=0.0)
-DOUBTFUL = 0.15
+MIN_CERTAIN_LOADER = 0.15
 """Fraction of the step: a loader that costs more at the lower end of its interval is sure to cost much, noise or not."""
-SEEN, FEWER = 10, 4
+MIN_EXPECTED_STALLS, FEWER_STALLS = 10, 4
 """Stalls that ranks would have had on their own if those were theirs, to say that they are not; and they had so many times fewer there."""
 PYTHON_IN_OPTIMIZER = 0.5
-"""Share of an optimizer's step with no operator running, where the trace could not tell: 0.3 to 0.6 for torch's own loops over tensors,
+"""Share of an optimizer's step with no operator running, where the trace does not show it: 0.3 to 0.6 for torch's own loops over tensors,
 about 0.1 for fused ones. It belongs to the optimizer, not to the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds per step. Those with an interval come from paired experiments or a trace."""
+    """Seconds per step. Those with an interval come from known_pairs experiments or a trace."""
 
     step: float
     """As it is, stalls included."""
     clean: float
-    """Without stalls, but for those of the reductions (where experiments told them apart)."""
+    """Without stalls, but for those of the reductions (where experiments distinguish them)."""
     cached: float
     """Of it, without the loader."""
     replayed: float
@@ -202,7 +198,7 @@ class Costs:
     fixed: float
     """Of forward and backward: does not grow with the batch; nan if no doubled batch was tried."""
     stalls: Interval
-    slow: Slow | None = None
+    slow: SlowRank | None = None
 
     @classmethod
     def of(cls, e: Evidence) -> "Costs":
@@ -214,12 +210,12 @@ class Costs:
         data = at_least_0(scaled(ratio, clean))
         loader = _loader(e)
         noise, met = (e.noise.spread if e.noise else 0.05) / 2, NOTHING
-        if not noises(e):
+        if not noise_warnings(e):
             met = _met(e, data, loader, noise)
-        elif e.loading and not e.loading.num_workers and loader < data.mid and data.low < DOUBTFUL * clean:
-            data = in_turn(data, loader, clean)
-        data, replayed = less(data, met.mid), clean - data.mid
-        slow = slowest(e.ranks)
+        elif e.loading and not e.loading.num_workers and loader < data.mid and data.low < MIN_CERTAIN_LOADER * clean:
+            data = serial_loader(data, loader, clean)
+        data, replayed = subtract(data, met.mid), clean - data.mid
+        slow = slow_rank(e.ranks)
         by_input = min(max(slow.input, slow.odd * data.mid), data.mid) if slow else 0.0
         straggler = NOTHING
         if slow:
@@ -230,15 +226,15 @@ class Costs:
             traced = e.inside.optimizer / e.inside.step * replayed
             if "no_optimizer" not in e.arms:
                 optimizer = Interval(low=max(0.0, traced * (1 - max(0.0, e.inside.slowdown))), mid=traced, high=traced)
-            elif e.device == "cpu" and noises(e):
-                optimizer = between(optimizer, traced)
+            elif e.device == "cpu" and noise_warnings(e):
+                optimizer = between_sources(optimizer, traced)
         communication = _saved(e, "no_sync", replayed)
         transfer = _saved(e, "device_batch", replayed)
         host, sleeping, called = _host(e, replayed, optimizer.mid, communication.mid)
         rest = replayed - transfer.mid - optimizer.mid - communication.mid - (slow.compute if slow else 0.0)
         host, called = capped(host, max(0.0, rest)), capped(called, max(0.0, rest))
         stuck = _stuck(e)
-        more = plus(met, stuck)
+        more = add(met, stuck)
         return cls(
             step=e.step,
             clean=clean + stuck.mid,
@@ -246,23 +242,23 @@ class Costs:
             replayed=replayed,
             loader=loader,
             overlap=_overlap(clean - met.mid, replayed, loader),
-            data=less(data, by_input),
+            data=subtract(data, by_input),
             transfer=transfer,
             optimizer=optimizer,
-            communication=plus(communication, more),
+            communication=add(communication, more),
             straggler=straggler,
             host=host,
             sleeping=sleeping,
             called=called,
             fixed=_fixed(e, replayed, optimizer.mid, communication.mid),
-            stalls=less(_stalls(e), stuck.mid),
+            stalls=subtract(_stalls(e), stuck.mid),
             slow=slow,
         )
 
     def saves(self, seconds: Interval) -> Interval:
         """What the step saves if training gets this much faster: nothing where it would only wait longer for its loader."""
-        room = max(0.0, self.clean - self.loader)
-        hidden = capped(seconds, room)
+        spare = max(0.0, self.clean - self.loader)
+        hidden = capped(seconds, spare)
         keep = 1 - self.overlap
         ends = (keep * getattr(seconds, end) + self.overlap * getattr(hidden, end) for end in ("low", "mid", "high"))
         low, mid, high = ends
@@ -282,10 +278,10 @@ class Costs:
 def _observed(e: Evidence) -> Costs:
     """From clocks alone: means of the phases over the ranks. Host and communication cannot be seen; `other` stands for the host."""
     clean = e.step * (1 - e.stalls.share)
-    slow = slowest(e.ranks)
-    waits = sorted(one.wait for one in e.ranks)
+    slow = slow_rank(e.ranks)
+    waits = sorted(rank.wait for rank in e.ranks)
     wait = min(waits[(len(waits) - 1) // 2], clean)
-    means = {phase: statistics.fmean(one.timeline.mean(phase) for one in e.ranks) for phase in PHASES}
+    means = {phase: statistics.fmean(rank.timeline.mean(phase) for rank in e.ranks) for phase in PHASES}
     working = sum(means.values()) - means["data_wait"]
     fair = (clean - wait) / working if working > 0 else 0.0  # stalls, and what ranks wait for each other, lie in the phases
     late = min(slow.excess, clean - wait) if slow else 0.0
@@ -363,11 +359,11 @@ def _met(e: Evidence, data: Interval, loader: float, noise: float) -> Interval:
     """
     if "no_sync" not in e.arms or e.loading is None or e.loading.num_workers or not e.ranks:
         return NOTHING
-    if math.isnan(loader + sum(one.alone + one.compute for one in e.ranks)):
+    if math.isnan(loader + sum(rank.alone + rank.compute for rank in e.ranks)):
         return NOTHING
-    alone = max(one.alone - one.wait for one in e.ranks)
-    colder = max(0.0, alone - max(one.compute for one in e.ranks))
-    more = less(data, max(loader, e.longest_wait) + colder)
+    alone = max(rank.alone - rank.wait for rank in e.ranks)
+    colder = max(0.0, alone - max(rank.compute for rank in e.ranks))
+    more = subtract(data, max(loader, e.longest_wait) + colder)
     if not more.mid:
         return NOTHING
     return at_least_0(Interval(low=more.low - noise * alone, mid=more.mid, high=more.high + noise * alone))
@@ -375,16 +371,16 @@ def _met(e: Evidence, data: Interval, loader: float, noise: float) -> Interval:
 
 def _stuck(e: Evidence) -> Interval:
     """Seconds per step of the stalls that no rank has on its own: reductions that now and then take far longer than most."""
-    s, alone = e.stalls, [one.stalls for one in e.ranks]
+    s, alone = e.stalls, [rank.stalls for rank in e.ranks]
     if "no_sync" not in e.arms or not s.steps or s.every or s.kind or not alone:
         return NOTHING
-    for one in alone:
-        expected = len(s.at) / s.steps * one.steps
-        if expected < SEEN or len(one.at) > expected / FEWER:
+    for stalls in alone:
+        expected = len(s.at) / s.steps * stalls.steps
+        if expected < MIN_EXPECTED_STALLS or len(stalls.at) > expected / FEWER_STALLS:
             return NOTHING
-    unevenly = max(0.0, e.longest_wait - min(one.wait for one in e.ranks))  # and the others wait for who waits for data
-    own = sum(one.extra * len(one.at) / one.steps for one in alone)
-    return less(_stalls(e), own + unevenly)
+    unevenly = max(0.0, e.longest_wait - min(rank.wait for rank in e.ranks))  # and the others wait for who waits for data
+    own = sum(stalls.extra * len(stalls.at) / stalls.steps for stalls in alone)
+    return subtract(_stalls(e), own + unevenly)
 
 
 def _fixed(e: Evidence, cached: float, optimizer: float, communication: float) -> float:
@@ -393,9 +389,9 @@ def _fixed(e: Evidence, cached: float, optimizer: float, communication: float) -
     if arm is None or arm.samples <= 1:
         return math.nan
     other = optimizer + communication
-    one = max(0.0, cached - other)
+    single = max(0.0, cached - other)
     more = max(0.0, cached * (1 - arm.saved.mid) - other)
-    return min(one, max(0.0, (arm.samples * one - more) / (arm.samples - 1)))
+    return min(single, max(0.0, (arm.samples * single - more) / (arm.samples - 1)))
 
 
 def _host(e: Evidence, cached: float, optimizer: float, communication: float) -> tuple[Interval, float, Interval]:
@@ -415,7 +411,7 @@ def _host(e: Evidence, cached: float, optimizer: float, communication: float) ->
     seconds = scaled(gaps, cached)
     if inside.optimizer and inside.optimizer_ops is not None:
         python = max(0.0, inside.optimizer - inside.optimizer_ops) / inside.step * cached
-        host = less(seconds, python)
+        host = subtract(seconds, python)
     else:
         host = at_least_0(
             Interval(

@@ -1,4 +1,4 @@
-"""Diagnosis: what holds a step back, what would help and by how much, and what was proved of it."""
+"""Diagnosis: what limits a step, what would help and by how much, and what was proved of it."""
 
 import math
 from collections.abc import Callable
@@ -10,18 +10,17 @@ from workbench.core import late, units
 from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.vocabulary import PART_WORDS, PARTS
-from workbench.diagnosis.analysis.costs import FOREIGN
+from workbench.diagnosis.analysis.costs import MAX_FOREIGN_CORES
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.analysis.loader_curve import LoaderCurve
-from workbench.diagnosis.analysis.parts import Parts
+from workbench.diagnosis.analysis.loader_model import LoaderCurve
 from workbench.diagnosis.analysis.proof import Proof
 from workbench.diagnosis.analysis.remedies import remedies_for
-from workbench.diagnosis.analysis.remedy import Remedy, rank
-from workbench.diagnosis.analysis.step_model import StepModel
+from workbench.diagnosis.analysis.remedy import Remedy, sort_key
+from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.analysis.verdict import Judgement, judge
 from workbench.runs.spec import Spec
 
-QUIET = 0.1
+MIN_FOREIGN_CORES = 0.1
 """Cores taken by others that are not worth a word."""
 
 
@@ -60,10 +59,10 @@ class Diagnosis(JsonDataclass):
             adjust: applied to each remedy, such as the widening of intervals by what earlier proofs on this machine showed.
         """
         judgement = judge(evidence)
-        found = remedies_for(evidence, judgement, spec=spec)
+        remedies = remedies_for(evidence, judgement, spec=spec)
         if adjust:
-            found = tuple(sorted(map(adjust, found), key=rank))
-        return cls(evidence=evidence, judgement=judgement, remedies=found, spec=spec, subject=subject)
+            remedies = tuple(sorted(map(adjust, remedies), key=sort_key))
+        return cls(evidence=evidence, judgement=judgement, remedies=remedies, spec=spec, subject=subject)
 
     @property
     def verdict(self) -> str:
@@ -90,7 +89,7 @@ class Diagnosis(JsonDataclass):
                 "inconclusive": "Measure again when the machine is quieter, or with a larger budget_s.",
                 "compute-bound": "Nothing we know of would make this step faster here: it computes. More or faster devices would.",
             }.get(self.verdict, "There is no remedy here whose gain could be predicted.")
-        best = next((one for one in self.remedies if one.answers(self.verdict)), self.remedies[0])
+        best = next((remedy for remedy in self.remedies if remedy.answers(self.verdict)), self.remedies[0])
         costs = f" It costs: {best.costs}." if best.costs else ""
         more = self.remedies[0]
         also = "" if more is best else f" Whatever the cause: {more.name}, {more.gain}."
@@ -124,16 +123,16 @@ class Diagnosis(JsonDataclass):
         """
         if isinstance(which, Remedy):
             return which
-        names = ", ".join(f"{i} ({one.name})" for i, one in enumerate(self.remedies, 1)) or "none"
+        names = ", ".join(f"{i} ({remedy.name})" for i, remedy in enumerate(self.remedies, 1)) or "none"
         if which is None:
-            best = next((one for one in self.remedies if one.provable), None)
+            best = next((remedy for remedy in self.remedies if remedy.provable), None)
             if best is None:
                 raise ValueError(f"there is nothing to prove: no remedy of this {self.verdict} step turns knobs of ours; it has {names}")
             return best
-        found = [one for i, one in enumerate(self.remedies, 1) if which in (i, one.name)]
-        if not found:
+        matching = [remedy for i, remedy in enumerate(self.remedies, 1) if which in (i, remedy.name)]
+        if not matching:
             raise ValueError(f"no remedy {which!r}: this diagnosis has {names}")
-        return found[0]
+        return matching[0]
 
     def prove(self, which: Remedy | int | str | None = None, *, budget_s: float = 60.0) -> Proof:
         """Run a remedy, interleaved with the step as it is; the proof is kept in `proofs`.
@@ -167,7 +166,7 @@ class Diagnosis(JsonDataclass):
             text = f"observed in {e.steps} steps; nothing was tried"
         else:
             text = f"measured by {len(e.arms)} experiments in {units.seconds(e.seconds)}, {e.steps} calls of step()"
-        if e.noise and QUIET < e.noise.foreign <= FOREIGN:  # from there on, it is among the notes
+        if e.noise and MIN_FOREIGN_CORES < e.noise.foreign <= MAX_FOREIGN_CORES:  # from there on, it is among the notes
             text += f"; other processes took {e.noise.foreign:.1f} of {e.noise.cores:.1f} cores"
         return "; ".join([text, *e.notes, *self.judgement.notes])
 
@@ -191,10 +190,10 @@ class Diagnosis(JsonDataclass):
     def remedy_table(self) -> display.Table:
         """One row per remedy, best first, proofs beside."""
         rows = []
-        for i, one in enumerate(self.remedies, 1):
-            proved = [proof for proof in self.proofs if proof.remedy.name == one.name]
-            measured = units.times(proved[-1].measured.mid) if proved else ("not yet" if one.provable else units.MISSING)
-            rows.append([i, one.name, one.gain, measured, one.what])
+        for i, remedy in enumerate(self.remedies, 1):
+            proved = [proof for proof in self.proofs if proof.remedy.name == remedy.name]
+            measured = units.times(proved[-1].measured.mid) if proved else ("not yet" if remedy.provable else units.MISSING)
+            rows.append([i, remedy.name, remedy.gain, measured, remedy.what])
         return display.Table(
             columns=("", "remedy", "predicted", "measured", "what to do"),
             rows=rows,
@@ -211,11 +210,11 @@ class Diagnosis(JsonDataclass):
         return display.frame(
             [
                 {
-                    **one.to_json(),
-                    "provable": one.provable,
-                    "measured": next((p.measured.mid for p in reversed(self.proofs) if p.remedy.name == one.name), math.nan),
+                    **remedy.to_json(),
+                    "provable": remedy.provable,
+                    "measured": next((p.measured.mid for p in reversed(self.proofs) if p.remedy.name == remedy.name), math.nan),
                 }
-                for one in self.remedies
+                for remedy in self.remedies
             ],
             columns=("name", "speedup", "low", "high", "measured", "ceiling", "provable", "change", "what", "formula", "costs"),
         )
@@ -230,5 +229,5 @@ class Diagnosis(JsonDataclass):
 
     def _repr_html_(self) -> str:
         head = f"<p><strong>{display.escape(self.verdict)}</strong> ({display.escape(self.cause)})</p>"
-        said = f"<p>{display.escape(self.why)}</p><p><strong>Next:</strong> {display.escape(self.next)}</p>"
-        return head + said + "".join(table._repr_html_() for table in self._tables)
+        reason = f"<p>{display.escape(self.why)}</p><p><strong>Next:</strong> {display.escape(self.next)}</p>"
+        return head + reason + "".join(table._repr_html_() for table in self._tables)

@@ -1,4 +1,4 @@
-"""Evidence: what clocks and experiments found out about a training step, before anybody judges it. Seconds, bytes and fractions only.
+"""Evidence: what clocks and experiments measured of a training step, before it is judged. Seconds, bytes and fractions only.
 
 A step here is one optimizer step, so it takes `accumulation` batches from the loader. Times of several ranks that compute together are
 those of the slowest one: the job's.

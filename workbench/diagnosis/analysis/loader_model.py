@@ -1,26 +1,126 @@
-"""Feeding: how many workers does a step need? Two probes give the whole curve; arithmetic only.
+"""LoaderModel: predicts loader and step over the number of workers from two short probes.
 
-Uneven batches: what slow samples cost when workers deliver in order and only so many batches may lie ready.
+Its `curve()` is a LoaderCurve, on which measurements stand beside the prediction. If samples are unevenly slow, deliveries are simulated
+batch by batch (`delivery_seconds`).
 """
 
 import dataclasses
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
 
+from workbench.core import units
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.analysis.loader_curve import CurvePoint, LoaderCurve
 
-COUNT = 400
+TERMS = {
+    "in turn": "loading and training in turn",
+    "workers": "workers too few or too slow",
+    "cores": "all cores busy",
+    "hand-over": "taking batches from workers",
+    "compute": "training: fed well",
+}
+"""What holds the step where it is, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """Loader and step at one number of workers. Seconds."""
+
+    num_workers: int
+    loader: float
+    """Per batch of the loader alone, predicted."""
+    step: float
+    """Per step, predicted."""
+    binds: str
+    """What holds it there, of TERMS."""
+    measured_loader: float | None = None
+    measured_step: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderCurve(display.Shown, JsonDataclass):
+    """Loader and step over the number of workers. Predicted and measured are the same quantities, so their difference is the error."""
+
+    points: tuple[CurvePoint, ...]
+    """One per number of workers."""
+    recommended: int
+    """The smallest number of workers within 5 % of the best step."""
+    compute: float
+    """Seconds per step of training on batches that are there already: no step is shorter."""
+    current: int | None = None
+    """What the loader has now."""
+    persistent_workers: bool = True
+    """Do those that it has now persist? Their point is predicted, and measured, as they are; those of all other points do persist."""
+
+    def with_measured(self, *, loader: Mapping[int, float] | None = None, step: Mapping[int, float] | None = None) -> Self:
+        """The same curve with measurements beside the prediction.
+
+        Args:
+            loader: seconds per batch of the loader alone, by number of workers.
+            step: seconds per step, likewise.
+
+        Raises:
+            ValueError: a number of workers that is not on the curve.
+        """
+        loader, step = loader or {}, step or {}
+        there = [point.num_workers for point in self.points]
+        if odd := sorted({*loader, *step} - set(there)):
+            raise ValueError(f"measured with {odd[0]} workers, but the curve goes from {there[0]} to {there[-1]}: try curve({odd[-1]})")
+        return dataclasses.replace(
+            self,
+            points=tuple(
+                dataclasses.replace(
+                    point,
+                    measured_loader=loader.get(point.num_workers, point.measured_loader),
+                    measured_step=step.get(point.num_workers, point.measured_step),
+                )
+                for point in self.points
+            ),
+        )
+
+    @property
+    def errors(self) -> dict[int, float]:
+        """Predicted over measured step, less 1, by number of workers, where it was measured."""
+        return {point.num_workers: point.step / point.measured_step - 1 for point in self.points if point.measured_step}
+
+    @property
+    def table(self) -> display.Table:
+        """One row per number of workers."""
+        seen = any(value is not None for p in self.points for value in (p.measured_loader, p.measured_step))
+        rows = []
+        for p in self.points:
+            marks = [name for name, count in (("now", self.current), ("recommended", self.recommended)) if count == p.num_workers]
+            measured = (units.seconds(p.measured_loader), units.seconds(p.measured_step)) if seen else ()
+            rows.append((p.num_workers, units.seconds(p.loader), units.seconds(p.step), *measured, TERMS[p.binds], ", ".join(marks)))
+        return display.Table(
+            columns=("workers", "loader alone", "step", *(("loader, measured", "step, measured") if seen else ()), "held by", ""),
+            rows=rows,
+            title="The loader over its workers",
+            note=f"loader alone is per batch; predicted{'' if not seen else ', with measurements beside'}; "
+            f"training alone takes {units.seconds(self.compute)}"
+            + ("" if self.persistent_workers else "; workers of now start anew with each pass over the loader, all others persist"),
+        )
+
+    to_frame = display.frame_method("points", CurvePoint)
+
+    plot = display.plot_method("loader_curve")
+
+    def __repr__(self) -> str:
+        return f"LoaderCurve({len(self.points)} points, recommended: num_workers={self.recommended})"
+
+
+SIMULATED_BATCHES = 400
 """Batches that are played through: the mean over them is within a few percent of that over many."""
-SLOWEST = 0.05
+SLOW_SAMPLES = 0.05
 """The samples whose share of the time is known: see `Loading.slow_share`."""
 
 
-def paced(making: Sequence[float], workers: int, queue: int, training: float) -> float:
+def delivery_seconds(making: Sequence[float], workers: int, queue: int, training: float) -> float:
     """Seconds per batch of a loop whose workers deliver in order.
 
     Batch j is made by worker j mod n as soon as that one is free and batch j − queue has been taken; it is taken in its turn, when training
@@ -40,43 +140,41 @@ def paced(making: Sequence[float], workers: int, queue: int, training: float) ->
     made, taken = [0.0] * len(making), [0.0] * len(making)
     for j, seconds in enumerate(making):
         free = made[j - workers] if j >= workers else 0.0
-        asked = taken[j - queue] if j >= queue else 0.0
-        made[j] = max(free, asked) + seconds
+        requested = taken[j - queue] if j >= queue else 0.0
+        made[j] = max(free, requested) + seconds
         taken[j] = max(made[j], taken[j - 1] + training if j else 0.0)
     half = len(making) // 2
     return (taken[-1] - taken[half - 1]) / (len(making) - half)
 
 
 @lru_cache(maxsize=64)
-def uneven(share: float, batch_size: int) -> tuple[float, ...]:
+def uneven_batches(share: float, batch_size: int) -> tuple[float, ...]:
     """Relative times to make batches, mean 1 in the second half: the slowest twentieth of the samples takes `share` of the time more.
 
     The same each time: no chance in a result.
     """
     chance = random.Random(0)
-    slow = [sum(chance.random() < SLOWEST for _ in range(batch_size)) for _ in range(COUNT)]
-    mean = sum(slow[COUNT // 2 :]) / (COUNT - COUNT // 2)  # of those that count
+    slow = [sum(chance.random() < SLOW_SAMPLES for _ in range(batch_size)) for _ in range(SIMULATED_BATCHES)]
+    mean = sum(slow[SIMULATED_BATCHES // 2 :]) / (SIMULATED_BATCHES - SIMULATED_BATCHES // 2)  # of those that count
     return tuple((1 - share) + share * count / mean if mean else 1.0 for count in slow)
 
 
-__all__ = ["CurvePoint", "Feeding", "LoaderCurve", "blind_window"]
-
 PLATEAU = 0.05
 """A number of workers within 5 % of the best one is as good: two runs of one setting differ as much."""
-MOST_WORKERS = 64
-"""Beyond that nobody looks."""
-ALONE = 1.2
+MAX_WORKERS = 64
+"""Most workers that are considered."""
+SINGLE_THREAD_CPU = 1.2
 """CPU over duration: below that, training computes on one thread."""
-UNEVEN = 0.1
+MIN_SLOW_SHARE = 0.1
 """A smaller share of slow samples is as good as none."""
-PACE = 1.5
+MAX_PACE = 1.5
 """A machine is not that much faster or slower than a minute ago: then the probe saw something else."""
-LEAST_CORES = 0.25
+MIN_CORES = 0.25
 """However busy the machine is, something is left for us."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Feeding:
+class LoaderModel:
     """What decides how fast a loader feeds a step. Seconds per batch.
 
     With n workers, and w, d, h, C, K, R as named below:
@@ -144,7 +242,7 @@ class Feeding:
             handover=loading.handover or 0.0,
             compute=cached.seconds / evidence.accumulation,
             compute_cpu=inside.cpu / evidence.accumulation if inside and inside.cpu else None,
-            cores=max(LEAST_CORES, noise.cores - noise.foreign) if noise else 1.0,
+            cores=max(MIN_CORES, noise.cores - noise.foreign) if noise else 1.0,
             ranks=evidence.world_size,
             accumulation=evidence.accumulation,
             start_up=loading.start_up or 0.0,
@@ -168,7 +266,7 @@ class Feeding:
             now, then = self._worker, loader * n - self.blocked
         else:
             now, then = self.loader(n), loader
-        pace = min(max(then / now, 1 / PACE), PACE) if now > 0 else 1.0
+        pace = min(max(then / now, 1 / MAX_PACE), MAX_PACE) if now > 0 else 1.0
         return dataclasses.replace(
             self,
             cpu=self.cpu * pace,
@@ -239,7 +337,7 @@ class Feeding:
         if most is not None and most < 0:
             raise ValueError(f"a curve up to {most} workers: 0 or more are possible, e.g. curve(8)")
         recommended = self.recommend()
-        last = min(MOST_WORKERS, max(4, recommended + 2, self.num_workers)) if most is None else most
+        last = min(MAX_WORKERS, max(4, recommended + 2, self.num_workers)) if most is None else most
         return LoaderCurve(
             points=tuple(
                 CurvePoint(
@@ -263,16 +361,16 @@ class Feeding:
     @property
     def _most(self) -> int:
         """Enough workers for any purpose: with more, the cores or the hand-over bind."""
-        floor = max(self.compute + self.handover, self.ranks * (self._worker + self.handover) / self.cores, 1e-9)
-        return min(MOST_WORKERS, math.ceil((self._worker + self.blocked) / floor) + 1)
+        limit = max(self.compute + self.handover, self.ranks * (self._worker + self.handover) / self.cores, 1e-9)
+        return min(MAX_WORKERS, math.ceil((self._worker + self.blocked) / limit) + 1)
 
     def _delivered(self, num_workers: int, prefetch_factor: int, training: float) -> float:
         """Seconds per batch if only the workers and training limit it."""
         alone = (self._worker + self.blocked) / num_workers
-        if self.slow_share < UNEVEN or not self.batch_size or not alone:
+        if self.slow_share < MIN_SLOW_SHARE or not self.batch_size or not alone:
             return max(alone, training)
-        making = [num_workers * alone * relative for relative in uneven(round(self.slow_share, 2), self.batch_size)]
-        return paced(making, num_workers, num_workers * max(1, prefetch_factor), training)
+        making = [num_workers * alone * relative for relative in uneven_batches(round(self.slow_share, 2), self.batch_size)]
+        return delivery_seconds(making, num_workers, num_workers * max(1, prefetch_factor), training)
 
     def _loader_terms(self, num_workers: int) -> dict[str, float]:
         return {
@@ -285,16 +383,16 @@ class Feeding:
         """Seconds per batch that training takes beside such workers, if it never waits for them."""
         own = self.compute + self.handover
         cpu = self.compute if self.compute_cpu is None else self.compute_cpu
-        wanted = self.ranks * self._worker
+        worker_cpu = self.ranks * self._worker
         spare = self.cores * own - self.ranks * (cpu + self.handover)
-        if wanted <= max(0.0, spare):
+        if worker_cpu <= max(0.0, spare):
             return own
-        late = wanted - max(0.0, spare)
-        if cpu <= ALONE * self.compute:  # its core is shared like all others
+        late = worker_cpu - max(0.0, spare)
+        if cpu <= SINGLE_THREAD_CPU * self.compute:  # its core is shared like all others
             return own + late / self.cores
         step = own + late  # beside one busy worker, which is the worst
         for _ in range(8):
-            busy = min(max(1.0, wanted / step), self.ranks * num_workers, max(1.0, self.cores))
+            busy = min(max(1.0, worker_cpu / step), self.ranks * num_workers, max(1.0, self.cores))
             step = own + late * 2 * (1 - 0.5**busy) / busy
         return step
 

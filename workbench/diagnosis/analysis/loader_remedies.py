@@ -1,31 +1,30 @@
-"""Remedies for a loader that does not keep up: more or fewer workers, deeper queues, workers that stay, data prepared beforehand."""
+"""Derives the remedies of a slow loader: more or fewer workers, deeper queues, persistent workers, prepared data."""
 
 import dataclasses
 from collections.abc import Iterator
 
 from workbench.core import units
-from workbench.diagnosis.analysis.costs import Costs
 from workbench.diagnosis.analysis.evidence import Loading
-from workbench.diagnosis.analysis.loader_model import Feeding
-from workbench.diagnosis.analysis.remedy import WORTH, Case, Remedy, ceiling, predicted, worth
+from workbench.diagnosis.analysis.loader_model import LoaderModel
+from workbench.diagnosis.analysis.remedy import MIN_SPEEDUP, Case, Remedy, ceiling, from_formula
 
-WORKERS = (0.94, 1.12)
+WORKERS_ERROR = (0.94, 1.12)
 """Measured step over predicted step with another number of workers: the formulas leave out queueing for cores and uneven batches, so they
-promise too much more often than too little (facts: −14 … +6 %)."""
-DEEPER = 8
+predict too much more often than too little (facts: −14 … +6 %)."""
+DEEP_PREFETCH = 8
 """Batches per worker: enough for one slow batch in twenty, and four times the memory of torch's own 2."""
-LEFT = 0.1
+LEFT_SHARE = 0.1
 """Of a part that is mostly done beforehand, this much may stay; named in the formula."""
 
 
-def for_loader(case: Case) -> Iterator[Remedy]:
-    """What would feed the step faster."""
+def for_loader(case: Case) -> Iterator[Remedy | None]:
+    """Changes of the loader that would make the step wait less for it."""
     loading = case.evidence.loading
-    if loading is None or case.costs.data.mid < (WORTH - 1) / WORTH * case.costs.step:
+    if loading is None or case.costs.data.mid < (MIN_SPEEDUP - 1) / MIN_SPEEDUP * case.costs.step:
         return
     if loading.kind != "DataLoader":
         share = case.costs.data.mid / case.costs.step
-        one = ceiling(
+        yield ceiling(
             case,
             "prefetch",
             "Make batches beside training: in a torch.utils.data.DataLoader with workers, or in a thread that fills a queue.",
@@ -33,22 +32,18 @@ def for_loader(case: Case) -> Iterator[Remedy]:
             "waiting for data is gone",
             "memory for the batches that lie ready",
         )
-        if one:
-            yield one
         return
     yield from _workers(case, loading)
     yield from _prefetch(case, loading)
     yield from _prepared(case, loading)
 
 
-def _workers(case: Case, loading: Loading) -> Iterator[Remedy]:
+def _workers(case: Case, loading: Loading) -> Iterator[Remedy | None]:
     """The number of workers that the curve recommends, and workers that stay from epoch to epoch."""
     feeding, model = case.model.feeding, case.model
     if feeding is None:
         return
-    staying = _staying(case, loading)
-    if staying:
-        yield staying
+    yield (staying := _persistent(case, loading))
     best = feeding.recommend()
     if best == loading.num_workers:
         return
@@ -56,40 +51,39 @@ def _workers(case: Case, loading: Loading) -> Iterator[Remedy]:
     change = {"num_workers": best, **keep}
     processes = f"{best} worker process{'es' * (best != 1)}"
     instead = f", instead of {loading.num_workers}." if loading.num_workers else ", beside training."
-    one = predicted(
+    remedy = from_formula(
         case,
         f"num_workers={best}",
         change,
         (f"Make batches in {processes}{instead}" if best else f"Make batches in the training process, without workers{instead}")
         + (" Keep them from one epoch to the next." if keep else ""),
         model.speedup(**change),
-        WORKERS,
+        WORKERS_ERROR,
         _formula(feeding, best),
         f"{units.bytes_(loading.batch_bytes * (2 * best + 1))} of shared memory for batches, and a process each" if best else "",
     )
-    if worth(one) and one.speedup > (WORTH * staying.speedup if staying else 1.0):
-        yield one
+    if remedy and remedy.speedup > (MIN_SPEEDUP * staying.speedup if staying else 1.0):
+        yield remedy
 
 
-def _staying(case: Case, loading: Loading) -> Remedy | None:
+def _persistent(case: Case, loading: Loading) -> Remedy | None:
     """Workers that are not started anew for each epoch."""
     if not loading.num_workers or loading.persistent_workers or not loading.start_up:
         return None
     keep = {"persistent_workers": True}
-    one = predicted(
+    return from_formula(
         case,
         "persistent_workers=True",
         keep,
         "Keep the workers from one epoch to the next.",
         case.model.speedup(**keep),
-        WORKERS,
+        WORKERS_ERROR,
         f"starting them takes {units.seconds(loading.start_up)} per epoch of {loading.epoch} batches, and is gone",
         "their memory between epochs; the dataset's own state lives on in them",
     )
-    return one if worth(one) else None
 
 
-def _formula(f: Feeding, workers: int) -> str:
+def _formula(f: LoaderModel, workers: int) -> str:
     if not workers:
         return f"loader + training = {units.seconds(f.loader(0))} + {units.seconds(f.compute)} per batch"
     made = (f.worker_cpu if f.worker_cpu is not None else f.cpu) + f.blocked
@@ -101,34 +95,32 @@ def _formula(f: Feeding, workers: int) -> str:
     return f"the largest of: {'; '.join(terms)}; {f.binds(workers)} decides"
 
 
-def _prefetch(case: Case, loading: Loading) -> Iterator[Remedy]:
+def _prefetch(case: Case, loading: Loading) -> Iterator[Remedy | None]:
     """A deeper queue evens out batches of uneven length: the mean counts, not the slowest."""
     now = loading.prefetch_factor or 2
-    if not loading.num_workers or now >= DEEPER or case.model.feeding is None:
+    if not loading.num_workers or now >= DEEP_PREFETCH or case.model.feeding is None:
         return
     if not case.judgement.cause.startswith(("prefetch", "slow samples")):
         return
-    plain = Feeding.of(case.evidence)
+    plain = LoaderModel.of(case.evidence)
     if plain is None:
         return
-    even = plain.step(loading.num_workers, prefetch_factor=DEEPER, persistent_workers=loading.persistent_workers)
+    even = plain.step(loading.num_workers, prefetch_factor=DEEP_PREFETCH, persistent_workers=loading.persistent_workers)
     step = max(even, case.costs.cached) + case.costs.stalls.mid
     speedup = case.costs.step / step
-    one = predicted(
+    yield from_formula(
         case,
-        f"prefetch_factor={DEEPER}",
-        {"prefetch_factor": DEEPER},
-        f"Let each worker keep {DEEPER} batches ready instead of {now}, so that a slow one is made up for by the others.",
+        f"prefetch_factor={DEEP_PREFETCH}",
+        {"prefetch_factor": DEEP_PREFETCH},
+        f"Let each worker keep {DEEP_PREFETCH} batches ready instead of {now}, so that a slow one is made up for by the others.",
         speedup,
         (1.0, 1 + 0.6 * (speedup - 1)),
         f"the step at the loader's mean speed: {units.seconds(even)}",
-        f"{units.bytes_(loading.batch_bytes * loading.num_workers * (DEEPER - now))} more of shared memory",
+        f"{units.bytes_(loading.batch_bytes * loading.num_workers * (DEEP_PREFETCH - now))} more of shared memory",
     )
-    if worth(one):
-        yield one
 
 
-def _prepared(case: Case, loading: Loading) -> Iterator[Remedy]:
+def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
     """Work done once, beforehand, instead of in every epoch. What it leaves to do is not known, so these are ceilings."""
     feeding, cause = case.model.feeding, case.judgement.cause
     if feeding is None:
@@ -139,57 +131,54 @@ def _prepared(case: Case, loading: Loading) -> Iterator[Remedy]:
             ("storage", "slow samples"),
             "faster storage",
             "Copy the data to a local disk or into memory before training, or read it in large sequential pieces (shards).",
-            dataclasses.replace(feeding, blocked=feeding.blocked * LEFT),
-            f"{units.percent(1 - LEFT)} of the waiting for storage is gone",
+            dataclasses.replace(feeding, blocked=feeding.blocked * LEFT_SHARE),
+            f"{units.percent(1 - LEFT_SHARE)} of the waiting for storage is gone",
             "disk space, and the time to copy",
         ),
         (
             ("small files",),
             "shards",
             "Pack the small files into a few large ones (tar with an index), and read those.",
-            dataclasses.replace(feeding, blocked=feeding.blocked * LEFT),
-            f"{units.percent(1 - LEFT)} of the waiting for files is gone",
+            dataclasses.replace(feeding, blocked=feeding.blocked * LEFT_SHARE),
+            f"{units.percent(1 - LEFT_SHARE)} of the waiting for files is gone",
             "a second copy of the data",
         ),
         (
             ("decode", "oversubscribed", "slow samples"),
             "prepared data",
             "Decode and resize once, beforehand, and store the result as arrays.",
-            _less_cpu(feeding, (loading.fetch_cpu or 0.0) * (1 - LEFT)),
-            f"{units.percent(1 - LEFT)} of the dataset's CPU, {units.percent((loading.fetch_cpu or 0.0) / cpu)} of making a batch, is gone",
+            _less_cpu(feeding, (loading.fetch_cpu or 0.0) * (1 - LEFT_SHARE)),
+            f"{units.percent(1 - LEFT_SHARE)} of the dataset's CPU, {units.percent((loading.fetch_cpu or 0.0) / cpu)} of making a batch, "
+            "is gone",
             "disk space (decoded images take about 14 times that of JPEG); augmentation has to stay",
         ),
         (
             ("collate",),
             "faster collate_fn",
             "Write batches into one tensor made beforehand, or pad and stack on whole arrays instead of sample by sample.",
-            _less_cpu(feeding, (loading.collate or 0.0) * (1 - LEFT)),
-            f"{units.percent(1 - LEFT)} of collate_fn is gone",
+            _less_cpu(feeding, (loading.collate or 0.0) * (1 - LEFT_SHARE)),
+            f"{units.percent(1 - LEFT_SHARE)} of collate_fn is gone",
             "",
         ),
     )
     for causes, name, what, better, formula, costs in options:
-        if not cause.startswith(causes):
-            continue
-        saved = _saved(case.costs, case, better, loading)
-        one = ceiling(case, name, what, saved, formula, costs)
-        if one:
-            yield one
+        if cause.startswith(causes):
+            yield ceiling(case, name, what, _saved(case, better, loading), formula, costs)
 
 
-def _less_cpu(feeding: Feeding, seconds: float) -> Feeding:
+def _less_cpu(feeding: LoaderModel, seconds: float) -> LoaderModel:
     by = max(0.0, 1 - seconds / feeding.cpu) if feeding.cpu else 1.0
     worker = None if feeding.worker_cpu is None else max(0.0, feeding.worker_cpu - feeding.cpu * (1 - by))
     return dataclasses.replace(feeding, cpu=feeding.cpu * by, worker_cpu=worker)
 
 
-def _saved(c: Costs, case: Case, better: Feeding, loading: Loading) -> float:
+def _saved(case: Case, better: LoaderModel, loading: Loading) -> float:
     """Fraction of the step that a faster loader saves: no more than all of its waiting."""
-    now = case.model.feeding
+    c, now = case.costs, case.model.feeding
     assert now is not None
     steps = [
-        one.step(loading.num_workers, prefetch_factor=loading.prefetch_factor or 2, persistent_workers=loading.persistent_workers)
-        for one in (now, better)
+        loader.step(loading.num_workers, prefetch_factor=loading.prefetch_factor or 2, persistent_workers=loading.persistent_workers)
+        for loader in (now, better)
     ]
     saved = steps[0] - steps[1]
     return min(c.data.mid, max(0.0, saved)) / c.step

@@ -1,4 +1,4 @@
-"""Observed: evidence from the timelines of a run alone. Nothing was tried, so every saving is a ceiling, and some questions stay open."""
+"""Makes evidence of the timelines of a run. Nothing was tried, so every saving is a ceiling, and some questions stay open."""
 
 import dataclasses
 import math
@@ -13,13 +13,13 @@ from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 from workbench.timeline.timeline import Timeline
 
-FEW = 8
+MIN_STEPS = 8
 """Fewer measured steps say nothing about a mean."""
 DATA, BACKWARD = PHASES.index("data_wait"), PHASES.index("backward")
 
 
 def observe(run: Run) -> Evidence:
-    """What a run's timelines tell.
+    """Evidence of a run, from its timelines alone.
 
     Under DDP all ranks are equally long at each step, since they wait for each other inside `backward`. The one that is waited for is the
     one that waits least there: what the others' backward takes longer than the shortest is counted as their waiting, not as their work.
@@ -27,38 +27,40 @@ def observe(run: Run) -> Evidence:
     Raises:
         ValueError: the run has no step to look at, or too few.
     """
-    timelines = [drained(one) for one in run.timelines if one.count]
-    if not timelines or min(one.count for one in timelines) < FEW:
-        most = min((one.count for one in timelines), default=0)
+    timelines = [after_queue_drained(timeline) for timeline in run.timelines if timeline.count]
+    if not timelines or min(timeline.count for timeline in timelines) < MIN_STEPS:
+        most = min((timeline.count for timeline in timelines), default=0)
         hint = "wait for it: run.wait()" if run.state == "running" else "a script's steps are measured with watch=True"
-        raise ValueError(f"{run!r} has {most} measured steps, and at least {FEW} are wanted to judge it ({run.state}): {run.error or hint}")
+        raise ValueError(
+            f"{run!r} has {most} measured steps, and at least {MIN_STEPS} are needed to judge it ({run.state}): {run.error or hint}"
+        )
     spec = run.spec if isinstance(run.spec, RunSpec) else None
     waits = _waits(timelines)
-    ranks = tuple(_rank(one, wait) for one, wait in zip(timelines, waits, strict=True))
-    together = max((one.stalls for one in ranks), key=lambda one: one.share)
-    samples = [_samples(one) for one in timelines]
+    ranks = tuple(_rank(timeline, wait) for timeline, wait in zip(timelines, waits, strict=True))
+    together = max((rank.stalls for rank in ranks), key=lambda stalls: stalls.share)
+    samples = [_samples(timeline) for timeline in timelines]
     return Evidence(
-        step=statistics.fmean(one.mean() for one in timelines),
+        step=statistics.fmean(timeline.mean() for timeline in timelines),
         device="cuda" if timelines[0].clock == "device" else "cpu",
         world_size=max(len(timelines), run.spec.world_size),
         accumulation=spec.accumulation if spec else 1,
         threads=run.spec.threads,
-        samples=None if None in samples else sum(one for one in samples if one is not None),
+        samples=None if None in samples else sum(count for count in samples if count is not None),
         precision=spec.precision if spec else "fp32",
         loading=_loading(spec) if spec else None,
         stalls=together,
         ranks=ranks,
         observed=True,
-        steps=sum(one.count for one in timelines),
+        steps=sum(timeline.count for timeline in timelines),
         notes=_notes(timelines),
     )
 
 
-def drained(timeline: Timeline) -> Timeline:
+def after_queue_drained(timeline: Timeline) -> Timeline:
     """Without the steps in which a queue that was full at first still hid a loader that cannot keep up."""
     waits = timeline.values("data_wait")
     half = len(waits) // 2
-    if half < FEW:
+    if half < MIN_STEPS:
         return timeline
     late, early, step = statistics.fmean(waits[half:]), statistics.fmean(waits[:half]), timeline.mean()
     if late - early < 0.05 * step or late < 1.5 * early:
@@ -70,8 +72,8 @@ def drained(timeline: Timeline) -> Timeline:
 
 def _waits(timelines: Sequence[Timeline]) -> list[list[float]]:
     """Of each rank, step by step: what its backward takes longer than the shortest one."""
-    count = min(one.count for one in timelines)
-    columns = [[step.phases[BACKWARD] for step in one.measured[-count:]] for one in timelines]
+    count = min(timeline.count for timeline in timelines)
+    columns = [[step.phases[BACKWARD] for step in timeline.measured[-count:]] for timeline in timelines]
     if len(columns) == 1:
         return [[0.0] * count]
     return [[mine - min(all_) for mine, all_ in zip(column, zip(*columns, strict=True), strict=True)] for column in columns]
@@ -106,7 +108,7 @@ def _loading(spec: RunSpec) -> Loading:
 
 def _notes(timelines: Sequence[Timeline]) -> tuple[str, ...]:
     """What only an experiment could settle, beside what the timelines say about themselves."""
-    notes = [note for one in timelines for note in one.notes]
+    notes = [note for timeline in timelines for note in timeline.notes]
     notes.append("only an experiment could settle: what the loader would take alone, how much of forward and backward is Python")
     if len(timelines) > 1:
         notes[-1] += ", what reducing the gradients costs (it is inside backward)"

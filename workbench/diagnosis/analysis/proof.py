@@ -1,4 +1,4 @@
-"""Proof: a remedy that was run, predicted against measured; and Ladder: the throughput after one proved remedy on top of another."""
+"""Proof: a remedy that was run, predicted against measured. Ladder: the throughput after one proved remedy on top of another."""
 
 import math
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from workbench.core.display import table as display
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.remedy import Remedy
 
-TOLERANCE = 0.25
+MAX_ERROR = 0.25
 """A prediction this far off did not hold: the choice of a remedy could have been another one."""
-REAL = 1.02
+MIN_GAIN = 1.02
 """Least speedup that is called one: below it, drift between neighbouring blocks looks the same."""
 
 
@@ -26,14 +26,14 @@ class Proof(display.Shown, JsonDataclass):
     measured: Interval
     """Throughput in samples with the remedy over that without."""
     baseline: float = math.nan
-    """Samples per second without it (steps per second where a batch's samples could not be told)."""
+    """Samples per second without it (steps per second where a batch's samples are not known)."""
     notes: tuple[str, ...] = ()
     """What the measurement has to say about itself."""
 
     @property
     def predicted(self) -> Interval:
         """The remedy's speedup with its interval."""
-        return Interval(low=self.remedy.low, mid=self.remedy.speedup, high=self.remedy.high)
+        return self.remedy.interval
 
     @property
     def error(self) -> float:
@@ -43,12 +43,12 @@ class Proof(display.Shown, JsonDataclass):
     @property
     def gained(self) -> bool:
         """Is the step faster beyond doubt?"""
-        return self.measured.low > 1 and self.measured.mid >= REAL
+        return self.measured.low > 1 and self.measured.mid >= MIN_GAIN
 
     @property
     def held(self) -> bool:
-        """Was the prediction right: the gain is there, and no further off than TOLERANCE? A ceiling holds if it was not exceeded."""
-        fair = self.measured.low <= self.remedy.high if self.remedy.ceiling else abs(self.error) <= TOLERANCE
+        """Was the prediction right: the gain is there, and no further off than MAX_ERROR? A ceiling holds if it was not exceeded."""
+        fair = self.measured.low <= self.remedy.high if self.remedy.ceiling else abs(self.error) <= MAX_ERROR
         return self.gained and fair
 
     @property
@@ -75,8 +75,8 @@ class Proof(display.Shown, JsonDataclass):
     def table(self) -> display.Table:
         """Two rows: predicted, measured."""
         rows = [
-            [kind, units.times(one.mid), units.times(one.low), units.times(one.high)]
-            for kind, one in (("predicted", self.predicted), ("measured", self.measured))
+            [kind, units.times(interval.mid), units.times(interval.low), units.times(interval.high)]
+            for kind, interval in (("predicted", self.predicted), ("measured", self.measured))
         ]
         return display.Table(
             columns=("", "speedup", "low", "high"),
@@ -115,8 +115,8 @@ def proof_row(proof: Proof) -> dict[str, object]:
     }
 
 
-def _between(one: Interval) -> str:
-    return f"{units.times(one.low)} … {units.times(one.high)}"
+def _between(interval: Interval) -> str:
+    return f"{units.times(interval.low)} … {units.times(interval.high)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,19 +1,28 @@
-"""Remedies: what would help a step, each with the gain it promises, best first. What cannot help is not among them.
+"""Derives the remedies of a step, each with its predicted speedup, best first. What cannot help is left out.
 
-Where an experiment tried the change itself, its ratio is put into the full step by `StepModel`; where it did not, a formula predicts, with
-an interval as wide as its known errors; where nothing predicts what replaces a part, the removal of the part is the ceiling.
+Where an experiment tried the change itself, its ratio is put into the full step by `StepModel`. Where it did not, a formula predicts, with
+an interval as wide as its known errors. Where nothing predicts what replaces a part, the removal of the part is the ceiling.
 """
 
 from collections.abc import Iterator
 
 from workbench.core import units
 from workbench.core.statistics import Interval
-from workbench.diagnosis.analysis.causes import MOSTLY, pausing_rank
+from workbench.diagnosis.analysis.causes import MIN_EXPLAINED, pausing_rank
 from workbench.diagnosis.analysis.costs import saved_by
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_remedies import for_loader
-from workbench.diagnosis.analysis.rank_remedies import for_ranks
-from workbench.diagnosis.analysis.remedy import WORTH, WORTH_A_BATCH, Case, Remedy, ceiling, rank, tried, worth
+from workbench.diagnosis.analysis.remedy import (
+    MIN_BATCH_SPEEDUP,
+    MIN_SPEEDUP,
+    Case,
+    Remedy,
+    ceiling,
+    from_arm,
+    from_formula,
+    if_worthwhile,
+    sort_key,
+)
 from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.verdict import Judgement
 from workbench.runs.spec import Spec
@@ -31,35 +40,32 @@ def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None 
         return ()
     case = Case(evidence=evidence, judgement=judgement, model=StepModel.of(evidence), spec=spec)
     sources = (_observed,) if evidence.observed else (for_loader, for_ranks, _arms, _batch, _host, _compute, _transfer, _stalls)
-    found: dict[str, Remedy] = {}
+    remedies: dict[str, Remedy] = {}
     for source in sources:
-        for one in source(case):
-            found.setdefault(one.name, one)
-    return tuple(sorted(found.values(), key=rank))
+        for remedy in filter(None, source(case)):
+            remedies.setdefault(remedy.name, remedy)
+    return tuple(sorted(remedies.values(), key=sort_key))
 
 
-def _arms(case: Case) -> Iterator[Remedy]:
+def _arms(case: Case) -> Iterator[Remedy | None]:
     """Changes that an experiment made itself."""
     for name in case.evidence.arms:
         kind, _, value = name.partition("=")
-        one: Remedy | None = None
         if kind == "precision":
             costs = "fewer digits in activations and gradients: watch the loss" + (
                 "; fp16 skips steps whose gradients overflow" if value == "amp_fp16" else ""
             )
-            one = tried(case, name, {kind: value}, f"Compute forward and backward in mixed precision ({value[4:]}).", costs)
+            yield from_arm(case, name, {kind: value}, f"Compute forward and backward in mixed precision ({value[4:]}).", costs)
         elif kind == "optimizer":
-            one = tried(case, name, {kind: value}, f"Use the optimizer's {value} implementation: {value}=True.", _OPTIMIZER_COSTS[value])
+            yield from_arm(case, name, {kind: value}, f"Use the optimizer's {value} implementation: {value}=True.", _OPTIMIZER_COSTS[value])
         elif kind == "threads":
-            one = tried(case, name, {kind: int(value)}, f"Use {value} thread{'s' * (value != '1')} per operator on each rank.", "")
+            yield from_arm(case, name, {kind: int(value)}, f"Use {value} thread{'s' * (value != '1')} per operator on each rank.", "")
         elif kind == "channels_last":
             what = "Keep weights and images in the channels_last layout: model.to(memory_format=torch.channels_last), and the images, too."
-            one = tried(case, name, {kind: True}, what, "")
+            yield from_arm(case, name, {kind: True}, what, "")
         elif kind == "no_gc":
             what = "Switch Python's cyclic garbage collector off (gc.disable()) and collect every few hundred steps, or gc.freeze() first."
-            one = tried(case, name, {"gc": False}, what, "memory of reference cycles stays until it is collected")
-        if one:
-            yield one
+            yield from_arm(case, name, {"gc": False}, what, "memory of reference cycles stays until it is collected")
 
 
 _OPTIMIZER_COSTS = {
@@ -68,8 +74,8 @@ _OPTIMIZER_COSTS = {
 }
 
 
-def _batch(case: Case) -> Iterator[Remedy]:
-    """A larger batch, where most of the step does not grow with it."""
+def _batch(case: Case) -> Iterator[Remedy | None]:
+    """A larger batch, if most of the step does not grow with it."""
     e, c, model = case.evidence, case.costs, case.model
     arm, size = e.arm("doubled"), model.knobs["micro_batch"]
     if arm is None or not size:
@@ -78,7 +84,7 @@ def _batch(case: Case) -> Iterator[Remedy]:
     speedup = model.speedup(micro_batch=larger)
     new = model.parts(micro_batch=larger).step
     loose = arm.saved.width / 2 * c.replayed
-    yield from _worth_a_batch(
+    yield if_worthwhile(
         Remedy(
             name=f"micro_batch={larger}",
             change=case.turnable({"micro_batch": larger}),
@@ -89,17 +95,13 @@ def _batch(case: Case) -> Iterator[Remedy]:
             formula=f"measured: {units.times(arm.samples)} the samples make the step without its loader "
             f"{units.times(1 - arm.saved.mid)} as long; put into the full step",
             costs="memory for activations; a global batch as many times as large: learning rate and schedule have to follow",
-        )
+        ),
+        MIN_BATCH_SPEEDUP,
     )
 
 
-def _worth_a_batch(remedy: Remedy) -> Iterator[Remedy]:
-    if worth(remedy, WORTH_A_BATCH):
-        yield remedy
-
-
-def _host(case: Case) -> Iterator[Remedy]:
-    """What people have to change themselves in what the host does."""
+def _host(case: Case) -> Iterator[Remedy | None]:
+    """Changes of the program that would relieve the host; people have to make them."""
     c, cause = case.costs, case.judgement.cause
     if case.judgement.verdict != "host-bound":
         return
@@ -108,42 +110,37 @@ def _host(case: Case) -> Iterator[Remedy]:
     where = f" It is mostly in {lines[0][0]}." if lines else ""
     if cause.startswith("sleeping"):
         what = f"Move waiting, reading and writing out of the step, or into a thread.{where}"
-        one = ceiling(case, "no waiting in the step", what, c.share(c.saves(_exactly(c.sleeping))), "the training thread never sleeps")
+        yield ceiling(case, "no waiting in the step", what, c.share(c.saves(_exactly(c.sleeping))), "the training thread never sleeps")
     elif cause.startswith("syncs"):
         what = f"Ask for numbers (.item(), print, if loss > …) every hundred steps instead of in each; keep sums on the device.{where}"
-        one = ceiling(case, "fewer syncs", what, saved, "operators follow each other without a gap")
+        yield ceiling(case, "fewer syncs", what, saved, "operators follow each other without a gap")
     elif cause.startswith(("python", "launches")):
         what = f"Do on whole tensors what Python does piece by piece.{where}"
-        one = ceiling(case, "less Python in the step", what, saved, "operators follow each other without a gap")
-        spread = not lines or lines[0][1] < MOSTLY * saved.mid  # one long piece of Python is none of the model's
-        compiled = ceiling(
-            case,
-            "torch.compile",
-            "Compile the model, model = torch.compile(model): fewer and larger operators, less Python between them.",
-            saved,
-            "operators follow each other without a gap",
-            "a minute or more at the first step, and again for each new shape; a C++ compiler",
-        )
-        if compiled and (spread or cause.startswith("launches")):
-            yield compiled
-    else:
-        return
-    if one:
-        yield one
+        spread = not lines or lines[0][1] < MIN_EXPLAINED * saved.mid  # one long piece of Python is none of the model's
+        if spread or cause.startswith("launches"):
+            yield ceiling(
+                case,
+                "torch.compile",
+                "Compile the model, model = torch.compile(model): fewer and larger operators, less Python between them.",
+                saved,
+                "operators follow each other without a gap",
+                "a minute or more at the first step, and again for each new shape; a C++ compiler",
+            )
+        yield ceiling(case, "less Python in the step", what, saved, "operators follow each other without a gap")
 
 
 def _exactly(seconds: float) -> Interval:
     return Interval(low=seconds, mid=seconds, high=seconds)
 
 
-def _compute(case: Case) -> Iterator[Remedy]:
+def _compute(case: Case) -> Iterator[Remedy | None]:
     """Less to compute: no padding."""
     e = case.evidence
     arm = e.arm("trimmed")
     if arm is None or not e.padding:
         return
     seconds = saved_by(e, arm, case.costs.replayed)
-    one = Remedy(
+    remedy = Remedy(
         name="batches by length",
         what="Put samples of like length into one batch (sort chunks of the shuffled order), and pad to the longest of each batch only.",
         speedup=case.model.without(seconds.mid),
@@ -153,16 +150,15 @@ def _compute(case: Case) -> Iterator[Remedy]:
         costs="the order of samples is a little less random",
         ceiling=True,
     )
-    if worth(one):
-        yield one
+    yield if_worthwhile(remedy)
 
 
-def _transfer(case: Case) -> Iterator[Remedy]:
+def _transfer(case: Case) -> Iterator[Remedy | None]:
     """Copies that overlap with computing."""
     c, loading = case.costs, case.evidence.loading
     saved = c.share(c.saves(c.transfer))
     pinned = bool(loading and loading.pin_memory)
-    one = ceiling(
+    yield ceiling(
         case,
         "copies beside training" if pinned else "pin_memory=True",
         "Copy the next batch while this one is trained on: .to(device, non_blocking=True) in a stream of its own."
@@ -173,8 +169,6 @@ def _transfer(case: Case) -> Iterator[Remedy]:
         "memory on the device for a second batch" if pinned else "page-locked memory for the batches that lie ready",
         None if pinned else {"pin_memory": True},
     )
-    if one:
-        yield one
 
 
 _MOVED = {
@@ -187,14 +181,14 @@ _MOVED = {
 }
 
 
-def _stalls(case: Case) -> Iterator[Remedy]:
-    """What stops the step now and then, moved off the path."""
+def _stalls(case: Case) -> Iterator[Remedy | None]:
+    """Moving what stops the step now and then off the path."""
     e, c = case.evidence, case.costs
-    if not e.stalls.at or pausing_rank(e) is not None or c.stalls.mid / c.step < 1 - 1 / WORTH:
+    if not e.stalls.at or pausing_rank(e) is not None or c.stalls.mid / c.step < 1 - 1 / MIN_SPEEDUP:
         return
     where = f" ({e.stalls.where})" if e.stalls.where else ""
     what = _MOVED.get(e.stalls.kind or "", "Find out what stops the step there, and move it into a thread or do it less often.")
-    one = ceiling(
+    yield ceiling(
         case,
         f"{e.stalls.kind or 'pauses'} off the path",
         f"{what}{where}" if not where else f"{what.removesuffix('.')}{where}.",
@@ -202,12 +196,10 @@ def _stalls(case: Case) -> Iterator[Remedy]:
         "stalls are gone",
         change={"gc": False} if e.stalls.kind == "garbage collection" else None,
     )
-    if one:
-        yield one
 
 
-def _observed(case: Case) -> Iterator[Remedy]:
-    """From observation alone: the parts that were seen, as ceilings, and nothing to turn."""
+def _observed(case: Case) -> Iterator[Remedy | None]:
+    """From observation alone: the parts that were seen, as ceilings without a knob."""
     words = {
         "data_wait": ("no waiting for data", "Find out by experiment what holds the loader up, and how many workers it needs."),
         "straggler": ("ranks equally fast", "Find out by experiment what holds the slowest rank up."),
@@ -217,7 +209,113 @@ def _observed(case: Case) -> Iterator[Remedy]:
         "host": ("less work between the phases", "Move logging and Python work out of the loop, or do them less often."),
     }
     for part, saved in case.judgement.shares.items():
-        if part in words and saved.mid >= 1 - 1 / WORTH_A_BATCH:
+        if part in words and saved.mid >= 1 - 1 / MIN_BATCH_SPEEDUP:
             name, what = words[part]
-            if one := ceiling(case, name, what, saved.mid, f"{part} is gone, as far as clocks can see"):
-                yield one
+            yield ceiling(case, name, what, saved.mid, f"{part} is gone, as far as clocks can see")
+
+
+REDUCTIONS_ERROR = (0.93, 1.12)
+"""Measured step over predicted one with fewer or larger reductions: they overlap with backward, which the formulas take as it is now."""
+ACCUMULATION_FACTOR = 4
+"""Micro-batches per step that are offered: more bring little, a step being mostly compute by then."""
+FEW_BUCKETS = 4
+"""So many still overlap with backward, and start few reductions."""
+MIB = 2**20
+
+
+def for_ranks(case: Case) -> Iterator[Remedy | None]:
+    """Fewer, larger or cheaper reductions, and balanced work."""
+    e, c = case.evidence, case.costs
+    if e.world_size < 2:
+        return
+    if c.communication.mid / c.step >= 1 - 1 / MIN_SPEEDUP:
+        yield from _accumulation(case)
+        yield from _buckets(case)
+        if e.device != "cpu":
+            yield from _compression(case)
+    if case.judgement.verdict == "straggler":
+        yield from _balance(case)
+
+
+def _accumulation(case: Case) -> Iterator[Remedy | None]:
+    e, c = case.evidence, case.costs
+    more = e.accumulation * ACCUMULATION_FACTOR
+    speedup = case.model.speedup(accumulation=more)
+    uncertainty = (case.model.without(c.communication.high) - 1) / max(1e-9, case.model.without(c.communication.mid) - 1)
+    yield from_formula(
+        case,
+        f"accumulation={more}",
+        {"accumulation": more},
+        f"Reduce gradients once per {more} micro-batches: accumulation with no_sync() in between.",
+        speedup,
+        (REDUCTIONS_ERROR[0] / max(1.0, min(1.1, uncertainty)), REDUCTIONS_ERROR[1]),
+        f"one reduction ({units.seconds(c.communication.mid)}) and one optimizer step ({units.seconds(c.optimizer.mid)}) per {more} "
+        f"micro-batches instead of per {e.accumulation}",
+        f"a global batch {ACCUMULATION_FACTOR} times as large: learning rate and schedule have to follow",
+        MIN_BATCH_SPEEDUP,
+    )
+
+
+def _buckets(case: Case) -> Iterator[Remedy | None]:
+    c, g = case.costs, case.evidence.gradients
+    if g is None or g.buckets <= FEW_BUCKETS:
+        return
+    size = max(1.0, round(g.size / MIB / FEW_BUCKETS, 1))
+    speedup = case.model.speedup(bucket_cap_mb=size)
+    saved = c.step * (1 - 1 / speedup) if speedup else 0.0
+    yield from_formula(
+        case,
+        f"bucket_cap_mb={size:g}",
+        {"bucket_cap_mb": size},
+        f"Reduce gradients in buckets of {size:g} MiB: {FEW_BUCKETS} or so instead of {g.buckets}.",
+        speedup,
+        (1 - 0.3 * saved / c.step, 1 + 0.5 * saved / c.step),
+        f"starting a reduction takes {units.seconds(g.latency)}, and there are {g.buckets - FEW_BUCKETS} fewer",
+        "the first bucket is reduced a little later; its memory",
+    )
+
+
+def _compression(case: Case) -> Iterator[Remedy | None]:
+    c, g = case.costs, case.evidence.gradients
+    volume = 1.0
+    if g is not None and g.latency * g.buckets + g.size * g.per_byte:
+        volume = g.size * g.per_byte / (g.latency * g.buckets + g.size * g.per_byte)
+    saved = c.share(c.saves(c.communication))
+    yield ceiling(
+        case,
+        "gradients in 16 bits",
+        "Send gradients in half the bytes: model.register_comm_hook(None, bf16_compress_hook) on GPUs, or PowerSGD.",
+        saved.mid * volume / 2,
+        f"half of the {units.percent(volume)} of the reduction that grows with the bytes is gone",
+        "gradients lose digits; converting them takes time (on a CPU, more than it saves on one machine)",
+    )
+
+
+def _balance(case: Case) -> Iterator[Remedy | None]:
+    e, c = case.evidence, case.costs
+    pausing = pausing_rank(e)
+    if pausing is not None:
+        stalls = next(rank.stalls for rank in e.ranks if rank.rank == pausing)
+        where = f" ({stalls.where})" if stalls.where else ""
+        yield ceiling(
+            case,
+            "no pauses",
+            f"Find what rank {pausing} does in its pauses{where} and move it off the training thread, or do it less often.",
+            c.share(c.stalls),
+            "its pauses are gone",
+        )
+    elif c.slow:
+        what = (
+            "Give its loader what the others have: the same storage, as many workers and cores, shards of equal size."
+            if c.slow.input >= c.slow.compute
+            else "Deal out samples by length instead of by number, and look at its device: clocks, temperature, other processes."
+        )
+        late = c.straggler if c.slow.input >= c.slow.compute else c.saves(c.straggler)
+        who = f"rank {', '.join(map(str, c.slow.ranks))}"
+        yield ceiling(
+            case,
+            f"{who} as fast as the others",
+            f"R{who[1:]} is slow. {what}",
+            c.share(late),
+            "all ranks are as fast as a typical one",
+        )

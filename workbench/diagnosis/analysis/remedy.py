@@ -1,8 +1,6 @@
-"""Remedy: one change of the step, with the gain it promises, how that was worked out, and what it costs.
+"""Remedy: one change of the step, with its predicted gain, how it was predicted, and what it costs.
 
-Promises: from a change of the step to a Remedy with its predicted gain; and what can be turned, and where.
-
-Turning: what becomes of a spec when a remedy is followed.
+`from_arm`, `from_formula` and `ceiling` make a Remedy of the three kinds of prediction; `apply_remedy` changes a RunSpec as a Remedy says.
 """
 
 import ast
@@ -44,6 +42,11 @@ class Remedy(JsonDataclass):
     """True: no more than this, since what replaces the removed part is taken to cost nothing."""
 
     @property
+    def interval(self) -> Interval:
+        """Predicted speedup with its interval."""
+        return Interval(low=self.low, mid=self.speedup, high=self.high)
+
+    @property
     def provable(self) -> bool:
         """Can it be tried by turning knobs?"""
         return bool(self.change)
@@ -70,14 +73,14 @@ class Remedy(JsonDataclass):
         return "\n".join(lines)
 
 
-def rank(remedy: Remedy) -> float:
+def sort_key(remedy: Remedy) -> float:
     """By which remedies are sorted: the larger the gain, the earlier. Of a ceiling half is counted: what replaces the part is not free."""
     return -(1 + (remedy.speedup - 1) / 2 if remedy.ceiling else remedy.speedup)
 
 
-WORTH = 1.03
+MIN_SPEEDUP = 1.03
 """Smaller gains are not offered: two runs of one setting differ as much."""
-WORTH_A_BATCH = 1.15
+MIN_BATCH_SPEEDUP = 1.15
 """A larger batch changes what is trained, so it has to gain more."""
 
 
@@ -107,13 +110,13 @@ class Case:
         return dict(change) if set(change) <= known else {}
 
 
-def worth(remedy: Remedy, least: float = WORTH) -> bool:
-    """Is it predicted to help, and not only perhaps?"""
-    return remedy.speedup >= least and remedy.low >= 1.0
+def if_worthwhile(remedy: Remedy, least: float = MIN_SPEEDUP) -> Remedy | None:
+    """The remedy, if it is predicted to help, and not only perhaps."""
+    return remedy if remedy.speedup >= least and remedy.low >= 1.0 else None
 
 
-def tried(case: Case, arm: str, change: Mapping[str, Any], what: str, costs: str) -> Remedy | None:
-    """A change that an experiment made itself: its saving, put into the full step."""
+def from_arm(case: Case, arm: str, change: Mapping[str, Any], what: str, costs: str) -> Remedy | None:
+    """A remedy that an experiment tried: what its arm saved, put into the full step."""
     e, model = case.evidence, case.model
     if arm not in e.arms:
         return None
@@ -128,15 +131,35 @@ def tried(case: Case, arm: str, change: Mapping[str, Any], what: str, costs: str
         formula=f"measured: it saves {units.percent(e.arms[arm].saved.mid)} of the step without its loader; put into the full step",
         costs=costs,
     )
-    return remedy if worth(remedy) else None
+    return if_worthwhile(remedy)
 
 
-def predicted(
-    case: Case, name: str, change: Mapping[str, Any], what: str, speedup: float, errors: tuple[float, float], formula: str, costs: str = ""
-) -> Remedy:
-    """A formula's prediction; `errors` = how far measurements lie from it, as factors of the step: (0.95, 1.1) = 5 % less to 10 % more."""
+def from_formula(
+    case: Case,
+    name: str,
+    change: Mapping[str, Any],
+    what: str,
+    speedup: float,
+    errors: tuple[float, float],
+    formula: str,
+    costs: str = "",
+    least: float = MIN_SPEEDUP,
+) -> Remedy | None:
+    """A remedy that a formula predicts.
+
+    Args:
+        case: the step.
+        name: of the remedy.
+        change: knobs to turn.
+        what: to do.
+        speedup: predicted.
+        errors: how far measurements lie from the prediction, as factors of the step: (0.95, 1.1) = 5 % less to 10 % more.
+        formula: how it was predicted.
+        costs: of the remedy.
+        least: speedup from which on it is offered.
+    """
     faster, slower = errors
-    return Remedy(
+    remedy = Remedy(
         name=name,
         change=case.turnable(change),
         what=what,
@@ -146,6 +169,7 @@ def predicted(
         formula=formula,
         costs=costs,
     )
+    return if_worthwhile(remedy, least)
 
 
 def ceiling(
@@ -157,7 +181,7 @@ def ceiling(
     costs: str = "",
     change: Mapping[str, Any] | None = None,
 ) -> Remedy | None:
-    """What the removal of a part would gain, whatever replaces it taken to be free.
+    """A remedy whose gain is at most that of removing a part: what replaces the part is taken to be free.
 
     Args:
         case: the step.
@@ -184,11 +208,11 @@ def ceiling(
         costs=costs,
         ceiling=True,
     )
-    return remedy if worth(remedy) else None
+    return if_worthwhile(remedy)
 
 
-def turned(spec: RunSpec, remedy: Remedy) -> RunSpec:
-    """The spec with a remedy's knobs turned, and with those that hang on them: without workers nothing is prefetched.
+def apply_remedy(spec: RunSpec, remedy: Remedy) -> RunSpec:
+    """The spec with a remedy's knobs turned, and those that depend on them: without workers nothing is prefetched.
 
     Raises:
         SpecError: a knob that a spec does not have, or a value it does not take.

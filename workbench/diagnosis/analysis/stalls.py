@@ -1,4 +1,4 @@
-"""Stalls: calls of step() that took far longer than their like, told apart from noise and from steps that are merely of several lengths."""
+"""Finds stalls: calls of step() that took far longer than their like, as distinct from noise and from steps of several lengths."""
 
 import statistics
 from collections import Counter
@@ -9,26 +9,26 @@ from itertools import pairwise
 from workbench.diagnosis.analysis.evidence import Stalls
 from workbench.harness.results import Place
 
-LEVELS = (15.0, 7.0, 3.0, 1.5, 0.7)
+EXCESS_LEVELS = (15.0, 7.0, 3.0, 1.5, 0.7)
 """Normal lengths by which a call exceeds the normal one. Those above a level are looked at together, the highest level first, so that a
 checkpoint shows among evaluations, and both among batches of different lengths."""
-IRREGULAR = 3.0
+MIN_IRREGULAR_EXCESS = 3.0
 """Without regularity a stall exceeds the normal length by so many of it: lengths of sequences vary by a factor of 3 in healthy training."""
-ABOVE_THE_REST = 2.0
+MIN_OVER_SLOWEST_TENTH = 2.0
 """And it is so many times longer than the longest tenth of the other calls begins."""
-LEAST = 2e-3
+MIN_STALL_SECONDS = 2e-3
 """Seconds: without regularity, less is what an operating system does now and then."""
-RARE = 0.1
+MAX_IRREGULAR_SHARE = 0.1
 """Irregular stalls are at most this fraction of the calls: what is more frequent is a step of two lengths."""
-SHORT_PERIOD, LONG_PERIOD = 4, 8
+MIN_PERIOD, MIN_PERIOD_OF_SMALL_EXCESS = 4, 8
 """Calls: below the first, regular long steps are how the step works (accumulation, the two networks of a GAN); between the two they are
-so if they exceed the normal length by no more than IRREGULAR."""
-HITS, PURITY = 0.8, 0.6
+so if they exceed the normal length by no more than MIN_IRREGULAR_EXCESS."""
+MIN_PERIOD_HITS, MIN_PERIOD_PURITY = 0.8, 0.6
 """A period holds if so many of its turns are long calls, and so many of the long calls are its turns."""
-FEW = 3
+MIN_TURNS = 3
 """Fewer turns show no period."""
-FEW_CALLS = 4
-"""So many calls of an arm tell its normal length."""
+MIN_CALLS_OF_ARM = 4
+"""Fewer calls of an arm do not show its normal length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +74,14 @@ def find_stalls(calls: Iterable[Call], *, wait: float = 0.0, places: Callable[[i
     (checkpoint, evaluation, log), or a pause of the garbage collector, or so long that no healthy step varies so much.
 
     Args:
-        calls: those that were timed, of all arms; calls that nobody timed may be missing, if only the numbers are right.
+        calls: those that were timed, of all arms; untimed calls may be missing if the numbers are right.
         wait: mean seconds of waiting for data per step of the full loop.
         places: seconds that the thread was seen where, during the call of a number.
     """
     arms: dict[str, list[Call]] = {}
     for call in calls:
         arms.setdefault(call.arm, []).append(call)
-    judged = sorted((call for arm in arms.values() if len(arm) >= FEW_CALLS for call in arm), key=lambda call: call.number)
+    judged = sorted((call for arm in arms.values() if len(arm) >= MIN_CALLS_OF_ARM for call in arm), key=lambda call: call.number)
     normal = {name: _normal(arm) for name, arm in arms.items()}
     if not judged:
         return Stalls()
@@ -114,20 +114,20 @@ def _normal(calls: Sequence[Call]) -> float:
 
 def _groups(judged: Sequence[Call], normal: Mapping[str, float], extras: Mapping[int, float]) -> list[_Group]:
     """Stalls by what they have in common: the collector, a period, or nothing but their length."""
-    found: list[_Group] = []
-    collected = [call for call in judged if call.gc > LEVELS[-1] * normal[call.arm] and call.gc > extras[call.number] / 2]
+    groups: list[_Group] = []
+    collected = [call for call in judged if call.gc > EXCESS_LEVELS[-1] * normal[call.arm] and call.gc > extras[call.number] / 2]
     if collected:
-        found.append(_Group(tuple(collected), statistics.fmean(call.gc for call in collected), _even(collected), "garbage collection"))
+        groups.append(_Group(tuple(collected), statistics.fmean(call.gc for call in collected), _even(collected), "garbage collection"))
     rest = [call for call in judged if call not in set(collected)]
-    for level in LEVELS:
+    for level in EXCESS_LEVELS:
         long = [call for call in rest if extras[call.number] > level * normal[call.arm]]
         period, turns = _regular(long, rest, extras, level)
         if turns:
-            found.append(_Group(turns, _mean(turns, extras), period))
+            groups.append(_Group(turns, _mean(turns, extras), period))
             rest = [call for call in rest if call not in set(turns)]
     if odd := _irregular(rest, normal, extras):
-        found.append(_Group(odd, _mean(odd, extras), _even(odd)))
-    return found
+        groups.append(_Group(odd, _mean(odd, extras), _even(odd)))
+    return groups
 
 
 def _mean(calls: Sequence[Call], extras: Mapping[int, float]) -> float:
@@ -137,14 +137,14 @@ def _mean(calls: Sequence[Call], extras: Mapping[int, float]) -> float:
 def _regular(long: Sequence[Call], rest: Sequence[Call], extras: Mapping[int, float], level: float) -> tuple[float, tuple[Call, ...]]:
     """The distance at which most of the long calls come, if there is one, and the calls that come so."""
     numbers = [call.number for call in long]
-    shortest = SHORT_PERIOD if level >= IRREGULAR else LONG_PERIOD
+    shortest = MIN_PERIOD if level >= MIN_IRREGULAR_EXCESS else MIN_PERIOD_OF_SMALL_EXCESS
     best, turns = 0, list[Call]()
     for period in sorted({b - a for skip in (1, 2, 3) for a, b in zip(numbers, numbers[skip:], strict=False)}):
         if period < shortest:
             continue
         turns_of = Counter(call.number % period for call in rest)
         offset, hits = Counter(number % period for number in numbers).most_common(1)[0]
-        if hits >= max(FEW, HITS * turns_of[offset], PURITY * len(numbers)) and hits > len(turns):
+        if hits >= max(MIN_TURNS, MIN_PERIOD_HITS * turns_of[offset], MIN_PERIOD_PURITY * len(numbers)) and hits > len(turns):
             best, turns = period, [call for call in long if call.number % period == offset]
     if not turns:
         return 0.0, ()
@@ -157,15 +157,15 @@ def _irregular(rest: Sequence[Call], normal: Mapping[str, float], extras: Mappin
     ratios = sorted(call.own / normal[call.arm] for call in rest)
     if not ratios or not min(normal[call.arm] for call in rest) > 0:
         return ()
-    limit = max(1 + IRREGULAR, ABOVE_THE_REST * ratios[int((1 - RARE) * (len(ratios) - 1))])
-    odd = tuple(call for call in rest if call.own / normal[call.arm] > limit and extras[call.number] > LEAST)
-    return odd if len(odd) <= max(1, RARE * len(rest)) else ()
+    limit = max(1 + MIN_IRREGULAR_EXCESS, MIN_OVER_SLOWEST_TENTH * ratios[int((1 - MAX_IRREGULAR_SHARE) * (len(ratios) - 1))])
+    odd = tuple(call for call in rest if call.own / normal[call.arm] > limit and extras[call.number] > MIN_STALL_SECONDS)
+    return odd if len(odd) <= max(1, MAX_IRREGULAR_SHARE * len(rest)) else ()
 
 
 def _even(calls: Sequence[Call]) -> float | None:
     """Their mean distance, if it is about the same each time."""
     distances = [b.number - a.number for a, b in pairwise(calls)]
-    if len(distances) < FEW - 1:
+    if len(distances) < MIN_TURNS - 1:
         return None
     mean = statistics.fmean(distances)
     return mean if statistics.pstdev(distances) <= 0.25 * mean else None
@@ -185,6 +185,6 @@ def _named(group: _Group, usual: Sequence[Call], places: Callable[[int], Mapping
     total = sum(kinds.values())
     if total <= 0:
         return group
-    kind = max(kinds, key=lambda one: kinds[one])
+    kind = max(kinds, key=lambda name: kinds[name])
     where = max((place for place in surplus if place.kind == kind), key=lambda place: surplus[place]).line
     return replace(group, kind=group.kind or (kind if kinds[kind] >= total / 2 else None), where=where)

@@ -1,4 +1,7 @@
-"""StepModel: predicts the parts of a step under changed knobs, from what experiments found out about it as it is."""
+"""StepModel: predicts the parts of a step under changed knobs, from what experiments measured of it as it is.
+
+Measured and predicted steps are both `Parts`: what each part adds to the step.
+"""
 
 import dataclasses
 import math
@@ -6,15 +9,85 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.core import units
 from workbench.core.checks import did_you_mean
-from workbench.core.vocabulary import PARTS
-from workbench.diagnosis.analysis.costs import FRESH, Costs, mean_saved
+from workbench.core.codec import JsonDataclass
+from workbench.core.display import table as display
+from workbench.core.vocabulary import PART_WORDS, PARTS
+from workbench.diagnosis.analysis.costs import MAX_FRESH_COST, Costs, mean_saved
 from workbench.diagnosis.analysis.evidence import Evidence, Gradients
-from workbench.diagnosis.analysis.loader_model import Feeding
-from workbench.diagnosis.analysis.parts import Parts
+from workbench.diagnosis.analysis.loader_model import LoaderModel
 from workbench.runs import spec
 
-__all__ = ["KNOBS", "PARTS", "Parts", "StepModel"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts(display.Shown, JsonDataclass):
+    """Mean seconds per step of each part; they add up to the step."""
+
+    data_wait: float = 0.0
+    transfer: float = 0.0
+    compute: float = 0.0
+    host: float = 0.0
+    optimizer: float = 0.0
+    communication: float = 0.0
+    straggler: float = 0.0
+    stalls: float = 0.0
+    samples: float | None = None
+    """Samples per step over all ranks, where it could be told."""
+    predicted: bool = False
+    """True for a prediction; False for a measurement."""
+    notes: tuple[str, ...] = ()
+    """What a prediction leaves out."""
+
+    def seconds(self, part: str) -> float:
+        """Of one part.
+
+        Raises:
+            ValueError: no such part.
+        """
+        if part not in PARTS:
+            raise ValueError(f"no part {part!r}: a step is made of {', '.join(PARTS)}")
+        return float(getattr(self, part))
+
+    @property
+    def step(self) -> float:
+        """Seconds of the step: the sum of its parts."""
+        return sum(self.seconds(part) for part in PARTS)
+
+    def share(self, part: str) -> float:
+        """Fraction 0..1 of the step; nan of a step of no length."""
+        return self.seconds(part) / self.step if self.step else math.nan
+
+    @property
+    def samples_per_sec(self) -> float:
+        """Over all ranks; nan if the samples are not known."""
+        return self.samples / self.step if self.samples is not None and self.step else math.nan
+
+    @property
+    def rate(self) -> float:
+        """Samples per second, or steps per second where the samples are not known: good for ratios."""
+        return (1.0 if self.samples is None else self.samples) / self.step if self.step else math.nan
+
+    @property
+    def table(self) -> display.Table:
+        """One row per part that is there, and the step."""
+        rows = [
+            [part, units.seconds(self.seconds(part)), units.percent(self.share(part)), PART_WORDS[part]]
+            for part in PARTS
+            if self.seconds(part)
+        ]
+        rate = "" if self.samples is None else f"; {units.rate(self.samples_per_sec)}"
+        return display.Table(
+            columns=("part", "seconds", "share", ""),
+            rows=[*rows, ["step", units.seconds(self.step), "100 %", ""]],
+            title="What the step is made of",
+            note="; ".join([f"{'predicted' if self.predicted else 'measured'}{rate}", *self.notes]),
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row per part: seconds, share."""
+        return display.frame([{"part": part, "seconds": self.seconds(part), "share": self.share(part)} for part in PARTS])
+
 
 KNOBS = tuple(name for name, about in spec.KNOBS.items() if about.predicted)
 """What can be changed; `optimizer` is "fused" or "foreach"."""
@@ -33,7 +106,7 @@ two cores, with gloo, three programs: 0.96, 1.13 and 1.34, four micro-batches pe
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
     """A step taken apart, to be put together again under other knobs. Everything that an experiment tried is taken from it as measured;
-    what was not tried follows formulas. Known errors: `Feeding` for the loader; the rest of the step is taken to scale as
+    what was not tried follows formulas. Known errors: `LoaderModel` for the loader; the rest of the step is taken to scale as
 
         forward + backward = fixed + samples × the rest         (from the doubled batch)
         reductions = measured × (latency × buckets (n − 1) + size × per_byte × 2 (n − 1) / n, now over then)
@@ -42,7 +115,7 @@ class StepModel:
 
     evidence: Evidence
     costs: Costs
-    feeding: Feeding | None
+    feeding: LoaderModel | None
     """The loader as it is, its times those of its own arm; None if it could not be probed."""
     unexplained: float
     """Seconds of data wait that the formulas do not give for the loader as it is. Without workers, nothing runs beside anything, so it is
@@ -52,7 +125,7 @@ class StepModel:
     def of(cls, evidence: Evidence) -> "StepModel":
         """Take a step apart."""
         costs = Costs.of(evidence)
-        feeding = None if evidence.observed else Feeding.of(evidence)
+        feeding = None if evidence.observed else LoaderModel.of(evidence)
         if feeding is None:
             return cls(evidence=evidence, costs=costs, feeding=None, unexplained=0.0)
         feeding = _with_compute(feeding, costs.cached / evidence.accumulation)
@@ -137,7 +210,7 @@ class StepModel:
         """The parts of a step without its loader, and its samples relative to now."""
         c, e = self.costs, self.evidence
         if "micro_batch" in new and not self.knobs["micro_batch"]:
-            raise ValueError("micro_batch cannot be predicted: how many samples a batch has now could not be told")
+            raise ValueError("micro_batch cannot be predicted: how many samples a batch has now is not known")
         size = float(knobs["micro_batch"] / self.knobs["micro_batch"]) if "micro_batch" in new else 1.0
         batches = float(knobs["accumulation"] / e.accumulation)
         compute, host = c.compute, c.host.mid
@@ -246,14 +319,14 @@ class StepModel:
         assert self.feeding is not None
         if self.feeding.num_workers or not knobs["num_workers"]:
             return 0.0
-        return min(max(0.0, self.unexplained), FRESH * self.costs.cached)
+        return min(max(0.0, self.unexplained), MAX_FRESH_COST * self.costs.cached)
 
 
 def _wait(loader: float, inner: float, overlap: float) -> float:
     return (1 - overlap) * loader + overlap * max(0.0, loader - inner)
 
 
-def _times(feeding: Feeding, by: float, ranks: float = 1.0) -> Feeding:
+def _times(feeding: LoaderModel, by: float, ranks: float = 1.0) -> LoaderModel:
     """The loader with batches so many times as large, on so many times as many ranks: fewer batches make an epoch; start-up stays."""
     if by == 1.0 and ranks == 1.0:
         return feeding
@@ -268,7 +341,7 @@ def _times(feeding: Feeding, by: float, ranks: float = 1.0) -> Feeding:
     )
 
 
-def _with_compute(feeding: Feeding, compute: float, was: float | None = None) -> Feeding:
+def _with_compute(feeding: LoaderModel, compute: float, was: float | None = None) -> LoaderModel:
     """Training takes `compute` seconds per batch; its CPU changes in proportion, if a step took `was` seconds when it was measured."""
     cpu = feeding.compute_cpu
     if cpu is not None and was:
@@ -277,7 +350,7 @@ def _with_compute(feeding: Feeding, compute: float, was: float | None = None) ->
 
 
 def _loader_knobs(e: Evidence) -> dict[str, Any]:
-    assert e.loading is not None  # or there would be no Feeding
+    assert e.loading is not None  # or there would be no LoaderModel
     return _defaults(dataclasses.asdict(e.loading))
 
 

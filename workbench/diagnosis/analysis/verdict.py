@@ -1,12 +1,10 @@
-"""The verdict: by what removing a part would save of the step, never by its share of observed time.
+"""Decides which part limits a step: the part whose removal would save most, whatever its share of observed time.
 
 Waiting that is hidden saves nothing when it is removed, and a part of training saves nothing while the step waits for its loader. So each
-part is taken away, in an experiment or in arithmetic over experiments, and the largest saving names the verdict. A step from which nothing
-can be taken computes, and is left in peace.
+part is removed, by an ablation or in arithmetic over ablations, and the largest saving names the verdict. If no ablation saves time, the
+verdict is compute-bound.
 
-Judgement: what holds a step back, why we think so, and whether three independent sources agree on it.
-
-Three independent sources, part by part: marks in the loop, experiments, and a trace from inside a step. Where they differ, and why.
+A Judgement also compares three independent sources, part by part: marks in the loop, ablations, and a trace of a step.
 """
 
 import dataclasses
@@ -21,9 +19,8 @@ from workbench.core.codec import JsonDataclass, fields_to_json
 from workbench.core.display import table as display
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis import causes
-from workbench.diagnosis.analysis import causes as hosts
 from workbench.diagnosis.analysis.causes import Cause
-from workbench.diagnosis.analysis.costs import NOTHING, Costs, at_least_0, beside_others, noises
+from workbench.diagnosis.analysis.costs import NOTHING, Costs, at_least_0, beside_others, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence
 
 VERDICTS = {
@@ -57,12 +54,12 @@ class Source:
 
     @property
     def agree(self) -> bool | None:
-        """Do the sources that can see it lie within AGREE of each other? None if there are fewer than two."""
+        """Do the sources that can see it lie within MAX_DISAGREEMENT of each other? None if there are fewer than two."""
         seen = [value for value in (self.clocks, self.arms, self.trace) if value is not None]
-        return max(seen) - min(seen) <= AGREE if len(seen) > 1 else None
+        return max(seen) - min(seen) <= MAX_DISAGREEMENT if len(seen) > 1 else None
 
 
-AGREE = 0.1
+MAX_DISAGREEMENT = 0.1
 """Fractions of the step this far apart still agree: blocks of one quiet machine differ by half of it."""
 
 
@@ -113,19 +110,19 @@ class Judgement(JsonDataclass):
         return f"{self.verdict} ({self.cause}): {self.why}\n\n{self.table}"
 
     def _repr_html_(self) -> str:
-        said = "".join(f"<p>{display.escape(text)}</p>" for text in (f"{self.verdict} ({self.cause})", self.why))
-        return said + self.table._repr_html_()
+        text = "".join(f"<p>{display.escape(text)}</p>" for text in (f"{self.verdict} ({self.cause})", self.why))
+        return text + self.table._repr_html_()
 
 
 def sources_of(e: Evidence, c: Costs) -> tuple[Source, ...]:
     """Each part that at least one source can see, as fractions of the step."""
-    found = [_data(e, c), _transfer(e, c), _optimizer_source(e, c), _communication(e, c), _host(e, c)]
-    return tuple(one for one in found if one is not None)
+    sources = [_data(e, c), _transfer(e, c), _optimizer_source(e, c), _communication(e, c), _host(e, c)]
+    return tuple(source for source in sources if source is not None)
 
 
 def _clock(e: Evidence, phase: str) -> float | None:
     """Mean share of a phase over the ranks."""
-    shares = [one.timeline.share(phase) for one in e.ranks if one.timeline.count]
+    shares = [rank.timeline.share(phase) for rank in e.ranks if rank.timeline.count]
     known = [share for share in shares if not math.isnan(share)]
     return statistics.fmean(known) if known else None
 
@@ -201,33 +198,33 @@ class Limit:
 
     least: float
     """Fraction of the step that its removal saves."""
-    floor: float
+    least_low: float
     """The same at the lower end of its interval."""
     reason: str
 
 
 USUAL = Limit(
     least=0.15,
-    floor=0.10,
+    least_low=0.10,
     reason="removal makes the step 1.18 times as fast: worth a change. Loaders, reductions and logging of healthy training take 1 to 10 %",
 )
 LIMITS = {
     "optimizer": Limit(
         least=0.30,
-        floor=0.20,
+        least_low=0.20,
         reason="an optimizer can be made cheaper, not left out, and a healthy AdamW takes up to a quarter of a step with small batches",
     ),
     "host": Limit(
         least=0.25,
-        floor=0.12,
+        least_low=0.12,
         reason="between operators there is always some Python: 10 to 20 % in healthy models on a CPU, and a trace makes the gaps longer",
     ),
 }
 """Limits of parts that differ from USUAL."""
 
-WIDE = 0.2
+WIDE_INTERVAL = 0.2
 """An interval of a saving as wide as this decides nothing near a limit."""
-EXPLAINS = 0.4
+MIN_THREADS_SHARE = 0.4
 """More threads than cores slow down everything else; they are blamed if they explain so much of the largest saving (measured: 0.6 to 0.75
 of what reductions seem to cost then)."""
 
@@ -245,12 +242,16 @@ class Candidate:
 
     @property
     def stands(self) -> bool:
-        return self.saved.mid >= self.limit.least and self.saved.low >= self.limit.floor
+        return self.saved.mid >= self.limit.least and self.saved.low >= self.limit.least_low
 
     @property
     def open(self) -> bool:
         """Could it be one, as far as its interval goes?"""
-        return not self.stands and self.saved.high >= self.limit.least and (self.saved.mid >= self.limit.floor or self.saved.width >= WIDE)
+        return (
+            not self.stands
+            and self.saved.high >= self.limit.least
+            and (self.saved.mid >= self.limit.least_low or self.saved.width >= WIDE_INTERVAL)
+        )
 
 
 def judge(evidence: Evidence) -> Judgement:
@@ -262,22 +263,22 @@ def judge(evidence: Evidence) -> Judgement:
     costs = Costs.of(evidence)
     candidates = _candidates(evidence, costs)
     shares: dict[str, Interval] = {}
-    for one in candidates:
-        if one.part not in shares or one.saved.mid > shares[one.part].mid:
-            shares[one.part] = one.saved
-    standing = sorted((one for one in candidates if one.stands), key=lambda one: -one.saved.mid)
-    doubtful = sorted((one for one in candidates if one.open), key=lambda one: -one.saved.mid)
-    notes = noises(evidence)
+    for candidate in candidates:
+        if candidate.part not in shares or candidate.saved.mid > shares[candidate.part].mid:
+            shares[candidate.part] = candidate.saved
+    standing = sorted((candidate for candidate in candidates if candidate.stands), key=lambda candidate: -candidate.saved.mid)
+    doubtful = sorted((candidate for candidate in candidates if candidate.open), key=lambda candidate: -candidate.saved.mid)
+    notes = noise_warnings(evidence)
     if not evidence.observed and "cached" not in evidence.arms:
         verdict, cause, why = "inconclusive", "not enough was tried", _untried(evidence)
     elif standing:
         best = _surest(standing, bool(notes))
-        crowd = next((one for one in standing if one.cause.cause == "oversubscribed threads"), best)
-        if crowd.saved.mid >= EXPLAINS * standing[0].saved.mid:
+        crowd = next((candidate for candidate in standing if candidate.cause.cause == "oversubscribed threads"), best)
+        if crowd.saved.mid >= MIN_THREADS_SHARE * standing[0].saved.mid:
             best = crowd
         verdict, cause, why = best.verdict, best.cause.cause, f"{_saving(evidence, costs, best)} {best.cause.why}"
-        notes += [_also(one) for one in standing if one.verdict != verdict]
-    elif doubtful and (notes or doubtful[0].saved.width >= WIDE):
+        notes += [_also(candidate) for candidate in standing if candidate.verdict != verdict]
+    elif doubtful and (notes or doubtful[0].saved.width >= WIDE_INTERVAL):
         best = doubtful[0]
         verdict, cause = "inconclusive", "noise" if notes else "too few measurements"
         why = f"{_saving(evidence, costs, best)} That is {best.verdict} or not, and the measurements vary too much to tell." + (
@@ -292,16 +293,16 @@ def judge(evidence: Evidence) -> Judgement:
     else:
         computes = causes.compute_cause(evidence, costs)
         verdict, cause, why = "compute-bound", computes.cause, _computes(costs, candidates, computes)
-        notes += [f"{one.verdict} is close: {_percents(one.saved)} could be saved" for one in doubtful]
+        notes += [f"{candidate.verdict} is close: {_percents(candidate.saved)} could be saved" for candidate in doubtful]
     return Judgement(verdict=verdict, cause=cause, why=why.strip(), shares=shares, sources=sources_of(evidence, costs), notes=tuple(notes))
 
 
 def _surest(standing: list[Candidate], noisy: bool) -> Candidate:
     """The one that saves most; of those that might, where intervals overlap because of noise, the one that saves most at least."""
     first = standing[0]
-    if not noisy and first.saved.width < WIDE:
+    if not noisy and first.saved.width < WIDE_INTERVAL:
         return first
-    return max((one for one in standing if one.saved.high >= first.saved.low), key=lambda one: one.saved.low)
+    return max((candidate for candidate in standing if candidate.saved.high >= first.saved.low), key=lambda candidate: candidate.saved.low)
 
 
 def _input_limit(e: Evidence, c: Costs, cause: Cause) -> Limit:
@@ -309,17 +310,17 @@ def _input_limit(e: Evidence, c: Costs, cause: Cause) -> Limit:
     if cause.cause != "prefetch" or e.loading is None or not e.loading.handover:
         return USUAL
     taken = e.loading.handover * e.accumulation / c.step
-    return dataclasses.replace(USUAL, least=USUAL.least + taken, floor=USUAL.floor + taken)
+    return dataclasses.replace(USUAL, least=USUAL.least + taken, least_low=USUAL.least_low + taken)
 
 
 def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
     """Every part that could be taken away, with what that saves."""
     cause = causes.input_cause(e, c)
-    found = [Candidate(verdict="input-bound", part="data_wait", saved=c.share(c.data), cause=cause, limit=_input_limit(e, c, cause))]
+    candidates = [Candidate(verdict="input-bound", part="data_wait", saved=c.share(c.data), cause=cause, limit=_input_limit(e, c, cause))]
     pausing = causes.pausing_rank(e)
     if c.slow:
         late = c.straggler if c.slow.input >= c.slow.compute else c.saves(c.straggler)
-        found.append(Candidate(verdict="straggler", part="straggler", saved=c.share(late), cause=causes.straggler_cause(e, c)))
+        candidates.append(Candidate(verdict="straggler", part="straggler", saved=c.share(late), cause=causes.straggler_cause(e, c)))
     for verdict, part, seconds, cause_of in (
         ("communication-bound", "communication", c.communication, causes.communication_cause),
         ("transfer-bound", "transfer", c.transfer, causes.transfer_cause),
@@ -327,33 +328,33 @@ def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
         if seconds != NOTHING:
             saved = c.share(c.saves(seconds))
             saved = at_least_0(beside_others(e, saved)) if part == "communication" else saved
-            found.append(Candidate(verdict=verdict, part=part, saved=saved, cause=cause_of(e, c)))
+            candidates.append(Candidate(verdict=verdict, part=part, saved=saved, cause=cause_of(e, c)))
     if e.stalls.at:
         stalled = c.share(c.stalls)
         if pausing is None:
-            found.append(Candidate(verdict="stalled", part="stalls", saved=stalled, cause=causes.stalled_cause(e, c)))
+            candidates.append(Candidate(verdict="stalled", part="stalls", saved=stalled, cause=causes.stalled_cause(e, c)))
         else:
-            found.append(Candidate(verdict="straggler", part="stalls", saved=stalled, cause=causes.pauses_cause(e, pausing)))
+            candidates.append(Candidate(verdict="straggler", part="stalls", saved=stalled, cause=causes.pauses_cause(e, pausing)))
     if c.optimizer != NOTHING:
-        found.append(_optimizer(e, c))
+        candidates.append(_optimizer(e, c))
     if e.observed and c.host.mid:
-        said = Cause(cause="python", why=f"{units.seconds(c.host.mid)} of each step lie outside all phases.")
-        found.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(c.host)), cause=said))
-    for host in (hosts.oversubscription(e, c), hosts.collection(e, c)):
+        outside = Cause(cause="python", why=f"{units.seconds(c.host.mid)} of each step lie outside all phases.")
+        candidates.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(c.host)), cause=outside))
+    for host in (causes.oversubscription(e, c), causes.garbage_collection(e, c)):
         if host:
             saved, why = host
-            found.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=why))
-    if gaps := hosts.without_operators(e, c):
+            candidates.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=why))
+    if gaps := causes.between_operators(e, c):
         saved, why = gaps
         limit = USUAL if why.cause == "sleeping or I/O" else LIMITS["host"]
-        found.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=why, limit=limit))
-    return found
+        candidates.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=why, limit=limit))
+    return candidates
 
 
 def _optimizer(e: Evidence, c: Costs) -> Candidate:
     """It cannot be left out, so the usual limit holds for what another implementation saves; or it is most of the step."""
     cheaper = [e.arms[name].saved for name in ("optimizer=fused", "optimizer=foreach") if name in e.arms]
-    real = any(one.mid * c.replayed / c.step >= USUAL.least and one.low * c.replayed / c.step >= USUAL.floor for one in cheaper)
+    real = any(saved.mid * c.replayed / c.step >= USUAL.least and saved.low * c.replayed / c.step >= USUAL.least_low for saved in cheaper)
     return Candidate(
         verdict="optimizer-bound",
         part="optimizer",
@@ -367,7 +368,7 @@ def _hidden_reduction(e: Evidence) -> float:
     """Fraction of an observed step by which backward exceeds its usual length, twice forward; several ranks reduce gradients in it."""
     if e.world_size < 2:
         return 0.0
-    return max(one.timeline.share("backward") - 2 * one.timeline.share("forward") for one in e.ranks)
+    return max(rank.timeline.share("backward") - 2 * rank.timeline.share("forward") for rank in e.ranks)
 
 
 # --- words
@@ -383,30 +384,32 @@ _WITHOUT = {
 }
 
 
-def _percents(one: Interval) -> str:
-    return f"{units.percent(one.mid)} ({units.percent(max(0.0, one.low))} … {units.percent(one.high)})"
+def _percents(interval: Interval) -> str:
+    return f"{units.percent(interval.mid)} ({units.percent(max(0.0, interval.low))} … {units.percent(interval.high)})"
 
 
-def _saving(e: Evidence, c: Costs, one: Candidate) -> str:
-    left = units.seconds(c.step * (1 - one.saved.mid))
+def _saving(e: Evidence, c: Costs, candidate: Candidate) -> str:
+    left = units.seconds(c.step * (1 - candidate.saved.mid))
     if e.observed:
-        return f"Without {_WITHOUT[one.part]} the step would take {left} instead of {units.seconds(c.step)}, at best."
-    if one.part == "host":
-        return f"The host holds up {_percents(one.saved)} of the step."
-    return f"Without {_WITHOUT[one.part]} the step takes {left} instead of {units.seconds(c.step)}: {_percents(one.saved)} less."
+        return f"Without {_WITHOUT[candidate.part]} the step would take {left} instead of {units.seconds(c.step)}, at best."
+    if candidate.part == "host":
+        return f"The host holds up {_percents(candidate.saved)} of the step."
+    return (
+        f"Without {_WITHOUT[candidate.part]} the step takes {left} instead of {units.seconds(c.step)}: {_percents(candidate.saved)} less."
+    )
 
 
-def _also(one: Candidate) -> str:
-    return f"also {one.verdict} ({one.cause.cause}): {_percents(one.saved)} could be saved"
+def _also(candidate: Candidate) -> str:
+    return f"also {candidate.verdict} ({candidate.cause.cause}): {_percents(candidate.saved)} could be saved"
 
 
 def _computes(c: Costs, candidates: list[Candidate], computes: Cause) -> str:
-    largest = max(candidates, key=lambda one: one.saved.mid)
-    said = f"Forward and backward take {units.percent(c.compute / c.step)} of the step."
+    largest = max(candidates, key=lambda candidate: candidate.saved.mid)
+    text = f"Forward and backward take {units.percent(c.compute / c.step)} of the step."
     if largest.saved.mid > 0.01:
         name = "optimizer" if largest.part == "optimizer" else largest.verdict.removesuffix("-bound")
-        said += f" The most that could be taken away otherwise is {units.percent(largest.saved.mid)} ({name}: {largest.cause.cause})."
-    return f"{computes.why} {said}" if computes.why else said
+        text += f" The most that could be taken away otherwise is {units.percent(largest.saved.mid)} ({name}: {largest.cause.cause})."
+    return f"{computes.why} {text}" if computes.why else text
 
 
 def _untried(e: Evidence) -> str:

@@ -1,1 +1,1 @@
-"""measure."""
+"""Experiments on a training step in this process, and returns Evidence."""

@@ -1,4 +1,4 @@
-"""Sums: what blocks, trials and looks at a step come to, on all ranks together: Evidence."""
+"""EvidenceBuilder: turns the timings of blocks, trials and traces on all ranks into Evidence."""
 
 import math
 import statistics
@@ -20,17 +20,17 @@ from workbench.harness.observe import weights_of
 from workbench.harness.results import VariantTimes
 from workbench.timeline.timeline import Timeline
 
-ALONE = ("alone", "no_sync")
+UNSYNCED_ARMS = ("alone", "no_sync")
 """Arms in which no rank waits for another."""
 NOT_FOR_STALLS = ("warm-up", "loader", "first", "threads=")
 """Arms whose calls vary for reasons of their own: more threads than cores wait for each other."""
-MOST_CALLS = 20_000
+MAX_CALLS = 20_000
 """No more calls are searched for stalls: the last ones."""
-MOST_STEPS = 400
+MAX_STEPS = 400
 """Steps of the timeline of each rank that are kept."""
 
 
-class Sums:
+class EvidenceBuilder:
     """What was measured so far, summed up."""
 
     def __init__(self, bench: BlockTimer, feed: Feed, rounds: InterleavedRounds) -> None:
@@ -93,7 +93,7 @@ class Sums:
         calls = [
             Call(number=block.first + i, seconds=laps.calls[i], arm=arm, delay=laps.delays[i], gc=laps.gcs[i])
             for arm, blocks in self.bench.timings.blocks.items()
-            if not arm.startswith(NOT_FOR_STALLS) and (not alone or arm in ALONE)
+            if not arm.startswith(NOT_FOR_STALLS) and (not alone or arm in UNSYNCED_ARMS)
             for block in blocks
             for laps in [block.laps[rank]]
             for i in range(len(laps.calls))
@@ -101,11 +101,11 @@ class Sums:
         ]
         calls.sort(key=lambda call: call.number)
         wait = _mean([wait for block in self.bench.timings.blocks.get("full", ()) for wait in block.laps[rank].waits])
-        return find_stalls(calls[-MOST_CALLS:], wait=wait, places=self.bench.sampler.places)
+        return find_stalls(calls[-MAX_CALLS:], wait=wait, places=self.bench.sampler.places)
 
     def evidence(
         self,
-        found: ReachableState,
+        objects: ReachableState,
         *,
         tried: Mapping[str, VariantTimes],
         inside: Inside | None,
@@ -127,21 +127,22 @@ class Sums:
             padding: fraction of the batch.
             notes: of this rank.
         """
-        timings, peers, models = self.bench.timings, self.peers, found.models
+        timings, peers, models = self.bench.timings, self.peers, objects.models
         stalls = self.stalls()
         alone = self.stalls(alone=True) if peers.world_size > 1 else stalls
         everyone = peers.gather((self.rounds.timeline, stalls, alone, inside, loading, notes, samples))
         timings.stalled = [frozenset(stalls.at) for _, stalls, *_ in everyone]
-        together = max((stalls for _, stalls, *_ in everyone), key=lambda one: one.share)
+        together = max((stalls for _, stalls, *_ in everyone), key=lambda stalls: stalls.share)
         all_arms = {"cached": self.arm("cached"), "loader": self.arm("loader"), **tried}
         steady = statistics.fmean(base for base, _ in all_arms["cached"].pairs)
         _, _, _, look, load, _, _ = everyone[0]
         optimizers = [
-            f"{describe(one)}({kind})" if (kind := ablations.implementation_of(one)) else describe(one) for one in found.optimizers
+            f"{describe(optimizer)}({kind})" if (kind := ablations.implementation_of(optimizer)) else describe(optimizer)
+            for optimizer in objects.optimizers
         ]
         weights = [weight for weight in weights_of(models) if weight.requires_grad]
-        updated = {id(weight) for one in found.optimizers for group in one.param_groups for weight in group["params"]}
-        counts = [one for *_, one in everyone if one is not None]
+        updated = {id(weight) for optimizer in objects.optimizers for group in optimizer.param_groups for weight in group["params"]}
+        counts = [count for *_, count in everyone if count is not None]
         own = timings.blocks.get("alone" if peers.world_size > 1 else "full", ())
         return Evidence(
             step=steady / (1 - together.share) if together.share < 1 else steady,
@@ -151,7 +152,7 @@ class Sums:
             threads=torch.get_num_threads(),
             samples=float(sum(counts)) if len(counts) == len(everyone) else None,
             parameters=sum(weight.numel() for weight in weights) if models else None,
-            tensors=max(len(weights), len(updated)) if models or found.optimizers else None,
+            tensors=max(len(weights), len(updated)) if models or objects.optimizers else None,
             convolutions=has_convolutions(models),
             optimizer=", ".join(optimizers) or None,
             precision=precision,
@@ -172,7 +173,7 @@ class Sums:
         own, bare = ("alone", "no_sync") if parallel else ("full", "cached")
         return RankEvidence(
             rank=rank,
-            timeline=replace(timeline, rank=rank, steps=timeline.steps[:MOST_STEPS], warmup=0),
+            timeline=replace(timeline, rank=rank, steps=timeline.steps[:MAX_STEPS], warmup=0),
             alone=_mean([row[rank] for row in timings.means(own)]) if own in timings.blocks else float("nan"),
             wait=_mean([wait for block in timings.blocks.get(own, ()) for wait in block.laps[rank].waits]),
             compute=_mean([row[rank] for row in timings.means(bare)]) if bare in timings.blocks else float("nan"),

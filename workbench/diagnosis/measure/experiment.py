@@ -1,21 +1,25 @@
-"""The experiment: a training step is tried with one thing taken away at a time, and Evidence is what comes out."""
+"""Experiments on a training step: takes one part away at a time, and returns Evidence."""
 
 import contextlib
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from workbench.core.statistics import Interval
 from workbench.core.system_load import LoadMeter
-from workbench.diagnosis.analysis.evidence import Evidence, Inside, Loading
+from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Inside, Loading
 from workbench.diagnosis.measure import inside, loading
-from workbench.diagnosis.measure.evidence import Sums
-from workbench.diagnosis.measure.gradients import reductions
-from workbench.diagnosis.measure.trials import NARROW, PAIRS, Trials, treatments
+from workbench.diagnosis.measure.evidence import EvidenceBuilder
+from workbench.diagnosis.measure.trials import MIN_PAIRS, NARROW_INTERVAL, Trials, treatments
 from workbench.harness import ablations
 from workbench.harness.blocks import BlockTimer, DiagnoseError, steps_for
 from workbench.harness.discover import ReachableState
@@ -25,19 +29,19 @@ from workbench.harness.observe import StepFacts, check_arguments, device_of, dis
 from workbench.harness.peers import Peers
 from workbench.harness.restore import SavedState
 
-SHARES = {"warm-up": 0.1, "rounds": 0.4, "inside": 0.5, "loading": 0.6, "trials": 0.9}
+BUDGET_SHARES = {"warm-up": 0.1, "rounds": 0.4, "inside": 0.5, "loading": 0.6, "trials": 0.9}
 """Until which fraction of the budget each part may go on, at most."""
 LOADING_SECONDS, INSIDE_SECONDS = 5.0, 2.0
 """Most that these parts take of a large budget."""
-CHEAP, CHEAP_SECONDS = 0.08, 2.0
-"""Fraction of the step below which nobody would change the loader, and how long is looked at it then."""
-CLEAR, ROUGHLY = 0.25, 0.12
-"""A loader that costs more than CLEAR of the step is to blame: then, it does not matter whether it costs ROUGHLY more or less."""
-SLOW = 0.7
+CHEAP_LOADER, CHEAP_LOADER_SECONDS = 0.08, 2.0
+"""Fraction of the step below which the loader does not matter, and seconds for which it is probed then."""
+CLEAR_LOADER, CLEAR_LOADER_WIDTH = 0.25, 0.12
+"""Fraction of the step from which on the loader is to blame for certain; its interval may be this wide then."""
+SLOW_STEP = 0.7
 """Seconds: such steps are traced once."""
-CALLS = 120
+MIN_CALLS = 120
 """So many calls of step() should be seen, for stalls to show, unless they take more than a third of the budget."""
-STALLS = 3
+MIN_STALLS = 3
 """Stalls that are waited for once one was seen, for half of the budget at most."""
 
 
@@ -71,20 +75,20 @@ def experiment(
     """
     check_arguments(step, budget_s, accumulation)
     notes: list[str] = []
-    found = discover_training(step, model, optimizer, loader, notes)
+    objects = discover_training(step, model, optimizer, loader, notes)
     with Peers.join() as peers, contextlib.ExitStack() as undo:
-        keep = SavedState(found)
+        keep = SavedState(objects)
         undo.callback(keep.restore)
         feed = undo.enter_context(Feed(loader, accumulation))
-        bench = undo.enter_context(BlockTimer(step, peers, device_of(found.models)))
-        undo.enter_context(ablations.frozen_schedules(found.objects))
+        bench = undo.enter_context(BlockTimer(step, peers, device_of(objects.models)))
+        undo.enter_context(ablations.frozen_schedules(objects.objects))
         if peers.world_size > 1 and max(peers.gather(feed.kind == "once")):
             raise DiagnoseError(
                 "the loader can be read only once, and there are several ranks: if it ended on one of them, the others would wait for it "
                 "for ever. Give a list, a DataLoader or another iterable that can be read again"
             )
         try:
-            return _Experiment(bench, feed, keep, found, budget_s, notes).run()
+            return _Experiment(bench, feed, keep, objects, budget_s, notes).run()
         except Exhausted:
             raise DiagnoseError(too_few(feed)) from None
 
@@ -100,13 +104,13 @@ def too_few(feed: Feed) -> str:
 class _Experiment:
     """One experiment, on one rank. All ranks take the same way through it, by figures on which they agree."""
 
-    def __init__(self, bench: BlockTimer, feed: Feed, keep: SavedState, found: ReachableState, budget: float, notes: list[str]) -> None:
-        self.bench, self.feed, self.keep, self.found, self.budget, self.notes = bench, feed, keep, found, budget, notes
-        self.models, self.optimizers = found.models, found.optimizers
+    def __init__(self, bench: BlockTimer, feed: Feed, keep: SavedState, objects: ReachableState, budget: float, notes: list[str]) -> None:
+        self.bench, self.feed, self.keep, self.found, self.budget, self.notes = bench, feed, keep, objects, budget, notes
+        self.models, self.optimizers = objects.models, objects.optimizers
         self.peers = bench.peers
         self.seen: StepFacts
         self.rounds: InterleavedRounds
-        self.sums: Sums
+        self.sums: EvidenceBuilder
         self.trials: Trials
         self.inside: Inside | None = None
         self.loading: Loading | None = None
@@ -123,7 +127,7 @@ class _Experiment:
             self._trials(self.bench.timings.typical("full"))
             self._wait_for_stalls(cached)
             reduced = self.peers.world_size > 1 and ablations.can_skip_reduction(self.models)
-            gradients = reductions(self.models, self.peers) if reduced else None
+            gradients = measure_gradients(self.models, self.peers) if reduced else None
             self.bench.tick()
             evidence = self.sums.evidence(
                 self.found,
@@ -140,7 +144,7 @@ class _Experiment:
             meter.close()
 
     def _until(self, part: str) -> float:
-        return SHARES[part] * self.budget
+        return BUDGET_SHARES[part] * self.budget
 
     # The parts
 
@@ -148,7 +152,7 @@ class _Experiment:
         """First steps, and what can be seen of the step on the way."""
         self.seen = run_first_steps(self.bench, self.feed, self.keep, self.found, self._until("warm-up"), self.notes)
         self.rounds = InterleavedRounds(self.bench, self.feed, self.keep, self.models, self.optimizers, written=self.seen.written)
-        self.sums = Sums(self.bench, self.feed, self.rounds)
+        self.sums = EvidenceBuilder(self.bench, self.feed, self.rounds)
 
     def _rounds(self) -> None:
         """The full loop, the loader alone and the cached step, until it is clear what the loader costs."""
@@ -159,7 +163,7 @@ class _Experiment:
             if max(self.peers.gather(self.feed.exhausted)) or bench.elapsed + rounds.cost > self._until("rounds"):
                 break
             cached = self.sums.arm("cached")
-            if self.peers.agree(len(cached.pairs) >= PAIRS and _clear(cached.saved), all):  # passes may have other lengths elsewhere
+            if self.peers.agree(len(cached.pairs) >= MIN_PAIRS and _clear(cached.saved), all):  # passes may have other lengths elsewhere
                 break
         if not rounds.watched:
             rounds.clocked(50)
@@ -182,7 +186,7 @@ class _Experiment:
         bench, replay = self.bench, self.rounds.replay
         self.rounds.settle()
         seconds = min(INSIDE_SECONDS, max(0.0, self._until("inside") - bench.elapsed))
-        traced, plain = inside.counts_for(cached, budget_s=seconds) if cached < SLOW else (1, 1)
+        traced, plain = inside.step_counts(cached, budget_s=seconds) if cached < SLOW_STEP else (1, 1)
         batches = chain.from_iterable(iter(lambda: replay.give(8), None))
         with bench.unsampled():
             self.inside, why = inside.look(
@@ -198,7 +202,7 @@ class _Experiment:
     def _probe_loader(self) -> None:
         """What making a batch takes: on rank 0, while the others rest."""
         costs = self.sums.arm("cached").saved
-        most = CHEAP_SECONDS if costs.high < CHEAP else LOADING_SECONDS
+        most = CHEAP_LOADER_SECONDS if costs.high < CHEAP_LOADER else LOADING_SECONDS
         seconds = min(most, max(1.0, self._until("loading") - self.bench.elapsed))
         if self.peers.rank == 0 and self.feed.exhausted:
             self.loading = Loading(kind="once", alone=self.bench.timings.typical("loader") / self.feed.accumulation)
@@ -224,9 +228,9 @@ class _Experiment:
             gc_share=self.peers.agree(gc_share),
             foreign=self.peers.agree(self.meter.noise().foreign),
         )
-        everywhere = set[str].intersection(*(set(names) for names in self.peers.gather([one.name for one in some])))
+        everywhere = set[str].intersection(*(set(names) for names in self.peers.gather([treatment.name for treatment in some])))
         everywhere -= set() if self.seen.reduces else {"no_sync"}  # it would say that communication costs nothing
-        self.trials.run([one for one in some if one.name in everywhere], self._until("trials"))
+        self.trials.run([treatment for treatment in some if treatment.name in everywhere], self._until("trials"))
         self.notes += self.trials.notes
 
     def _wait_for_stalls(self, cached: float) -> None:
@@ -241,12 +245,64 @@ class _Experiment:
                 seen = max(self.peers.gather(len(self.sums.stalls().at)))
                 if seen and alone:  # whose are they? A rank shows that only while it does not wait for the others
                     seen = max(self.peers.gather(len(self.sums.stalls(alone=True).at))) or 1
-                few = bench.called < CALLS and bench.elapsed < self.budget / 3
-                if not few and (not 0 < seen < STALLS or bench.elapsed > self.budget / 2):
+                few = bench.called < MIN_CALLS and bench.elapsed < self.budget / 3
+                if not few and (not 0 < seen < MIN_STALLS or bench.elapsed > self.budget / 2):
                     return
                 bench.run(name, replay.give(count), count)
 
 
 def _clear(saved: Interval) -> bool:
     """Is it known well enough what the loader costs?"""
-    return saved.width <= NARROW or saved.high < CHEAP or (saved.low > CLEAR and saved.width <= ROUGHLY)
+    return saved.width <= NARROW_INTERVAL or saved.high < CHEAP_LOADER or (saved.low > CLEAR_LOADER and saved.width <= CLEAR_LOADER_WIDTH)
+
+
+LARGE_BYTES = 25 * 2**20
+"""Bytes of the large reduction: a bucket of DDP's."""
+REDUCTION_REPEATS = 9
+"""Reductions of each size, the first of which warms up."""
+
+
+def measure_gradients(models: Sequence[nn.Module], peers: Peers) -> Gradients | None:
+    """What all ranks reduce in a step. Collective. None if no model is parallel and none has gradients.
+
+    Args:
+        models: what is trained.
+        peers: who takes part.
+    """
+    parallel = [part for model in models for part in model.modules() if isinstance(part, DistributedDataParallel)]
+    weights = {id(weight): weight for model in parallel or models for weight in model.parameters() if weight.requires_grad}
+    size = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    if not size:
+        return None
+    group = parallel[0].process_group if parallel else None
+    device = next(iter(weights.values())).device
+    large = min(LARGE_BYTES, max(size, 2**20))
+    small = _seconds(1, device, group, peers)
+    per_byte = max(0.0, _seconds(large // 4, device, group, peers) - small) / large
+    buckets = sum(_buckets(model) for model in parallel) if parallel else len(weights)
+    return Gradients(size=size, buckets=buckets, latency=small, per_byte=per_byte)
+
+
+def _seconds(numbers: int, device: torch.device, group: Any, peers: Peers) -> float:
+    values, times = torch.zeros(numbers, device=device), []
+    for _ in range(REDUCTION_REPEATS):
+        peers.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(values, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return peers.agree(statistics.median(times[1:]))
+
+
+def _buckets(model: DistributedDataParallel) -> int:
+    """Pieces in which DDP reduces, as it logs them; else by their size."""
+    try:
+        data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        sizes = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "")
+        if buckets := [part for part in sizes.split(",") if part.strip()]:
+            return len(buckets)
+    except (AttributeError, RuntimeError):
+        pass
+    size = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
+    return max(1, -(-size // int(model.bucket_bytes_cap)))

@@ -1,6 +1,6 @@
-"""Inside a step: operators, collectives and synchronisations from a short trace, Python's lines from looks at the stack.
+"""Looks inside a step: operators, collectives and synchronisations from a short trace, lines of Python from samples of the stack.
 
-Events of a trace of torch's profiler, in columns, and what they say about a step.
+`Events` are the trace as columns; `read` computes from them what `Inside` says of a step.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class Events:
 
 
 def _category(event: Any) -> str:
-    """The category of an event, for a torch that does not tell."""
+    """The category of an event, for versions of torch that do not have it."""
     name = event.name()
     if event.is_user_annotation():
         return "user_annotation"
@@ -114,12 +114,12 @@ def read(events: Events, steps: int, *, ranks: bool = False) -> Inside:
         syncs = events.where("wait").sum()
     else:
         collective = events.where("host_communication", "collective_call")  # gloo's run in threads of their own
-        found = events.where("operator", name=OPERATORS)
+        operators = events.where("operator", name=OPERATORS)
         nodes = events.where(name=ENGINE)
         tops, around = [NONE], []
-        for thread in np.unique(events.threads[found]):
+        for thread in np.unique(events.threads[operators]):
             here = events.threads == thread
-            tops.append(outermost(events.spans[found & here]))
+            tops.append(outermost(events.spans[operators & here]))
             around.append(_around(tops[-1], outermost(events.spans[nodes & here])))
         ops = np.concatenate(tops)
         busy = union(ops, *around)
@@ -161,11 +161,11 @@ def _around(ops: Spans, nodes: Spans) -> Spans:
 
 WINDOW = "workbench: look inside"
 """The mark in the trace around the steps that count."""
-MOST_EVENTS = 60_000
+MAX_EVENTS = 60_000
 """More of them are not traced, unless one step has more: each takes 8 µs to write down and read."""
 
 
-def counts_for(seconds: float, *, budget_s: float = 2.0) -> tuple[int, int]:
+def step_counts(seconds: float, *, budget_s: float = 2.0) -> tuple[int, int]:
     """How many steps to trace, and how many to look at without a trace (`look`'s `traced` and `plain`), if a step takes so long.
 
     Args:
@@ -233,7 +233,7 @@ def _trace(call: Callable[[], object], steps: int, wait: Callable[[], object]) -
             call()
         return None, 0.0, 0, why
     first, _ = _cycle(call, 1, wait)  # which takes up to three times as long: memory for the events is new
-    some = min(steps, max(1, MOST_EVENTS // max(1, len(first))))
+    some = min(steps, max(1, MAX_EVENTS // max(1, len(first))))
     events, seconds = _cycle(call, some, wait)
     for _ in range(steps - some):
         call()

@@ -1,4 +1,4 @@
-"""Trials: the arms that need no loader, each between two blocks of the unchanged step, for as long as they can still tell something."""
+"""Runs the ablations that need no loader, each between two blocks of the unchanged step, until their intervals are narrow enough."""
 
 import contextlib
 import os
@@ -18,34 +18,34 @@ from workbench.harness.batches import CachedBatches, bytes_of, doubled, padding_
 from workbench.harness.blocks import BlockTimer, StepFailed, known_pairs, steps_for
 from workbench.harness.results import VariantTimes
 
-BLOCK = 0.15
+BLOCK_SECONDS = 0.15
 """Seconds of a block, where steps are not longer than that."""
-PAIRS, FEW_PAIRS = 5, 3
+MIN_PAIRS, FEW_PAIRS = 5, 3
 """Pairs that an arm takes at least, and one that is clear, or for which there is no time."""
-NARROW = 0.06
+NARROW_INTERVAL = 0.06
 """An interval of the fraction of the full step that is saved tells enough if it is no wider than this."""
-MATTERS = 0.05
+MIN_SAVING = 0.05
 """An arm that saves no more than this fraction of the full step does not matter."""
-BLAMED = 0.1
+MIN_BLAMED_SAVING = 0.1
 """Nor does a part of it that takes no more: no verdict names one."""
-PARTS = ("no_sync", "no_optimizer", "device_batch", "doubled")
+VERDICT_ARMS = ("no_sync", "no_optimizer", "device_batch", "doubled")
 """Arms that the verdict goes by. The others are remedies: whether they gain 10 or 15 % does not have to be known."""
-ROUGHLY = 0.1
+NARROW_FOR_REMEDY = 0.1
 """An interval of a remedy's saving tells enough if it is no wider."""
-TAKEN = 0.3
+MAX_FOREIGN_CORES = 0.3
 """Cores that others take from which on more threads are not tried: they wait for each other, and for the others."""
-HOPELESS = -0.5
-"""An arm that costs so much is not asked a third time."""
-MOST_PAIRS, MOST_OF_REMEDIES = 16, 8
-CLEAR = 0.5
-"""Fewer pairs than PAIRS are enough where their interval is so many times narrower: three agree by chance now and then."""
-SETTLING = 2
-"""Steps after which threads that are no longer wanted have stopped to look for work."""
-LONGER = 4.0
+HOPELESS_SAVING = -0.5
+"""An arm that costs so much is not tried a third time."""
+MAX_PAIRS, MAX_REMEDY_PAIRS = 16, 8
+CLEAR_INTERVAL_SHARE = 0.5
+"""Fewer pairs than MIN_PAIRS are enough where their interval is so many times narrower: three agree by chance now and then."""
+SETTLING_STEPS = 2
+"""Steps after which idle threads have stopped looking for work."""
+MAX_WARM_UP_SLOWDOWN = 4.0
 """Steps that warm up so many times slower make shorter blocks, or two threads on a busy core could take a minute."""
-LARGEST = 2**29
+MAX_DOUBLED_BYTES = 2**29
 """Bytes: larger batches are not doubled."""
-GC_SHARE = 0.02
+MIN_GC_SHARE = 0.02
 """Fraction of the step below which the garbage collector is not worth an arm."""
 
 
@@ -61,39 +61,39 @@ def treatments(
     gc_share: float,
     foreign: float = 0.0,
 ) -> list[Variant]:
-    """The arms that this step can be put to, the more telling first."""
+    """The arms that this step can be put to, the more on_run_started first."""
     first = replay.first
     each = _each(accumulation)
-    found: list[Variant] = []
+    treatments: list[Variant] = []
     if world_size > 1:
-        found.append(Variant(name="no_sync", on=partial(ablations.without_reduction, models)))
+        treatments.append(Variant(name="no_sync", on=partial(ablations.without_reduction, models)))
     if optimizers:
-        found.append(Variant(name="no_optimizer", on=partial(ablations.without_optimizer, optimizers)))
+        treatments.append(Variant(name="no_optimizer", on=partial(ablations.without_optimizer, optimizers)))
     if device.type == "cuda" and any(not tensor.is_cuda for tensor in tensors_of(first)):
-        found.append(Variant(name="device_batch", batch=partial(_moved, device=device)))
-    if bytes_of(first) < LARGEST and each(doubled)(first) is not None:
-        found.append(Variant(name="doubled", batch=each(doubled), samples=2.0))
+        treatments.append(Variant(name="device_batch", batch=partial(_moved, device=device)))
+    if bytes_of(first) < MAX_DOUBLED_BYTES and each(doubled)(first) is not None:
+        treatments.append(Variant(name="doubled", batch=each(doubled), samples=2.0))
     if device.type == "cpu":
-        found += [_with_threads(count) for count in thread_counts() if count < torch.get_num_threads()]  # are there too many?
-    if gc_share > GC_SHARE:
-        found.append(Variant(name="no_gc", on=without_gc))
+        treatments += [_with_threads(count) for count in thread_counts() if count < torch.get_num_threads()]  # are there too many?
+    if gc_share > MIN_GC_SHARE:
+        treatments.append(Variant(name="no_gc", on=without_gc))
     if each(padding_of)(first) is not None and each(trimmed)(first) is not None:
-        found.append(Variant(name="trimmed", batch=each(trimmed)))
-    if device.type == "cpu" and foreign <= TAKEN:
-        found += [_with_threads(count) for count in thread_counts() if count > torch.get_num_threads()]
-    found += [
+        treatments.append(Variant(name="trimmed", batch=each(trimmed)))
+    if device.type == "cpu" and foreign <= MAX_FOREIGN_CORES:
+        treatments += [_with_threads(count) for count in thread_counts() if count > torch.get_num_threads()]
+    treatments += [
         Variant(name=f"optimizer={name}", on=partial(ablations.optimizer_implementation, optimizers, name))
         for name in ("fused", "foreach")
         if ablations.has_unused_implementation(optimizers, name)
     ]
     if precision == "fp32" and models:
         name = "amp_bf16" if device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False) else "amp_fp16"
-        found.append(Variant(name=f"precision={name}", wrap=partial(ablations.in_precision, name=name, device=device)))
+        treatments.append(Variant(name=f"precision={name}", wrap=partial(ablations.in_precision, name=name, device=device)))
     if has_convolutions(models) and world_size == 1 and any(tensor.ndim == 4 for tensor in tensors_of(first)):
-        found.append(
+        treatments.append(
             Variant(name="channels_last", on=partial(ablations.channels_last, models, optimizers), batch=ablations.to_channels_last)
         )
-    return found
+    return treatments
 
 
 def _with_threads(count: int) -> Variant:
@@ -163,17 +163,17 @@ class Trials:
         self.worth = step / full
         """Fraction of the full step that an arm has to do with."""
         least = 4 if step < 0.15 else 2 if step < 0.6 else 1
-        count = steps_for(step, BLOCK, least=least)
+        count = steps_for(step, BLOCK_SECONDS, least=least)
         if bench.peers.agree(replay.varied):
             count = max(count, bench.peers.agree(len(replay)))
         self.count = bench.peers.agree(replay.fitting(count), min)
         self.warm = 2 if least > 2 else 1 if step < 1 else 0
 
     def run(self, treatments: Sequence[Variant], until: float) -> None:
-        """Try them until all have told enough or the time is up.
+        """Try them until the intervals of all are narrow enough or the time is up.
 
         Args:
-            treatments: the more telling first: where there is too little time, the others are left out.
+            treatments: the more on_run_started first: where there is too little time, the others are left out.
             until: seconds on the bench's clock.
         """
         cost = self._seconds_of_a_pair()
@@ -181,48 +181,50 @@ class Trials:
         least = FEW_PAIRS if FEW_PAIRS * cost <= left / 2 else 2
         fit = max(1, int(left / max(cost * least, 1e-9)))
         if len(treatments) > fit:
-            self.notes.append(f"no time was left to try {', '.join(one.name for one in treatments[fit:])}: a larger budget_s= would do")
+            self.notes.append(
+                f"no time was left to try {', '.join(treatment.name for treatment in treatments[fit:])}: a larger budget_s= would do"
+            )
         active = [*treatments[:fit]]
         before = self._baseline() if active else 0
-        for turn in range(MOST_PAIRS):
+        for turn in range(MAX_PAIRS):
             self.rewind()
             for treatment in [*active] if turn % 2 == 0 else [*reversed(active)]:
                 if not self._try(treatment):
                     active.remove(treatment)
                     continue
-                after = self._baseline(more=SETTLING if treatment.name.startswith("threads=") else 0)
+                after = self._baseline(more=SETTLING_STEPS if treatment.name.startswith("threads=") else 0)
                 self._pairs.setdefault(treatment.name, []).append(((before, after), len(self.bench.timings.blocks[treatment.name]) - 1))
                 before = after
-            active = [one for one in active if not self._told_enough(one.name, least)]
+            active = [treatment for treatment in active if not self._is_certain(treatment.name, least)]
             if not active or (turn + 1 >= least and self.bench.elapsed > until) or self.bench.elapsed > 1.3 * until:
                 break
 
     def results(self) -> dict[str, VariantTimes]:
         """The arms that were tried."""
-        found = {}
+        arms = {}
         for name in self._pairs:
             if pairs := self._seconds(name):
                 treatment = self._treatments[name]
-                found[name] = VariantTimes(name=name, baseline="cached", pairs=pairs, samples=treatment.samples, note=treatment.note)
-        return found
+                arms[name] = VariantTimes(name=name, baseline="cached", pairs=pairs, samples=treatment.samples, note=treatment.note)
+        return arms
 
     def _seconds(self, name: str) -> tuple[tuple[float, float], ...]:
         cached, arm = self.bench.timings.slowest("cached"), self.bench.timings.slowest(name)
         between = [(cached[before] + cached[after]) / 2 for (before, after), _ in self._pairs[name]]
         return known_pairs(between, [arm[index] for _, index in self._pairs[name]])
 
-    def _told_enough(self, name: str, least: int) -> bool:
+    def _is_certain(self, name: str, least: int) -> bool:
         pairs = self._seconds(name)
         if len(pairs) < 2:
             return False
-        samples, part = self._treatments[name].samples, name in PARTS
+        samples, part = self._treatments[name].samples, name in VERDICT_ARMS
         saved = interval_of(pairs, lambda base, arm: 1 - arm / base / samples)
         if len(pairs) < least:
-            return saved.high < HOPELESS
-        if saved.high * self.worth < (BLAMED if part else MATTERS) or (not part and len(pairs) >= MOST_OF_REMEDIES):
+            return saved.high < HOPELESS_SAVING
+        if saved.high * self.worth < (MIN_BLAMED_SAVING if part else MIN_SAVING) or (not part and len(pairs) >= MAX_REMEDY_PAIRS):
             return True
         width = saved.width * self.worth
-        return width <= (NARROW if part else ROUGHLY) * (1 if len(pairs) >= PAIRS else CLEAR)
+        return width <= (NARROW_INTERVAL if part else NARROW_FOR_REMEDY) * (1 if len(pairs) >= MIN_PAIRS else CLEAR_INTERVAL_SHARE)
 
     def _baseline(self, more: int = 0) -> int:
         self.bench.warm(self.replay.give(self.warm + more))
@@ -251,7 +253,7 @@ class Trials:
                 return self._cannot(treatment, failures[0])
             self._treatments[treatment.name] = treatment
             slower = max(seconds for _, seconds in warmed) / bench.timings.typical("cached")
-            count = self.count if slower < LONGER else max(1, round(self.count * LONGER / slower))
+            count = self.count if slower < MAX_WARM_UP_SLOWDOWN else max(1, round(self.count * MAX_WARM_UP_SLOWDOWN / slower))
             bench.run(treatment.name, self.replay.give(count, change), count, step=step)
         return True
 
@@ -263,7 +265,7 @@ class Trials:
             self.bench.synchronize()
         except StepFailed as error:
             failed = f"{type(error.error).__name__}: {error.error}"
-        return next((one for one in self.bench.peers.gather(failed) if one), "")
+        return next((failure for failure in self.bench.peers.gather(failed) if failure), "")
 
     def _cannot(self, treatment: Variant, failure: str) -> bool:
         self.notes.append(f"{treatment.name} could not be tried: {failure.splitlines()[0]:.200}")

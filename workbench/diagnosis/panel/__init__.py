@@ -1,1 +1,1 @@
-"""panel."""
+"""The ThroughputDoctor panel: knobs with predicted steps, a verdict, and remedies to prove."""

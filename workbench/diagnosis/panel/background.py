@@ -1,4 +1,4 @@
-"""Background: one thing at a time in a thread, with a clock that says how long it runs and a button that stops what it launched."""
+"""Runs one experiment at a time in a thread, with a clock that shows how long it runs and a button that stops it."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import ipywidgets
 
-from workbench.diagnosis.panel import html as doctor_faces
+from workbench.diagnosis.panel import html
 from workbench.runs.failure import RunError
 from workbench.runs.panel import html as faces
 from workbench.runs.run import Run, on_run_started
@@ -54,7 +54,7 @@ class Background:
             if self.busy:
                 return
             self.busy, self._asked, self._runs = True, False, []
-            self.problem.value, self.status.value = "", doctor_faces.waiting(what, 0.0, budget_s)
+            self.problem.value, self.status.value = "", html.waiting(what, 0.0, budget_s)
             self.stop.description, self.stop.disabled, self.stop.tooltip = "Stop", bool(endless), endless or STOP
             self.stop.layout.display = None
             self._changed()
@@ -72,22 +72,22 @@ class Background:
     def _run(self, what: str, work: Callable[[], None], budget_s: float) -> None:
         over = threading.Event()
 
-        def tell() -> None:
+        def show_time() -> None:
             begin = time.monotonic()
             while not over.wait(TICK):
-                self.status.value = doctor_faces.waiting(what, time.monotonic() - begin, budget_s)
+                self.status.value = html.waiting(what, time.monotonic() - begin, budget_s)
 
-        clock = threading.Thread(target=tell, name="doctor's clock", daemon=True)
+        clock = threading.Thread(target=show_time, name="doctor's clock", daemon=True)
         clock.start()
         last = ""
         try:
             with on_run_started(self._launched):
                 work()
         except Stopped:
-            last = doctor_faces.stopped(what)
+            last = html.stopped(what)
         except RunError as error:
             if self._runs and self._runs[-1].state == "stopped":
-                last = doctor_faces.stopped(what)
+                last = html.stopped(what)
             else:
                 self.problem.value = faces.failure(error.failure)
         except Exception as error:  # whatever a user's step raises belongs into the panel: nobody reads what a thread leaves behind

@@ -1,4 +1,4 @@
-"""ThroughputDoctor: turn a knob and see what it would change; measure; prove."""
+"""ThroughputDoctor: a panel that predicts the step for every knob, measures it, and proves remedies."""
 
 import functools
 import math
@@ -12,11 +12,10 @@ from workbench.core import units
 from workbench.core.display.html import Style
 from workbench.diagnosis import api
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
-from workbench.diagnosis.analysis.parts import Parts
 from workbench.diagnosis.analysis.proof import Ladder
 from workbench.diagnosis.analysis.remedy import Remedy
-from workbench.diagnosis.analysis.step_model import StepModel
-from workbench.diagnosis.panel import html as doctor_faces
+from workbench.diagnosis.analysis.step_model import Parts, StepModel
+from workbench.diagnosis.panel import html
 from workbench.diagnosis.panel.background import Background
 from workbench.diagnosis.panel.knobs import Knobs, WhatIf, standing, what_if
 from workbench.runs.panel import html as faces
@@ -68,7 +67,7 @@ class ThroughputDoctor:
         self.result: Diagnosis | None = None
         self.ladder: Ladder | None = None
         self.what_if: WhatIf | None = None
-        self._promised: WhatIf | None = None
+        self._earlier: WhatIf | None = None
         self._model: StepModel | None = None
         self._now: Parts | None = None
         given = target.spec if isinstance(target, Diagnosis) else target
@@ -78,7 +77,7 @@ class ThroughputDoctor:
             self._take(target)
         else:
             self.knobs.set(standing(target))
-            self.head.value = doctor_faces.head(self.title)
+            self.head.value = html.head(self.title)
             self._redraw()
         self._allow()
 
@@ -86,9 +85,9 @@ class ThroughputDoctor:
         self._background, self._holds = Background(self._allow), False
         self.status, self.problem, self.stop = self._background.status, self._background.problem, self._background.stop
         self.knobs = Knobs(self._turned)
-        found = self.knobs.widgets
-        self.num_workers, self.prefetch_factor, self.micro_batch = found["num_workers"], found["prefetch_factor"], found["micro_batch"]
-        self.precision, self.nproc_per_node = found["precision"], found["nproc_per_node"]
+        knobs = self.knobs.widgets
+        self.num_workers, self.prefetch_factor, self.micro_batch = knobs["num_workers"], knobs["prefetch_factor"], knobs["micro_batch"]
+        self.precision, self.nproc_per_node = knobs["precision"], knobs["nproc_per_node"]
         self.head, self.bars, self.verdict, self.ladder_view = (ipywidgets.HTML() for _ in range(4))
         self.remedies = ipywidgets.VBox().add_class("wb-remedies")
         self.proves: dict[str, ipywidgets.Button] = {}
@@ -112,7 +111,7 @@ class ThroughputDoctor:
         return None if self.spec is None else self.knobs.turned(self.spec)
 
     def _turned(self) -> None:
-        self._promised = None
+        self._earlier = None
         self._redraw()
 
     # --- what is shown
@@ -124,68 +123,68 @@ class ThroughputDoctor:
         if changes and self._model is not None and self._now is not None:
             self.what_if = what_if(self._model, self._now, changes, self.knobs.samples)
         observed = self.result is not None and self.result.evidence.observed
-        self.bars.value = doctor_faces.bars(self._now, self.what_if, promised=self._promised, observed=observed)
+        self.bars.value = html.bars(self._now, self.what_if, earlier=self._earlier, observed=observed)
 
     def _take(self, result: Diagnosis) -> None:
         """Show a diagnosis."""
         self.result, self._model, self._now = result, result.model, result.parts
         self.knobs.set(standing(self.spec) if self.spec else self._model.knobs)
-        self.head.value = doctor_faces.head(self.title)
+        self.head.value = html.head(self.title)
         self._redraw()
-        self.verdict.value = doctor_faces.verdict(result)
+        self.verdict.value = html.verdict(result)
         self.proves = {}
-        self._rows = {one.name: self._row(one) for one in result.remedies}
+        self._rows = {remedy.name: self._row(remedy) for remedy in result.remedies}
         self.remedies.children = tuple(self._rows.values())
-        for one in result.remedies:
-            self._show_remedy(one)
+        for remedy in result.remedies:
+            self._show_remedy(remedy)
 
-    def _row(self, one: Remedy) -> ipywidgets.HBox:
+    def _row(self, remedy: Remedy) -> ipywidgets.HBox:
         words = ipywidgets.HTML()
-        if not one.provable:
+        if not remedy.provable:
             return ipywidgets.HBox([words]).add_class("wb-choice")
-        button = ipywidgets.Button(description="Prove", tooltip=f"Run {one.name} in turns with the step as it is, and see what it gains")
+        button = ipywidgets.Button(description="Prove", tooltip=f"Run {remedy.name} in turns with the step as it is, and see what it gains")
         button.disabled = self._background.busy  # until what runs has ended
         button.add_class("wb-prove")
-        button.on_click(functools.partial(self._prove, one))
-        self.proves[one.name] = button
+        button.on_click(functools.partial(self._prove, remedy))
+        self.proves[remedy.name] = button
         return ipywidgets.HBox([words, button]).add_class("wb-choice")
 
-    def _show_remedy(self, one: Remedy) -> None:
+    def _show_remedy(self, remedy: Remedy) -> None:
         assert self.result is not None
-        proof = next((p for p in reversed(self.result.proofs) if p.remedy.name == one.name), None)
+        proof = next((p for p in reversed(self.result.proofs) if p.remedy.name == remedy.name), None)
         gains = [r.speedup for r in self.result.remedies] + [p.measured.mid for p in self.result.proofs]
         scale = max([1.0, *(gain for gain in gains if math.isfinite(gain))])
-        self._rows[one.name].children[0].value = doctor_faces.remedy(one, proof, min(scale, 10.0))
+        self._rows[remedy.name].children[0].value = html.remedy(remedy, proof, min(scale, 10.0))
 
     # --- what runs
 
     def _measure(self, _button: object) -> None:
-        self._promised = self.what_if
+        self._earlier = self.what_if
         chosen = self.chosen
         here = getattr(self.result, "subject", None)
 
         def work() -> None:
             if chosen is not None:
-                found = api.diagnose(chosen, budget_s=self._budget, runs_dir=self._runs_dir)
+                diagnosis = api.diagnose(chosen, budget_s=self._budget, runs_dir=self._runs_dir)
                 self.spec = chosen
             else:
                 assert isinstance(here, Step)
-                found = api.diagnose(here.step, here.loader, model=here.model, optimizer=here.optimizer, budget_s=self._budget)
-            self._take(found)
+                diagnosis = api.diagnose(here.step, here.loader, model=here.model, optimizer=here.optimizer, budget_s=self._budget)
+            self._take(diagnosis)
 
         self._start("measuring: parts of the step are taken away in turn", work, self._budget, hold=True)
 
-    def _prove(self, one: Remedy, _button: object) -> None:
+    def _prove(self, remedy: Remedy, _button: object) -> None:
         result = self.result
         assert result is not None
 
         def work() -> None:
-            result.prove(one, budget_s=self._budget)
+            result.prove(remedy, budget_s=self._budget)
             if self.result is result:
                 for other in result.remedies:  # all, since they share a scale
                     self._show_remedy(other)
 
-        self._start(f"proving {one.name}, in turns with the step as it is", work, self._budget)
+        self._start(f"proving {remedy.name}, in turns with the step as it is", work, self._budget)
 
     def _climb(self, _button: object) -> None:
         chosen = self.chosen
@@ -195,7 +194,7 @@ class ThroughputDoctor:
             ladder = api.climb(chosen, budget_s=CLIMB * self._budget, runs_dir=self._runs_dir)
             self._background.heed()  # a rung that was stopped is none that failed
             self.ladder = ladder
-            self.ladder_view.value = doctor_faces.ladder(self.ladder)
+            self.ladder_view.value = html.ladder(self.ladder)
 
         self._start("climbing: the best remedy is proved and kept, again and again", work, CLIMB * self._budget)
 
@@ -229,5 +228,5 @@ class ThroughputDoctor:
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         bundle = self.widget._repr_mimebundle_(**options)
-        face = doctor_faces.static(self.title, self.result, self.what_if, self.ladder)
+        face = html.static(self.title, self.result, self.what_if, self.ladder)
         return {**bundle, "text/plain": repr(self), "text/html": face}

@@ -1,4 +1,4 @@
-"""HTML of a diagnosis: pure functions, used by the live panel and by its static face alike. Rules as in `faces`."""
+"""HTML of a diagnosis: pure functions for the live panel and for its static form."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,9 +11,9 @@ from workbench.core.display.colors import PARTS as COLORS
 from workbench.core.display.table import escape
 from workbench.core.vocabulary import PARTS
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
-from workbench.diagnosis.analysis.parts import Parts
 from workbench.diagnosis.analysis.proof import Ladder, Proof
 from workbench.diagnosis.analysis.remedy import Remedy
+from workbench.diagnosis.analysis.step_model import Parts
 from workbench.diagnosis.panel.knobs import WhatIf
 
 _LABEL, _WIDE_LABEL = 84, 170  # pixels of what stands at the left of a bar
@@ -28,24 +28,24 @@ def knobs(changes: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in changes.items())
 
 
-def bars(now: Parts | None, then: WhatIf | None, *, promised: WhatIf | None = None, observed: bool = False) -> str:
+def bars(now: Parts | None, then: WhatIf | None, *, earlier: WhatIf | None = None, observed: bool = False) -> str:
     """The measured step, and below it the predicted one, on one scale: seconds for the samples of one step.
 
     Args:
         now: measured; None before there is a measurement.
         then: predicted under the knobs as they stand; None = no knob is turned.
-        promised: what had been predicted for the step that is measured now, if it was.
+        earlier: what had been predicted for the step that is measured now, if it was.
         observed: the measurement tried nothing.
     """
     if now is None or not now.step > 0:
         return '<div class="wb-what">Nothing is measured yet: press Measure, and every knob shows what it would change.</div>'
     kind = "observed" if observed else "measured"
     rows: list[tuple[str, dict[str, float], str, bool]] = []
-    if promised is not None and promised.parts is not None and then is None:
-        error = promised.parts.rate / now.rate - 1
+    if earlier is not None and earlier.parts is not None and then is None:
+        error = earlier.parts.rate / now.rate - 1
         words = f"{units.percent(abs(error))} too {'fast' if error > 0 else 'slow'}" if round(error, 3) else "exact"
-        scale = now.rate / promised.parts.rate * now.step / promised.parts.step
-        rows.append(("predicted", {part: promised.parts.seconds(part) * scale for part in PARTS}, words, True))
+        scale = now.rate / earlier.parts.rate * now.step / earlier.parts.step
+        rows.append(("predicted", {part: earlier.parts.seconds(part) * scale for part in PARTS}, words, True))
     rows.append((kind, {part: max(0.0, now.seconds(part)) for part in PARTS}, _rate(now), False))
     if then is not None and then.parts is not None:
         rows.append(("predicted", then.pieces(now), f"{units.times(then.speedup)} · {_rate(then.parts)}", True))
@@ -81,11 +81,10 @@ def _remarks(then: WhatIf | None) -> str:
     """What the prediction leaves out, or why there is none."""
     if then is None:
         return ""
-    said = [then.complaint] if then.parts is None else list(then.parts.notes)
-    return _said(said)
+    return _notes([then.complaint] if then.parts is None else then.parts.notes)
 
 
-def _said(notes: Iterable[str]) -> str:
+def _notes(notes: Iterable[str]) -> str:
     return "".join(f'<div class="wb-what">{escape(note)}</div>' for note in notes)
 
 
@@ -110,7 +109,7 @@ def verdict(result: Diagnosis) -> str:
     )
 
 
-def remedy(one: Remedy, proof: Proof | None, scale: float) -> str:
+def remedy(remedy: Remedy, proof: Proof | None, scale: float) -> str:
     """A remedy: its predicted gain and, once it was proved, the measured one beside it.
 
     Args:
@@ -118,13 +117,14 @@ def remedy(one: Remedy, proof: Proof | None, scale: float) -> str:
         proof: what came of it.
         scale: speedup that fills the whole width, the same for all remedies of a list.
     """
-    rows = [_gain("predicted", one.speedup, one.gain, scale, pale=True)]
+    rows = [_gain("predicted", remedy.speedup, remedy.gain, scale, pale=True)]
     if proof is not None:
         measured = f"{units.times(proof.measured.mid)} ({units.times(proof.measured.low)} … {units.times(proof.measured.high)})"
         rows.append(_gain("measured", proof.measured.mid, measured, scale, pale=False))
-    notes = [f"costs: {one.costs}"] if one.costs else []
+    notes = [f"costs: {remedy.costs}"] if remedy.costs else []
     notes += [] if proof is None else [proof.word, *proof.notes]
-    return f'<div class="wb-remedy"><strong>{escape(one.name)}</strong> <span>{escape(one.what)}</span>{"".join(rows)}{_said(notes)}</div>'
+    head = f"<strong>{escape(remedy.name)}</strong> <span>{escape(remedy.what)}</span>"
+    return f'<div class="wb-remedy">{head}{"".join(rows)}{_notes(notes)}</div>'
 
 
 def _gain(label: str, speedup: float, words: str, scale: float, *, pale: bool) -> str:
@@ -189,12 +189,12 @@ def static(title: str, result: Diagnosis | None, then: WhatIf | None, climbed: L
     head = f"<p><strong>Throughput doctor</strong> · {escape(title)}"
     if result is None:
         return f"<div>{head}<br><em>nothing is measured yet: run this cell and press Measure</em></p></div>"
-    said = (
+    text = (
         f"<p><strong>{escape(result.verdict)}</strong> ({escape(result.cause)})<br>{escape(result.why)}<br>Next: {escape(result.next)}</p>"
     )
     tables: Sequence[Any] = [result.remedy_table] if result.remedies else []
     tables = [*tables, *([climbed.table] if climbed else [])]
     return (
-        f"<div>{head}</p>{said}{bars(result.parts, then, observed=result.evidence.observed)}"
+        f"<div>{head}</p>{text}{bars(result.parts, then, observed=result.evidence.observed)}"
         f"{''.join(table._repr_html_() for table in tables)}</div>"
     )

@@ -1,7 +1,4 @@
-"""Knobs: those that decide most about a step's throughput, as widgets that know where they stood when it was measured.
-
-What a step would be made of if some knobs were turned: one call of the model, and what follows from it.
-"""
+"""The knobs of the ThroughputDoctor as widgets, and the step that is predicted for them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,8 +8,7 @@ from typing import Any
 import ipywidgets
 
 from workbench.core.vocabulary import PARTS
-from workbench.diagnosis.analysis.parts import Parts
-from workbench.diagnosis.analysis.step_model import StepModel
+from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.runs.spec import KNOBS, RunSpec
 
 PREFETCH = 2
@@ -68,7 +64,7 @@ class Knobs:
         self._quiet = False
 
     def hold(self, held: bool) -> None:
-        """Let nobody turn them, or let them be turned again."""
+        """Lock all knobs, or unlock them."""
         self._held = held
         self._allow()
 

@@ -1,1 +1,1 @@
-"""panel."""
+"""The ScalingExplorer panel."""

@@ -1,10 +1,6 @@
-"""ScalingExplorer: turn the number of GPUs up to 10,000; see throughput with its band and the naive line, what limits, money and energy.
-
-What a ScalingExplorer may be asked: clear errors for the rest.
-"""
+"""ScalingExplorer: a slider of GPUs up to 10,000 with predicted throughput, its limits, money and energy."""
 
 import inspect
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +13,7 @@ from workbench.cluster.analysis.plan.ranges import PlanError
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.plan import plan
 from workbench.core import units
-from workbench.core.checks import did_you_mean
+from workbench.core.checks import did_you_mean, real_number
 from workbench.core.display.html import Style
 from workbench.runs.panel import html as faces
 from workbench.scaling.analysis.curve.curve import ScalingCurve
@@ -25,10 +21,10 @@ from workbench.scaling.analysis.curve.fit import CurveFit
 from workbench.scaling.panel import html as drawn
 from workbench.scaling.panel.model import Place, Source, band, clusters, source_of
 
-ITS_OWN = ("cluster", "global_batch", "samples", "price", "intensity")
-"""What the explorer itself takes."""
-_SET = ("model", "gpus", "most_gpus", "top", "batch", "steps", "electricity", "pue", "watts", "knobs")
-"""Of `wb.plan`: what the explorer turns by itself, what it does not show, or what is not of a Transformer."""
+OWN_OPTIONS = ("cluster", "global_batch", "samples", "price", "intensity")
+"""Options of the explorer itself."""
+_PLAN_OPTIONS_LEFT_OUT = ("model", "gpus", "most_gpus", "top", "batch", "steps", "electricity", "pue", "watts", "knobs")
+"""Arguments of `wb.plan` that the explorer sets itself, does not show, or that do not belong to a Transformer."""
 
 
 def checked_options(target: Any, global_batch: object, options: Mapping[str, Any]) -> None:
@@ -45,8 +41,8 @@ def checked_options(target: Any, global_batch: object, options: Mapping[str, Any
     planned = isinstance(target, Transformer)
     if not planned and global_batch is not None:
         raise PlanError(f"global_batch={global_batch!r}: known for a model; a curve, and plans, have their own")
-    of_plan = [name for name in inspect.signature(plan).parameters if planned and name not in (*_SET, *ITS_OWN)]
-    allowed = [*(name for name in ITS_OWN if planned or name != "global_batch"), *of_plan]
+    of_plan = [name for name in inspect.signature(plan).parameters if planned and name not in (*_PLAN_OPTIONS_LEFT_OUT, *OWN_OPTIONS)]
+    allowed = [*(name for name in OWN_OPTIONS if planned or name != "global_batch"), *of_plan]
     for name in options:
         if name not in allowed:
             hint = did_you_mean(name, allowed)
@@ -54,26 +50,9 @@ def checked_options(target: Any, global_batch: object, options: Mapping[str, Any
             raise PlanError(f"ScalingExplorer has no option {name!r}: {hint}For {what} there are {', '.join(allowed)}")
 
 
-def checked_number(name: str, value: Any, least: str, what: str) -> None:
-    """Refuse what is no number, or none of that size.
-
-    Args:
-        name: of the argument.
-        value: as given.
-        least: "above 0" or "of at least 0".
-        what: it is.
-
-    Raises:
-        PlanError: with what is wanted.
-    """
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (value == 0 and least == "above 0"):
-        raise PlanError(f"{name}={value!r}: a number {least} is wanted, {what}")
-
-
-USUAL = "DGX-H100"
+DEFAULT_CLUSTER = "DGX-H100"
 """The cluster that a model is planned for at first."""
-NOBODYS = "not said"
+NO_CLUSTER = "not said"
 """The cluster of a curve, unless one was given."""
 
 
@@ -114,18 +93,18 @@ class ScalingExplorer:
             PlanError: something else was given, or no layout of the model fits.
         """
         checked_options(target, global_batch, options)
-        checked_number("samples", samples, "above 0", "that time, money and energy are of")
+        real_number("samples", samples, above=0, also=": time, money and energy are of so many samples", error=PlanError)
         for name, value, words in (("price", price, "money per GPU and hour"), ("intensity", intensity, "gCO2e per kWh")):
             if value is not None:
-                checked_number(name, value, "of at least 0", words)
+                real_number(name, value, least=0, also=f": {words}", error=PlanError)
         own = _own(target, cluster)
         self._target, self._batch, self._options = target, global_batch, options
         self._samples, self._price, self._intensity = samples, price, intensity
-        self._known: dict[str, Cluster | None] = {**({NOBODYS: None} if own is None else {}), **clusters(own)}
+        self._known: dict[str, Cluster | None] = {**({NO_CLUSTER: None} if own is None else {}), **clusters(own)}
         self._sources: dict[str, Source] = {}
         self._bands: dict[str, list[Place]] = {}
         self._problem = ""
-        first = next(name for name, one in self._known.items() if one == own)
+        first = next(name for name, known in self._known.items() if known == own)
         self._name = first
         source = self._source(first)
         sizes = source.sizes()
@@ -207,11 +186,11 @@ class ScalingExplorer:
 
 
 def _own(target: Any, cluster: Cluster | str | None) -> Cluster | None:
-    """Whose GPUs are meant at first; None = nobody's."""
+    """The cluster that is picked at first; None = none."""
     if isinstance(target, Plans):
         return target.cluster
     if cluster is None:
-        return Cluster.named(USUAL) if isinstance(target, Transformer) else None
+        return Cluster.named(DEFAULT_CLUSTER) if isinstance(target, Transformer) else None
     return cluster if isinstance(cluster, Cluster) else Cluster.named(cluster)
 
 

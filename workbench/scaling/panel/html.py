@@ -1,4 +1,4 @@
-"""HTML of what more GPUs would bring: pure functions, used by the live explorer and by its static face alike. Rules as in `faces`."""
+"""HTML of the ScalingExplorer: pure functions for the live panel and for its static form."""
 
 import math
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ def light(place: Place) -> str:
     """What limits this number of GPUs, in a word and a sentence."""
     color = COLORS[place.bound]
     border = f"border:2px solid {color};border-radius:10px;padding:1px 9px;margin-right:8px"
-    said = place.said or BOUNDS.get(place.bound, "")
+    sentence = place.sentence or BOUNDS.get(place.bound, "")
     layout = f'<span class="wb-product">{escape(place.layout)}</span>' if place.layout else ""
     return (
         f'<div role="status"><div class="wb-head"><span class="wb-badge" style="{border}">{escape(place.bound or "not known")}</span>'
-        f'{layout}</div><div class="wb-said">{escape(said)}</div></div>'
+        f'{layout}</div><div class="wb-said">{escape(sentence)}</div></div>'
     )
 
 
@@ -48,7 +48,11 @@ def figures(place: Place, samples: float, price: float | None, intensity: float 
         (place.counted, f"{place.gpus:,}", ""),
         ("throughput", units.rate(place.mid), f"{units.rate(place.low)} … {units.rate(place.high)}"),
         ("of the naive line", units.percent(place.mid / place.naive), f"naive {units.rate(place.naive)}"),
-        (f"time of {units.count(samples)} samples", units.seconds(samples / place.mid), _span(samples, place)),
+        (
+            f"time of {units.count(samples)} samples",
+            units.seconds(samples / place.mid),
+            f"{units.seconds(samples / place.high)} … {units.seconds(samples / place.low)}",
+        ),
         (f"{place.each} hours", f"{place.gpus * samples / place.mid / 3600:,.4g}", ""),
     ]
     if price is not None:
@@ -58,10 +62,6 @@ def figures(place: Place, samples: float, price: float | None, intensity: float 
     if kwh is not None and intensity is not None:
         tiles.append(("carbon", f"{units.count(kwh * intensity, 'g')} CO2e", f"at {intensity:g} g per kWh"))
     return f'<div class="wb-tiles" style="display:flex;flex-wrap:wrap;gap:8px 36px">{"".join(_tile(*tile) for tile in tiles)}</div>'
-
-
-def _span(samples: float, place: Place) -> str:
-    return f"{units.seconds(samples / place.high)} … {units.seconds(samples / place.low)}"
 
 
 def _tile(label: str, value: str, small: str) -> str:
@@ -78,8 +78,8 @@ def picture(places: Sequence[Place], measured: Sequence[tuple[int, float]], now:
     def line(points: Sequence[tuple[float, float]]) -> str:
         return " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
 
-    edge = [(one.gpus, one.high) for one in places] + [(one.gpus, one.low) for one in reversed(places)]
-    mid, naive = [(one.gpus, one.mid) for one in places], [(one.gpus, one.naive) for one in places]
+    edge = [(place.gpus, place.high) for place in places] + [(place.gpus, place.low) for place in reversed(places)]
+    mid, naive = [(place.gpus, place.mid) for place in places], [(place.gpus, place.naive) for place in places]
     dots = "".join(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="4" fill="{LINE}"/>' for x, y in measured)
     x, y = across(now.gpus), up(now.mid)
     shown = (
@@ -90,16 +90,22 @@ def picture(places: Sequence[Place], measured: Sequence[tuple[int, float]], now:
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6.5" fill="{COLORS[now.bound]}" stroke="{INK}"/>'
     )
     label = f"throughput against {now.counted}; {words(now)}"
+    legend = stack.legend({"predicted, with its band": LINE, f"naive: each {now.each} goes on so (dashed)": INK}, 0)
     return (
         f'<div class="wb-steps"><div class="wb-label">samples per second against {now.counted}</div>'
         f'<svg class="wb-scaling-curve" viewBox="0 0 {WIDE} {HIGH}" width="100%" role="img" aria-label="{escape(label)}" '
-        f'style="max-width:{WIDE}px;height:auto">{_axes(places, measured, across, up)}{shown}</svg>{_legend(now)}</div>'
+        f'style="max-width:{WIDE}px;height:auto">{_axes(places, measured, across, up)}{shown}</svg>{legend}</div>'
     )
 
 
 def _scales(places: Sequence[Place], measured: Sequence[tuple[int, float]]) -> tuple["_Scale", "_Scale"]:
-    xs = [*(one.gpus for one in places), *(x for x, _ in measured)]
-    ys = [*(one.low for one in places), *(one.naive for one in places), *(one.high for one in places), *(y for _, y in measured)]
+    xs = [*(place.gpus for place in places), *(x for x, _ in measured)]
+    ys = [
+        *(place.low for place in places),
+        *(place.naive for place in places),
+        *(place.high for place in places),
+        *(y for _, y in measured),
+    ]
     return _Scale(min(xs), max(xs), LEFT, WIDE - 12), _Scale(min(ys), max(ys), HIGH - LOW, 10)
 
 
@@ -120,12 +126,12 @@ def _axes(places: Sequence[Place], measured: Sequence[tuple[int, float]], across
     base = HIGH - LOW
     style = f'fill="{INK}" font-size="12"'
     text = "".join(
-        f'<text x="{across(one):.1f}" y="{base + 18}" text-anchor="{_anchor(across(one))}" {style}>{units.count(one)}</text>'
-        for one in ticks
+        f'<text x="{across(tick):.1f}" y="{base + 18}" text-anchor="{_anchor(across(tick))}" {style}>{units.count(tick)}</text>'
+        for tick in ticks
     )
     bottom, top = math.exp(up.low), math.exp(up.high)
     rates = [10.0**power for power in range(-6, 13) if bottom <= 10.0**power <= top] or [bottom, top]
-    text += "".join(f'<text x="{LEFT - 6}" y="{up(one) + 4:.1f}" text-anchor="end" {style}>{units.count(one)}</text>' for one in rates)
+    text += "".join(f'<text x="{LEFT - 6}" y="{up(rate) + 4:.1f}" text-anchor="end" {style}>{units.count(rate)}</text>' for rate in rates)
     return (
         f'<line x1="{LEFT}" x2="{WIDE - 12}" y1="{base}" y2="{base}" stroke="{INK}"/>'
         f'<line x1="{LEFT}" x2="{LEFT}" y1="10" y2="{base}" stroke="{INK}"/>{text}'
@@ -137,24 +143,20 @@ def _anchor(x: float) -> str:
     return "end" if x > WIDE - 40 else "middle"
 
 
-def _legend(now: Place) -> str:
-    return stack.legend({"predicted, with its band": LINE, f"naive: each {now.each} goes on so (dashed)": INK}, 0)
-
-
 def limits(places: Sequence[Place]) -> str:
     """A row of colours: what limits from which number of GPUs on."""
     pieces: list[tuple[str, list[int]]] = []
-    for one in places:
-        if not pieces or pieces[-1][0] != one.bound:
-            pieces.append((one.bound, []))
-        pieces[-1][1].append(one.gpus)
-    said = "; ".join(f"{bound or 'not known'} from {sizes[0]:,} {places[0].counted} on" for bound, sizes in pieces)
+    for place in places:
+        if not pieces or pieces[-1][0] != place.bound:
+            pieces.append((place.bound, []))
+        pieces[-1][1].append(place.gpus)
+    sentence = "; ".join(f"{bound or 'not known'} from {sizes[0]:,} {places[0].counted} on" for bound, sizes in pieces)
     blocks = "".join(
         f'<span style="flex:{len(sizes)} 1 0;background-color:{COLORS[bound]};height:10px" title="{escape(bound)}"></span>'
         for bound, sizes in pieces
     )
     return (
-        f'<div class="wb-steps"><div class="wb-label">what limits: {escape(said)}</div><div role="img" aria-label="{escape(said)}" '
+        f'<div class="wb-steps"><div class="wb-label">what limits: {escape(sentence)}</div><div role="img" aria-label="{escape(sentence)}" '
         f'style="display:flex;max-width:{WIDE}px">{blocks}</div></div>'
     )
 
@@ -171,14 +173,14 @@ def table(places: Sequence[Place], rows: int = 8) -> Table:
         columns=(places[0].counted, "throughput", "between", "naive", "of it", "limited by"),
         rows=[
             [
-                f"{one.gpus:,}",
-                units.rate(one.mid),
-                f"{units.rate(one.low)} … {units.rate(one.high)}",
-                units.rate(one.naive),
-                units.percent(one.mid / one.naive),
-                one.bound or units.MISSING,
+                f"{place.gpus:,}",
+                units.rate(place.mid),
+                f"{units.rate(place.low)} … {units.rate(place.high)}",
+                units.rate(place.naive),
+                units.percent(place.mid / place.naive),
+                place.bound or units.MISSING,
             ]
-            for one in some
+            for place in some
         ],
     )
 

@@ -1,4 +1,4 @@
-"""What so many GPUs would bring, by a measured curve or by a plan: pure functions, cheap enough to follow a slider."""
+"""What a number of GPUs would bring, by a measured curve or by a plan: pure functions, fast enough to follow a slider."""
 
 import math
 from collections.abc import Sequence
@@ -14,21 +14,20 @@ from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.plan import plan
 from workbench.core import units
 from workbench.scaling.analysis.curve.curve import ScalingCurve
-from workbench.scaling.analysis.curve.fit import CurveFit
-from workbench.scaling.analysis.curve.forecast import CurveForecast
+from workbench.scaling.analysis.curve.fit import CurveFit, CurveForecast
 
-MOST = 10_000
+MAX_GPUS = 10_000
 """GPUs to which the slider goes; further where more were measured."""
-FURTHER = 4
+BEYOND_MEASURED = 4
 """Times the largest measured point that it reaches at least."""
-POINTS = 60
+BAND_POINTS = 60
 """Places of the band."""
-HALF = 0.5
+MIN_OWN_SHARE = 0.5
 """Efficiency from which on the larger part of a curve's step is what a process took in the smallest point."""
 GPUS, PROCESSES = "GPUs", "processes"
 _ONE = {GPUS: "GPU", PROCESSES: "process"}
 OWN, LOST = "own work", "lost in scaling"
-"""What limits, as far as a curve can tell."""
+"""What limits, as far as a curve shows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,7 @@ class Place:
     """As the base's GPUs go on."""
     bound: str
     """"compute", "communication", "bubble" or "memory" of a plan; OWN or LOST of a curve; "" = not known."""
-    said: str = ""
+    sentence: str = ""
     """The same in a sentence; "" = as `planning.plans.BOUNDS` has it."""
     layout: str = ""
     """Of a plan."""
@@ -53,7 +52,7 @@ class Place:
     device: str = ""
     """That has them."""
     counted: str = GPUS
-    """What `gpus` counts: "processes" of a curve on devices that nobody named."""
+    """What `gpus` counts: "processes" of a curve whose device is unknown."""
 
     @property
     def each(self) -> str:
@@ -102,33 +101,33 @@ class Curve:
 
     def sizes(self) -> list[int]:
         """Doublings of the smallest point, and the most: 10,000, or four times the largest point."""
-        return _doublings(self.fit.points[0].world_size, max(MOST, FURTHER * self.fit.points[-1].world_size))
+        return _doublings(self.fit.points[0].world_size, max(MAX_GPUS, BEYOND_MEASURED * self.fit.points[-1].world_size))
 
     def at(self, gpus: int) -> Place:
-        """By all laws together."""
+        """By the ensemble."""
         return self.all([gpus])[0]
 
     def all(self, sizes: Sequence[int]) -> list[Place]:
         """Several at once, which costs little more than one."""
         return [
             Place(
-                gpus=one.world_size,
-                low=one.low,
-                mid=one.mid,
-                high=one.high,
-                naive=one.naive,
-                bound=OWN if one.efficiency >= HALF else LOST,
-                said=_said(one),
+                gpus=forecast.world_size,
+                low=forecast.low,
+                mid=forecast.mid,
+                high=forecast.high,
+                naive=forecast.naive,
+                bound=OWN if forecast.efficiency >= MIN_OWN_SHARE else LOST,
+                sentence=_sentence(forecast),
                 counted=PROCESSES if self.cluster is None else GPUS,
-                **_power(self.cluster, one.world_size),
+                **_power(self.cluster, forecast.world_size),
             )
-            for one in self.fit.forecasts(sizes)
+            for forecast in self.fit.forecasts(sizes)
         ]
 
 
 @dataclass(slots=True)
 class Planned:
-    """A model on a cluster: the fastest plan of each number of GPUs, computed when it is asked for and kept."""
+    """A model on a cluster: the fastest plan of each number of GPUs, computed on demand and kept."""
 
     model: Any
     cluster: Cluster
@@ -154,7 +153,7 @@ class Planned:
         made = (
             self.model
             if isinstance(self.model, Plans)
-            else plan(self.model, self.cluster, global_batch=self.batch, most_gpus=2 * MOST, top=1, **self.options)
+            else plan(self.model, self.cluster, global_batch=self.batch, most_gpus=2 * MAX_GPUS, top=1, **self.options)
         )
         self.found = places_of(made)
 
@@ -164,17 +163,17 @@ def places_of(made: Plans) -> dict[int, Place]:
     base = made.front[0]
     rate = made.global_batch / base.seconds.mid / base.gpus
     return {
-        one.gpus: Place(
-            gpus=one.gpus,
-            low=made.global_batch / one.seconds.high,
-            mid=made.global_batch / one.seconds.mid,
-            high=made.global_batch / one.seconds.low,
-            naive=rate * one.gpus,
-            bound=one.bound,
-            layout=one.layout + ", memory tight" * one.tight,
-            **_power(made.cluster, one.gpus),
+        layout.gpus: Place(
+            gpus=layout.gpus,
+            low=made.global_batch / layout.seconds.high,
+            mid=made.global_batch / layout.seconds.mid,
+            high=made.global_batch / layout.seconds.low,
+            naive=rate * layout.gpus,
+            bound=layout.bound,
+            layout=layout.layout + ", memory tight" * layout.tight,
+            **_power(made.cluster, layout.gpus),
         )
-        for one in made.front
+        for layout in made.front
     }
 
 
@@ -193,7 +192,7 @@ def source_of(target: Any, cluster: Cluster | None, batch: int | None, options: 
         return Planned(target, target.cluster, target.global_batch)
     if isinstance(target, Transformer) and cluster is not None:
         if batch is None:
-            raise PlanError("ScalingExplorer(model): global_batch is wanted, samples per step of all GPUs")
+            raise PlanError("ScalingExplorer(model): global_batch is needed, samples per step of all GPUs")
         return Planned(target, cluster, batch, options)
     raise PlanError(
         f"ScalingExplorer({type(target).__name__}): a ScalingCurve or its fit, Plans, or a cost.Transformer with global_batch is wanted"
@@ -205,29 +204,30 @@ def band(source: Source) -> list[Place]:
     if isinstance(source, Curve):
         sizes = source.sizes()
         first, last = sizes[0], sizes[-1]
-        return source.all(sorted({max(1, round(first * (last / first) ** (i / (POINTS - 1)))) for i in range(POINTS)}))
+        return source.all(sorted({max(1, round(first * (last / first) ** (i / (BAND_POINTS - 1)))) for i in range(BAND_POINTS)}))
     return [source.at(size) for size in source.sizes()]
 
 
 def clusters(own: Cluster | None) -> dict[str, Cluster]:
     """Names that can be picked."""
-    found = {one.name: one for one in CLUSTERS}
-    return found if own is None or (own.name in found and found[own.name] == own) else {f"{own.name} (own)": own, **found}
+    named = {cluster.name: cluster for cluster in CLUSTERS}
+    return named if own is None or (own.name in named and named[own.name] == own) else {f"{own.name} (own)": own, **named}
 
 
 def _doublings(first: int, most: int) -> list[int]:
     return [*(first * 2**power for power in range(math.ceil(math.log2(most / first))) if first * 2**power < most), most]
 
 
-def _said(one: CurveForecast) -> str:
-    """As far as a curve can tell, which has no parts of a step."""
-    own = units.percent(min(1.0, one.efficiency))
-    lost = f"the rest is lost in scaling; {'' if one.efficiency >= HALF else 'it is the larger part; '}the curve alone cannot say to what"
-    return f"efficiency of {units.percent(one.efficiency)}: {own} of the step is what it takes on {one.base:,}, {lost}"
+def _sentence(forecast: CurveForecast) -> str:
+    """What limits, as far as a curve shows it: it has no parts of a step."""
+    own = units.percent(min(1.0, forecast.efficiency))
+    larger = "" if forecast.efficiency >= MIN_OWN_SHARE else "it is the larger part; "
+    lost = f"the rest is lost in scaling; {larger}the curve alone cannot say to what"
+    return f"efficiency of {units.percent(forecast.efficiency)}: {own} of the step is what it takes on {forecast.base:,}, {lost}"
 
 
 def _power(cluster: Cluster | None, gpus: int) -> dict[str, Any]:
-    """Of all GPUs by the design power of one, and whose that is; nothing of devices that nobody named."""
+    """Of all GPUs by the design power of one, and whose that is; nothing of unknown devices."""
     if cluster is None:
         return {}
     try:

@@ -1,1 +1,1 @@
-"""curve."""
+"""Throughput over the number of processes: points, curve, forms, fit, forecast."""

@@ -1,22 +1,21 @@
-"""ScalingCurve: throughput against the number of processes, or another knob, as it was measured.
-
-Showing: a curve as a table and as rows for a DataFrame.
-"""
+"""ScalingCurve: measured throughput over the number of processes, or over another knob."""
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from workbench.core import units
+from workbench.core import run_directory, units
 from workbench.core.codec import JsonDataclass, fields_from_json
-from workbench.core.display import table
 from workbench.core.display import table as display
+from workbench.runs.run import Run
+from workbench.runs.spec import SHARDED, RunSpec, check_names
 from workbench.scaling.analysis.curve.forms import How, Kind
 from workbench.scaling.analysis.curve.point import PROCESSES, CurveError, ScalingPoint, checked_size, merged
+from workbench.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
-    from workbench.runs.run import Run
     from workbench.scaling.analysis.curve.fit import CurveFit
 
 
@@ -24,80 +23,6 @@ KINDS = {
     "weak": "each process keeps its batch, the global one grows",
     "strong": "the global batch stays, each process gets a smaller part",
 }
-
-
-def table_of(curve: "ScalingCurve") -> table.Table:
-    """One row per point; columns of which nothing is known are left out."""
-    points = curve.points
-    columns: dict[str, list[object]] = {
-        "processes" if curve.over == PROCESSES else curve.over: [point.at for point in points],
-        "throughput": [units.rate(point.samples_per_sec) for point in points],
-        "90 % interval": [_between(point) for point in points],
-    }
-    if curve.over == PROCESSES or len(set(curve.world_sizes)) > 1:
-        columns["per process"] = [units.rate(point.per_process) for point in points]
-    columns["speedup"] = [units.times(one) for one in curve.speedup]
-    if curve.over == PROCESSES:
-        columns["efficiency"] = [units.percent(one) for one in curve.efficiency]
-    if curve.over == PROCESSES or any(point.exposed is not None for point in points):
-        columns["exposed"] = [units.percent(point.exposed) for point in points]
-    if any(point.straggling is not None for point in points):
-        columns["straggling"] = [units.percent(point.straggling) for point in points]
-    if any(point.cpu_per_sample is not None for point in points):
-        columns["CPU per sample"] = [units.seconds(point.cpu_per_sample) for point in points]
-    columns[""] = [_said(point) for point in points]
-    title = f"{curve.kind.capitalize()} scaling: {KINDS[curve.kind]}" if curve.over == PROCESSES else f"Throughput by {curve.over}"
-    return table.Table(
-        columns=tuple(columns), rows=[list(row) for row in zip(*columns.values(), strict=True)], title=title, note=_note(curve)
-    )
-
-
-def rows_of(curve: "ScalingCurve") -> list[dict[str, Any]]:
-    """Plain values, one mapping per point."""
-    return [
-        {
-            "world_size": point.world_size,
-            **({} if curve.over == PROCESSES else {"value": point.at}),
-            "samples_per_sec": point.samples_per_sec,
-            "low": point.low,
-            "high": point.high,
-            "repeats": len(point.rates),
-            "speedup": speedup,
-            "efficiency": share,
-            "exposed": _number(point.exposed),
-            "straggling": _number(point.straggling),
-            "cpu_per_sample": _number(point.cpu_per_sample),
-            "oversubscribed": point.oversubscribed,
-            "failed": point.failed,
-        }
-        for point, speedup, share in zip(curve.points, curve.speedup, curve.efficiency, strict=True)
-    ]
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _between(point: ScalingPoint) -> str:
-    return units.MISSING if math.isnan(point.low) else f"{units.rate(point.low)} … {units.rate(point.high)}"
-
-
-def _note(curve: "ScalingCurve") -> str:
-    if curve.base is None:
-        base = "nothing was measured"
-    elif curve.over == PROCESSES:
-        base = f"speedup and efficiency: of {curve.base.at}"
-    else:
-        base = f"speedup: over {curve.over}={curve.base.at}"
-    return "; ".join(["measured", base, *curve.notes])
-
-
-def _said(point: ScalingPoint) -> str:
-    """What is to be said of a point."""
-    crowded = "oversubscribed: no scaling, left out of fits" if point.oversubscribed else ""
-    apart = "repeats lie more than a factor of 2 apart: measure it again on a quieter machine" if point.unsteady else ""
-    failed = f"{'a repeat ' if point.rates else ''}failed: {point.failed}" if point.failed else ""
-    return "; ".join(filter(None, [crowded, apart, failed]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +60,18 @@ class ScalingCurve(display.Shown, JsonDataclass):
             object.__setattr__(self, "points", to_dict("records"))
         if isinstance(self.points, str | Mapping) or not isinstance(self.points, Iterable):
             raise CurveError(f"points={self.points!r:.80}: a list of (world_size, samples_per_sec) is wanted")
-        found = merged(self.points)
-        if not found:
+        points = merged(self.points)
+        if not points:
             raise CurveError("a curve of no points: give (world_size, samples_per_sec) of two or more numbers of processes")
         if self.slots is not None:
             object.__setattr__(self, "slots", checked_size(self.slots))
-            found = tuple(_marked(point, self.slots) for point in found)
-        object.__setattr__(self, "points", found)
+            points = tuple(replace(point, oversubscribed=point.oversubscribed or point.world_size > self.slots) for point in points)
+        object.__setattr__(self, "points", points)
 
     @classmethod
     def from_runs(
         cls,
-        runs: "Iterable[Run]",
+        runs: Iterable[Run],
         *,
         over: str = PROCESSES,
         slots: int | None = None,
@@ -169,10 +94,9 @@ class ScalingCurve(display.Shown, JsonDataclass):
         Raises:
             CurveError: no runs, one that still runs, or they differ in another field; the message names it.
         """
-        from workbench.scaling.analysis.curve.read import read
 
-        found = read(list(runs), over, slots, exposed or {})
-        return cls(**{**found, "notes": (*found["notes"], *notes)})
+        arguments = read(list(runs), over, slots, exposed or {})
+        return cls(**{**arguments, "notes": (*arguments["notes"], *notes)})
 
     # --- what was measured
 
@@ -216,7 +140,7 @@ class ScalingCurve(display.Shown, JsonDataclass):
 
         Args:
             level: how often the intervals should hold what is measured later.
-            noise: standard deviation of one measurement as a fraction of it; None = as repeats tell, or 2 % without any.
+            noise: standard deviation of one measurement as a fraction of it; None = from repeats, or 2 % without any.
 
         Raises:
             CurveError: fewer than two usable points, or a curve over another knob than the processes.
@@ -233,19 +157,68 @@ class ScalingCurve(display.Shown, JsonDataclass):
     @property
     def best(self) -> Any:
         """Where throughput was highest; None where nothing was measured."""
-        found = max((point for point in self.points if point.rates), key=lambda point: point.samples_per_sec, default=None)
-        return found and found.at
+        fastest = max((point for point in self.points if point.rates), key=lambda point: point.samples_per_sec, default=None)
+        return fastest and fastest.at
 
     # --- how it shows itself
 
     @property
     def table(self) -> display.Table:
         """One row per number of processes, or value of the knob."""
-        return table_of(self)
+        points = self.points
+        columns: dict[str, list[object]] = {
+            "processes" if self.over == PROCESSES else self.over: [point.at for point in points],
+            "throughput": [units.rate(point.samples_per_sec) for point in points],
+            "90 % interval": [_between(point) for point in points],
+        }
+        if self.over == PROCESSES or len(set(self.world_sizes)) > 1:
+            columns["per process"] = [units.rate(point.per_process) for point in points]
+        columns["speedup"] = [units.times(speedup) for speedup in self.speedup]
+        if self.over == PROCESSES:
+            columns["efficiency"] = [units.percent(share) for share in self.efficiency]
+        if self.over == PROCESSES or any(point.exposed is not None for point in points):
+            columns["exposed"] = [units.percent(point.exposed) for point in points]
+        if any(point.straggling is not None for point in points):
+            columns["straggling"] = [units.percent(point.straggling) for point in points]
+        if any(point.cpu_per_sample is not None for point in points):
+            columns["CPU per sample"] = [units.seconds(point.cpu_per_sample) for point in points]
+        columns[""] = [_remarks(point) for point in points]
+        title = f"{self.kind.capitalize()} scaling: {KINDS[self.kind]}" if self.over == PROCESSES else f"Throughput by {self.over}"
+        return display.Table(
+            columns=tuple(columns), rows=[list(row) for row in zip(*columns.values(), strict=True)], title=title, note=self._note
+        )
 
     def to_frame(self) -> Any:
         """A DataFrame with a row per number of processes."""
-        return display.frame(rows_of(self))
+        rows = [
+            {
+                "world_size": point.world_size,
+                **({} if self.over == PROCESSES else {"value": point.at}),
+                "samples_per_sec": point.samples_per_sec,
+                "low": point.low,
+                "high": point.high,
+                "repeats": len(point.rates),
+                "speedup": speedup,
+                "efficiency": share,
+                "exposed": _number(point.exposed),
+                "straggling": _number(point.straggling),
+                "cpu_per_sample": _number(point.cpu_per_sample),
+                "oversubscribed": point.oversubscribed,
+                "failed": point.failed,
+            }
+            for point, speedup, share in zip(self.points, self.speedup, self.efficiency, strict=True)
+        ]
+        return display.frame(rows)
+
+    @property
+    def _note(self) -> str:
+        if self.base is None:
+            base = "nothing was measured"
+        elif self.over == PROCESSES:
+            base = f"speedup and efficiency: of {self.base.at}"
+        else:
+            base = f"speedup: over {self.over}={self.base.at}"
+        return "; ".join(["measured", base, *self.notes])
 
     plot = display.plot_method("scaling")
 
@@ -263,5 +236,146 @@ class ScalingCurve(display.Shown, JsonDataclass):
         return f"ScalingCurve({self.kind}, {', '.join(map(str, self.world_sizes))} processes)"
 
 
-def _marked(point: ScalingPoint, slots: int) -> ScalingPoint:
-    return replace(point, oversubscribed=point.oversubscribed or point.world_size > slots)
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _between(point: ScalingPoint) -> str:
+    return units.MISSING if math.isnan(point.low) else f"{units.rate(point.low)} … {units.rate(point.high)}"
+
+
+def _remarks(point: ScalingPoint) -> str:
+    """What to keep in mind about a point."""
+    crowded = "oversubscribed: no scaling, left out of fits" if point.oversubscribed else ""
+    apart = "repeats lie more than a factor of 2 apart: measure it again on a quieter machine" if point.unsteady else ""
+    failed = f"{'a repeat ' if point.rates else ''}failed: {point.failed}" if point.failed else ""
+    return "; ".join(filter(None, [crowded, apart, failed]))
+
+
+_BATCH = ("micro_batch", "accumulation")
+"""What strong scaling changes with the number of processes, so that the global batch stays."""
+_BEFORE = ("data_wait", "h2d", "forward")
+"""Phases that a rank is through before it meets the others."""
+
+
+def read(runs: Sequence[Any], over: str, slots: int | None, exposed: Mapping[Any, float]) -> dict[str, Any]:
+    """The arguments of the curve. See `ScalingCurve.from_runs`.
+
+    Raises:
+        CurveError: as there.
+    """
+    example = f"wb.sweep(spec, {over}=[1, 2, 4])" if over == PROCESSES else f"wb.sweep(spec, {over}=[…])"
+    for run in runs:
+        if not isinstance(run, Run):
+            raise CurveError(f"from_runs() got a {type(run).__name__}: runs are wanted, such as those of {example}")
+        if run.state == "running":
+            raise CurveError(f"{run!r} still runs: wait for it, run.wait()")
+    if not runs:
+        raise CurveError(f"from_runs() got no runs: {example} gives some")
+    check_names(type(runs[0].spec), {over: None})
+    values = {_value(run, over) for run in runs}
+    if unknown := [value for value in exposed if value not in values]:
+        what = f"{unknown[0]} processes, and no run has as many" if over == PROCESSES else f"{over}={unknown[0]!r}, and no run has it"
+        raise CurveError(f"exposed has an entry for {what}")
+    kind = _kind(runs, over)
+    check_same_machine(runs)
+    on_gpus = any(timeline.clock == "device" for run in runs for timeline in run.timelines)
+    notes = []
+    if slots is None:
+        what = "gpus" if on_gpus else "cores"
+        slots = run_directory.read_json(runs[0].path / run_directory.RUN_JSON).get(what)
+        notes += [f"how many {what} there were is not known: give slots="] if slots is None else []
+    points = [_point(run, over, exposed.get(_value(run, over)), None if on_gpus else slots) for run in runs]
+    sharded = over == PROCESSES and all(getattr(run.spec, "parallel", "") in SHARDED for run in runs)
+    return {"points": points, "kind": kind, "slots": slots, "notes": tuple(notes), "over": over, "grows": How(sharded=sharded)}
+
+
+def _value(run: Run, over: str) -> Any:
+    """Of the knob that was turned, as the curve shows it."""
+    return shown_value(getattr(run.spec, over))
+
+
+def shown_value(value: Any) -> Any:
+    """A knob's value on a curve: a number, or a text."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _kind(runs: Sequence[Run], over: str) -> str:
+    """ "strong" if the runs share a global batch that their processes divide, else "weak".
+
+    Raises:
+        CurveError: they differ in another field.
+    """
+    first = runs[0].spec
+    for run in runs[1:]:
+        if type(run.spec) is not type(first):
+            raise CurveError(f"{runs[0]!r} and {run!r} are not of one kind, a task and a script: a curve is of one program")
+    differing = {name: value for run in runs[1:] for name, value in first.changes(run.spec).items() if name != over}  # type: ignore[arg-type]
+    divided = over == PROCESSES and bool(differing) and set(differing) <= set(_BATCH)
+    if divided and len({getattr(run.spec, "global_batch", None) for run in runs}) == 1:
+        return "strong"
+    if differing:
+        name, (here, there) = next(iter(differing.items()))
+        others = f" (and in {', '.join(list(differing)[1:])})" if len(differing) > 1 else ""
+        hint = "; for strong scaling choose micro_batch so that the global batch is the same in all" if divided else ""
+        raise CurveError(
+            f"the runs differ in {name}{others}, {here!r} and {there!r}: a curve is of runs that differ in {over} alone{hint}. "
+            "Make one curve for each, or wb.compare(*runs)"
+        )
+    return "weak"
+
+
+def check_same_machine(runs: Sequence[Run]) -> None:
+    """See that runs can be on one curve.
+
+    Raises:
+        CurveError: they were made on different hosts or with different versions of torch.
+    """
+    infos = [run_directory.read_json(run.path / run_directory.RUN_JSON) for run in runs]
+    for name, values in (
+        ("host", [info.get("host") for info in infos]),
+        ("torch", [info.get("versions", {}).get("torch") for info in infos]),
+    ):
+        if len(set(values)) > 1:
+            shown = " and ".join(map(repr, dict.fromkeys(values)))
+            raise CurveError(f"the runs differ in {name}, {shown}: a curve is of runs that differ in one knob alone")
+
+
+def _point(run: Run, over: str, exposed: float | None, cores: int | None) -> ScalingPoint:
+    spec, rate = run.spec, run.samples_per_sec
+    where: dict[str, Any] = {
+        "world_size": spec.world_size,
+        "value": None if over == PROCESSES else _value(run, over),
+        "oversubscribed": cores is not None and spec.nproc_per_node * spec.threads > cores,
+        "of_one_spec": isinstance(spec, RunSpec),
+    }
+    if not run.ok:
+        return ScalingPoint(**where, failed=str(run.error or run.state).splitlines()[0])
+    if math.isnan(rate):
+        return ScalingPoint(**where, failed="no measured step: a script's steps are measured with watch=True")
+    timelines = run.timelines
+    cpu = statistics.fmean(timeline.cpu_per_sample for timeline in timelines)
+    return ScalingPoint(
+        **where,
+        rates=(rate,),
+        exposed=exposed,
+        straggling=straggling(timelines),
+        cpu_per_sample=None if math.isnan(cpu) else cpu,
+    )
+
+
+def straggling(timelines: Sequence[Timeline]) -> float | None:
+    """Share of the step in which the average rank waits for the slowest one's data and forward; what it waits for in the backward does not
+    show in timelines and is left out. None of one rank, or where no step was measured on all.
+    """
+    by_step = [{step.index: step for step in timeline.measured} for timeline in timelines]
+    common = set.intersection(*(set(steps) for steps in by_step)) if len(by_step) > 1 else set[int]()
+    if not common:
+        return None
+    waited = whole = 0.0
+    for index in common:
+        steps = [steps[index] for steps in by_step]
+        own = [sum(step.phases[: len(_BEFORE)]) for step in steps]
+        waited += max(own) - statistics.fmean(own)
+        whole += statistics.fmean(step.seconds for step in steps)
+    return waited / whole if whole else None

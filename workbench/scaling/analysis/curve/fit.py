@@ -1,22 +1,21 @@
-"""CurveFit: several laws held against one curve, each scored on the last point by the others, and what they say together.
+"""Fits an ensemble of scaling forms to a curve, and predicts throughput for numbers of processes that were not measured.
 
-Trying: the laws against a curve's own points: how noisy these are, how well each law foretells the last one, what noise does to each.
-
-Doubt: what stands against a prediction of throughput, and which measurement would narrow its interval.
+Each form is fitted to all points but the largest and weighed by its error there. The noise of the measurements, moved onto the points
+again and again, gives the interval.
 """
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
 
 from workbench.core import units
+from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
-from workbench.scaling.analysis.curve.forecast import CurveForecast, times
 from workbench.scaling.analysis.curve.forms import (
     COMMUNICATION,
     FORMULAS_ARE,
@@ -24,6 +23,7 @@ from workbench.scaling.analysis.curve.forms import (
     NAIVE,
     NOTHING,
     Data,
+    Floats,
     Form,
     How,
     Kind,
@@ -34,9 +34,90 @@ from workbench.scaling.analysis.curve.forms import (
 )
 from workbench.scaling.analysis.curve.point import CONTRADICTION, CurveError, ScalingPoint, checked_size
 
-NOISE = 0.02
-"""Standard deviation of a throughput where no repeats tell; points of published curves lie 0.5 to 2.5 % off their trend (not outliers)."""
-QUIETEST = 0.005
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveForecast(display.Shown, JsonDataclass):
+    """Predicted samples per second of all processes together."""
+
+    world_size: int
+    """Processes."""
+    low: float
+    """Lower end of the interval."""
+    mid: float
+    """The ensemble: the weighted geometric mean of all forms."""
+    high: float
+    """Upper end of the interval."""
+    naive: float
+    """Linear extrapolation: each process is as fast as in the largest measured point. As a rule a little too high."""
+    linear: float
+    """The law whose loss grows with every process, t = a + b(n−1); mostly too low. `naive` and it bracket most published curves."""
+    extrapolation: float
+    """Processes over those of the largest measured point; above 1 it is outside of what was seen."""
+    efficiency: float
+    """Predicted throughput per process over that of the smallest measured point."""
+    base: int
+    """Processes of that point."""
+    level: float
+    """How often the interval should hold what is measured, 0 … 1."""
+    by_form: Mapping[str, float]
+    """What each law says by itself."""
+    narrow: tuple[str, ...] = ()
+    """Measurements that would narrow the interval, the most useful first."""
+    notes: tuple[str, ...] = ()
+    """What to keep in mind."""
+
+    def __contains__(self, samples_per_sec: float) -> bool:
+        return self.low <= samples_per_sec <= self.high
+
+    @property
+    def width(self) -> float:
+        """Of the interval, as a fraction of the middle."""
+        return (self.high - self.low) / self.mid
+
+    @property
+    def table(self) -> display.Table:
+        """Three rows: the ensemble, the linear extrapolation, and the linear loss."""
+        rows = [
+            ["ensemble", *(units.rate(rate) for rate in (self.mid, self.low, self.high)), units.percent(self.efficiency)],
+            *(
+                [name, units.rate(value), units.MISSING, units.MISSING, units.percent(self.efficiency * value / self.mid)]
+                for name, value in (("naive: as the last point", self.naive), ("loss with every process", self.linear))
+            ),
+        ]
+        note = f"{units.percent(self.level)} interval; {times(self.extrapolation)} the largest number measured"
+        advice = f"to narrow it: {'; '.join(self.narrow)}" if self.narrow else ""
+        return display.Table(
+            columns=("predicted", "throughput", "low", "high", f"efficiency (of {self.base})"),
+            rows=rows,
+            title=f"{_many(self.world_size)} processes",
+            note="; ".join(filter(None, [note, *self.notes, advice])),
+        )
+
+    def to_frame(self) -> Any:
+        """A DataFrame with one row."""
+        left_out = ("by_form", "narrow", "notes")
+        return display.frame([{name: value for name, value in asdict(self).items() if name not in left_out}])
+
+    def __repr__(self) -> str:
+        rates = ", ".join(f"{name}={units.rate(getattr(self, name))}" for name in ("low", "mid", "high", "naive"))
+        return f"CurveForecast({self.world_size}, {rates})"
+
+
+def _many(size: float) -> str:
+    """Whole below a million, then with a prefix, then as a power of ten."""
+    if size < 1e6:
+        return f"{size:,}"
+    return units.count(size) if size < 1e18 else f"{size:.2e}"
+
+
+def times(ratio: float) -> str:
+    """A ratio as `units.times` has it, where it can be read."""
+    return units.times(ratio) if ratio < 1e6 else f"{_many(ratio)}×"
+
+
+ASSUMED_NOISE = 0.02
+"""Standard deviation of a throughput without repeats; points of published curves lie 0.5 to 2.5 % off their trend (not outliers)."""
+MIN_NOISE = 0.005
 """Least standard deviation that few repeats are believed: two that happen to agree to the last digit prove nothing."""
 DRAWS = 300
 """Resamples of the measurement noise behind an interval."""
@@ -58,10 +139,10 @@ def measured_noise(points: tuple[ScalingPoint, ...]) -> float | None:
     if not repeated:
         return None
     pooled = sum(spread**2 * freedom for spread, freedom in repeated) / sum(freedom for _, freedom in repeated)
-    return max(QUIETEST, math.sqrt(pooled))
+    return max(MIN_NOISE, math.sqrt(pooled))
 
 
-def foretold(form: Form, data: Data) -> float:
+def last_point_error(form: Form, data: Data) -> float:
     """Predicted over measured throughput of the largest point, less 1, when fitted to all others; nan where too few are left."""
     others = data.without_last()
     if len(others.sizes) < 2 or not form.fits(others):
@@ -69,37 +150,37 @@ def foretold(form: Form, data: Data) -> float:
     return at(form.fit(others), data.sizes[-1]) * float(data.times[-1] / data.sizes[-1]) - 1
 
 
-def weights_of(errors: list[float], noise: float) -> list[float]:
-    """The worse a law has foretold the last point, the less it counts; what noise alone would do to both sides (√2 of it) is no fault.
+def law_weights(errors: list[float], noise: float) -> list[float]:
+    """The larger the error of a law at the last point, the smaller its weight; what noise alone explains (√2 of it) does not count.
 
     A law that could not be tried counts as the average of those that were: without a trial, all the same.
     """
-    floor = math.sqrt(2) * noise
-    tried = [1 / (error**2 + floor**2) for error in errors if not math.isnan(error)]
+    noise_error = math.sqrt(2) * noise
+    tried = [1 / (error**2 + noise_error**2) for error in errors if not math.isnan(error)]
     average = sum(tried) / len(tried) if tried else 1.0
-    raw = [average if math.isnan(error) else 1 / (error**2 + floor**2) for error in errors]
-    return [one / sum(raw) for one in raw]
+    raw = [average if math.isnan(error) else 1 / (error**2 + noise_error**2) for error in errors]
+    return [weight / sum(raw) for weight in raw]
 
 
-def drawn(ready: list[Form], data: Data, points: tuple[ScalingPoint, ...], noise: float) -> tuple[tuple[Law, ...], ...]:
+def refit_with_noise(ready: list[Form], data: Data, points: tuple[ScalingPoint, ...], noise: float) -> tuple[tuple[Law, ...], ...]:
     chance = np.random.default_rng(0)
     each = np.array([noise / math.sqrt(len(point.rates)) for point in points])
     shaken = [data.shaken(chance, each) for _ in range(DRAWS)]
-    return tuple(tuple(form.fit(one) for one in shaken) for form in ready)
+    return tuple(tuple(form.fit(moved) for moved in shaken) for form in ready)
 
 
-FAR = 4.0
-"""Extrapolation from which on it is said loudly: published curves are known to about twice their measured part."""
+FAR_EXTRAPOLATION = 4.0
+"""Extrapolation from which on a note warns: published curves are known to about twice their measured part."""
 
 
 def too_few(points: tuple[ScalingPoint, ...]) -> str:
     """Why a curve of fewer than two points is not fitted."""
     if not points:
         return "the curve has no usable point: all are oversubscribed or have failed. Measure at two or more numbers of processes that fit"
-    one = points[0]
+    only = points[0]
     return (
-        f"a curve of one point ({one.world_size} processes, {units.rate(one.samples_per_sec)}): how throughput changes with the number of "
-        f"processes cannot be told from it. Measure {2 * one.world_size} processes as well; failed and oversubscribed points do not count"
+        f"a curve of one point ({only.world_size} processes, {units.rate(only.samples_per_sec)}): how throughput changes with the number "
+        f"of processes is not known from it. Measure {2 * only.world_size} processes as well; failed and oversubscribed points are not used"
     )
 
 
@@ -115,28 +196,28 @@ def check_possible(points: tuple[ScalingPoint, ...]) -> None:
             raise CurveError(
                 f"the points contradict each other: {before.world_size} processes reach {units.rate(before.samples_per_sec)} and "
                 f"{after.world_size} reach {units.rate(after.samples_per_sec)}, {more} as much each. "
-                "The throughput of all processes together is wanted in every point, of one model, batch and precision"
+                "The throughput of all processes together is needed in every point, of one model, batch and precision"
             )
 
 
 def notes(fit: "CurveFit", size: int) -> tuple[str, ...]:
     """What to keep in mind about a prediction for `size` processes."""
     largest = fit.points[-1].world_size
-    found = []
-    if size / largest >= FAR:
-        found.append(
+    notes = []
+    if size / largest >= FAR_EXTRAPOLATION:
+        notes.append(
             f"far outside of what was measured ({times(size / largest)} the largest): "
             "another switch, another algorithm of the collectives or a slow node are in no law"
         )
     if fit.points[-1].samples_per_sec < fit.points[0].samples_per_sec:
         mixed = "if these are rates per process, multiply them by their number"
         slower = "what they do for each other costs more than they bring"
-        found.append(f"all processes together do less than the fewest did: {slower if _of_one_spec(fit) else mixed}")
+        notes.append(f"all processes together do less than the fewest did: {slower if _of_one_spec(fit) else mixed}")
     if len(fit.points) == 2:
-        found.append(f"two points: {_through(fit)}, and none could be tried")
+        notes.append(f"two points: {_through(fit)}, and none could be tried")
     if _rises(fit):
-        found.append("throughput per process rises with their number somewhere: no law carries that on; look at batch sizes and caches")
-    return tuple(found)
+        notes.append("throughput per process rises with their number somewhere: no law carries that on; look at batch sizes and caches")
+    return tuple(notes)
 
 
 def _of_one_spec(fit: "CurveFit") -> bool:
@@ -146,7 +227,8 @@ def _of_one_spec(fit: "CurveFit") -> bool:
 def _through(fit: "CurveFit") -> str:
     """How many laws pass through all points."""
     count = sum(
-        all(math.isclose(at(one.law, point.world_size), point.samples_per_sec, rel_tol=1e-6) for point in fit.points) for one in fit.fitted
+        all(math.isclose(at(fitted.law, point.world_size), point.samples_per_sec, rel_tol=1e-6) for point in fit.points)
+        for fitted in fit.fitted
     )
     if not count:
         return "no law passes through both"
@@ -157,30 +239,30 @@ def _rises(fit: "CurveFit") -> bool:
     return any(after.per_process > before.per_process * (1 + 2 * fit.noise) for before, after in itertools.pairwise(fit.points))
 
 
-def narrowing(fit: "CurveFit", size: int) -> tuple[str, ...]:
+def useful_measurements(fit: "CurveFit", size: int) -> tuple[str, ...]:
     """Measurements that would narrow the interval, the most useful first."""
     largest = fit.points[-1].world_size
     if size <= largest:
         return () if fit.noise_source != "assumed" else ("measure each point twice or more: the noise is an assumption",)
-    laws = {one.form.name: one.law for one in fit.fitted}
+    laws = {fitted.form.name: fitted.law for fitted in fit.fitted}
     apart = {n: abs(math.log(at(laws[NAIVE], n) / at(laws[LINEAR], n))) for n in (2 * largest, size)}
-    found = []
+    advice = []
     if size > 2 * largest and apart[size] > 2 * fit.noise:
-        found.append(
+        advice.append(
             f"measure {2 * largest} processes: the laws lie {units.percent(math.expm1(apart[2 * largest]))} apart there, "
             f"the noise of a measurement is {units.percent(fit.noise)}"
         )
     elif len(fit.points) == 2:
-        found.append("measure a third number of processes, so that each law can be tried on the last point")
+        advice.append("measure a third number of processes, so that each law can be tried on the last point")
     if COMMUNICATION not in laws:
         known = any(point.exposed is not None for point in fit.points)
         where = "two or more numbers of processes above 1" if known else "each point"
-        found.append(f"measure the exposed communication of {where} (steps with and without no_sync, interleaved)")
+        advice.append(f"measure the exposed communication of {where} (steps with and without no_sync, interleaved)")
     if fit.noise_source == "assumed" or apart[size] <= 2 * fit.noise:
-        found.append(
+        advice.append(
             f"repeat each measurement: {'the noise is an assumption' if fit.noise_source == 'assumed' else 'noise is most of the interval'}"
         )
-    return tuple(found)
+    return tuple(advice)
 
 
 _SOURCES = {"repeats": "as repeats tell", "given": "as given", "assumed": "assumed: no point was measured twice"}
@@ -213,7 +295,7 @@ class CurveFit(display.Shown):
     noise: float
     """Standard deviation of one measurement, as a fraction of it."""
     noise_source: Literal["repeats", "given", "assumed"]
-    """Where it is from: told by repeats of a point, given to `fit`, or `trying.NOISE`, an assumption."""
+    """Where it is from: repeats of a point, given to `fit`, or `ASSUMED_NOISE`."""
     fitted: tuple[FittedForm, ...]
     """The laws, the naive line first."""
     drawn: tuple[tuple[Law, ...], ...] = field(repr=False)
@@ -223,11 +305,11 @@ class CurveFit(display.Shown):
 
     @property
     def measured_noise(self) -> bool:
-        """Was the noise told by repeats?"""
+        """Is the noise from repeats?"""
         return self.noise_source == "repeats"
 
     def predict(self, n: int) -> CurveForecast:
-        """Throughput of `n` processes, with its interval, and the naive line beside it.
+        """Throughput of `n` processes, with its interval, and the linear extrapolation beside it.
 
         The middle is the laws' weighted geometric mean. The interval holds their spread, the noise of the points, and that of the
         measurement to come, which has as much of it.
@@ -243,15 +325,15 @@ class CurveFit(display.Shown):
         Raises:
             CurveError: one is no whole number of at least 1.
         """
-        import numpy as np
-
-        wanted = np.array([float(checked_size(size)) for size in sizes])
-        said = {one.form.name: rates(one.law, wanted) for one in self.fitted}
-        mids = np.exp(sum(one.weight * np.log(said[one.form.name]) for one in self.fitted))
-        lows, highs = self._interval(wanted)
+        processes = np.array([float(checked_size(size)) for size in sizes])
+        by_form = {fitted.form.name: rates(fitted.law, processes) for fitted in self.fitted}
+        mids = np.exp(sum(fitted.weight * np.log(by_form[fitted.form.name]) for fitted in self.fitted))
+        lows, highs = self._interval(processes)
         return [
-            self._forecast(int(size), {name: float(values[i]) for name, values in said.items()}, *map(float, (lows[i], mids[i], highs[i])))
-            for i, size in enumerate(wanted)
+            self._forecast(
+                int(size), {name: float(values[i]) for name, values in by_form.items()}, *map(float, (lows[i], mids[i], highs[i]))
+            )
+            for i, size in enumerate(processes)
         ]
 
     def _forecast(self, size: int, by_form: Mapping[str, float], low: float, mid: float, high: float) -> CurveForecast:
@@ -267,17 +349,15 @@ class CurveFit(display.Shown):
             base=self.points[0].world_size,
             level=self.level,
             by_form=by_form,
-            narrow=narrowing(self, size),
+            narrow=useful_measurements(self, size),
             notes=notes(self, size),
         )
 
-    def _interval(self, sizes: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
+    def _interval(self, sizes: Floats) -> tuple[Floats, Floats]:
         """Quantiles over laws × noise, each law as often as its weight says; the same draws each time: no chance in a result."""
-        import numpy as np
-
         chance = np.random.default_rng(1)
         values = np.stack([rates(law, sizes) for laws in self.drawn for law in laws])  # draw × size
-        weights = np.repeat([one.weight for one in self.fitted], [len(laws) for laws in self.drawn])
+        weights = np.repeat([fitted.weight for fitted in self.fitted], [len(laws) for laws in self.drawn])
         values = values * np.exp(self.noise * chance.standard_normal(len(values)))[:, None]
         order = values.argsort(0)
         reached = weights[order].cumsum(0) / weights.sum()
@@ -289,23 +369,23 @@ class CurveFit(display.Shown):
 
     @property
     def best(self) -> FittedForm | None:
-        """The law that has foretold the last point best; None where the points are too few to tell."""
-        scored = [one for one in self.fitted if not math.isnan(one.error)]
-        return min(scored, key=lambda one: abs(one.error), default=None)
+        """The law that predicts the last point best; None where the points are too few."""
+        scored = [fitted for fitted in self.fitted if not math.isnan(fitted.error)]
+        return min(scored, key=lambda fitted: abs(fitted.error), default=None)
 
     @property
     def table(self) -> display.Table:
-        """A row per law: how well it foretold the largest point from the others, its weight, its word on twice as many processes."""
+        """A row per law: its error at the largest point when fitted to the others, its weight, its prediction for twice as many."""
         largest = self.points[-1].world_size
         rows = [
             [
-                one.form.name,
-                one.form.words,
-                units.MISSING if math.isnan(one.error) else f"{100 * one.error:+.1f} %",
-                units.percent(one.weight),
-                units.rate(at(one.law, 2 * largest)),
+                fitted.form.name,
+                fitted.form.words,
+                units.MISSING if math.isnan(fitted.error) else f"{100 * fitted.error:+.1f} %",
+                units.percent(fitted.weight),
+                units.rate(at(fitted.law, 2 * largest)),
             ]
-            for one in self.fitted
+            for fitted in self.fitted
         ]
         return display.Table(
             columns=(
@@ -322,7 +402,7 @@ class CurveFit(display.Shown):
 
     def to_frame(self) -> Any:
         """A DataFrame with a row per law."""
-        return display.frame([{"law": one.form.name, "error": one.error, "weight": one.weight} for one in self.fitted])
+        return display.frame([{"law": fitted.form.name, "error": fitted.error, "weight": fitted.weight} for fitted in self.fitted])
 
     plot = display.plot_method("scaling")
 
@@ -330,12 +410,12 @@ class CurveFit(display.Shown):
         """As plain JSON values: the points and how they were fitted; the rest follows from them."""
         noise = self.noise if self.noise_source == "given" else None
         how = {"kind": self.kind, "grows": self.grows.to_json()}
-        return {"points": [one.to_json() for one in self.points], **how, "level": self.level, "noise": noise}
+        return {"points": [point.to_json() for point in self.points], **how, "level": self.level, "noise": noise}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "CurveFit":
         """Inverse of `to_json`."""
-        points = tuple(ScalingPoint.from_json(one) for one in value["points"])
+        points = tuple(ScalingPoint.from_json(point) for point in value["points"])
         return fit(points, value["kind"], How.from_json(value.get("grows", {})), level=value["level"], noise=value["noise"])
 
     def __repr__(self) -> str:
@@ -350,29 +430,29 @@ def fit(points: tuple[ScalingPoint, ...], kind: Kind, how: How = NOTHING, *, lev
     """
     for name, value in (("level", level), ("noise", noise)):
         if value is not None and not (isinstance(value, Real) and 0 < value < 1):
-            raise CurveError(f"{name}={value!r}: a fraction between 0 and 1 is wanted, such as {0.9 if name == 'level' else NOISE}")
+            raise CurveError(f"{name}={value!r}: a fraction between 0 and 1 is needed, such as {0.9 if name == 'level' else ASSUMED_NOISE}")
     level, noise = float(level), None if noise is None else float(noise)
     if len(points) < 2:
         raise CurveError(too_few(points))
     check_possible(points)
-    told = measured_noise(points)
-    given = told if noise is None else noise
-    spread = NOISE if given is None else given
+    repeated = measured_noise(points)
+    given = repeated if noise is None else noise
+    spread = ASSUMED_NOISE if given is None else given
     data = data_of(points, spread)
     ready = [form for form in forms(kind, how) if form.fits(data)]
-    errors = [foretold(form, data) for form in ready]
+    errors = [last_point_error(form, data) for form in ready]
     laws = [form.fit(data) for form in ready]
-    weights = weights_of(errors, spread)
+    weights = law_weights(errors, spread)
     return CurveFit(
         points=points,
         kind=kind,
         level=level,
         noise=spread,
-        noise_source="given" if noise is not None else "assumed" if told is None else "repeats",
+        noise_source="given" if noise is not None else "assumed" if repeated is None else "repeats",
         fitted=tuple(
             FittedForm(form=form, law=law, error=error, weight=weight)
             for form, law, error, weight in zip(ready, laws, errors, weights, strict=True)
         ),
-        drawn=drawn(ready, data, points, spread),
+        drawn=refit_with_noise(ready, data, points, spread),
         grows=how,
     )

@@ -1,16 +1,13 @@
-"""Forms: the laws by which the time per sample may grow with the number of processes, and how each is fitted.
+"""The forms of scaling curves: how the time per sample may grow with the number of processes, and how each form is fitted.
 
-All speak of t(n) = n / throughput(n), the seconds that one process spends on a sample. Perfect scaling is a constant t. In weak scaling
+All are about t(n) = n / throughput(n), the seconds that one process spends on a sample. Perfect scaling is a constant t. In weak scaling
 it is the step's time over the samples of one process; in strong scaling, where the step gets shorter, n times its time over the batch.
 
 Most forms are sums of terms with a factor of at least 0 each, so that exact non-negative least squares fits them, without a starting value.
-No form lets a process get faster because there are more of them: where a measured curve does (caches, luck), that is not carried on.
+No form lets a process get faster because there are more of them: where a measured curve does (caches, luck), that is not extrapolated.
 
-Data: a curve as columns, which laws are fitted to; and what a fitted law is.
-
-Mechanisms: laws for curves that say more of themselves: exposed communication measured, a pipeline's stages, weights that are shared.
-
-A formula with the right mechanism foretells better than a curve through the points, and asks for fewer of them.
+Some forms need more than the points: exposed communication, the stages of a pipeline, or weights that are shared. A formula with the right
+mechanism predicts better than a curve through the points, and needs fewer of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -104,8 +101,8 @@ def sharded(kind: Kind) -> Callable[[Data], Law]:
     def fit(data: Data) -> Law:
         from scipy.optimize import nnls
 
-        one, moved, late = parts(data.sizes)
-        alone, error_alone = nnls(np.stack([one, late], 1) / data.times[:, None], np.ones_like(one))
+        constant, moved, late = parts(data.sizes)
+        alone, error_alone = nnls(np.stack([constant, late], 1) / data.times[:, None], np.ones_like(constant))
         several = data.sizes > 1
         bound = np.stack([moved, late], 1)[several] / data.times[several, None]
         waiting, error_waiting = nnls(bound, np.ones(int(several.sum())))
@@ -116,8 +113,8 @@ def sharded(kind: Kind) -> Callable[[Data], Law]:
             a, b, c = float(alone[0]), 0.0, float(alone[1])
 
         def law(sizes: Floats) -> Floats:
-            one, moved, late = parts(sizes)
-            return np.maximum(a * one, b * moved) + c * late
+            constant, moved, late = parts(sizes)
+            return np.maximum(a * constant, b * moved) + c * late
 
         return law
 
@@ -138,8 +135,8 @@ def exposed(kind: Kind, *, hidden: bool) -> Callable[[Data], Law]:
 
     def terms(sizes: Floats) -> list[Floats]:
         per_step = sizes if kind == "strong" else np.ones_like(sizes)  # of one process' samples there are fewer in a step
-        found = [per_step * (1 - 1 / sizes), per_step * (sizes - 1)]
-        return [*found, -np.ones_like(sizes)] if hidden else found
+        columns = [per_step * (1 - 1 / sizes), per_step * (sizes - 1)]
+        return [*columns, -np.ones_like(sizes)] if hidden else columns
 
     def fit(data: Data) -> Law:
         from scipy.optimize import nnls
@@ -244,15 +241,15 @@ def _non_negative(columns: Floats, times: Floats, noise: float) -> Floats:
     relative = columns / times[:, None]
     scale = np.abs(relative).max(0)  # n (n−1) beside 1: columns of like size keep the arithmetic exact
     weights = np.ones(len(times))
-    found: Floats = np.zeros(columns.shape[1])
+    factors: Floats = np.zeros(columns.shape[1])
     for _ in range(_ROUNDS):
-        found = nnls(weights[:, None] * relative / scale, weights)[0] / scale
-        off = np.abs(relative @ found - 1)
+        factors = nnls(weights[:, None] * relative / scale, weights)[0] / scale
+        off = np.abs(relative @ factors - 1)
         new = np.sqrt(np.minimum(1, 2 * noise / np.maximum(off, 1e-12)))
         if float(np.abs(new - weights).max()) < 1e-3:
             break
         weights = new
-    return found
+    return factors
 
 
 def forms(kind: Kind, how: How = NOTHING) -> tuple[Form, ...]:

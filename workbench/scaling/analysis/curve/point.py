@@ -1,7 +1,4 @@
-"""ScalingPoint: the throughput of some number of processes (or value of another knob), as often as it was measured.
-
-Merging: points from rows, mappings or frames, those of one number of processes as one with its repeats.
-"""
+"""ScalingPoint: the throughput of a number of processes (or value of another knob), with all its repeats."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -21,7 +18,7 @@ _T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860)
 
 
 class CurveError(ValueError):
-    """Points that make no curve, or a question that a curve cannot answer; the message says what was given, what is wanted, what to try."""
+    """Points that make no curve, or a question that a curve cannot answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +145,12 @@ def merged(points: Iterable[Any]) -> tuple[ScalingPoint, ...]:
     Raises:
         CurveError: something else, or repeats that contradict each other.
     """
-    found: dict[Any, list[ScalingPoint]] = {}
+    repeats: dict[Any, list[ScalingPoint]] = {}
     for place, given in enumerate(points):
         point = given if isinstance(given, ScalingPoint) else _of_row(given, place)
-        found.setdefault(point.at, []).append(point)
-    numbers = sorted(at for at in found if not isinstance(at, str))
-    return tuple(_one(found[at]) for at in [*numbers, *(at for at in found if isinstance(at, str))])
+        repeats.setdefault(point.at, []).append(point)
+    numbers = sorted(at for at in repeats if not isinstance(at, str))
+    return tuple(_one(repeats[at]) for at in [*numbers, *(at for at in repeats if isinstance(at, str))])
 
 
 def _of_row(row: Any, place: int) -> ScalingPoint:
@@ -191,7 +188,7 @@ def _check_one(size: Any, rate: Any, place: int) -> None:
     """Refuse several throughputs in one row."""
     rate = rate.tolist() if callable(getattr(rate, "tolist", None)) else rate
     if isinstance(rate, list | tuple):
-        rows = ", ".join(f"({size!r}, {one!r})" for one in rate[:2])
+        rows = ", ".join(f"({size!r}, {repeat!r})" for repeat in rate[:2])
         raise CurveError(
             f"point {place}, ({size!r}, {rate!r:.60}): one throughput a row is wanted; repeats are several rows: {rows or '(1, 100.0)'}, …"
         )

@@ -1,13 +1,9 @@
-"""The robust fit of L(N, D) = E + A/N^α + B/D^β: what is minimised, from where, and the best that is found.
+"""Fits L(N, D) = E + A/N^α + B/D^β robustly, bootstraps the fit, and has the law's optimum in closed form.
 
 Minimised is the *sum* over the points of the Huber loss of log L̂ − log L, where log L̂ is a log-sum-exp of log E, log A − α·log N and
 log B − β·log D (Hoffmann et al. 2022, appendix D.3, arXiv 2203.15556). Source of the two traps that are avoided here: Besiroglu et al. 2024
 (arXiv 2404.10102). A mean instead of the sum makes every slope so small that L-BFGS stops at its default tolerance long before the
-minimum, and says "convergence"; and one start finds one of many hollows.
-
-The law itself, and its compute-optimal use in closed form.
-
-How sure a fitted law is: it is fitted again to points drawn with replacement, one by one or run by run.
+minimum, and reports convergence; and a single start finds one of many local minima.
 """
 
 import math
@@ -18,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from workbench.core.checks import choice, real_number, whole_number
-from workbench.scaling.analysis.law.points import VARIED, Points, PointsError
+from workbench.scaling.analysis.law.points import MIN_VARIED, Points, PointsError
 
 DELTA = 1e-3
 """Where the Huber loss turns from squares to absolute values, in log loss: a run that is off by more than 0.1 % pulls no harder."""
@@ -53,9 +49,9 @@ class Columns:
         n, d = np.log(np.asarray(parameters, float)), np.log(np.asarray(tokens, float))
         return cls(n - n.mean(), d - d.mean(), np.log(np.asarray(loss, float)), float(n.mean()), float(d.mean()))
 
-    def outward(self, found: Any) -> tuple[float, float, float, float, float]:
+    def outward(self, solution: Any) -> tuple[float, float, float, float, float]:
         """(log A, log B, log E, α, β) around the means → (E, A, B, α, β)."""
-        a, b, e, alpha, beta = (float(one) for one in found)
+        a, b, e, alpha, beta = (float(value) for value in solution)
         return float(np.exp(e)), float(np.exp(a + alpha * self.mean_n)), float(np.exp(b + beta * self.mean_d)), alpha, beta
 
     def inward(self, law: tuple[float, float, float, float, float]) -> Any:
@@ -95,8 +91,8 @@ def best(columns: Columns, *, delta: float = DELTA, near: Any = None, starts: in
         starts: how many pairs of `EXPONENTS` are followed.
     """
     places = [*([] if near is None else [near]), *(grid(columns)[:starts] if starts else ())]
-    found = [_down(place, columns, delta) for place in places]
-    return min(found, key=lambda one: one.fun).x
+    minima = [_down(place, columns, delta) for place in places]
+    return min(minima, key=lambda minimum: minimum.fun).x
 
 
 def grid(columns: Columns) -> list[Any]:
@@ -111,7 +107,7 @@ def grid(columns: Columns) -> list[Any]:
         solved, _ = nnls(shapes * weight[:, None], np.ones_like(weight))
         off = (shapes @ solved) * weight - 1
         places.append((float(np.abs(off).sum()), np.array([*np.log(np.maximum(solved, least)), alpha, beta])))
-    return [place for _, place in sorted(places, key=lambda one: one[0])]
+    return [place for _, place in sorted(places, key=lambda scored: scored[0])]
 
 
 def _down(place: Any, columns: Columns, delta: float) -> Any:
@@ -136,10 +132,10 @@ WAYS = ("pairs", "run")
 _TRIES = 20  # drawings in which something varies are looked for this many times as long as needed
 
 
-def draws(points: Points, law: Five, *, count: int, by: str = "pairs", seed: int = 0, delta: float = DELTA) -> tuple[Five, ...]:
-    """Laws of drawings with replacement.
+def bootstrap(points: Points, law: Five, *, count: int, by: str = "pairs", seed: int = 0, delta: float = DELTA) -> tuple[Five, ...]:
+    """Laws fitted to points drawn with replacement.
 
-    A drawing in which only one size or one amount of data is left is drawn again: it has nothing to say about the exponents.
+    A drawing with only one size or one amount of data left is drawn again: it says nothing about the exponents.
 
     Args:
         points: what the law was fitted to.
@@ -155,17 +151,17 @@ def draws(points: Points, law: Five, *, count: int, by: str = "pairs", seed: int
     rng = np.random.default_rng(seed)
     table = np.array([points.parameters, points.tokens, points.loss])
     groups = _groups(points, by)
-    found: list[Five] = []
+    laws: list[Five] = []
     for _ in range(_TRIES * count):
-        if len(found) == count:
+        if len(laws) == count:
             break
         drawn = np.concatenate([groups[i] for i in rng.integers(0, len(groups), len(groups))])
         parameters, tokens, loss = table[:, drawn]
-        if min(len(set(parameters)), len(set(tokens))) < VARIED:
+        if min(len(set(parameters)), len(set(tokens))) < MIN_VARIED:
             continue
         columns = Columns.of(parameters, tokens, loss)
-        found.append(columns.outward(best(columns, delta=delta, near=columns.inward(law), starts=0)))
-    return tuple(found)
+        laws.append(columns.outward(best(columns, delta=delta, near=columns.inward(law), starts=0)))
+    return tuple(laws)
 
 
 def _groups(points: Points, by: str) -> list[Any]:
@@ -175,8 +171,8 @@ def _groups(points: Points, by: str) -> list[Any]:
     return [np.array([place for place, run in enumerate(points.run) if run == name]) for name in dict.fromkeys(points.run)]
 
 
-def check(count: Any, level: Any, by: Any, seed: Any) -> tuple[int, float, int]:
-    """The number of drawings, the level and the seed as plain numbers, whatever kind they came as; refused is what cannot be drawn.
+def check_options(count: Any, level: Any, by: Any, seed: Any) -> tuple[int, float, int]:
+    """The number of drawings, the level and the seed as plain numbers.
 
     Raises:
         PointsError: a number of drawings, a level, a way or a seed that is not allowed.
@@ -218,6 +214,6 @@ def optimum(law: Five, work: float) -> tuple[float, float, float]:
     log_g = (math.log(alpha * a) - math.log(beta * b)) / (alpha + beta)
     log_n = log_g + exponent(law) * math.log(work)
     log_d = math.log(work) - log_n
-    n, d = (math.exp(min(max(one, -_REACH), _REACH)) for one in (log_n, log_d))
+    n, d = (math.exp(min(max(log, -_REACH), _REACH)) for log in (log_n, log_d))
     with np.errstate(over="ignore"):
         return n, d, float(losses(law, n, d))

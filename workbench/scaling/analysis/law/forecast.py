@@ -1,5 +1,6 @@
-"""What a law says: a number with its band, the loss of one run, the best use of a compute budget."""
+"""Results of a scaling law: Forecast of one run, Allocation of a compute budget, HeldOut test on larger runs."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,9 +43,9 @@ class Forecast(display.Shown, JsonDataclass):
     flops: float
     """To train it."""
     loss: Interval
-    """Predicted: where a single run of this kind ends, its own luck included."""
+    """Predicted: where a single run of this kind ends, its random error included."""
     naive: float
-    """The naive line: the best loss that was measured so far."""
+    """The baseline: the best loss that was measured so far."""
     extrapolation: float
     """Its FLOPs over those of the largest run that the law was fitted to; above 1 it is outside of what was seen."""
     level: float
@@ -54,7 +55,7 @@ class Forecast(display.Shown, JsonDataclass):
 
     @property
     def table(self) -> display.Table:
-        """Two rows: the law, and the naive line."""
+        """Two rows: the law, and the best loss so far."""
         rows = [
             ["predicted by the law", *self.loss.cells(_three)],
             ["best so far (naive)", f"{self.naive:.3f}", units.MISSING, units.MISSING],
@@ -87,7 +88,7 @@ class Allocation(display.Shown, JsonDataclass):
     tokens: Interval
     """To train it on."""
     loss: Interval
-    """That the law then predicts, the luck of a single run left out."""
+    """That the law then predicts, the random error of a single run left out."""
     naive: float
     """The best loss that was measured so far."""
     extrapolation: float
@@ -130,3 +131,90 @@ class Allocation(display.Shown, JsonDataclass):
 
     def __repr__(self) -> str:
         return f"Allocation({units.count(self.parameters.mid)} parameters, {units.count(self.tokens.mid)} tokens)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut(display.Shown, JsonDataclass):
+    """Predicted beside measured, for runs larger than all that the law was fitted to."""
+
+    limit: float
+    """Most FLOPs of a run that the law was fitted to."""
+    fitted: int
+    """How many those were."""
+    forecasts: tuple[Forecast, ...]
+    """One for each run held out."""
+    measured: tuple[float, ...]
+    """Their losses."""
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """Predicted over measured, less 1."""
+        return tuple(forecast.loss.mid / loss - 1 for forecast, loss in zip(self.forecasts, self.measured, strict=True))
+
+    @property
+    def error(self) -> float:
+        """Mean size of the errors."""
+        return sum(map(abs, self.errors)) / len(self.errors)
+
+    @property
+    def naive_error(self) -> float:
+        """The same of the baseline, the best loss among the fitted runs."""
+        off = [abs(forecast.naive / loss - 1) for forecast, loss in zip(self.forecasts, self.measured, strict=True)]
+        return sum(off) / len(off)
+
+    @property
+    def covered(self) -> float:
+        """Share of the runs whose loss lies in its interval."""
+        return sum(loss in forecast.loss for forecast, loss in zip(self.forecasts, self.measured, strict=True)) / len(self.measured)
+
+    @property
+    def table(self) -> display.Table:
+        """A row per run held out, by compute."""
+        pairs = sorted(zip(self.forecasts, self.measured, self.errors, strict=True), key=lambda row: row[0].flops)
+        rows = [
+            [
+                flops(forecast.flops),
+                units.count(forecast.parameters),
+                units.count(forecast.tokens),
+                *forecast.loss.cells("{:.3f}".format),
+                f"{loss:.3f}",
+                f"{100 * error:+.1f} %",
+            ]
+            for forecast, loss, error in pairs
+        ]
+        return display.Table(
+            columns=("compute", "parameters", "tokens", "predicted", "low", "high", "measured", "error"),
+            rows=rows,
+            title="Held out: predicted from smaller runs, beside measured",
+            note=f"law fitted to {self.fitted} runs of at most {flops(self.limit)}; {self.summary}",
+        )
+
+    @property
+    def summary(self) -> str:
+        """One line: the errors of the law and of the naive line, and how often the interval held."""
+        errors = f"mean error {units.percent(self.error)}, naive {units.percent(self.naive_error)}"
+        if not all(math.isfinite(forecast.loss.high - forecast.loss.low) for forecast in self.forecasts):
+            return f"{errors}; no intervals, for no drawings were asked for"
+        return f"{errors}; {units.percent(self.covered)} inside their {units.percent(self.forecasts[0].level)} interval"
+
+    def to_frame(self) -> Any:
+        """A DataFrame with a row per run held out."""
+        return display.frame(
+            [
+                {
+                    "flops": forecast.flops,
+                    "parameters": forecast.parameters,
+                    "tokens": forecast.tokens,
+                    "predicted": forecast.loss.mid,
+                    "low": forecast.loss.low,
+                    "high": forecast.loss.high,
+                    "naive": forecast.naive,
+                    "measured": loss,
+                    "error": error,
+                }
+                for forecast, loss, error in zip(self.forecasts, self.measured, self.errors, strict=True)
+            ]
+        )
+
+    def __repr__(self) -> str:
+        return f"HeldOut({len(self.measured)} runs)"

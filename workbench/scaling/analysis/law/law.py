@@ -1,9 +1,4 @@
-"""ScalingLaw: L(N, D) = E + A/N^α + B/D^β through measured runs, with intervals; what it says about runs that were not made.
-
-How a law shows itself: its five numbers, and its points.
-
-What a law answers: the loss of a run, the best use of a budget, how it would have done on runs it has not seen; with their intervals.
-"""
+"""ScalingLaw: L(N, D) = E + A/N^α + B/D^β through measured runs, with intervals, and what it predicts."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,123 +12,13 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.statistics import Interval
-from workbench.scaling.analysis.law import doubt
-from workbench.scaling.analysis.law import fit as bootstrap
-from workbench.scaling.analysis.law.fit import DELTA, Columns, Five, best, exponent, losses, optimum
-from workbench.scaling.analysis.law.forecast import Allocation, Forecast, flops
-from workbench.scaling.analysis.law.held_out import HeldOut
-from workbench.scaling.analysis.law.points import FEWEST, Points, PointsError, points_of, positive, read
+from workbench.scaling.analysis.law import identifiability
+from workbench.scaling.analysis.law.fit import DELTA, Columns, Five, best, bootstrap, check_options, exponent, losses, optimum
+from workbench.scaling.analysis.law.forecast import Allocation, Forecast, HeldOut, flops
+from workbench.scaling.analysis.law.points import MIN_POINTS, Points, PointsError, points_of, positive, read
 
 PARTS = ("E", "A", "B")
-"""Those of which nothing beside any loss is shown as 0: the fit works in logarithms, and finds 1e-7 where a part is not needed."""
-
-
-def table(law: "ScalingLaw") -> display.Table:
-    """A row for each of the five numbers, and for the exponents of the best size and amount of data."""
-    size, least = law.exponent, 1e-5 * min(law.points.loss)
-    rows = {**law.intervals, "N_opt ∝ C^": size, "D_opt ∝ C^": Interval(low=1 - size.high, mid=1 - size.mid, high=1 - size.low)}
-    what = (
-        f"fitted to {len(law.points)} runs of {len(law.points.sizes)} sizes, {min(law.compute):.2g} … {flops(max(law.compute))}; "
-        f"{units.percent(law.level)} intervals from {len(law.draws)} drawings of {'points' if law.by == 'pairs' else 'runs'}; "
-        f"typical residual {units.percent(float(np.median(np.abs(law.residuals))))}"
-    )
-    warning = f"CANNOT TELL: {'; '.join(law.cannot_tell)}" if law.cannot_tell else ""
-    return display.Table(
-        columns=("", "fitted", "low", "high"),
-        rows=[[name, *one.cells(partial(_number, least=least if name in PARTS else 0.0))] for name, one in rows.items()],
-        title="Loss = E + A/parameters^alpha + B/tokens^beta",
-        note="; ".join(filter(None, [warning, what, *law.notes])),
-    )
-
-
-def _number(value: float, least: float) -> str:
-    """Four digits; 0 below the least that counts."""
-    return "0" if value < least else f"{value:.4g}"
-
-
-def frame(law: "ScalingLaw") -> Any:
-    """A DataFrame with one row per point: measured and fitted loss."""
-    fitted = losses(law.five, law.points.parameters, law.points.tokens)
-    rows = zip(law.points.rows, law.compute, fitted, law.residuals, strict=True)
-    return display.frame(
-        [
-            {"parameters": n, "tokens": d, "flops": c, "loss": loss, "fitted": float(fit), "residual": off, "run": run}
-            for (n, d, loss, run), c, fit, off in rows
-        ]
-    )
-
-
-def band(mid: float, drawn: Iterable[float], level: float) -> Interval:
-    """A number with the interval that holds `level` of `drawn`, and the number itself; without drawings it is endless."""
-    values = [one for one in drawn if math.isfinite(one)]
-    if not values:
-        return Interval(low=-math.inf, mid=mid, high=math.inf)
-    low, high = np.percentile(values, [50 * (1 - level), 50 * (1 + level)])
-    return Interval(low=float(min(low, mid)), mid=mid, high=float(max(high, mid)))
-
-
-def forecast(law: "ScalingLaw", parameters: float, tokens: float) -> Forecast:
-    """See `ScalingLaw.predict`. The interval: every drawing's loss, each with every residual as the luck of a single run."""
-    budget = law.flops_per * parameters * tokens
-    drawn = np.log([float(losses(one, parameters, tokens)) for one in law.draws])
-    extrapolation = budget / max(law.compute)
-    return Forecast(
-        parameters=parameters,
-        tokens=tokens,
-        flops=budget,
-        loss=law.band(float(losses(law.five, parameters, tokens)), np.exp(np.add.outer(drawn, _luck(law)).ravel())),
-        naive=min(law.points.loss),
-        extrapolation=extrapolation,
-        level=law.level,
-        notes=(*_warning(law), *doubt.far(parameters, tokens, extrapolation, law.points)),
-    )
-
-
-def allocation(law: "ScalingLaw", flops: float) -> Allocation:
-    """See `ScalingLaw.allocation`."""
-    work = flops / law.flops_per
-    found = optimum(law.five, work)
-    drawn = [optimum(one, work) for one in law.draws]
-    parameters, tokens, loss = (law.band(mid, [one[i] for one in drawn]) for i, mid in enumerate(found))
-    extrapolation = flops / max(law.compute)
-    return Allocation(
-        flops=flops,
-        parameters=parameters,
-        tokens=tokens,
-        loss=loss,
-        naive=min(law.points.loss),
-        extrapolation=extrapolation,
-        level=law.level,
-        notes=(*_warning(law), *doubt.far(parameters.mid, tokens.mid, extrapolation, law.points)),
-    )
-
-
-def held_out(law: "ScalingLaw", limit: float) -> HeldOut:
-    """See `ScalingLaw.held_out`.
-
-    Raises:
-        PointsError: too few runs have at most `limit` FLOPs, or none has more.
-    """
-    small = [one <= limit for one in law.compute]
-    if sum(small) < FEWEST or all(small):
-        raise PointsError(
-            f"{sum(small)} of {len(small)} runs have at most {limit:.3g} FLOPs: at least {FEWEST} to fit to are wanted, and at least "
-            f"one larger to hold out; the runs have {min(law.compute):.3g} … {max(law.compute):.3g} FLOPs"
-        )
-    fitted = law.refitted(law.points.where(small))
-    rest = law.points.where(not one for one in small)
-    forecasts = tuple(fitted.predict(n, d) for n, d in zip(rest.parameters, rest.tokens, strict=True))
-    return HeldOut(limit=max(fitted.compute), fitted=len(fitted.points), forecasts=forecasts, measured=rest.loss)
-
-
-def _luck(law: "ScalingLaw") -> Any:
-    """Residuals, as wide as those of points that the law was not fitted to: five numbers have followed these."""
-    count = len(law.points)
-    return np.asarray(law.residuals) * math.sqrt(count / max(1, count - 5))
-
-
-def _warning(law: "ScalingLaw") -> tuple[str, ...]:
-    return () if law.enough else (f"cannot tell: {law.cannot_tell[0]}",)
+"""Numbers that the table shows as 0 where they are negligible: the fit works in logarithms, and finds 1e-7 where a part is not needed."""
 
 
 FLOPS_PER = 6.0
@@ -209,16 +94,16 @@ class ScalingLaw(display.Shown, JsonDataclass):
         Raises:
             PointsError: fewer than 5 points, one size or one amount of data only, a missing column, a value that is no number above 0.
         """
-        found = read(points).check()
+        measured = read(points).check()
         if by is None:
-            by = "run" if len(set(found.run)) < len(found) else "pairs"
-        draws, level, seed = bootstrap.check(draws, level, by, seed)
+            by = "run" if len(set(measured.run)) < len(measured) else "pairs"
+        draws, level, seed = check_options(draws, level, by, seed)
         flops_per, delta = positive(flops_per, "flops_per"), positive(delta, "delta")
-        columns = Columns.of(found.parameters, found.tokens, found.loss)
+        columns = Columns.of(measured.parameters, measured.tokens, measured.loss)
         law = columns.outward(best(columns, delta=delta))
-        drawn = bootstrap.draws(found, law, count=draws, by=by, seed=seed, delta=delta)
+        drawn = bootstrap(measured, law, count=draws, by=by, seed=seed, delta=delta)
         options = {"wanted": draws, "level": level, "by": by, "delta": delta, "flops_per": flops_per, "seed": seed}
-        return cls(**dict(zip(NAMES, law, strict=True)), **options, points=found, draws=drawn, notes=tuple(notes))  # type: ignore[arg-type]
+        return cls(**dict(zip(NAMES, law, strict=True)), **options, points=measured, draws=drawn, notes=tuple(notes))  # type: ignore[arg-type]
 
     @classmethod
     def from_runs(
@@ -263,7 +148,7 @@ class ScalingLaw(display.Shown, JsonDataclass):
     @property
     def exponent(self) -> Interval:
         """a = β/(α+β): the best N grows as C^a, the best D as C^(1-a)."""
-        return self.band(exponent(self.five), [exponent(one) for one in self.draws])
+        return self.band(exponent(self.five), [exponent(five) for five in self.draws])
 
     @property
     def compute(self) -> tuple[float, ...]:
@@ -274,12 +159,14 @@ class ScalingLaw(display.Shown, JsonDataclass):
     def residuals(self) -> tuple[float, ...]:
         """log measured − log fitted loss of each point: 0.01 = the run ended 1 % above the law."""
         fitted = losses(self.five, self.points.parameters, self.points.tokens)
-        return tuple(float(one) for one in np.log(self.points.loss) - np.log(fitted))
+        return tuple(float(residual) for residual in np.log(self.points.loss) - np.log(fitted))
 
     @property
     def cannot_tell(self) -> tuple[str, ...]:
         """What these points do not say, and what would; empty where the law may be used."""
-        return doubt.doubts(self.points, self.intervals, self.exponent, draws=self.draws, wanted=self.wanted, residuals=self.residuals)
+        return identifiability.not_identified(
+            self.points, self.intervals, self.exponent, draws=self.draws, wanted=self.wanted, residuals=self.residuals
+        )
 
     @property
     def enough(self) -> bool:
@@ -288,7 +175,11 @@ class ScalingLaw(display.Shown, JsonDataclass):
 
     def band(self, mid: float, drawn: Iterable[float]) -> Interval:
         """A number with the interval that holds `level` of what the drawings say of it."""
-        return band(mid, drawn, self.level)
+        values = [value for value in drawn if math.isfinite(value)]
+        if not values:
+            return Interval(low=-math.inf, mid=mid, high=math.inf)
+        low, high = np.percentile(values, [50 * (1 - self.level), 50 * (1 + self.level)])
+        return Interval(low=float(min(low, mid)), mid=mid, high=float(max(high, mid)))
 
     # --- what it says
 
@@ -302,7 +193,20 @@ class ScalingLaw(display.Shown, JsonDataclass):
         Raises:
             PointsError: not numbers above 0.
         """
-        return forecast(self, positive(parameters, "parameters"), positive(tokens, "tokens"))
+        parameters, tokens = positive(parameters, "parameters"), positive(tokens, "tokens")
+        budget = self.flops_per * parameters * tokens
+        drawn = np.log([float(losses(five, parameters, tokens)) for five in self.draws])
+        extrapolation = budget / max(self.compute)
+        return Forecast(
+            parameters=parameters,
+            tokens=tokens,
+            flops=budget,
+            loss=self.band(float(losses(self.five, parameters, tokens)), np.exp(np.add.outer(drawn, self._scatter).ravel())),
+            naive=min(self.points.loss),
+            extrapolation=extrapolation,
+            level=self.level,
+            notes=(*self._warning, *identifiability.extrapolation_notes(parameters, tokens, extrapolation, self.points)),
+        )
 
     def allocation(self, flops: float) -> Allocation:
         """The best use of a compute budget: N = G·(C/6)^a, D = (C/6)/N with a = β/(α+β), G = (αA/βB)^(1/(α+β)).
@@ -313,7 +217,21 @@ class ScalingLaw(display.Shown, JsonDataclass):
         Raises:
             PointsError: not a number above 0.
         """
-        return allocation(self, positive(flops, "flops"))
+        flops = positive(flops, "flops")
+        work = flops / self.flops_per
+        drawn = [optimum(five, work) for five in self.draws]
+        parameters, tokens, loss = (self.band(mid, [place[i] for place in drawn]) for i, mid in enumerate(optimum(self.five, work)))
+        extrapolation = flops / max(self.compute)
+        return Allocation(
+            flops=flops,
+            parameters=parameters,
+            tokens=tokens,
+            loss=loss,
+            naive=min(self.points.loss),
+            extrapolation=extrapolation,
+            level=self.level,
+            notes=(*self._warning, *identifiability.extrapolation_notes(parameters.mid, tokens.mid, extrapolation, self.points)),
+        )
 
     def held_out(self, fraction: float = 0.3, *, flops: float | None = None) -> HeldOut:
         """Fit to the smaller runs, predict the larger ones, and set them beside what was measured.
@@ -325,7 +243,17 @@ class ScalingLaw(display.Shown, JsonDataclass):
         Raises:
             PointsError: too few are left on either side.
         """
-        return held_out(self, flops if flops is not None else fraction * max(self.compute))
+        limit = flops if flops is not None else fraction * max(self.compute)
+        small = [compute <= limit for compute in self.compute]
+        if sum(small) < MIN_POINTS or all(small):
+            raise PointsError(
+                f"{sum(small)} of {len(small)} runs have at most {limit:.3g} FLOPs: at least {MIN_POINTS} are needed for the fit, and "
+                f"at least one larger to hold out; the runs have {min(self.compute):.3g} … {max(self.compute):.3g} FLOPs"
+            )
+        fitted = self.refitted(self.points.where(small))
+        rest = self.points.where(not fits for fits in small)
+        forecasts = tuple(fitted.predict(n, d) for n, d in zip(rest.parameters, rest.tokens, strict=True))
+        return HeldOut(limit=max(fitted.compute), fitted=len(fitted.points), forecasts=forecasts, measured=rest.loss)
 
     def refitted(self, points: Any) -> "ScalingLaw":
         """The same procedure with other points.
@@ -336,16 +264,50 @@ class ScalingLaw(display.Shown, JsonDataclass):
         options = {"draws": self.wanted, "level": self.level, "flops_per": self.flops_per, "delta": self.delta, "seed": self.seed}
         return ScalingLaw.fit(points, by=self.by, notes=self.notes, **options)  # type: ignore[arg-type]
 
+    @property
+    def _scatter(self) -> Any:
+        """Residuals, as wide as those of points that the law was not fitted to: five numbers have followed these."""
+        count = len(self.points)
+        return np.asarray(self.residuals) * math.sqrt(count / max(1, count - 5))
+
+    @property
+    def _warning(self) -> tuple[str, ...]:
+        return () if self.enough else (f"cannot tell: {self.cannot_tell[0]}",)
+
     # --- how it shows itself
 
     @property
     def table(self) -> display.Table:
         """A row for each of the five numbers, and for the exponents of the best size and amount of data."""
-        return table(self)
+        size, negligible = self.exponent, 1e-5 * min(self.points.loss)
+        rows = {**self.intervals, "N_opt ∝ C^": size, "D_opt ∝ C^": Interval(low=1 - size.high, mid=1 - size.mid, high=1 - size.low)}
+        what = (
+            f"fitted to {len(self.points)} runs of {len(self.points.sizes)} sizes, {min(self.compute):.2g} … {flops(max(self.compute))}; "
+            f"{units.percent(self.level)} intervals from {len(self.draws)} drawings of {'points' if self.by == 'pairs' else 'runs'}; "
+            f"typical residual {units.percent(float(np.median(np.abs(self.residuals))))}"
+        )
+
+        def show(name: str, value: float) -> str:
+            return "0" if name in PARTS and value < negligible else f"{value:.4g}"
+
+        warning = f"CANNOT TELL: {'; '.join(self.cannot_tell)}" if self.cannot_tell else ""
+        return display.Table(
+            columns=("", "fitted", "low", "high"),
+            rows=[[name, *interval.cells(partial(show, name))] for name, interval in rows.items()],
+            title="Loss = E + A/parameters^alpha + B/tokens^beta",
+            note="; ".join(filter(None, [warning, what, *self.notes])),
+        )
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per point: measured and fitted loss."""
-        return frame(self)
+        fitted = losses(self.five, self.points.parameters, self.points.tokens)
+        rows = zip(self.points.rows, self.compute, fitted, self.residuals, strict=True)
+        return display.frame(
+            [
+                {"parameters": n, "tokens": d, "flops": c, "loss": loss, "fitted": float(fit), "residual": off, "run": run}
+                for (n, d, loss, run), c, fit, off in rows
+            ]
+        )
 
     plot = display.plot_method("scaling_law")
 

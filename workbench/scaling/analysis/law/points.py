@@ -1,9 +1,4 @@
-"""Points: the runs that a law is fitted to, each with its parameters, its tokens and its final loss.
-
-Reading points from whatever has them: rows, a DataFrame, a mapping of columns, a CSV file.
-
-Points from runs: what each was made of and where its loss ended.
-"""
+"""Points: the runs that a law is fitted to, from rows, DataFrames, CSV files or finished runs."""
 
 import csv
 import io
@@ -18,14 +13,14 @@ from typing import Any
 from workbench.core.checks import nearest
 from workbench.core.codec import JsonDataclass
 
-FEWEST = 5
+MIN_POINTS = 5
 """Points below which nothing is fitted: the law has five numbers."""
-VARIED = 2
-"""Sizes and amounts of data below which nothing is fitted: what never varied cannot be told apart from the rest."""
+MIN_VARIED = 2
+"""Sizes and amounts of data below which nothing is fitted: the effect of what never varied is unknown."""
 
 
 class PointsError(ValueError):
-    """Points that no law can be fitted to; the message says what was given, what is wanted and what to try."""
+    """Points that no law can be fitted to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +34,7 @@ class Points(JsonDataclass):
     loss: tuple[float, ...]
     """Final loss of each (L), all in the same unit; above 0."""
     run: tuple[str, ...]
-    """The run that each belongs to; points of one run share its luck."""
+    """The run that each belongs to; points of one run share its random error."""
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -95,16 +90,16 @@ class Points(JsonDataclass):
         Raises:
             PointsError: too few, or one of the two has not been varied.
         """
-        if len(self) < FEWEST:
+        if len(self) < MIN_POINTS:
             raise PointsError(
-                f"{len(self)} points were given, and the law E + A/N^α + B/D^β has five numbers to find: at least {FEWEST} points are "
+                f"{len(self)} points were given, and the law E + A/N^α + B/D^β has five numbers to find: at least {MIN_POINTS} points are "
                 "wanted, better 15 or more; add short runs of small models, such as 4 sizes × 4 amounts of data"
             )
         for what, values, remedy in (
             ("parameters", self.sizes, "runs of a smaller and a larger model"),
             ("tokens", self.amounts, "shorter and longer runs"),
         ):
-            if len(values) < VARIED:
+            if len(values) < MIN_VARIED:
                 raise PointsError(
                     f"all {len(self)} points have the same number of {what} ({values[0]:,.0f}), so its effect cannot be told: "
                     f"add {remedy}, at least by a factor of 4"
@@ -196,16 +191,16 @@ def _point(value: Any) -> Any:
 def _named(rows: Sequence[Mapping[str, Any]], where: str, names: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
     """Rows in the order of `NAMES`, from mappings whatever they call the columns."""
     given = [str(name) for name in (names or (rows[0] if rows else ()))]
-    found = {name: _find(others, given) for name, others in NAMES.items()}
+    columns = {name: _find(others, given) for name, others in NAMES.items()}
     if rows:
         for name in ("parameters", "tokens", "loss"):
-            if found[name] is None:
+            if columns[name] is None:
                 near = nearest(name, given, cutoff=0.5)
                 hint = f' (is it "{near}"? then rename it)' if near else ""
                 raise PointsError(
                     f"{where} has no column {name}{hint}: it has {', '.join(given) or 'none'}; wanted are parameters, tokens, loss"
                 )
-    wanted = [one for one in found.values() if one is not None]
+    wanted = [column for column in columns.values() if column is not None]
     try:
         return [tuple(row[name] for name in wanted) for row in rows]
     except KeyError as error:
@@ -251,8 +246,8 @@ def points_of(
         rows.append((_parameters(run, place, parameters, figures), steps[-1]["samples"] * tokens_per_sample, value, run.name))
     if len(used) > 1:
         raise PointsError(f"the runs report different losses ({', '.join(sorted(used))}): give loss= the name that all of them have")
-    if notes and len(rows) < FEWEST:
-        raise PointsError(f"{len(rows)} of {len(runs)} runs have a loss, and {FEWEST} are wanted: {'; '.join(notes)}")
+    if notes and len(rows) < MIN_POINTS:
+        raise PointsError(f"{len(rows)} of {len(runs)} runs have a loss, and {MIN_POINTS} are wanted: {'; '.join(notes)}")
     names = _apart([row[3] for row in rows])
     points = Points.of([(n, d, value, name) for (n, d, value, _), name in zip(rows, names, strict=True)])
     if used == {TRAINING}:
@@ -262,10 +257,10 @@ def points_of(
 
 def _loss(run: Any, steps: Sequence[Mapping[str, float]], figures: Mapping[str, float], wanted: str | None) -> tuple[str, float]:
     """The name of a run's final loss, and its value."""
-    found = [name for name in figures if name.endswith("loss")]
-    if wanted is None and len(found) > 1:
-        raise PointsError(f"{run!r} has several losses, {', '.join(found)}: choose one with loss=")
-    name = wanted or (found[0] if found else TRAINING)
+    losses = [name for name in figures if name.endswith("loss")]
+    if wanted is None and len(losses) > 1:
+        raise PointsError(f"{run!r} has several losses, {', '.join(losses)}: choose one with loss=")
+    name = wanted or (losses[0] if losses else TRAINING)
     if name != TRAINING:
         if name not in figures:
             raise PointsError(
@@ -294,5 +289,5 @@ def _parameters(run: Any, place: int, given: Mapping[str, float] | Sequence[floa
 
 
 def _apart(names: Sequence[str]) -> list[str]:
-    """Names of runs, told apart where two are the same: each run's point has luck of its own."""
+    """Names of runs, with a number where two are the same: each run has its own random error."""
     return [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names)]

@@ -1,4 +1,4 @@
-"""Doubt: what a law cannot tell, because too little was varied or because the intervals say so."""
+"""Finds what a law cannot tell: too little was varied, or its intervals are too wide."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,23 +10,23 @@ from workbench.scaling.analysis.law.fit import BOUNDS, Five
 from workbench.scaling.analysis.law.forecast import against
 from workbench.scaling.analysis.law.points import Points
 
-DISTINCT = 3
-"""Sizes and amounts of data below which an exponent and its floor cannot be told apart: a curve with a floor has three numbers."""
-RANGE = 4.0
+MIN_DISTINCT = 3
+"""Sizes and amounts of data below which an exponent cannot be distinguished from the irreducible loss: such a curve has three numbers."""
+MIN_RANGE = 4.0
 """Least ratio of largest to smallest: with an exponent of 0.35, a factor of 4 changes a part of the loss by a factor of 1.6."""
-WIDE = 0.25
+MAX_EXPONENT_WIDTH = 0.25
 """Widest interval of the exponent of N_opt that still tells something: over 100 times the compute, 0.25 is a factor of 3 in the size."""
-CLEAR = 5.0
+MIN_EFFECT_OVER_SCATTER = 5.0
 """Least effect of a factor over the scatter of single runs: the means of four sizes that make no difference lie up to 3 apart by chance."""
-LEAST = 1e-4
+MIN_EFFECT = 1e-4
 """Least effect as a share of the loss, however little the points scatter: exponents of less are the optimizer's, not the data's."""
-EDGE = 0.05
+MAX_CUT_SHARE = 0.05
 """Share of the drawings whose exponent ends at a bound, from which on it is not found but cut off."""
-FAR = 10.0
-"""Extrapolation from which on it is said loudly; the published checks that are known go to some 40 times the compute."""
+FAR_EXTRAPOLATION = 10.0
+"""Extrapolation from which on a note warns; the published checks that are known go to some 40 times the compute."""
 
 
-def doubts(
+def not_identified(
     points: Points,
     bands: Mapping[str, Interval],
     exponent: Interval,
@@ -35,7 +35,7 @@ def doubts(
     wanted: int,
     residuals: Sequence[float],
 ) -> tuple[str, ...]:
-    """What cannot be told, each with what to do; empty where nothing stands against the law.
+    """What the points do not determine, each with what to do; empty if they determine the law.
 
     Args:
         points: what the law was fitted to.
@@ -45,62 +45,64 @@ def doubts(
         wanted: how many were asked for.
         residuals: of each point, in log loss.
     """
-    found = []
+    problems = []
     drawn, level = len(draws), float(np.median(points.loss))
-    scatter = typical(residuals)
+    scatter = scatter_of(residuals)
     for what, values, part, name, place, remedy in (
         ("parameters", points.sizes, "A", "alpha", 3, "models"),
         ("tokens", points.amounts, "B", "beta", 4, "amounts of data"),
     ):
         factor, power = bands[part].mid, bands[name].mid
         effect = factor * (values[0] ** -power - values[-1] ** -power) / level
-        cut = sum(not _inside(one[place]) for one in draws)
+        cut = sum(not _inside(law[place]) for law in draws)
         ratio = values[-1] / values[0]
-        if len(values) < DISTINCT:
-            found.append(
-                f"only {len(values)} different numbers of {what}: {name} cannot be told from E; {DISTINCT} or more {remedy} are needed"
+        if len(values) < MIN_DISTINCT:
+            problems.append(
+                f"only {len(values)} different numbers of {what}: {name} cannot be told from E; {MIN_DISTINCT} or more {remedy} are needed"
             )
-        elif ratio < RANGE:
-            found.append(f"{what} vary by a factor of {ratio:.2g} only: {name} cannot be told; a factor of {RANGE:.0f} or more is needed")
-        elif effect < max(CLEAR * scatter, LEAST):
-            found.append(
+        elif ratio < MIN_RANGE:
+            problems.append(
+                f"{what} vary by a factor of {ratio:.2g} only: {name} cannot be told; a factor of {MIN_RANGE:.0f} or more is needed"
+            )
+        elif effect < max(MIN_EFFECT_OVER_SCATTER * scatter, MIN_EFFECT):
+            problems.append(
                 f"from the fewest to the most {what} the loss falls by {_share(effect)}, and single runs scatter by {_share(scatter)}: "
                 f"{name}, and with it the best size, cannot be told; a wider range of {what} or several seeds of each are needed"
             )
         elif not _inside(power):
-            found.append(
+            problems.append(
                 f"{name} has run to the end of what is looked for ({bands[name].mid:.3g}): the points do not show how the loss bends"
             )
-        elif cut and cut >= EDGE * drawn:
-            found.append(
+        elif cut and cut >= MAX_CUT_SHARE * drawn:
+            problems.append(
                 f"{name} runs to the end of what is looked for in {cut} of {drawn} drawings: the points hardly show how the loss bends; "
                 f"a wider range of {what} or several seeds of each are needed"
             )
     if not wanted:
-        return (*found, "no drawings were asked for, so there are no intervals: draws=200 makes some")
+        return (*problems, "no drawings were asked for, so there are no intervals: draws=200 makes some")
     if drawn < wanted:
-        found.append(
+        problems.append(
             f"only {drawn} of {wanted} bootstrap drawings could be fitted: the intervals are not to be trusted; more points are needed"
         )
     width = exponent.high - exponent.low
-    if not found and width > WIDE:
-        found.append(
+    if not problems and width > MAX_EXPONENT_WIDTH:
+        problems.append(
             f"the exponent of the best size lies anywhere from {exponent.low:.2f} to {exponent.high:.2f}: "
             "more sizes, more amounts of data or several seeds of each would narrow it"
         )
-    return tuple(found)
+    return tuple(problems)
 
 
-def narrow(points: Points) -> tuple[str, str, str] | None:
-    """What has been varied too little for a law, whatever the losses: what, the values given, what is wanted; None = nothing."""
+def varied_too_little(points: Points) -> tuple[str, str, str] | None:
+    """What was varied too little for a law, whatever the losses: (what, its values, what is needed); None = nothing."""
     for what, values, name in (("parameters", points.sizes, "alpha"), ("tokens", points.amounts, "beta")):
-        if len(values) < DISTINCT or values[-1] / values[0] < RANGE:
-            given = f"{', '.join(f'{one:,.0f}' for one in values)} (a factor of {values[-1] / values[0]:.2g})"
-            return what, given, f"{DISTINCT} or more over a factor of {RANGE:.0f} at least, or {name} cannot be told"
+        if len(values) < MIN_DISTINCT or values[-1] / values[0] < MIN_RANGE:
+            given = f"{', '.join(f'{value:,.0f}' for value in values)} (a factor of {values[-1] / values[0]:.2g})"
+            return what, given, f"{MIN_DISTINCT} or more over a factor of {MIN_RANGE:.0f} at least, or {name} cannot be told"
     return None
 
 
-def typical(residuals: Sequence[float]) -> float:
+def scatter_of(residuals: Sequence[float]) -> float:
     """How much single runs scatter; the five smallest residuals are left out: the five numbers have made them so."""
     free = sorted(map(abs, residuals))[5:]
     return 1.48 * float(np.median(free)) if free else 0.0
@@ -115,16 +117,16 @@ def _share(value: float) -> str:
     return units.percent(value) if value >= 0.0005 else "less than 0.1 %"
 
 
-def far(parameters: float, tokens: float, extrapolation: float, points: Points) -> tuple[str, ...]:
+def extrapolation_notes(parameters: float, tokens: float, extrapolation: float, points: Points) -> tuple[str, ...]:
     """Notes on a prediction outside of what was measured."""
-    loud = [f"{against(extrapolation)} the compute"] if extrapolation > FAR else []
+    loud = [f"{against(extrapolation)} the compute"] if extrapolation > FAR_EXTRAPOLATION else []
     quiet: list[str] = []
     for what, value, values in (("parameters", parameters, points.sizes), ("tokens", tokens, points.amounts)):
         above, below = value / values[-1], value / values[0]
         if above > 1:
-            (loud if above > FAR else quiet).append(f"{against(above)} the most {what} measured")
+            (loud if above > FAR_EXTRAPOLATION else quiet).append(f"{against(above)} the most {what} measured")
         elif below < 1:
-            (loud if below < 1 / FAR else quiet).append(f"{against(below)} the fewest {what} measured")
+            (loud if below < 1 / FAR_EXTRAPOLATION else quiet).append(f"{against(below)} the fewest {what} measured")
     if loud:
         return (f"far outside of what was measured ({', '.join(loud)}): the interval knows only this form of law", *quiet)
     return tuple(quiet)
