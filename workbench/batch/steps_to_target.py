@@ -1,7 +1,7 @@
 """steps_to_target: measures how many optimizer steps a target takes at several batches, by many trainings in one launch."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workbench.batch.analysis.scaled_lr import RULES
@@ -17,58 +17,13 @@ from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, SHARDED, RunSpec
 from workbench.runs.target import check_spec
 
-
-def reach(
-    spec: RunSpec,
-    order: Mapping[str, Any],
-    *,
-    words: Callable[[Run], str],
-    runs_dir: str | os.PathLike[str] | None = None,
-    quiet: bool = False,
-) -> Run:
-    """Train until a target at several batches; the run directory then holds `trials.jsonl`, which grows trial by trial.
-
-    An interrupt or an error stops the processes, and trials that have ended stay: the exception says where.
-
-    Args:
-        spec: what all trials have in common; each of its ranks does trials of its own.
-        order: the requested trials, as plain JSON values.
-        words: how the run gets on, in a line.
-        runs_dir: where run directories go; None = `runs` in the current folder.
-        quiet: show no progress.
-
-    Raises:
-        RunError: it failed; the run directory stays.
-        LaunchError, TaskError: it cannot run here. Nothing was written.
-    """
-    check(spec)
-    new = NewRun(runs_dir, f"{label(spec)} steps to target")
-    run = new.start(spec, entrypoint(STEPS_TO_TARGET, new.path), experiment={"kind": "reach", "order": dict(order)})
-    try:
-        return wait_for(run, show=None if quiet else words)
-    except BaseException as error:
-        _say_where(error, run)
-        raise
-
-
-def _say_where(error: BaseException, run: Run) -> None:
-    """Add to an error where trials lie that have ended, if there are any."""
-    try:
-        learnt = StepsToTarget.of(run).trials
-    except ValueError:  # none has begun
-        return
-    if not learnt:
-        return
-    error.add_note(f'What was learnt so far is kept: wb.steps_to_target("{run.path}")')
-
-
 RETUNE = (0.5, 1.0, 2.0)
-"""Factors around the centre where `retune=True`."""
+"""Factors of the centre with `retune=True`."""
 PROBE = 1024
 """Training samples that the loss is measured on."""
 MAX_STEPS = 10_000
-"""Optimizer steps of a trial at most, where nobody says."""
-_CELLS = 20
+"""Optimizer steps of a trial at most."""
+_CELLS = 20  # of the progress bar
 
 
 def steps_to_target(
@@ -91,17 +46,17 @@ def steps_to_target(
     runs_dir: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> StepsToTarget:
-    """Find out how many optimizer steps a target takes at several batches, by training until it is reached.
+    """Measure how many optimizer steps a target takes at several batches, by training until it is reached.
 
     A batch is made of micro-batches of at most `spec.micro_batch` samples, with gradient accumulation: what larger batches on more
     processes would do, batch normalisation included. Each of `spec.nproc_per_node` ranks does trials of its own, so more of them only save
-    time. The figure is looked at whenever the number of steps has grown by 3 %, and the crossing is interpolated. The warm-up, if the spec
-    has one, is as many samples long at each batch.
+    time. The figure is measured whenever the number of steps has grown by 3 %, and the crossing is interpolated. A warm-up has the
+    same length in samples at each batch.
 
-    A trial is given up after `patience` times the steps that seem reasonable at its batch from the best that was found, for the same
-    optimizer, at this batch, a smaller one (no more steps) or a larger one (no more samples). It then counts as "more than that".
+    A trial is given up after `patience` times the steps that are reasonable by the best trial of the same optimizer at this batch, a
+    smaller one (no more steps) or a larger one (no more samples). It then counts as "more than that".
 
-    `steps_to_target(run)`, of a run or its path, reads what such a launch has found, while it runs, or after an interrupt.
+    `steps_to_target(run)`, of a run or its path, reads the trials of such a launch, while it runs, or after an interrupt.
 
     Args:
         spec: what is trained; its learning rate (or its optimizer's) belongs to `base_batch`. Its `steps` and `evaluate` are not used.
@@ -124,7 +79,7 @@ def steps_to_target(
         quiet: show no progress.
 
     Raises:
-        ValueError: something is asked for that cannot be; the message says what, and what to try.
+        ValueError: an argument is wrong; the message says what is allowed, and what to try.
         RunError: the launch failed, such as on a batch above the dataset; trials that were done are kept in its run directory.
     """
     if isinstance(spec, Run | str | os.PathLike):
@@ -150,19 +105,35 @@ def steps_to_target(
         noise_scale=noise_scale,
         critical_batch=critical_batch,
     )
-    run = reach(spec, order.to_json(), words=_words, runs_dir=runs_dir, quiet=quiet)
-    return StepsToTarget.of(run)
-
-
-def _words(run: Run) -> str:
-    """How an experiment gets on, in a line."""
+    check(spec)
+    new = NewRun(runs_dir, f"{label(spec)} steps to target")
+    run = new.start(spec, entrypoint(STEPS_TO_TARGET, new.path), experiment={"kind": "reach", "order": order.to_json()})
     try:
-        found = StepsToTarget.of(run)
+        return StepsToTarget.of(wait_for(run, show=None if quiet else _progress))
+    except BaseException as error:
+        _say_where(error, run)
+        raise
+
+
+def _say_where(error: BaseException, run: Run) -> None:
+    """Add to an error where the trials are that have ended, if there are any."""
+    try:
+        trials = StepsToTarget.of(run).trials
+    except ValueError:  # none has begun
+        return
+    if trials:
+        error.add_note(f'What was learnt so far is kept: wb.steps_to_target("{run.path}")')
+
+
+def _progress(run: Run) -> str:
+    """The progress of an experiment, in a line."""
+    try:
+        result = StepsToTarget.of(run)
     except ValueError:
         return f"{run.name}: starting · {units.seconds(run.seconds)}"
-    done, total = len(found.trials), max(found.planned, len(found.trials), 1)
-    left = units.seconds(found.seconds / done * (total - done)) if done else units.MISSING
-    last = found.trials[-1] if done else None
+    done, total = len(result.trials), max(result.planned, len(result.trials), 1)
+    left = units.seconds(result.seconds / done * (total - done)) if done else units.MISSING
+    last = result.trials[-1] if done else None
     what = "" if last is None else f" · batch {units.count(last.batch)} {last.rule} lr {last.lr:.3g}: {last.outcome} after {last.after:,}"
     return f"{run.name} {'█' * (_CELLS * done // total):░<{_CELLS}} {done}/~{total} trials{what} · about {left} left"
 
@@ -201,7 +172,7 @@ def _target(loss: float | None, figures: Mapping[str, float] | None) -> Target:
 
 def _batches(given: Any) -> tuple[int, ...]:
     good = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
-    if not good or not all(is_whole(one, least=1) for one in given):
+    if not good or not all(is_whole(batch, least=1) for batch in given):
         raise ValueError(f"batches={given!r}: global batches in samples are allowed, four or more for a law: [16, 64, 256, 1024]")
     return tuple(sorted(set(given)))
 
@@ -215,7 +186,7 @@ def _rules(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _factors(given: Any) -> tuple[float, ...]:
-    if not isinstance(given, Sequence) or isinstance(given, str) or not all(is_number(one, above=0) for one in given):
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(is_number(factor, above=0) for factor in given):
         raise ValueError(f"retune={given!r}: True, or factors above 0 are allowed, such as [0.5, 1, 2]")
     return tuple(dict.fromkeys(map(float, given)))
 

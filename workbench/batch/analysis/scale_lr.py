@@ -43,9 +43,6 @@ MIN_STEPS_PER_EPOCH = 10
 _ORDER: tuple[Validity, ...] = ("inside", "edge", "outside")
 
 
-# The factor of each rule
-
-
 def law_exponent(optimizer: OptimizerDescription) -> float:
     """Exponent of the law: 1 for SGD; 1/2 for adaptive optimizers, which agrees with the square root for small batches.
 
@@ -85,9 +82,6 @@ def rule_factor(rule: str, base: OptimizerDescription, batch: float, to_batch: f
 def rounded(value: float, digits: int = 14) -> float:
     """Without the error of binary fractions: 1 - 4 × (1 - 0.9) is 0.6."""
     return float(f"{value:.{digits}g}")
-
-
-# Is a rule valid at the new batch?
 
 
 def is_too_far(ratio: float) -> bool:
@@ -231,9 +225,6 @@ def _reason(rule: str, base: OptimizerDescription, batch: int, to_batch: int, no
     return f"at a noise of {number(noise)} samples this learning rate is {number(excess)} times the one of the damped rule"
 
 
-# Which rule to use
-
-
 def choose_rule(rule: str, base: OptimizerDescription, batch: int, to_batch: int, noise: float | None, *, strict: bool) -> tuple[str, str]:
     """The rule to use, and why.
 
@@ -297,9 +288,6 @@ def _choose_automatically(base: OptimizerDescription, defined: bool, batch: int,
     if base.family == "adam":
         return "sqrt", "sqrt, because so large a factor leaves nothing of Adam's averages: the full rule is not defined here"
     return "sqrt", f"sqrt, which {base.name} is used with; no rule was derived for it"
-
-
-# What else changes
 
 
 def scale_warmup(given: int | None, batch: int, to_batch: int, *, rises: bool, dataset_size: int | None) -> tuple[int, str]:
@@ -373,9 +361,6 @@ def dataset_notes(batch: int, dataset_size: int | None) -> Iterator[str]:
         yield (
             f"an epoch of {number(dataset_size)} samples is {dataset_size / batch:.1f} steps: the rules assume a batch far below the data"
         )
-
-
-# The public function
 
 
 def scale_lr(

@@ -1,10 +1,10 @@
-"""HTML of a planned batch: pure functions, used by the live planner and by its static face alike. Rules as in `faces`."""
+"""Makes the HTML of the batch planner, live and static, by pure functions."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from workbench.batch.analysis.plan import BatchPlan
-from workbench.batch.analysis.scaled_lr import VALIDITY_TEXT, number
+from workbench.batch.analysis.scaled_lr import VALIDITY_TEXT, number, numbers
 from workbench.batch.facts import extrapolation_note
 from workbench.batch.panel.model import IMPOSSIBLE, Planned
 from workbench.core import units
@@ -19,21 +19,21 @@ COLORS = {
     "outside": PARTS["straggler"],
     IMPOSSIBLE: PARTS["straggler"],
 }
-"""Light → colour: green, amber, grey, red-brown; each also has its words."""
+"""Validity → colour: green, amber, grey, red-brown."""
 TINTS = {"inside": "finished", "edge": "stopped", "unknown": "stopped", "outside": "failed", IMPOSSIBLE: "failed"}
-"""Light → the state of a run whose colour its badge has: green, amber, red."""
+"""Validity → the state of a run whose badge has the same colour: green, amber, red."""
 WORDS = {**VALIDITY_TEXT, IMPOSSIBLE: "this cannot be"}
 _HIGH = 84  # pixels of a picture
 _HATCHED = "background-image:repeating-linear-gradient(135deg,transparent 0 4px,#fff8 4px 6px);"
 
 
 def head(title: str) -> str:
-    """What is planned."""
+    """The heading."""
     return f'<div class="wb-head"><strong class="wb-name">Batch planner</strong><span class="wb-spec">{escape(title)}</span></div>'
 
 
-def light(found: Planned) -> str:
-    """Whether the rule holds there, and the reason."""
+def validity(found: Planned) -> str:
+    """The rule's validity, and the reason."""
     border = f"border:2px solid {COLORS[found.light]};border-radius:10px;padding:1px 9px;margin-right:8px"
     return (
         f'<div role="status"><div class="wb-head"><span class="wb-badge wb-is-{TINTS[found.light]}" '
@@ -59,7 +59,7 @@ def figures(found: Planned) -> str:
     scaled = plan.scaled
     if scaled is not None and scaled.betas is not None:
         before = BatchPlan.scaled_to(old, global_batch=old.global_batch, rule="none").scaled
-        tiles.append(("betas", _several(scaled.betas), _several(before.betas if before and before.betas else ())))
+        tiles.append(("betas", numbers(scaled.betas), numbers(before.betas if before and before.betas else ())))
     tiles.append(("warm-up", _steps(plan.warmup_steps), _steps(old.warmup_steps)))
     tiles += _outlook(found)
     shown = f'<div class="wb-tiles" style="display:flex;flex-wrap:wrap;gap:8px 36px">{"".join(_tile(*tile) for tile in tiles)}</div>'
@@ -67,7 +67,7 @@ def figures(found: Planned) -> str:
 
 
 def _small_print(found: Planned, plan: BatchPlan) -> Iterator[str]:
-    """Why the warm-up is as it is, where it is another; and what times take for granted of processes."""
+    """Why the warm-up has changed, and that throughput is extrapolated to other numbers of processes."""
     if plan.warmup_steps != found.known.plan.warmup_steps:
         yield f"warm-up: {plan.reasons['warmup_steps']}"
     curve = found.known.throughput
@@ -93,10 +93,6 @@ def _outlook(found: Planned) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _several(values: Iterable[float]) -> str:
-    return ", ".join(map(number, values))
-
-
 def _steps(count: int) -> str:
     return f"{count:,} step{'s' * (count != 1)}" if count else "none"
 
@@ -115,44 +111,44 @@ def ladder(found: Planned) -> str:
     if not rates:
         return ""
     low, high = math.log(min(rates)), math.log(max(rates))
-    columns = "".join(_column(found, *rung, low=low, high=high) for rung in found.ladder)
+    columns = "".join(_column(found, *step, low=low, high=high) for step in found.ladder)
     critical = found.known.critical
-    name = "critical batch" if found.known.fit is not None else "noise scale"
-    said = f"; the {name} is {number(round(critical))} samples" if critical and math.isfinite(critical) else ""
-    shown = {WORDS[one]: COLORS[one] for one in COLORS if any(rung[1] == one for rung in found.ladder)}
+    noise_name = "critical batch" if found.known.fit is not None else "noise scale"
+    noise = f"; the {noise_name} is {number(round(critical))} samples" if critical and math.isfinite(critical) else ""
+    shown = {WORDS[name]: COLORS[name] for name in COLORS if any(step[1] == name for step in found.ladder)}
     return (
-        f'<div class="wb-steps"><div class="wb-label">learning rate against batch by the rule {escape(repr(found.rule))}{said}</div>'
+        f'<div class="wb-steps"><div class="wb-label">learning rate against batch by the rule {escape(repr(found.rule))}{noise}</div>'
         f'<div class="wb-columns" role="img" aria-label="{escape(_in_words(found))}" style="display:flex;align-items:flex-end">{columns}'
         f"</div>{stack.legend(shown, 0)}</div>"
     )
 
 
-def _column(found: Planned, batch: int, light: str, lr: float, *, low: float, high: float) -> str:
+def _column(found: Planned, batch: int, valid: str, lr: float, *, low: float, high: float) -> str:
     share = 0.06 if lr != lr else 0.12 + 0.88 * ((math.log(lr) - low) / (high - low) if high > low else 1.0)
     now, own = batch == found.batch, batch == found.known.plan.global_batch
     text = units.MISSING if lr != lr else number(lr)
-    hatch = _HATCHED if light in ("outside", IMPOSSIBLE) else ""
+    hatch = _HATCHED if valid in ("outside", IMPOSSIBLE) else ""
     ring = f"outline:2px solid {LINE};outline-offset:1px;" if now else ""
     weight = "font-weight:600;" if now else ""
-    words = f"batch {batch:,}: learning rate {text}, {WORDS[light]}" + ("; as it is" if own else "")
+    words = f"batch {batch:,}: learning rate {text}, {WORDS[valid]}" + ("; as it is" if own else "")
     return (
         f'<div title="{escape(words)}" style="flex:1 1 0;text-align:center;font-size:11px;{weight}margin-right:3px">'
         f'<div style="white-space:nowrap;font-size:10px;margin-bottom:4px">{escape(text)}</div>'
-        f'<div class="wb-light-{light}" style="height:{_HIGH * share:.0f}px;background-color:{COLORS[light]};{hatch}{ring}"></div>'
+        f'<div class="wb-light-{valid}" style="height:{_HIGH * share:.0f}px;background-color:{COLORS[valid]};{hatch}{ring}"></div>'
         f'<div style="border-top:2px {"solid" if own else "none"} {INK};margin-top:3px">{units.count(batch)}</div></div>'
     )
 
 
 def _in_words(found: Planned) -> str:
-    return ", ".join(f"{batch:,}: {number(lr) if lr == lr else 'none'} ({WORDS[light]})" for batch, light, lr in found.ladder)
+    return ", ".join(f"{batch:,}: {number(lr) if lr == lr else 'none'} ({WORDS[valid]})" for batch, valid, lr in found.ladder)
 
 
 def schedule(found: Planned, curves: Sequence[Sequence[float]], samples: int) -> str:
     """The learning rate over the samples of a run: columns as planned, a line as it is.
 
     Args:
-        found: what is planned.
-        curves: learning rates as it is and as planned, at as many places each, evenly over the samples.
+        found: the plan.
+        curves: learning rates before and as planned, at the same samples, evenly spaced.
         samples: of the whole run.
     """
     if found.plan is None:
@@ -173,12 +169,12 @@ def _too_short(plan: BatchPlan, samples: int) -> str:
     steps = samples // plan.global_batch
     if plan.warmup_steps < steps:
         return ""
-    said = f"the warm-up of {plan.warmup_steps:,} steps does not end in a run of {steps:,}: run longer, or set warmup_steps"
-    return f'<div class="wb-what">{said}</div>'
+    note = f"the warm-up of {plan.warmup_steps:,} steps does not end in a run of {steps:,}: run longer, or set warmup_steps"
+    return f'<div class="wb-what">{note}</div>'
 
 
 def _moment(old: float, new: float, most: float) -> str:
-    """A thin column of the plan, and a mark at the height of what is now."""
+    """A thin column for the plan, with a mark at the present learning rate."""
     high, mark = 100 * new / most, 100 * old / most
     foot = max(0.0, mark - 2.5)
     fill = f"linear-gradient(to top,{LINE_PALE} {high:.1f}%,transparent {high:.1f}%)"
@@ -187,7 +183,7 @@ def _moment(old: float, new: float, most: float) -> str:
 
 
 def static(title: str, found: Planned, curves: Sequence[Sequence[float]], samples: int) -> str:
-    """The face that needs no kernel."""
+    """The static HTML, which needs no kernel."""
     table = "" if found.plan is None else found.plan._repr_html_()
     begin = f"<p><strong>Batch planner</strong> · {escape(title)}</p>"
-    return f"<div>{begin}{light(found)}{figures(found)}{ladder(found)}{schedule(found, curves, samples)}{table}</div>"
+    return f"<div>{begin}{validity(found)}{figures(found)}{ladder(found)}{schedule(found, curves, samples)}{table}</div>"

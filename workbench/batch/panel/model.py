@@ -1,4 +1,4 @@
-"""What a plan would become with the knobs as they stand: one pure function, cheap enough to follow a slider."""
+"""Computes what the batch planner shows: the plan for the present knobs, and what training costs with it. Pure and fast."""
 
 import math
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from workbench.batch.analysis.throughput import Throughput, worth
 from workbench.batch.facts import limit_warmup
 
 IMPOSSIBLE = "impossible"
-"""The light of a batch that cannot be made, or of a rule that is not defined."""
+"""The validity of a batch that cannot be made, or of a rule that is not defined."""
 LADDER = range(-5, 9)
 """Powers of two by which the batch can be turned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerInputs:
-    """What the planner was told; it never changes."""
+    """What the planner knows; it never changes."""
 
     plan: BatchPlan
-    """As it is."""
+    """The present plan."""
     noise: float | None = None
     """Noise scale, in samples."""
     fit: CriticalBatch | None = None
@@ -33,11 +33,11 @@ class PlannerInputs:
     largest: int | None = None
     """The largest micro-batch that fits."""
     samples: int | None = None
-    """Of the whole run; None = it is not known how long it is."""
+    """Samples of the whole run; None = not known."""
 
     @property
     def critical(self) -> float | None:
-        """The batch from which on a larger one pays less: the critical batch, else the noise scale."""
+        """The batch from which larger ones stop paying: the critical batch, or else the noise scale."""
         return self.noise if self.fit is None else self.fit.b_crit
 
     def scaled(self, batch: int, ranks: int, accumulation: int, rule: str) -> BatchPlan:
@@ -73,7 +73,7 @@ class PlannerInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCost:
-    """What training takes with a plan, as far as it is known; nan = it is not."""
+    """What training costs with a plan; nan = not known."""
 
     steps: float = math.nan
     """To the target."""
@@ -101,10 +101,10 @@ class TrainingCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """All there is to show."""
+    """Everything that the planner shows."""
 
     known: PlannerInputs
-    """What it was made from."""
+    """Its inputs."""
     batch: int
     """As the knob stands."""
     rule: str
@@ -112,15 +112,15 @@ class Planned:
     plan: BatchPlan | None
     """None = it cannot be."""
     light: str
-    """One of those of `scale_lr`, or IMPOSSIBLE."""
+    """The rule's validity, or IMPOSSIBLE."""
     why: str
-    """The reason of the light, in words."""
+    """Reason of the validity."""
     before: TrainingCost
-    """Of the plan as it is."""
+    """With the present plan."""
     after: TrainingCost
-    """Of this one."""
+    """With the new plan."""
     ladder: Sequence[tuple[int, str, float]] = ()
-    """Batch, light and learning rate of the rule over the whole range; nan where there is none."""
+    """Batch, validity and learning rate of the rule over the whole range; nan where there is none."""
 
     @property
     def gain(self) -> tuple[float, float]:
@@ -138,21 +138,21 @@ def batches(plan: BatchPlan, dataset: int | None = None) -> list[int]:
     [3, 6, 12, 24]
     """
     own = plan.global_batch
-    found = [own * 2**power if power >= 0 else own // 2**-power for power in LADDER if power >= 0 or own % 2**-power == 0]
-    return [one for one in found if dataset is None or one <= max(own, dataset)]
+    sizes = [own * 2**power if power >= 0 else own // 2**-power for power in LADDER if power >= 0 or own % 2**-power == 0]
+    return [size for size in sizes if dataset is None or size <= max(own, dataset)]
 
 
 def planned(known: PlannerInputs, *, batch: int, ranks: int, accumulation: int, rule: str) -> Planned:
     """What becomes of the plan.
 
     Args:
-        known: what the planner was told.
+        known: the planner's inputs.
         batch: samples per optimizer step.
         ranks: processes that work on different samples.
         accumulation: micro-batches per step.
         rule: for the learning rate.
     """
-    ladder = tuple(_rung(known, one, rule) for one in batches(known.plan, known.dataset))
+    ladder = tuple(_step(known, size, rule) for size in batches(known.plan, known.dataset))
     before = TrainingCost.of(known, known.plan)
     try:
         plan = known.scaled(batch, ranks, accumulation, rule)
@@ -169,16 +169,16 @@ def planned(known: PlannerInputs, *, batch: int, ranks: int, accumulation: int, 
             ladder=ladder,
         )
     assert plan.scaled is not None
-    light = plan.scaled.valid
-    limit = next((note for note in plan.scaled.notes if note.startswith(VALIDITY_TEXT[light])), "").removeprefix(
-        f"{VALIDITY_TEXT[light]}: "
+    valid = plan.scaled.valid
+    limit = next((note for note in plan.scaled.notes if note.startswith(VALIDITY_TEXT[valid])), "").removeprefix(
+        f"{VALIDITY_TEXT[valid]}: "
     )
     return Planned(
         known=known,
         batch=batch,
         rule=rule,
         plan=plan,
-        light=light,
+        light=valid,
         why="; ".join(filter(None, [limit, plan.scaled.why])),
         before=before,
         after=TrainingCost.of(known, plan),
@@ -186,11 +186,11 @@ def planned(known: PlannerInputs, *, batch: int, ranks: int, accumulation: int, 
     )
 
 
-def _rung(known: PlannerInputs, batch: int, rule: str) -> tuple[int, str, float]:
+def _step(known: PlannerInputs, batch: int, rule: str) -> tuple[int, str, float]:
     bare = PlannerInputs(plan=known.plan, noise=known.noise, fit=known.fit, dataset=known.dataset)
     try:
-        found = bare.scaled(batch, 1, 1, rule)
+        plan = bare.scaled(batch, 1, 1, rule)
     except ValueError:
         return batch, IMPOSSIBLE, math.nan
-    assert found.scaled is not None
-    return batch, found.scaled.valid, found.lr
+    assert plan.scaled is not None
+    return batch, plan.scaled.valid, plan.lr

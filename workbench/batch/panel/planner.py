@@ -1,4 +1,4 @@
-"""BatchPlanner: turn batch, processes and accumulation; see the learning rate that goes with them, how far it holds, and what it buys."""
+"""BatchPlanner: a panel with knobs for batch, processes and accumulation that shows the learning rate, its validity and the gain."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ POINTS = 120
 ACCUMULATIONS = (1, 2, 4, 8, 16, 32)
 RANKS = tuple(2**power for power in range(9))
 WARMUPS = 5
-"""Warm-ups that the picture of a schedule is long, where no spec says how long training is."""
+"""Length of the schedule's picture in warm-ups, where no spec says how long training is."""
 
 
 class BatchPlanner:
@@ -113,7 +113,7 @@ class BatchPlanner:
     def _redraw(self) -> None:
         found = self.found
         self.head.value = planner_faces.head(self.title)
-        self.light.value = planner_faces.light(found)
+        self.light.value = planner_faces.validity(found)
         self.figures.value = planner_faces.figures(found)
         self.ladder.value = planner_faces.ladder(found)
         self.schedule.value = planner_faces.schedule(found, *self._curves(found))
