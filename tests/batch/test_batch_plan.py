@@ -1,173 +1,442 @@
-"""Batch plans: what a global batch is made of comes out exactly, every number has its reason, and a spec can take it over."""
+"""Plans of a batch: what is chosen from memory, throughput and noise, why, and the proof in a real short run."""
 
 import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.batch.analysis.plan import BatchPlan, split_batch
-from workbench.runs.spec import RunSpec
+import workbench as wb
+from workbench import plot
+from workbench.batch.analysis.critical_batch import CriticalBatch
+from workbench.batch.analysis.plan import BatchPlan
+from workbench.batch.analysis.proof import Gain, LossCurve, PlanProof
+from workbench.batch.analysis.throughput import SLACK, BatchCandidate, Throughput, best_candidate, candidates, worth
+from workbench.batch.batch_plan import ProposedPlan, batch_plan, prove_plan
+from workbench.batch.facts import MAX_MICRO_BATCHES, TaskFacts, limit_warmup, measure_throughput, micro_batches_to_try
+from workbench.runs.spec import SpecError
 
-PLAN = BatchPlan(micro_batch=32, accumulation=2, world_size=2, lr=0.1, warmup_steps=10, optimizer="sgd(momentum=0.9)")
+SPEC = wb.RunSpec(task="fashion-mlp", micro_batch=16, nproc_per_node=2)
+CURVE = {8: 600.0, 16: 800.0, 32: 1000.0, 64: 1200.0, 128: 1250.0}
+PLAN = BatchPlan(micro_batch=16, world_size=2, lr=0.1, optimizer="sgd")
 
-
-@given(share=st.integers(1, 5000), ranks=st.integers(1, 64), most=st.integers(1, 600))
-def test_it_is_divided_without_a_remainder(share: int, ranks: int, most: int) -> None:
-    parts = split_batch(share * ranks, ranks, most)
-    assert parts.micro_batch * parts.accumulation * ranks == share * ranks
-    assert parts.micro_batch <= most
-    assert all(share % more or share // more * more < parts.micro_batch for more in range(parts.micro_batch + 1, min(most, share) + 1))
-    assert bool(parts.notes) is (parts.micro_batch * 2 < min(most, share))
-
-
-def test_what_cannot_be_divided() -> None:
-    with pytest.raises(ValueError, match=r"global_batch=100 cannot be divided over 8 ranks without a remainder: try 96 or 104, or other"):
-        split_batch(100, 8, 32)
-    with pytest.raises(ValueError, match=r"global_batch=3 cannot be divided over 8 ranks .* try 8, or other ranks"):
-        split_batch(3, 8, 32)
-    with pytest.raises(ValueError, match=r"micro_batch=0: a whole number of at least 1 is allowed"):
-        split_batch(8, 8, 0)
+# --- throughput
 
 
-def test_a_batch_that_divides_badly_names_better_ones() -> None:
-    parts = split_batch(2 * 73, 2, 32)
-    assert (parts.micro_batch, parts.accumulation) == (1, 73)
-    assert "73 samples per rank have no better divisor up to 32 than 1: a global batch of 128 or 192 would" in parts.notes[0]
-    assert "a global batch of 64 would" in split_batch(2 * 31, 2, 30).notes[0] or split_batch(2 * 31, 2, 30).notes[0].endswith(
-        "larger micro-batches"
-    )
+def test_a_throughput_is_linear_in_the_step_and_keeps_its_rate_beyond() -> None:
+    curve = Throughput.of({8: 800.0, 32: 1600.0}, world_size=2)
+    assert curve.step(8) == 8 * 2 / 800
+    assert curve.step(20) == pytest.approx((curve.step(8) + curve.step(32)) / 2)
+    assert curve.samples_per_sec(micro_batch=64) == pytest.approx(1600)
+    assert curve.samples_per_sec(micro_batch=32, world_size=8) == pytest.approx(4 * 1600)
+    assert curve.step(2) < curve.step(8)
+    assert curve.points == {(2, 16): 800.0, (2, 64): 1600.0}
 
 
-def test_another_global_batch() -> None:
-    bigger = PLAN.scaled_to(global_batch=1024)
-    assert (bigger.micro_batch, bigger.accumulation, bigger.world_size, bigger.global_batch) == (32, 16, 2, 1024)
-    assert bigger.lr == pytest.approx(0.8)
-    assert bigger.warmup_steps == 2  # 1,280 samples as before
-    assert bigger.scaled is not None
-    assert bigger.scaled.valid == "unknown"
-    assert bigger.reasons["micro_batch"] == "the largest divisor of the 512 samples per rank that is not above 32"
-    assert bigger.reasons["accumulation"] == "512 samples per rank / 32 at once"
-    assert bigger.reasons["lr"].startswith("linear, because SGD's steps add up")
-    assert "1,280 samples as before" in bigger.reasons["warmup_steps"]
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=6), st.integers(1, 5000), st.integers(1, 16))
+def test_a_longer_step_is_never_shorter(seconds: list[float], micro: int, accumulation: int) -> None:
+    steps = sorted(seconds)
+    curve = Throughput.of({2**place: 2**place / step for place, step in enumerate(steps, 3)})
+    assert curve.step(micro + 1) >= curve.step(micro) * (1 - 1e-9)
+    assert curve.step(micro, accumulation + 1) >= curve.step(micro, accumulation) > 0
 
 
-def test_more_ranks_go_on_as_before() -> None:
-    wider = PLAN.scaled_to(world_size=8, noise_scale=500)
-    assert (wider.micro_batch, wider.accumulation, wider.world_size, wider.global_batch) == (32, 2, 8, 512)
-    assert wider.reasons["micro_batch"] == "as before: each rank goes on as it was"
-    assert wider.lr == pytest.approx(0.1 * (1 + 500 / 128) / (1 + 500 / 512))
-
-
-def test_the_same_batch_on_more_ranks_is_the_same_training() -> None:
-    wider = PLAN.scaled_to(global_batch=128, world_size=4, micro_batch=64)
-    assert (wider.micro_batch, wider.accumulation, wider.world_size) == (32, 1, 4)
-    assert (wider.lr, wider.warmup_steps, wider.scaled.valid if wider.scaled else "") == (0.1, 10, "inside")
-
-
-def test_adam_takes_its_averages_along() -> None:
-    spec = RunSpec(task="text-gpt", micro_batch=16, optimizer="adamw(betas=(0.9, 0.95))", lr=1e-3)
-    bigger = BatchPlan.of(spec).scaled_to(global_batch=64)
-    assert bigger.optimizer is not None
-    assert bigger.optimizer.startswith("adamw(betas=(0.6, 0.8), eps=")
-    assert bigger.reasons["optimizer"] == "its averages keep their length in samples"
-    changed = spec.replace(**bigger.changes())
-    assert (changed.global_batch, changed.lr, changed.optimizer) == (64, 0.002, bigger.optimizer)
-
-
-@pytest.mark.parametrize("parallel", [1, 2])
-def test_a_spec_there_and_back(parallel: int) -> None:
-    spec = RunSpec(
-        task="text-gpt", micro_batch=8, accumulation=3, nproc_per_node=4, lr=0.1, warmup_steps=5, optimizer="sgd", tensor_parallel=parallel
-    )
-    plan = BatchPlan.of(spec)
-    assert plan.global_batch == spec.global_batch
-    assert spec.replace(**plan.changes()) == spec
-    assert plan.reasons["lr"] == "as in the spec"
-    wider = spec.replace(**plan.scaled_to(world_size=8).changes())
-    assert wider.nproc_per_node == 8 * parallel
-    assert wider.global_batch == 8 * 3 * 8
-
-
-def test_the_tasks_own_optimizer_stays() -> None:
-    spec = RunSpec(task="fashion-mlp", micro_batch=8)
-    with pytest.raises(ValueError, match=r"leaves the learning rate to the task's own optimizer: give lr=… and optimizer=…"):
-        BatchPlan.of(spec)
-    plan = BatchPlan.of(spec, optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.0})
-    assert (plan.lr, plan.optimizer, plan.own) == (0.1, "sgd", True)
-    assert "optimizer" not in plan.scaled_to(global_batch=32).changes()
-    adam = BatchPlan.of(spec.replace(optimizer="fused"), lr=0.01, optimizer="adam").scaled_to(global_batch=16)
-    assert adam.changes()["optimizer"].startswith("adam(betas=(0.8,")
-    assert BatchPlan.of(spec.replace(optimizer="adamw(lr=0.3)")).lr == 0.3
-    assert BatchPlan.of(spec.replace(optimizer="adamw")).lr == 1e-3
-
-
-def test_no_optimizer_is_known() -> None:
-    plan = BatchPlan.of(RunSpec(task="fashion-mlp", micro_batch=8, lr=0.1))
-    assert plan.optimizer is None
-    with pytest.raises(ValueError, match=r"rule=\"auto\" depends on the optimizer, and this plan does not say which"):
-        plan.scaled_to(global_batch=16)
-    assert plan.scaled_to(global_batch=16, rule="linear").lr == 0.2
-
-
-def test_it_shows_itself() -> None:
-    text = str(PLAN)
-    assert "32 × 2 × 2 samples per optimizer step" in text
-    assert "as given" in text
-    assert "global batch" in PLAN._repr_html_()
-    assert PLAN.to_frame().set_index("name").loc["global_batch", "value"] == 128
-    assert repr(PLAN) == "BatchPlan(32 × 2 × 2 = 128, lr=0.1)"
-    assert "global batch of 128 or 192" in str(PLAN.scaled_to(global_batch=146))
-
-
-@pytest.mark.parametrize("plan", [PLAN, PLAN.scaled_to(global_batch=512, noise_scale=100)])
-def test_there_and_back_as_json(plan: BatchPlan) -> None:
-    assert BatchPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+def test_accumulation_spends_the_optimizer_once() -> None:
+    curve = Throughput(micro_batches=(32,), rates=(320.0,), per_step=0.04)
+    assert curve.step(32) == pytest.approx(0.1)
+    assert curve.step(32, 4) == pytest.approx(4 * 0.06 + 0.04)
+    noisy = Throughput(micro_batches=(8, 32), rates=(800.0, 3000.0), per_step=0.01)
+    assert noisy.step(8, 32) > 16 * noisy.step(8)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("found", "said"),
     [
-        ({"micro_batch": 0}, "micro_batch=0: a whole number of at least 1 is allowed"),
-        ({"world_size": 2.0}, r"world_size=2\.0: a whole number of at least 1"),
-        ({"warmup_steps": -1}, "warmup_steps=-1: a whole number of at least 0"),
-        ({"lr": -1.0}, r"lr=-1\.0: a number above 0 is allowed"),
-        ({"optimizer": "sgdd"}, "did you mean 'sgd'"),
+        ("fast", "throughput='fast': allowed are micro-batch → samples per second"),
+        ({}, "0 micro-batches with 0 rates"),
+        ({0: 5.0}, "a micro-batch of 0: a whole number of at least 1"),
+        ({8: -1.0}, "throughput of -1.0 at a micro-batch of 8"),
+        (math.nan, "throughput of nan at a micro-batch of 1"),
+        ([], "throughput=.*: allowed are"),
     ],
 )
-def test_what_makes_no_plan(changes: dict[str, Any], said: str) -> None:
+def test_what_is_no_throughput(found: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        BatchPlan(**{"micro_batch": 8, "lr": 0.1, **changes})
+        Throughput.of(found)
 
 
-def test_what_it_cannot_be_scaled_to() -> None:
-    with pytest.raises(ValueError, match=r"scaled_to\(\) needs global_batch=…, world_size=… or both"):
-        PLAN.scaled_to()
-    with pytest.raises(ValueError, match="cannot be divided over 3 ranks without a remainder: try 63 or 66"):
-        PLAN.scaled_to(global_batch=64, world_size=3)
-    with pytest.raises(ValueError, match=r"world_size=0: a whole number of at least 1"):
-        PLAN.scaled_to(world_size=0)
-    with pytest.raises(ValueError, match="outside the rule's domain"):
-        PLAN.scaled_to(global_batch=12800, rule="linear", noise_scale=10, strict=True)
-    with pytest.raises(ValueError, match='micro_batch="auto" is chosen when a run starts'):
-        BatchPlan.of(RunSpec(task="text-gpt", micro_batch="auto", lr=0.1, optimizer="sgd"))
+def test_a_throughput_shows_itself_and_comes_back() -> None:
+    curve = Throughput.of(CURVE, world_size=2)
+    assert Throughput.from_json(json.loads(json.dumps(curve.to_json()))) == curve
+    assert "1,250 samples/s" in str(curve)
+    assert "<table>" in curve._repr_html_()
+    assert list(curve.to_frame()["micro_batch"]) == list(CURVE)
+    assert repr(curve) == "Throughput(micro_batches=(8, 16, 32, 64, 128), world_size=2, given)"
 
 
-def test_numbers_of_numpy_become_plain() -> None:
-    given = BatchPlan(micro_batch=np.int64(32), accumulation=np.int64(2), world_size=np.int64(2), lr=np.float64(0.1), optimizer="sgd")  # type: ignore[arg-type]
-    for plan in (
-        given,
-        given.scaled_to(global_batch=np.int64(512)),  # type: ignore[arg-type]
-        given.scaled_to(world_size=np.int64(4), micro_batch=np.int64(16)),  # type: ignore[arg-type]
-    ):
-        assert BatchPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    assert split_batch(np.int64(96), np.int64(2), np.int64(20)) == split_batch(96, 2, 20)  # type: ignore[arg-type]
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 5000))
+def test_places_are_few_and_hold_the_present_one(now: int, largest: int) -> None:
+    found = micro_batches_to_try(now, largest)
+    assert found == sorted(set(found))
+    assert min(now, largest) in found
+    assert 1 <= found[0] <= found[-1] <= largest
+    assert len(found) <= MAX_MICRO_BATCHES
 
 
-def test_a_mapping_is_kept_as_its_text() -> None:
-    plan = BatchPlan(micro_batch=8, lr=0.1, optimizer={"name": "sgd", "momentum": 0.9})  # type: ignore[arg-type]
-    assert plan.optimizer == "sgd(momentum=0.9)"
-    with pytest.raises(ValueError, match="sgd has no option 'momentun'; did you mean 'momentum'"):
-        BatchPlan(micro_batch=8, lr=0.1, optimizer="sgd(momentun=0.9)")
+def test_a_real_sweep(tmp_path: Path) -> None:
+    curve = measure_throughput(SPEC.replace(noise_scale=False), [64], steps=14, runs_dir=tmp_path)
+    assert (curve.kind, curve.world_size, curve.micro_batches) == ("measured", 2, (64,))
+    assert curve.samples_per_sec(micro_batch=64) > 0
+    with pytest.raises(ValueError, match="only runs without accumulation that took steps"):
+        Throughput.from_runs([])
+
+
+# --- choosing
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(1, 1e4), st.sampled_from([1, 2, 8]), st.integers(1, 200))
+def test_the_best_is_within_the_slack_and_no_larger_than_it_must_be(noise: float, ranks: int, largest: int) -> None:
+    found = candidates(Throughput.of(CURVE, world_size=2), world_size=ranks, noise=noise, largest=largest, most=10_000, batch=None)
+    if not found:
+        assert largest < 1
+        return
+    one = best_candidate(found)
+    top = max(other.useful for other in found)
+    assert one.useful >= (1 - SLACK) * top
+    assert all(other.global_batch >= one.global_batch for other in found if other.useful >= (1 - SLACK) * top)
+    assert one.micro_batch <= largest
+
+
+def test_more_noise_asks_for_a_larger_batch() -> None:
+    chosen = [batch_plan(SPEC, noise_scale=noise, throughput=CURVE).global_batch for noise in (10, 100, 1000, 10_000)]
+    assert chosen == sorted(chosen)
+    assert chosen[0] < chosen[-1]
+
+
+def test_worth_is_half_at_the_noise_scale() -> None:
+    assert worth(100, 100.0) == 0.5
+    assert math.isnan(worth(100, None))
+
+
+def test_there_must_be_one() -> None:
+    with pytest.raises(ValueError, match="no way to make a batch"):
+        best_candidate([])
+    slow = BatchCandidate(micro_batch=1, accumulation=4, world_size=1, samples_per_sec=10.0, worth=math.nan)
+    fast = BatchCandidate(micro_batch=4, accumulation=1, world_size=1, samples_per_sec=10.2, worth=math.nan)
+    assert best_candidate([slow, fast]) is fast
+
+
+# --- the plan
+
+
+def test_a_plan_has_a_reason_for_each_number() -> None:
+    plan = batch_plan(SPEC, noise_scale=200, throughput=CURVE)
+    assert plan.global_batch == 2 * plan.micro_batch
+    assert plan.lr == pytest.approx(0.1 * (1 + 200 / 32) / (1 + 200 / plan.global_batch))
+    assert "with a noise scale of 200 samples" in plan.reasons["micro_batch"]
+    assert all(plan.reasons[name] for name in ("micro_batch", "accumulation", "world_size", "lr", "warmup_steps", "optimizer"))
+    assert plan.predicted.samples == pytest.approx((plan.global_batch + 200) / (32 + 200))
+    assert plan.predicted.throughput == pytest.approx(CURVE[plan.micro_batch] / CURVE[16])
+    assert "predicted: " in str(plan)
+    assert "the samples to the same loss" in plan.table.note  # type: ignore[operator]
+    assert plan.candidate_table.rows[0][0].startswith(str(plan.micro_batch))  # type: ignore[attr-defined]
+    assert SPEC.replace(**plan.changes()).global_batch == plan.global_batch
+
+
+def test_a_plan_comes_back_from_json() -> None:
+    plan = batch_plan(SPEC, noise_scale=200, throughput=CURVE)
+    back = ProposedPlan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert back.to_json() == plan.to_json()
+    assert repr(back) == repr(plan) == f"ProposedPlan({plan.micro_batch} × 1 × 2 = {plan.global_batch}, lr={plan.lr:.4g})"
+    assert isinstance(plan.scaled_to(global_batch=64), ProposedPlan)
+
+
+def test_without_noise_the_batch_stays() -> None:
+    plan = batch_plan(SPEC, noise_scale=False, throughput=CURVE)
+    assert plan.global_batch == 32
+    near = batch_plan(SPEC.replace(nproc_per_node=1), noise_scale=False, throughput=CURVE, world_size=3)
+    assert near.global_batch == 15
+    assert "the batch stays as near to 16 as 3 ranks divide it, 15" in str(near)
+    assert "as near to" not in str(plan)
+    assert "the batch stays" in str(plan)
+    assert math.isnan(plan.predicted.samples)
+    lost = SimpleNamespace(b_simple=math.inf, enough=False)
+    assert batch_plan(SPEC, noise_scale=lost, throughput=CURVE).global_batch == 32
+
+
+def test_memory_accumulates_what_it_cannot_hold() -> None:
+    plan = batch_plan(SPEC, global_batch=512, largest=48, noise_scale=200, throughput=CURVE, world_size=4)
+    assert (plan.micro_batch, plan.accumulation, plan.world_size) == (32, 4, 4)
+    assert "at most 48, as given" in plan.reasons["micro_batch"]
+    assert any("the naive line" in note for note in plan.notes)
+
+
+def test_memory_of_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def largest(spec: wb.RunSpec, device: str, *, world_size: int) -> SimpleNamespace:
+        asked.append((spec.accumulation, device, world_size))
+        return SimpleNamespace(micro_batch=24 if device == "T4" else 0, device=device, word=f"not even one sample fits {device}")
+
+    monkeypatch.setattr("workbench.memory.max_micro_batch.max_micro_batch", largest)
+    plan = batch_plan(SPEC.replace(accumulation=2), device="T4", world_size=4, noise_scale=1000, throughput=CURVE)
+    assert plan.micro_batch == 24
+    assert "at most 24 fit T4 (predicted)" in plan.reasons["micro_batch"]
+    assert asked == [(1, "T4", 4)]
+    with pytest.raises(SpecError, match="nothing fits: not even one sample fits L4"):
+        batch_plan(SPEC, device="L4", noise_scale=100, throughput=CURVE)
+
+
+def test_a_dataset_that_is_smaller_than_the_device_is_the_limit() -> None:
+    plan = batch_plan(SPEC, device="H200", noise_scale=1e6, throughput=CURVE)
+    assert plan.global_batch <= 8000
+    assert "at most 4000: more would fit H200 (predicted), but the dataset has no more" in plan.reasons["micro_batch"]
+
+
+def test_a_warm_up_takes_a_tenth_of_the_run_at_most() -> None:
+    spec = SPEC.replace(nproc_per_node=1, steps=400)
+    plan = batch_plan(spec, global_batch=64, noise_scale=150, throughput=CURVE)
+    assert plan.warmup_steps == plan.changes()["warmup_steps"] == 10  # of 100
+    assert plan.scaled is not None
+    assert plan.scaled.warmup_steps == 10
+    assert plan.reasons["warmup_steps"].startswith("10 % of the 100 steps that make up the run's 6,400 samples, at most (5 epochs of")
+    assert any("a warm-up of 625 steps would be longer than the 100 that make up" in note for note in plan.notes)
+    assert any("it is cut to 10" in note for note in plan.notes)
+    some = batch_plan(spec.replace(steps=4000), global_batch=64, noise_scale=150, throughput=CURVE)
+    assert any("a warm-up of 625 steps would be 62 % of the 1,000" in note for note in some.notes)
+    long = batch_plan(spec.replace(steps=100_000), global_batch=64, noise_scale=150, throughput=CURVE)
+    assert long.warmup_steps == 625
+    assert "it is cut to" not in str(long)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 400), st.sampled_from([16, 64, 128]), st.integers(1, 1000))
+def test_a_warm_up_of_ones_own_keeps_its_share(own: int, batch: int, steps: int) -> None:
+    before = BatchPlan(micro_batch=32, lr=0.1, warmup_steps=own, optimizer="sgd")
+    scaled = before.scaled_to(global_batch=batch, micro_batch=batch, dataset_size=8000)
+    found = limit_warmup(scaled, before, steps * 32)
+    new_steps = max(1, steps * 32 // batch)
+    assert found.warmup_steps <= max(0.1 * new_steps, math.ceil(new_steps * own / steps))
+    assert found.warmup_steps in (scaled.warmup_steps, found.warmup_steps)
+    assert limit_warmup(before, before, steps * 32) is before
+    assert limit_warmup(scaled, before, None) is scaled
+
+
+def test_a_warm_up_of_ones_own_that_takes_most_of_the_run_is_said() -> None:
+    plan = batch_plan(SPEC.replace(steps=400, warmup_steps=300), global_batch=64, noise_scale=150, throughput=CURVE)
+    assert plan.warmup_steps == 150
+    assert any("a warm-up of 150 steps would be 75 % of the 200" in note and "as long as before" in note for note in plan.notes)
+
+
+def test_a_proof_is_of_the_plan_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[wb.RunSpec] = []
+
+    def runs(specs: list[tuple[str, wb.RunSpec]], **_: Any) -> list[Any]:
+        asked[:] = [spec for _, spec in specs]
+        raise SpecError("enough is known")
+
+    monkeypatch.setattr("workbench.batch.batch_plan.run_all", runs)
+    plan = batch_plan(SPEC.replace(steps=400), global_batch=64, noise_scale=150, throughput=CURVE)
+    for steps, warmup in ((400, 20), (800, 20), (100, 5)):
+        with pytest.raises(SpecError, match="enough is known"):
+            plan.prove(steps=steps)
+        assert {spec.warmup_steps for spec in asked if spec.global_batch == 64} == {warmup}
+        assert plan.warmup_steps == 20
+
+
+def test_the_critical_batch_goes_before_the_noise_scale() -> None:
+    law = CriticalBatch.fit({16: 700, 32: 400, 64: 250, 128: 175})
+    plan = batch_plan(SPEC, noise_scale=5000, steps=law, throughput=CURVE)
+    assert plan.noise == law.b_crit
+    assert "critical batch" in plan.reasons["micro_batch"]
+
+
+def test_a_plan_that_is_good_already_stays() -> None:
+    plan = batch_plan(SPEC, noise_scale=1, throughput={8: 790.0, 16: 800.0, 32: 805.0})
+    assert plan.global_batch <= 32
+    same = batch_plan(SPEC, noise_scale=20, throughput={8: 300.0, 16: 800.0, 32: 805.0})
+    assert same.changes() == same.before.changes()
+    assert "nothing to change" in same.word
+    with pytest.raises(ValueError, match="there is nothing to prove"):
+        same.prove()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"global_batch": 33}, r"global_batch=33 cannot be divided over 2 ranks without a remainder: try 32 or 34"),
+        ({"global_batch": 9000}, r"global_batch=9000 is above the dataset, which has 8000 samples: at most 8000 on 2 ranks"),
+        ({"global_batch": 0}, r"global_batch=0: a whole number"),
+        ({"world_size": -1}, r"world_size=-1: a whole number"),
+        ({"largest": 0}, r"largest=0: a whole number"),
+        ({"largest": 4, "world_size": 5000}, r"no batch of 5000 ranks is left"),
+        ({"noise_scale": -3}, r"noise_scale=-3: samples above 0"),
+        ({"noise_scale": "high"}, r"noise_scale='high': samples above 0"),
+        ({"steps": 4}, r"steps=4: what wb.steps_to_target gave"),
+        ({"rule": "linaer"}, r"rule='linaer': allowed are .*did you mean .linear"),
+    ],
+)
+def test_what_cannot_be_planned(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        batch_plan(SPEC, **{"noise_scale": 100, "throughput": CURVE, **options})
+
+
+def test_only_a_spec_can_be_planned() -> None:
+    with pytest.raises(ValueError, match=r"batch_plan\(str\): a RunSpec is wanted"):
+        batch_plan("fashion-mlp")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match='micro_batch="auto" is chosen when a run starts'):
+        batch_plan(SPEC.replace(micro_batch="auto"), noise_scale=100, throughput=CURVE)
+
+
+def test_a_task_is_looked_at(tmp_path: Path) -> None:
+    own = tmp_path / "planned_task.py"
+    text = """
+import torch, workbench as wb
+
+class Odd(torch.optim.SGD):
+    pass
+
+def task(optimizer, dataset):
+    return wb.Task(model=lambda: torch.nn.Linear(1, 1), dataset=dataset, loss=lambda m, b: m(b).mean(), optimizer=optimizer)
+
+def built():
+    return task(lambda weights: torch.optim.AdamW(weights, lr=0.02, betas=(0.8, 0.9)), lambda: [torch.zeros(1)] * 12)
+
+def odd():
+    return task(lambda weights: Odd(weights, lr=0.02), lambda: [torch.zeros(1)] * 12)
+"""
+    own.write_text(text)
+    found = TaskFacts.of(wb.RunSpec(task=f"{own}:built"))
+    assert (found.optimizer, found.lr, found.dataset_size) == ("adamw(betas=(0.8, 0.9))", 0.02, 12)
+    assert TaskFacts.of(wb.RunSpec(task=f"{own}:built", optimizer="sgd(lr=0.3, nesterov=True)", lr=0.5)).lr == 0.5
+    with pytest.raises(ValueError, match="no rule is known for 'Odd'"):
+        TaskFacts.of(wb.RunSpec(task=f"{own}:odd"))
+
+
+# --- the proof
+
+
+def report(losses: list[float], batch: int, window: float) -> LossCurve:
+    """What a run leaves whose losses were these."""
+    found = [{"step": i, "samples": i * batch, "loss": loss} for i, loss in enumerate(losses, 1)]
+    return LossCurve.of([*found, {"step": 9, "accuracy": 0.5}], window, plan="old", seed=0, samples_per_sec=100.0)
+
+
+def straight(plan: str, batch: int, rate: float, *, slope: float = 1.0, seed: int = 0, samples: int = 100) -> LossCurve:
+    places = tuple(range(10, samples + 1, 10))
+    return LossCurve(plan=plan, seed=seed, samples=places, losses=tuple(2 - slope * one / 100 for one in places), samples_per_sec=rate)
+
+
+def proof(*courses: LossCurve, **more: Any) -> PlanProof:
+    new = PLAN.scaled_to(global_batch=64, micro_batch=32)
+    return PlanProof(
+        **{"old": PLAN, "new": new, "predicted": Gain(throughput=1.9, samples=1.2), "samples": 100, "courses": courses, **more}
+    )
+
+
+def test_losses_are_averaged_over_windows_of_samples() -> None:
+    found = report([4.0, 2.0, 1.5, 0.5, 0.4], 10, 20.0)
+    assert (found.samples, found.losses) == ((20, 40, 60), (3.0, 1.0, 0.4))
+    assert report([4.0, 2.0, 9.0], 10, 40.0).samples == (40,)
+    assert found.at(30) == 2.0
+    assert math.isnan(found.at(61))
+    assert found.at(1) == 3.0
+    assert found.at(60) == 0.4
+    assert found.reaches(2.0) == 30
+    assert found.reaches(0.1) == math.inf
+    assert found.reaches(5.0) == 20
+
+
+def test_noise_that_lifts_a_loss_is_averaged_with_what_follows() -> None:
+    found = report([5.0, 1.0, 3.0, 2.0, 1.0], 10, 10.0)
+    assert found.falling == [(10, 5.0), (30, 2.0), (50, 1.0)]
+    assert found.at(30) == found.at(found.reaches(2.0)) == 2.0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=30))
+def test_the_falling_curve_falls_and_keeps_the_mean(losses: list[float]) -> None:
+    found = report(losses, 10, 10.0)
+    values = [loss for _, loss in found.falling]
+    assert values == sorted(values, reverse=True)
+    assert min(losses) * (1 - 1e-9) <= values[-1] <= values[0] <= max(losses) * (1 + 1e-9)
+    assert found.at(found.samples[-1]) == values[-1]
+    assert found.reaches(values[-1]) <= found.samples[-1]
+
+
+def test_a_proof_sets_prediction_and_measurement_side_by_side() -> None:
+    found = proof(straight("old", 32, 100.0), straight("new", 64, 200.0, slope=0.8, samples=150))
+    assert found.losses == pytest.approx((1.0, 1.2))
+    assert found.measured.throughput == 2
+    assert found.measured.samples == pytest.approx(1.25)
+    assert found.measured.time == pytest.approx(0.625)
+    assert found.gained
+    assert found.held
+    assert "reached in 0.625× the time: a gain; predicted were 0.632×" in found.word
+    assert "loss after 100 samples: 1 with the old plan, 1.2 with the new one" in str(found)
+    assert "<table>" in found._repr_html_()
+    assert set(found.to_frame()["plan"]) == {"old", "new"}
+    assert PlanProof.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert repr(found) == "PlanProof(batch 32 to 64)"
+
+
+def test_a_loss_that_is_not_reached_is_said() -> None:
+    found = proof(straight("old", 32, 100.0), straight("new", 64, 300.0, slope=0.5))
+    assert not found.reached
+    assert not found.gained
+    assert not found.held
+    assert "did not reach the old one's loss of 1 within 100 samples: keep the old one" in found.word
+    assert "never" in str(found)
+
+
+def test_seeds_are_averaged_and_their_spread_is_said() -> None:
+    found = proof(
+        straight("old", 32, 100.0),
+        straight("new", 64, 80.0, seed=1),
+        straight("new", 64, 80.0),
+        straight("old", 32, 100.0, slope=1.2, seed=1),
+        predicted=Gain(),
+    )
+    assert found.spread == pytest.approx(0.2)
+    assert found.target == pytest.approx(0.9)
+    assert "no gain; nothing was predicted" in proof(*found.courses[:1], straight("new", 64, 50.0), predicted=Gain()).word
+
+
+def test_its_picture() -> None:
+    found = proof(straight("old", 32, 100.0), straight("new", 64, 200.0, slope=0.8, samples=150))
+    ax = plot.plan_proof(found)
+    assert [line.get_label() for line in ax.lines if not str(line.get_label()).startswith("_")] == [
+        "old: batch 32, 100 samples/s",
+        "new: batch 64, 200 samples/s",
+        "new, predicted",
+    ]
+    assert ax.get_xlabel() == "samples"
+    assert found.plot(ax=ax) is ax
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"steps": 3}, "steps=3: a whole number of at least 25"), ({"seeds": ()}, "at least one seed")]
+)
+def test_what_cannot_be_proved(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        prove_plan(SPEC, PLAN, against=PLAN, **options)
+
+
+@pytest.mark.slow
+def test_a_real_proof(tmp_path: Path) -> None:
+    plan = batch_plan(SPEC.replace(lr=0.15, steps=400), global_batch=64, noise_scale=100, throughput=CURVE)
+    found = plan.prove(steps=160, seeds=(0,), runs_dir=tmp_path)
+    assert found.old == plan.before == TaskFacts.of(plan.spec).plan(plan.spec)
+    assert {one.plan for one in found.courses} == {"old", "new"}
+    assert found.samples == 160 * 32
+    assert found.target < 1.6
+    assert found.measured.throughput > 1
+    assert found.predicted == plan.predicted
+    assert "the new plan's warm-up of 20 steps was cut to 8, since this proof has 40 % of the samples of the spec's run" in str(found)
