@@ -228,11 +228,11 @@ print(sum([faults() for _ in range(40)][-10:]))
 def test_experiments_with_time_keep_the_memory_that_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
-    done = subprocess.run([sys.executable, "-c", FAULTS], env={**os.environ, **environment.steady()}, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", FAULTS], env={**os.environ, **environment.steady_malloc()}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 1000  # of 98,000, if they were mapped anew each time
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
-    assert environment.steady() == {}
+    assert environment.steady_malloc() == {}
 
 
 def test_the_commit_is_noted(tmp_path: Path) -> None:
