@@ -93,7 +93,7 @@ def run(case: str, seconds: float) -> dict[str, Any]:
         out = Path(folder) / "found.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__]
         command += [case, "--seconds", str(seconds), "--out", str(out)]
-        env = {**os.environ, **environment.steady(), "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6"}
+        env = {**os.environ, **environment.steady_malloc(), "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6"}
         if (done := subprocess.run(command, env=env, timeout=LIMIT, capture_output=True, text=True)).returncode:
             sys.exit(f"{case} failed:\n{done.stderr[-3000:]}")
         found: dict[str, Any] = json.loads(out.read_text())

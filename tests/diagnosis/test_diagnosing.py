@@ -259,7 +259,7 @@ def test_a_spec_is_diagnosed_and_its_remedy_proved(tmp_path: Path, capfd: pytest
     for folder in (tmp_path / "runs").iterdir():
         run = wb.Run.load(folder)
         assert run.ok
-        assert environment.steady().items() <= run_directory.read_json(folder / run_directory.RUN_JSON)["environment"]["set"].items()
+        assert environment.steady_malloc().items() <= run_directory.read_json(folder / run_directory.RUN_JSON)["environment"]["set"].items()
         nothing_left(run.id)
     assert capfd.readouterr() == ("", "")  # a notebook shows the result and nothing else
 
