@@ -9,7 +9,7 @@ from torch import nn
 
 from workbench.core.gc import collected_before
 from workbench.memory.analysis.allocator import CachingAllocator
-from workbench.memory.analysis.outside import cublas_workspace
+from workbench.memory.analysis.non_pytorch import cublas_workspace
 from workbench.memory.analysis.replay import Replay
 from workbench.memory.estimate import building
 from workbench.memory.estimate.dry_run import DryRun, Gpu, dry_run, kept_state

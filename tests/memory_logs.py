@@ -26,7 +26,7 @@ class Writer:
 
     def free(self, *indices: int) -> None:
         for index in indices:
-            self.log.records[index].died = len(self.log.events)
+            self.log.records[index].freed_at = len(self.log.events)
             self.log.events.append(Event(FREE, index, 0))
 
     def resize(self, index: int, size: int) -> None:

@@ -26,7 +26,7 @@ from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.analysis.volumes import gather_seconds, sharded_step, volume
 from workbench.core.device import Device
 from workbench.core.statistics import Interval
-from workbench.memory.analysis.outside import outside_of
+from workbench.memory.analysis.non_pytorch import non_pytorch_memory
 
 GPT = Transformer(layers=24, hidden=2048, vocabulary=50_000, sequence=1024, heads=16)
 LARGE = Transformer(layers=80, hidden=8192, vocabulary=32_000, sequence=2048, heads=64)
@@ -527,7 +527,7 @@ def test_every_part_of_a_step_lies_between_what_slow_and_fast_hardware_make_of_i
 def test_memory_lies_between_the_ends_of_the_allocator_and_of_what_is_outside() -> None:
     found = one(8, batch=8)
     held = memory(subject(), found, "A100-80GB")
-    around = outside_of("A100-80GB", 2)
+    around = non_pytorch_memory("A100-80GB", 2)
     inside = held.total[0] - around.mid
     assert held.low[0] == pytest.approx(HELD.low * inside + around.low)
     assert held.high[0] == pytest.approx(HELD.high * inside + around.high)

@@ -11,7 +11,7 @@ from workbench.core.device import Device
 from workbench.core.vocabulary import GROUPS
 from workbench.memory.analysis.breakdown import ONE_STEP, MemoryBreakdown
 from workbench.memory.analysis.fit import Fit
-from workbench.memory.analysis.outside import CONTEXT, NCCL, Outside
+from workbench.memory.analysis.non_pytorch import CONTEXT, NCCL, NonPyTorchMemory
 
 GIB = 2**30
 BATCH = 4096
@@ -69,7 +69,7 @@ def test_blocks_that_are_not_split_count_as_allocated() -> None:
 
 
 def test_measured_values_are_kept() -> None:
-    own = Outside(low=1, mid=2, high=3, source="nvidia-smi")
+    own = NonPyTorchMemory(low=1, mid=2, high=3, source="nvidia-smi")
     found = breakdown(kind="measured", device="H200", reserved=7 * GIB, outside=own, retries=2, rank=1, world_size=4)
     assert (found.reserved, found.outside, found.retries, found.device_used) == (7 * GIB, own, 2, 7 * GIB + 2)
     assert "measured for H200 of rank 1 of 4" in found.caption

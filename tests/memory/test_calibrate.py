@@ -10,7 +10,7 @@ import workbench as wb
 from tests.memory_logs import Writer
 from workbench.__main__ import main
 from workbench.memory import calibrate as calibrating
-from workbench.memory.analysis.outside import Outside, fits_file, is_known, load_fits, outside_of
+from workbench.memory.analysis.non_pytorch import NonPyTorchMemory, fits_file, is_known, load_fits, non_pytorch_memory
 from workbench.memory.calibrate import BATCHES, Gpu, calibrate, calibrated, specs_of
 from workbench.runs.failure import Failure, RunError
 from workbench.runs.launch import environment
@@ -24,7 +24,7 @@ def measured(reserved: int, beside: int, *, kind: str = "measured", device: str 
     writer = Writer()
     writer.mark("forward", 0, 0)
     writer.alloc(MIB, category="parameter")
-    outside = Outside(low=beside, mid=beside, high=beside, source="measured")
+    outside = NonPyTorchMemory(low=beside, mid=beside, high=beside, source="measured")
     return wb.MemoryBreakdown.from_log(writer.log, kind=kind, title="a run", device=device, reserved=reserved, outside=outside)  # type: ignore[arg-type]
 
 
@@ -52,7 +52,7 @@ class Machine:
         reserved = (1 + calibrating.MODELS.index(spec.task)) * spec.micro_batch * GIB // 8
         return measured(reserved, self.before + round(self.base + (self.slope - 1) * reserved))
 
-    def calibrated(self, models: int = 2, path: Path | None = None, **more: Any) -> calibrating.OutsideCalibration:
+    def calibrated(self, models: int = 2, path: Path | None = None, **more: Any) -> calibrating.Calibration:
         return calibrated(specs_of(models), self.look, self.measure, torch="2.11.0", path=path, **more)
 
 
@@ -76,7 +76,7 @@ def test_the_line_is_found_kept_and_told(tmp_path: Path) -> None:
     for word in ("H100-SXM, driver 570.1, torch 2.11.0, 20", "500 MiB + 1.0100 · reserved", str(path), "+0.00 %"):
         assert word in str(found)
     assert "<table>" in found._repr_html_()
-    assert repr(found) == "OutsideCalibration('H100-SXM', 6 runs)"
+    assert repr(found) == "Calibration('H100-SXM', 6 runs)"
     frame = found.to_frame()
     assert frame.fitted.tolist() == pytest.approx(frame.used.tolist(), rel=1e-6)
 
@@ -99,7 +99,7 @@ def test_an_estimate_for_that_gpu_uses_it(tmp_path: Path, monkeypatch: pytest.Mo
     after = wb.estimate_memory(spec, device="H100")
     assert after.outside is not None
     assert after.reserved == before.reserved
-    assert after.outside == outside_of("H100-SXM", reserved=after.reserved or 0)
+    assert after.outside == non_pytorch_memory("H100-SXM", reserved=after.reserved or 0)
     assert after.outside.mid == pytest.approx(500 * MIB, rel=0.01)
     assert "fitted on 20" in after.outside.source
     assert "has been calibrated" not in after.caption

@@ -254,7 +254,7 @@ def by_hand(lifetimes: dict[int, list[tuple[int, int | None]]], steps: int) -> M
     dying: dict[int, list[int]] = defaultdict(list)
     for step in range(steps):
         for index in dying[step]:
-            log.records[index].died = len(log.events)
+            log.records[index].freed_at = len(log.events)
             log.events.append(Event(FREE, index, 0))
         for size, death in lifetimes.get(step, ()):
             log.records.append(Record(size, None, "forward", step, step, "", "op", len(log.events)))

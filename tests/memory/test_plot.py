@@ -16,7 +16,7 @@ from workbench.core.device import Device
 from workbench.core.display import colors
 from workbench.core.vocabulary import GROUPS
 from workbench.memory.analysis.breakdown import MemoryBreakdown
-from workbench.memory.analysis.outside import Outside
+from workbench.memory.analysis.non_pytorch import NonPyTorchMemory
 from workbench.memory.plot import BESIDE
 
 BATCH = 4096
@@ -90,7 +90,7 @@ def test_on_a_gpu_what_lies_beside_the_tensors_is_hatched(ax: Axes) -> None:
 
 
 def test_what_is_known_exactly_has_no_range(ax: Axes) -> None:
-    own = Outside(low=MIB, mid=MIB, high=MIB, source="nvidia-smi")
+    own = NonPyTorchMemory(low=MIB, mid=MIB, high=MIB, source="nvidia-smi")
     plot.memory(breakdown(device="cuda", outside=own), ax=ax)
     assert not any("…" in text for text in texts(ax))
     assert not lines(ax)

@@ -53,7 +53,7 @@ def bytes_of(log: MemoryLog, category: str, **where: object) -> int:
 
 
 def live(log: MemoryLog) -> int:
-    return sum(record.size for record in log.records if record.died is None)
+    return sum(record.size for record in log.records if record.freed_at is None)
 
 
 def test_every_byte_of_a_step_has_its_category() -> None:
@@ -73,11 +73,11 @@ def test_what_is_born_dies_once_and_in_the_order_of_the_events() -> None:
     model = Net()
     log = train(model, torch.optim.Adam(model.parameters()), Recorder(model))
     for index, record in enumerate(log.records):
-        assert log.events[record.born][:2] == (ALLOC, index)
-        if record.died is not None:
-            assert record.died > record.born
-            assert log.events[record.died] == (FREE, index, 0)
-    assert sum(event.kind == FREE for event in log.events) == sum(record.died is not None for record in log.records)
+        assert log.events[record.allocated_at][:2] == (ALLOC, index)
+        if record.freed_at is not None:
+            assert record.freed_at > record.allocated_at
+            assert log.events[record.freed_at] == (FREE, index, 0)
+    assert sum(event.kind == FREE for event in log.events) == sum(record.freed_at is not None for record in log.records)
 
 
 def test_phases_are_marked_with_step_and_micro_step() -> None:
@@ -153,7 +153,7 @@ def test_a_pause_sees_no_birth() -> None:
             unseen = torch.zeros(10)
         del unseen, kept
     assert len(recorder.log.records) == 1
-    assert recorder.log.records[0].died == 1
+    assert recorder.log.records[0].freed_at == 1
 
 
 def test_charged_bytes_stay() -> None:

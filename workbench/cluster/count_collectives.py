@@ -94,7 +94,7 @@ def _counted(plan: "Plan", *, on_meta: bool) -> Traffic:
     from workbench.memory.estimate.building import build
     from workbench.memory.estimate.cuda.overrides import replaced
     from workbench.memory.estimate.dry_run import dry_run
-    from workbench.memory.estimate.errors import refused
+    from workbench.memory.estimate.errors import estimate_errors
     from workbench.memory.estimate.fake_process_group import fake_process_group
     from workbench.train import checkpointing
     from workbench.train.blocks import find_blocks
@@ -115,7 +115,7 @@ def _counted(plan: "Plan", *, on_meta: bool) -> Traffic:
             recorder = run.recorder
             run.model(model)
             recorder.attach(model)
-            with refused(recorder, model, plan.example), pretended(Pretence(born=recorder.leave_out, working=recorder.pause)):
+            with estimate_errors(recorder, model, plan.example), pretended(Pretence(born=recorder.leave_out, working=recorder.pause)):
                 trainer = Trainer(spec, plan.task, ranks, module=model, loader=_NO_LOADER, layout=layout, alone=plan.own_loop)
                 recorder.attach(trainer.module)
                 with recorder.hooks(), replaced(checkpointing, "recomputing", recorder.tracker.inside):

@@ -16,7 +16,7 @@ from workbench.core.device import Device
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.analysis.fit import MARGIN, device_of, usable_bytes
 from workbench.memory.analysis.log import MemoryLog
-from workbench.memory.analysis.outside import is_known
+from workbench.memory.analysis.non_pytorch import is_known
 from workbench.memory.analysis.whatif import MemoryComparison, WhatIf
 from workbench.runs.launch import experiments
 from workbench.runs.run import Run
@@ -138,7 +138,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
     from workbench.memory.estimate.building import build
     from workbench.memory.estimate.cuda.overrides import replaced
     from workbench.memory.estimate.dry_run import dry_run
-    from workbench.memory.estimate.errors import refused
+    from workbench.memory.estimate.errors import estimate_errors
     from workbench.memory.estimate.fake_process_group import fake_process_group
     from workbench.train import checkpointing
     from workbench.train.layout import Layout
@@ -157,7 +157,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
             run.model(model)
             if not dealt:
                 recorder.attach(model)
-            with refused(recorder, model, plan.example), pretended(Pretence(born=recorder.leave_out, working=recorder.pause)):
+            with estimate_errors(recorder, model, plan.example), pretended(Pretence(born=recorder.leave_out, working=recorder.pause)):
                 with run.host(model) if dealt else contextlib.nullcontext():
                     trainer = Trainer(spec, plan.task, ranks, module=model, loader=NO_LOADER, layout=layout, alone=plan.own_loop)
                 recorder.attach(trainer.module)

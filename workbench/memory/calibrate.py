@@ -1,4 +1,4 @@
-"""Calibrating: learn from a few runs on this machine's GPU what a process takes there beside what its allocator reserves."""
+"""Calibrates a GPU: learns from a few runs on it what a process takes there beside what PyTorch's allocator reserves."""
 
 import csv
 import os
@@ -13,7 +13,7 @@ from workbench.core import units
 from workbench.core.checks import whole_number
 from workbench.core.display import table as display
 from workbench.memory.analysis.breakdown import MemoryBreakdown
-from workbench.memory.analysis.outside import FEWEST, MIB, OutsideFit, fit_outside, fits_file, save_fit, set_damaged_aside
+from workbench.memory.analysis.non_pytorch import FEWEST, MIB, NonPyTorchFit, fit_non_pytorch, fits_file, save_fit, set_damaged_aside
 from workbench.memory.api import measure_memory
 from workbench.runs.failure import RunError
 from workbench.runs.launch import environment
@@ -65,12 +65,12 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutsideCalibration(display.Shown):
+class Calibration(display.Shown):
     """What lies outside of the allocator on this machine's GPU, learned from runs; `estimate_memory(device=…)` uses it from now on."""
 
     points: tuple[Point, ...]
     """One per run."""
-    fit: OutsideFit
+    fit: NonPyTorchFit
     """The line through them."""
     path: Path | None = None
     """Where it is kept; None = it could not be."""
@@ -117,10 +117,10 @@ class OutsideCalibration(display.Shown):
         return self.fit.base + self.fit.slope * point.reserved
 
     def __repr__(self) -> str:
-        return f"OutsideCalibration({self.fit.device!r}, {len(self.points)} runs)"
+        return f"Calibration({self.fit.device!r}, {len(self.points)} runs)"
 
 
-def calibrate(models: int = 4, *, tell: Callable[[str], None] | None = None) -> OutsideCalibration:
+def calibrate(models: int = 4, *, tell: Callable[[str], None] | None = None) -> Calibration:
     """Learn what a process takes on this machine's GPU beside what its allocator reserves: the context, the kernels' code, libraries.
 
     Each of a few models takes some steps at three batch sizes, each in fresh processes; the line device used = a + b · reserved that is off
@@ -148,7 +148,7 @@ def calibrated(
     torch: str | None = None,
     path: Path | None = None,
     tell: Callable[[str], None] | None = None,
-) -> OutsideCalibration:
+) -> Calibration:
     """Run specs, fit the line through what they took, and keep it.
 
     Args:
@@ -185,9 +185,9 @@ def calibrated(
     if busiest > 100 * MIB:
         notes.append(f"others had up to {units.bytes_(busiest)} of the GPU, which was subtracted: better nobody else is there")
     version = environment.versions().get("torch", "") if torch is None else torch
-    fit = fit_outside([(point.reserved, point.used) for point in points], gpu.name, driver=gpu.driver, torch=version)
+    fit = fit_non_pytorch([(point.reserved, point.used) for point in points], gpu.name, driver=gpu.driver, torch=version)
     kept, said = _kept(fit, path)
-    return OutsideCalibration(points=tuple(points), fit=fit, path=kept, notes=(*notes, *said))
+    return Calibration(points=tuple(points), fit=fit, path=kept, notes=(*notes, *said))
 
 
 def _point(spec: RunSpec, found: MemoryBreakdown, before: int) -> Point:
@@ -197,7 +197,7 @@ def _point(spec: RunSpec, found: MemoryBreakdown, before: int) -> Point:
     return Point(task=label(spec.task), micro_batch=spec.micro_batch, reserved=found.reserved, used=used)
 
 
-def _kept(fit: OutsideFit, path: Path | None) -> tuple[Path | None, list[str]]:
+def _kept(fit: NonPyTorchFit, path: Path | None) -> tuple[Path | None, list[str]]:
     """Where a fit is kept, and what is to be said about it; a file that cannot be written does not cost what was measured."""
     notes = []
     try:

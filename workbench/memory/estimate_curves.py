@@ -1,7 +1,7 @@
-"""Curves: what fake runs found, and everything between them: exact along the numbers that memory depends on smoothly.
+"""Curves: keeps what dry runs found, and gives everything between them: exact along numbers that memory depends on smoothly.
 
-Two runs of one program make every storage a line, three a parabola (`memory.family`). Where the program changes on the way (a kernel that
-sorts from some size on), the stretch is halved until its ends do the same.
+Two runs of one program make every storage a line, three a parabola (`memory.analysis.family`). Where the program changes on the way (a
+kernel that sorts from some size on), the stretch is halved until its ends do the same.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,12 +1,8 @@
-"""Estimator: the worker as seen from outside. Started at the first question, started again after a crash, gone with this process.
+"""Estimator: makes dry runs in a process of its own (`python -m workbench.programs.estimate_worker`), for whoever must not wait for them.
 
-What goes over the wire to a worker and back: one line of JSON for a question, one for its answer.
-
-Estimators: fake runs in a process of their own, for whoever must not wait for them or be disturbed by them.
-
-A fake run replaces functions of torch for the whole process while it lasts, and takes seconds: nothing for the kernel of a notebook, where
-cells run beside it. `client.Estimator` starts a worker (`python -m workbench.programs.estimate_worker`), asks it `wire.Question`s, and gets
-`wire.Answer`s: the logs of fake runs, which numpy alone can read. `curves.Curves` keeps them, and makes everything between of them.
+A dry run replaces functions of torch for the whole process while it lasts, and takes seconds: nothing for a notebook's kernel, where cells
+run beside it. The worker starts at the first Question, starts again after a crash, and ends with this process. A Question and its Answer,
+the log of a dry run, which numpy alone can read, are one line of JSON each.
 """
 
 import atexit
@@ -91,7 +87,7 @@ class Answer:
 
 
 _WORDS = ("category", "phase", "module", "op")
-_NUMBERS = ("size", "step", "micro", "born", "died")
+_NUMBERS = ("size", "step", "micro", "allocated_at", "freed_at")
 
 
 def log_to_json(log: MemoryLog) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Climbing: the cheapest changes, in time, that make a step fit, one on top of another."""
+"""Searches the changes of a step that make it fit a device and cost the least time, one on top of another."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Largest: the largest micro-batch that fits, by fake runs and what is exact between them; nothing is a line through peaks."""
+"""Finds the largest micro-batch that fits a device, from two dry runs and what is exact between them."""
 
 import dataclasses
 import sys

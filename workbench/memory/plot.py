@@ -1,9 +1,4 @@
-"""Where the memory goes: one stacked bar per breakdown, what the allocator reserves and what lies outside of it, and what a device has.
-
-Memory after one change on top of another, against what a device has.
-
-Memory over the steps: stacked areas of the groups, the phases behind them, and the peak with its moment in words.
-"""
+"""Draws memory: bars of breakdowns, bars of a ladder of changes, and stacked areas over the steps."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from workbench.memory.analysis.fit import MARGIN, less_margin
-from workbench.memory.analysis.outside import outside_of
+from workbench.memory.analysis.non_pytorch import non_pytorch_memory
 from workbench.memory.analysis.whatif import needed
 from workbench.memory.api import estimate_memory
 from workbench.memory.max_micro_batch import NODES, max_micro_batch
@@ -42,7 +42,7 @@ def choose_micro_batch(spec: RunSpec, *, device: str, room: int, margin: float =
         dataset = task.dataset()
         example = sample_batch(dataclasses.replace(task, dataset=lambda: dataset), NODES[0])
     most, stream = most_samples(dataset, spec)
-    context = 0 if device == "cpu" else outside_of(device).mid  # a need on the device, but no part of `room`
+    context = 0 if device == "cpu" else non_pytorch_memory(device).mid  # a need on the device, but no part of `room`
     limit = less_margin(room, margin) + context
     estimate, size = estimate_memory(spec, example, device=device, micro_batch=most), most
     if needed(estimate) > limit:

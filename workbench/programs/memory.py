@@ -95,14 +95,14 @@ def _leave_out_seen(recorder: Recorder, model: nn.Module) -> None:
     for index, record in enumerate(log.records):
         if record.phase == "backward" and record.op in _WRITING:
             sizes = first
-        elif record.phase == "forward" and record.died is None and record.category is None:
+        elif record.phase == "forward" and record.freed_at is None and record.category is None:
             sizes = rebuilt
         else:
             continue
         if sizes[record.size] > 0:
             sizes[record.size] -= 1
             record.size, record.category = 0, "bucket"
-            log.events[record.born] = Event(ALLOC, index, 0)
+            log.events[record.allocated_at] = Event(ALLOC, index, 0)
 
 
 _WRITING = ("aten.mul.out", "aten.copy_.default", "aten.zero_.default")

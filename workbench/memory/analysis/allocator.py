@@ -1,10 +1,8 @@
-"""CachingAllocator: CUDA's caching allocator in arithmetic. From births and deaths of storages to the segments taken from the driver.
+"""CachingAllocator: simulates CUDA's caching allocator: from allocations and frees of storages to the segments taken from the driver.
 
 Source: c10/core/AllocatorConfig.h and c10/cuda/CUDACachingAllocator.cpp of torch 2.13. Left out: several streams (`record_stream` delays
 frees), private pools of CUDA graphs, `garbage_collection_threshold`. Addresses are not modelled between segments: where several free blocks
-have the best size, that of the oldest segment is taken, and in it the lowest.
-
-Blocks: the pieces that segments are cut into, and the pool of those that are free.
+have the best size, that of the oldest segment is taken, and in it the lowest. Segments are cut into Blocks; a Pool has those that are free.
 """
 
 import bisect

@@ -18,7 +18,7 @@ from workbench.memory.analysis.allocator import CachingAllocator
 from workbench.memory.analysis.fit import Fit, fit
 from workbench.memory.analysis.holders import Holder, Shares, holders_at, prefix, scratch_of, shares, telling, unsplit_of
 from workbench.memory.analysis.log import MemoryLog
-from workbench.memory.analysis.outside import Outside, outside_of
+from workbench.memory.analysis.non_pytorch import NonPyTorchMemory, non_pytorch_memory
 from workbench.memory.analysis.over_time import EMPTY, MemoryTimeline
 from workbench.memory.analysis.replay import Numbers, Replay
 
@@ -62,7 +62,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
     """The rest, never dropped."""
     reserved: int | None = None
     """Peak of the allocator's segments, measured or simulated; None where there is no caching allocator (CPU)."""
-    outside: Outside | None = None
+    outside: NonPyTorchMemory | None = None
     """What the process takes on the device beside them; None on a CPU."""
     peak_moment: str
     """When the peak is and what is then largest: "start of backward, step 2: log_softmax of the loss"."""
@@ -93,7 +93,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
         device: str = "cpu",
         granularity: int | None = None,
         reserved: int | None = None,
-        outside: Outside | None = None,
+        outside: NonPyTorchMemory | None = None,
         scratch: int = 0,
         retries: int = 0,
         rank: int = 0,
@@ -134,7 +134,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
             notes=notes,
         )
         if outside is None and not on_cpu:
-            outside = outside_of(device, world_size, fields["reserved"] or 0)
+            outside = non_pytorch_memory(device, world_size, fields["reserved"] or 0)
         return cls(kind=kind, title=title, device=device, rank=rank, world_size=world_size, outside=outside, **fields)
 
     @property
@@ -210,10 +210,10 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
                 f"this is memory as a CPU holds it ({self.title}); a GPU rounds, reserves and computes otherwise. "
                 f"Predict it: wb.estimate_memory(…, device={found.name!r}); or ask about a number of bytes: fits({found.memory})"
             )
-        outside = outside_of(found.name, self.world_size, self.reserved or 0) if self.device == "cuda" else self.outside
+        outside = non_pytorch_memory(found.name, self.world_size, self.reserved or 0) if self.device == "cuda" else self.outside
         return self._fit(outside, found.name, found.memory, margin)
 
-    def _fit(self, outside: Outside | None, name: str, capacity: int, margin: float) -> Fit:
+    def _fit(self, outside: NonPyTorchMemory | None, name: str, capacity: int, margin: float) -> Fit:
         """Of what is reserved and lies outside, where something is reserved; else of what is allocated."""
         if self.reserved is None:
             return fit(self.total, None, name, capacity, margin)

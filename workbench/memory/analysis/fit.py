@@ -7,7 +7,7 @@ from workbench.core import units
 from workbench.core.checks import whole_number
 from workbench.core.device import Device
 from workbench.core.display import table as display
-from workbench.memory.analysis.outside import Outside
+from workbench.memory.analysis.non_pytorch import NonPyTorchMemory
 
 MARGIN = 0.05
 """Share of a device that stays free unless said otherwise: fragmentation grows over a run, and a driver's share of the memory varies."""
@@ -87,7 +87,7 @@ class Fit(display.Shown):
         return display.frame([{**{name: getattr(self, name) for name in names}, "fits": bool(self)}])
 
 
-def fit(held: int, outside: Outside | None, name: str, capacity: int, margin: float) -> Fit:
+def fit(held: int, outside: NonPyTorchMemory | None, name: str, capacity: int, margin: float) -> Fit:
     """Whether memory fits so many bytes.
 
     Args:

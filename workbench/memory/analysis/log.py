@@ -1,4 +1,4 @@
-"""MemoryLog: every storage of some training steps, from birth to death, in the order of the program; what the fullest moment is made of."""
+"""MemoryLog: every allocation, resizing and free of storages in some training steps, in the order of the program."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,9 +28,9 @@ class Record:
     """Innermost module whose forward was running, by its name in the model; "" = the model itself or outside of it."""
     op: str
     """Operator that made it, such as "aten.addmm.default"; "" = not made by one."""
-    born: int
+    allocated_at: int
     """Position in the events."""
-    died: int | None = None
+    freed_at: int | None = None
     """Position in the events; None = it lives on."""
 
 

@@ -1,4 +1,4 @@
-"""MemoryTimeline: what each group held over some steps, thinned to what a picture can show, with nothing lost that sticks out."""
+"""MemoryTimeline: what each group held over some steps, thinned to what a picture can show; marks and peaks always stay."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Replay: a log read from begin to end. What each group holds after every event, where the peak is and when that is, in words."""
+"""Replay: reads a MemoryLog from begin to end: what each group holds after every event, where the peak is and when that is, in words."""
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -43,7 +43,7 @@ def classify(log: MemoryLog) -> None:
             continue
         if record.phase == "forward":
             begin = backward.get(record.micro)
-            kept = record.died is None or (begin is not None and record.died > begin)
+            kept = record.freed_at is None or (begin is not None and record.freed_at > begin)
             record.category = "activation" if kept else "temp_forward"
         elif record.phase == "backward" and record.module:
             record.category = "recompute"

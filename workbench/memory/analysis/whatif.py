@@ -1,9 +1,4 @@
-"""What changes do to memory, one by one: MemoryComparison.
-
-What changes do to memory, one on top of another until a step fits a device: MemoryLadder.
-
-The largest micro-batch that fits a device: MaxMicroBatch.
-"""
+"""What-ifs about memory: MemoryComparison (each change alone), MemoryLadder (changes added until it fits), MaxMicroBatch."""
 
 import math
 from collections.abc import Iterable, Mapping

@@ -1,6 +1,6 @@
-"""Building: a model with fakes for tensors, from a function that makes it or from a model that is there, which stays as it is.
+"""Builds a model with fake tensors, from a function that makes it or from a model that exists, which stays as it is.
 
-Hooks of a model: found, bound to a copy of it, and what they write to put back after a dry run.
+A model's hooks come along: they are found, bound to its copy, and what they write to is restored after a dry run.
 """
 
 import collections

@@ -1,7 +1,4 @@
-"""Dry run: training steps on fake tensors, written down by a Recorder; nothing is computed, and the process is left as it was.
-
-Answers: what a dry run says where a program asks a tensor for its value, which it has not.
-"""
+"""Dry run: takes training steps on fake tensors, which a Recorder writes down; nothing is computed, and the process stays as it was."""
 
 import contextlib
 import operator
@@ -23,11 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.harness.batches import map_tensors
 from workbench.memory.estimate import building
-from workbench.memory.estimate.cuda.semantics import cuda_semantics
+from workbench.memory.estimate.cuda.emulation import emulate_cuda
 from workbench.memory.estimate.errors import EstimateError
-from workbench.memory.estimate.external_tensors import Reals
+from workbench.memory.estimate.external_tensors import CapturedTensors
 from workbench.memory.estimate.fake_tensors import fake_tensors, foreach_on_fakes, movable_modules
-from workbench.memory.estimate.values import Values
+from workbench.memory.estimate.values import KnownValues
 from workbench.memory.measure.recorder import Recorder
 
 ENDLESS = 10_000
@@ -57,7 +54,7 @@ def _is_ours(module: str) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in _OURS)
 
 
-class Answers:
+class AssumedValues:
     """Answers to `.item()`, `bool(tensor)` and the like.
 
     Every number is 1, so sizes that are computed from it are small, and every question for something unusual (is anything not a number, is
@@ -190,41 +187,41 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         answers: what was said.
-        reals: tensors with values that the program reached.
+        captured: tensors with values that the program reached.
         values: what is known of those that are fake.
     """
 
     def __init__(self, gpu: Gpu | None) -> None:
         super().__init__(host_counters=gpu is not None)
-        self.answers, self.values = Answers(), Values()
-        self.reals = Reals(_bytes_like, lambda tensor, category: self.track(tensor, category, module=""), self._is_dry)
+        self.assumed, self.values = AssumedValues(), KnownValues()
+        self.captured = CapturedTensors(_bytes_like, lambda tensor, category: self.track(tensor, category, module=""), self._is_dry)
         self._workspace = gpu.workspace if gpu else 0
         self._handles: set[bool] = set()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on fake tensors, or answer it."""
         name = name_of(func)
-        args, kwargs = self.reals.instead(name, func, args, kwargs)
+        args, kwargs = self.captured.instead(name, func, args, kwargs)
         if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
             number = self.values.number(args[0])
-            return self.answers.of(args[0], count=self.now != "optimizer") if number is None else number
+            return self.assumed.of(args[0], count=self.now != "optimizer") if number is None else number
         if name == "equal":
             same = self.values.same(args[0], args[1])
-            return self.answers.same(args[0], args[1]) if same is None else same
+            return self.assumed.same(args[0], args[1]) if same is None else same
         if name == "mkldnn_rnn_layer" and _RECURRENT not in self.log.notes:
             self.log.notes.append(_RECURRENT)
         if self._workspace and name in _PRODUCTS:
             self._take_workspace()
         plainly = _AS_THEY_ARE.get(name, _plainly)
         out = self.values.call(func, args, kwargs, plainly) if self._is_dry() else plainly(func, args, kwargs)
-        self.answers.learn(name, args, out)
-        self.reals.made(out, args)
+        self.assumed.learn(name, args, out)
+        self.captured.made(out, args)
         return out
 
     def mark(self, phase: str) -> None:
         """Begin a phase, as a Recorder does."""
         if phase in ("between", "optimizer", "end"):
-            for leaf in self.reals.leaves:
+            for leaf in self.captured.leaves:
                 if isinstance(leaf.grad, FakeTensor):
                     self.track(leaf.grad, "gradient", module="")
         super().mark(phase)
@@ -279,7 +276,7 @@ class DryRun:
 
     def model(self, model: nn.Module) -> None:
         """Put fakes in the place of a model's tensors, in place; nothing of it is recorded yet."""
-        self.recorder.reals.owned(model)
+        self.recorder.captured.owned(model)
         with self.recorder.pause():
             building.materialise(model, building.fake_like)
 
@@ -321,17 +318,17 @@ def dry_run(gpu: Gpu | None) -> Iterator[DryRun]:
         gpu: whose memory behaviour to have; None = that of a CPU.
     """
     with contextlib.ExitStack() as stack:
-        reals = stack.enter_context(contextlib.ExitStack())  # left last, where tensors are real again
+        afterwards = stack.enter_context(contextlib.ExitStack())  # left last, where tensors are real again
         for change in (fake_tensors(), movable_modules(), foreach_on_fakes()):
             stack.enter_context(change)
-        semantics = cuda_semantics(gpu.precision, gpu.capability) if gpu else contextlib.nullcontext()
+        semantics = emulate_cuda(gpu.precision, gpu.capability) if gpu else contextlib.nullcontext()
         with semantics as met:
             recorder = FakeRecorder(gpu)
-            reals.callback(recorder.reals.put_back)
-            stack.callback(register_optimizer_step_pre_hook(recorder.reals.stepping).remove)
+            afterwards.callback(recorder.captured.put_back)
+            stack.callback(register_optimizer_step_pre_hook(recorder.captured.stepping).remove)
             with recorder:
                 yield DryRun(recorder=recorder)
-            recorder.log.notes += [*(met.notes if met else ()), *recorder.answers.notes, *recorder.reals.notes]
+            recorder.log.notes += [*(met.notes if met else ()), *recorder.assumed.notes, *recorder.captured.notes]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Refusals: why a program cannot be run on fake tensors, in words, with the module where it happened and what to try."""
+"""Turns errors of a dry run into EstimateErrors in plain words: in which module it happened, why, and what to try."""
 
 import contextlib
 import linecache
@@ -49,7 +49,7 @@ class EstimateError(ValueError):
 
 
 @contextlib.contextmanager
-def refused(recorder: Recorder, model: nn.Module, batch: Any) -> Iterator[None]:
+def estimate_errors(recorder: Recorder, model: nn.Module, batch: Any) -> Iterator[None]:
     """Inside, an error that is not in plain words yet becomes an EstimateError.
 
     Args:
@@ -58,7 +58,7 @@ def refused(recorder: Recorder, model: nn.Module, batch: Any) -> Iterator[None]:
         batch: what it is given.
     """
     recorder.log.notes += notes_of(model)
-    answers: Any = getattr(recorder, "answers", None)
+    answers: Any = getattr(recorder, "assumed", None)
     if answers is not None:
         answers.moment = lambda: (recorder.step, recorder.now)
     try:
@@ -69,13 +69,13 @@ def refused(recorder: Recorder, model: nn.Module, batch: Any) -> Iterator[None]:
     except Exception as error:
         module = recorder.tracker.failed(error)
         kind = recorder.log.modules.get(module or "", type(model).__name__)
-        raise refusal(error, module=module, kind=kind, batch=batch, doing=DOING[recorder.now]) from error
+        raise explained(error, module=module, kind=kind, batch=batch, doing=DOING[recorder.now]) from error
     finally:
         if answers is not None:
             answers.moment = _nothing
 
 
-def refusal(error: BaseException, *, module: str | None, kind: str, batch: Any, doing: str) -> EstimateError:
+def explained(error: BaseException, *, module: str | None, kind: str, batch: Any, doing: str) -> EstimateError:
     """The error that a user should see.
 
     Args:

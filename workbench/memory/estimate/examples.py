@@ -1,4 +1,4 @@
-"""Examples: a batch whose shapes are those of a run, and the loss of a model for which none is given."""
+"""Makes a batch whose shapes are those of a run, and a loss for a model that came without one."""
 
 import dataclasses
 import inspect

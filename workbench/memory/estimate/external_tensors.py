@@ -1,6 +1,6 @@
-"""Reals: what happens in a dry run to tensors with values that the program reaches without being given them, such as those of a criterion.
+"""CapturedTensors: real tensors that a program reaches in a dry run without being given them, such as the weights of a criterion.
 
-A fake one stands in the place of each, so that nothing is written to it, and on leaving it has the gradient that it had before.
+A fake tensor stands in for each, so that nothing is written to it, and at the end it has the gradient that it had before.
 """
 
 import weakref
@@ -23,7 +23,7 @@ _AS_THEY_ARE = ("lift_fresh", "lift_fresh_copy", "lift", "_local_scalar_dense", 
 Track = Callable[[Tensor, str], None]
 
 
-class Reals:
+class CapturedTensors:
     """The real tensors that a dry run meets, and their stand-ins.
 
     Attributes:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from workbench.memory.estimate.cuda.overrides import replaced
 
 
-class _Discreet(type):
+class _HiddenFakeTensor(type):
     """Makes a stand-in for the class of fake tensors, which knows its own among strangers only when torch asks."""
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -27,9 +27,9 @@ class _Discreet(type):
 
 
 @contextlib.contextmanager
-def unrecognised() -> Iterator[None]:
+def hidden_from_isinstance() -> Iterator[None]:
     """Inside, `isinstance(tensor, torch._subclasses.FakeTensor)` is False, except where torch itself asks."""
-    torch._subclasses.FakeTensor = _Discreet("FakeTensor", (), {})  # type: ignore[misc, assignment]
+    torch._subclasses.FakeTensor = _HiddenFakeTensor("FakeTensor", (), {})  # type: ignore[misc, assignment]
     try:
         yield
     finally:
@@ -40,7 +40,7 @@ def unrecognised() -> Iterator[None]:
 def fake_tensors() -> Iterator[None]:
     """Inside, tensors have a shape and a type but no values; real ones, such as a mask that a module keeps, may take part.
 
-    Who asks whether a tensor is a fake one is told that it is not (see `discreet`).
+    Who asks whether a tensor is a fake one is told that it is not (see `hidden_from_isinstance`).
     """
     with (
         torch.inference_mode(False),
@@ -48,7 +48,7 @@ def fake_tensors() -> Iterator[None]:
         no_autocast(),
         quiet(),
         formatted(),
-        unrecognised(),
+        hidden_from_isinstance(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield

@@ -1,4 +1,4 @@
-"""Plan: what is estimated, with nothing left to choose; made of whatever a user gives."""
+"""Plan: what is estimated, with every choice made; built from whatever a user gives."""
 
 import dataclasses
 import inspect
@@ -12,7 +12,7 @@ from torch.nn.modules.loss import _Loss
 
 from workbench.core.checks import whole_number
 from workbench.core.device import Device
-from workbench.memory.analysis.outside import cublas_workspace
+from workbench.memory.analysis.non_pytorch import cublas_workspace
 from workbench.memory.estimate.building import copied
 from workbench.memory.estimate.dry_run import Gpu
 from workbench.memory.estimate.errors import EstimateError

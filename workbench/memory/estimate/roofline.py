@@ -1,4 +1,4 @@
-"""Roofline: the least time that a device needs for a step's operators, counted on the same fake run that gives the memory."""
+"""Roofline: the least time that a device needs for a step's operators, counted in the dry run that gives the memory."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Values: what a dry run knows of tensors that follow from the batch's whole numbers, such as its lengths and its masks."""
+"""KnownValues: what a dry run knows of tensors that follow from the batch's whole numbers, such as its lengths and its masks."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ class _Known(NamedTuple):
     storage: int
 
 
-class Values:
+class KnownValues:
     """The values of fake tensors that a program's own operators compute of what is known: whole numbers and truth values of the batch.
 
     Nothing that the program has itself is ever written to: what is computed with is a copy.

@@ -1,8 +1,8 @@
-"""Allocations: what the allocator itself says of each step. The truth that a record of tensors is held against.
+"""Allocations: what the allocator itself counts in each step, against which a record of tensors is checked.
 
-On a CPU: the running sum of what torch's profiler notes at every request and every return. It sees what no operator shows, such as the
-scratch of a convolution's kernel. What was taken before it began it does not know when it is given back, and what other threads give back
-(gloo's) it misses; so each step is counted from what lives when it begins, and the sum cannot drift from step to step. On CUDA: the
+On a CPU it is the running sum of what torch's profiler notes at every request and every return. It sees what no operator shows, such as the
+scratch of a convolution's kernel. It does not know what was taken before it began, when that is given back, and misses what other threads
+give back (gloo's); so each step is counted from what lives when it begins, and the sum cannot drift from step to step. On CUDA it is the
 allocator's own counters.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from workbench.memory.analysis.outside import Outside
+from workbench.memory.analysis.non_pytorch import NonPyTorchMemory
 from workbench.traces.measure.profiler import without_kineto_lines
 
 STEP = "workbench memory step"
@@ -37,7 +37,7 @@ class Allocations:
         self.trouble: str | None = None
         self.reserved: int | None = None
         self.retries = 0
-        self.outside: Outside | None = None
+        self.outside: NonPyTorchMemory | None = None
 
     def begin(self) -> None:
         """A step begins."""
@@ -150,7 +150,7 @@ class OnDevice(Allocations):
             free, total = torch.cuda.mem_get_info(self._device)
             beside = max(0, total - free - torch.cuda.memory_reserved(self._device))
             source = "measured: what the driver counts beyond the allocator's segments, other processes on the device included"
-            self.outside = Outside(low=beside, mid=beside, high=beside, source=source)
+            self.outside = NonPyTorchMemory(low=beside, mid=beside, high=beside, source=source)
 
     def _retries(self) -> int:
         return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))

@@ -1,7 +1,4 @@
-"""Leaks: memory that grows from step to step, by who made it and by the Python variable that keeps it alive.
-
-Referrers: the Python variable that keeps a tensor alive, found by asking the garbage collector who refers to it.
-"""
+"""Leaks: finds memory that grows from step to step: who made it, and which Python variable keeps it alive."""
 
 import gc
 import statistics
@@ -327,7 +324,7 @@ def left_behind(log: MemoryLog, but: Collection[int] = ()) -> dict[int, list[int
     last = max((mark.step for mark in log.marks), default=0)
     found: dict[int, list[int]] = {step: [] for step in range(1, last - OLD + 1)}
     for index, record in enumerate(log.records):
-        if record.step in found and record.died is None and record.size and record.category not in _TO_STAY and index not in but:
+        if record.step in found and record.freed_at is None and record.size and record.category not in _TO_STAY and index not in but:
             found[record.step].append(index)
     return found
 

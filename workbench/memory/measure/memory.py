@@ -1,7 +1,4 @@
-"""Memory of real steps: every storage recorded from birth to death, and held against what the allocator itself says.
-
-Stepping: where the phases of a user's own step begin, for a Recorder; found by hooks, while the step stays as it is.
-"""
+"""Measures real steps: every storage is recorded from allocation to free, and checked against what the allocator itself counts."""
 
 import contextlib
 import gc
@@ -213,7 +210,7 @@ def breakdown(
             f"{units.bytes_(scratch)} of it belong to no tensor: memory inside kernels, or what threads of the communication gave back "
             "without torch's profiler seeing it; more steps (steps=…) tell them apart, as the least is taken"
         )
-    cycles = sum(log.records[index].size for index in cyclic if log.records[index].born <= replay.peak)
+    cycles = sum(log.records[index].size for index in cyclic if log.records[index].allocated_at <= replay.peak)
     if cycles > APART * int(replay.total[replay.peak]):
         said.append(
             f"{units.bytes_(cycles)} of it lie in reference cycles: freed by gc only, which is off while this is measured, so that a run "
@@ -323,7 +320,7 @@ def freed_by_collector(recorder: Recorder) -> set[int]:
     freed = {event.index for event in log.events[over:]}
     del log.events[over:]
     for index in freed:
-        log.records[index].died = None
+        log.records[index].freed_at = None
     return freed
 
 

@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._elsewhere.add(index)
             record = self.log.records[index]
             record.size = self._sizes[index] = 0
-            self.log.events[record.born] = Event(ALLOC, index, 0)
+            self.log.events[record.allocated_at] = Event(ALLOC, index, 0)
 
     def bring(self, tensor: Tensor) -> None:
         """Count the storages of a tensor, which have been left out, from now on."""
@@ -293,7 +293,7 @@ def _died(recorder: "weakref.ref[Recorder]", address: int, index: int) -> None:
     one = recorder()
     if one is not None and one._live.get(address) == index and not one._closed:
         del one._live[address]
-        one.log.records[index].died = len(one.log.events)
+        one.log.records[index].freed_at = len(one.log.events)
         one.log.events.append(Event(FREE, index, 0))
 
 

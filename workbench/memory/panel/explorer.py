@@ -1,4 +1,4 @@
-"""MemoryExplorer: turn a knob and see what a step's memory becomes, and whether it fits."""
+"""MemoryExplorer: a notebook panel whose knobs show what a step's memory becomes, and whether it fits."""
 
 import threading
 from typing import Any

@@ -1,7 +1,4 @@
-"""HTML of a step's memory: pure functions, used by the live explorer and by its static face alike. Rules as in `faces`.
-
-Icicle and timeline of a breakdown, as HTML: who holds the peak, module by module, and what was held over the steps.
-"""
+"""Makes HTML of a step's memory, for the live explorer and its static face: bars, an icicle of modules, memory over the steps."""
 
 from __future__ import annotations
 

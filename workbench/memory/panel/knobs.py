@@ -1,4 +1,4 @@
-"""The knobs that decide most about a step's memory, as widgets, and the places at which they can stand."""
+"""ExplorerKnobs: widgets for the knobs that decide most about a step's memory, and the values that their sliders offer."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -9,7 +9,7 @@ from workbench.cluster.analysis.plan.layouts import SHARINGS, Floats, Layouts
 from workbench.cluster.analysis.plan.ranges import HELD
 from workbench.cluster.analysis.plan.subject import Subject
 from workbench.core.statistics import Interval
-from workbench.memory.analysis.outside import outside_of
+from workbench.memory.analysis.non_pytorch import non_pytorch_memory
 
 _STAGE = {sharing: stage for stage, sharing in enumerate(("ddp", "zero1", "zero2", "fsdp"))} | {"hsdp": 3}
 """Sharing → stage of ZeRO."""
@@ -55,7 +55,7 @@ def memory(subject: Subject, found: Layouts, device: str, held: Interval = HELD)
     layer: Floats = (subject.parameters - subject.shared) / subject.layers / t
     gathered = np.where((stage == 3) & (found.data > 1), layer * (2 * weights + gradients), 0.0)
     buckets = np.where((stage < 2) & (found.data > 1), own * subject.buckets, 0.0)
-    alone, several = outside_of(device, 1), outside_of(device, 2)
+    alone, several = non_pytorch_memory(device, 1), non_pytorch_memory(device, 2)
     reckoned = {
         "weights": own * weights / np.where(stage >= 3, found.shard, 1) + gathered,
         "gradients": own * gradients / np.where(stage >= 2, found.shard, 1) + buckets,

@@ -22,7 +22,7 @@ from workbench.cluster.analysis.plan.subject import Subject
 from workbench.cluster.analysis.plan.timing import PARTS, Pace, Seconds, seconds
 from workbench.core import units
 from workbench.core.statistics import Interval
-from workbench.memory.analysis.outside import outside_of
+from workbench.memory.analysis.non_pytorch import non_pytorch_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ class Question:
         links = (
             f"{intra} of the links' bandwidth" if intra == inter else f"{intra} of the links' bandwidth inside nodes, {inter} between them"
         )
-        beside, held = outside_of(self.cluster.device.name, 2), self.held
+        beside, held = non_pytorch_memory(self.cluster.device.name, 2), self.held
         times = f"{held.low:g}" if held.low == held.high else f"{held.low:g} … {held.high:g}"
         source = "as given" if self.own_held else HELD_SOURCES[bool(self.subject.counted)]
         return (

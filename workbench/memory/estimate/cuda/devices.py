@@ -1,4 +1,4 @@
-"""Devices: a program that says "cuda" finds the CPU's (fake) tensors; optimizers and clipping choose what they choose on CUDA."""
+"""Lets a program that says "cuda" find the CPU's (fake) tensors; optimizers and gradient clipping choose what they choose on CUDA."""
 
 import contextlib
 from collections.abc import Callable, Iterator

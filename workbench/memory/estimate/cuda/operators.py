@@ -203,7 +203,7 @@ class Convolution:
 def convolution_workspace(convolution: Convolution, capability: tuple[int, int]) -> int:
     """Bytes of scratch that cuDNN takes for a convolution: 0, for it is not known without having been measured.
 
-    Pass a function of these arguments as `cuda_semantics(convolution_workspace=…)` where it has been.
+    Pass a function of these arguments as `emulate_cuda(convolution_workspace=…)` where it has been.
     """
     return 0
 

@@ -1,4 +1,4 @@
-"""Overrides: Python kernels laid over torch's own in the dispatcher, for the time of a `with` block; attributes replaced likewise."""
+"""Overrides: lays Python kernels over torch's own in the dispatcher for the time of a `with` block; attributes likewise."""
 
 import contextlib
 import inspect

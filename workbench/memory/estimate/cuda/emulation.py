@@ -1,10 +1,10 @@
-"""Semantics: CPU tensors that cost in memory what CUDA tensors would, through forward, backward, recomputation and optimizer.
+"""Emulates CUDA: CPU tensors that cost in memory what CUDA tensors would, through forward, backward, recomputation and optimizer.
 
-    with FakeTensorMode(allow_non_fake_inputs=True), cuda_semantics(torch.bfloat16) as semantics:
+    with FakeTensorMode(allow_non_fake_inputs=True), emulate_cuda(torch.bfloat16) as emulation:
         with torch.autocast("cpu", torch.bfloat16):     # or "cuda": the same here
             loss = model(batch)
         loss.backward()
-    print(semantics.notes)
+    print(emulation.notes)
 
 Enter it inside the fake mode. The overrides lie in the dispatcher, so it does not matter how a function was imported, and calls from C++,
 from checkpointing's recomputation and from autograd's threads come through them. What is modelled is CUDA 11 and newer, eager, with the
@@ -41,6 +41,7 @@ tensors unfused attention adds its mask to a copy of the scores.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import torch
 
@@ -50,11 +51,14 @@ from workbench.memory.estimate.cuda.overrides import Overrides
 AMPERE = (8, 0)
 """Compute capability taken where none is given: all of attention's backends, bf16."""
 
-_active: list["Semantics"] = []
+MODULES: tuple[ModuleType, ...] = (operators, devices, recurrent)
+"""Each has `install`, which takes nothing but the overrides."""
+
+_active: list["CudaEmulation"] = []
 
 
-class Semantics:
-    """What `cuda_semantics` hands out: what was met while it was on.
+class CudaEmulation:
+    """What `emulate_cuda` hands out: what was met while it was on.
 
     Attributes:
         precision: of autocast; None = the program opens none.
@@ -96,13 +100,13 @@ class Semantics:
 
 
 @contextlib.contextmanager
-def cuda_semantics(
+def emulate_cuda(
     precision: torch.dtype | None,
     capability: tuple[int, int] | None = None,
     *,
     convolution_workspace: Callable[[operators.Convolution, tuple[int, int]], int] = operators.convolution_workspace,
     prefer_cudnn: bool = False,
-) -> Iterator[Semantics]:
+) -> Iterator[CudaEmulation]:
     """Let CPU tensors cost in memory what CUDA tensors would, until the end of the block; then all is as it was. They may be real ones,
     except where attention is fused: those kernels are CUDA's alone.
 
@@ -120,7 +124,7 @@ def cuda_semantics(
         ValueError: when it is already on, or for a precision or capability that is none.
     """
     if _active:
-        raise ValueError("cuda_semantics is already on: it cannot be nested, nor used in two threads at once. Leave the outer block first.")
+        raise ValueError("emulate_cuda is already on: it cannot be nested, nor used in two threads at once. Leave the outer block first.")
     if precision not in (None, torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
             f"precision is {precision!r}. CUDA's autocast takes torch.bfloat16 or torch.float16; None (or torch.float32) means no autocast."
@@ -128,17 +132,17 @@ def cuda_semantics(
     given = AMPERE if capability is None else capability
     if len(given) != 2 or not all(isinstance(part, int) and part >= 0 for part in given):
         raise ValueError(f"capability is {capability!r}: give two numbers, such as (8, 0) for an A100 or (9, 0) for an H100, or None.")
-    semantics = Semantics(None if precision is torch.float32 else precision, given, convolution_workspace, prefer_cudnn)
+    emulation = CudaEmulation(None if precision is torch.float32 else precision, given, convolution_workspace, prefer_cudnn)
     with contextlib.ExitStack() as stack:
-        _active.append(semantics)
-        stack.callback(_active.remove, semantics)
+        _active.append(emulation)
+        stack.callback(_active.remove, emulation)
         overrides = Overrides()
         stack.callback(overrides.close)
-        for module in (operators, devices, recurrent):
+        for module in MODULES:
             module.install(overrides)
-        semantics.attention.install(overrides)
-        semantics.workspaces.install(overrides)
+        emulation.attention.install(overrides)
+        emulation.workspaces.install(overrides)
         weights = autocast.install(overrides)
         for change in (autocast.cuda_means_cpu(weights), devices.cuda_means_cpu(given), devices.foreach_by_default()):
             stack.enter_context(change)
-        yield semantics
+        yield emulation

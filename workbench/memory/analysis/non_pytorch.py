@@ -1,7 +1,7 @@
-"""Outside: what a process takes on a GPU beside PyTorch's allocator (context, kernels' code, NCCL). Ranges with a source, never a guess.
+"""Memory of a process on a GPU beside PyTorch's allocator (context, kernels' code, NCCL): ranges with a source, never a guess.
 
 device used = reserved + outside. Figures of one GPU are never used for another: where nothing was measured there is the stated range of
-what has been published for any, until `fit_outside` has learned the own GPU's from a few runs on it.
+what has been published for any, until `fit_non_pytorch` has learned the own GPU's from a few runs on it.
 """
 
 import json
@@ -28,7 +28,7 @@ _DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outside(JsonDataclass):
+class NonPyTorchMemory(JsonDataclass):
     """Bytes on the device that are not in the caching allocator's segments."""
 
     low: int
@@ -40,8 +40,8 @@ class Outside(JsonDataclass):
     source: str
     """Where the figures come from."""
 
-    def __add__(self, other: "Outside") -> "Outside":
-        return Outside(
+    def __add__(self, other: "NonPyTorchMemory") -> "NonPyTorchMemory":
+        return NonPyTorchMemory(
             low=self.low + other.low, mid=self.mid + other.mid, high=self.high + other.high, source=f"{self.source}; {other.source}"
         )
 
@@ -49,7 +49,7 @@ class Outside(JsonDataclass):
         return f"{units.bytes_(self.mid)} ({units.bytes_(self.low)} … {units.bytes_(self.high)}): {self.source}"
 
 
-CONTEXT = Outside(
+CONTEXT = NonPyTorchMemory(
     low=287_047_680,
     mid=426 * MIB,
     high=round(1.79 * _GIB),
@@ -57,7 +57,7 @@ CONTEXT = Outside(
     "1.79 GiB (vllm #10511, with libraries)",
 )
 """CUDA's context and the kernels' code, on a GPU of which nothing better is known; since torch 1.13 modules are loaded at first use."""
-NCCL = Outside(
+NCCL = NonPyTorchMemory(
     low=8 * MIB,
     mid=256 * MIB,
     high=round(1.79 * _GIB),
@@ -67,7 +67,7 @@ NCCL = Outside(
 """Buffers of the ranks' communication."""
 
 
-def outside_of(device: str, world_size: int = 1, reserved: int = 0, path: Path | None = None) -> Outside:
+def non_pytorch_memory(device: str, world_size: int = 1, reserved: int = 0, path: Path | None = None) -> NonPyTorchMemory:
     """What lies outside the allocator on a GPU: from the user's own fit if there is one, else as published.
 
     Args:
@@ -88,12 +88,12 @@ def is_known(device: str, path: Path | None = None) -> bool:
     return _published(name) is not CONTEXT or any(_known(fit.device) == name for fit in load_fits(path))
 
 
-def _published(device: str) -> Outside:
+def _published(device: str) -> NonPyTorchMemory:
     """The context of a GPU as the table of devices has it, else that of any."""
     known = Device.known(device)
     if known is None or known.context is None:
         return CONTEXT
-    return Outside(low=CONTEXT.low, mid=CONTEXT.mid, high=known.context, source=known.context_source)
+    return NonPyTorchMemory(low=CONTEXT.low, mid=CONTEXT.mid, high=known.context, source=known.context_source)
 
 
 def cublas_workspace(capability: tuple[int, int] | None) -> int:
@@ -112,7 +112,7 @@ def cublas_workspace(capability: tuple[int, int] | None) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutsideFit(JsonDataclass):
+class NonPyTorchFit(JsonDataclass):
     """device used = base + slope · reserved, on one GPU with one driver and one torch. The slope is near 1; its excess grows along."""
 
     device: str
@@ -137,7 +137,7 @@ class OutsideFit(JsonDataclass):
         """Largest residual, without its sign."""
         return max(abs(residual) for residual in self.residuals)
 
-    def outside(self, reserved: int = 0) -> Outside:
+    def outside(self, reserved: int = 0) -> NonPyTorchMemory:
         """What lies outside when so much is reserved."""
         mid = self.base + (self.slope - 1) * reserved
         source = (
@@ -146,10 +146,10 @@ class OutsideFit(JsonDataclass):
             f"{units.bytes_(self.base)} + {self.slope:.4f} · reserved, at most {units.percent(self.worst)} off"
         )
         low, high = (max(0, round(mid + reach)) for reach in self.spread)
-        return Outside(low=low, mid=max(0, round(mid)), high=high, source=source)
+        return NonPyTorchMemory(low=low, mid=max(0, round(mid)), high=high, source=source)
 
 
-def fit_outside(points: Sequence[tuple[int, int]], device: str, *, driver: str = "", torch: str = "") -> OutsideFit:
+def fit_non_pytorch(points: Sequence[tuple[int, int]], device: str, *, driver: str = "", torch: str = "") -> NonPyTorchFit:
     """The line through runs on one GPU that is off by the least in relative terms (least squares of measured over fitted, less 1).
 
     Args:
@@ -171,7 +171,7 @@ def fit_outside(points: Sequence[tuple[int, int]], device: str, *, driver: str =
     design = np.stack([1 / used, reserved / used], axis=1)
     base, slope = np.linalg.lstsq(design, np.ones(len(used)), rcond=None)[0].tolist()
     off = used - (base + slope * reserved)
-    return OutsideFit(
+    return NonPyTorchFit(
         device=_known(device),
         base=base,
         slope=slope,
@@ -190,7 +190,7 @@ def fits_file() -> Path:
     return folder / "memory-outside.json"
 
 
-def load_fits(path: Path | None = None) -> list[OutsideFit]:
+def load_fits(path: Path | None = None) -> list[NonPyTorchFit]:
     """The fits on file, oldest first; none where the file is not there or cannot be read."""
     try:
         return _read(path or fits_file())
@@ -198,8 +198,8 @@ def load_fits(path: Path | None = None) -> list[OutsideFit]:
         return []
 
 
-def _read(path: Path) -> list[OutsideFit]:
-    return [OutsideFit.from_json(row) for row in json.loads(path.read_text(encoding="utf-8"))]
+def _read(path: Path) -> list[NonPyTorchFit]:
+    return [NonPyTorchFit.from_json(row) for row in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def set_damaged_aside(path: Path | None = None) -> Path | None:
@@ -223,7 +223,7 @@ def set_damaged_aside(path: Path | None = None) -> Path | None:
     return None
 
 
-def save_fit(fit: OutsideFit, path: Path | None = None) -> Path:
+def save_fit(fit: NonPyTorchFit, path: Path | None = None) -> Path:
     """Add a fit to the file; it takes the place of one for the same GPU, driver and torch. What is no file of fits is set aside first.
 
     Returns:

@@ -1,4 +1,4 @@
-"""CPU tensors under `cuda_semantics`: what autograd saves and kernels take are CUDA's, to the byte; and nothing is left behind."""
+"""CPU tensors under `emulate_cuda`: what autograd saves and kernels take are CUDA's, to the byte; and nothing is left behind."""
 
 import gc
 import math
@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests import attention_values
-from workbench.memory.estimate.cuda import attention, autocast, operators, semantics
+from workbench.memory.estimate.cuda import attention, autocast, emulation, operators
 from workbench.memory.estimate.cuda import recurrent as semantics_recurrent
-from workbench.memory.estimate.cuda.semantics import cuda_semantics
+from workbench.memory.estimate.cuda.emulation import emulate_cuda
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -34,7 +34,7 @@ HALF = (torch.bfloat16, torch.float16)
 @pytest.fixture(autouse=True)
 def values_of_fused_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real CPU tensors go through fused attention, too."""
-    monkeypatch.setattr(semantics, "_SIMPLE", (*semantics._SIMPLE, attention_values))
+    monkeypatch.setattr(emulation, "MODULES", (*emulation.MODULES, attention_values))
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def heads(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 @given(rows=st.integers(2, 50), columns=st.integers(2, 50))
 @settings(max_examples=10, deadline=None)
 def test_dropout_keeps_one_byte_per_element(rows: int, columns: int) -> None:
-    with FakeTensorMode(), cuda_semantics(None):
+    with FakeTensorMode(), emulate_cuda(None):
         x = torch.randn(rows, columns, 8, requires_grad=True)
         for drop in (functional.dropout, imported_by_name, nn.Dropout(0.5), torch.dropout):
             kept = saved(drop, x, *((0.5, True) if drop is torch.dropout else ()))
@@ -109,7 +109,7 @@ def test_dropout_keeps_one_byte_per_element(rows: int, columns: int) -> None:
 
 def test_dropout_works_on_values_and_does_nothing_in_evaluation() -> None:
     x = torch.ones(1000, requires_grad=True)
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         y = functional.dropout(x, 0.5)
         y.sum().backward()
         assert functional.dropout(x, 0.5, training=False) is x
@@ -124,7 +124,7 @@ def test_dropout_works_on_values_and_does_nothing_in_evaluation() -> None:
 def test_other_dropouts_are_the_same_on_both(fake: FakeTensorMode, drop: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(4, 6, 5, 5, requires_grad=True)
     before = saved(drop, x)
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         assert saved(drop, x) == before
 
 
@@ -158,7 +158,7 @@ def test_backend_of_attention(fake: FakeTensorMode, case: dict[str, Any], backen
         k, v = k[:, : case["groups"]], v[:, : case["groups"]]
     mask = torch.zeros(case["mask"], dtype=q.dtype) if "mask" in case else None
     options = {"prefer_cudnn": case.get("prefer_cudnn", False)}
-    with cuda_semantics(None, case.get("capability"), **options) as semantics:
+    with emulate_cuda(None, case.get("capability"), **options) as semantics:
         out = functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa="groups" in case)
         out.sum().backward()
     assert dict(semantics.attention.taken) == {backend: 1}
@@ -167,7 +167,7 @@ def test_backend_of_attention(fake: FakeTensorMode, case: dict[str, Any], backen
 
 
 def test_chosen_kernels_are_heeded(fake: FakeTensorMode) -> None:
-    with cuda_semantics(None) as semantics, sdpa_kernel(SDPBackend.MATH):
+    with emulate_cuda(None) as semantics, sdpa_kernel(SDPBackend.MATH):
         functional.scaled_dot_product_attention(*heads(2, 4, 7, 16))
     assert dict(semantics.attention.taken) == {"math": 1}
 
@@ -176,7 +176,7 @@ def test_chosen_kernels_are_heeded(fake: FakeTensorMode) -> None:
 @settings(max_examples=10, deadline=None)
 def test_attention_saves_output_and_logsumexp(batch: int, number: int, queries: int, width: int) -> None:
     elements, rows = batch * number * queries * width, -(-queries // 32) * 32
-    with FakeTensorMode(), cuda_semantics(None):
+    with FakeTensorMode(), emulate_cuda(None):
         for dtype, lengths in ((torch.float32, rows), (torch.bfloat16, queries)):
             inputs = heads(batch, number, queries, width, dtype=dtype)
             kept = saved(functional.scaled_dot_product_attention, *inputs)
@@ -186,14 +186,14 @@ def test_attention_saves_output_and_logsumexp(batch: int, number: int, queries: 
 @pytest.mark.parametrize(("keys", "columns"), [(48, 48), (33, 48), (32, 32)])
 def test_masks_become_additive_and_aligned(fake: FakeTensorMode, keys: int, columns: int) -> None:
     q, k, v = (torch.randn(2, 4, length, 16, requires_grad=True) for length in (32, keys, keys))
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         kept = saved(lambda: functional.scaled_dot_product_attention(q, k, v, torch.ones(2, 1, 32, keys, dtype=torch.bool)))
     assert kept[torch.float32, (2, 4, 32, keys)] == 2 * 32 * columns * 4  # of one head: the others see the same storage
 
 
 def test_flash_backward_sums_dq_in_fp32(fake: FakeTensorMode) -> None:
     inputs = heads(2, 4, 100, 40, dtype=torch.bfloat16)
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         out = functional.scaled_dot_product_attention(*inputs)
         with Held() as held:
             out.backward(torch.empty(2, 100, 4, 40, dtype=torch.bfloat16).transpose(1, 2))
@@ -208,7 +208,7 @@ def test_flash_backward_sums_dq_in_fp32(fake: FakeTensorMode) -> None:
 def test_efficient_backward_sums_dq_in_tiles(fake: FakeTensorMode, dtype: torch.dtype, width: int, tiles: tuple[int, int]) -> None:
     inputs = heads(2, 4, 100, width, dtype=dtype)
     number, side = tiles
-    with cuda_semantics(None), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+    with emulate_cuda(None), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         out = functional.scaled_dot_product_attention(*inputs)
         above = torch.empty_like(out)
         with Held() as held:
@@ -219,7 +219,7 @@ def test_efficient_backward_sums_dq_in_tiles(fake: FakeTensorMode, dtype: torch.
 
 def test_grouped_queries_widen_dk_and_dv(fake: FakeTensorMode) -> None:
     q, k, v = (torch.randn(1, number, 64, 32, dtype=torch.bfloat16, requires_grad=True) for number in (8, 2, 2))
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         kept = saved(lambda: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True))
         out = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         with Held() as held:
@@ -233,7 +233,7 @@ def test_attention_of_modules_holds_no_square(fake: FakeTensorMode, masked: bool
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     x = torch.randn(2, 50, 64, requires_grad=True)
     padding = torch.zeros(2, 50, dtype=torch.bool) if masked else None
-    with cuda_semantics(None) as semantics:
+    with emulate_cuda(None) as semantics:
         kept = saved(lambda: layer(x, src_key_padding_mask=padding))
     assert dict(semantics.attention.taken) == {"efficient": 1}
     assert max(kept.values()) <= 2 * 50 * 128 * 4
@@ -262,7 +262,7 @@ def test_attention_on_values_is_right(kind: str) -> None:
         return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
     expected = run()
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         found = run()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2 if kind == "grouped" else 1e-4, atol=1e-2 if kind == "grouped" else 1e-5)
@@ -271,7 +271,7 @@ def test_attention_on_values_is_right(kind: str) -> None:
 def test_attention_on_values_drops_the_same_in_backward() -> None:
     q, k, v = heads(1, 1, 8, 8)
     v.data = torch.eye(8)[None, None]
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         out = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
         out.backward(torch.eye(8)[None, None])
     probabilities = out.detach()[0, 0]  # with v the identity
@@ -306,7 +306,7 @@ def test_the_dispatcher_knows_no_others() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_types_under_autocast(fake: FakeTensorMode, precision: torch.dtype, device: str) -> None:
     full, low = torch.randn(4, 4), torch.randn(4, 4, dtype=precision)
-    with cuda_semantics(precision), torch.autocast(device, precision):
+    with emulate_cuda(precision), torch.autocast(device, precision):
         assert torch.is_autocast_enabled()
         assert torch.is_autocast_enabled("cuda")
         assert torch.get_autocast_dtype("cuda") is precision
@@ -343,7 +343,7 @@ def test_types_under_autocast(fake: FakeTensorMode, precision: torch.dtype, devi
 
 def test_cuda_autocast_without_a_type_means_fp16(fake: FakeTensorMode) -> None:
     x = torch.randn(4, 4)
-    with cuda_semantics(None), torch.autocast("cuda"):
+    with emulate_cuda(None), torch.autocast("cuda"):
         assert (x @ x).dtype is torch.float16
         with torch.autocast("cuda", enabled=False):
             assert (x @ x).dtype is torch.float32
@@ -351,7 +351,7 @@ def test_cuda_autocast_without_a_type_means_fp16(fake: FakeTensorMode) -> None:
 
 def test_sums_do_not_cast_their_input(fake: FakeTensorMode) -> None:
     x = torch.randn(1000, dtype=torch.bfloat16)
-    with cuda_semantics(torch.bfloat16), torch.autocast("cpu", torch.bfloat16), Held() as held:
+    with emulate_cuda(torch.bfloat16), torch.autocast("cpu", torch.bfloat16), Held() as held:
         x.sum()
     assert held.most == 4
 
@@ -359,7 +359,7 @@ def test_sums_do_not_cast_their_input(fake: FakeTensorMode) -> None:
 @pytest.mark.parametrize("multiply", [torch.mm, lambda x, w: torch.einsum("ij,jk", x, w)], ids=["mm", "einsum"])
 def test_weights_are_cast_once_until_autocast_ends(fake: FakeTensorMode, multiply: Callable[..., Tensor]) -> None:
     x, weight = torch.randn(8, 64), nn.Parameter(torch.randn(64, 64))
-    with cuda_semantics(torch.bfloat16), Held() as held:
+    with emulate_cuda(torch.bfloat16), Held() as held:
         with torch.autocast("cuda", torch.bfloat16):
             for _ in range(3):
                 multiply(x, weight)
@@ -370,7 +370,7 @@ def test_weights_are_cast_once_until_autocast_ends(fake: FakeTensorMode, multipl
 
 def test_losses_that_cuda_refuses_are_refused(fake: FakeTensorMode) -> None:
     x = torch.rand(4)
-    with cuda_semantics(torch.bfloat16), torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="with_logits"):
+    with emulate_cuda(torch.bfloat16), torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="with_logits"):
         functional.binary_cross_entropy(x, x)
 
 
@@ -378,7 +378,7 @@ def test_losses_that_cuda_refuses_are_refused(fake: FakeTensorMode) -> None:
 def test_softmax_of_fp16_needs_no_fp32_copy(fake: FakeTensorMode, precision: torch.dtype, most: int) -> None:
     x = torch.randn(10, 100, dtype=precision, requires_grad=True)
     for function in (functional.softmax, functional.log_softmax):
-        with cuda_semantics(None), Held() as held:
+        with emulate_cuda(None), Held() as held:
             out = function(x, -1, dtype=torch.float32)
             assert held.most == most * 1000
             out.sum().backward()
@@ -389,7 +389,7 @@ def test_softmax_of_fp16_needs_no_fp32_copy(fake: FakeTensorMode, precision: tor
 @pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="not fused before torch 2.9")
 def test_rms_norm_is_fused(fake: FakeTensorMode) -> None:
     x, norm = torch.randn(6, 10, 64, requires_grad=True), nn.RMSNorm(64)
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         assert saved(norm, x) == {(torch.float32, (64,)): 256, (torch.float32, (6, 10, 1)): 6 * 10 * 4}
         norm(x).sum().backward()
     assert x.grad.shape == x.shape
@@ -405,7 +405,7 @@ def test_rms_norm_on_values_is_right() -> None:
         return [out, x.grad, norm.weight.grad]
 
     expected = run()
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -413,7 +413,7 @@ def test_group_norm_saves_a_contiguous_copy(fake: FakeTensorMode) -> None:
     x = torch.randn(2, 8, 5, 5, requires_grad=True)
     last = x.detach().to(memory_format=torch.channels_last).requires_grad_()
     size = x.numel() * 4
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         assert sum(saved(functional.group_norm, last, 2).values()) - sum(saved(functional.group_norm, x, 2).values()) == size
 
 
@@ -429,7 +429,7 @@ def test_group_norm_saves_a_contiguous_copy(fake: FakeTensorMode) -> None:
 def test_recurrent_layers_save_output_and_reserve(kind: Any, layers: int, bidirectional: bool, batch_first: bool, hidden: int) -> None:
     directions = 2 if bidirectional else 1
     per_step = {nn.LSTM: 5, nn.GRU: 6, nn.RNN: 1}[kind]
-    with FakeTensorMode(), cuda_semantics(None):
+    with FakeTensorMode(), emulate_cuda(None):
         layer = kind(16, hidden, layers, bidirectional=bidirectional, batch_first=batch_first)
         x = torch.randn(7, 9, 16, requires_grad=True)
         kept = saved(layer, x, besides=layer.parameters())
@@ -454,7 +454,7 @@ def test_reserve_is_what_cudnn_asked_for() -> None:
 def test_recurrent_weights_are_flattened_in_16_bits(fake: FakeTensorMode) -> None:
     layer, x = nn.LSTM(16, 32), torch.randn(5, 3, 16)
     count = sum(parameter.numel() for parameter in layer.parameters())
-    with cuda_semantics(torch.float16), torch.autocast("cuda", torch.float16):
+    with emulate_cuda(torch.float16), torch.autocast("cuda", torch.float16):
         kept = saved(layer, x, besides=layer.parameters())
         out, _ = layer(x)
     out.sum().backward()
@@ -489,14 +489,14 @@ def test_recurrent_layers_on_values_are_right(case: str) -> None:
         return [out, x.grad]
 
     expected = run()
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         torch.testing.assert_close(run(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_cell_saves_its_gates(fake: FakeTensorMode) -> None:
     cell, x = nn.LSTMCell(8, 16), torch.randn(4, 8, requires_grad=True)
     state = torch.randn(4, 16), torch.randn(4, 16)
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         kept = saved(cell, x, state, besides=cell.parameters())
         sum(cell(x, state)).sum().backward()
     assert kept[torch.float32, (4, 64)] == 4 * 64 * 4
@@ -513,7 +513,7 @@ def test_ctc_runs_and_saves_its_alphas(fake: FakeTensorMode, lengths: str, reduc
     def lose() -> Tensor:
         return functional.ctc_loss(scores.log_softmax(-1), targets, of_inputs, of_targets, reduction=reduction, zero_infinity=True)
 
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         kept = saved(lose, besides=[targets])
         losses = lose()
         losses.sum().backward()
@@ -526,7 +526,7 @@ def test_ctc_on_values_is_torchs_own() -> None:
     scores = torch.randn(12, 2, 5).log_softmax(-1)
     arguments = scores, torch.ones(2, 3, dtype=torch.int64), (12, 10), (3, 2)
     expected = functional.ctc_loss(*arguments)
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         assert torch.equal(functional.ctc_loss(*arguments), expected)
 
 
@@ -540,7 +540,7 @@ def test_convolutions_ask_for_a_workspace(fake: FakeTensorMode) -> None:
         return 12_345_678
 
     layer = nn.Conv2d(3, 8, 3, stride=2, padding=1)
-    with cuda_semantics(None, (9, 0), convolution_workspace=measured) as semantics:
+    with emulate_cuda(None, (9, 0), convolution_workspace=measured) as semantics:
         for most in (12_345_678, 12_345_678):
             with Held() as held:
                 out = layer(torch.randn(2, 3, 16, 16))
@@ -552,7 +552,7 @@ def test_convolutions_ask_for_a_workspace(fake: FakeTensorMode) -> None:
     assert (asked[0].stride, asked[0].padding, asked[0].groups) == ((2, 2), (1, 1), 1)
     assert not asked[0].channels_last
     assert semantics.notes == ()
-    with cuda_semantics(None) as semantics:
+    with emulate_cuda(None) as semantics:
         layer(torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last)).sum().backward()
     assert semantics.notes == ("cuDNN's convolution workspace is not measured: taken as 0.",)
 
@@ -560,7 +560,7 @@ def test_convolutions_ask_for_a_workspace(fake: FakeTensorMode) -> None:
 def test_convolutions_can_be_differentiated_twice() -> None:
     x = torch.randn(1, 2, 5, 5, requires_grad=True, dtype=torch.float64)
     weight = torch.randn(2, 2, 3, 3, requires_grad=True, dtype=torch.float64)
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         assert torch.autograd.gradgradcheck(functional.conv2d, (x, weight))
 
 
@@ -568,7 +568,7 @@ def test_embeddings_sort_in_backward(fake: FakeTensorMode) -> None:
     layer = nn.Embedding(1000, 8)
     for count, scratch in ((3072, 0), (4000, 5 * 8 * 4000 + (operators.distinct(4000, 1000) + 400) * 8 * 4)):
         indices = torch.zeros(count, dtype=torch.int64)
-        with cuda_semantics(None):
+        with emulate_cuda(None):
             out = layer(indices)
             gradient = torch.empty_like(out)
             with Held() as held:
@@ -584,7 +584,7 @@ def test_distinct_rows_are_no_more_than_there_are(indices: int, rows: int) -> No
 
 def test_bags_are_kept_for_backward(fake: FakeTensorMode) -> None:
     layer, indices = nn.EmbeddingBag(100, 8, mode="sum"), torch.zeros(50, 20, dtype=torch.int64)
-    with cuda_semantics(None), Held() as held:
+    with emulate_cuda(None), Held() as held:
         out = layer(indices)
         before = held.now
         del out
@@ -595,7 +595,7 @@ def test_bags_are_kept_for_backward(fake: FakeTensorMode) -> None:
 def test_indexing_sorts_in_backward(fake: FakeTensorMode) -> None:
     x = torch.randn(100, 8, requires_grad=True)
     rows, columns = torch.zeros(30, 1, dtype=torch.int64), torch.zeros(1, 5, dtype=torch.int64)
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         out = x[rows, columns]
         with Held() as held:
             out.sum().backward()
@@ -624,7 +624,7 @@ def test_gradients_of_indexing_are_written_in_place(take: Callable[[Tensor], Ten
         return x.grad, held.most
 
     expected, _ = gradient()
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         assert torch.equal(gradient()[0], expected)
         with FakeTensorMode():
             assert gradient()[1] < 1.1 * 20_000 * 4
@@ -638,7 +638,7 @@ def test_optimizers_go_foreach_unless_told_otherwise(fake: FakeTensorMode, name:
         optimizer = getattr(torch.optim, name)(parameters, lr=0.1, foreach=foreach)
         for parameter in parameters:
             parameter.grad = torch.randn(50)
-        with cuda_semantics(None), Held() as held:
+        with emulate_cuda(None), Held() as held:
             optimizer.step()
         assert any("_foreach" in op for op in held.ops) is (foreach is None)
 
@@ -648,7 +648,7 @@ def test_foreach_adam_takes_one_more_of_everything(fake: FakeTensorMode) -> None
     for foreach in (None, False):
         parameters = [nn.Parameter(torch.randn(1000)) for _ in range(10)]
         optimizer = torch.optim.Adam(parameters, foreach=foreach)
-        with cuda_semantics(None):
+        with emulate_cuda(None):
             for _ in range(2):
                 for parameter in parameters:
                     parameter.grad = torch.randn(1000)
@@ -662,7 +662,7 @@ def test_foreach_adam_takes_one_more_of_everything(fake: FakeTensorMode) -> None
 def test_clipping_goes_foreach(fake: FakeTensorMode) -> None:
     parameter = nn.Parameter(torch.randn(50))
     parameter.grad = torch.randn(50)
-    with cuda_semantics(None), Held() as held:
+    with emulate_cuda(None), Held() as held:
         nn.utils.clip_grad_norm_([parameter], 1.0)
     assert any(op.startswith("_foreach_norm") for op in held.ops)
 
@@ -670,7 +670,7 @@ def test_clipping_goes_foreach(fake: FakeTensorMode) -> None:
 def test_gradient_scaling_runs(fake: FakeTensorMode) -> None:
     layer = nn.Linear(8, 8)
     optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
-    with cuda_semantics(torch.float16), Held():
+    with emulate_cuda(torch.float16), Held():
         with torch.autocast("cuda", torch.float16):
             loss = layer(torch.randn(4, 8)).square().mean()
         scaler.scale(loss).backward()
@@ -697,7 +697,7 @@ class SaysCuda(nn.Module):
 
 
 def test_cuda_in_a_model_means_here(fake: FakeTensorMode) -> None:
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         x = torch.randn(4, 8).pin_memory()
         torch.cuda.synchronize()
         assert torch.cuda.current_device() == 0
@@ -712,12 +712,12 @@ def test_cuda_in_a_model_means_here(fake: FakeTensorMode) -> None:
 
 
 def test_cuda_means_here_for_values() -> None:
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         assert torch.equal(torch.arange(3, device="cuda").to("cuda"), torch.arange(3))
 
 
 def test_modules_still_change_type() -> None:
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         assert nn.Linear(2, 2).to("cuda", torch.bfloat16).weight.dtype is torch.bfloat16
 
 
@@ -754,7 +754,7 @@ def test_convolutional_layers_run(fake: FakeTensorMode, precision: torch.dtype |
     )
     layout = torch.channels_last if reentrant else torch.contiguous_format
     x = torch.randn(2, 3, 16, 16).to(memory_format=layout)
-    with cuda_semantics(precision):
+    with emulate_cuda(precision):
         with torch.autocast("cuda", precision, enabled=precision is not None):
             kept = saved(lambda: functional.cross_entropy(layers(x), torch.zeros(2, dtype=torch.int64)))
             loss = functional.cross_entropy(layers(x), torch.zeros(2, dtype=torch.int64))
@@ -768,7 +768,7 @@ def test_convolutional_layers_run(fake: FakeTensorMode, precision: torch.dtype |
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_recomputes_the_same(fake: FakeTensorMode, precision: torch.dtype | None, reentrant: bool) -> None:
     block, x = Block(), torch.randn(2, 10, 32, requires_grad=True)
-    with cuda_semantics(precision) as semantics:
+    with emulate_cuda(precision) as semantics:
         with torch.autocast("cuda", precision, enabled=precision is not None):
             out = checkpoint(block, x, use_reentrant=reentrant)
         out.float().sum().backward()
@@ -781,7 +781,7 @@ def test_nothing_waits_for_the_garbage_collector(fake: FakeTensorMode) -> None:
     gc.collect()
     gc.disable()
     try:
-        with cuda_semantics(torch.bfloat16), Held() as held:
+        with emulate_cuda(torch.bfloat16), Held() as held:
             with torch.autocast("cuda", torch.bfloat16):
                 out = lstm(block(torch.randn(2, 10, 32)))[0].float().square().mean()
             out.backward()
@@ -794,7 +794,7 @@ def test_nothing_waits_for_the_garbage_collector(fake: FakeTensorMode) -> None:
 
 
 def state() -> dict[str, Any]:
-    """What `cuda_semantics` touches."""
+    """What `emulate_cuda` touches."""
     names = torch._C._dispatch_get_all_op_names()
     touched = [name for name in names if name.startswith("aten::") and not name.endswith("out")]
     return {
@@ -818,38 +818,38 @@ def state() -> dict[str, Any]:
 
 
 def test_all_is_as_it_was() -> None:
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         pass  # torch writes down some of its own at first use
     before = state()
-    with cuda_semantics(torch.bfloat16):
+    with emulate_cuda(torch.bfloat16):
         assert state() != before
     assert state() == before
-    with pytest.raises(KeyError), cuda_semantics(torch.float16):
+    with pytest.raises(KeyError), emulate_cuda(torch.float16):
         raise KeyError
     assert state() == before
 
 
 def test_nesting_is_refused() -> None:
-    with cuda_semantics(None):
-        with pytest.raises(ValueError, match="already on"), cuda_semantics(None):
+    with emulate_cuda(None):
+        with pytest.raises(ValueError, match="already on"), emulate_cuda(None):
             pass
         assert functional.dropout(torch.ones(3, requires_grad=True), 0.5).grad_fn.name() == "NativeDropoutBackward0"
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         pass
 
 
 def test_bad_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match=r"torch\.int8.*bfloat16"), cuda_semantics(torch.int8):
+    with pytest.raises(ValueError, match=r"torch\.int8.*bfloat16"), emulate_cuda(torch.int8):
         pass
-    with pytest.raises(ValueError, match=r"\(8, 0\) for an A100"), cuda_semantics(None, (9,)):  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"\(8, 0\) for an A100"), emulate_cuda(None, (9,)):  # type: ignore[arg-type]
         pass
 
 
 def test_old_gpus_are_noted(fake: FakeTensorMode) -> None:
-    with cuda_semantics(torch.bfloat16, (7, 5)) as semantics:
+    with emulate_cuda(torch.bfloat16, (7, 5)) as semantics:
         pass
     assert any("7.5" in note for note in semantics.notes)
-    with cuda_semantics(torch.float32) as semantics:
+    with emulate_cuda(torch.float32) as semantics:
         assert semantics.precision is None
 
 
@@ -907,12 +907,12 @@ CLAIMS: dict[str, Callable[[], bool]] = {
     "recurrent layers in one operator": _recurrent,
     '"cuda" as a device': _device,
 }
-"""What is said to work with this torch → its test, under `cuda_semantics` and fake tensors."""
+"""What is said to work with this torch → its test, under `emulate_cuda` and fake tensors."""
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_this_torch_lets_tensors_cost_what_those_of_cuda_do(claim: str, fake: FakeTensorMode) -> None:
-    with cuda_semantics(None):
+    with emulate_cuda(None):
         assert CLAIMS[claim]()
 
 
