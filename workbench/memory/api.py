@@ -95,7 +95,7 @@ def estimate_memory(
 
 
 def breakdown_of(plan: "Plan", log: MemoryLog, rank: int) -> MemoryBreakdown:
-    """What the fullest moment of a plan's steps is made of.
+    """The breakdown of a plan's steps at their peak.
 
     Args:
         plan: what was recorded.
@@ -240,14 +240,14 @@ def compare_memory(
     rows = _rows(changes)
     for row in rows:
         check_names(RunSpec, {name: value for name, value in row.items() if name not in _ARGUMENTS})
-    found = [WhatIf(changes={}, breakdown=estimate_memory(target, device=device, **options))]
+    estimates = [WhatIf(changes={}, breakdown=estimate_memory(target, device=device, **options))]
     for change in rows:
         try:
-            found.append(WhatIf(changes=change, breakdown=_changed(target, change, device=device, **options)))
+            estimates.append(WhatIf(changes=change, breakdown=_changed(target, change, device=device, **options)))
         except ValueError as error:
-            found.append(WhatIf(changes=change, breakdown=None, complaint=str(error)))
+            estimates.append(WhatIf(changes=change, breakdown=None, complaint=str(error)))
     room = None if device in ("cuda", "cpu") else usable_bytes(device_of(device), margin)
-    return MemoryComparison(rows=tuple(found), capacity=room, device=device.name if isinstance(device, Device) else device)
+    return MemoryComparison(rows=tuple(estimates), capacity=room, device=device.name if isinstance(device, Device) else device)
 
 
 def _changed(target: Any, change: Mapping[str, Any], **options: Any) -> MemoryBreakdown:
@@ -271,7 +271,7 @@ def _rows(changes: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]) ->
 
 
 STEPS = 3
-"""Steps that are measured where nobody says: the optimizer's states are born in the first; the second and the third should agree."""
+"""Steps that are measured where nobody says: the optimizer makes its states in the first; the second and the third should agree."""
 
 
 def measure_memory(
@@ -328,7 +328,7 @@ def find_leaks(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any 
         loader: its batches, from a DataLoader or any other iterable.
         model: the module, or several; None = found by looking at the step.
         optimizer: the optimizer, or several; None = found as well.
-        steps: how many are taken, at least 5: what is born in one step and still lives two steps later is suspected.
+        steps: how many are taken, at least 5: what is allocated in a step and still alive two steps later is suspected.
 
     Raises:
         ValueError: what was given cannot be measured; the message says why.

@@ -186,15 +186,17 @@ def calibrated(
         notes.append(f"others had up to {units.bytes_(busiest)} of the GPU, which was subtracted: better nobody else is there")
     version = environment.versions().get("torch", "") if torch is None else torch
     fit = fit_non_pytorch([(point.reserved, point.used) for point in points], gpu.name, driver=gpu.driver, torch=version)
-    kept, said = _kept(fit, path)
-    return Calibration(points=tuple(points), fit=fit, path=kept, notes=(*notes, *said))
+    kept, more = _kept(fit, path)
+    return Calibration(points=tuple(points), fit=fit, path=kept, notes=(*notes, *more))
 
 
-def _point(spec: RunSpec, found: MemoryBreakdown, before: int) -> Point:
-    if found.reserved is None or found.outside is None or found.kind != "measured":
-        raise ValueError(f"{found.title}: {found.kind} on {found.device}; only what is measured on a GPU tells what lies outside there")
-    used = found.reserved + max(0, found.outside.mid - before)
-    return Point(task=label(spec.task), micro_batch=spec.micro_batch, reserved=found.reserved, used=used)
+def _point(spec: RunSpec, breakdown: MemoryBreakdown, before: int) -> Point:
+    if breakdown.reserved is None or breakdown.outside is None or breakdown.kind != "measured":
+        raise ValueError(
+            f"{breakdown.title}: {breakdown.kind} on {breakdown.device}; only what is measured on a GPU tells what lies outside there"
+        )
+    used = breakdown.reserved + max(0, breakdown.outside.mid - before)
+    return Point(task=label(spec.task), micro_batch=spec.micro_batch, reserved=breakdown.reserved, used=used)
 
 
 def _kept(fit: NonPyTorchFit, path: Path | None) -> tuple[Path | None, list[str]]:
@@ -236,8 +238,8 @@ def look() -> Gpu:
     if first := os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip():
         command.append(f"--id={first}")
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE).stdout
-        return next(_gpus(said))
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE).stdout
+        return next(_gpus(output))
     except (OSError, subprocess.SubprocessError, StopIteration, ValueError) as error:
         raise ValueError(
             f"no NVIDIA GPU that can be asked: `{' '.join(command)}` did not answer ({type(error).__name__}: {error}). Is its driver "
@@ -245,11 +247,11 @@ def look() -> Gpu:
         ) from error
 
 
-def _gpus(said: str) -> Iterator[Gpu]:
+def _gpus(output: str) -> Iterator[Gpu]:
     """What nvidia-smi says, in lines of comma-separated values.
 
     Raises:
         ValueError: it says something else.
     """
-    for name, driver, used in csv.reader(said.splitlines(), skipinitialspace=True):
+    for name, driver, used in csv.reader(output.splitlines(), skipinitialspace=True):
         yield Gpu(name=name.strip(), driver=driver.strip(), used=int(used) * MIB)

@@ -78,12 +78,12 @@ class Curves:
         """
         if question.key in self._estimates:
             return self._estimates[question.key]
-        found = self._made(question, axes, title)
-        if found:
-            self._estimates[question.key] = found
+        estimate = self._made(question, axes, title)
+        if estimate:
+            self._estimates[question.key] = estimate
             if len(self._estimates) > KEPT:
                 del self._estimates[next(iter(self._estimates))]
-        return found
+        return estimate
 
     def _made(self, question: Question, axes: Sequence[str], title: str) -> Estimate | None:
         if answer := self.answer(question):

@@ -23,7 +23,7 @@ from workbench.runs.programs import ESTIMATE_WORKER
 from workbench.runs.spec import RunSpec
 
 AXES = ("micro_batch", "sequence", "image")
-"""Numbers that memory depends on smoothly: it is known between the fake runs at some values of them."""
+"""Numbers that memory depends on smoothly: it is known between the dry runs at some values of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Question(JsonDataclass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a fake run wrote."""
+    """What a dry run wrote."""
 
     log: MemoryLog
     """Every storage of its steps."""
@@ -133,7 +133,7 @@ class EstimatorError(RuntimeError):
 
 
 class Estimator:
-    """A process that makes fake runs, one after another. Threads may share it."""
+    """A process that makes dry runs, one after another. Threads may share it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -146,7 +146,7 @@ class Estimator:
         return None if self._process is None else self._process.pid
 
     def ask(self, question: Question) -> Answer:
-        """Make a fake run; returns when it has ended.
+        """Make a dry run; returns when it has ended.
 
         Raises:
             ValueError: it cannot be estimated; the message says why.
@@ -173,8 +173,8 @@ class Estimator:
             line = ""
         if not line:
             raise EstimatorError(self._last_words())
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def _start(self) -> "subprocess.Popen[str]":
         """In a session of its own: an interrupt is for the cell that runs, not for the worker."""
@@ -197,15 +197,15 @@ class Estimator:
         return self._process
 
     def _last_words(self) -> str:
-        process, said = self._process, self._said
-        if process is None or said is None:
+        process, stderr = self._process, self._said
+        if process is None or stderr is None:
             return "the process that estimates was ended"
         try:
             code: int | None = process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             code = None
-        said.seek(0)
-        words = said.read().decode(errors="replace").strip().splitlines()[-LINES:]
+        stderr.seek(0)
+        words = stderr.read().decode(errors="replace").strip().splitlines()[-LINES:]
         self._end()
         how = "closed its output" if code is None else f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}"
         return "\n".join([f"the process that estimates {how} before it answered; the next question starts another", *words])
@@ -215,7 +215,7 @@ class Estimator:
         self._end()
 
     def _end(self) -> None:
-        process, said = self._process, self._said
+        process, stderr = self._process, self._said
         self._process = self._said = None
         if process:
             process.kill()
@@ -226,8 +226,8 @@ class Estimator:
                     stream.close()
                 except OSError:  # what was not written yet has no reader any more
                     pass
-        if said:
-            said.close()
+        if stderr:
+            stderr.close()
 
     def __repr__(self) -> str:
         return f"Estimator(pid={self.pid})"

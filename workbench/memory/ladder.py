@@ -25,7 +25,7 @@ def memory_ladder(
     """The cheapest changes, in time, that make a step fit a device.
 
     All sets of changes that make sense are tried in the order of their cost, until one fits; the cost of a set is the product of its
-    changes' own, each the roofline of its fake run over that of the step as it is. Where the device has no known roofline, the fewest
+    changes' own, each the roofline of its dry run over that of the step as it is. Where the device has no known roofline, the fewest
     changes are the cheapest.
 
     Args:
@@ -66,7 +66,7 @@ class _Climb:
             device=name,
             capacity=self._limit,
             margin=margin,
-            tried=sum(found is not None for found in self._seen.values()),
+            tried=sum(run is not None for run in self._seen.values()),
         )
 
     def _cheapest(self) -> tuple[int, ...]:
@@ -78,22 +78,22 @@ class _Climb:
         price = {chosen: math.prod(map(self._price, chosen)) for chosen in sets}
         smallest: tuple[int, tuple[int, ...]] = (needed(self._found(())[0]), ())
         for chosen in sorted(price, key=lambda chosen: (price[chosen], len(chosen))):
-            found = self._run(chosen)
-            if found is None or math.isnan(price[chosen]):
+            run = self._run(chosen)
+            if run is None or math.isnan(price[chosen]):
                 continue
-            if needed(found[0]) <= self._limit:
+            if needed(run[0]) <= self._limit:
                 return chosen
-            smallest = min(smallest, (needed(found[0]), chosen))
+            smallest = min(smallest, (needed(run[0]), chosen))
         return smallest[1]
 
     def _hopeless(self, sets: list[tuple[int, ...]]) -> bool:
         """Does nothing fit? Where each move alone saves memory, only the sets that no further move can join need be asked."""
         singles = [self._run((place,)) for place in range(len(self._moves))]
         least = needed(self._found(())[0])
-        if any(found is None or needed(found[0]) > least for found in singles):
+        if any(run is None or needed(run[0]) > least for run in singles):
             return False
         widest = [chosen for chosen in sets if not any(set(chosen) < set(other) for other in sets)]
-        return not any((found := self._run(chosen)) and needed(found[0]) <= self._limit for chosen in widest)
+        return not any((run := self._run(chosen)) and needed(run[0]) <= self._limit for chosen in widest)
 
     def _price(self, place: int) -> float:
         """Times that a step takes with a move alone; 1 where no roofline is known, so that only the number of moves counts."""
@@ -103,8 +103,8 @@ class _Climb:
         """The moves without those that it fits without, and in no more time."""
         for place in chosen:
             rest = tuple(other for other in chosen if other != place)
-            found = self._run(rest)
-            if found and needed(found[0]) <= self._limit and found[1] <= NEGLIGIBLE * self._found(chosen)[1]:
+            run = self._run(rest)
+            if run and needed(run[0]) <= self._limit and run[1] <= NEGLIGIBLE * self._found(chosen)[1]:
                 return self._needed(rest)
         return chosen
 
@@ -124,13 +124,13 @@ class _Climb:
         return rungs
 
     def _slowdown(self, before: tuple[int, ...], after: tuple[int, ...]) -> float:
-        one, other = self._run(before), self._run(after)
-        return math.nan if one is None or other is None else other[1] / one[1]
+        first, second = self._run(before), self._run(after)
+        return math.nan if first is None or second is None else second[1] / first[1]
 
     def _found(self, chosen: tuple[int, ...]) -> tuple[MemoryBreakdown, float]:
-        found = self._run(chosen)
-        assert found is not None
-        return found
+        run = self._run(chosen)
+        assert run is not None
+        return run
 
     def _run(self, chosen: tuple[int, ...]) -> tuple[MemoryBreakdown, float] | None:
         """Breakdown and seconds per sample with some moves; None where they cannot be had together."""
@@ -186,7 +186,7 @@ def _fused(optimizer: str | None) -> str:
 
 
 def timed_estimate(target: Any, *, device: Device, **options: Any) -> tuple[MemoryBreakdown, float]:
-    """The memory of a step, and the seconds per sample that the device needs for it at its roofline; both of one fake run.
+    """The memory of a step, and the seconds per sample that the device needs for it at its roofline; both of one dry run.
 
     Args:
         target: as `estimate_memory` takes it.

@@ -17,7 +17,7 @@ from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task, resolve
 
 NODES = (7, 11)
-"""Micro-batches of the two fake runs that tell all others; small ones are avoided, since programs and kernels treat them specially."""
+"""Micro-batches of the two dry runs that tell all others; small ones are avoided, since programs and kernels treat them specially."""
 
 
 ATTEMPTS = 3
@@ -45,8 +45,8 @@ def max_micro_batch(
 ) -> MaxMicroBatch:
     """The largest micro-batch that fits a device, without the device.
 
-    Two fake runs tell the memory of every batch; the answer and the next larger one are run once more to be sure. Where the program
-    depends on the batch, every step of the bisection is a fake run. Of a spec or a task it is no more than the dataset has for one
+    Two dry runs tell the memory of every batch; the answer and the next larger one are run once more to be sure. Where the program
+    depends on the batch, every step of the bisection is a dry run. Of a spec or a task it is no more than the dataset has for one
     optimizer step (a WholeDataset says so), as with `micro_batch="auto"`; unless a batch is given, or the dataset is a stream.
 
     Args:
@@ -91,7 +91,7 @@ def _most(target: Any, options: Mapping[str, Any]) -> int:
 
 
 class _Runs:
-    """Fake runs at several micro-batches, each made once.
+    """Dry runs at several micro-batches, each made once.
 
     Attributes:
         count: how many were made.
@@ -149,7 +149,7 @@ def _largest(runs: _Runs, limit: int, most: int) -> int:
 
 
 def batch_family(target: Any, batches: Sequence[int] = NODES, *, device: str | Device = "cuda", **options: Any) -> Family | None:
-    """The memory of every micro-batch, from two fake runs; None where the program depends on the batch.
+    """The memory of every micro-batch, from two dry runs; None where the program depends on the batch.
 
     Args:
         target: as `estimate_memory` takes it.

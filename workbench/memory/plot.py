@@ -38,7 +38,7 @@ def memory(
     device: str | Device | int | None = None,
     labels: Sequence[str] | None = None,
 ) -> Axes:
-    """What the fullest moment is made of: one stacked bar per breakdown, groups in their colours, predictions beside measurements paler.
+    """What the peak is made of: one stacked bar per breakdown, groups in their colours, predictions beside measurements paler.
 
     Hatched: what the allocator has reserved and no tensor uses, and what the process takes outside of it; the range that is known of that
     is in the text at the bar's end.
@@ -57,42 +57,42 @@ def memory(
     if not shown:
         raise ValueError("no breakdown to draw: give one, or several to be drawn below each other")
     name, capacity = _capacity(shown, device)
-    reaches = [_reach(one) for one in shown]
+    reaches = [_reach(breakdown) for breakdown in shown]
     scale, unit = scale_of_bytes(max(*reaches, capacity or 0))
     names = [wrapped(label) for label in labels or labels_of(shown)]
     ax = prepared(ax, WIDTH, height(names) + 0.25)
-    mixed = len({one.kind for one in shown}) == 2
+    mixed = len({breakdown.kind for breakdown in shown}) == 2
     drawn = _groups(ax, shown, scale, max(*reaches, capacity or 0), mixed) + _beside(ax, shown, scale)
     if capacity:
         drawn.append(_line(ax, capacity / scale, f"{name or 'limit'}: {units.bytes_(capacity)}"))
-    texts = [_end(one) for one in shown]
+    texts = [_end(breakdown) for breakdown in shown]
     ends(ax, [reach / scale for reach in reaches], texts)
     ax.set_xlim(0, max(*(reach / scale / _share(text) for reach, text in zip(reaches, texts, strict=True)), 1.03 * (capacity or 0) / scale))
     rows(ax, names)
-    ax.set_xlabel(f"memory at the peak, {' and '.join(sorted({one.kind for one in shown}))} ({unit})")
+    ax.set_xlabel(f"memory at the peak, {' and '.join(sorted({breakdown.kind for breakdown in shown}))} ({unit})")
     legend(ax, drawn)
     return ax
 
 
 def labels_of(shown: Sequence[MemoryBreakdown]) -> list[str]:
     """What sets the breakdowns apart: title, kind, device, rank, as far as they differ."""
-    parts = [(one.title, one.kind, one.device, f"rank {one.rank}") for one in shown]
+    parts = [(breakdown.title, breakdown.kind, breakdown.device, f"rank {breakdown.rank}") for breakdown in shown]
     differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
     if not any(differ):
-        return [one.title or one.kind for one in shown]
+        return [breakdown.title or breakdown.kind for breakdown in shown]
     return [", ".join(word for word, differs in zip(part, differ, strict=True) if differs) for part in parts]
 
 
-def _reach(one: MemoryBreakdown) -> int:
-    return max(one.total, one.device_used or one.reserved or 0)
+def _reach(breakdown: MemoryBreakdown) -> int:
+    return max(breakdown.total, breakdown.device_used or breakdown.reserved or 0)
 
 
-def _end(one: MemoryBreakdown) -> str:
+def _end(breakdown: MemoryBreakdown) -> str:
     """What all of it is together, with its range where one is known."""
-    if one.outside is None or one.reserved is None:
-        return units.bytes_(_reach(one))
-    low, high = one.reserved + one.outside.low, one.reserved + one.outside.high
-    text = units.bytes_(one.device_used)
+    if breakdown.outside is None or breakdown.reserved is None:
+        return units.bytes_(_reach(breakdown))
+    low, high = breakdown.reserved + breakdown.outside.low, breakdown.reserved + breakdown.outside.high
+    text = units.bytes_(breakdown.device_used)
     return text if units.bytes_(low) == units.bytes_(high) else f"{text}\n{units.bytes_(low)} … {units.bytes_(high)}"
 
 
@@ -104,7 +104,7 @@ def _share(text: str) -> float:
 def _capacity(shown: Sequence[MemoryBreakdown], device: str | Device | int | None) -> tuple[str, int | None]:
     """Name and bytes of the line."""
     if device is None:
-        names = {one.device for one in shown}
+        names = {breakdown.device for breakdown in shown}
         if len(names) > 1 or names & {"cpu", "cuda"}:
             return "", None
         try:
@@ -113,8 +113,8 @@ def _capacity(shown: Sequence[MemoryBreakdown], device: str | Device | int | Non
             return "", None
     if isinstance(device, int):
         return "", device
-    found = Device.named(device) if isinstance(device, str) else device
-    return found.name, found.memory
+    known = Device.named(device) if isinstance(device, str) else device
+    return known.name, known.memory
 
 
 def _groups(ax: Axes, shown: Sequence[MemoryBreakdown], scale: float, longest: float, mixed: bool) -> list[Artist | BarContainer]:
@@ -122,18 +122,18 @@ def _groups(ax: Axes, shown: Sequence[MemoryBreakdown], scale: float, longest: f
     starts = [0.0] * len(shown)
     drawn: list[Artist | BarContainer] = []
     for group in GROUPS:
-        widths = [getattr(one, group) / scale for one in shown]
+        widths = [getattr(breakdown, group) / scale for breakdown in shown]
         if not any(widths):
             continue
         bars = ax.barh(range(len(shown)), widths, left=starts, height=0.62, color=COLORS[group], label=group.replace("_", " "))
-        for place, (start, width, one) in enumerate(zip(starts, widths, shown, strict=True)):
-            if mixed and one.kind == "predicted":
+        for place, (start, width, breakdown) in enumerate(zip(starts, widths, shown, strict=True)):
+            if mixed and breakdown.kind == "predicted":
                 bars.patches[place].set_alpha(PALE)
             elif width >= _WIDE_ENOUGH * longest / scale:
-                share = units.percent(getattr(one, group) / one.total)
+                share = units.percent(getattr(breakdown, group) / breakdown.total)
                 ax.text(start + width / 2, place, share, ha="center", va="center", fontsize=8.5, color=text_on(COLORS[group]))
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
-        if any(getattr(one, group) >= VISIBLE * longest for one in shown):
+        if any(getattr(breakdown, group) >= VISIBLE * longest for breakdown in shown):
             drawn.append(bars)
     return drawn
 
@@ -141,10 +141,10 @@ def _groups(ax: Axes, shown: Sequence[MemoryBreakdown], scale: float, longest: f
 def _beside(ax: Axes, shown: Sequence[MemoryBreakdown], scale: float) -> list[Artist | BarContainer]:
     """What is reserved beyond the groups, and what is outside with its range: hatched, without a colour."""
     places = range(len(shown))
-    ends_ = [one.total / scale for one in shown]
+    ends_ = [breakdown.total / scale for breakdown in shown]
     pieces = (
-        [max(0, (one.reserved or 0) - one.total) / scale for one in shown],
-        [one.outside.mid / scale if one.outside and one.reserved is not None else 0.0 for one in shown],
+        [max(0, (breakdown.reserved or 0) - breakdown.total) / scale for breakdown in shown],
+        [breakdown.outside.mid / scale if breakdown.outside and breakdown.reserved is not None else 0.0 for breakdown in shown],
     )
     drawn: list[Artist | BarContainer] = []
     for (label, hatch), widths in zip(BESIDE.items(), pieces, strict=True):
@@ -180,7 +180,9 @@ def memory_ladder(result: MemoryLadder, ax: Axes | None = None) -> Axes:
     ax = prepared(ax, WIDTH, height(labels) + 0.25)
     drawn = _bars(ax, shown, scale, most)
     line = ax.axvline(result.capacity / scale, color=LIMIT, linewidth=1.8, label=result.device)
-    ends(ax, [max(needed(one), result.capacity) / scale for one in shown], _texts(result))  # behind the line, which would cross them
+    ends(
+        ax, [max(needed(breakdown), result.capacity) / scale for breakdown in shown], _texts(result)
+    )  # behind the line, which would cross them
     rows(ax, labels)
     kept = f"; {units.percent(result.margin)} of the device kept free" if result.margin else ""
     ax.set_xlabel(f"memory needed at the peak, predicted ({unit}){kept}")
@@ -190,16 +192,16 @@ def memory_ladder(result: MemoryLadder, ax: Axes | None = None) -> Axes:
 
 def pieces(breakdown: MemoryBreakdown) -> dict[str, int]:
     """Name → bytes of what a device must hold: the groups, what is reserved beyond them, what is outside; they sum to `needed`."""
-    found = {group.replace("_", " "): int(getattr(breakdown, group)) for group in GROUPS}
+    sizes = {group.replace("_", " "): int(getattr(breakdown, group)) for group in GROUPS}
     slack, outside = BESIDE
     reserved = breakdown.reserved if breakdown.device_used is not None else None
-    found[slack] = 0 if reserved is None else max(0, reserved - breakdown.total)
-    found[outside] = needed(breakdown) - sum(found.values())
-    return found
+    sizes[slack] = 0 if reserved is None else max(0, reserved - breakdown.total)
+    sizes[outside] = needed(breakdown) - sum(sizes.values())
+    return sizes
 
 
 def _bars(ax: Axes, shown: list[MemoryBreakdown], scale: float, most: float) -> list[Artist | BarContainer]:
-    columns = [pieces(one) for one in shown]
+    columns = [pieces(breakdown) for breakdown in shown]
     starts = [0.0] * len(shown)
     drawn: list[Artist | BarContainer] = []
     for name in columns[0]:
@@ -219,13 +221,13 @@ def _bars(ax: Axes, shown: list[MemoryBreakdown], scale: float, most: float) -> 
 
 def _texts(result: MemoryLadder) -> list[str]:
     """What each row needs, and what its change costs in time; at the end what is to spare."""
-    found = [units.bytes_(needed(result.start))]
+    texts = [units.bytes_(needed(result.start))]
     for rung in result.rungs:
         time = "" if math.isnan(rung.slowdown) else f"  ·  {units.times(rung.slowdown)} time"
-        found.append(f"{units.bytes_(needed(rung.breakdown))}{time}")
+        texts.append(f"{units.bytes_(needed(rung.breakdown))}{time}")
     spare = result.capacity - needed(result.end)
-    found[-1] += f"  ·  {units.bytes_(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"
-    return found
+    texts[-1] += f"  ·  {units.bytes_(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"
+    return texts
 
 
 SHADES = {"forward": 0.05, "backward": 0.16, "optimizer": 0.28}
@@ -238,7 +240,7 @@ _LETTERS = 46
 def memory_timeline(result: MemoryBreakdown | MemoryTimeline, ax: Axes | None = None) -> Axes:
     """What each group holds from event to event, stacked; the phases are shaded and named, the peak is marked with its moment in words.
 
-    The horizontal axis counts births and deaths of storages: a prediction knows no seconds.
+    The horizontal axis counts allocations and frees: a prediction knows no seconds.
 
     Args:
         result: a breakdown, or its timeline.
@@ -269,7 +271,7 @@ def memory_timeline(result: MemoryBreakdown | MemoryTimeline, ax: Axes | None = 
     _phases(ax, timeline)
     moment = result.peak_moment if isinstance(result, MemoryBreakdown) else timeline.moment
     _peak(ax, timeline.position[timeline.peak], total[timeline.peak] / scale, f"peak: {moment}")
-    ax.set_xlabel("births and deaths of tensors' memory, in the order of the program")
+    ax.set_xlabel("allocations and frees, in the order of the program")
     kind = f", {result.kind}" if isinstance(result, MemoryBreakdown) else ""
     ax.set_ylabel(f"allocated{kind} ({unit})")
     legend(ax, [area for area, group in zip(areas, groups, strict=True) if max(timeline.held[group]) >= VISIBLE * max(total)])

@@ -29,7 +29,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WouldFit(display.Shown):
-    """Which changes would have kept a run from running out of memory, predicted by fake runs."""
+    """Which changes would have kept a run from running out of memory, predicted by dry runs."""
 
     run: str
     """Its name."""
@@ -104,7 +104,7 @@ _SURPRISE = (
 
 
 def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> WouldFit:
-    """What would have kept a run from running out of memory: the cheapest changes by fake runs, and the largest micro-batch without any.
+    """What would have kept a run from running out of memory: the cheapest changes by dry runs, and the largest micro-batch without any.
 
     What could be had is taken from the error: of a GPU its capacity, less what other processes had there; of main memory what the rank held
     in tensors and its share of what was left, else its share of the limit that the ranks had in common.
@@ -161,8 +161,8 @@ def _gpu_of(run: Run, rank: int) -> Device | None:
 def _memory_limit(run: Run) -> int | None:
     """Bytes of main memory that all ranks together could have."""
     info = run_directory.read_json(run.path / run_directory.RUN_JSON)
-    for one in (info, run_directory.read_json(run.path / info["launch_dir"] / run_directory.RUN_JSON)):
-        if limit := (one.get("outcome") or {}).get("memory_limit"):
+    for record in (info, run_directory.read_json(run.path / info["launch_dir"] / run_directory.RUN_JSON)):
+        if limit := (record.get("outcome") or {}).get("memory_limit"):
             return int(limit)
     return None
 
@@ -192,15 +192,15 @@ def _of_gpu(reason: OutOfMemory, datasheet: int | None) -> Room:
             f"memory ran out on {reason.device}, and neither the error nor the run says how much it has: "
             "wb.memory_ladder(run.spec, device) with its name, such as 'H200'"
         )
-    found = []
+    limits = []
     if capacity is not None:
         others = min(reason.others or 0, capacity - 1)
         beside = f", of which other processes had {units.bytes_(others)}" if others else ""
-        found.append(Room(bytes=capacity - others, source=f"{reason.device} has {units.bytes_(capacity)}{beside}"))
+        limits.append(Room(bytes=capacity - others, source=f"{reason.device} has {units.bytes_(capacity)}{beside}"))
     if reason.allowed is not None:  # counts what the allocator reserves only
         words = f"PyTorch was allowed {units.bytes_(reason.allowed)} of {reason.device}, and had more outside of its allocator"
-        found.append(Room(bytes=reason.allowed + (reason.outside or 0), source=words))
-    return min(found, key=lambda room: room.bytes)
+        limits.append(Room(bytes=reason.allowed + (reason.outside or 0), source=words))
+    return min(limits, key=lambda room: room.bytes)
 
 
 def _of_main_memory(reason: OutOfMemory, ranks: int, limit: int | None) -> Room:

@@ -152,7 +152,7 @@ def rows(blocks: list[Block]) -> list[list[tuple[int, bool]]]:
         blocks: all of them, in any order.
     """
     heads = sorted((block.segment, block.place, block) for block in blocks if block.previous is None)
-    found = []
+    listed = []
     for _, _, head in heads:
         row, at = [], head
         while True:
@@ -160,8 +160,8 @@ def rows(blocks: list[Block]) -> list[list[tuple[int, bool]]]:
             if at.next is None:
                 break
             at = at.next
-        found.append(row)
-    return found
+        listed.append(row)
+    return listed
 
 
 MIB = 2**20

@@ -67,7 +67,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
     peak_moment: str
     """When the peak is and what is then largest: "start of backward, step 2: log_softmax of the loss"."""
     first_step: int
-    """Peak of the first step, in bytes; the optimizer's states are born in it."""
+    """Peak of the first step, in bytes; the optimizer makes its states in it."""
     steady: int
     """Peak of the later steps; of the first where there is no other."""
     largest: Mapping[str, int]
@@ -204,14 +204,14 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
         """
         if isinstance(device, int):
             return self._fit(self.outside, "", device, margin)
-        found = Device.named(device) if isinstance(device, str) else device
+        known = Device.named(device) if isinstance(device, str) else device
         if self.device == "cpu":
             raise ValueError(
                 f"this is memory as a CPU holds it ({self.title}); a GPU rounds, reserves and computes otherwise. "
-                f"Predict it: wb.estimate_memory(…, device={found.name!r}); or ask about a number of bytes: fits({found.memory})"
+                f"Predict it: wb.estimate_memory(…, device={known.name!r}); or ask about a number of bytes: fits({known.memory})"
             )
-        outside = non_pytorch_memory(found.name, self.world_size, self.reserved or 0) if self.device == "cuda" else self.outside
-        return self._fit(outside, found.name, found.memory, margin)
+        outside = non_pytorch_memory(known.name, self.world_size, self.reserved or 0) if self.device == "cuda" else self.outside
+        return self._fit(outside, known.name, known.memory, margin)
 
     def _fit(self, outside: NonPyTorchMemory | None, name: str, capacity: int, margin: float) -> Fit:
         """Of what is reserved and lies outside, where something is reserved; else of what is allocated."""

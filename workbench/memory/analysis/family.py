@@ -104,7 +104,7 @@ class Family:
         return delta, delta.cumsum()
 
     def peak(self, x: int, granularity: int = 1) -> int:
-        """Bytes in live tensors at the fullest moment; `allocator(x).peak_allocated` has what CUDA does not split off, too.
+        """Bytes in live tensors at the peak; `allocator(x).peak_allocated` has what CUDA does not split off, too.
 
         Args:
             x: the value.
@@ -172,7 +172,7 @@ class Family:
         """
         if high <= low:
             raise ValueError(f"kinks from {low} to {high}: give a range, the lower end first")
-        found: list[int] = []
+        bends: list[int] = []
         open_ = [(low, self._position(low, granularity), high, self._position(high, granularity))]
         while open_:
             a, at_a, b, at_b = open_.pop()
@@ -180,12 +180,12 @@ class Family:
                 continue
             if b == a + 1:
                 if self._replay.moment(at_a) != self._replay.moment(at_b):
-                    found.append(b)
+                    bends.append(b)
                 continue
             middle = (a + b) // 2
             at = self._position(middle, granularity)
             open_ += [(a, at_a, middle, at), (middle, at, b, at_b)]
-        return sorted(found)
+        return sorted(bends)
 
     def largest(self, limit: int, of: Callable[[int], int] | None = None) -> int:
         """The largest value whose bytes stay within a limit, by doubling and bisection; 0 if not even 1 does.

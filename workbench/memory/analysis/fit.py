@@ -28,7 +28,7 @@ class Fit(display.Shown):
     margin: float = 0.0
     """Fraction 0..1 of the capacity that is to stay free."""
     needed: int
-    """Bytes in use at the fullest moment: reserved and what is outside the allocator, else allocated."""
+    """Bytes in use at the peak: reserved and what is outside the allocator, else allocated."""
     low: int
     """The same with the least that may lie outside the allocator."""
     high: int
@@ -115,8 +115,8 @@ def is_unnamed(device: str | Device) -> bool:
 def usable_memory(device: str | Device, capacity: int | None, margin: float) -> tuple[str, int]:
     """What is to be fitted, in words, and the bytes of it that may be used."""
     if capacity is None:
-        found = device_of(device)
-        return found.name, usable_bytes(found, margin)
+        known = device_of(device)
+        return known.name, usable_bytes(known, margin)
     whole_number("capacity", capacity, least=1, what="a whole number of bytes per rank", also=", or None for the device's own")
     name = _PLAIN[str(device)] if is_unnamed(device) else device_of(device).name
     return name, less_margin(capacity, margin)

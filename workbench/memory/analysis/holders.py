@@ -31,7 +31,7 @@ class Holder:
     group: str
     """Of `log.GROUPS`."""
     phase: str
-    """Of `vocabulary.MEMORY_PHASES`, when they were born."""
+    """Of `vocabulary.MEMORY_PHASES`, when they were allocated."""
     bytes: int
     """Together."""
     count: int = 1
@@ -83,13 +83,13 @@ def holders_at(replay: Replay, position: int) -> tuple[Holder, ...]:
 
 def merged(holders: Iterable[Holder]) -> tuple[Holder, ...]:
     """One holder for all that differ in bytes and count only, the largest first; equals stay in the order of their names."""
-    found: dict[tuple[Any, ...], list[int]] = {}
+    sums_of: dict[tuple[Any, ...], list[int]] = {}
     for h in holders:
-        sums = found.setdefault((h.module, h.module_class, h.op, h.group, h.phase, h.recomputed), [0, 0])
+        sums = sums_of.setdefault((h.module, h.module_class, h.op, h.group, h.phase, h.recomputed), [0, 0])
         sums[0] += h.bytes
         sums[1] += h.count
     names = ("module", "module_class", "op", "group", "phase", "recomputed")
-    made = [Holder(bytes=held, count=count, **dict(zip(names, key, strict=True))) for key, (held, count) in found.items()]
+    made = [Holder(bytes=held, count=count, **dict(zip(names, key, strict=True))) for key, (held, count) in sums_of.items()]
     return tuple(sorted(made, key=lambda h: (-h.bytes, h.group, h.module, h.op, h.phase)))
 
 
@@ -210,12 +210,12 @@ class Shares(display.Shown):
 
 def shares(holders: Iterable[Holder], name: Callable[[Holder], str], key: str, title: str, note: str) -> Shares:
     """Holders summed by what `name` says of each."""
-    found: dict[str, tuple[dict[str, int], list[int]]] = {}
+    sums: dict[str, tuple[dict[str, int], list[int]]] = {}
     for h in holders:
-        held, count = found.setdefault(name(h), ({}, [0]))
+        held, count = sums.setdefault(name(h), ({}, [0]))
         held[h.group] = held.get(h.group, 0) + h.bytes
         count[0] += h.count
-    made = [Share(name=what, held=held, count=count[0]) for what, (held, count) in found.items()]
+    made = [Share(name=what, held=held, count=count[0]) for what, (held, count) in sums.items()]
     return Shares(key=key, rows=tuple(sorted(made, key=lambda row: (-row.bytes, natural(row.name)))), title=title, note=note)
 
 

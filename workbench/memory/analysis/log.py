@@ -19,11 +19,11 @@ class Record:
     category: str | None
     """A key of CATEGORIES; None = decided when the log is read."""
     phase: str
-    """Of MEMORY_PHASES, when it was born."""
+    """Of MEMORY_PHASES, when it was allocated."""
     step: int
-    """Optimizer step, from 0, when it was born."""
+    """Optimizer step, from 0, when it was allocated."""
     micro: int
-    """Forward and backward, counted over all steps, when it was born."""
+    """Forward and backward, counted over all steps, when it was allocated."""
     module: str
     """Innermost module whose forward was running, by its name in the model; "" = the model itself or outside of it."""
     op: str

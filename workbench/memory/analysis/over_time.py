@@ -18,7 +18,7 @@ MOST = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTimeline(JsonDataclass):
-    """Columns, one entry per point. Time is counted in events (births and deaths of storages): a prediction knows no seconds."""
+    """Columns, one entry per point. Time is counted in events (allocations and frees): a prediction knows no seconds."""
 
     position: tuple[int, ...] = ()
     """Position in the log's events."""
@@ -74,15 +74,15 @@ class MemoryTimeline(JsonDataclass):
     @property
     def spans(self) -> list[tuple[str, int, int, int]]:
         """(phase, step, first point, last point) of each run of points in one phase of one micro-step."""
-        found: list[tuple[str, int, int, int]] = []
+        runs: list[tuple[str, int, int, int]] = []
         last = None
         for point, key in enumerate(zip(self.phase, self.step, self.micro, strict=True)):
             if key == last:
-                found[-1] = (*found[-1][:3], point)
+                runs[-1] = (*runs[-1][:3], point)
             else:
-                found.append((key[0], key[1], point, point))
+                runs.append((key[0], key[1], point, point))
             last = key
-        return found
+        return runs
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per point: position, phase, step, micro, bytes per group, total."""

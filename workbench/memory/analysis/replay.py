@@ -30,9 +30,9 @@ _BY_PHASE = {"backward": "temp_backward", "between": "temp_optimizer", "optimize
 def classify(log: MemoryLog) -> None:
     """Decide the categories that only the whole log knows, in place; those that are known stay.
 
-    Born in forward: an activation if it is alive when the backward of the same micro-step begins (or for ever, where there is none), else
-    a temporary. Born in backward: recomputed if a module's forward was running, else a temporary. Born later, until the gradients are
-    cleared (clipping, unscaling, the optimizer): a temporary of the optimizer. All else: other.
+    Allocated in forward: an activation if it is alive when the backward of the same micro-step begins (or always, where there is none),
+    else a temporary. Allocated in backward: recomputed if a module's forward was running, else a temporary. Allocated later, until the
+    gradients are cleared (clipping, unscaling, the optimizer): a temporary of the optimizer. All else: other.
     """
     backward: dict[int, int] = {}
     for position, (kind, index, _) in enumerate(log.events):
@@ -52,12 +52,12 @@ def classify(log: MemoryLog) -> None:
 
 
 def canonical(events: Iterable[Event]) -> list[Event]:
-    """The events with each run of consecutive frees in the order of birth.
+    """The events with each run of consecutive frees in the order of their allocation.
 
     Caches that are hash maps (autocast's copies of weights) die in a random order; only so do two equal runs give equal logs.
     """
-    found = list(events)
-    return [found[position] for position in _order(columns(found)).tolist()]
+    listed = list(events)
+    return [listed[position] for position in _order(columns(listed)).tolist()]
 
 
 def _order(table: Numbers) -> Numbers:
@@ -169,11 +169,11 @@ class Replay:
             key: "step", "phase" or "micro".
             counted: int64 [event].
         """
-        found: dict[Any, int] = {}
+        largest: dict[Any, int] = {}
         for a, b, mark in self.stretches:
             name = getattr(mark, key)
-            found[name] = max(found.get(name, 0), int(counted[a:b].max()))
-        return found
+            largest[name] = max(largest.get(name, 0), int(counted[a:b].max()))
+        return largest
 
     def alive(self, position: int) -> dict[int, int]:
         """Index of each record that holds bytes after the event at `position` → those bytes, rounded."""

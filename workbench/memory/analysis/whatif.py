@@ -61,14 +61,14 @@ class MemoryComparison(display.Shown, JsonDataclass):
         fits = ["fits"] if self.capacity is not None else []
         rows = []
         for row in self.rows:
-            found = row.breakdown
-            if found is None:
+            breakdown = row.breakdown
+            if breakdown is None:
                 rows.append([row.label, "–", "–", row.complaint, *(["–"] if fits else [])])
                 continue
-            saved = self.baseline.total - found.total
+            saved = self.baseline.total - breakdown.total
             change = "" if row is self.rows[0] else f"{units.bytes_(-saved)} ({units.percent(-saved / self.baseline.total)})"
-            verdict = ["yes" if needed(found) <= (self.capacity or 0) else "no"] if fits else []
-            rows.append([row.label, units.bytes_(found.total), change, found.peak_moment, *verdict])
+            verdict = ["yes" if needed(breakdown) <= (self.capacity or 0) else "no"] if fits else []
+            rows.append([row.label, units.bytes_(breakdown.total), change, breakdown.peak_moment, *verdict])
         note = f"predicted, {self.device}; peak of what tensors hold"
         if self.capacity is not None:
             note += f"; fits = reserved memory and what lies outside of it within {units.bytes_(self.capacity)}"
@@ -80,8 +80,8 @@ class MemoryComparison(display.Shown, JsonDataclass):
 
     def plot(self, ax: Any = None) -> Any:
         """Stacked bars, one per change; returns the Axes."""
-        found = [row for row in self.rows if row.breakdown is not None]
-        return display.picture("memory")([r.breakdown for r in found], labels=[r.label for r in found], device=self.capacity, ax=ax)
+        estimated = [row for row in self.rows if row.breakdown is not None]
+        return display.picture("memory")([r.breakdown for r in estimated], labels=[r.label for r in estimated], device=self.capacity, ax=ax)
 
     def __repr__(self) -> str:
         return f"MemoryComparison({', '.join(row.label for row in self.rows)})"
@@ -99,12 +99,12 @@ def changes_in_words(changes: Mapping[str, Any]) -> str:
 
 
 def _row(row: WhatIf) -> dict[str, object]:
-    found = row.breakdown
-    if found is None:
+    breakdown = row.breakdown
+    if breakdown is None:
         return {"change": row.label, "complaint": row.complaint}
-    frame = {group: getattr(found, group) for group in found.largest}
-    used = {"reserved": found.reserved, "device_used": found.device_used, "peak_moment": found.peak_moment}
-    return {"change": row.label, **frame, "total": found.total, **used}
+    frame = {group: getattr(breakdown, group) for group in breakdown.largest}
+    used = {"reserved": breakdown.reserved, "device_used": breakdown.device_used, "peak_moment": breakdown.peak_moment}
+    return {"change": row.label, **frame, "total": breakdown.total, **used}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,11 +216,11 @@ def combinations(moves: Iterable[Mapping[str, Any]]) -> list[tuple[int, ...]]:
     >>> combinations([{"precision": "amp_bf16"}, {"parallel": "zero1"}, {"parallel": "fsdp"}])
     [(), (0,), (1,), (0, 1), (2,), (0, 2)]
     """
-    found: list[tuple[int, ...]] = [()]
+    sets: list[tuple[int, ...]] = [()]
     listed = list(moves)
     for place, move in enumerate(listed):
-        found += [(*others, place) for others in found if not any(set(move) & set(listed[other]) for other in others)]
-    return found
+        sets += [(*others, place) for others in sets if not any(set(move) & set(listed[other]) for other in others)]
+    return sets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +238,7 @@ class MaxMicroBatch:
     capacity: int
     """Its bytes, less the margin."""
     runs: int
-    """Fake runs that were made."""
+    """Dry runs that were made."""
 
     def __int__(self) -> int:
         return self.micro_batch

@@ -73,16 +73,16 @@ def called(hook: Any) -> str:
 @contextlib.contextmanager
 def kept_by_hooks(model: nn.Module) -> Iterator[None]:
     """On leaving, the lists, dicts and sets that a model's hooks write to are as they were: those in closures, arguments and globals."""
-    found: dict[int, tuple[Any, Any]] = {}
+    containers: dict[int, tuple[Any, Any]] = {}
     for module in model.modules():
         for _, table in hook_tables(module):
             for hook in table.values():
                 for value in _reached(hook):
-                    _remember(value, found)
+                    _remember(value, containers)
     try:
         yield
     finally:
-        for container, before in found.values():
+        for container, before in containers.values():
             container.clear()
             (container.extend if isinstance(container, list | collections.deque) else container.update)(before)
 
@@ -100,13 +100,13 @@ def _reached(hook: Any) -> Iterator[Any]:
         yield getattr(hook, "__self__", None)  # such as seen.append
 
 
-def _remember(value: Any, found: dict[int, tuple[Any, Any]], deep: int = 2) -> None:
-    if id(value) in found or not isinstance(value, list | dict | set | collections.deque):
+def _remember(value: Any, containers: dict[int, tuple[Any, Any]], deep: int = 2) -> None:
+    if id(value) in containers or not isinstance(value, list | dict | set | collections.deque):
         return
-    found[id(value)] = value, dict(value) if isinstance(value, dict) else list(value)
+    containers[id(value)] = value, dict(value) if isinstance(value, dict) else list(value)
     if deep and len(value) <= MANY:
         for item in value.values() if isinstance(value, dict) else value:
-            _remember(item, found, deep - 1)
+            _remember(item, containers, deep - 1)
 
 
 LARGE = 4096

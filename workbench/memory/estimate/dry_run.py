@@ -98,13 +98,13 @@ class AssumedValues:
         address = tensor.untyped_storage()._cdata
         if tensor.dtype == torch.bool:
             return self._truth.get(address, False)
-        one = self._number(tensor)
-        return float(one) if tensor.dtype.is_floating_point else one
+        value = self._number(tensor)
+        return float(value) if tensor.dtype.is_floating_point else value
 
-    def same(self, one: Tensor, other: Tensor) -> bool:
+    def same(self, first: Tensor, second: Tensor) -> bool:
         """Are two tensors equal? If they can be."""
         self._count()
-        return one.shape == other.shape
+        return first.shape == second.shape
 
     def _count(self) -> None:
         self.asked += 1
@@ -155,8 +155,8 @@ class AssumedValues:
 
     def _number(self, tensor: Any) -> int:
         """What numbers are."""
-        found = self._zeros.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
-        return 0 if found is not None and found() is not None else 1
+        zero = self._zeros.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+        return 0 if zero is not None and zero() is not None else 1
 
     def _known(self, tensor: Any) -> bool | None:
         """What truth values say, where that has been seen."""

@@ -164,8 +164,8 @@ def _operator(error: BaseException) -> str | None:
     func: Any = getattr(error, "func", None)
     if hasattr(func, "overloadpacket"):
         return str(func.name()).partition(".")[0]
-    found = re.search(r"\b(\w+(?:::|\.)\w+)\b", str(error))
-    return found[1].replace(".", "::") if found else None
+    match = re.search(r"\b(\w+(?:::|\.)\w+)\b", str(error))
+    return match[1].replace(".", "::") if match else None
 
 
 def _sized_by_values(error: BaseException) -> str | None:
@@ -177,8 +177,8 @@ def _without_fake(error: BaseException) -> str | None:
     text = str(error)
     if type(error).__name__ == "UnsupportedOperatorException":
         return _operator(error) or "an operator"
-    found = next(filter(None, (re.search(pattern, text) for pattern in _FAKE_IS_MISSING)), None)
-    return found[1] if found and ("Meta" in text or "fake" in text.lower()) else None
+    match = next(filter(None, (re.search(pattern, text) for pattern in _FAKE_IS_MISSING)), None)
+    return match[1] if match and ("Meta" in text or "fake" in text.lower()) else None
 
 
 def _wants_values(error: BaseException) -> bool:

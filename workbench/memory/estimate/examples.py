@@ -123,8 +123,8 @@ def _stretched(tensor: Tensor, shape: list[int]) -> Tensor:
 def _length(tensors: list[Tensor]) -> int | None:
     whole = [tensor for tensor in tensors if tensor.dim() == 2 and not tensor.dtype.is_floating_point]
     deep = [tensor for tensor in tensors if tensor.dim() == 3]
-    found = next(iter(whole + deep), None)
-    return None if found is None else found.shape[1]
+    first = next(iter(whole + deep), None)
+    return None if first is None else first.shape[1]
 
 
 class DefaultLoss:
@@ -162,7 +162,11 @@ def _taken(model: nn.Module, batch: list[Any] | tuple[Any, ...]) -> int:
         return len(batch)
     if any(parameter.kind == inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
         return len(batch) if len(parameters) > 1 or len(batch) < 2 else 1
-    places = [one for one in parameters if one.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    places = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ]
     taken = min(len(batch), len(places))
     if 1 < taken == len(batch) and _is_classes(batch[-1]):
         last = places[taken - 1]

@@ -45,7 +45,7 @@ class CapturedTensors:
         self._ends: list[Any] = []
         self._categories: dict[int, str] = {}  # address of a storage → what it is
         self._gradients: set[int] = set()  # addresses of the storages of gradients that were there before
-        self._born: set[int] = set()  # addresses of real storages that were born in here, which stay as they are
+        self._made_inside: set[int] = set()  # addresses of real storages that were made in here, which stay as they are
         self._before: dict[int, tuple[Tensor, Tensor | None, bool]] = {}  # id → a tensor, its gradient, whether it required one
         self._optimizers: dict[int, tuple[Optimizer, dict[Any, Any]]] = {}
         self._written: dict[Any, frozenset[int | str]] = {}
@@ -97,11 +97,11 @@ class CapturedTensors:
         return swapped, {key: swap(value, key in written) for key, value in kwargs.items()}
 
     def made(self, out: Any, args: Any) -> None:
-        """See what an operator made: real tensors that are born in here are torch's own."""
+        """See what an operator made: real tensors made in here are torch's own."""
         if type(out) is Tensor and out.layout == torch.strided:
             address = out.untyped_storage()._cdata
             if address not in [arg.untyped_storage()._cdata for arg in args if type(arg) is Tensor and arg.layout == torch.strided]:
-                self._born.add(address)
+                self._made_inside.add(address)
 
     def stepping(self, optimizer: Optimizer, _args: Any = (), _kwargs: Any = None) -> None:
         """An optimizer is about to step: if it is one of real tensors, remember them and its states."""
@@ -142,19 +142,19 @@ class CapturedTensors:
 
     def _writes(self, func: Any) -> frozenset[int | str]:
         """Positions and names of the arguments that an operator writes to."""
-        found = self._written.get(func)
-        if found is None:
+        written = self._written.get(func)
+        if written is None:
             arguments = func._schema.arguments
-            places = [place for place, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
-            found = self._written[func] = frozenset([*places, *(arguments[place].name for place in places)])
-        return found
+            places = [place for place, argument in enumerate(arguments) if argument.alias_info is not None and argument.alias_info.is_write]
+            written = self._written[func] = frozenset([*places, *(arguments[place].name for place in places)])
+        return written
 
     def _swapped(self, tensor: Any, write: bool, keep: bool) -> Any:
         if tensor.layout != torch.strided:
             return tensor
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self._born:
+        if address in self._made_inside:
             return tensor
         blank = self._blanks.get(address)
         if blank is None:

@@ -26,7 +26,7 @@ from workbench.timeline.loops import samples_in
 PRECISIONS = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 """Precision → the type of autocast, unless FSDP2 stands in its place."""
 STEPS = 2
-"""Optimizer steps that tell everything: the optimizer's states are born in the first."""
+"""Optimizer steps that tell everything: the optimizer makes its states in the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,10 +64,10 @@ class KnownValues:
             return None
         if type(tensor) is Tensor:
             return _copy(tensor)
-        found: _Known | None = self._known.get(tensor)
-        if found is not None:
-            same = found.storage == tensor.untyped_storage()._cdata and found.values.shape == tensor.shape
-            return found.values if same else None
+        known: _Known | None = self._known.get(tensor)
+        if known is not None:
+            same = known.storage == tensor.untyped_storage()._cdata and known.values.shape == tensor.shape
+            return known.values if same else None
         constant = getattr(tensor, "constant", None)  # such as torch.tensor(3)
         return None if constant is None else self._keep(tensor, _copy(constant))
 
@@ -92,12 +92,12 @@ class KnownValues:
             func, args = _aten.index.Tensor, (args[0], [args[1]])
         if func is _aten.index.Tensor:
             args = args[0], self._positions(args[1], plainly), *args[2:]
-        found = self._found(func, args, kwargs)
-        if found is not None and _is_sized_by_values(func, found) and (known := _computed(func, *found)) is not None:
+        values = self._found(func, args, kwargs)
+        if values is not None and _is_sized_by_values(func, values) and (known := _computed(func, *values)) is not None:
             out = tree_map_only(Tensor, _fake_of, known)
         else:
             out = plainly(func, args, kwargs)
-            known = _computed(func, *found) if found is not None and _is_small(out, found) else None
+            known = _computed(func, *values) if values is not None and _is_small(out, values) else None
         if known is None:
             self._forget(func, args, kwargs)
         else:
@@ -122,11 +122,11 @@ class KnownValues:
 
     def _positions(self, parts: Any, plainly: Callable[[Any, Any, Any], Any]) -> list[Any]:
         """Masks that are known, as the positions that they pick, of which there is a number."""
-        found: list[Any] = []
+        positions: list[Any] = []
         for part in parts:
             known = part is not None and part.dtype == torch.bool and self.of(part) is not None
-            found += self.call(_aten.nonzero.default, (part,), {}, plainly).unbind(1) if known else [part]
-        return found
+            positions += self.call(_aten.nonzero.default, (part,), {}, plainly).unbind(1) if known else [part]
+        return positions
 
     def _learn(self, out: Any, known: Any) -> None:
         for tensor, values in zip(tree_flatten(out)[0], tree_flatten(known)[0], strict=True):
@@ -165,11 +165,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
                 yield args[place] if place < len(args) else kwargs.get(argument.name)
 
 
-def _is_sized_by_values(func: Any, found: tuple[Any, Any]) -> bool:
+def _is_sized_by_values(func: Any, values: tuple[Any, Any]) -> bool:
     """Is how much comes out known by values alone, and not too much?"""
     if func is _aten.repeat_interleave.Tensor:
         with real_tensors():
-            return int(found[0][0].sum()) <= LIMIT
+            return int(values[0][0].sum()) <= LIMIT
     return func in _AS_LONG_AS_THEY_ARE
 
 
@@ -179,10 +179,10 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     return None
 
 
-def _is_small(out: Any, found: tuple[Any, Any]) -> bool:
+def _is_small(out: Any, values: tuple[Any, Any]) -> bool:
     """Is it worth knowing? What is made of nothing only where it is of whole numbers."""
     made = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
-    if any(isinstance(leaf, Tensor) for leaf in tree_flatten(found)[0]):
+    if any(isinstance(leaf, Tensor) for leaf in tree_flatten(values)[0]):
         return bool(made) and all(leaf.numel() <= LIMIT for leaf in made)
     return bool(made) and all(leaf.numel() <= MADE and leaf.dtype in WHOLE for leaf in made)
 

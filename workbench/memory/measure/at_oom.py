@@ -86,30 +86,30 @@ class _Stock:
 
     @property
     def groups(self) -> dict[str, int]:
-        found: dict[str, int] = defaultdict(int)
+        sizes_of: dict[str, int] = defaultdict(int)
         for (group, _), sizes in self._held.items():
-            found[group] += sum(sizes)
-        return {group: size for group, size in found.items() if size}
+            sizes_of[group] += sum(sizes)
+        return {group: size for group, size in sizes_of.items() if size}
 
     @property
     def holders(self) -> list[HeldBy]:
-        found = [HeldBy(group=group, name=name, bytes=sum(sizes), count=len(sizes)) for (group, name), sizes in self._held.items()]
-        return sorted((one for one in found if one.bytes), key=lambda one: -one.bytes)
+        held = [HeldBy(group=group, name=name, bytes=sum(sizes), count=len(sizes)) for (group, name), sizes in self._held.items()]
+        return sorted((holder for holder in held if holder.bytes), key=lambda holder: -holder.bytes)
 
 
 def _living() -> tuple[list[nn.Module], list[Optimizer], list[Tensor]]:
     modules: list[nn.Module] = []
     optimizers: list[Optimizer] = []
     tensors: list[Tensor] = []
-    for one in collector.live_objects():
-        kind = type(one)  # not isinstance, which asks proxies what they are
+    for value in collector.live_objects():
+        kind = type(value)  # not isinstance, which asks proxies what they are
         if issubclass(kind, Tensor):
-            tensors.append(one)
+            tensors.append(value)
         elif issubclass(kind, nn.Module):
-            modules.append(one)
+            modules.append(value)
         elif issubclass(kind, Optimizer):
-            optimizers.append(one)
-    return modules, optimizers, [one for one in tensors if not one.is_meta]
+            optimizers.append(value)
+    return modules, optimizers, [tensor for tensor in tensors if not tensor.is_meta]
 
 
 def _names(modules: list[nn.Module]) -> dict[nn.Module, str]:
@@ -213,8 +213,8 @@ def kept_by(node: Any) -> Iterator[Tensor]:
     for name in _saved_names[type(node)]:
         try:
             value = getattr(node, name)
-            for one in value if isinstance(value, list | tuple) else (value,):
-                tensor = getattr(one, "data", None)
+            for item in value if isinstance(value, list | tuple) else (value,):
+                tensor = getattr(item, "data", None)
                 if isinstance(tensor, Tensor):
                     yield tensor
         except RuntimeError:  # the backward has been there, and has let it go

@@ -43,8 +43,8 @@ class Holding:
 
 def living() -> list[Tensor]:
     """All tensors that Python knows of, without those that have no memory. What was frozen is thawed, and `Referrers` see it."""
-    found = [one for one in collector.live_objects() if issubclass(type(one), Tensor)]  # not isinstance, which asks proxies what they are
-    return [one for one in found if not one.is_meta]
+    # not isinstance, which asks proxies what they are
+    return [tensor for tensor in collector.live_objects() if issubclass(type(tensor), Tensor) and not tensor.is_meta]
 
 
 @dataclass(slots=True)
@@ -90,11 +90,11 @@ class Referrers:
         found: dict[int, Holding] = {}
         seen = {*trails, id(level)}
         for _ in range(MOST_DEEP):
-            for one in level:
-                if id(one) in self._locals:
-                    name, function = self._locals[id(one)]
-                    _resolve(found, trails[id(one)], f"{name} ({_kind(one)} in {function}())", graphs)
-            level = [one for one in level if not trails[id(one)].roots <= found.keys()]
+            for value in level:
+                if id(value) in self._locals:
+                    name, function = self._locals[id(value)]
+                    _resolve(found, trails[id(value)], f"{name} ({_kind(value)} in {function}())", graphs)
+            level = [value for value in level if not trails[id(value)].roots <= found.keys()]
             if not level or len(seen) > MOST_SEEN:
                 break
             seen.add(id(level))
@@ -110,34 +110,34 @@ class Referrers:
         for referrer in gc.get_referrers(*level):
             if id(referrer) in seen or isinstance(referrer, types.FrameType | types.ModuleType) or _is_ours(referrer):
                 continue
-            for one in gc.get_referents(referrer):
-                trail = trails.get(id(one))
+            for value in gc.get_referents(referrer):
+                trail = trails.get(id(value))
                 if trail is None:
                     continue
-                if name := self._named(one, trail, referrer):
+                if name := self._named(value, trail, referrer):
                     _resolve(found, trail, name, graphs)
                     continue
                 if id(referrer) not in above:
-                    above[id(referrer)] = _trail(one, trail, referrer)
+                    above[id(referrer)] = _trail(value, trail, referrer)
                     objects.append(referrer)
                 above[id(referrer)].roots |= trail.roots
         seen.update(above)
         return objects, above
 
-    def _named(self, one: Any, trail: _Trail, referrer: Any) -> str | None:
+    def _named(self, value: Any, trail: _Trail, referrer: Any) -> str | None:
         """The name that a referrer has for an object, if it is a variable or an attribute."""
         if isinstance(referrer, types.FunctionType):
-            if referrer.__closure__ is one and trail.place >= 0 and not (referrer.__module__ or "").startswith("workbench."):
+            if referrer.__closure__ is value and trail.place >= 0 and not (referrer.__module__ or "").startswith("workbench."):
                 return f"{referrer.__code__.co_freevars[trail.place]} ({trail.kind}, a variable around {referrer.__name__}())"
-            return f"a default ({trail.kind}) of {referrer.__qualname__}()" if referrer.__defaults__ is one else None
+            return f"a default ({trail.kind}) of {referrer.__qualname__}()" if referrer.__defaults__ is value else None
         if isinstance(referrer, dict):
             module = self._modules.get(id(referrer))
-            return None if module is None else f"{_key(referrer, one)} ({_kind(one)}, a global variable of {_file(module)})"
+            return None if module is None else f"{_key(referrer, value)} ({_kind(value)}, a global variable of {_file(module)})"
         attributes = getattr(referrer, "__dict__", None)
-        if attributes is one:
+        if attributes is value:
             return f"{trail.key} ({trail.kind}, an attribute of {self._owner(referrer)})"
-        if isinstance(attributes, dict) and (name := next((name for name, value in attributes.items() if value is one), None)):
-            return f"{name} ({_kind(one)}, an attribute of {self._owner(referrer)})"
+        if isinstance(attributes, dict) and (name := next((name for name, item in attributes.items() if item is value), None)):
+            return f"{name} ({_kind(value)}, an attribute of {self._owner(referrer)})"
         return None
 
     def _owner(self, owner: Any) -> str:
@@ -152,14 +152,14 @@ def _resolve(found: dict[int, Holding], trail: _Trail, words: str, graphs: Mappi
         found[root] = Holding(words, trail.bounded, graphs[root])
 
 
-def _trail(one: Any, before: _Trail, referrer: Any) -> _Trail:
+def _trail(value: Any, before: _Trail, referrer: Any) -> _Trail:
     trail = _Trail(set(before.roots), before.bounded or (isinstance(referrer, deque) and referrer.maxlen is not None), before.kind)
     if isinstance(referrer, dict):
-        trail.key, trail.kind = _key(referrer, one), _kind(one)
-    elif isinstance(one, types.CellType) and isinstance(referrer, tuple):
-        trail.place = referrer.index(one)
+        trail.key, trail.kind = _key(referrer, value), _kind(value)
+    elif isinstance(value, types.CellType) and isinstance(referrer, tuple):
+        trail.place = referrer.index(value)
     else:
-        trail.kind = _kind(one)
+        trail.kind = _kind(value)
     return trail
 
 
@@ -172,16 +172,16 @@ def _frames() -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
-def _is_ours(one: Any) -> bool:
-    return type(one).__module__.startswith("workbench.") and not isinstance(one, nn.Module)
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith("workbench.") and not isinstance(value, nn.Module)
 
 
-def _key(names: dict[Any, Any], one: Any) -> str:
-    return next((str(name) for name, value in names.items() if value is one), "?")
+def _key(names: dict[Any, Any], value: Any) -> str:
+    return next((str(name) for name, item in names.items() if item is value), "?")
 
 
-def _kind(one: Any) -> str:
-    name = type(one).__name__
+def _kind(value: Any) -> str:
+    name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
@@ -191,9 +191,9 @@ def _file(module: str) -> str:
 
 
 LEAST_STEPS = 5
-"""Steps that it takes: the first is left out, as the optimizer's states are born in it, and the last two may yet let go."""
+"""Steps that it takes: the first is left out, as the optimizer makes its states in it, and the last two may yet let go."""
 OLD = 2
-"""Steps after which what was born in a step should be gone."""
+"""Steps after which what was allocated in a step should be free."""
 REGULAR = 0.75
 """Fraction of the steps in which something has to be left behind to count as a leak: more than half, and one may be an exception."""
 SMALL = 1024
@@ -304,7 +304,7 @@ def find(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None
         left = left_behind(recorder.log, but=old | cyclic)
         waiting = left_behind(recorder.log, but=old | set(alive.values()))
         suspects = {index for indices in left.values() for index in indices}
-        names = {module: name for one in models.models for name, module in one.named_modules()}
+        names = {module: name for model in models.models for name, module in model.named_modules()}
         holders = _holders({address: index for address, index in alive.items() if index in suspects}, Referrers(names))
         found = leaks_of(recorder.log, left, holders)
     in_cycles = sum(leak.per_step for leak in leaks_of(recorder.log, waiting, {}))
@@ -315,18 +315,18 @@ _TO_STAY = ("parameter", "buffer", "gradient", "optimizer_state")
 
 
 def left_behind(log: MemoryLog, but: Collection[int] = ()) -> dict[int, list[int]]:
-    """Step → indices of the records that were born in it and live after two more; not of the first step, in which much is born to stay.
+    """Step → indices of the records allocated in it and alive after two more; not of the first step, much of which stays.
 
     Args:
         log: of the steps.
         but: records that are not meant: those of what lived before.
     """
     last = max((mark.step for mark in log.marks), default=0)
-    found: dict[int, list[int]] = {step: [] for step in range(1, last - OLD + 1)}
+    left: dict[int, list[int]] = {step: [] for step in range(1, last - OLD + 1)}
     for index, record in enumerate(log.records):
-        if record.step in found and record.freed_at is None and record.size and record.category not in _TO_STAY and index not in but:
-            found[record.step].append(index)
-    return found
+        if record.step in left and record.freed_at is None and record.size and record.category not in _TO_STAY and index not in but:
+            left[record.step].append(index)
+    return left
 
 
 def held_after(log: MemoryLog) -> dict[int, int]:
@@ -391,15 +391,17 @@ def _holders(addresses: Mapping[int, int], referrers: Referrers) -> dict[int, Ho
     tensors = living()
     own = {id(tensor): {*_indices(tensor, addresses)} for tensor in tensors}
     behind = {
-        id(tensor): {i for _, one in saved([tensor]) for i in _indices(one, addresses)} for tensor in tensors if tensor.grad_fn is not None
+        id(tensor): {i for _, kept in saved([tensor]) for i in _indices(kept, addresses)}
+        for tensor in tensors
+        if tensor.grad_fn is not None
     }
     holdings = referrers.holdings([tensor for tensor in tensors if own[id(tensor)] or behind.get(id(tensor))])
-    found: dict[int, Holding] = {}
+    holders: dict[int, Holding] = {}
     for indices in (own, behind):  # who has the tensor itself comes first
         for tensor, mine in indices.items():
             if tensor in holdings:
-                found.update(dict.fromkeys(mine - found.keys(), holdings[tensor]))
-    return found
+                holders.update(dict.fromkeys(mine - holders.keys(), holdings[tensor]))
+    return holders
 
 
 def _indices(tensor: Tensor, addresses: Mapping[int, int]) -> list[int]:

@@ -130,7 +130,7 @@ def take_in(recorder: Recorder, batch: Any) -> None:
 
 
 STEPS = 3
-"""Steps that are measured where nobody says: the optimizer's states are born in the first; the second and the third should agree."""
+"""Steps that are measured where nobody says: the optimizer makes its states in the first; the second and the third should agree."""
 APART = 0.01
 """Fraction of the peak by which the record may lie above the allocator's word before a note says so."""
 
@@ -187,7 +187,7 @@ def breakdown(
         notes: what a reader should know.
         cyclic: records of storages that only Python's collector frees.
     """
-    log, said = recorder.log, list(notes)
+    log, texts = recorder.log, list(notes)
     for record in log.records:
         if record.phase == "data" and record.category is None:
             record.category = "input"  # what becomes of a batch before the model is called
@@ -200,19 +200,19 @@ def breakdown(
     else:
         scratch = excess.get(replay.phase_of(replay.peak).step, max(excess.values()))
     if truth.trouble:
-        said.append(truth.trouble)
+        texts.append(truth.trouble)
     if scratch < -APART * int(replay.total[replay.peak]):
-        said.append(
+        texts.append(
             f"{units.bytes_(-scratch)} of it were not taken from torch's allocator (shared with workers or with numpy, mapped files)"
         )
     if drifts and world_size > 1 and scratch > APART * int(replay.total[replay.peak]):
-        said.append(
+        texts.append(
             f"{units.bytes_(scratch)} of it belong to no tensor: memory inside kernels, or what threads of the communication gave back "
             "without torch's profiler seeing it; more steps (steps=…) tell them apart, as the least is taken"
         )
     cycles = sum(log.records[index].size for index in cyclic if log.records[index].allocated_at <= replay.peak)
     if cycles > APART * int(replay.total[replay.peak]):
-        said.append(
+        texts.append(
             f"{units.bytes_(cycles)} of it lie in reference cycles: freed by gc only, which is off while this is measured, so that a run "
             "may hold more or less"
         )
@@ -227,7 +227,7 @@ def breakdown(
         retries=truth.retries,
         rank=rank,
         world_size=world_size,
-        notes=tuple(said),
+        notes=tuple(texts),
     )
 
 
@@ -287,7 +287,7 @@ def recorded(
     with defer_interrupts(), contextlib.ExitStack() as undo:
         undo.callback(SavedState(found).restore)
         feed = undo.enter_context(Feed(loader))
-        for weight in {weight for one in found.models for weight in one.parameters()}:
+        for weight in {weight for model in found.models for weight in model.parameters()}:
             weight.grad = None  # what is kept of it for later must not count as held by the step
         undo.enter_context(collected_before())
         recorder = Recorder(device=device.type)

@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return index
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Take the storages of a tensor out of the count, from their birth on and until `bring`: they are elsewhere."""
+        """Take the storages of a tensor out of the count, from their allocation on and until `bring`: they are elsewhere."""
         for storage in storages(tensor):
             index = self._live.get(storage._cdata)
             if index is None:
@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, nothing is born; deaths are still seen."""
+        """Inside, no allocation is recorded; frees still are."""
         self._paused += 1
         try:
             yield
@@ -283,18 +283,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.log.events.append(Event(RESIZE, index, size))
 
     def _follow(self, storage: torch.UntypedStorage, index: int) -> int:
-        """Note the death of a storage, whose record this is. Python keeps a finalizer, and all it knows of, for as long as the storage."""
+        """Note when a storage is freed, whose record this is. Python keeps a finalizer, and all it knows of, for as long as the storage."""
         self._live[storage._cdata] = index
-        weakref.finalize(storage, _died, weakref.ref(self), storage._cdata, index).atexit = False
+        weakref.finalize(storage, _freed, weakref.ref(self), storage._cdata, index).atexit = False
         return index
 
 
-def _died(recorder: "weakref.ref[Recorder]", address: int, index: int) -> None:
-    one = recorder()
-    if one is not None and one._live.get(address) == index and not one._closed:
-        del one._live[address]
-        one.log.records[index].freed_at = len(one.log.events)
-        one.log.events.append(Event(FREE, index, 0))
+def _freed(recorder: "weakref.ref[Recorder]", address: int, index: int) -> None:
+    writer = recorder()
+    if writer is not None and writer._live.get(address) == index and not writer._closed:
+        del writer._live[address]
+        writer.log.records[index].freed_at = len(writer.log.events)
+        writer.log.events.append(Event(FREE, index, 0))
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:

@@ -25,7 +25,7 @@ PATIENCE = 20.0
 class MemoryExplorer:
     """Knobs with the memory that a step is predicted to need: against a device's capacity, by module, over the steps.
 
-    A turned knob asks for a fake run in a process of its own. Along the micro-batch, and the sequence or image once its slider was touched,
+    A turned knob asks for a dry run in a process of its own. Along the micro-batch, and the sequence or image once its slider was touched,
     some runs are made in advance: between them memory is known exactly, and a move of the slider only draws.
 
     Attributes:
@@ -57,7 +57,7 @@ class MemoryExplorer:
             sequence: length of the batch's sequences; None = the sample's own.
             image: side of the batch's images in pixels; None = the sample's own.
             measured: what a run of the spec needed, from `wb.measure_memory`.
-            estimator: the process that makes the fake runs; None = the one that all explorers share.
+            estimator: the process that makes the dry runs; None = the one that all explorers share.
 
         Raises:
             ValueError: something else was given, or an unknown device.
@@ -80,11 +80,11 @@ class MemoryExplorer:
 
     def _make_widgets(self, device: str | Device) -> None:
         self.knobs = ExplorerKnobs(self.spec, device, self._turned)
-        found = self.knobs.widgets
-        self.micro_batch, self.accumulation, self.sequence = found["micro_batch"], found["accumulation"], found["sequence"]
-        self.image, self.precision, self.optimizer = found["image"], found["precision"], found["optimizer"]
-        self.checkpointing, self.parallel, self.ranks = found["checkpointing"], found["parallel"], found["nproc_per_node"]
-        self.device = found["device"]
+        widgets = self.knobs.widgets
+        self.micro_batch, self.accumulation, self.sequence = widgets["micro_batch"], widgets["accumulation"], widgets["sequence"]
+        self.image, self.precision, self.optimizer = widgets["image"], widgets["precision"], widgets["optimizer"]
+        self.checkpointing, self.parallel, self.ranks = widgets["checkpointing"], widgets["parallel"], widgets["nproc_per_node"]
+        self.device = widgets["device"]
         self.head, self.status, self.problem, self.verdict, self.bars, self.details = (ipywidgets.HTML() for _ in range(6))
         top = ipywidgets.HBox([self.head.add_class("wb-status"), self.status]).add_class("wb-top")
         shown = [top, self.knobs.box, self.problem, self.verdict, self.bars, self.details, Style()]
@@ -215,7 +215,7 @@ class MemoryExplorer:
         return self._curves.wanted(question, {axis: self.knobs.places(axis) for axis in axes})
 
     def _work(self) -> None:
-        """One fake run after another, for where the knobs stand when it begins."""
+        """One dry run after another, for where the knobs stand when it begins."""
         while True:
             with self._lock:
                 question = self._next()

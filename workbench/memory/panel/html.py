@@ -96,7 +96,7 @@ def _fitting(*texts: str, room: float) -> str:
 
 
 def timeline(result: MemoryTimeline) -> str:
-    """Stacked columns over the events of the steps, each its fullest moment, with a line at the peak, and the phases below."""
+    """Stacked columns over the events of the steps, each its peak, with a line at the peak, and the phases below."""
     kept = _kept(result.total, result.peak)
     most = max(1, *result.total)
     columns = [_column(result, point, most) + (_PEAK if point == result.peak else "") for point in kept]
@@ -122,8 +122,8 @@ def _column(result: MemoryTimeline, point: int, most: int) -> str:
 def _kept(total: Sequence[int], peak: int) -> list[int]:
     """The largest point of each column, and the peak."""
     width = -(-len(total) // _COLUMNS)
-    found = {max(range(begin, min(begin + width, len(total))), key=lambda i: total[i]) for begin in range(0, len(total), width)}
-    return sorted(found | {peak})
+    points = {max(range(begin, min(begin + width, len(total))), key=lambda i: total[i]) for begin in range(0, len(total), width)}
+    return sorted(points | {peak})
 
 
 def _phases(result: MemoryTimeline, kept: Sequence[int]) -> str:
@@ -194,19 +194,19 @@ def head(title: str) -> str:
 
 
 def estimating() -> str:
-    """That a fake run is made."""
+    """That a dry run is made."""
     return '<span class="wb-what" role="status">estimating…</span>'
 
 
 def verdict(breakdown: MemoryBreakdown, fit: Fit | None) -> str:
     """Whether it fits, with what is to spare; and when the peak is."""
     if fit is None:
-        badge, said = "", f"{units.bytes_(breakdown.total)} in tensors at the peak; what this machine's CPU has is not looked at"
+        badge, text = "", f"{units.bytes_(breakdown.total)} in tensors at the peak; what this machine's CPU has is not looked at"
     else:
         tint, word = ("finished", "fits") if fit else ("stopped", "does not fit")
-        badge, said = f'<span class="wb-badge wb-is-{tint}">{word}</span> ', fit.words.partition(": ")[2]
+        badge, text = f'<span class="wb-badge wb-is-{tint}">{word}</span> ', fit.words.partition(": ")[2]
     peak = f'<div class="wb-said"><strong>Peak</strong> {escape(breakdown.peak_moment)}</div>'
-    return f'<div class="wb-head">{badge}<span class="wb-fit">{escape(said)}</span></div>{peak}'
+    return f'<div class="wb-head">{badge}<span class="wb-fit">{escape(text)}</span></div>{peak}'
 
 
 def bars(rows: Iterable[Row], capacity: int | None, device: str, *, stale: bool = False) -> str:
@@ -280,20 +280,19 @@ def _scale(capacity: int, whole: int, device: str) -> str:
 
 def difference(rows: Iterable[Row]) -> str:
     """How far a prediction is from the measurement beside it, in words."""
-    found = {row.breakdown.kind: row.breakdown for row in rows}
-    if len(found) < 2:
+    kinds = {row.breakdown.kind: row.breakdown for row in rows}
+    if len(kinds) < 2:
         return ""
-    predicted, measured = found["predicted"], found["measured"]
+    predicted, measured = kinds["predicted"], kinds["measured"]
     if predicted.device != measured.device:
         return (
             f'<div class="wb-what">measured on {escape(measured.device)}, predicted for {escape(predicted.device)}: '
             "tensors are made, rounded and kept otherwise there</div>"
         )
     off = predicted.total / measured.total - 1
-    said = "as measured" if not round(off, 4) else f"{units.percent(abs(off))} {'above' if off > 0 else 'below'} what was measured"
-    return (
-        f'<div class="wb-what">what tensors hold is predicted {said}: {units.bytes_(predicted.total)}, {units.bytes_(measured.total)}</div>'
-    )
+    words = "as measured" if not round(off, 4) else f"{units.percent(abs(off))} {'above' if off > 0 else 'below'} what was measured"
+    sizes = f"{units.bytes_(predicted.total)}, {units.bytes_(measured.total)}"
+    return f'<div class="wb-what">what tensors hold is predicted {words}: {sizes}</div>'
 
 
 def details(breakdown: MemoryBreakdown, *, stale: bool = False) -> str:
@@ -320,5 +319,5 @@ def static(title: str, rows: Iterable[Row], fit: Fit | None, capacity: int | Non
     predicted = [row.breakdown for row in shown if row.breakdown.kind == "predicted"]
     if not predicted:
         return f"<div>{begin}<br><em>{escape(problem or 'nothing is estimated yet: run this cell')}</em></p></div>"
-    found = predicted[0]
-    return f"<div>{begin}</p>{verdict(found, fit)}{bars(shown, capacity, device)}{details(found)}{found._repr_html_()}</div>"
+    breakdown = predicted[0]
+    return f"<div>{begin}</p>{verdict(breakdown, fit)}{bars(shown, capacity, device)}{details(breakdown)}{breakdown._repr_html_()}</div>"

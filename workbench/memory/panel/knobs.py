@@ -30,10 +30,10 @@ def places(low: float, high: int, *own: int, unit: int = 1) -> list[int]:
     >>> places(1, 16)
     [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]
     """
-    found = set(own)
+    values = set(own)
     for octave in range(max(0, math.floor(math.log2(high / low))) + 1):
-        found |= {unit * round(low * 2**octave * (1 + part / PER_OCTAVE) / unit) for part in range(PER_OCTAVE)}
-    return sorted(x for x in found if low <= x <= high or x in own)
+        values |= {unit * round(low * 2**octave * (1 + part / PER_OCTAVE) / unit) for part in range(PER_OCTAVE)}
+    return sorted(x for x in values if low <= x <= high or x in own)
 
 
 def places_of(axis: str, own: int) -> list[int]:
@@ -65,10 +65,14 @@ class ExplorerKnobs:
         self._on_turn, self._quiet = on_turn, False
         self._spec = spec
         name = device if isinstance(device, str) else device.name
-        self.devices: dict[str, str | Device] = {**{one.name: one.name for one in DEVICES}, "cpu": "cpu", name: device}
+        self.devices: dict[str, str | Device] = {**{device.name: device.name for device in DEVICES}, "cpu": "cpu", name: device}
         optimizers = [
             *IMPLEMENTED,
-            *((one, one) for one in dict.fromkeys([*OFFERED, spec.optimizer]) if one not in (None, "fused", "foreach")),
+            *(
+                (optimizer, optimizer)
+                for optimizer in dict.fromkeys([*OFFERED, spec.optimizer])
+                if optimizer not in (None, "fused", "foreach")
+            ),
         ]
         special = {
             "micro_batch": (places_of("micro_batch", spec.micro_batch), ipywidgets.SelectionSlider),

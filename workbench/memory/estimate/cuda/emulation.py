@@ -82,21 +82,21 @@ class CudaEmulation:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of the estimate should know, in sentences."""
-        found = []
+        notes = []
         if self.precision is torch.bfloat16 and self.capability < AMPERE:
-            found.append(
+            notes.append(
                 f"bf16 on a GPU of compute capability {self.capability[0]}.{self.capability[1]}: emulated; attention runs unfused."
             )
         if self.attention.taken["math"]:
-            found.append(
+            notes.append(
                 f"{self.attention.taken['math']} calls of attention run unfused (math): their type, shape or mask has no fused kernel."
             )
         if self.workspaces.convolutions and not self._measured:
-            found.append("cuDNN's convolution workspace is not measured: taken as 0.")
+            notes.append("cuDNN's convolution workspace is not measured: taken as 0.")
         unlisted = autocast.unlisted()
         if self.precision is not None and unlisted:
-            found.append(f"Autocast on this torch knows operators that this version of workbench does not: {', '.join(sorted(unlisted))}.")
-        return tuple(found)
+            notes.append(f"Autocast on this torch knows operators that this version of workbench does not: {', '.join(sorted(unlisted))}.")
+        return tuple(notes)
 
 
 @contextlib.contextmanager

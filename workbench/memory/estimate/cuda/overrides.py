@@ -24,8 +24,8 @@ MISSING = object()
 def operator(name: str) -> OpOverload:
     """The operator of a name as the dispatcher writes it: "softmax.int", "linear"."""
     packet, _, overload = name.partition(".")
-    found: OpOverload = getattr(getattr(aten, packet), overload or "default")
-    return found
+    overload_: OpOverload = getattr(getattr(aten, packet), overload or "default")
+    return overload_
 
 
 def composed(name: str, *args: Any, **kwargs: Any) -> Any:

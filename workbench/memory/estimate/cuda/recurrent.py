@@ -121,9 +121,9 @@ def _fill_gradients(
             torch.set_rng_state(random)
         leaves = [tensor.detach().float().requires_grad_() for tensor in (input, *rest)]
         outputs = layers.values(leaves[0], leaves[1 : 1 + states], leaves[1 + states :])
-        found = torch.autograd.grad(outputs, leaves, [g.float() for g in gradients], allow_unused=True)
+        computed = torch.autograd.grad(outputs, leaves, [g.float() for g in gradients], allow_unused=True)
         with torch.no_grad():
-            for result, value in zip(results, found, strict=True):
+            for result, value in zip(results, computed, strict=True):
                 result.copy_(value) if value is not None else result.zero_()
 
 
