@@ -263,7 +263,7 @@ def test_a_step_that_does_not_use_its_batch() -> None:
 @pytest.mark.parametrize(
     ("step", "options", "message"),
     [
-        (3, {}, "step is a int: wanted is a function"),
+        (3, {}, "step is a int: it has to be a function"),
         (lambda: None, {}, "step cannot be called with one argument, the batch"),
         (lambda a, b: None, {}, "functools.partial for the other arguments"),
         (print, {"budget_s": 0}, "budget_s=0: seconds above 0 are allowed"),

@@ -1,4 +1,4 @@
-"""Contest: two ways to do a step take turns, block by block, until it is clear by how much one is faster."""
+"""A/B tests: times two ways to do a training step in interleaved blocks, until it is clear by how much one is faster."""
 
 import contextlib
 import statistics
@@ -24,71 +24,73 @@ from workbench.harness.results import VariantTimes
 from workbench.runs.spec import KNOBS
 
 WARM_UP_STEPS = 3
-"""Steps of each before anything is timed."""
+"""Steps of each side before anything is timed."""
 BLOCK_SECONDS, MAX_STEPS = 0.4, 400
 """A block lasts about so long, and has at most so many steps."""
 MIN_PAIRS, MAX_PAIRS = 6, 40
 MIN_STEPS_PER_PASS = 4
-"""Steps: shorter passes over the loader are timed as they come."""
+"""Passes over the loader with fewer steps are timed as they come, their start included."""
 MAX_WIDTH = 0.04
-"""The interval of the saved fraction that is narrow enough."""
+"""The width of the saved fraction's interval at which the test ends."""
 
 
 class Side(Protocol):
-    """One way to do a step. If it has a `feed`, what it costs to begin a pass over the loader is spread over the steps of a pass."""
+    """One of the two ways to do a step. If it has a `feed`, what beginning a pass over the loader costs is spread over its steps."""
 
     def step(self) -> None:
         """One whole step, loading included."""
 
     def drain(self) -> None:
-        """Its turn begins: take what its loader has made ahead, so that a block begins as a step in the middle of training does."""
+        """Its block begins: take what the loader has prefetched, so that the block starts like a step in the middle of training."""
 
 
-def run_ab_test(one: Side, other: Side, *, budget_s: float, peers: Peers, clock: Callable[[], float] = time.perf_counter) -> VariantTimes:
-    """Let two contestants take turns; all ranks call this together.
+def run_ab_test(
+    baseline: Side, changed: Side, *, budget_s: float, peers: Peers, clock: Callable[[], float] = time.perf_counter
+) -> VariantTimes:
+    """Time two sides in alternating blocks; all ranks call this together.
 
     Args:
-        one: the baseline.
-        other: the change.
+        baseline: the step as it is.
+        changed: the step with the change.
         budget_s: seconds it may take, about.
         peers: who takes part.
         clock: seconds.
 
     Returns:
-        The pairs of neighbouring blocks, in seconds per step of the slowest rank; the same on all ranks. Nothing is left out: what stalls
-        now and then, stalls here.
+        The pairs of neighbouring blocks, in seconds per step of the slowest rank; the same on all ranks. Nothing is left out: steps
+        that stall now and then count here.
     """
     start = clock()
-    sides = [_SideTimer(contestant, peers, clock) for contestant in (one, other)]
+    timers = [_SideTimer(side, peers, clock) for side in (baseline, changed)]
     pairs: list[tuple[float, float]] = []
     while True:
         swapped = len(pairs) % 2 == 1
-        times = [side.block() for side in (sides[::-1] if swapped else sides)]
-        base, changed = times[::-1] if swapped else times
-        pairs.append((base, changed))
+        times = [timer.block() for timer in (timers[::-1] if swapped else timers)]
+        first, second = times[::-1] if swapped else times
+        pairs.append((first, second))
         spent = peers.agree(clock() - start)
         narrow = len(pairs) >= MIN_PAIRS and VariantTimes(name="changed", baseline="full", pairs=tuple(pairs)).saved.width <= MAX_WIDTH
         if narrow or len(pairs) >= MAX_PAIRS or spent * (1 + 1 / len(pairs)) > budget_s:
             break
-    extra = [peers.agree(side.per_step_of_passes()) for side in sides]
-    return VariantTimes(name="changed", baseline="full", pairs=tuple((base + extra[0], changed + extra[1]) for base, changed in pairs))
+    extra = [peers.agree(timer.per_step_of_passes()) for timer in timers]
+    return VariantTimes(name="changed", baseline="full", pairs=tuple((first + extra[0], second + extra[1]) for first, second in pairs))
 
 
 class _SideTimer:
-    """A contestant, and how its blocks are timed."""
+    """Times the blocks of one side."""
 
-    def __init__(self, contestant: Side, peers: Peers, clock: Callable[[], float]) -> None:
+    def __init__(self, side: Side, peers: Peers, clock: Callable[[], float]) -> None:
         """Warm up, and find out how many steps make a block."""
-        self._contestant, self._peers, self._clock = contestant, peers, clock
-        self._feed: Feed | None = getattr(contestant, "feed", None)
+        self._side, self._peers, self._clock = side, peers, clock
+        self._feed: Feed | None = getattr(side, "feed", None)
         self._begun: list[float] = []
         self._others: list[float] = []
-        contestant.drain()
+        side.drain()
         for _ in range(WARM_UP_STEPS - 1):
-            contestant.step()
+            side.step()
         _synchronize()
         before = clock()
-        contestant.step()
+        side.step()
         _synchronize()
         seconds = peers.agree(clock() - before)
         workers = self._feed.num_workers if self._feed else 0
@@ -98,17 +100,17 @@ class _SideTimer:
 
     def block(self) -> float:
         """Seconds per step of a block, of the slowest rank."""
-        contestant, now = self._contestant, self._clock
-        contestant.drain()
+        side, now = self._side, self._clock
+        side.drain()
         for _ in range(self._warm):
-            contestant.step()
+            side.step()
         _synchronize()
         self._peers.barrier()
         times: list[float] = []
         begun: list[float] = []
         passes, start = self._passes(), now()
         for _ in range(self._count):
-            contestant.step()
+            side.step()
             end = now()
             (times if self._passes() == passes else begun).append(end - start)  # some blocks would have such a step, others not
             passes, start = self._passes(), end
@@ -139,7 +141,7 @@ def _synchronize() -> None:
 
 
 CHANGEABLE = {name: about.turned_in for name, about in KNOBS.items() if about.turned_in}
-"""What can be changed of a step and a loader that are the user's own → in which of both."""
+"""Knobs that can be changed in a user's own step and loader → in which of the two."""
 
 
 def measure_change(
@@ -151,7 +153,7 @@ def measure_change(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     budget_s: float = 60.0,
 ) -> VariantTimes:
-    """Run a step with a change and without, in turns, in this process. Everything is left as it was.
+    """Time a step with a change against the step without, in this process. Everything is left as it was.
 
     Where a process group is initialised, all of its ranks have to call it.
 
@@ -160,7 +162,7 @@ def measure_change(
         loader: gives the batches.
         change: num_workers, prefetch_factor, persistent_workers, pin_memory, micro_batch of the loader; precision ("amp_bf16",
             "amp_fp16"), optimizer ("fused", "foreach"), channels_last, threads, gc (False) of the step.
-        model: what is trained; None = found by looking at the step.
+        model: what is trained; None = discovered from the step.
         optimizer: likewise.
         budget_s: seconds that it may take, about.
 
@@ -183,40 +185,40 @@ def measure_change(
         saved = SavedState(state)
         undo.callback(saved.restore)
         undo.enter_context(ablations.frozen_schedules(state.objects))
-        stage = undo.enter_context(_ActiveSide(saved))
+        active = undo.enter_context(_ActiveSide(saved))
         feeds = [undo.enter_context(Feed(loader)), undo.enter_context(Feed(with_knobs(loader, **knobs) if knobs else loader))]
         changed = partial(ablations.changed_step, change, state.models, state.optimizers)
-        one = _StepSide(stage, step, feeds[0], contextlib.nullcontext)
+        baseline = _StepSide(active, step, feeds[0], contextlib.nullcontext)
         with on_new_optimizer(state.optimizers, lambda optimizer: saved.add(discover(optimizer))):
-            one.drain()
-            one.step()
-        other = _StepSide(stage, ablations.wrap_step(step, change, device), feeds[1], changed)
-        arm = run_ab_test(one, other, budget_s=budget_s, peers=peers)
+            baseline.drain()
+            baseline.step()
+        with_change = _StepSide(active, ablations.wrap_step(step, change, device), feeds[1], changed)
+        times = run_ab_test(baseline, with_change, budget_s=budget_s, peers=peers)
         sizes = [samples_of(feed.next(), 1) for feed in feeds] if "micro_batch" in change else [1, 1]
     note = None
     if None in sizes:
         sizes, note = [getattr(loader, "batch_size", None) or 1, change["micro_batch"]], "samples per batch as the loader says"
-    return VariantTimes(name="changed", baseline="full", pairs=arm.pairs, samples=(sizes[1] or 1) / (sizes[0] or 1), note=note)
+    return VariantTimes(name="changed", baseline="full", pairs=times.pairs, samples=(sizes[1] or 1) / (sizes[0] or 1), note=note)
 
 
 class _ActiveSide:
-    """Whose turn it is: what is changed for one contestant holds only then."""
+    """Which side runs: its change is in force only then."""
 
     def __init__(self, saved: SavedState) -> None:
         self._saved = saved
         self._on: _StepSide | None = None
         self._changes = ExitStack()
 
-    def enter(self, contestant: "_StepSide") -> None:
-        """The turn of this one begins, and that of the other ends: its workers are left to fill their queue."""
-        if self._on is contestant:
+    def enter(self, side: "_StepSide") -> None:
+        """Switch to a side. The workers of the other one are given time to fill their queue first."""
+        if self._on is side:
             return
         if self._on is not None:
             self._changes.close()
             self._on.feed.wait_until_full(1.0)
         self._saved.restore_weights()
-        self._on = contestant
-        self._changes.enter_context(contestant.on())
+        self._on = side
+        self._changes.enter_context(side.on())
 
     def __enter__(self) -> Self:
         return self
@@ -226,10 +228,10 @@ class _ActiveSide:
 
 
 class _StepSide:
-    """A step in this process, with or without a change."""
+    """A step in this process, with or without the change."""
 
-    def __init__(self, stage: _ActiveSide, step: Callable[[Any], Any], feed: Feed, on: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._stage, self._step, self.feed, self.on = stage, step, feed, on
+    def __init__(self, active: _ActiveSide, step: Callable[[Any], Any], feed: Feed, on: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._active, self._step, self.feed, self.on = active, step, feed, on
         self._called = 0
 
     def step(self) -> None:
@@ -242,6 +244,6 @@ class _StepSide:
             raise StepFailed(self._called, error) from error
 
     def drain(self) -> None:
-        """Take the stage, and what lies ready."""
-        self._stage.enter(self)
+        """Switch to this side, and take what lies ready."""
+        self._active.enter(self)
         self.feed.drain()

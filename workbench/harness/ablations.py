@@ -1,4 +1,4 @@
-"""Arms: one thing taken away from a training step, or changed in it, and given back; the step is any function of the user's."""
+"""Takes one thing away from a training step, or changes it, for a while: no optimizer, no gradient reduction, mixed precision, …"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,16 +30,16 @@ def unchanged(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """How an arm is switched on."""
+    """A changed training step: how the change is switched on."""
 
     name: str
-    """Of `evidence.ARMS`."""
+    """Of `diagnosis.analysis.evidence.ARMS`."""
     on: Switch = contextlib.nullcontext
-    """Inside, it is on; outside, all is as before. Entering and leaving are not timed."""
+    """A context in which the change is on; outside, all is as before. Entering and leaving are not timed."""
     wrap: Callable[[Step], Step] = unchanged
-    """The step that is called instead: what has to happen anew in each."""
+    """Makes the step that is called instead, for what has to happen in each step."""
     batch: Callable[[Any], Any] = unchanged
-    """The batch that it is given instead."""
+    """Makes the batch that the step is given instead."""
     samples: float = 1.0
     """Samples per step, relative to before."""
     note: str | None = None
@@ -78,7 +78,7 @@ def without_reduction(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class _Done:
-    """What an asynchronous reduction gives back: done already."""
+    """The handle of an asynchronous reduction that is done already."""
 
     def wait(self, *_: Any) -> bool:
         return True
@@ -97,10 +97,10 @@ def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
 
 def can_skip_reduction(models: Sequence[nn.Module]) -> bool:
     """Can each rank run at its own pace (see `without_reduction`)? Not where it needs the others' part of the weights (FSDP)."""
-    return not any(_DEALT & {kind.__name__ for kind in type(part).__mro__} for model in models for part in model.modules())
+    return not any(_SHARDED & {kind.__name__ for kind in type(part).__mro__} for model in models for part in model.modules())
 
 
-_DEALT = {"FSDPModule", "FullyShardedDataParallel"}
+_SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ def optimizer_implementation(optimizers: Sequence[Optimizer], name: str) -> Iter
 
 
 def has_unused_implementation(optimizers: Sequence[Optimizer], name: str) -> bool:
-    """Have they that implementation, and not in use? (Each kind of optimizer may refuse it yet, when it is tried.)"""
+    """Do they have that implementation, and not use it? (An optimizer may still refuse it when it is tried.)"""
     if not optimizers or any(name not in group for optimizer in optimizers for group in optimizer.param_groups):
         return False
     return implementation_of(optimizers[0]) != name
@@ -195,15 +195,15 @@ def threads(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen_schedules(objects: Sequence[Any]) -> Iterator[None]:
-    """Inside, learning-rate schedules with a last step stand still: experiments call the step more often than a training does."""
+    """Inside, learning-rate schedules with a last step do not advance: experiments call the step more often than a training does."""
     with ExitStack() as undo:
-        for one in objects:
-            if isinstance(one, OneCycleLR):
-                undo.enter_context(temporary_attribute(one, "step", _rest))
+        for schedule in objects:
+            if isinstance(schedule, OneCycleLR):
+                undo.enter_context(temporary_attribute(schedule, "step", _do_nothing))
         yield
 
 
-def _rest(*_: Any, **__: Any) -> None: ...
+def _do_nothing(*_: Any, **__: Any) -> None: ...
 
 
 @contextlib.contextmanager
@@ -234,7 +234,7 @@ def temporary_item(owner: dict[str, Any], name: str, value: Any) -> Iterator[Non
 
 @contextlib.contextmanager
 def changed_step(change: Mapping[str, Any], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Inside, the changes of a remedy that are no knobs of the loader are in force; see `wrapped` for those of each step."""
+    """Inside, the changes of a remedy that are no knobs of the loader are in force; `wrap_step` has those of each step."""
     with ExitStack() as undo:
         for name, value in change.items():
             if name == "optimizer":
@@ -249,7 +249,7 @@ def changed_step(change: Mapping[str, Any], models: Sequence[nn.Module], optimiz
 
 
 def wrap_step(step: Step, change: Mapping[str, Any], device: torch.device) -> Step:
-    """The step under those changes that have to be made anew in each."""
+    """The step with those changes that have to be made in each call."""
     if change.get("channels_last"):
         step = _after(to_channels_last, step)
     if change.get("precision", "fp32") != "fp32":

@@ -1,4 +1,4 @@
-"""What is in a batch, whatever containers it comes in: its tensors, their bytes, their padding; twice as much of it, or less."""
+"""Looks into batches, whatever containers they come in: their tensors, bytes and padding; makes larger or shorter ones; caches some."""
 
 import copy
 import dataclasses
@@ -13,19 +13,19 @@ from torch.utils._pytree import tree_leaves
 from workbench.timeline.loops import samples_in
 
 MIN_SEQUENCE = 8
-"""Positions: a dimension shorter than this is no sequence."""
+"""A dimension with fewer positions is no sequence."""
 MAX_FILLER_INSIDE = 0.03
-"""Fraction of the positions: what rows are filled up with stands more seldom in their midst. (0 among zeros and ones is no padding.)"""
+"""The filler value is at no larger fraction of the positions before the padding: 0 among zeros and ones is no padding."""
 MIN_PADDING = 0.03
-"""Less than this fraction is no padding worth a word."""
+"""A smaller fraction of padding is not reported."""
 
 
 MAX_CACHED = 8
-"""More are not held, unless they differ in shape."""
+"""The most batches that are cached, unless they differ in shape."""
 MAX_CACHED_VARIED = 64
-"""Of batches that differ in shape: they take different times, so many are needed for a fair mean."""
+"""The most if they differ in shape: they take different times, so many are needed for a fair mean."""
 MAX_CACHED_BYTES = 2**28
-"""Nor more bytes, except for a single batch."""
+"""The most bytes that are cached, unless a single batch is larger."""
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
@@ -257,15 +257,15 @@ def _ends_at(tensor: Tensor, lengths: Tensor) -> bool:
 
 
 def tensor_versions(batch: Any) -> list[int]:
-    """Grows when somebody writes into a tensor of the batch."""
+    """The version counters of a batch's tensors, which grow when a tensor is written to."""
     return [tensor._version for tensor in tensors_of(batch) if not tensor.is_inference()]
 
 
 class CachedBatches:
-    """Some batches, given again and again, each time in new containers: a step may take things out of its batch."""
+    """Some batches to train on again and again, each time in new containers: a step may take things out of its batch."""
 
     def __init__(self, *, written: bool = False) -> None:
-        """Hold nothing yet.
+        """Start empty.
 
         Args:
             written: does the step write into the tensors of its batch? Then it is given copies.
@@ -279,7 +279,7 @@ class CachedBatches:
 
     @property
     def first(self) -> Any:
-        """One of them."""
+        """A cached batch."""
         return self.give(1)[0]
 
     @property
@@ -288,7 +288,7 @@ class CachedBatches:
         return len({tuple(tuple(tensor.shape) for tensor in tensors_of(batch)) for batch in self._held}) > 1
 
     def hold(self, batches: Sequence[Any]) -> None:
-        """Hold these instead, as far as they fit. Tensors in shared memory are copied: each takes a file descriptor of a worker's."""
+        """Cache these instead, as far as they fit. Tensors in shared memory are copied, since each takes a file descriptor of a worker."""
         self._held, self._changed = [], {}
         taken = 0
         for batch in reversed(batches):
@@ -302,7 +302,7 @@ class CachedBatches:
             del self._held[:-MAX_CACHED]
 
     def give(self, count: int, change: Callable[[Any], Any] | None = None) -> list[Any]:
-        """So many batches, the first of them always the same.
+        """Some batches to train on, the first always the same.
 
         Args:
             count: how many.

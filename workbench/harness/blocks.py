@@ -1,4 +1,4 @@
-"""Blocks: some steps in a row, timed one by one and synchronised at both ends only; and what their neighbours in time say together."""
+"""Times blocks of successive training steps: each step by itself, the device synchronised only at both ends of a block."""
 
 import contextlib
 import math
@@ -17,11 +17,11 @@ from workbench.harness.peers import Peers
 from workbench.harness.stack_sampler import StackSampler
 
 STALL_FACTOR = 2.5
-"""A call of step() so many times longer than usual has stalled: steps of like batches vary far less."""
+"""A call of step() has stalled if it takes so many times the usual: steps of similar batches vary far less."""
 STALL_SECONDS = 1e-3
-"""And it lasts at least so much longer: below lie the interrupts of an operating system."""
+"""And if it takes at least so much longer: shorter delays are interrupts of the operating system."""
 MAX_STALLED_SHARE = 0.15
-"""Stalls are rare: where more of the calls are so long, the step has two speeds, such as one that updates at every fourth call."""
+"""Stalls are rare. Where a larger share of calls is so long, the step has two speeds, such as an update at every fourth call."""
 
 
 class DiagnoseError(ValueError):
@@ -57,7 +57,7 @@ class Block:
     """A block, on all ranks."""
 
     arm: str
-    """Which arm it belongs to."""
+    """The name of the variant that ran."""
     first: int
     """Number of its first call of step(), from 1."""
     laps: tuple[StepTimes, ...]
@@ -66,18 +66,18 @@ class Block:
 
 @dataclass(slots=True)
 class Timings:
-    """All blocks so far, by arm."""
+    """All blocks so far, by variant."""
 
     blocks: dict[str, list[Block]] = field(default_factory=dict)
     stalled: list[frozenset[int]] = field(default_factory=list)
     """Of each rank the calls of step() that are known to have stalled."""
 
     def add(self, block: Block) -> None:
-        """One more."""
+        """Add a block."""
         self.blocks.setdefault(block.arm, []).append(block)
 
     def limit(self, arm: str, rank: int) -> float:
-        """The call of this arm that is longer than that has stalled."""
+        """Seconds above which a call of this variant has stalled."""
         calls = sorted(call for block in self.blocks[arm] for call in block.laps[rank].calls)
         if len(calls) < 4:
             return float("inf")
@@ -108,14 +108,14 @@ class Timings:
 
 
 class BlockTimer:
-    """Where blocks are timed: it counts the calls of step(), keeps the time, and tells all ranks what each has measured."""
+    """Times blocks: counts the calls of step(), keeps the time, and shares with all ranks what each has measured."""
 
     def __init__(self, step: Callable[[Any], Any], peers: Peers, device: torch.device, *, clock: Callable[[], float] = time.perf_counter):
         """Nothing runs yet.
 
         Args:
             step: does one optimizer step with the batch, or batches, that it is given.
-            peers: who takes part.
+            peers: the ranks that take part.
             device: where it computes.
             clock: seconds.
         """
@@ -129,7 +129,7 @@ class BlockTimer:
         """Seconds."""
         self._start = clock()
         self.sampler = StackSampler()
-        """Looks where step() is."""
+        """Samples the stack of step()."""
         self._delay = RunQueueDelay()
         self._collections = GcTimer()
 
@@ -146,7 +146,7 @@ class BlockTimer:
 
     @contextlib.contextmanager
     def unsampled(self) -> Iterator[None]:
-        """Inside, nobody looks at the stack."""
+        """Inside, the stack is not sampled."""
         self.sampler.__exit__(None, None, None)
         try:
             yield
@@ -154,12 +154,12 @@ class BlockTimer:
             self.sampler.__enter__()
 
     def tick(self) -> float:
-        """Look at the clock, together."""
+        """Read the clock, on all ranks together."""
         self.elapsed = self.peers.agree(self.clock() - self._start)
         return self.elapsed
 
     def warm(self, batches: Iterable[Any], step: Callable[[Any], Any] | None = None) -> None:
-        """Steps that nobody times.
+        """Take steps that are not timed.
 
         Raises:
             StepFailed: step() raised an error.
@@ -170,7 +170,7 @@ class BlockTimer:
     def run(
         self, arm: str, source: Iterable[Any], count: int, *, step: Callable[[Any], Any] | None = None, passes: Callable[[], int] = int
     ) -> Block:
-        """Time a block, and tell all ranks. A source that ends makes it shorter.
+        """Time a block, on all ranks. A source that ends makes it shorter.
 
         Args:
             arm: its name.
@@ -243,7 +243,7 @@ class BlockTimer:
 
 
 def no_step(_: Any) -> None:
-    """The step of an arm without training."""
+    """The step of a variant without training."""
 
 
 class StepFailed(DiagnoseError):

@@ -1,4 +1,4 @@
-"""What a step or a loader reaches: models, optimizers and other state behind its closure, defaults, `self` and globals that it names."""
+"""Discovers what a step or a loader reaches: models, optimizers and other state behind its closure, defaults, `self` and globals."""
 
 import contextlib
 import dis
@@ -21,24 +21,24 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 MAX_OBJECTS = 50_000
-"""So many objects are looked at; what lies beyond is not found."""
+"""The most objects that are visited."""
 MAX_ITEMS = 1_000
-"""Longer containers are no home of models: they hold data, and only themselves are kept."""
+"""Containers with more items hold data, not models: their items are not visited."""
 CONTAINERS = (dict, list, set, deque)
-"""That can change."""
+"""Types of containers that can change."""
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 @dataclass(frozen=True, slots=True)
 class ReachableState:
-    """What is behind a step or a loader."""
+    """All that a step or a loader reaches and may change."""
 
     models: list[nn.Module] = field(default_factory=list)
-    """Modules with parameters that are part of no other one found; DDP's wrapper rather than what it wraps."""
+    """Modules with parameters that are part of no other reached module; DDP's wrapper rather than what it wraps."""
     modules: list[nn.Module] = field(default_factory=list)
-    """All modules found that are part of no other one, losses included."""
+    """All modules that are part of no other reached module, losses included."""
     optimizers: list[Optimizer] = field(default_factory=list)
-    """Those that are part of no other one."""
+    """Optimizers that are part of no other one."""
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Tensors on their own, and those that optimizers hold."""
     objects: list[Any] = field(default_factory=list)
@@ -53,7 +53,7 @@ class ReachableState:
     """Random generators of torch, numpy and Python."""
     arrays: list[np.ndarray[Any, Any]] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
-    """What has a state that nobody can read, in words."""
+    """What has a state that cannot be read, in words."""
 
 
 def discover(*roots: Any, but: Iterable[Any] = (), data: bool = False) -> ReachableState:
@@ -67,7 +67,7 @@ def discover(*roots: Any, but: Iterable[Any] = (), data: bool = False) -> Reacha
     """
     state = ReachableState()
     modules: list[nn.Module] = []
-    seen = {id(one) for one in but}
+    seen = {id(excluded) for excluded in but}
     calls = [vars(kind).get("__call__") for root in roots if not isinstance(root, nn.Module) for kind in type(root).__mro__]
     todo: deque[Any] = deque([*roots, *(call for call in calls if isinstance(call, types.FunctionType)), *([] if data else _shared())])
     alive: list[Any] = []  # an id is that of one object only while it lives
@@ -86,8 +86,8 @@ def discover(*roots: Any, but: Iterable[Any] = (), data: bool = False) -> Reacha
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     state.modules.extend(module for module in modules if id(module) not in inner)
     state.models.extend(module for module in state.modules if next(module.parameters(), None) is not None)
-    wrapped = {id(value) for one in state.optimizers for value in vars(one).values()}  # ZeRO holds the optimizer that it shards
-    state.optimizers[:] = [one for one in state.optimizers if id(one) not in wrapped]
+    wrapped = {id(value) for optimizer in state.optimizers for value in vars(optimizer).values()}  # ZeRO holds the optimizer that it shards
+    state.optimizers[:] = [optimizer for optimizer in state.optimizers if id(optimizer) not in wrapped]
     return state
 
 
@@ -114,7 +114,7 @@ def _shared() -> list[Any]:
 
 
 def _visit(here: Any, state: ReachableState, modules: list[nn.Module], data: bool) -> Iterator[Any]:
-    """Note one object, and give those behind it."""
+    """Note an object, and yield those that it reaches."""
     if isinstance(here, torch.Tensor):
         state.tensors.append(here)
     elif isinstance(here, GENERATORS):
@@ -149,7 +149,7 @@ def _behind_training(here: Any, state: ReachableState, modules: list[nn.Module])
     """A module, whose weights are not noted one by one; an optimizer, whose state is; a function."""
     if isinstance(here, nn.Module):
         modules.append(here)
-        state.containers.extend(one for one in (here._parameters, here._buffers, here._modules) if isinstance(one, dict))
+        state.containers.extend(held for held in (here._parameters, here._buffers, here._modules) if isinstance(held, dict))
         yield from here.children()
         yield from (hook for name in _HOOKS for hook in getattr(here, name, {}).values())
         if not type(here).__module__.startswith("torch."):  # DDP's reducer goes on, and its flags with it
@@ -208,17 +208,17 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def attributes(one: Any) -> dict[str, Any]:
+def attributes(owner: Any) -> dict[str, Any]:
     """What an object has of its own: in its dictionary and in its slots."""
-    return {slot.__name__: value for slot, value in in_slots(one).items()} | getattr(one, "__dict__", {})
+    return {slot.__name__: value for slot, value in in_slots(owner).items()} | getattr(owner, "__dict__", {})
 
 
-def in_slots(one: Any) -> dict[types.MemberDescriptorType, Any]:
+def in_slots(owner: Any) -> dict[types.MemberDescriptorType, Any]:
     """The slots of an object that are filled, and what with."""
     held = {}
-    for slot in _slots(type(one)):  # type: ignore[arg-type]
+    for slot in _slots(type(owner)):  # type: ignore[arg-type]
         with contextlib.suppress(AttributeError):  # not assigned
-            held[slot] = slot.__get__(one)
+            held[slot] = slot.__get__(owner)
     return held
 
 

@@ -1,4 +1,4 @@
-"""Feed: batches without end from any loader, its passes and their start-up counted, and the loader left as it was found."""
+"""Feed: gives batches without end from any loader, counts its passes and times their start-up, and leaves the loader as it was."""
 
 import multiprocessing
 import pickle
@@ -14,7 +14,7 @@ from workbench.harness.loaders import copy_without_workers, inner_loaders, lengt
 from workbench.harness.restore import SavedState
 
 MAX_STATE_BYTES = 2**26
-"""Bytes: the tensors and arrays of a loader that say where it is and in which order it goes are not larger; its data may be."""
+"""The most bytes of a loader's tensors and arrays that are saved: its position and order are not larger, its data may be."""
 
 
 QUIET = 0.02

@@ -1,4 +1,4 @@
-"""Rounds: the loader alone, the full loop and the same batches without a loader, in turns, as neighbours in time."""
+"""Times the loader alone, the full loop and the same batches cached, interleaved in rounds, so that neighbours are compared."""
 
 import contextlib
 import os
@@ -22,17 +22,16 @@ from workbench.timeline.watch import Watch
 BLOCK_SECONDS = 0.35
 """Seconds of a block of the full loop, where steps are not longer than that."""
 MIN_WATCHED_SECONDS = 1e-3
-"""Steps shorter than this run without the clocks of `wb.watch` (5 µs a step), except in a block of their own."""
-
+"""Shorter steps run without the clocks of `wb.watch` (5 µs a step), except in a block of their own."""
 
 STEPS_OF_ITERATOR = 6
-"""Steps of a block where what the loader gives is gone for good."""
+"""Steps of a block of an iterator, whose batches cannot be read again."""
 MIN_STEPS_PER_PASS = 4
-"""Steps: where a pass over the loader is shorter, a new one belongs to every block."""
+"""Where a pass over the loader has fewer steps, the start of a pass belongs to every block."""
 
 
 class InterleavedRounds:
-    """The arms that need the loader, and what they take."""
+    """Runs and times the variants that need the loader."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class InterleavedRounds:
         self.bench, self.feed, self.saved = bench, feed, saved
         self.replay = CachedBatches(written=written)
         self.pairs = 0
-        """Rounds so far."""
+        """Rounds so far, each a pair of neighbouring blocks per variant."""
         self.steps = self.loads = self.warm = 1
         self.recent: deque[Any] = deque(maxlen=MAX_CACHED)  # more of them may hold too many of the workers' file descriptors
         self._models, self._optimizers = models, optimizers
@@ -107,7 +106,7 @@ class InterleavedRounds:
         """Seconds from a new pass to its first batch, on the slowest rank."""
 
     def turn(self) -> None:
-        """One round. The order of loader and replay is swapped each time, unless batches differ: then the very same are replayed."""
+        """One round. Blocks with and without the loader swap places each time, unless batches differ in shape: then the same are used."""
         self.saved.restore_weights()
         varied = self.bench.peers.agree(self.replay.varied)  # ranks have batches of their own, and have to keep one order
         swapped = self.pairs % 2 == 1 and not varied and self.feed.kind != "once"
@@ -144,7 +143,7 @@ class InterleavedRounds:
             self._hold()
 
     def _hold(self) -> None:
-        """Hold batches to be replayed: the ones just trained on, or fresh ones if the step spoils its batch. No clock runs meanwhile."""
+        """Cache batches: the ones just trained on, or fresh ones if the step writes into its batch. Nothing is timed meanwhile."""
         if self.replay.written:
             with contextlib.suppress(Exhausted):
                 for _ in range(min(self.steps, MAX_CACHED)):
@@ -175,7 +174,7 @@ class InterleavedRounds:
         return self.bench.run("cached", self._watches["cached"] if self.watched else self._replayed, count)
 
     def clocked(self, count: int) -> None:
-        """Full steps for the clocks alone, where they would have disturbed the others."""
+        """A block of full steps for the clocks of `wb.watch` only, where they would have disturbed the other blocks."""
         if not self.watched:
             self.watched = True
             self.full(count)
@@ -194,17 +193,17 @@ class InterleavedRounds:
         return iter(self._replayed) if arm == "cached" else self._taken(self.steps)
 
     def drain(self) -> None:
-        """Take what lies ready in the queue: a full one hides a slow loader for a while."""
+        """Take what lies ready in the loader's queue."""
         self.feed.drain()
 
     def settle(self) -> None:
-        """Wait until the queue is full: workers would take cores from what does not need them."""
+        """Wait until the loader's queue is full, so that its workers rest."""
         if self.bench.timings.blocks.get("loader"):
             self.feed.wait_until_full(self.bench.timings.typical("loader"))
 
 
 class _Source:
-    """The loader of a watched loop: what the rounds have for it."""
+    """The loader of a watched loop: what the rounds give it."""
 
     def __init__(self, rounds: InterleavedRounds, arm: str) -> None:
         self._rounds, self._arm = rounds, arm
@@ -220,7 +219,7 @@ def _watch(source: _Source, models: Sequence[nn.Module], optimizers: Sequence[Op
 
 @contextlib.contextmanager
 def _no_run_directory() -> Iterator[None]:
-    """What the clocks of an experiment see is no training: it does not belong into a rank's file."""
+    """Inside, no run directory is set: the steps of an experiment do not belong into a rank's file."""
     before = os.environ.pop(run_directory.ENV_RUN_DIR, None)
     try:
         yield

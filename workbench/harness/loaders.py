@@ -1,4 +1,4 @@
-"""Loaders, torch's DataLoader above all: copies that share no workers, other knobs, an end without stray processes, why workers fail."""
+"""Handles DataLoaders: copies without running workers, copies with other knobs, shutting workers down, explaining why one fails."""
 
 import contextlib
 import copy
@@ -15,9 +15,9 @@ KNOWN_WARNINGS = (
     ".*use of fork\\(\\) may lead to deadlocks",
     "Got pickle error when attempting to start a worker",  # the error itself follows
 )
-"""What torch and Python say whenever a loader starts: the user knows it from training, and repeats of it would be ours."""
+"""Warnings of torch and Python whenever a loader starts. The user knows them from training; repeats would come from us."""
 KNOBS = {"num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "batch_size", "in_order", "timeout", "worker_init_fn"}
-"""Of a DataLoader: those that a copy may have otherwise."""
+"""Options of a DataLoader that a copy may change."""
 
 
 def shut_down(iterator: Any) -> None:

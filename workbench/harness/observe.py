@@ -1,8 +1,7 @@
-"""First steps: they warm up, and give away what can be seen of a step from outside; what they change for good is said.
+"""Learns about a user's training step before experiments on it: what it trains, its device and precision, whether it uses its batch.
 
-Spy: what a single call of the step gives away: does it use its batch, which optimizers step, which collectives are called?
-
-Subject: the step under experiment, as far as it can be told before and while it is called: models, optimizers, precision, samples.
+`check_arguments` and `discover_training` come before any call. `run_first_steps` warms the step up and observes it from outside: the modes
+of autocast, optimizers that were not known, collectives, writes into the batch. What cannot be put back afterwards is noted.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ from workbench.timeline.loops import samples_in
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Inside, a compiled model runs as it was written: it would be compiled again, or hide what it does."""
+    """Inside, compiled models run eagerly: they would be compiled again, or hide what they do."""
     with contextlib.ExitStack() as stack:
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -48,7 +47,7 @@ METADATA |= {"untyped_storage", "is_floating_point", "is_complex", "is_contiguou
 
 
 def uses_batch(step: Callable[[Any], object], batch: Any) -> bool | None:
-    """Does `step(batch)` use what is in the batch? It is called once, for that. None: there is no tensor in it that could be followed."""
+    """Does `step(batch)` use what is in the batch? It is called once, for that. None = the batch has no tensor to follow."""
     tensors = tensors_of(batch)
     spy = _Reader({id(tensor) for tensor in tensors})
     with uncompiled(), spy:
@@ -57,7 +56,7 @@ def uses_batch(step: Callable[[Any], object], batch: Any) -> bool | None:
 
 
 class _Reader(TorchFunctionMode):
-    """Sees whether a function of torch gets one of some tensors."""
+    """Notices whether a function of torch is called with one of some tensors."""
 
     def __init__(self, watched: set[int]) -> None:
         super().__init__()
@@ -73,8 +72,8 @@ class _Reader(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_new_optimizer(known: Sequence[Optimizer], meet: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Inside, `meet` is told of each optimizer that is about to step and is neither known nor part of one that is."""
-    met = {id(one) for one in known} | {id(part) for one in known for part in vars(one).values()}
+    """Inside, `meet` is called with each optimizer that is about to step and is neither known nor part of a known one."""
+    met = {id(optimizer) for optimizer in known} | {id(part) for optimizer in known for part in vars(optimizer).values()}
     alive = []
 
     def before(optimizer: Optimizer, *_: Any) -> None:
@@ -109,7 +108,7 @@ COLLECTIVES = {
 
 @contextlib.contextmanager
 def recorded_collectives() -> Iterator[set[str]]:
-    """Inside, the names of the collectives that are called gather: DDP's, FSDP's, an optimizer's and the step's own."""
+    """Inside, the names of the collectives that are called are collected: DDP's, FSDP's, an optimizer's and the step's own."""
     listener = _Listener()
     with defer_interrupts(), uncompiled(), listener:
         handle = register_module_forward_pre_hook(lambda *_: deliver_interrupt())  # between modules an interrupt may come
@@ -120,7 +119,7 @@ def recorded_collectives() -> Iterator[set[str]]:
 
 
 class _Listener(TorchDispatchMode):
-    """Hears operators of process groups."""
+    """Records operators of process groups."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -141,7 +140,7 @@ def check_arguments(step: Any, budget_s: float, accumulation: int = 1) -> None:
         DiagnoseError: no function of one argument; no time; no whole number of batches.
     """
     if not callable(step):
-        raise DiagnoseError(f"step is a {type(step).__name__}: wanted is a function, step(batch), that does one optimizer step")
+        raise DiagnoseError(f"step is a {type(step).__name__}: it has to be a function, step(batch), that does one optimizer step")
     try:
         signature = inspect.signature(step)
     except ValueError:  # functions written in C have none
@@ -174,7 +173,7 @@ def discover_training(step: Any, model: Any, optimizer: Any, loader: Any, notes:
     else:
         notes.append("no model was found behind step: it could not be put back to what it was before. Try model=…")
     if optimizers:
-        state.optimizers[:] = [*optimizers, *(one for one in state.optimizers if one not in optimizers)]
+        state.optimizers[:] = [*optimizers, *(found for found in state.optimizers if found not in optimizers)]
     elif state.optimizers:
         notes.append(f"found behind step: the optimizer {', '.join(map(describe, state.optimizers))}")
     return state
@@ -205,15 +204,15 @@ def weights_of(models: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 def samples_of(batch: Any, accumulation: int) -> int | None:
     """Samples in what one step takes; None if it cannot be told."""
-    sizes = [samples_in(one) for one in (batch if accumulation > 1 else [batch])]
+    sizes = [samples_in(part) for part in (batch if accumulation > 1 else [batch])]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
 
 def dtype_of(models: Sequence[nn.Module]) -> str:
     """The precision of the weights."""
-    weights = {weight.dtype for weight in weights_of(models)}
-    return "fp32" if not weights or torch.float32 in weights else ", ".join(sorted(str(one).removeprefix("torch.") for one in weights))
+    dtypes = {weight.dtype for weight in weights_of(models)}
+    return "fp32" if not dtypes or torch.float32 in dtypes else ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 @contextlib.contextmanager
@@ -229,7 +228,7 @@ def recorded_precisions(models: Sequence[nn.Module], device: torch.device) -> It
     handles = [
         part.register_forward_pre_hook(called)
         for model in models
-        if not any(getattr(one, "_compiled_call_impl", None) or "_orig_mod" in one._modules for one in model.modules())
+        if not any(getattr(part, "_compiled_call_impl", None) or "_orig_mod" in part._modules for part in model.modules())
         for part in model.modules()
         if not list(part.children()) and next(part.parameters(), None) is not None
     ]
@@ -241,9 +240,9 @@ def recorded_precisions(models: Sequence[nn.Module], device: torch.device) -> It
 
 
 MAX_FIRST_STEPS = 20
-"""First steps, even if they still get shorter."""
+"""The most first steps, even if they still get shorter."""
 WARM_RATIO = 0.8
-"""A step that takes no less than that of the one before it is warm."""
+"""A step is warm if it takes at least this fraction of the one before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +258,7 @@ class StepFacts:
     written: bool
     """Does the step write into its batch?"""
     reduces: bool
-    """Does the arm without reductions take any communication away?"""
+    """Does the variant without reductions take any communication away?"""
 
 
 def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: ReachableState, until: float, notes: list[str]) -> StepFacts:

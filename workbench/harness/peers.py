@@ -1,4 +1,4 @@
-"""Peers: the processes of one experiment. They decide by the same figures, so that none waits for another in vain."""
+"""Joins the ranks of an experiment, so that all decide by the same figures and none waits for another in vain."""
 
 import atexit
 import functools
@@ -10,18 +10,18 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 
 
-REST = 0.1
-"""Seconds between the end of a program and that of Python."""
+EXIT_DELAY = 0.1
+"""Seconds from the end of the program to the shutdown of Python."""
 
 
 @functools.cache
 def wait_for_gloo_at_exit() -> None:
-    """Let gloo's threads come to rest before Python ends.
+    """Let gloo's threads finish before Python ends.
 
-    One that frees the last tensor of a reduction while Python shuts down aborts the process, which had gone well ("terminate called without
-    an active exception"): a race that measurements lose more often, as they reduce more.
+    A thread that frees the last tensor of a reduction while Python shuts down aborts the process, which had gone well ("terminate called
+    without an active exception"). Measurements, which reduce more, meet this race more often.
     """
-    atexit.register(time.sleep, REST)
+    atexit.register(time.sleep, EXIT_DELAY)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Peers:
     def barrier(self) -> None:
         """Wait for all."""
         if self.group is not None:
-            self.group.barrier().wait()  # not dist.barrier: an arm may have switched that off
+            self.group.barrier().wait()  # not dist.barrier: a variant may have replaced that
 
     def gather(self, value: T) -> list[T]:
         """The values of all, in the order of their ranks; every process gets the same list."""
@@ -70,7 +70,7 @@ class Peers:
         return how(self.gather(value))
 
     def close(self) -> None:
-        """Give the group back."""
+        """Destroy the group, if it was made here."""
         if self.group is not None and self.owned:
             import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Keep: the state of a step or of a loader, saved and put back bit for bit, in place, so that whoever holds a tensor holds the same one."""
+"""Saves the state of a step or a loader and restores it bit for bit, in place, so that references to tensors stay valid."""
 
 import io
 import random
@@ -16,19 +16,19 @@ from torch.utils._pytree import tree_leaves
 from workbench.harness.discover import ReachableState, in_slots
 
 MAX_ITEMS = 1_000_000
-"""Longer containers are not put back: they hold data."""
+"""Containers with more items are not restored: they hold data."""
 MAX_BYTES = 2**30
-"""Nor are tensors and arrays beyond so many bytes in all; weights, and what optimizers hold, are always."""
+"""Tensors and arrays beyond so many bytes in all are not restored. Weights, and what optimizers hold, always are."""
 
 Undo = Callable[[], object]
 
 
 class SavedState:
-    """Saves when it is made; `restore` puts everything back.
+    """A copy of reachable state, made when it is created; `restore` puts everything back.
 
-    Kept are of modules the parameters, buffers, gradients (also that there was none) and the training mode; of optimizers the state and the
-    options of the groups; what the attributes and slots of objects, the variables around the step and the globals that it assigns to stand
-    for (what did not exist vanishes); the contents of containers, tensors and arrays; random generators.
+    Saved are, of modules, the parameters, buffers, gradients (also that there was none) and the training mode; of optimizers the state and the
+    options of the groups; the values of objects' attributes and slots, of the variables around the step and of the globals that it assigns
+    to (what did not exist is removed again); the contents of containers, tensors and arrays; random generators.
     """
 
     def __init__(self, state: ReachableState, *, most_bytes: int = MAX_BYTES) -> None:
@@ -39,23 +39,23 @@ class SavedState:
             most_bytes: of tensors and arrays that are neither weights nor held by an optimizer.
         """
         self.left_out: list[str] = []
-        """What cannot be put back, in words."""
+        """What cannot be restored, in words."""
         self._weights: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._undo: list[Undo] = []
         self._seen: dict[tuple[Any, int], Any] = {}  # the objects, too: an id is that of one of them only while it lives
-        self._room = most_bytes
+        self._bytes_left = most_bytes
         self.add(state)
 
     def add(self, state: ReachableState) -> None:
-        """Save more. What was saved before stays as it was then."""
+        """Save more state. What was saved before is not saved again."""
         self.left_out += state.unread
         modules = [part for root in state.modules for part in root.modules()]
-        weights = [one for part in modules for one in (*part._parameters.values(), *part._buffers.values()) if one is not None]
-        weights += [one for optimizer in state.optimizers for group in optimizer.param_groups for one in group["params"]]
-        optimizers = [one for one in state.objects if isinstance(one, Optimizer)]  # also those within others
-        states = {id(leaf) for one in optimizers for leaf in tree_leaves(list(one.state.values()))}
+        weights = [weight for part in modules for weight in (*part._parameters.values(), *part._buffers.values()) if weight is not None]
+        weights += [weight for optimizer in state.optimizers for group in optimizer.param_groups for weight in group["params"]]
+        optimizers = [value for value in state.objects if isinstance(value, Optimizer)]  # also those within others
+        states = {id(leaf) for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values()))}
         self._save(self._weight, weights)
-        self._save(self._tensor, [one for one in state.tensors if id(one) in states])
+        self._save(self._tensor, [tensor for tensor in state.tensors if id(tensor) in states])
         self._save(self._data, [*state.tensors, *state.arrays])
         self._save(_mode, modules)
         self._save(_contents, state.containers)
@@ -65,13 +65,13 @@ class SavedState:
         self._undo += [partial(names.__setitem__, name, names[name]) for names, name in state.names]
 
     def restore_weights(self) -> None:
-        """Put back the values of parameters and buffers only: the experiments must not train a model to where numbers are denormal."""
+        """Put back the values of parameters and buffers only, so that experiments do not train the model until numbers are denormal."""
         with torch.no_grad():
             for tensor, value in self._weights:
                 tensor.copy_(value)
 
     def restore(self) -> None:
-        """Put everything back. What cannot be does not keep the rest from being so; a warning names it."""
+        """Put everything back. Where that fails for something, the rest is restored all the same, and a warning names it."""
         failed: list[Exception] = []
         with torch.no_grad():
             for undo in reversed(self._undo):
@@ -85,28 +85,28 @@ class SavedState:
     # Saving: each of these gives the way back
 
     def _save(self, how: Callable[[Any], Undo], things: Iterable[Any]) -> None:
-        for one in things:
-            if (how.__name__, id(one)) in self._seen:
+        for thing in things:
+            if (how.__name__, id(thing)) in self._seen:
                 continue
-            self._seen[how.__name__, id(one)] = one
+            self._seen[how.__name__, id(thing)] = thing
             try:
                 with torch.no_grad():
-                    self._undo.append(how(one))
+                    self._undo.append(how(thing))
             except Exception as error:
-                self.left_out.append(f"a {type(one).__name__} ({error})")
+                self.left_out.append(f"a {type(thing).__name__} ({error})")
 
     def _weight(self, tensor: torch.Tensor) -> Undo:
         return self._tensor(tensor, weight=True)
 
-    def _data(self, one: "torch.Tensor | np.ndarray[Any, Any]") -> Undo:
+    def _data(self, values: "torch.Tensor | np.ndarray[Any, Any]") -> Undo:
         """A tensor or an array, as long as there is room for it."""
-        if ("_memory", id(one)) in self._seen:
+        if ("_memory", id(values)) in self._seen:
             return _nothing
-        size = one.nbytes if getattr(one, "layout", torch.strided) == torch.strided else 0
-        if size > self._room:
+        size = values.nbytes if getattr(values, "layout", torch.strided) == torch.strided else 0
+        if size > self._bytes_left:
             raise ValueError(f"of {size / 2**20:.0f} MiB: too large")
-        self._room -= size
-        return self._tensor(one) if isinstance(one, torch.Tensor) else _array(one)
+        self._bytes_left -= size
+        return self._tensor(values) if isinstance(values, torch.Tensor) else _array(values)
 
     def _tensor(self, tensor: torch.Tensor, *, weight: bool = False) -> Undo:
         """Its numbers, and its gradient."""
@@ -150,8 +150,8 @@ def _nothing() -> None:
 
 
 def _all(undos: list[Undo]) -> None:
-    for one in undos:
-        one()
+    for undo in undos:
+        undo()
 
 
 def _mode(module: torch.nn.Module) -> Undo:
@@ -190,25 +190,25 @@ def _contents(container: Any) -> Undo:
     return undo
 
 
-def _is(one: Any, other: Any) -> bool:
-    return one is other or (isinstance(one, tuple) and len(one) == 2 == len(other) and one[0] is other[0] and one[1] is other[1])
+def _is(left: Any, right: Any) -> bool:
+    return left is right or (isinstance(left, tuple) and len(left) == 2 == len(right) and left[0] is right[0] and left[1] is right[1])
 
 
-def _attributes(one: Any) -> Undo:
+def _attributes(owner: Any) -> Undo:
     """What its attributes and slots stand for; those that it did not have vanish."""
-    before, held = dict(getattr(one, "__dict__", {})), in_slots(one)
+    before, held = dict(getattr(owner, "__dict__", {})), in_slots(owner)
 
     def undo() -> None:
-        now = getattr(one, "__dict__", {})
+        now = getattr(owner, "__dict__", {})
         for name in now.keys() - before.keys():
             del now[name]
         for name, value in before.items():
             if now.get(name, _nothing) is not value and not _closed(value):
                 now[name] = value
-        for slot in in_slots(one).keys() - held.keys():
-            slot.__delete__(one)
+        for slot in in_slots(owner).keys() - held.keys():
+            slot.__delete__(owner)
         for slot, value in held.items():
-            slot.__set__(one, value)
+            slot.__set__(owner, value)
 
     return undo
 
