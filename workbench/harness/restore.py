@@ -26,9 +26,9 @@ Undo = Callable[[], object]
 class SavedState:
     """A copy of reachable state, made when it is created; `restore` puts everything back.
 
-    Saved are, of modules, the parameters, buffers, gradients (also that there was none) and the training mode; of optimizers the state and the
-    options of the groups; the values of objects' attributes and slots, of the variables around the step and of the globals that it assigns
-    to (what did not exist is removed again); the contents of containers, tensors and arrays; random generators.
+    Saved are, of modules, the parameters, buffers, gradients (also that there was none) and the training mode; of optimizers the state and
+    the options of the groups; the values of objects' attributes and slots, of the variables around the step and of the globals that it
+    assigns to (what did not exist is removed again); the contents of containers, tensors and arrays; random generators.
     """
 
     def __init__(self, state: ReachableState, *, most_bytes: int = MAX_BYTES) -> None:
