@@ -266,7 +266,7 @@ class StepFailed(DiagnoseError):
 def steps_for(seconds: float, target: float, *, least: int = 1, most: int = 2000, multiple: int = 1) -> int:
     """How many steps of so many seconds fill a block of `target` seconds: at least `least`, and a multiple of `multiple`.
 
-    >>> length(0.05, 0.2), length(1.0, 0.2), length(0.05, 0.2, multiple=3)
+    >>> steps_for(0.05, 0.2), steps_for(1.0, 0.2), steps_for(0.05, 0.2, multiple=3)
     (4, 1, 6)
     """
     if not math.isfinite(seconds):  # nothing was measured: a loader that ended
