@@ -337,7 +337,7 @@ def test_the_kernels_kill(tmp_path: Path) -> None:
     found = first_failure(tmp_path, outcome)
     assert found is not None
     assert found.memory is not None
-    assert (found.kind, found.memory.this_process, found.memory.analysis.fit) == ("killed", 4 * GIB, 4 * GIB)
+    assert (found.kind, found.memory.this_process, found.memory.capacity) == ("killed", 4 * GIB, 4 * GIB)
     assert "which has 4.00 GiB.\nThis process had 4.00 GiB there." in str(found)
     found = first_failure(tmp_path, {**outcome, "kernel": []})
     assert found is not None
