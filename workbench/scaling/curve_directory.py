@@ -117,16 +117,16 @@ def point_of(spec: RunSpec, over: str, value: Any, kind: str) -> RunSpec:
         raise SpecError(f"{error} (at {over}={value!r})") from error
     whole = spec.global_batch
     if whole % alone.global_batch:
-        good = [n for n in range(1, 2 * max(value, 4) + 1) if n % spec.tensor_parallel == 0 and whole % _parts(spec, n) == 0]
+        good = [
+            n
+            for n in range(1, 2 * max(value, 4) + 1)
+            if n % spec.tensor_parallel == 0 and whole % (spec.accumulation * n // spec.tensor_parallel) == 0
+        ]
         raise CurveError(
             f"{value} processes cannot share a global batch of {whole} evenly ({_said(spec, alone)}): numbers that divide it are "
             f"{', '.join(map(str, good))}; or choose another micro_batch, such as {-(-whole // alone.global_batch) * alone.global_batch}"
         )
     return alone.replace(micro_batch=whole // alone.global_batch)
-
-
-def _parts(spec: RunSpec, processes: int) -> int:
-    return spec.accumulation * (processes // spec.tensor_parallel)
 
 
 def _said(spec: RunSpec, alone: RunSpec) -> str:

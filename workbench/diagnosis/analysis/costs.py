@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.core.vocabulary import PHASES
-from workbench.diagnosis.analysis.evidence import Evidence, Inside, RankEvidence
+from workbench.diagnosis.analysis.evidence import Evidence, RankEvidence
 from workbench.harness.results import VariantTimes
 
 MIN_EXCESS_WAIT = 0.5
@@ -425,10 +425,6 @@ def _host(e: Evidence, cached: float, optimizer: float, communication: float) ->
     alone = (host.high / cached if cached else 0.0) + small
     bare = max(0.0, (alone - slower) / (1 - slower))
     called = scaled(Interval(low=min(bare, alone), mid=(min(bare, alone) + alone) / 2, high=alone), cached)
-    asleep = inside.blocked / _untraced(inside) * cached - communication if inside.blocked else 0.0
+    untraced = inside.step / (1 + inside.slowdown)  # which `blocked` belongs to
+    asleep = inside.blocked / untraced * cached - communication if inside.blocked else 0.0
     return host, min(host.mid, max(0.0, asleep)), called
-
-
-def _untraced(inside: Inside) -> float:
-    """`blocked`, `waiting`, `cpu` and `gc` belong to steps outside the trace."""
-    return inside.step / (1 + inside.slowdown)

@@ -109,8 +109,9 @@ def _host(case: Case) -> Iterator[Remedy | None]:
     lines = case.evidence.inside.lines if case.evidence.inside else ()
     where = f" It is mostly in {lines[0][0]}." if lines else ""
     if cause.startswith("sleeping"):
+        sleeping = Interval(low=c.sleeping, mid=c.sleeping, high=c.sleeping)
         what = f"Move waiting, reading and writing out of the step, or into a thread.{where}"
-        yield ceiling(case, "no waiting in the step", what, c.share(c.saves(_exactly(c.sleeping))), "the training thread never sleeps")
+        yield ceiling(case, "no waiting in the step", what, c.share(c.saves(sleeping)), "the training thread never sleeps")
     elif cause.startswith("syncs"):
         what = f"Ask for numbers (.item(), print, if loss > …) every hundred steps instead of in each; keep sums on the device.{where}"
         yield ceiling(case, "fewer syncs", what, saved, "operators follow each other without a gap")
@@ -127,10 +128,6 @@ def _host(case: Case) -> Iterator[Remedy | None]:
                 "a minute or more at the first step, and again for each new shape; a C++ compiler",
             )
         yield ceiling(case, "less Python in the step", what, saved, "operators follow each other without a gap")
-
-
-def _exactly(seconds: float) -> Interval:
-    return Interval(low=seconds, mid=seconds, high=seconds)
 
 
 def _compute(case: Case) -> Iterator[Remedy | None]:

@@ -277,7 +277,8 @@ def judge(evidence: Evidence) -> Judgement:
         if crowd.saved.mid >= MIN_THREADS_SHARE * standing[0].saved.mid:
             best = crowd
         verdict, cause, why = best.verdict, best.cause.cause, f"{_saving(evidence, costs, best)} {best.cause.why}"
-        notes += [_also(candidate) for candidate in standing if candidate.verdict != verdict]
+        others = [candidate for candidate in standing if candidate.verdict != verdict]
+        notes += [f"also {other.verdict} ({other.cause.cause}): {_percents(other.saved)} could be saved" for other in others]
     elif doubtful and (notes or doubtful[0].saved.width >= WIDE_INTERVAL):
         best = doubtful[0]
         verdict, cause = "inconclusive", "noise" if notes else "too few measurements"
@@ -397,10 +398,6 @@ def _saving(e: Evidence, c: Costs, candidate: Candidate) -> str:
     return (
         f"Without {_WITHOUT[candidate.part]} the step takes {left} instead of {units.seconds(c.step)}: {_percents(candidate.saved)} less."
     )
-
-
-def _also(candidate: Candidate) -> str:
-    return f"also {candidate.verdict} ({candidate.cause.cause}): {_percents(candidate.saved)} could be saved"
 
 
 def _computes(c: Costs, candidates: list[Candidate], computes: Cause) -> str:

@@ -192,7 +192,7 @@ def look(
     Returns:
         What was seen, and why there was no trace, if there was none: then `ops` is nan.
     """
-    wait = synchronize or _nothing
+    wait = synchronize or (lambda: None)
     early, late = (plain + 1) // 2, plain // 2
     before = _timed(call, early, wait)
     events, seconds, steps, why = _trace(call, traced, wait)
@@ -206,9 +206,6 @@ def look(
     seen = read(events, steps, ranks=ranks) if events else Inside(step=usual, ops=math.nan)
     slowdown = seconds / steps / usual - 1 if events and usual > 0 else 0.0
     return replace(seen, slowdown=slowdown, lines=sampler.lines(), **clocks), why
-
-
-def _nothing() -> None: ...
 
 
 def _timed(call: Callable[[], object], steps: int, wait: Callable[[], object]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from workbench.core.gc import without_gc
 from workbench.core.statistics import interval_of
 from workbench.harness import ablations
 from workbench.harness.ablations import Variant
-from workbench.harness.batches import CachedBatches, bytes_of, doubled, padding_of, tensors_of, trimmed
+from workbench.harness.batches import CachedBatches, bytes_of, doubled, map_tensors, padding_of, tensors_of, trimmed
 from workbench.harness.blocks import BlockTimer, StepFailed, known_pairs, steps_for
 from workbench.harness.results import VariantTimes
 
@@ -70,7 +70,7 @@ def treatments(
     if optimizers:
         treatments.append(Variant(name="no_optimizer", on=partial(ablations.without_optimizer, optimizers)))
     if device.type == "cuda" and any(not tensor.is_cuda for tensor in tensors_of(first)):
-        treatments.append(Variant(name="device_batch", batch=partial(_moved, device=device)))
+        treatments.append(Variant(name="device_batch", batch=partial(map_tensors, lambda tensor: tensor.to(device))))
     if bytes_of(first) < MAX_DOUBLED_BYTES and each(doubled)(first) is not None:
         treatments.append(Variant(name="doubled", batch=each(doubled), samples=2.0))
     if device.type == "cpu":
@@ -127,12 +127,6 @@ def _each(accumulation: int) -> Callable[[Callable[[Any], Any]], Callable[[Any],
     return of
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    from workbench.harness.batches import map_tensors
-
-    return map_tensors(lambda tensor: tensor.to(device), batch)
-
-
 class Trials:
     """Puts the cached step to each treatment in turn, between blocks without any, and keeps the pairs."""
 
@@ -176,7 +170,7 @@ class Trials:
             treatments: the more on_run_started first: where there is too little time, the others are left out.
             until: seconds on the bench's clock.
         """
-        cost = self._seconds_of_a_pair()
+        cost = 2.2 * (self.count + self.warm) * self.bench.timings.typical("cached")  # of a pair
         left = max(0.0, until - self.bench.elapsed)
         least = FEW_PAIRS if FEW_PAIRS * cost <= left / 2 else 2
         fit = max(1, int(left / max(cost * least, 1e-9)))
@@ -270,6 +264,3 @@ class Trials:
     def _cannot(self, treatment: Variant, failure: str) -> bool:
         self.notes.append(f"{treatment.name} could not be tried: {failure.splitlines()[0]:.200}")
         return False
-
-    def _seconds_of_a_pair(self) -> float:
-        return 2.2 * (self.count + self.warm) * self.bench.timings.typical("cached")

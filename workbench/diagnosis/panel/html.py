@@ -65,9 +65,10 @@ def bars(now: Parts | None, then: WhatIf | None, *, earlier: WhatIf | None = Non
         )
         for label, pieces, end, pale in rows
     )
+    changed = "" if then is None else f' <span class="wb-what">(predicted with {escape(knobs(then.changes))})</span>'
     return (
         f'<div class="wb-steps"><div class="wb-label">time for the samples of one step'
-        f"{'' if then is None else _with(then)}</div>"
+        f"{changed}</div>"
         f"{drawn}{stack.legend({part: COLORS[part] for part in shown}, _LABEL)}{_remarks(then)}</div>"
     )
 
@@ -86,10 +87,6 @@ def _remarks(then: WhatIf | None) -> str:
 
 def _notes(notes: Iterable[str]) -> str:
     return "".join(f'<div class="wb-what">{escape(note)}</div>' for note in notes)
-
-
-def _with(then: WhatIf) -> str:
-    return f' <span class="wb-what">(predicted with {escape(knobs(then.changes))})</span>'
 
 
 def head(title: str) -> str:

@@ -124,9 +124,9 @@ def _axes(places: Sequence[Place], measured: Sequence[tuple[int, float]], across
     low, high = math.exp(across.low), math.exp(across.high)
     ticks = [10**power for power in range(12) if low * 0.999 <= 10**power <= high * 1.001] or [round(low), round(high)]
     base = HIGH - LOW
-    style = f'fill="{INK}" font-size="12"'
+    style, anchors = f'fill="{INK}" font-size="12"', ("middle", "end")
     text = "".join(
-        f'<text x="{across(tick):.1f}" y="{base + 18}" text-anchor="{_anchor(across(tick))}" {style}>{units.count(tick)}</text>'
+        f'<text x="{across(tick):.1f}" y="{base + 18}" text-anchor="{anchors[across(tick) > WIDE - 40]}" {style}>{units.count(tick)}</text>'
         for tick in ticks
     )
     bottom, top = math.exp(up.low), math.exp(up.high)
@@ -137,10 +137,6 @@ def _axes(places: Sequence[Place], measured: Sequence[tuple[int, float]], across
         f'<line x1="{LEFT}" x2="{LEFT}" y1="10" y2="{base}" stroke="{INK}"/>{text}'
         f'<text x="{WIDE - 12}" y="{HIGH - 2}" text-anchor="end" {style}>{places[0].counted}</text>'
     )
-
-
-def _anchor(x: float) -> str:
-    return "end" if x > WIDE - 40 else "middle"
 
 
 def limits(places: Sequence[Place]) -> str:

@@ -169,7 +169,9 @@ class ScalingCurve(display.Shown, JsonDataclass):
         columns: dict[str, list[object]] = {
             "processes" if self.over == PROCESSES else self.over: [point.at for point in points],
             "throughput": [units.rate(point.samples_per_sec) for point in points],
-            "90 % interval": [_between(point) for point in points],
+            "90 % interval": [
+                units.MISSING if math.isnan(point.low) else f"{units.rate(point.low)} … {units.rate(point.high)}" for point in points
+            ],
         }
         if self.over == PROCESSES or len(set(self.world_sizes)) > 1:
             columns["per process"] = [units.rate(point.per_process) for point in points]
@@ -238,10 +240,6 @@ class ScalingCurve(display.Shown, JsonDataclass):
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-def _between(point: ScalingPoint) -> str:
-    return units.MISSING if math.isnan(point.low) else f"{units.rate(point.low)} … {units.rate(point.high)}"
 
 
 def _remarks(point: ScalingPoint) -> str:

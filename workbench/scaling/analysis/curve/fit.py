@@ -210,18 +210,15 @@ def notes(fit: "CurveFit", size: int) -> tuple[str, ...]:
             "another switch, another algorithm of the collectives or a slow node are in no law"
         )
     if fit.points[-1].samples_per_sec < fit.points[0].samples_per_sec:
+        one_spec = all(point.of_one_spec for point in fit.points)
         mixed = "if these are rates per process, multiply them by their number"
         slower = "what they do for each other costs more than they bring"
-        notes.append(f"all processes together do less than the fewest did: {slower if _of_one_spec(fit) else mixed}")
+        notes.append(f"all processes together do less than the fewest did: {slower if one_spec else mixed}")
     if len(fit.points) == 2:
         notes.append(f"two points: {_through(fit)}, and none could be tried")
-    if _rises(fit):
+    if any(after.per_process > before.per_process * (1 + 2 * fit.noise) for before, after in itertools.pairwise(fit.points)):
         notes.append("throughput per process rises with their number somewhere: no law carries that on; look at batch sizes and caches")
     return tuple(notes)
-
-
-def _of_one_spec(fit: "CurveFit") -> bool:
-    return all(point.of_one_spec for point in fit.points)
 
 
 def _through(fit: "CurveFit") -> str:
@@ -233,10 +230,6 @@ def _through(fit: "CurveFit") -> str:
     if not count:
         return "no law passes through both"
     return "every law passes through both" if count == len(fit.fitted) else f"{count} of {len(fit.fitted)} laws pass through both"
-
-
-def _rises(fit: "CurveFit") -> bool:
-    return any(after.per_process > before.per_process * (1 + 2 * fit.noise) for before, after in itertools.pairwise(fit.points))
 
 
 def useful_measurements(fit: "CurveFit", size: int) -> tuple[str, ...]:
