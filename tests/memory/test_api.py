@@ -26,9 +26,8 @@ from workbench.memory.estimate.cuda.overrides import replaced
 from workbench.memory.estimate.plan import Plan, plan_of
 from workbench.memory.measure.recorder import Recorder
 from workbench.train import checkpointing
-from workbench.train.layout import Layout
 from workbench.train.models import Gpt, ResNet
-from workbench.train.ranks import Ranks
+from workbench.train.ranks import Layout, Ranks
 from workbench.train.trainer import Trainer
 
 

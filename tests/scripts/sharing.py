@@ -20,9 +20,9 @@ from workbench.programs.train import train_all
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
 from workbench.train.models import Gpt, ResNet
-from workbench.train.offload import Pretence, pretended
+from workbench.train.offload import DryRunHooks, offloading_dry_run
 from workbench.train.ranks import Ranks
-from workbench.train.sharded_tensors import local
+from workbench.train.sharded_tensors import local_part
 from workbench.train.trainer import Trainer
 
 PLAN = {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise", "head": "colwise_rep"}
@@ -115,8 +115,8 @@ def trained(task: Task, knobs: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The mean loss of each step over the ranks, the evaluation, this rank's number of parameters."""
     spec = RunSpec(**{"task": "made-here", "device": "cpu", "micro_batch": 4, "steps": 5, "nproc_per_node": 2, **knobs})
     on_host: list[int] = []
-    pretence = Pretence(born=lambda tensor: on_host.append(tensor.nbytes), working=contextlib.nullcontext)
-    with pretended(pretence) if spec.offload != "none" else contextlib.nullcontext():
+    hooks = DryRunHooks(on_host=lambda tensor: on_host.append(tensor.nbytes), host_computes=contextlib.nullcontext)
+    with offloading_dry_run(hooks) if spec.offload != "none" else contextlib.nullcontext():
         trainer = Trainer(spec, task, ranks)
         losses = []
         with contextlib.closing(trainer.batches()) as batches:
@@ -125,9 +125,9 @@ def trained(task: Task, knobs: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
                 dist.all_reduce(loss)
                 losses.append(loss.item() / 2)
         figures = trainer.figures() if task.evaluate else {}
-    here = sum(local(weight).numel() for weight in trainer.module.parameters())
+    here = sum(local_part(weight).numel() for weight in trainer.module.parameters())
     states = getattr(trainer.optimizer, "optim", trainer.optimizer).state.values()
-    kept = sum(local(value).numel() for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim)
+    kept = sum(local_part(value).numel() for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim)
     return {"losses": losses, "figures": figures, "weights": here, "states": kept, "host": sum(on_host)}
 
 

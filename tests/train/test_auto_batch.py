@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import resource
 import subprocess
@@ -19,11 +20,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests import toy_tasks
+from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
 from workbench.memory.analysis.fit import MARGIN
 from workbench.memory.api import compare_memory, estimate_memory
 from workbench.memory.ladder import memory_ladder
 from workbench.memory.max_micro_batch import max_micro_batch
+from workbench.memory.measure.at_oom import held
 from workbench.programs.choose_micro_batch import choose_micro_batch
 from workbench.runs.programs import TRAIN, entrypoint
 from workbench.runs.run import Run
@@ -32,8 +35,10 @@ from workbench.runs.task import Task
 from workbench.train import choose_micro_batch as choosing
 from workbench.train import loop, split_on_oom
 from workbench.train.ranks import Ranks
-from workbench.train.split_on_oom import Halving, is_out_of_memory
+from workbench.train.split_on_oom import MicroBatchSplitter, is_out_of_memory
 from workbench.train.trainer import Trainer
+
+train = functools.partial(loop.train, held=held, noise_log=NoiseLog)
 
 CPU = torch.device("cpu")
 HERE = Path(__file__)
@@ -153,7 +158,7 @@ def streamed() -> Task:
 
 def trained(spec: RunSpec, task: Task, ranks: Ranks, *, halve: bool) -> tuple[Trainer, list[float], Tensor]:
     """The trainer after the spec's steps, the losses, and the weights."""
-    trainer = Trainer(spec, task, ranks, halving=halve)
+    trainer = Trainer(spec, task, ranks, split_on_oom=halve)
     batches = trainer.batches()
     losses = [trainer.step([next(batches) for _ in range(spec.accumulation)]).item() for _ in range(spec.steps)]
     return trainer, losses, torch.cat([weight.detach().flatten() for weight in trainer.module.parameters()])
@@ -168,8 +173,8 @@ def test_parts_train_as_the_whole_does(alone: Ranks, where: str, knobs: dict[str
     trainer, losses, found = trained(spec, hungry(where, lambda samples, calls: samples > 4 and calls >= third), alone, halve=True)
     assert losses == pytest.approx(expected, rel=1e-6)
     assert torch.allclose(found, weights, atol=1e-7)
-    assert trainer.halving is not None
-    assert trainer.halving.largest == 4
+    assert trainer.splitter is not None
+    assert trainer.splitter.largest == 4
     assert capsys.readouterr().out == "out of memory with 8 samples: split into 2 × 4 from now on\n"
     before = [8] * third
     again = [4] * 2 * third if where == "backward" else [4] * 2  # the step begins anew after a backward
@@ -206,7 +211,7 @@ def test_what_is_raised_as_before(alone: Ranks) -> None:
         trained(spec_of(), hungry("forward", lambda samples, calls: samples > 4), alone, halve=False)
     with pytest.raises(ValueError, match="boom"):
         trained(spec_of(), toy_tasks.numbers(loss=_boom), alone, halve=True)
-    assert Trainer(spec_of(parallel="fsdp"), toy_tasks.numbers(), alone, halving=True).halving is None
+    assert Trainer(spec_of(parallel="fsdp"), toy_tasks.numbers(), alone, split_on_oom=True).splitter is None
     assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
 
 
@@ -236,13 +241,13 @@ class ByHand:
 
 def test_several_ranks_cannot_leave_a_reduction() -> None:
     steps = ByHand()
-    halved = Halving(steps, world_size=2)
+    halved = MicroBatchSplitter(steps, world_size=2)
     halved.micro_step(torch.ones(4, 1), last=False)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         halved.micro_step(torch.ones(4, 1), last=True)
     assert "other ranks wait in the reduction" in raised.value.__notes__[0]
     steps = ByHand()
-    halved = Halving(steps, world_size=2)
+    halved = MicroBatchSplitter(steps, world_size=2)
     halved.micro_step(torch.ones(4, 1), last=False)
     halved.micro_step(torch.full((4, 1), 2.0), last=False)  # nobody waits
     assert steps.module.weight.grad.item() == 3.0
@@ -268,9 +273,9 @@ def test_a_real_failed_allocation(alone: Ranks) -> None:
         trainer, losses, found = trained(spec, wide(), alone, halve=True)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert torch.allclose(found, weights, atol=1e-6)
-    assert trainer.halving is not None
-    assert trainer.halving.largest is not None
-    assert trainer.halving.largest < 64
+    assert trainer.splitter is not None
+    assert trainer.splitter.largest is not None
+    assert trainer.splitter.largest < 64
 
 
 # --- parts of a batch
@@ -314,7 +319,7 @@ def test_the_chosen_number_is_the_largest_that_fits(tmp_path: Path, monkeypatch:
     room, spec = 40 * MIB, auto_of("wide")
     monkeypatch.setattr(choosing, "available_memory", lambda device: room)
     ranks = Ranks.join(spec)
-    loop.train(spec, wide(), ranks, tmp_path)
+    train(spec, wide(), ranks, tmp_path)
     dist.destroy_process_group()  # fake runs have their own
     rows = run_directory.LineTail(tmp_path / run_directory.METRICS).read()
     chosen = rows[-1]["micro_batch"]
@@ -331,10 +336,10 @@ def test_the_chosen_number_is_the_largest_that_fits(tmp_path: Path, monkeypatch:
 def test_the_dataset_sets_a_limit() -> None:
     found = choose_micro_batch(auto_of("wide", accumulation=3), device="cpu", room=2**40)
     assert (found["micro_batch"], found["most"], found["stream"]) == (21, 21, False)
-    assert "the dataset has no more for one optimizer step" in choosing.words(found)
+    assert "the dataset has no more for one optimizer step" in choosing.describe_choice(found)
     streams = choose_micro_batch(auto_of("streamed"), device="H200", room=2**40)
-    assert (streams["micro_batch"], streams["stream"]) == (choosing.STREAM_MOST, True)
-    assert f"a stream gets no more than {choosing.STREAM_MOST}" in choosing.words(streams)
+    assert (streams["micro_batch"], streams["stream"]) == (choosing.MAX_OF_STREAM, True)
+    assert f"a stream gets no more than {choosing.MAX_OF_STREAM}" in choosing.describe_choice(streams)
 
 
 def test_none_can_be_chosen() -> None:
@@ -346,26 +351,26 @@ def test_none_can_be_chosen() -> None:
 
 def test_a_choice_that_fails_says_why(alone: Ranks) -> None:
     with pytest.raises(SpecError, match=r'"auto": none could be chosen: .*has no function .nothing.*Give a number, such as micro_batch=32'):
-        loop.train(auto_of("nothing"), wide(), alone, Path("nowhere"))
+        train(auto_of("nothing"), wide(), alone, Path("nowhere"))
 
 
 def test_a_process_that_breaks_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert choosing.ask(auto_of("wide"), CPU, 1)["error"].startswith("the estimate broke down with exit code 1")
+    assert choosing.estimate_in_subprocess(auto_of("wide"), CPU, 1)["error"].startswith("the estimate broke down with exit code 1")
 
 
 def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = choosing.available()
+    free = choosing.available_main_memory()
     assert free is not None
     assert 0 < free <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     files = {"memory.max": "5000\n", "memory.current": "3000\n", "memory.stat": "anon 2000\ninactive_file 700\n"}
     monkeypatch.setattr(choosing, "control_groups", lambda controller, names, old: [tuple(files[name] for name in names)])
-    assert choosing.available() == 2700
+    assert choosing.available_main_memory() == 2700
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert choosing.available_memory(CPU) == 1350
     files["memory.max"] = "max\n"
-    assert abs((choosing.available() or 0) - free) < free / 2
-    monkeypatch.setattr(choosing, "available", lambda: None)
+    assert abs((choosing.available_main_memory() or 0) - free) < free / 2
+    monkeypatch.setattr(choosing, "available_main_memory", lambda: None)
     with pytest.raises(SpecError, match="does not tell how much memory is free; give a number"):
         choosing.available_memory(CPU)
 

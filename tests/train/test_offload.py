@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tests import toy_tasks
 from workbench.runs.spec import RunSpec, SpecError
-from workbench.train.offload import HostOptimizer, Pretence, activations_on_host, pretended
+from workbench.train.offload import DryRunHooks, HostOptimizer, activations_on_host, offloading_dry_run
 from workbench.train.optimizers import build_optimizer, place_optimizer
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
@@ -22,7 +22,7 @@ from workbench.train.trainer import Trainer
 def told() -> Iterator[list[Tensor]]:
     """What a dry run is told of, as if this were a GPU."""
     copies: list[Tensor] = []
-    with pretended(Pretence(born=copies.append, working=contextlib.nullcontext)):
+    with offloading_dry_run(DryRunHooks(on_host=copies.append, host_computes=contextlib.nullcontext)):
         yield copies
 
 

@@ -20,10 +20,9 @@ from tests import toy_tasks
 from workbench.core import run_directory
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import TaskError
-from workbench.train.layout import Layout
 from workbench.train.models import Gpt
 from workbench.train.optimizers import build_optimizer, place_optimizer
-from workbench.train.ranks import Ranks
+from workbench.train.ranks import Layout, Ranks
 from workbench.train.sharded_tensors import clip_gradients
 from workbench.train.tensor_parallel import styles_of
 from workbench.train.trainer import Trainer

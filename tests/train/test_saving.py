@@ -1,6 +1,7 @@
 """Checkpoints: a run that goes on ends where one that was never ended does, and no file is ever half there."""
 
 import errno
+import functools
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tests import toy_tasks
+from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
+from workbench.memory.measure.at_oom import held
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 from workbench.timeline.timeline import Timeline
@@ -22,6 +25,8 @@ from workbench.train.checkpoints import Checkpoints
 from workbench.train.loader import micro_batches
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
+
+train = functools.partial(loop.train, held=held, noise_log=NoiseLog)
 
 
 def spec_of(**knobs: Any) -> RunSpec:
@@ -59,12 +64,12 @@ def names(run_dir: Path) -> list[str]:
 @pytest.mark.parametrize("knobs", [{}, {"accumulation": 2, "schedule": "cosine", "warmup_steps": 3}, {"optimizer": "adam(lr=0.01)"}])
 def test_a_run_that_goes_on_ends_where_one_that_was_never_ended_does(alone: Ranks, tmp_path: Path, knobs: dict[str, Any]) -> None:
     spec, task = spec_of(**knobs), toy_tasks.numbers()
-    whole = loop.train(spec, task, alone, tmp_path)
+    whole = train(spec, task, alone, tmp_path)
     (tmp_path / "parts").mkdir()
-    loop.train(spec, task, alone, tmp_path / "parts")
+    train(spec, task, alone, tmp_path / "parts")
     (tmp_path / "parts" / run_directory.CHECKPOINTS / "step00000018.pt").unlink()  # as if it had been ended after step 17
     follower = HandMadeRun(tmp_path / "parts")
-    again = loop.train(spec, task, alone, tmp_path / "parts")
+    again = train(spec, task, alone, tmp_path / "parts")
     assert torch.equal(weights(again), weights(whole))
     rows = run_directory.LineTail(tmp_path / "parts" / run_directory.METRICS).read()
     assert [row["step"] for row in rows] == list(range(1, 21))  # none is twice
@@ -78,18 +83,18 @@ def test_a_run_that_goes_on_ends_where_one_that_was_never_ended_does(alone: Rank
 
 def test_a_run_that_was_at_its_end_has_nothing_to_do(alone: Ranks, tmp_path: Path) -> None:
     spec, task = spec_of(steps=6), toy_tasks.numbers()
-    first = loop.train(spec, task, alone, tmp_path)
-    assert torch.equal(weights(loop.train(spec, task, alone, tmp_path)), weights(first))
+    first = train(spec, task, alone, tmp_path)
+    assert torch.equal(weights(train(spec, task, alone, tmp_path)), weights(first))
 
 
 @pytest.mark.parametrize("damage", [b"", b"half of it", None])
 def test_a_damaged_one_is_passed_over(alone: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes | None) -> None:
     spec, task = spec_of(), toy_tasks.numbers()
-    whole = weights(loop.train(spec, task, alone, tmp_path))
+    whole = weights(train(spec, task, alone, tmp_path))
     last = tmp_path / run_directory.CHECKPOINTS / "step00000018.pt"
     data = last.read_bytes()
     last.write_bytes(data[: len(data) // 2] if damage is None else damage)
-    assert torch.equal(weights(loop.train(spec, task, alone, tmp_path)), whole)
+    assert torch.equal(weights(train(spec, task, alone, tmp_path)), whole)
     said = capsys.readouterr().out
     assert "step00000018.pt is damaged and passed over" in said
     assert "goes on from step 12: " in said
@@ -97,9 +102,9 @@ def test_a_damaged_one_is_passed_over(alone: Ranks, tmp_path: Path, capsys: pyte
 
 
 def test_damaged_ones_are_set_aside(alone: Ranks, tmp_path: Path) -> None:
-    loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
     (tmp_path / run_directory.CHECKPOINTS / "step00000018.pt").write_bytes(b"half of it")
-    loop.train(spec_of(steps=17), toy_tasks.numbers(), alone, tmp_path)  # as if it had been ended after step 17
+    train(spec_of(steps=17), toy_tasks.numbers(), alone, tmp_path)  # as if it had been ended after step 17
     assert names(tmp_path) == ["step00000012.pt", "step00000018.pt.damaged"]
 
 
@@ -120,7 +125,7 @@ def test_what_cannot_be_read_now_takes_nothing_away(
 ) -> None:
     """None: every file is damaged."""
     spec, task = spec_of(noise_scale=1, accumulation=2), toy_tasks.numbers()
-    loop.train(spec, task, alone, tmp_path)
+    train(spec, task, alone, tmp_path)
     if error is None:
         for path in (tmp_path / run_directory.CHECKPOINTS).iterdir():
             path.write_bytes(path.read_bytes()[:600])
@@ -134,20 +139,20 @@ def test_what_cannot_be_read_now_takes_nothing_away(
     if error:
         monkeypatch.setattr(torch, "load", load)
     with pytest.raises(expected) as raised:
-        loop.train(spec, task, alone, tmp_path)
+        train(spec, task, alone, tmp_path)
     assert "Nothing of the run was changed" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
 
     def stale(path: Path) -> Iterator[Path]:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(Path, "iterdir", stale)
     with pytest.raises(OSError, match="Stale"):
-        loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+        train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
     assert len(run_directory.LineTail(tmp_path / run_directory.METRICS).read()) == 20
 
 
@@ -155,7 +160,7 @@ def test_a_run_that_goes_on_keeps_the_micro_batch_that_was_chosen(alone: Ranks, 
     spec, task = spec_of(micro_batch="auto"), toy_tasks.numbers()
     for size in (8, 4):  # less memory is free the second time
         monkeypatch.setattr(loop, "choose", lambda spec, ranks, size=size: size)
-        loop.train(spec, task, alone, tmp_path)
+        train(spec, task, alone, tmp_path)
         (tmp_path / run_directory.CHECKPOINTS / "step00000018.pt").unlink()
     rows = run_directory.LineTail(tmp_path / run_directory.METRICS).read()
     assert [row["samples"] for row in rows if "samples" in row] == [8 * step for step in range(1, 21)]
@@ -167,7 +172,7 @@ def test_one_that_does_not_say_its_micro_batch_is_not_there_while_one_is_chosen(
 ) -> None:
     spec, task = spec_of(micro_batch="auto", steps=6), toy_tasks.numbers()
     monkeypatch.setattr(loop, "choose", lambda spec, ranks: 8)
-    whole = weights(loop.train(spec, task, alone, tmp_path))
+    whole = weights(train(spec, task, alone, tmp_path))
     path = tmp_path / run_directory.CHECKPOINTS / "step00000006.pt"
     state = torch.load(path, weights_only=True)
     del state["micro_batch"]  # as an earlier version has written it
@@ -186,14 +191,14 @@ def test_one_that_does_not_say_its_micro_batch_is_not_there_while_one_is_chosen(
 
     monkeypatch.setattr(Checkpoints, "read", noted)
     monkeypatch.setattr(loop, "choose", choose)
-    assert torch.equal(weights(loop.train(spec, task, alone, tmp_path)), whole)  # it goes on from there
+    assert torch.equal(weights(train(spec, task, alone, tmp_path)), whole)  # it goes on from there
 
 
 def test_a_row_without_its_step_goes_away(alone: Ranks, tmp_path: Path) -> None:
-    loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
     with open(tmp_path / run_directory.METRICS, "a") as file:
         file.write('{"loss": 1.0}\n{"step": null}\n')
-    loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
     assert [row["step"] for row in run_directory.LineTail(tmp_path / run_directory.METRICS).read()] == list(range(1, 21))
 
 
@@ -201,10 +206,10 @@ def test_a_panel_that_follows_a_run_that_goes_on_counts_no_step_twice(alone: Ran
     from workbench.runs.panel.follow import Follower
 
     spec, task = spec_of(), toy_tasks.numbers()
-    loop.train(spec, task, alone, tmp_path)
+    train(spec, task, alone, tmp_path)
     follower = Follower(HandMadeRun(tmp_path).run)
     before = follower.snapshot()
-    loop.train(spec, task, alone, tmp_path)
+    train(spec, task, alone, tmp_path)
     after = follower.snapshot()
     assert (after.done, after.ranks[0].steps) == (before.done, before.ranks[0].steps) == (20, 20)
     assert after.losses == before.losses
@@ -212,16 +217,16 @@ def test_a_panel_that_follows_a_run_that_goes_on_counts_no_step_twice(alone: Ran
 
 def test_without_any_it_begins_anew(alone: Ranks, tmp_path: Path) -> None:
     spec, task = spec_of(evaluate=False, noise_scale=1, accumulation=2), toy_tasks.numbers()
-    loop.train(spec, task, alone, tmp_path)
+    train(spec, task, alone, tmp_path)
     for path in (tmp_path / run_directory.CHECKPOINTS).iterdir():
         path.unlink()
-    loop.train(spec, task, alone, tmp_path)
+    train(spec, task, alone, tmp_path)
     for name in (run_directory.METRICS, run_directory.noise_file(0)):
         assert [row["step"] for row in run_directory.LineTail(tmp_path / name).read() if "step" in row] == list(range(1, 21))
 
 
 def test_without_the_knob_nothing_is_written(alone: Ranks, tmp_path: Path) -> None:
-    loop.train(spec_of(checkpoint_every=None, steps=2), toy_tasks.numbers(), alone, tmp_path)
+    train(spec_of(checkpoint_every=None, steps=2), toy_tasks.numbers(), alone, tmp_path)
     assert not (tmp_path / run_directory.CHECKPOINTS).exists()
 
 
@@ -238,7 +243,7 @@ def test_a_full_disk_leaves_the_last_one(alone: Ranks, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(run_directory.DiskFullError, match="make room"):
-        loop.train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+        train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
     assert names(tmp_path) == ["step00000006.pt"]
 
 

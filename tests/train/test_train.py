@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -21,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests import toy_tasks
 from tests.forked import Forks
+from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
+from workbench.memory.measure.at_oom import held
 from workbench.programs import train as program
 from workbench.runs.programs import TRAIN, entrypoint
 from workbench.runs.root_cause import first_failure
@@ -30,10 +33,11 @@ from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task, TaskError
 from workbench.train import loop, sharding
 from workbench.train.loader import to_device
-from workbench.train.optimizers import build_optimizer, parse_optimizer
+from workbench.train.optimizers import build_optimizer, build_scheduler, lr_factor, parse_optimizer
 from workbench.train.precision import Precision
 from workbench.train.ranks import Ranks, choose_backend, choose_device
-from workbench.train.schedule import build_scheduler, lr_factor
+
+train = functools.partial(loop.train, held=held, noise_log=NoiseLog)
 
 CPU = torch.device("cpu")
 TOYS = Path(toy_tasks.__file__)
@@ -71,7 +75,7 @@ def parameters(path: Path) -> list[float]:
 
 def train_alone(spec: RunSpec, ranks: Ranks, run_dir: Path, task: Task | None = None) -> Path:
     run_dir.mkdir()
-    loop.train(spec, task or toy_tasks.numbers(), ranks, run_dir)
+    train(spec, task or toy_tasks.numbers(), ranks, run_dir)
     return run_dir
 
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import toy_tasks
+from workbench.batch.measure.noise_watch import NoiseLog
+from workbench.memory.measure.at_oom import held
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task
 from workbench.train import loop, trainer
@@ -47,7 +49,7 @@ def weights(module: nn.Module) -> Tensor:
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_is_that_of_the_training_loop(alone: Ranks, tmp_path: Path, accumulation: int) -> None:
     spec, task = spec_of(accumulation=accumulation), toy_tasks.numbers()
-    trained = loop.train(spec, task, alone, tmp_path)
+    trained = loop.train(spec, task, alone, tmp_path, held=held, noise_log=NoiseLog)
     stepped = Trainer(spec, task, alone)
     batches = stepped.batches()
     for _ in range(spec.steps):
@@ -125,7 +127,7 @@ def test_a_trainer_takes_the_process_over(alone: Ranks, monkeypatch: pytest.Monk
     assert (gc.isenabled(), torch.get_num_threads()) == (False, 2)
     Trainer(spec_of(), toy_tasks.numbers(), alone)
     assert (gc.isenabled(), torch.get_num_threads()) == (True, 1)
-    quiet.take_over()
+    quiet.apply_process_settings()
     assert (gc.isenabled(), torch.get_num_threads()) == (False, 2)
 
     monkeypatch.setattr(trainer, "COLLECT_EVERY", 3)

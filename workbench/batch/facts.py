@@ -228,11 +228,11 @@ class TaskFacts:
             TaskError: the task does not exist, or its functions return something wrong.
             SpecError: an optimizer for which no rule is known, or micro_batch is "auto".
         """
-        from workbench.train.choose_micro_batch import most_samples
+        from workbench.train.choose_micro_batch import max_samples
 
         task = resolve(spec.task)
         optimizer = _optimizer(spec, task)
-        size, stream = most_samples(task.dataset(), RunSpec(task=spec.task))
+        size, stream = max_samples(task.dataset(), RunSpec(task=spec.task))
         return cls(
             optimizer=optimizer.text,
             lr=float(spec.lr if spec.lr is not None else optimizer.default_lr),

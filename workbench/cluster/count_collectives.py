@@ -14,7 +14,7 @@ from workbench.runs.task import Task
 if TYPE_CHECKING:
     from workbench.cluster.estimate.collectives import Collector
     from workbench.memory.estimate.plan import Plan
-    from workbench.train.layout import Layout
+    from workbench.train.ranks import Layout
     from workbench.train.trainer import Trainer
 
 
@@ -98,9 +98,8 @@ def _counted(plan: "Plan", *, on_meta: bool) -> Traffic:
     from workbench.memory.estimate.fake_process_group import fake_process_group
     from workbench.train import checkpointing
     from workbench.train.blocks import find_blocks
-    from workbench.train.layout import Layout
-    from workbench.train.offload import Pretence, pretended
-    from workbench.train.ranks import Ranks
+    from workbench.train.offload import DryRunHooks, offloading_dry_run
+    from workbench.train.ranks import Layout, Ranks
     from workbench.train.trainer import Trainer, build_model
 
     spec = plan.spec.replace(gc=False, device="cpu", backend="auto", find_unused_parameters=False)
@@ -115,7 +114,10 @@ def _counted(plan: "Plan", *, on_meta: bool) -> Traffic:
             recorder = run.recorder
             run.model(model)
             recorder.attach(model)
-            with estimate_errors(recorder, model, plan.example), pretended(Pretence(born=recorder.leave_out, working=recorder.pause)):
+            with (
+                estimate_errors(recorder, model, plan.example),
+                offloading_dry_run(DryRunHooks(on_host=recorder.leave_out, host_computes=recorder.pause)),
+            ):
                 trainer = Trainer(spec, plan.task, ranks, module=model, loader=_NO_LOADER, layout=layout, alone=plan.own_loop)
                 recorder.attach(trainer.module)
                 with recorder.hooks(), replaced(checkpointing, "recomputing", recorder.tracker.inside):

@@ -141,9 +141,8 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
     from workbench.memory.estimate.errors import estimate_errors
     from workbench.memory.estimate.fake_process_group import fake_process_group
     from workbench.train import checkpointing
-    from workbench.train.layout import Layout
-    from workbench.train.offload import Pretence, pretended
-    from workbench.train.ranks import Ranks
+    from workbench.train.offload import DryRunHooks, offloading_dry_run
+    from workbench.train.ranks import Layout, Ranks
     from workbench.train.trainer import Trainer, build_model
 
     spec = plan.spec.replace(gc=False, device="cpu", backend="auto")
@@ -157,7 +156,10 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
             run.model(model)
             if not dealt:
                 recorder.attach(model)
-            with estimate_errors(recorder, model, plan.example), pretended(Pretence(born=recorder.leave_out, working=recorder.pause)):
+            with (
+                estimate_errors(recorder, model, plan.example),
+                offloading_dry_run(DryRunHooks(on_host=recorder.leave_out, host_computes=recorder.pause)),
+            ):
                 with run.host(model) if dealt else contextlib.nullcontext():
                     trainer = Trainer(spec, plan.task, ranks, module=model, loader=NO_LOADER, layout=layout, alone=plan.own_loop)
                 recorder.attach(trainer.module)

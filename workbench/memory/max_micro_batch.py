@@ -79,14 +79,14 @@ def _most(target: Any, options: Mapping[str, Any]) -> int:
     """Samples that the dataset has for a rank's micro-batch; any number where there is no dataset, or one that does not say."""
     if not isinstance(target, RunSpec | Task) or options.get("batch") is not None:
         return sys.maxsize
-    from workbench.train.choose_micro_batch import most_samples
+    from workbench.train.choose_micro_batch import max_samples
 
     spec, task = (target, resolve(target.task)) if isinstance(target, RunSpec) else (RunSpec(task=target.name or "task"), target)
     ways = {item.name for item in dataclasses.fields(RunSpec)} - {"optimizer", "steps", "micro_batch"}
     knobs = {name: value for name, value in options.items() if name in ways}
     if options.get("world_size") is not None:
         knobs |= {"nproc_per_node": options["world_size"], "nnodes": 1}
-    most, stream = most_samples(task.dataset(), spec.replace(**knobs))
+    most, stream = max_samples(task.dataset(), spec.replace(**knobs))
     return sys.maxsize if stream else most
 
 

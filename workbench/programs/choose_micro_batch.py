@@ -35,13 +35,13 @@ def choose_micro_batch(spec: RunSpec, *, device: str, room: int, margin: float =
         ValueError: the program cannot be estimated, not even one sample fits, or the dataset has not enough of them.
     """
     from workbench.memory.estimate.examples import sample_batch
-    from workbench.train.choose_micro_batch import alone, most_samples
+    from workbench.train.choose_micro_batch import max_samples, single_process_group
 
     task = resolve(spec.task)
-    with alone():  # a stream may ask which rank it is read by
+    with single_process_group():  # a stream may ask for its rank
         dataset = task.dataset()
         example = sample_batch(dataclasses.replace(task, dataset=lambda: dataset), NODES[0])
-    most, stream = most_samples(dataset, spec)
+    most, stream = max_samples(dataset, spec)
     context = 0 if device == "cpu" else non_pytorch_memory(device).mid  # a need on the device, but no part of `room`
     limit = less_margin(room, margin) + context
     estimate, size = estimate_memory(spec, example, device=device, micro_batch=most), most

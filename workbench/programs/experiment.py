@@ -29,8 +29,7 @@ from workbench.runs import failure
 from workbench.runs.programs import EXPERIMENT
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task, resolve
-from workbench.train.layout import stand_by
-from workbench.train.ranks import Ranks, choose_backend, choose_device
+from workbench.train.ranks import Ranks, choose_backend, choose_device, join_group_creation
 from workbench.train.trainer import Trainer
 
 
@@ -156,7 +155,7 @@ class Training:
         if Training._turn not in (self, None):
             Training._turn.feed.wait_until_full(PATIENCE)
         Training._turn = self
-        self.trainer.take_over()
+        self.trainer.apply_process_settings()
         self.feed.drain()
 
     def close(self) -> None:
@@ -180,7 +179,7 @@ def entered(spec: RunSpec, task: Task, everyone: Ranks, number: int) -> Iterator
     device = choose_device(spec, local_rank, spec.nproc_per_node)
     group = dist.new_group(members, backend=choose_backend(spec, device))
     if everyone.rank not in members:
-        stand_by(spec, members)
+        join_group_creation(spec, members)
         yield Resting()
         return
     if device.type == "cuda":

@@ -32,10 +32,9 @@ from workbench.runs import failure
 from workbench.runs.programs import STEPS_TO_TARGET
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task, TaskError, resolve
-from workbench.train.layout import Layout
 from workbench.train.loader import to_device
 from workbench.train.optimizers import build_optimizer, described, parse_optimizer
-from workbench.train.ranks import Ranks, choose_device
+from workbench.train.ranks import Layout, Ranks, choose_device
 from workbench.train.trainer import Trainer, build_model, evaluate, loss_of, seed_all
 
 SPACING = 1.03

@@ -1,10 +1,16 @@
-"""The training program that torchrun starts: `python -m workbench.train RUN_DIR…` reads specs, trains them, and writes what happened.
+"""Trains a RunSpec on one rank, step by step; it knows neither the launcher nor any panel: they meet in the run directory.
 
-`start` is how a launch starts it, and the experiments beside it, out of the garbage collector's way. `ranks` joins the processes,
-`loader` makes the batches, `loop` turns them into optimizer steps with the `precision`, the optimizer (`optimizers`) and the learning
-rate (`schedule`) that the spec asks for, `metrics` reports them, `saving` keeps checkpoints; `alone` trains a spec in a pod that nobody
-launched; `sweep` trains several specs in one launch. Where ranks share a model or save memory: `layout` says which rank does what,
-`parallel` deals the model out, `splitting` splits its layers (`dealt` has the arithmetic of both), `checkpointing` computes `blocks`
-anew, `offload` lets things wait on the host. `tasks` and `models` are samples to train. It shares no code with the launcher: the two meet
-in the run directory.
+`train()` (`loop`) builds a `Trainer` (`trainer`) from a `RunSpec`, a `Task` and this process's `Ranks`, takes its steps, times them, and
+writes steps, metrics and `Checkpoints` (`checkpoints`) into the run directory.
+
+A Trainer is made of: `loader` (batches of this rank), `precision` (autocast and loss scaling), `optimizers` (optimizer by name, ZeRO-1,
+learning-rate schedule) with `large_batch_optimizers` (LARS, LAMB).
+
+Several ranks: `ranks` (this process, process groups, `Layout`), `sharding` (DDP and FSDP2), `tensor_parallel` (split layers),
+`sharded_tensors` (DTensor arithmetic for both).
+
+Less memory: `blocks` (a model's repeated layers), `checkpointing` (recompute them in the backward), `offload` (to host memory),
+`choose_micro_batch` (micro_batch="auto") and `split_on_oom` (when that does not fit after all).
+
+Sample tasks: `tasks`, their `models`, and `sized` (a GPT in any width).
 """

@@ -1,6 +1,6 @@
-"""Blocks: the parts that a model repeats, such as its layers; what is computed anew in the backward, or gathered, goes by them."""
+"""Finds a model's repeated blocks, such as its layers: the units of activation checkpointing and of FSDP2's gathers."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from torch import nn
@@ -9,30 +9,23 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of a model by name, in their order; empty if it has none.
+    """The repeated blocks of a model by name, in order; empty if it has none.
 
-    A block is an element of a ModuleList, Sequential or ModuleDict whose class occurs there at least twice in the model, and which is made
-    of several operations: it has parts of its own, or is of a class that is not torch's. Of blocks in blocks (a layer with a list of
-    experts) the outer ones count, unless they differ in size: then they are stages, and the blocks are inside them.
-
-    Args:
-        model: any.
+    A block is an element of a ModuleList, Sequential or ModuleDict whose class occurs there at least twice in the model, and which consists
+    of several operations: it has submodules, or its class is not torch's. Of nested blocks (a layer with a list of experts) the outer ones
+    count, unless they differ in size: then they are stages, and the blocks are inside them.
     """
     elements: dict[str, nn.Module] = {}
     for name, part in model.named_modules():
         if isinstance(part, _CONTAINERS):
-            elements |= {_under(name, child): element for child, element in part.named_children() if _is_composed(element)}
-    repeated = _repeated({name: one for name, one in elements.items() if type(one) not in _CONTAINERS})
+            elements |= {f"{name}.{child}".lstrip("."): element for child, element in part.named_children() if _is_composed(element)}
+    repeated = _repeated({name: module for name, module in elements.items() if type(module) not in _CONTAINERS})
     stages = _stages(repeated)
     if stages:
-        repeated = {name: one for name, one in repeated.items() if type(one) not in stages}
+        repeated = {name: module for name, module in repeated.items() if type(module) not in stages}
     if not repeated:
         repeated = _repeated(elements)
-    return {name: one for name, one in repeated.items() if not any(_inside(name, outer) for outer in repeated)}
-
-
-def _under(name: str, child: str) -> str:
-    return f"{name}.{child}" if name else child
+    return {name: module for name, module in repeated.items() if not any(_inside(name, outer) for outer in repeated)}
 
 
 def _inside(name: str, outer: str) -> bool:
@@ -47,29 +40,27 @@ def _is_composed(part: nn.Module) -> bool:
 
 
 def _repeated(elements: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    counts: dict[type, int] = defaultdict(int)
-    for one in elements.values():
-        counts[type(one)] += 1
-    return {name: one for name, one in elements.items() if counts[type(one)] > 1}
+    counts = Counter(map(type, elements.values()))
+    return {name: module for name, module in elements.items() if counts[type(module)] > 1}
 
 
 def _stages(repeated: dict[str, nn.Module]) -> set[type]:
-    """Classes whose modules differ in size and hold blocks of one other class, several in some, that make up most of each."""
+    """Classes of stages: their modules differ in size, and consist mostly of blocks of one other class, several in some."""
     named: dict[type, dict[str, nn.Module]] = defaultdict(dict)
-    for name, one in repeated.items():
-        named[type(one)][name] = one
+    for name, module in repeated.items():
+        named[type(module)][name] = module
     return {
         kind
         for kind, outer in named.items()
-        if len({_size([one]) for one in outer.values()}) > 1
-        and any(_is_made_of(outer, inner) for other, inner in named.items() if other is not kind)
+        if len({_size([module]) for module in outer.values()}) > 1
+        and any(_consists_of(outer, inner) for other, inner in named.items() if other is not kind)
     }
 
 
-def _is_made_of(outer: dict[str, nn.Module], inner: dict[str, nn.Module]) -> bool:
-    parts = {name: [one for place, one in inner.items() if _inside(place, name)] for name in outer}
-    mostly = all(2 * _size(parts[name]) > _size([one]) for name, one in outer.items())
-    return mostly and any(len(some) > 1 for some in parts.values())
+def _consists_of(outer: dict[str, nn.Module], inner: dict[str, nn.Module]) -> bool:
+    parts = {name: [block for path, block in inner.items() if _inside(path, name)] for name in outer}
+    mostly = all(2 * _size(parts[name]) > _size([stage]) for name, stage in outer.items())
+    return mostly and any(len(blocks) > 1 for blocks in parts.values())
 
 
 def _size(modules: Iterable[nn.Module]) -> int:

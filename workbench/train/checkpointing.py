@@ -1,10 +1,8 @@
-"""Checkpointing: activations of repeated blocks that the backward computes anew, instead of keeping them from the forward on.
+"""Activation checkpointing: the backward recomputes a model's repeated blocks instead of keeping their activations.
 
-Selecting: results of some operators that a checkpointed block keeps in its forward and finds again in its second computation.
-
-torch's own `create_selective_checkpoint_contexts` keeps the tensor itself; where the model writes into it later (`scores += bias`), the
-second computation starts from the wrong numbers, unseen where a matmul is concerned (its result is an "unsafe" view). Here such a result
-is copied before it is written to.
+"selective" keeps the results of expensive operators for the recomputation. torch's own `create_selective_checkpoint_contexts` keeps the
+tensor itself; where the model writes into it later (`scores += bias`), the recomputation starts from wrong numbers, undetected for a matmul
+(its result is an "unsafe" view). Here such a result is copied before it is written to.
 """
 
 import contextlib
@@ -22,11 +20,115 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.runs.spec import SpecError
 from workbench.train.blocks import find_blocks
-from workbench.train.sharded_tensors import local
+from workbench.train.sharded_tensors import local_part
+
+_KEPT_NAMES = """
+    mm addmm bmm baddbmm linear convolution _convolution cudnn_convolution mkldnn_convolution _scaled_dot_product_flash_attention
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_fused_attention_overrideable _scaled_grouped_mm _grouped_mm _scaled_mm
+"""
+KEPT = frozenset(getattr(torch.ops.aten, name).default for name in _KEPT_NAMES.split() if hasattr(torch.ops.aten, name))
+"""Operators whose results are kept under "selective": products, convolutions and attention, which take most of the time."""
+
+
+def apply_checkpointing(model: nn.Module, kind: str) -> dict[str, nn.Module]:
+    """Recompute a model's repeated blocks (see `find_blocks`) in the backward; only the inputs of a block are kept.
+
+    Gradients are the same bit for bit: random numbers are drawn again from the same state. A Hugging Face model uses its own
+    `gradient_checkpointing_enable`, which also disables its cache of keys and values.
+
+    Args:
+        model: changed in place; names of modules and parameters stay.
+        kind: "none", "full" or "selective".
+
+    Returns:
+        The blocks by name; empty where the model checkpoints itself.
+
+    Raises:
+        SpecError: the model has no repeated blocks.
+    """
+    if kind == "none":
+        return {}
+    own = _checkpointing_themselves(model)
+    if own:
+        options = {"use_reentrant": False} | ({"context_fn": partial(selecting, KEPT)} if kind == "selective" else {})
+        for part in own:
+            part.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+        return {}
+    blocks = find_blocks(model)
+    if not blocks:
+        raise SpecError(
+            f'checkpointing="{kind}": {_described(model)}, and no blocks that repeat: modules of one class, with parts of their own, in an '
+            "nn.ModuleList or nn.Sequential. Put its layers into one; or do it by hand, in the model's forward: "
+            'torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False), with checkpointing="none"'
+        )
+    for block in blocks.values():
+        block.forward = Recomputed(block, block.forward, kind)
+    return blocks
+
+
+class Recomputed:
+    """The forward of a block that is recomputed in the backward.
+
+    An object, not a closure, so that a copy of the model gets its own.
+    """
+
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], kind: str) -> None:
+        self._block, self._forward, self._kind = block, forward, kind
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **options)
+        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=partial(_contexts, self._block, self._kind), **options)
+
+
+@contextlib.contextmanager
+def recomputing(block: nn.Module) -> Any:
+    """Entered while a block is recomputed in the backward, where none of its hooks is called.
+
+    A recorder that attributes operators to modules replaces this function by its own context manager.
+    """
+    yield
+
+
+def _contexts(block: nn.Module, kind: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    keeping, using = selecting(KEPT) if kind == "selective" else (contextlib.nullcontext(), contextlib.nullcontext())
+    return keeping, _Recomputation(block, using)
+
+
+class _Recomputation:
+    """Context of a block's recomputation; entered again in a second backward."""
+
+    def __init__(self, block: nn.Module, using: AbstractContextManager[Any]) -> None:
+        self._block, self._using = block, using
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(recomputing(self._block))
+        self._entered.enter_context(self._using)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+def _checkpointing_themselves(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules that can checkpoint themselves, as Hugging Face's do."""
+    outermost: dict[str, nn.Module] = {}
+    for name, part in model.named_modules():
+        able = callable(getattr(part, "gradient_checkpointing_enable", None)) and getattr(part, "supports_gradient_checkpointing", True)
+        if able and not any(not outer or name.startswith(outer + ".") for outer in outermost):
+            outermost[name] = part
+    return list(outermost.values())
+
+
+def _described(model: nn.Module) -> str:
+    kinds = [type(part).__name__ for part in model.children()]
+    parts = f"has {', '.join(dict.fromkeys(kinds))}" if kinds else "has no parts"
+    return f"the model, a {type(model).__name__}, {parts}"
 
 
 def selecting(kept: Collection[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """A context for a block's forward, and one for its second computation.
+    """A context for a block's forward, and one for its recomputation.
 
     Args:
         kept: operators (overloads of torch.ops) whose results are kept.
@@ -36,7 +138,7 @@ def selecting(kept: Collection[Any]) -> tuple[AbstractContextManager[Any], Abstr
 
 
 class _Result:
-    """What one call of an operator has given."""
+    """The result of one call of an operator."""
 
     def __init__(self, value: Any) -> None:
         self.value = tree_map_only(Tensor, torch.detach, value)
@@ -50,7 +152,7 @@ class _Result:
 
 
 def _memory(tensor: Tensor) -> int:
-    return int(local(tensor).untyped_storage()._cdata)
+    return int(local_part(tensor).untyped_storage()._cdata)
 
 
 class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -83,137 +185,13 @@ class _Using(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
-        self._results.clear()  # it may have been told to stop early; should it begin once more, it computes all of it
+        self._results.clear()  # it may have stopped early; when entered again, it recomputes everything
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """The tensors that an operator writes to."""
-    for place, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (one for one in tree_leaves(given) if isinstance(one, Tensor))
-
-
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
-_KEPT_NAMES = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "linear",
-    "convolution",
-    "_convolution",
-    "cudnn_convolution",
-    "mkldnn_convolution",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_scaled_grouped_mm",
-    "_grouped_mm",
-    "_scaled_mm",
-)
-KEPT = frozenset(getattr(torch.ops.aten, name).default for name in _KEPT_NAMES if hasattr(torch.ops.aten, name))
-"""Operators whose results are kept under "selective": products, convolutions and attention, which take most of the time."""
-
-
-def apply_checkpointing(model: nn.Module, kind: str) -> dict[str, nn.Module]:
-    """Let the backward of a model compute anew what its repeated blocks (see `find_blocks`) would otherwise keep.
-
-    Gradients are the same bit for bit: random numbers are drawn again from the same state. Only the inputs of a block are kept. A Hugging
-    Face model does it by its own `gradient_checkpointing_enable`, which also lets it do without its cache of keys and values.
-
-    Args:
-        model: changed in place; names of modules and parameters stay.
-        kind: "none", "full" or "selective".
-
-    Returns:
-        The blocks by name; empty where the model does it by itself.
-
-    Raises:
-        SpecError: the model has no repeated blocks.
-    """
-    if kind == "none":
-        return {}
-    own = _with_a_way_of_their_own(model)
-    if own:
-        options = {"use_reentrant": False} | ({"context_fn": partial(selecting, KEPT)} if kind == "selective" else {})
-        for part in own:
-            part.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
-        return {}
-    blocks = find_blocks(model)
-    if not blocks:
-        raise SpecError(
-            f'checkpointing="{kind}": {_described(model)}, and no blocks that repeat: modules of one class, with parts of their own, in an '
-            "nn.ModuleList or nn.Sequential. Put its layers into one; or do it by hand, in the model's forward: "
-            'torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False), with checkpointing="none"'
-        )
-    for block in blocks.values():
-        block.forward = Recomputed(block, block.forward, kind)
-    return blocks
-
-
-class Recomputed:
-    """The forward of a block that is computed a second time in the backward.
-
-    An object, not a closure, so that a copy of the model has one of its own.
-    """
-
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], kind: str) -> None:
-        self._block, self._forward, self._kind = block, forward, kind
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._forward(*args, **options)
-        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=partial(_contexts, self._block, self._kind), **options)
-
-
-@contextlib.contextmanager
-def recomputing(block: nn.Module) -> Any:
-    """Entered around a block's second computation, in the backward, where none of the block's own hooks is called.
-
-    A recorder that wants to know whose operators run there puts a context manager of its own in the place of this function.
-
-    Args:
-        block: whose forward runs again.
-    """
-    yield
-
-
-def _contexts(block: nn.Module, kind: str) -> Contexts:
-    keeping, using = selecting(KEPT) if kind == "selective" else (contextlib.nullcontext(), contextlib.nullcontext())
-    return keeping, _Again(block, using)
-
-
-class _Again:
-    """Around a block's second computation; entered once more in a second backward."""
-
-    def __init__(self, block: nn.Module, using: AbstractContextManager[Any]) -> None:
-        self._block, self._using = block, using
-        self._entered = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        self._entered.enter_context(recomputing(self._block))
-        self._entered.enter_context(self._using)
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
-
-
-def _with_a_way_of_their_own(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that can do it themselves, as Hugging Face's do."""
-    found: dict[str, nn.Module] = {}
-    for name, part in model.named_modules():
-        able = callable(getattr(part, "gradient_checkpointing_enable", None)) and getattr(part, "supports_gradient_checkpointing", True)
-        if able and not any(not outer or name.startswith(outer + ".") for outer in found):
-            found[name] = part
-    return list(found.values())
-
-
-def _described(model: nn.Module) -> str:
-    kinds = [type(part).__name__ for part in model.children()]
-    parts = f"has {', '.join(dict.fromkeys(kinds))}" if kinds else "has no parts"
-    return f"the model, a {type(model).__name__}, {parts}"
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))

@@ -1,7 +1,7 @@
-"""Checkpoints: what a run needs to go on after it was ended from outside. Whole files only: one is there, or it is not.
+"""Writes and reads a run's checkpoints, from which it resumes after it was interrupted. A file is written completely, or not at all.
 
-The order of the samples goes on where it was. The random numbers of dropout and augmentation do not: they begin anew, with a seed of the
-step; so a run that goes on is as good as one that was never ended, and bit for bit the same only where nothing is drawn at random.
+The order of the samples continues. The random numbers of dropout and augmentation do not: they are seeded again, by the step. So a resumed
+run is as good as an uninterrupted one, and bit for bit the same only where nothing is random.
 """
 
 import errno
@@ -23,36 +23,36 @@ if TYPE_CHECKING:
 
 
 KEPT = 2
-"""Checkpoints that stay: the last, and one before, in case that the last was damaged with its disk."""
+"""Checkpoints that are kept: the last, and the one before in case the last is damaged with its disk."""
 DAMAGED = ".damaged"
-"""What the name of one that was passed over ends with from then on."""
-_SAID_OF_DAMAGE = re.compile(r"PytorchStreamReader|inline_container|hasRecord|not resizable|record size|corrupt|unexpected EOF")
-"""In the RuntimeErrors of torch.load that are about the file; those about memory or a device say nothing of it."""
+"""Suffix that a damaged checkpoint's name gets when it is skipped."""
+_DAMAGE_PATTERN = re.compile(r"PytorchStreamReader|inline_container|hasRecord|not resizable|record size|corrupt|unexpected EOF")
+"""Marks RuntimeErrors of torch.load that are about the file, unlike those about memory or a device."""
 
 
 class Checkpoints:
-    """Those of a run directory."""
+    """The checkpoints of a run directory."""
 
     def __init__(self, run_dir: Path, ranks: Ranks, every: int) -> None:
         self._folder, self._ranks, self._every = run_dir / run_directory.CHECKPOINTS, ranks, every
 
-    def found(self) -> tuple[Path, dict[str, Any]] | None:
-        """The last sound one, and what is in it; None where there is none at all. Rank 0 looks, so that all take the same.
+    def latest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The last undamaged checkpoint and its content; None if there is none at all. Rank 0 chooses, so that all take the same.
 
-        It passes over those that are damaged, and gives them another name.
+        Damaged ones are skipped and renamed.
 
         Raises:
-            DamagedRunError: there are some, and all of them are damaged. Nothing was changed.
-            OSError, MemoryError, RuntimeError: one could not be read now, which says nothing against it. Nothing was changed.
+            DamagedRunError: all are damaged. Nothing was changed.
+            OSError, MemoryError, RuntimeError: one could not be read now, though it may be undamaged. Nothing was changed.
         """
-        path, state = self._sound() if not self._ranks.rank else (None, {})
+        path, state = self._latest_undamaged() if not self._ranks.rank else (None, {})
         name = self._ranks.share("checkpoint", path.name.encode() if path else b"")[0].decode()
         if not name:
             return None
         return self._folder / name, state or self.read(self._folder / name)
 
-    def _sound(self) -> tuple[Path | None, dict[str, Any]]:
-        passed: dict[Path, str] = {}
+    def _latest_undamaged(self) -> tuple[Path | None, dict[str, Any]]:
+        skipped: dict[Path, str] = {}
         for path in reversed(self._all()):
             try:
                 state = self.read(path)
@@ -60,14 +60,14 @@ class Checkpoints:
                 if not is_damage(error):
                     error.add_note(f"That was while {path} was read. Nothing of the run was changed: it can go on from there later.")
                     raise
-                passed[path] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                skipped[path] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 continue
-            for damaged, why in passed.items():
+            for damaged, why in skipped.items():
                 print(f"{damaged} is damaged and passed over: {why}")
                 damaged.rename(damaged.with_name(damaged.name + DAMAGED))
             return path, state
-        if passed:
-            each = "; ".join(f"{path.name}: {why:.120}" for path, why in passed.items())
+        if skipped:
+            each = "; ".join(f"{path.name}: {why:.120}" for path, why in skipped.items())
             raise run_directory.DamagedRunError(
                 f"no checkpoint in {self._folder} can be read ({each}). Nothing of the run was changed: put a sound one there, or launch "
                 "its spec as a new run"
@@ -75,27 +75,27 @@ class Checkpoints:
         return None, {}
 
     def read(self, path: Path) -> dict[str, Any]:
-        """What is in one, on the device of this rank; an error of the disk, of memory or of torch where it cannot be read."""
-        with open(path, "rb") as file:  # opened here, what the disk says is an OSError; torch's own reader makes a RuntimeError of it
+        """The content of a checkpoint, on this rank's device; raises the error of the disk, of memory or of torch if it cannot be read."""
+        with open(path, "rb") as file:  # torch's own reader would turn the disk's OSError into a RuntimeError
             state: dict[str, Any] = torch.load(file, map_location=self._ranks.device, weights_only=True)
         if state["step"] != _step_of(path):
             raise ValueError(f"it is of step {state['step']}")
         return state
 
-    def resume(self, trainer: "Trainer", found: tuple[Path, dict[str, Any]] | None) -> int:
-        """Put a checkpoint that was `found` into a trainer; how many steps had been taken, 0 if there is none.
+    def resume(self, trainer: "Trainer", checkpoint: tuple[Path, dict[str, Any]] | None) -> int:
+        """Load a checkpoint from `latest` into a trainer; returns the steps that had been taken, 0 without a checkpoint.
 
-        What this rank has written of later steps is taken away, for they are taken again.
+        What this rank has written of later steps is removed, for they are taken again.
         """
-        done = found[1]["step"] if found else 0
-        if found:
-            trainer.load_state(found[1])
-            print(f"rank {self._ranks.rank} goes on from step {done}: {found[0]}")
-        self._cut(done)
+        done = checkpoint[1]["step"] if checkpoint else 0
+        if checkpoint:
+            trainer.load_state(checkpoint[1])
+            print(f"rank {self._ranks.rank} goes on from step {done}: {checkpoint[0]}")
+        self._truncate_logs(done)
         return int(done)
 
-    def _cut(self, done: int) -> None:
-        """Keep what was written of the first `done` steps. A rank's own steps count from 0, all others from 1."""
+    def _truncate_logs(self, done: int) -> None:
+        """Keep the rows of the first `done` steps. Steps count from 0 in a rank's own file, from 1 in the others."""
         rank, run_dir = self._ranks.rank, self._folder.parent
         files: dict[str, Callable[[Mapping[str, Any]], bool]] = {
             run_directory.rank_file(rank): lambda row: _step_in(row, row.get("profiled", [-1])[0]) < done,
@@ -108,14 +108,14 @@ class Checkpoints:
                 run_directory.keep_rows(run_dir / name, keep)
 
     def due(self, step: int) -> bool:
-        """Is one to be written by this rank after a step?"""
+        """Does this rank write a checkpoint after a step?"""
         return not step % self._every and not self._ranks.rank
 
     def write(self, step: int, trainer: "Trainer") -> None:
-        """Write one, whole or not at all.
+        """Write a checkpoint, completely or not at all.
 
         Raises:
-            DiskFullError: there is no room; the last one stays.
+            DiskFullError: the disk is full; the last checkpoint is kept.
         """
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"step{step:08d}.pt"
@@ -126,7 +126,7 @@ class Checkpoints:
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
-        except (OSError, RuntimeError) as error:  # torch says a full disk as a RuntimeError of its zip file
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError of its zip file
             part.unlink(missing_ok=True)
             if isinstance(error, RuntimeError) and not re.search(r"PytorchStreamWriter|file write", str(error)):
                 raise
@@ -135,7 +135,7 @@ class Checkpoints:
             old.unlink(missing_ok=True)
 
     def _all(self) -> list[Path]:
-        """Those that are there, by step. A folder that cannot be listed is an error: it is not an empty one."""
+        """The checkpoints by step. A folder that cannot be listed is an error: it may not be empty."""
         try:
             paths = list(self._folder.iterdir())
         except FileNotFoundError:
@@ -144,11 +144,11 @@ class Checkpoints:
 
 
 def is_damage(error: Exception) -> bool:
-    """Does an error of torch.load say that the file is not whole, rather than that it could not be read now?"""
+    """Does an error of torch.load mean that the file is damaged, rather than that it could not be read now?"""
     if isinstance(error, OSError):
-        return error.errno == errno.EINVAL  # a file so short that torch looks for its end before its beginning
+        return error.errno == errno.EINVAL  # a file so short that torch seeks before its beginning
     if isinstance(error, RuntimeError):
-        return _SAID_OF_DAMAGE.search(str(error)) is not None and not isinstance(error, torch.OutOfMemoryError)
+        return _DAMAGE_PATTERN.search(str(error)) is not None and not isinstance(error, torch.OutOfMemoryError)
     return isinstance(error, pickle.UnpicklingError | EOFError | ValueError | LookupError | TypeError | AttributeError)
 
 
@@ -156,7 +156,7 @@ def _step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step"))
 
 
-def _step_in(row: Mapping[str, Any], otherwise: float) -> float:
-    """The number of a row's step; `otherwise` where it has none."""
+def _step_in(row: Mapping[str, Any], default: float) -> float:
+    """The number of a row's step, or the default."""
     step = row.get("step")
-    return step if isinstance(step, int) else otherwise
+    return step if isinstance(step, int) else default

@@ -1,9 +1,9 @@
-"""LARS and LAMB: optimizers for large batches, whose step is as long as the layer's weights are large, times the learning rate.
+"""LARS and LAMB: optimizers for large batches, whose step is proportional to the norm of each layer's weights.
 
-Are they better than SGD or AdamW that are tuned as well? Nado et al. 2021 (arXiv 2102.06356) found not; try it on your task.
+Nado et al. 2021 (arXiv 2102.06356) found them no better than equally well tuned SGD and AdamW; try it on your task.
 
-Biases and norms, parameters of one dimension, take the plain step without weight decay, as published code has it. Norms are those of whole
-parameters, also where ranks hold parts of them (FSDP2, layers that are split): one reduction per step for all of them.
+Biases and norms, parameters of one dimension, take the plain step without weight decay, as in published code. Norms are those of full
+parameters, also where they are sharded (FSDP2, tensor parallelism): one reduction per step for all of them.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from workbench.train.sharded_tensors import holders, local, spec_of
+from workbench.train.sharded_tensors import dtensor_spec, local_part, shard_groups
 
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """Parameters of a group that are on one device, of one type, held by the same ranks, and adapted or not; this rank's parts."""
+    """This rank's parts of parameters that are stepped together: one device, one dtype, one sharding, adapted or not."""
 
     groups: tuple[dist.ProcessGroup, ...]
     reduces_on: torch.device | None
@@ -30,7 +30,7 @@ class _Layers:
     gradients: list[Tensor] = field(default_factory=list)
 
     def norms(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-        """Norms of whole tensors of which these are this rank's parts, in fp32."""
+        """fp32 norms of the full tensors of which these are this rank's parts."""
         norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
         if not self.groups:
             return norms
@@ -40,12 +40,12 @@ class _Layers:
         return squares.sqrt().to(norms.device)
 
     def state(self, name: str) -> list[Tensor]:
-        """This rank's parts of a state."""
-        return [local(state[name]) for state in self.states]
+        """This rank's parts of an optimizer state."""
+        return [local_part(state[name]) for state in self.states]
 
 
 class LayerWise(Optimizer):
-    """What LARS and LAMB share: parameters in layers that are stepped together."""
+    """Base of LARS and LAMB: groups parameters that are stepped together."""
 
     MOMENTS: tuple[str, ...] = ()
     """Names of the states that are as large as the parameter."""
@@ -70,7 +70,7 @@ class LayerWise(Optimizer):
         return loss
 
     def _layers(self, group: dict[str, Any]) -> Iterable[_Layers]:
-        found: dict[Any, _Layers] = {}
+        by_place: dict[Any, _Layers] = {}
         for weight in group["params"]:
             if weight.grad is None:
                 continue
@@ -81,14 +81,14 @@ class LayerWise(Optimizer):
                 state["step"] = 0
                 state |= {name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in self._moments(group)}
             state["step"] += 1
-            spec, adapted = spec_of(weight), weight.dim() > 1 or not group["exclude_1d"]
-            part, groups = local(weight), holders(weight)
+            spec, adapted = dtensor_spec(weight), weight.dim() > 1 or not group["exclude_1d"]
+            part, groups = local_part(weight), shard_groups(weight)
             reduces_on = None if spec is None else torch.device(spec.mesh.device_type)
-            layers = found.setdefault((groups, adapted, part.device, part.dtype), _Layers(groups, reduces_on, adapted))
+            layers = by_place.setdefault((groups, adapted, part.device, part.dtype), _Layers(groups, reduces_on, adapted))
             layers.states.append(state)
             layers.weights.append(part)
-            layers.gradients.append(local(weight.grad))
-        return found.values()
+            layers.gradients.append(local_part(weight.grad))
+        return by_place.values()
 
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self.MOMENTS
@@ -98,20 +98,20 @@ class LayerWise(Optimizer):
 
 
 def _ratio(over: Tensor, under: Tensor) -> Tensor:
-    """The quotient of norms; 1 where one of them is 0, as for weights that begin there. No branch, so that a dry run goes through."""
+    """The ratio of norms; 1 where one of them is 0, as for weights that start at 0. Without a branch, so that it works in a dry run."""
     return torch.where((over > 0) & (under > 0), over / under, torch.ones_like(over))
 
 
 def _scaled(tensors: list[Tensor], factors: Tensor) -> None:
     """Multiply each tensor with its factor, in place."""
-    torch._foreach_mul_(tensors, [factor.to(one.dtype) for factor, one in zip(factors.unbind(), tensors, strict=True)])
+    torch._foreach_mul_(tensors, [factor.to(tensor.dtype) for factor, tensor in zip(factors.unbind(), tensors, strict=True)])
 
 
-def _checked(**values: Any) -> None:
+def _check_ranges(values: dict[str, Any]) -> None:
     for name, value in values.items():
         below_one = name in ("momentum", "betas")
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if not 0 <= one < (1 if below_one else float("inf")):
+        for number in value if isinstance(value, tuple | list) else (value,):
+            if not 0 <= number < (1 if below_one else float("inf")):
                 raise ValueError(f"{name}={value!r}: {'from 0 to below 1' if below_one else 'a number from 0 on'} is allowed")
 
 
@@ -150,17 +150,9 @@ class LARS(LayerWise):
         Raises:
             ValueError: a number out of its range.
         """
-        _checked(lr=lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "weight_decay": weight_decay,
-                "trust_coefficient": trust_coefficient,
-                "exclude_1d": exclude_1d,
-            },
-        )
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient}
+        _check_ranges(numbers)
+        super().__init__(params, {**numbers, "exclude_1d": exclude_1d})
 
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self.MOMENTS if group["momentum"] else ()
@@ -216,8 +208,9 @@ class LAMB(LayerWise):
         Raises:
             ValueError: a number out of its range.
         """
-        _checked(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "exclude_1d": exclude_1d})
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _check_ranges(numbers)
+        super().__init__(params, {**numbers, "exclude_1d": exclude_1d})
 
     def _update(self, layers: _Layers, group: dict[str, Any]) -> None:
         (first, second), gradients = group["betas"], layers.gradients

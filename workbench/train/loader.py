@@ -1,4 +1,4 @@
-"""Batches for the loop: the loader that a spec describes, epoch after epoch, and their way to the device."""
+"""Builds the DataLoader of a spec, yields its micro-batches epoch after epoch, and moves them to the device."""
 
 import hashlib
 import itertools
@@ -19,8 +19,8 @@ from workbench.train.ranks import Ranks
 def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoader[Any]":
     """The loader of this rank.
 
-    A dataset with a length is shuffled and dealt out over the ranks anew in each epoch. An `IterableDataset` is read as it is: it has to
-    give each rank, and each worker, a part of its own.
+    A dataset with a length is shuffled and split over the ranks in each epoch. An `IterableDataset` is read as it is: it has to give each
+    rank, and each worker, its own part.
 
     Args:
         task: whose dataset and collate function to use.
@@ -67,8 +67,8 @@ def _steps_per_epoch(samples: int, spec: RunSpec, ranks: Ranks) -> int:
 
 
 def micro_batches(loader: "DataLoader[Any]", accumulation: int, ranks: Ranks, done: int = 0) -> Generator[Any, None, None]:
-    """Micro-batches without end, each epoch in an order of its own. An epoch ends with a whole optimizer step; its rest is left out
-    (a stream ends where it ends, and the step goes on with the next epoch's batches).
+    """Endless micro-batches, each epoch in another order. An epoch ends with a whole optimizer step and drops the rest (a stream is read to
+    its end, and the step continues with the next epoch's batches).
 
     Args:
         loader: of this rank.

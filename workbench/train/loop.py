@@ -1,13 +1,14 @@
 """The training loop: a Trainer's optimizer steps, timed, counted and reported, on every rank."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from workbench.core import run_directory, units
 from workbench.core.energy_counters import record_energy
@@ -19,16 +20,20 @@ from workbench.timeline.step_timer import StepTimer
 from workbench.traces.measure.profiled_run import Profiled
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.choose_micro_batch import choose
-from workbench.train.metrics import Metrics
 from workbench.train.ranks import Ranks
 from workbench.train.trainer import Trainer
 
+REPORT_INTERVAL_S = 0.3
+"""Seconds between two writes of `metrics.jsonl`: the only moments when the host waits for the losses."""
+LOG_LINES = 10
+"""Lines in the log of rank 0 in a run."""
+
 
 class GradientLog(Protocol):
-    """Writes what it sees of each step's gradients."""
+    """Logs the gradients of each step."""
 
     def step(self, step: int) -> None:
-        """The gradients of a step (from 1) are there, and not used yet."""
+        """Called when the gradients of a step (from 1) are complete, before the optimizer uses them."""
 
     def close(self) -> None:
         """Write the rest."""
@@ -48,13 +53,13 @@ def train(
 
     Args:
         spec: every knob. A micro_batch that is "auto" is chosen first, and the figures of the last step have it as `micro_batch`; a run
-            that goes on from a checkpoint keeps it.
+            that resumes from a checkpoint keeps it.
         task: what is trained.
         ranks: this process among the others.
-        run_dir: for `rank<r>.jsonl`, `noise<r>.jsonl` where it is asked for and, from rank 0, `metrics.jsonl`.
+        run_dir: for `rank<r>.jsonl`, `noise<r>.jsonl` if the spec says so, and, from rank 0, `metrics.jsonl`.
         group: the process group that reduces the gradients; None = that of all.
-        held: tells what this rank holds; asked if memory has run out.
-        noise_log: writes the norms of gradients, where the spec wants them.
+        held: returns what this rank holds in memory; called if memory has run out.
+        noise_log: opens the log of gradient norms, for `spec.noise_scale`.
 
     Returns:
         The trained module, without its DDP wrapper; this rank's part of it where the spec shares or splits it.
@@ -63,30 +68,30 @@ def train(
         TaskError: the task's functions do not return what they should.
         SpecError: a knob does not fit this machine or this task, or a micro_batch could not be chosen.
         DiskFullError: the steps or the report could not be written.
-        DamagedRunError: it is to go on, and none of its checkpoints can be read.
+        DamagedRunError: the run is to be resumed, and none of its checkpoints can be read.
     """
     if spec.evaluate and task.evaluate is None:
         raise TaskError(f"evaluate=True, and the task {spec.task!r} has no evaluation: try wb.Task(…, evaluate=…), or evaluate=False")
     check_profile(spec)
     checkpoints = Checkpoints(run_dir, ranks, spec.checkpoint_every) if spec.checkpoint_every else None
-    found = checkpoints.found() if checkpoints else None
+    checkpoint = checkpoints.latest() if checkpoints else None
     chosen: dict[str, float] = {}
-    if spec.micro_batch == AUTO:  # a run that goes on keeps what it had: its place in the data is counted in that
-        size = found and found[1].get("micro_batch")
-        if not size:  # there is none to go on from, or an earlier version has written it
-            path, found = found and found[0], None
+    if spec.micro_batch == AUTO:  # a resumed run keeps its size: its position in the data is counted in micro-batches
+        size = checkpoint and checkpoint[1].get("micro_batch")
+        if not size:  # no checkpoint, or one of an earlier version
+            path, checkpoint = checkpoint and checkpoint[0], None
             if path:
-                torch.cuda.empty_cache()  # it lay on the device, where nothing is to be when a size is chosen
+                torch.cuda.empty_cache()  # the device has to be empty while a size is chosen
             size = choose(spec, ranks)
-            found = (path, checkpoints.read(path)) if checkpoints and path else None
+            checkpoint = (path, checkpoints.read(path)) if checkpoints and path else None
         spec = spec.replace(micro_batch=size)
         chosen = {"micro_batch": spec.micro_batch}
-    trainer = Trainer(spec, task, ranks, group, halving=bool(chosen))
+    trainer = Trainer(spec, task, ranks, group, split_on_oom=bool(chosen))
     weights = sum(weight.numel() for weight in trainer.module.parameters())
     print(f"rank {ranks.rank} of {ranks.world_size} on {ranks.device}: {units.count(weights)} parameters, batches of {spec.micro_batch}")
     samples_per_step = spec.micro_batch * spec.accumulation * trainer.layout.readers.world_size
-    done = checkpoints.resume(trainer, found) if checkpoints else 0  # before the files are opened: it cuts them
-    del found  # as large as the model and its optimizer
+    done = checkpoints.resume(trainer, checkpoint) if checkpoints else 0  # before the files are opened: it cuts them
+    del checkpoint  # as large as the model and its optimizer
     trainer.phase = timer = StepTimer(run_dir / run_directory.rank_file(ranks.rank), device=ranks.device.type)
     if checkpoints:
         timer.go_on(done)
@@ -153,3 +158,62 @@ def recorded(run_dir: Path, rank: int, held: Callable[[BaseException], Held]) ->
     except Exception as error:
         failure.record(error, run_dir=run_dir, rank=rank, held=held)
         raise
+
+
+class Metrics:
+    """Writes `metrics.jsonl`: a line per optimizer step on rank 0, a few times per second."""
+
+    def __init__(self, run_dir: Path, *, steps: int) -> None:
+        """Begin, at the start of the first step.
+
+        Args:
+            run_dir: of the run.
+            steps: optimizer steps there will be.
+        """
+        before = run_directory.LineTail(run_dir / run_directory.METRICS).read()  # of a run that goes on
+        self._writer = run_directory.LineWriter(run_dir / run_directory.METRICS)
+        self._steps = steps
+        self._flushed = time.perf_counter()
+        self._began = self._flushed - (before[-1].get("seconds", 0.0) if before else 0.0)
+        self._rows: list[dict[str, float]] = []
+        self._losses: list[Tensor] = []
+        self._printed = 0
+
+    def step(self, step: int, *, loss: Tensor, lr: float, samples: int) -> None:
+        """Report an optimizer step; it is written with the next flush.
+
+        Args:
+            step: how many are done.
+            loss: of rank 0's samples; stays on its device for now.
+            lr: learning rate of the step.
+            samples: seen so far by all ranks.
+
+        Raises:
+            DiskFullError: the disk is full; the lines before are whole.
+        """
+        now = time.perf_counter()
+        self._losses.append(loss)
+        self._rows.append({"step": step, "steps": self._steps, "lr": lr, "samples": samples, "seconds": now - self._began})
+        if now - self._flushed > REPORT_INTERVAL_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all that was reported."""
+        if self._rows:
+            losses = torch.stack(self._losses).tolist()  # one wait for all
+            self._writer.write({**row, "loss": loss} for row, loss in zip(self._rows, losses, strict=True))
+            step = int(self._rows[-1]["step"])
+            if LOG_LINES * step // self._steps > self._printed:
+                self._printed = LOG_LINES * step // self._steps
+                print(f"step {step} of {self._steps}: loss {losses[-1]:.3f}")
+            self._rows.clear()
+            self._losses.clear()
+        self._flushed = time.perf_counter()
+
+    def figures(self, values: dict[str, float]) -> None:
+        """Write the figures of an evaluation after the last step."""
+        self._writer.write([{"step": self._steps, "steps": self._steps, **values}])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()

@@ -1,4 +1,4 @@
-"""Offload: what waits in the host's memory instead of the GPU's: activations until the backward, or the optimizer with its states."""
+"""Offloads to host memory: activations until the backward needs them, or the optimizer with its states."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -12,40 +12,40 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from workbench.runs.spec import RunSpec, SpecError
-from workbench.train.sharded_tensors import from_part
+from workbench.train.sharded_tensors import from_local_part
 
 
 @dataclass(frozen=True, slots=True)
-class Pretence:
-    """How a dry run, whose tensors are all on the CPU, learns which of them would lie in the host's memory."""
+class DryRunHooks:
+    """Tell a dry run, whose tensors are all on the CPU, which of them a real run would keep in host memory."""
 
-    born: Callable[[Tensor], None]
-    """Called with each tensor that lies there: a copy that was just made, or a shard of a model that is kept there."""
-    working: Callable[[], AbstractContextManager[Any]]
-    """Entered while the host computes: all that is born inside lies there."""
+    on_host: Callable[[Tensor], None]
+    """Called with each such tensor: a copy that was just made, or a shard of a model that is kept there."""
+    host_computes: Callable[[], AbstractContextManager[Any]]
+    """Entered while the host computes: tensors allocated inside are in host memory."""
 
 
-_pretence: Pretence | None = None
+_dry_run: DryRunHooks | None = None
 
 
 @contextlib.contextmanager
-def pretended(pretence: Pretence) -> Iterator[None]:
-    """Inside, runs on the CPU may offload: they copy as if they were on a GPU, and tell what would lie in the host's memory."""
-    global _pretence
-    before, _pretence = _pretence, pretence
+def offloading_dry_run(hooks: DryRunHooks) -> Iterator[None]:
+    """Inside, runs on the CPU may offload: they copy as on a GPU, and the hooks report what would be in host memory."""
+    global _dry_run
+    before, _dry_run = _dry_run, hooks
     try:
         yield
     finally:
-        _pretence = before
+        _dry_run = before
 
 
 def check_offload(spec: RunSpec, device: torch.device) -> None:
-    """Refuse to offload from where there is nothing to offload from.
+    """Refuse to offload on a CPU.
 
     Raises:
         SpecError: the run computes on the CPU.
     """
-    if spec.offload != "none" and device.type == "cpu" and _pretence is None:
+    if spec.offload != "none" and device.type == "cpu" and _dry_run is None:
         raise SpecError(
             f'offload="{spec.offload}" on the CPU: there is nothing to offload from, all memory is the host\'s; try offload="none". '
             "What it would save on a GPU can be estimated here: wb.estimate_memory(spec)"
@@ -53,14 +53,10 @@ def check_offload(spec: RunSpec, device: torch.device) -> None:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, page-locked for a GPU. Every copy that this package offloads is made here.
-
-    Args:
-        tensor: on the run's device.
-    """
+    """A copy in host memory, page-locked for a GPU. Every offloaded copy is made here."""
     if tensor.device.type == "cpu":
         copy = tensor.detach().clone()
-        told(copy)
+        mark_on_host(copy)
         return copy
     copy = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda and not tensor.is_sparse)
     copy.copy_(tensor.detach())
@@ -68,28 +64,23 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of a tensor that waited in the host's memory.
-
-    Args:
-        tensor: made by `to_host`.
-        device: of the run.
-    """
+    """A copy on the run's device of a tensor made by `to_host`."""
     return tensor.clone() if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
-def told(tensor: Tensor) -> None:
-    """Tell a dry run that a tensor lies in the host's memory; nothing in a real run."""
-    if _pretence:
-        _pretence.born(tensor)
+def mark_on_host(tensor: Tensor) -> None:
+    """Report to a dry run that a tensor is in host memory; does nothing in a real run."""
+    if _dry_run:
+        _dry_run.on_host(tensor)
 
 
-def on_host() -> AbstractContextManager[Any]:
-    """Entered while the host computes on what it keeps; nothing in a real run."""
-    return _pretence.working() if _pretence else contextlib.nullcontext()
+def host_computes() -> AbstractContextManager[Any]:
+    """Entered while the host computes, for dry runs; does nothing in a real run."""
+    return _dry_run.host_computes() if _dry_run else contextlib.nullcontext()
 
 
 def activations_on_host() -> AbstractContextManager[Any]:
-    """Inside a forward, what it saves for the backward waits in the host's memory; weights stay, they are on the device anyway."""
+    """Context of a forward whose saved activations are moved to host memory; weights stay on the device."""
     return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 
 
@@ -97,7 +88,7 @@ def _pack(tensor: Tensor) -> Any:
     source = tensor if tensor._base is None else tensor._base
     if isinstance(source, nn.Parameter):
         return tensor
-    if isinstance(tensor, DTensor):  # of a layer that is split over ranks
+    if isinstance(tensor, DTensor):  # of a layer under tensor parallelism
         return tensor.device, to_host(tensor.to_local()), tensor._spec
     return tensor.device, to_host(tensor), None
 
@@ -107,14 +98,14 @@ def _unpack(packed: Any) -> Tensor:
         return packed
     device, copy, spec = packed
     tensor = to_device(copy, device)
-    return tensor if spec is None else from_part(tensor, spec)
+    return tensor if spec is None else from_local_part(tensor, spec)
 
 
 class HostOptimizer(Optimizer):
-    """An optimizer whose states and weights lie in the host's memory, where it steps; the device has weights and gradients only.
+    """An optimizer that keeps its states and master weights in host memory and steps there; the device has weights and gradients only.
 
-    Per step the gradients go to the host and the weights come back: 8 bytes per fp32 parameter over the bus, and an update that takes the
-    CPU's time.
+    Per step the gradients are copied to the host and the weights back: 8 bytes per fp32 parameter over the bus, and the CPU's time for the
+    update.
     """
 
     def __init__(self, groups: Any, kind: type[Optimizer], **defaults: Any) -> None:
@@ -122,12 +113,12 @@ class HostOptimizer(Optimizer):
 
         Args:
             groups: of parameters on the device, each with its options.
-            kind: the class of the optimizer that steps on the host.
-            **defaults: options of the groups that have none.
+            kind: class of the optimizer that steps on the host.
+            **defaults: options of groups without their own.
         """
         super().__init__(groups, dict(defaults))
-        with on_host():
-            copies = [{**group, "params": [_master(weight) for weight in group["params"]]} for group in self.param_groups]
+        with host_computes():
+            copies = [{**group, "params": [_master_copy(weight) for weight in group["params"]]} for group in self.param_groups]
             self.inner = kind(copies, **defaults)
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(_options(inner))
@@ -139,11 +130,11 @@ class HostOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._tell()
+        self._copy_options()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             for weight, master in zip(group["params"], inner["params"], strict=True):
                 master.grad = None if weight.grad is None else to_host(weight.grad)
-        with on_host():
+        with host_computes():
             self.inner.step()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             for weight, master in zip(group["params"], inner["params"], strict=True):
@@ -154,7 +145,7 @@ class HostOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Of the optimizer on the host."""
-        self._tell()
+        self._copy_options()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -163,17 +154,17 @@ class HostOptimizer(Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(_options(inner))
 
-    def _tell(self) -> None:
-        """Options that a schedule has changed, to the inner one."""
+    def _copy_options(self) -> None:
+        """Give the inner optimizer the options that a schedule has changed."""
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(_options(group))
 
 
-def _master(weight: Tensor) -> nn.Parameter:
-    made = nn.Parameter(to_host(weight), requires_grad=weight.requires_grad)
-    if hasattr(weight, "_dealt"):  # how it was dealt out: norms of a whole layer need it
-        made._dealt = weight._dealt  # type: ignore[attr-defined]
-    return made
+def _master_copy(weight: Tensor) -> nn.Parameter:
+    master = nn.Parameter(to_host(weight), requires_grad=weight.requires_grad)
+    if hasattr(weight, "_dtensor_spec"):  # for norms of the full layer
+        master._dtensor_spec = weight._dtensor_spec  # type: ignore[attr-defined]
+    return master
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,11 @@
-"""Optimizers by name with options: `"sgd(momentum=0.9)"` → the torch optimizer. Options are Python literals and never executed."""
+"""Builds a run's optimizer (`"sgd(momentum=0.9)"` → torch's, sharded as ZeRO-1 or on the host) and its learning-rate schedule.
+
+Options in a name are Python literals; they are never executed.
+"""
 
 import ast
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -12,10 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from workbench.core.checks import did_you_mean
 from workbench.core.optimizer_table import OPTIMIZERS as NAMED
-from workbench.runs.spec import IMPLEMENTATIONS, SpecError
+from workbench.runs.spec import IMPLEMENTATIONS, RunSpec, SpecError
 from workbench.runs.task import TaskError
 from workbench.train.large_batch_optimizers import LAMB, LARS
 from workbench.train.offload import HostOptimizer
@@ -24,7 +29,7 @@ _OURS: dict[str, type[Optimizer]] = {"LAMB": LAMB, "LARS": LARS}
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     name: getattr(torch.optim, row.class_name) if row.of_torch else _OURS[row.class_name] for name, row in NAMED.items()
 }
-"""The classes of the optimizers that have a name; others can be given by a Task as a function of the parameters."""
+"""Name → class of the optimizer; a Task can give others as a function of the parameters."""
 
 
 def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
@@ -65,7 +70,7 @@ def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def described(optimizer: Optimizer) -> dict[str, Any]:
-    """What a built optimizer is, in plain values: its first group's.
+    """The name and options of a built optimizer in plain values, from its first group.
 
     >>> weights = [nn.Parameter(torch.zeros(2))]
     >>> described(torch.optim.SGD(weights, lr=0.1, momentum=0.9))
@@ -75,23 +80,23 @@ def described(optimizer: Optimizer) -> dict[str, Any]:
         optimizer: from `build_optimizer`, or any other.
 
     Returns:
-        "name" (the one in OPTIMIZERS; a class that has none there is called as it is called), "lr", "betas", "eps", "momentum" and
-        "weight_decay", None where it has no such option. RMSProp's one beta, alpha, stands in "betas" alone.
+        "name" (in OPTIMIZERS, else the name of the class), "lr", "betas", "eps", "momentum" and "weight_decay"; None for an option that
+        it does not have. RMSProp's only beta, alpha, is in "betas".
     """
     inner = optimizer.inner if isinstance(optimizer, HostOptimizer) else getattr(optimizer, "optim", optimizer)  # the latter: ZeRO-1's
     kind = type(inner)
     name = next((name for name, known in OPTIMIZERS.items() if known is kind), kind.__name__)
     group = optimizer.param_groups[0]
-    found = {"name": name} | {option: _plain(group.get(option)) for option in ("lr", "betas", "eps", "momentum", "weight_decay")}
+    values = {"name": name} | {option: _plain(group.get(option)) for option in ("lr", "betas", "eps", "momentum", "weight_decay")}
     if name == "rmsprop":
-        found["betas"] = (_plain(group["alpha"]),)
-    return found
+        values["betas"] = (_plain(group["alpha"]),)
+    return values
 
 
 def _plain(value: Any) -> Any:
-    """A number, also where it is kept in a tensor (a learning rate, or betas, of a compiled step)."""
+    """A number, also if it is in a tensor (learning rate or betas of a compiled step)."""
     if isinstance(value, tuple | list):
-        return tuple(_plain(one) for one in value)
+        return tuple(map(_plain, value))
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
@@ -137,21 +142,20 @@ def build_optimizer(
 
 
 def place_optimizer(optimizer: Optimizer, *, share: bool, group: dist.ProcessGroup | None = None, on_host: bool = False) -> Optimizer:
-    """An optimizer that has not stepped yet, made anew so that ranks share its states (ZeRO-1), or in the host's memory, or both.
+    """An optimizer that has not stepped yet, rebuilt so that ranks shard its states (ZeRO-1), or in host memory, or both.
 
-    ZeRO-1 deals out whole parameters: each rank steps for its own and sends them to the others. Schedules and clipping see all of the
-    parameters, as before, and the fused and foreach implementations work. Without either,
-    groups are parted where foreach and fused need it.
+    ZeRO-1 assigns whole parameters to ranks: each steps for its own and broadcasts them. Schedules and clipping still see all parameters,
+    and fused and foreach implementations work. Without both, groups are only split by mesh, as foreach and fused need it.
 
     Args:
         optimizer: of all parameters; its class has to take groups of parameters, and its options by name.
         share: each rank of `group` keeps the states of its part of the parameters.
         group: the ranks that share; None = all.
-        on_host: states and weights lie in the host's memory, where it steps.
+        on_host: states and master weights are in host memory, where it steps.
 
     Raises:
-        TaskError: the optimizer's class cannot be made anew so.
-        SpecError: parameters are dealt out, and torch cannot step for them with this fused implementation.
+        TaskError: the optimizer's class cannot be rebuilt like this.
+        SpecError: parameters are sharded, and torch has no fused implementation of this optimizer for them.
     """
     if not share and not on_host:
         _check_fused(optimizer)
@@ -172,9 +176,9 @@ def place_optimizer(optimizer: Optimizer, *, share: bool, group: dist.ProcessGro
 
 
 def _check_fused(optimizer: Optimizer) -> None:
-    dealt = any(isinstance(weight, DTensor) for group in optimizer.param_groups for weight in group["params"])
+    sharded = any(isinstance(weight, DTensor) for group in optimizer.param_groups for weight in group["params"])
     fused = any(group.get("fused") for group in optimizer.param_groups)
-    if dealt and fused and not isinstance(optimizer, torch.optim.Adam):
+    if sharded and fused and not isinstance(optimizer, torch.optim.Adam):
         raise SpecError(
             f"a fused {type(optimizer).__name__} on parameters that ranks share (FSDP2): torch has that for Adam and AdamW only; "
             'try "foreach" instead'
@@ -182,7 +186,7 @@ def _check_fused(optimizer: Optimizer) -> None:
 
 
 def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """A group of parameters, parted where they are dealt out over different ranks: foreach and fused take no mixture."""
+    """A group of parameters, split by mesh: foreach and fused implementations take no mixture."""
     parts: dict[Any, list[nn.Parameter]] = {}
     for weight in group["params"]:
         parts.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
@@ -190,8 +194,33 @@ def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _zero() -> Any:
-    """ZeroRedundancyOptimizer; its package warns, when it is imported, of what torch itself does there."""
+    """ZeroRedundancyOptimizer; importing its package raises a deprecation warning about torch itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer
+
+
+def lr_factor(step: int, *, steps: int, warmup_steps: int, schedule: str) -> float:
+    """Learning rate of a step as a fraction of its peak: a linear warm-up, then constant or a cosine down to zero.
+
+    The warm-up gives (step + 1) / warmup_steps, so that the first step moves. The cosine gives (1 + cos(pi * t)) / 2, where t goes from 0
+    at the first step after the warm-up to 1 at `steps`, one past the last step, so that the last step still moves.
+
+    Args:
+        step: from 0.
+        steps: of the whole run.
+        warmup_steps: steps until the peak is reached.
+        schedule: "constant" or "cosine", after the warm-up.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+def build_scheduler(optimizer: Optimizer, spec: RunSpec) -> LambdaLR:
+    """The scheduler of a run; call its `step()` after each optimizer step."""
+    return LambdaLR(optimizer, lambda step: lr_factor(step, steps=spec.steps, warmup_steps=spec.warmup_steps, schedule=spec.schedule))

@@ -1,4 +1,4 @@
-"""Precision of a run: fp32, or mixed with bf16 or fp16, and the optimizer step that goes with it."""
+"""Numerical precision of a run: autocast, loss scaling, and the optimizer step with gradient clipping."""
 
 import contextlib
 from contextlib import AbstractContextManager
@@ -12,14 +12,14 @@ from workbench.runs.spec import SpecError
 from workbench.train.sharded_tensors import clip_gradients
 
 TYPES = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
-"""What a precision computes in; None = in what the weights have."""
+"""Precision → dtype of the computation; None = that of the weights."""
 
 
 class Precision:
     """How a run computes: `autocast()` around the forward, then `backward(loss)` and `step(…)`.
 
-    fp16 gradients underflow unless the loss is scaled; the scale doubles while it can and halves after a step whose gradients overflowed,
-    which is left out. bf16 has the range of fp32 and needs no scale.
+    fp16 gradients underflow unless the loss is scaled; the scale grows until gradients overflow, then halves, and that step is skipped.
+    bf16 has the range of fp32 and needs no scale.
     """
 
     def __init__(self, name: str, device: torch.device, *, by_weights: bool = False) -> None:
@@ -28,7 +28,7 @@ class Precision:
         Args:
             name: "fp32", "amp_bf16" or "amp_fp16".
             device: where the run computes.
-            by_weights: the model computes in it by itself, since its weights are gathered so (FSDP2); no autocast then.
+            by_weights: FSDP2 gathers the weights in this precision, so that no autocast is needed.
 
         Raises:
             SpecError: the GPU has no bf16 units (it would emulate them, slower than fp32).
@@ -41,10 +41,10 @@ class Precision:
             raise SpecError(f'precision="amp_bf16": {gpu} has no bf16 units and would emulate them; try precision="amp_fp16" or "fp32"')
         self.scaler = GradScaler(device.type, enabled=self._type is torch.float16)
         self.skipped = 0
-        """Optimizer steps left out because fp16 gradients overflowed."""
+        """Optimizer steps skipped because fp16 gradients overflowed."""
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context of the forward pass, loss included. In fp32 none of its own: it may stand inside another's, which tries one out."""
+        """Context of the forward pass and the loss. In fp32 a null context: it may run inside another autocast, of an experiment."""
         if self._type is None or self._by_weights:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=self._type)
@@ -54,17 +54,17 @@ class Precision:
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def loss_scale(self) -> Tensor | None:
-        """By what `backward` multiplies at the moment, without waiting for the device; None = by nothing."""
+        """The factor of `backward` at the moment, without waiting for the device; None = no scaling."""
         if not self.scaler.is_enabled():
             return None
-        one: Tensor = self.scaler.scale(torch.ones((), device=self._device))
-        return one
+        scale: Tensor = self.scaler.scale(torch.ones((), device=self._device))
+        return scale
 
     def step(self, optimizer: Optimizer, model: nn.Module, *, clip_grad_norm: float | None = None) -> bool:
         """One optimizer step: unscale, clip, update; the gradients are cleared.
 
         Returns:
-            False if the step was left out because the gradients overflowed.
+            False if the step was skipped because gradients overflowed.
         """
         scale = self.scaler.get_scale()
         if clip_grad_norm is not None:

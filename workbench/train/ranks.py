@@ -1,23 +1,26 @@
-"""The processes of a run: who this one is, which device it has, and how all of them agree."""
+"""The processes of a run: `Ranks` is this process among the others, `Layout` says which ranks shard the model and which split layers."""
 
 import datetime
 import gc
 import os
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from workbench.runs.spec import RunSpec, SpecError
+from workbench.runs.spec import SHARDED, RunSpec, SpecError, ranks_per_shard
 
-PATIENCE = datetime.timedelta(seconds=60)
-"""How long a rank that has failed waits for the others, who may be waiting for it in a reduction that it will never join."""
-LONG = datetime.timedelta(days=7)
-"""How long the others wait: an evaluation may take its time, and if a rank dies, torchrun ends them."""
+FAILED_TIMEOUT = datetime.timedelta(seconds=60)
+"""How long a failed rank waits for the others, which may be waiting for it in a reduction that it will never join."""
+TIMEOUT = datetime.timedelta(days=7)
+"""How long the others wait: an evaluation may be slow, and if a rank dies, torchrun ends them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,15 +28,15 @@ class Ranks:
     """This process among those of the run."""
 
     rank: int
-    """Its number, from 0."""
+    """From 0."""
     world_size: int
     """How many there are."""
     device: torch.device
-    """Where it computes."""
+    """On which it computes."""
     store: Any
-    """A `torch.distributed` store, where the ranks tell each other things: it works whatever has become of a device or a reduction."""
+    """A `torch.distributed` store for messages between ranks: it works whatever has become of a device or a reduction."""
     agreements: int = 0
-    """How often they have agreed."""
+    """Calls of `agree` so far."""
 
     @classmethod
     def join(cls, spec: RunSpec) -> "Ranks":
@@ -56,19 +59,19 @@ class Ranks:
 
     @staticmethod
     def leave() -> None:
-        """Leave the process group, and let its threads end while Python is there; whatever has used it has to be given up before.
+        """Leave the process group, and end its threads before Python shuts down. Drop everything that has used it before.
 
-        A thread of gloo may still hold the last tensor of a reduction that is over. If it frees it while Python shuts down, the process
-        ends with "terminate called without an active exception".
+        A thread of gloo may still hold the last tensor of a finished reduction. If it frees it while Python shuts down, the process ends
+        with "terminate called without an active exception".
         """
-        gc.collect()  # what lies in cycles holds the group, and then its threads live on
+        gc.collect()  # a reference cycle would keep the group and its threads alive
         dist.destroy_process_group()
 
-    def share(self, topic: str, value: bytes, timeout: datetime.timedelta = LONG) -> list[bytes]:
-        """The values that all ranks give to a topic, in their order; a topic comes once between two agreements.
+    def share(self, topic: str, value: bytes, timeout: datetime.timedelta = TIMEOUT) -> list[bytes]:
+        """The values that all ranks give for a topic, by rank. Each topic is used once between two calls of `agree`.
 
         Raises:
-            RuntimeError: a rank did not come in time.
+            RuntimeError: a rank did not answer in time.
         """
         keys = [f"{self.agreements}/{topic}/{rank}" for rank in range(self.world_size)]
         self.store.set(keys[self.rank], value)
@@ -76,18 +79,18 @@ class Ranks:
         return [self.store.get(key) for key in keys]
 
     def agree(self, ok: bool) -> bool:
-        """Has it gone well on every rank? All of them ask, and all get the same answer.
+        """Did every rank succeed? All ranks must call it, and all get the same answer.
 
         Raises:
-            RuntimeError: this rank has failed and another does not come.
+            RuntimeError: this rank has failed and another does not answer.
         """
-        answers = self.share("end", b"ok" if ok else b"failed", LONG if ok else PATIENCE)
+        answers = self.share("end", b"ok" if ok else b"failed", TIMEOUT if ok else FAILED_TIMEOUT)
         self.agreements += 1
         return b"failed" not in answers
 
 
 def choose_device(spec: RunSpec, local_rank: int, local_world_size: int) -> torch.device:
-    """The device of a rank: on GPUs one for each rank, unless gloo lets them share; "auto" takes the CPUs where ranks outnumber GPUs.
+    """The device of a rank: a GPU for each rank, unless gloo lets them share; "auto" uses the CPU where ranks outnumber GPUs.
 
     Raises:
         SpecError: there is no GPU, or there are fewer than ranks.
@@ -112,10 +115,10 @@ def choose_device(spec: RunSpec, local_rank: int, local_world_size: int) -> torc
 
 
 def choose_backend(spec: RunSpec, device: torch.device) -> str:
-    """The backend of the gradients' reduction.
+    """The backend that reduces gradients.
 
     Raises:
-        SpecError: nccl is asked for without a GPU, or this torch has none.
+        SpecError: nccl without a GPU, or a torch built without nccl.
     """
     if spec.backend == "auto":
         return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
@@ -123,3 +126,102 @@ def choose_backend(spec: RunSpec, device: torch.device) -> str:
         why = "this run computes on the CPU" if device.type == "cpu" else "this torch is built without it"
         raise SpecError(f'backend="nccl": it reduces between GPUs, and {why}; try backend="gloo" or backend="auto"')
     return spec.backend
+
+
+@dataclass(slots=True, kw_only=True)
+class Layout:
+    """The process groups and meshes of this rank. Ranks that split a layer are neighbours, then those that share a copy of the model."""
+
+    readers: Ranks
+    """This rank among the data-parallel ranks, which read different samples."""
+    data: dist.ProcessGroup | None
+    """Process group of the data-parallel ranks, which reduces gradients; None = all ranks."""
+    replicas: DeviceMesh | None = None
+    """Mesh of the data-parallel ranks; two axes under "hsdp": groups, and ranks in a group. None where nothing is sharded."""
+    tensor: DeviceMesh | None = None
+    """Mesh of the ranks that split each layer; None without tensor parallelism."""
+
+    @classmethod
+    def of(cls, spec: RunSpec, ranks: Ranks, group: dist.ProcessGroup | None = None) -> Self:
+        """The layout of a spec. A collective: all ranks of the launch must call it, or `join_group_creation`, in the same order of specs.
+
+        It does not work under fake tensors: a mesh reads its numbers.
+
+        Args:
+            spec: its `parallel`, `shard_ranks` and `tensor_parallel`.
+            ranks: this process among those of the spec.
+            group: their process group; None = that of all.
+
+        Raises:
+            SpecError: the number of ranks does not fit the spec.
+        """
+        grid = _grid(spec, dist.get_process_group_ranks(group or dist.group.WORLD))
+        layout = cls(readers=_readers(ranks, spec.tensor_parallel), data=group)
+        device = ranks.device.type
+        if not _needs_a_mesh(spec):
+            return layout
+        made = _groups(grid, spec, dist.get_backend(group))
+        if len(made) == 1:
+            layout.data, layout.replicas = made[0], DeviceMesh.from_group(made[0], device)
+        elif spec.tensor_parallel == 1:
+            layout.replicas = DeviceMesh.from_group(made, device, mesh=grid[:, :, 0], mesh_dim_names=("replica", "shard"))
+        elif spec.parallel == "hsdp":
+            names = ("replica", "shard", "tensor")
+            whole = DeviceMesh.from_group(made[:3], device, mesh=grid, mesh_dim_names=names)
+            layout.data, layout.replicas, layout.tensor = made[3], whole["replica", "shard"], whole["tensor"]
+        else:
+            whole = DeviceMesh.from_group(made, device, mesh=grid[0], mesh_dim_names=("shard", "tensor"))
+            layout.data, layout.replicas, layout.tensor = made[0], whole["shard"], whole["tensor"]
+        return layout
+
+
+def join_group_creation(spec: RunSpec, members: Sequence[int]) -> None:
+    """On a rank that a spec does not use: take part in creating its process groups, as all ranks of the launch must.
+
+    Args:
+        spec: whose layout other ranks make.
+        members: those ranks.
+    """
+    if _needs_a_mesh(spec):
+        _groups(_grid(spec, members), spec, None)
+
+
+def _needs_a_mesh(spec: RunSpec) -> bool:
+    return spec.tensor_parallel > 1 or spec.parallel in SHARDED
+
+
+def _grid(spec: RunSpec, members: Sequence[int]) -> torch.Tensor:
+    """Ranks by (copy of the model, shard, part of a layer); without "hsdp" the first axis has length 1."""
+    count, rest = divmod(len(members), spec.tensor_parallel)
+    if rest:
+        raise SpecError(f"tensor_parallel={spec.tensor_parallel} does not divide the {len(members)} ranks of this launch")
+    shard = ranks_per_shard(spec, count) if spec.parallel == "hsdp" else count
+    return torch.tensor(members).view(count // shard, shard, spec.tensor_parallel)
+
+
+_created: WeakKeyDictionary[dist.ProcessGroup, dict[Any, list[dist.ProcessGroup]]] = WeakKeyDictionary()
+"""Process groups by that of all ranks, and by their use. They are kept until the end: torch caches the specs of sharded tensors and
+their process groups with them, so that the next spec of the same layout would use the groups of the last."""
+
+
+def _groups(grid: torch.Tensor, spec: RunSpec, backend: Any) -> list[dist.ProcessGroup]:
+    """This rank's process group along each axis in use; under "hsdp" with tensor parallelism also one over the first two axes."""
+    hsdp, split = spec.parallel == "hsdp", spec.tensor_parallel > 1
+    world: Any = dist.group.WORLD
+    known = _created.setdefault(world, {})
+    key = (tuple(grid.shape), tuple(grid.flatten().tolist()), hsdp, split)
+    if key not in known:
+        axes = [axis for axis, used in enumerate((hsdp, True, split)) if used]
+        sets = [grid.movedim(axis, -1).reshape(-1, grid.shape[axis]) for axis in axes]
+        if hsdp and split:
+            sets.append(grid.flatten(0, 1).T)
+        made = [(line, dist.new_group(line, backend=backend)) for lines in sets for line in lines.tolist()]
+        known[key] = [group for line, group in made if dist.get_rank() in line]
+    return known[key]
+
+
+def _readers(ranks: Ranks, split: int) -> Ranks:
+    if split == 1:
+        return ranks
+    store = PrefixStore(f"part {ranks.rank % split}", ranks.store)
+    return replace(ranks, rank=ranks.rank // split, world_size=ranks.world_size // split, store=store)

@@ -1,4 +1,4 @@
-"""Tensors that are dealt out over ranks (torch's DTensor): this rank's part, the whole, and the norm of gradients."""
+"""Sharded tensors (torch's DTensor): this rank's part, the full tensor, parameters broadcast to all ranks, and gradient clipping."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,105 +10,97 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that is dealt out; any other tensor itself."""
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_of(tensor: Tensor) -> Tensor:
-    """All of a tensor that is dealt out, on each of its ranks; all of them have to come here. Any other tensor itself."""
-    if (spec := spec_of(tensor)) is None:
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor, gathered on each rank; any other tensor unchanged. A collective: all ranks that hold a part must call it."""
+    if (spec := dtensor_spec(tensor)) is None:
         return tensor
-    part = local(tensor.detach())
-    if part.device.type != spec.mesh.device_type:  # it waits in the host's memory, and is gathered on the device
+    part = local_part(tensor.detach())
+    if part.device.type != spec.mesh.device_type:  # offloaded to host memory, but gathered on the device
         part = part.to(spec.mesh.device_type)
-    return from_part(part, spec).full_tensor()
+    return from_local_part(part, spec).full_tensor()
 
 
-def from_part(part: Tensor, spec: Any) -> DTensor:
-    """The dealt-out tensor that has `part` on this rank.
-
-    Args:
-        part: of this rank.
-        spec: how it is dealt out: torch's DTensorSpec.
-    """
+def from_local_part(part: Tensor, spec: Any) -> DTensor:
+    """The sharded tensor whose part on this rank is `part`; `spec` is torch's DTensorSpec."""
     return DTensor.from_local(part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
-def spec_of(tensor: Tensor) -> Any:
-    """How a tensor is dealt out; None = not at all."""
-    return tensor._spec if isinstance(tensor, DTensor) else getattr(tensor, "_dealt", None)
+def dtensor_spec(tensor: Tensor) -> Any:
+    """How a tensor is sharded (torch's DTensorSpec); None = it is not."""
+    return tensor._spec if isinstance(tensor, DTensor) else getattr(tensor, "_dtensor_spec", None)
 
 
-def same_everywhere(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Give all ranks the parameters and buffers of the first one, as DistributedDataParallel does.
+def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Broadcast the parameters and buffers of the first rank to all, as DistributedDataParallel does.
 
     Args:
-        module: whole or dealt out, changed in place; on the device or on the host, whence each tensor goes to the device and back.
+        module: full or sharded, changed in place. Tensors in host memory are copied to the device and back.
         group: the ranks; None = all.
-        device: of this rank, between which the ranks can speak.
+        device: of this rank, where its process groups communicate.
     """
-    everyone: Any = group or dist.group.WORLD
-    first = dist.get_process_group_ranks(everyone)[0]
+    ranks: Any = group or dist.group.WORLD
+    source = dist.get_process_group_ranks(ranks)[0]
     for tensor in (*module.parameters(), *module.buffers()):
-        mine = local(tensor.detach())
-        there = mine.to(device)
-        dist.broadcast(there, first, group=everyone)
-        if there is not mine:
-            mine.copy_(there)
+        part = local_part(tensor.detach())
+        on_device = part.to(device)
+        dist.broadcast(on_device, source, group=ranks)
+        if on_device is not part:
+            part.copy_(on_device)
 
 
-def localize(module: nn.Module) -> None:
-    """Put plain parameters in the place of those that are dealt out, each with this rank's part; forwards see the dealt-out ones.
+def use_local_parameters(module: nn.Module) -> None:
+    """Replace a module's sharded parameters by plain ones that hold this rank's part; its forwards still see the sharded ones.
 
-    For DistributedDataParallel, and optimizers that know plain tensors only. torch's own way, `DistributedDataParallel(device_mesh=…)`,
+    For DistributedDataParallel and for optimizers that take plain tensors only. torch's own way, `DistributedDataParallel(device_mesh=…)`,
     loses the parameters in the first forward.
-
-    Args:
-        module: changed in place.
     """
-    for part in module.modules():
-        found: dict[str, Any] = {name: weight for name, weight in part._parameters.items() if isinstance(weight, DTensor)}
-        for name, weight in found.items():
+    for layer in module.modules():
+        sharded: dict[str, Any] = {name: weight for name, weight in layer._parameters.items() if isinstance(weight, DTensor)}
+        for name, weight in sharded.items():
             plain = nn.Parameter(weight.to_local().detach(), requires_grad=weight.requires_grad)
-            plain._dealt = weight._spec  # type: ignore[attr-defined]
-            part._parameters[name] = plain
-        if found:
-            swap = _Swap(tuple(found))
-            part.register_forward_pre_hook(swap.put_in, prepend=True)
-            part.register_forward_hook(swap.take_out, always_call=True)
+            plain._dtensor_spec = weight._spec  # type: ignore[attr-defined]
+            layer._parameters[name] = plain
+        if sharded:
+            swap = _ForwardSwap(tuple(sharded))
+            layer.register_forward_pre_hook(swap.put_in, prepend=True)
+            layer.register_forward_hook(swap.take_out, always_call=True)
 
 
-class _Swap:
-    """The dealt-out parameters of a module, there while its forward runs."""
+class _ForwardSwap:
+    """Puts the sharded parameters into a module while its forward runs."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
 
-    def put_in(self, part: nn.Module, *_: Any) -> None:
+    def put_in(self, layer: nn.Module, *_: Any) -> None:
         for name in self._names:
-            plain: Any = part._parameters[name]
-            vars(part)[name] = from_part(plain, plain._dealt)  # found before what is in _parameters
+            plain: Any = layer._parameters[name]
+            vars(layer)[name] = from_local_part(plain, plain._dtensor_spec)  # looked up before _parameters
 
-    def take_out(self, part: nn.Module, *_: Any) -> None:
+    def take_out(self, layer: nn.Module, *_: Any) -> None:
         for name in self._names:
-            vars(part).pop(name, None)
+            vars(layer).pop(name, None)
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, device: torch.device) -> None:
-    """Scale gradients so that the norm of all of them, over all ranks that hold a part, is `limit` at most; as torch's clip_grad_norm_.
+    """Scale gradients so that their norm over all parameters and ranks is at most `limit`, as torch's clip_grad_norm_ does.
 
     Args:
-        parameters: with gradients, on one or several meshes, in the host's memory or the device's.
+        parameters: sharded over one or several meshes, or not at all; in host or device memory.
         limit: the largest norm.
-        device: of the run, on which its process groups reduce.
+        device: of the run, where its process groups communicate.
     """
     with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
     parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in with_gradients:
         assert parameter.grad is not None
-        parts[holders(parameter)].append(local(parameter.grad))
+        parts[shard_groups(parameter)].append(local_part(parameter.grad))
     if not any(parts):
         nn.utils.clip_grad_norm_(with_gradients, limit)
         return
@@ -124,9 +116,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, device: tor
             gradient.mul_(factor.to(gradient.device))
 
 
-def holders(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups over which a parameter is dealt out."""
-    if (spec := spec_of(parameter)) is None:
+def shard_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups over which a parameter is sharded."""
+    if (spec := dtensor_spec(parameter)) is None:
         return ()
     assert not any(isinstance(placement, Partial) for placement in spec.placements)
     return tuple(spec.mesh.get_group(axis) for axis, placement in enumerate(spec.placements) if not isinstance(placement, Replicate))

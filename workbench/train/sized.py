@@ -1,4 +1,4 @@
-"""Sized tasks: a small GPT on a novel in any width, for laws of scale; `"workbench.train.sized:gpt_32"` is 32 wide."""
+"""Sample tasks for scaling laws: a small GPT on a novel in any width; `"workbench.train.sized:gpt_32"` is 32 wide."""
 
 import re
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from workbench.train.models import Gpt
 from workbench.train.tasks import WINDOW
 
 HEAD = 8
-"""Width of an attention head: it stays the same, wider models have more of them."""
+"""Width of an attention head, the same for all models: wider ones have more heads."""
 REACH = 4
-"""Bytes that are mixed before the first layer: a byte and the three before it."""
+"""Kernel of the convolution before the first layer: a byte and the three before it."""
 BASE_WIDTH, BASE_LR = 64, 0.01
 """The width of `text-gpt` and its learning rate, from which those of other widths follow."""
 WINDOWS = 512
-"""Windows of the validation text that are evaluated: the same for every size, so that their noise is common to all."""
+"""Windows of the validation text that are evaluated: the same for every size, so that all share their noise."""
 
 
 class Mixing(Gpt):
-    """A Gpt that mixes each token with those just before it.
+    """A Gpt with a convolution over each token and those just before it.
 
-    Without it, attention first has to find out where the neighbours are. Until then, for hundreds of steps of a model as small as these,
-    the loss rests at what pairs of bytes tell, and falls at once afterwards: no law of scale goes across such a step.
+    Without it, attention first has to learn where the neighbours are. Until then, for hundreds of steps of such a small model, the loss
+    stays at that of byte pairs, and then falls abruptly: no scaling law describes such a step.
 
     Args:
         length: longest input, in tokens.
@@ -47,11 +47,11 @@ class Mixing(Gpt):
 
 
 def __getattr__(name: str) -> Callable[[], Task]:
-    """`gpt_<width>`: a function that returns the task of that width, as `workbench.runs.task.resolve` wants it."""
-    found = re.fullmatch(r"gpt_(\d+)", name)
-    if not found:
+    """`gpt_<width>`: a function that returns the task of that width, as `workbench.runs.task.resolve` expects."""
+    match = re.fullmatch(r"gpt_(\d+)", name)
+    if not match:
         raise AttributeError(f"workbench.train.sized has no {name!r}: it offers gpt_<width>, such as gpt_32")
-    return partial(gpt, int(found[1]))
+    return partial(gpt, int(match[1]))
 
 
 def gpt(width: int) -> Task:

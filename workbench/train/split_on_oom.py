@@ -1,15 +1,15 @@
-"""Halving: a micro-batch for which memory runs out is taken in parts, with the gradients and the loss of the whole.
+"""Splits a micro-batch when memory runs out, and adds up the gradients and the loss of its parts.
 
-Each part's loss counts by its share of the samples, so the parts add up to the whole wherever the loss is a mean over samples that do not
-see each other. What sees the batch sees its part: the statistics of a batch norm are those of fewer samples, and its running ones move once
-per part. The parts are as large as they were when they last fitted; they never grow again.
+Each part's loss counts by its share of the samples, so the parts add up to the whole wherever the loss is a mean over independent samples.
+Batch norms see a part only: their statistics are those of fewer samples, and running ones move once per part. Parts get smaller when they
+do not fit, and never grow again.
 
-An error in a forward leaves the gradients as they are, and the samples that are left are taken in smaller parts. An error in a backward
-leaves some gradients with the part's share and some without: all are dropped, and the step begins anew with its first micro-batch, which is
-why the batches of a step are kept until its end.
+An error in a forward leaves the gradients as they are, and the remaining samples are taken in smaller parts. An error in a backward leaves
+the part in some gradients and not in others: all are dropped, and the step starts again with its first micro-batch. This is why the
+batches of a step are kept until its end.
 
-Several ranks make the same number of reductions, in whatever parts each of them computes: DDP is told of a reduction only when the forward
-of a step's very last part is over. An error in the backward after that cannot be made good, since the others wait in the reduction.
+All ranks make the same number of reductions, however each splits its micro-batches: DDP prepares a reduction only after the forward of a
+step's very last part. An error in the backward after that is final, since the other ranks wait in the reduction.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from workbench.harness.batches import tensors_of
 from workbench.timeline.loops import samples_in
 
 
-class Steps(Protocol):
-    """What a micro-step is made of; a Trainer."""
+class StepParts(Protocol):
+    """The parts of a micro-step; a Trainer."""
 
     module: nn.Module
     model: nn.Module
@@ -45,37 +45,37 @@ class Steps(Protocol):
         """Add its gradients."""
 
 
-class Halving:
-    """Micro-steps that go on when memory runs out.
+class MicroBatchSplitter:
+    """Takes micro-steps, in parts once memory has run out.
 
     Attributes:
-        largest: samples that a part has at most; None = the whole micro-batch, as long as that fits.
+        largest: most samples of a part; None = whole micro-batches, as long as they fit.
     """
 
-    def __init__(self, steps: Steps, world_size: int) -> None:
+    def __init__(self, steps: StepParts, world_size: int) -> None:
         """
         Args:
-            steps: what a micro-step is made of. Where it is not a DistributedDataParallel that is called, there is nothing to reduce.
+            steps: the parts of a micro-step. Gradients are reduced only if its `model` is a DistributedDataParallel.
             world_size: ranks that reduce their gradients.
         """
         self._steps, self._alone = steps, world_size == 1
         self.largest: int | None = None
         self._batches: list[Any] = []
         if isinstance(ddp := steps.model, DistributedDataParallel) and not self._alone:
-            ddp.module.register_forward_pre_hook(lambda *_: _buffers_are_there(ddp))
+            ddp.module.register_forward_pre_hook(lambda *_: _skip_buffer_broadcast(ddp))
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
-        """Add the gradients of a micro-batch, reduced after the `last` of a step. Its part of the step's loss.
+        """Add the gradients of a micro-batch, reduced after the `last` of a step; returns its part of the step's loss.
 
         Raises:
-            RuntimeError: memory has run out and no smaller parts can be had.
+            RuntimeError: memory has run out and the batch cannot be split further.
         """
         self._batches.append(batch)
         loss = self._micro_batch(batch, last=last)
         while loss is None:
             self._steps.module.zero_grad(set_to_none=True)
-            for again in self._batches:
-                loss = self._micro_batch(again, last=last and again is batch)
+            for earlier in self._batches:
+                loss = self._micro_batch(earlier, last=last and earlier is batch)
                 if loss is None:
                     break
         if last:
@@ -83,7 +83,7 @@ class Halving:
         return loss
 
     def _micro_batch(self, batch: Any, *, last: bool) -> Tensor | None:
-        """Its loss; None where a backward has failed, so that the step must begin anew."""
+        """Its loss; None if a backward has failed, so that the step must start again."""
         steps, count, start = self._steps, samples_in(batch) or 1, 0
         total: Tensor | None = None
         part: Any = None
@@ -106,10 +106,10 @@ class Halving:
                 continue
             try:
                 if reduces:
-                    loss = _to_be_reduced(steps.model, loss)
+                    loss = _prepare_reduction(steps.model, loss)
                 steps.backward(loss)
             except RuntimeError as error:
-                self._check(error, batch, count, stop - start, awaited=reduces and not self._alone)
+                self._check(error, batch, count, stop - start, others_wait=reduces and not self._alone)
                 part = placed = loss = None
                 self._shrink(error, count, stop - start)
                 self._leave_reducer()
@@ -121,37 +121,37 @@ class Halving:
         return total
 
     def _size(self, left: int) -> int:
-        """Samples of the next part: as equal as they can be."""
+        """Samples of the next part; parts are as equal as possible."""
         return left if self.largest is None else math.ceil(left / math.ceil(left / self.largest))
 
-    def _check(self, error: RuntimeError, batch: Any, count: int, failed: int, *, awaited: bool = False) -> None:
-        """Raise the error where smaller parts are no help, or others wait in a reduction."""
+    def _check(self, error: RuntimeError, batch: Any, count: int, failed: int, *, others_wait: bool = False) -> None:
+        """Raise the error if smaller parts do not help, or if other ranks wait in a reduction."""
         if not is_out_of_memory(error) or failed < 2 or rows(batch, 0, 1, count) is None:
             raise error
-        if awaited:
+        if others_wait:
             error.add_note('micro_batch="auto" cannot split it: other ranks wait in the reduction of gradients. Give a smaller number.')
             raise error
 
     def _shrink(self, error: RuntimeError, count: int, failed: int) -> None:
-        """Let parts be half as large as the one that failed."""
+        """Halve the size of the parts, from the one that failed."""
         self.largest = math.ceil(failed / 2)
         parts = math.ceil(count / self.largest)
         size = f"{self.largest}" if count == parts * self.largest else f"up to {self.largest}"
         print(f"out of memory with {failed} samples: split into {parts} × {size} from now on", flush=True)
-        traceback.clear_frames(error.__traceback__)  # they hold what did not fit
+        traceback.clear_frames(error.__traceback__)  # they keep tensors of the failed part alive
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _leave_reducer(self) -> None:
-        """After a backward that has failed on the only rank: DDP waits for the rest of its gradients, and has nothing to reduce anyway."""
+        """Remove DDP after a failed backward on a single rank: it waits for the rest of its gradients, and has nothing to reduce anyway."""
         if self._alone and isinstance(self._steps.model, DistributedDataParallel):
             self._steps.model.reducer._remove_autograd_hooks()
             self._steps.model = self._steps.module
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Is it torch's error that a GPU, or main memory, has no room left?"""
+    """Is it torch's error that a GPU, or main memory, is full?"""
     return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
@@ -159,65 +159,65 @@ def _unreduced(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
 
 
-def _to_be_reduced(model: nn.Module, loss: Tensor) -> Tensor:
-    """Have the coming backward reduce all gradients. DDP else decides so at the end of the model's call, and the loss may yet fail."""
+def _prepare_reduction(model: nn.Module, loss: Tensor) -> Tensor:
+    """Let the next backward reduce all gradients. DDP prepares this at the end of the model's forward, when the loss may still fail."""
     if not isinstance(model, DistributedDataParallel):
         return loss
     model.reducer.prepare_for_forward()
-    found: Tensor = model._post_forward(loss)  # type: ignore[no-untyped-call]
-    return found
+    prepared: Tensor = model._post_forward(loss)  # type: ignore[no-untyped-call]
+    return prepared
 
 
-def _buffers_are_there(ddp: DistributedDataParallel) -> None:
-    """Called when the module itself is: the first rank's buffers have come, and come again in the next step only."""
+def _skip_buffer_broadcast(ddp: DistributedDataParallel) -> None:
+    """Called before the module's forward: buffers were just broadcast, and are again in the next step only."""
     ddp.require_forward_param_sync = False
 
 
-class _InDoubt(Exception):
-    """It cannot be told how the samples lie in this part."""
+class _UnknownLayout(Exception):
+    """Which dimension of a part of the batch is the sample cannot be determined."""
 
 
 def rows(batch: Any, start: int, stop: int, count: int) -> Any | None:
-    """The samples from `start` to before `stop` of a batch; None where it cannot be told how they lie in it.
+    """The samples `start` to `stop` (excluded) of a batch; None if its layout is unknown.
 
-    Understood are tensors and arrays whose first dimension is the sample, lists with one entry per sample, and what goes for the whole
-    batch: numbers, texts, tensors without dimensions or with a first one of 1.
+    Known layouts: tensors and arrays whose first dimension is the sample, lists with one entry per sample, and values for the whole batch:
+    numbers, texts, tensors without dimensions or with a first one of 1.
 
     Args:
         batch: of these, in any containers.
         start: first sample.
-        stop: the one after the last.
+        stop: end, excluded.
         count: samples in the batch.
     """
     try:
-        return _cut(batch, lambda part: part[start:stop], count)
-    except (_InDoubt, RuntimeError, TypeError, ValueError):  # e.g. a nested or sparse tensor, which torch cannot cut
+        return _slice(batch, lambda part: part[start:stop], count)
+    except (_UnknownLayout, RuntimeError, TypeError, ValueError):  # e.g. a nested or sparse tensor, which torch cannot cut
         return None
 
 
-def _cut(part: Any, taken: Callable[[Any], Any], count: int) -> Any:
+def _slice(part: Any, take: Callable[[Any], Any], count: int) -> Any:
     if isinstance(part, Tensor) or hasattr(part, "__array_interface__"):
         if part.ndim == 0 or (part.shape[0] == 1 != count):
             return part
         if part.shape[0] != count:
-            raise _InDoubt
-        return taken(part)
+            raise _UnknownLayout
+        return take(part)
     if isinstance(part, list | tuple):
         named = hasattr(part, "_fields")
-        if len(part) == count and not named and not any(one.ndim and one.shape[0] == count for one in tensors_of(part)):
-            return taken(part)
-        values = [_cut(one, taken, count) for one in part]
+        if len(part) == count and not named and not any(tensor.ndim and tensor.shape[0] == count for tensor in tensors_of(part)):
+            return take(part)
+        values = [_slice(value, take, count) for value in part]
         return type(part)(*values) if named else type(part)(values)
     if isinstance(part, MutableMapping):
         mapping = copy.copy(part)
         for key, value in part.items():
-            mapping[key] = _cut(value, taken, count)
+            mapping[key] = _slice(value, take, count)
         return mapping
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
         record = copy.copy(part)
         for field in dataclasses.fields(part):
-            object.__setattr__(record, field.name, _cut(getattr(part, field.name), taken, count))  # frozen ones, too
+            object.__setattr__(record, field.name, _slice(getattr(part, field.name), take, count))  # also if it is frozen
         return record
     if part is not None and not isinstance(part, int | float | str | bytes):
-        raise _InDoubt
+        raise _UnknownLayout
     return part

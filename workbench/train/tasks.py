@@ -1,6 +1,6 @@
 """The sample tasks: zero-argument functions that return a Task, as a user's own file would.
 
-Tasks that calibration runs: what they take of a GPU lies far apart. Zero-argument functions that return a Task.
+The last four are run by the calibration of memory estimates: their needs of a GPU differ widely.
 """
 
 import dataclasses

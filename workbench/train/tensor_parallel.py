@@ -1,4 +1,4 @@
-"""Tensor parallelism: linear layers and embeddings that several ranks split among them, by a plan."""
+"""Tensor parallelism: splits linear layers and embeddings over several ranks, by a plan of module names."""
 
 import difflib
 from collections import Counter
@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from workbench.runs.spec import SpecError
 from workbench.runs.task import Task, TaskError
-from workbench.train.layout import Layout
-from workbench.train.sharded_tensors import same_everywhere
+from workbench.train.ranks import Layout
+from workbench.train.sharded_tensors import broadcast_parameters
 
 STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel,
@@ -23,17 +23,17 @@ STYLES: dict[str, Any] = {
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
-"""How a layer may be split: "colwise" by its outputs, which stay split; "rowwise" by its inputs, which come split, and the parts are
-summed; "colwise_rep" (newer Hugging Face plans: "colwise_gather_output") by its outputs, which are gathered; "embedding_rowwise" by the
-vocabulary."""
+"""How a layer can be split: "colwise" by its outputs, which stay split; "rowwise" by its inputs, which are already split, and the partial
+results are summed; "colwise_rep" (newer Hugging Face plans: "colwise_gather_output") by its outputs, which are gathered;
+"embedding_rowwise" by the vocabulary."""
 
 
 def split_layers(module: nn.Module, task: Task, layout: Layout, device: torch.device) -> None:
     """Split the layers of a model over the ranks of `layout.tensor`, in place.
 
     Args:
-        module: whole, and the same on each rank.
-        task: whose plan to use; without one, a Hugging Face model's own.
+        module: the full model, the same on each rank.
+        task: with a plan; without one, a Hugging Face model's own is used.
         layout: of the ranks.
         device: of this rank.
 
@@ -51,12 +51,12 @@ def split_layers(module: nn.Module, task: Task, layout: Layout, device: torch.de
             "or leave tensor_parallel out"
         )
     styles = styles_of(module, plan, layout.tensor.size())
-    same_everywhere(module, layout.tensor.get_group(), device)
+    broadcast_parameters(module, layout.tensor.get_group(), device)
     parallelize_module(module, layout.tensor, styles)
 
 
 def _own_plan(module: nn.Module) -> dict[str, str]:
-    """Of a Hugging Face model; part of its names are those inside its base model."""
+    """The plan of a Hugging Face model; some of its names are relative to the base model."""
     plan = getattr(module, "_tp_plan", None) or getattr(module, "tp_plan", None) or {}
     names, inner = [name for name, _ in module.named_modules()], f"{getattr(module, 'base_model_prefix', '')}."
     return {
@@ -70,15 +70,16 @@ def styles_of(module: nn.Module, plan: Mapping[str, str], ranks: int) -> dict[st
 
     Args:
         module: the model.
-        plan: pattern of module names ("*" stands for anything) → one of STYLES.
-        ranks: among which a layer is split.
+        plan: pattern of module names ("*" matches anything) → one of STYLES.
+        ranks: over which a layer is split.
 
     Raises:
         TaskError: a pattern without a module, an unknown style, or a layer that cannot be split.
     """
     named = dict(module.named_modules())
-    shared = {id(weight) for weight, count in _uses(named).items() if count > 1}
-    found: dict[str, ParallelStyle] = {}
+    uses = Counter(weight for part in named.values() for weight in part._parameters.values() if weight is not None)
+    shared = {id(weight) for weight, count in uses.items() if count > 1}
+    styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         if style not in STYLES:
             raise TaskError(f"tensor_parallel plan {pattern!r}: {style!r}: allowed are {', '.join(map(repr, STYLES))}")
@@ -88,12 +89,8 @@ def styles_of(module: nn.Module, plan: Mapping[str, str], ranks: int) -> dict[st
             raise TaskError(f"tensor_parallel plan {pattern!r}: the model has no such module; near are {', '.join(map(repr, near))}")
         for name in names:
             _check(name, named[name], style, ranks, shared)
-            found[name] = STYLES[style]()
-    return found
-
-
-def _uses(named: Mapping[str, nn.Module]) -> Counter[nn.Parameter]:
-    return Counter(weight for part in named.values() for weight in part._parameters.values() if weight is not None)
+            styles[name] = STYLES[style]()
+    return styles
 
 
 def _check(name: str, part: nn.Module, style: str, ranks: int, shared: set[int]) -> None:

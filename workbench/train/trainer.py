@@ -1,4 +1,4 @@
-"""Trainer: what a spec and a Task become on one rank, ready to take optimizer steps; the loop and the experiments drive it."""
+"""Trainer: the model, loader and optimizer that a RunSpec and a Task describe, on one rank, and the steps they take."""
 
 import contextlib
 import gc
@@ -17,36 +17,34 @@ from workbench.harness.batches import map_tensors
 from workbench.runs.spec import SHARDED, RunSpec
 from workbench.runs.task import Task, TaskError
 from workbench.train.checkpointing import apply_checkpointing
-from workbench.train.layout import Layout
 from workbench.train.loader import build_loader, micro_batches, to_device
-from workbench.train.offload import activations_on_host, check_offload, on_host, told
-from workbench.train.optimizers import build_optimizer, place_optimizer
+from workbench.train.offload import activations_on_host, check_offload, host_computes, mark_on_host
+from workbench.train.optimizers import build_optimizer, build_scheduler, place_optimizer
 from workbench.train.precision import Precision
-from workbench.train.ranks import Ranks
-from workbench.train.schedule import build_scheduler
-from workbench.train.sharded_tensors import local
+from workbench.train.ranks import Layout, Ranks
+from workbench.train.sharded_tensors import local_part
 from workbench.train.sharding import accumulating, distribute, gathered
-from workbench.train.split_on_oom import Halving
+from workbench.train.split_on_oom import MicroBatchSplitter
 from workbench.train.tensor_parallel import split_layers
 
 COLLECT_EVERY = 1000
-"""Steps between two garbage collections with gc=False: what a model leaves in cycles must go at some time."""
+"""Steps between two garbage collections with gc=False: reference cycles of a model must be freed at some time."""
 
 Phase = Callable[[str], AbstractContextManager[None]]
 _RESUMED = 1_000_003
-"""A prime: so many seeds lie between those of a run that goes on from one step and from the next."""
+"""A prime: distance between the seeds of a run that resumes at a step and at the next."""
 
 
 class Trainer:
-    """The model, its loader and its optimizer on one rank, and the steps they take.
+    """A model, its loader and its optimizer on one rank. The training loop and the experiments drive it.
 
     Attributes:
-        module: the model itself; its parameters are this rank's part of them where the spec shares or splits them.
-        model: the module to call: in its DistributedDataParallel, or `module` itself where FSDP2 shards it.
-        layout: which ranks do what.
-        optimizer: as the spec or the task wants it.
+        module: the model itself; its parameters are this rank's part where the spec shards or splits them.
+        model: the module to call: its DistributedDataParallel, or `module` itself where FSDP2 shards it.
+        layout: process groups and meshes.
+        optimizer: the spec's or the task's.
         loader: of this rank.
-        halving: takes micro-batches in parts where memory runs out; None = such an error is raised.
+        splitter: takes micro-batches in parts when memory runs out; None = such an error is raised.
         phase: entered around each phase of a step; a `StepTimer`, or nothing.
     """
 
@@ -61,7 +59,7 @@ class Trainer:
         loader: "DataLoader[Any] | None" = None,
         layout: Layout | None = None,
         alone: bool = False,
-        halving: bool = False,
+        split_on_oom: bool = False,
     ) -> None:
         """Build everything, in an order that gives each rank the same model and other data.
 
@@ -70,12 +68,12 @@ class Trainer:
             task: what is trained.
             ranks: this process among the others.
             group: the process group that reduces the gradients; None = that of all.
-            module: the task's model, if it is built already.
+            module: the task's model, if it is already built.
             loader: the batches, if they do not come from the task's dataset.
-            layout: of the ranks, if it is made already.
-            alone: there are no other ranks, and the module is called as it is, as a loop of one's own does.
-            halving: take a micro-batch for which memory runs out in parts; see `halving`. Not where layers communicate in the forward
-                ("zero2", "fsdp", "hsdp" and `tensor_parallel`): a rank cannot call them again alone.
+            layout: of the ranks, if it is already made.
+            alone: there are no other ranks: call the module without a wrapper, as a user's own loop does.
+            split_on_oom: take a micro-batch in parts when memory runs out. Ignored where layers communicate in the forward ("zero2",
+                "fsdp", "hsdp" and `tensor_parallel`): a rank cannot call them again alone.
 
         Raises:
             TaskError: the task's functions do not return what they should.
@@ -86,13 +84,13 @@ class Trainer:
         self.spec, self.task, self.ranks = spec, task, ranks
         self._updates = 0
         self.phase: Phase = _unmarked
-        self.take_over()
+        self.apply_process_settings()
         self.layout = Layout.of(spec, ranks, group) if layout is None else layout
         sharded = spec.parallel in SHARDED
         self.precision = Precision(spec.precision, ranks.device, by_weights=sharded)
         seed_all(spec.seed)  # the same model on every rank
         self.module = build_model(task) if module is None else module
-        if not sharded:  # else block by block, when each is dealt out: the whole need not fit
+        if not sharded:  # FSDP2 moves block by block: the full model need not fit
             self.module = self.module.to(ranks.device)
         if spec.channels_last and not sharded:
             self.module = self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -105,16 +103,16 @@ class Trainer:
             group=self.layout.data,
             on_host=spec.offload == "optimizer" and not sharded,
         )
-        can_halve = halving and not sharded and spec.tensor_parallel == 1
-        self.halving = Halving(self, self.layout.readers.world_size) if can_halve else None
+        can_split = split_on_oom and not sharded and spec.tensor_parallel == 1
+        self.splitter = MicroBatchSplitter(self, self.layout.readers.world_size) if can_split else None
         self._scheduler = build_scheduler(self.optimizer, spec)
         readers = self.layout.readers
         own_seed = spec.seed * readers.world_size + readers.rank
         seed_all(own_seed)  # other augmentation and dropout on each
         self.loader = build_loader(task, spec, readers, own_seed) if loader is None else loader
 
-    def take_over(self) -> None:
-        """Set what this spec wants of the whole process; another Trainer in it may want something else."""
+    def apply_process_settings(self) -> None:
+        """Set threads and garbage collection of the process; another Trainer in it may have set others."""
         torch.set_num_threads(self.spec.threads)
         if self.spec.gc:
             gc.enable()
@@ -127,11 +125,11 @@ class Trainer:
         return float(self._scheduler.get_last_lr()[0])
 
     def batches(self, done: int = 0) -> Generator[Any, None, None]:
-        """Micro-batches without end, those of the first `done` steps left out; see `micro_batches`."""
+        """Endless micro-batches, without those of the first `done` steps; see `micro_batches`."""
         return micro_batches(self.loader, self.spec.accumulation, self.layout.readers, done)
 
     def state(self) -> dict[str, Any]:
-        """What the next step depends on, random numbers aside; where no rank shares or splits anything."""
+        """All that the next step depends on, except random numbers; not for sharded or split models."""
         parts: dict[str, Any] = {
             "module": self.module,
             "optimizer": self.optimizer,
@@ -141,7 +139,7 @@ class Trainer:
         return {name: part.state_dict() for name, part in parts.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`, whose `step` steps have been taken; draw other random numbers than those before."""
+        """Resume from a `state` after its `step` steps; random numbers are seeded anew."""
         parts: dict[str, Any] = {"module": self.module, "optimizer": self.optimizer, "scheduler": self._scheduler}
         for name, part in parts.items():
             part.load_state_dict(state[name])
@@ -158,9 +156,9 @@ class Trainer:
         return loss
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
-        """Add the gradients of a micro-batch; they are reduced across the ranks after the `last` of a step. Its part of the loss."""
-        if self.halving is not None:
-            return self.halving.micro_step(batch, last=last)
+        """Add the gradients of a micro-batch, reduced across the ranks after the `last` of a step; returns its part of the loss."""
+        if self.splitter is not None:
+            return self.splitter.micro_step(batch, last=last)
         batch = self.placed(batch)
         with accumulating(self.model, last=last):
             loss = self.forward(batch)
@@ -168,63 +166,63 @@ class Trainer:
         return loss.detach()
 
     def placed(self, batch: Any) -> Any:
-        """A batch on the device, as the spec wants it there."""
+        """A batch on the device, in the spec's memory format."""
         with self.phase("h2d"):
             batch = to_device(batch, self.ranks.device, non_blocking=self.loader.pin_memory)
             return map_tensors(_channels_last, batch) if self.spec.channels_last else batch
 
     def forward(self, batch: Any) -> Tensor:
         """A micro-batch's part of the loss of a step."""
-        with self.phase("forward"), self.precision.autocast(), self._saving():
+        with self.phase("forward"), self.precision.autocast(), self._offloaded_activations():
             return loss_of(self.task, self.model, batch) / self.spec.accumulation
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of it."""
+        """Add the gradients of a loss."""
         with self.phase("backward"):
             self.precision.backward(loss)
 
     def update(self) -> None:
-        """Let the optimizer use the gradients, and clear them."""
-        with self.phase("optimizer"), self._stepping():
+        """Take the optimizer's step, and clear the gradients."""
+        with self.phase("optimizer"), self._host_step():
             if self.precision.step(self.optimizer, self.model, clip_grad_norm=self.spec.clip_grad_norm):
                 self._scheduler.step()
         self._updates += 1
         if not self.spec.gc and self._updates % COLLECT_EVERY == 0:
             gc.collect()
 
-    def _saving(self) -> AbstractContextManager[Any]:
+    def _offloaded_activations(self) -> AbstractContextManager[Any]:
         return activations_on_host() if self.spec.offload == "activations" else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _stepping(self) -> Iterator[None]:
-        """Around an optimizer's step that FSDP2 has put on the host, for dry runs."""
+    def _host_step(self) -> Iterator[None]:
+        """Context of an optimizer step that FSDP2 offloads to the host, for dry runs."""
         if self.spec.offload != "optimizer" or self.spec.parallel not in SHARDED:
             yield
             return
         for weight in self.module.parameters():
             if weight.grad is not None:
-                told(local(weight.grad))
-        with on_host():
+                mark_on_host(local_part(weight.grad))
+        with host_computes():
             yield
 
     def figures(self) -> dict[str, float]:
-        """The task's evaluation, on rank 0; the others get none. All ranks have to come here where the model is shared or split.
+        """The task's evaluation on rank 0; an empty dict on the others. A collective where the model is sharded or split.
 
-        A shared or split model is gathered on rank 0: it evaluates a whole one, as it is without.
+        A sharded or split model is gathered on rank 0, which evaluates the full one.
 
         Raises:
             TaskError: it did not return numbers by name.
         """
-        dealt = self.spec.parallel in SHARDED or self.layout.tensor is not None
+        sharded = self.spec.parallel in SHARDED or self.layout.tensor is not None
         first = self.ranks.rank == 0
-        if not dealt:
+        if not sharded:
             return evaluate(self.task, self.module) if first else {}
         weights = gathered(self.module, keep=first)
         if not first:
             return {}
-        whole = build_model(self.task)
-        whole.load_state_dict(weights)
-        return evaluate(self.task, whole.to(self.ranks.device))
+        full_model = build_model(self.task)
+        full_model.load_state_dict(weights)
+        return evaluate(self.task, full_model.to(self.ranks.device))
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class GroupNorms:
             )
         for weight in self._weights:
             split = isinstance(weight, DTensor) and weight.device_mesh.size() != self._world_size
-            if split or hasattr(weight, "_dealt"):
+            if split or hasattr(weight, "_dtensor_spec"):
                 raise NoiseScaleError(
                     "a layer is split over ranks (tensor parallel), and its gradient is on no single one of them: the noise scale is "
                     "measured under DDP, FSDP2 and accumulation; measure it without tensor_parallel (it does not depend on that)"

@@ -39,7 +39,7 @@ from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.observe import check_arguments, discover_training
 from workbench.harness.restore import SavedState
 from workbench.timeline.loops import samples_in
-from workbench.train.metrics import INTERVAL
+from workbench.train.loop import REPORT_INTERVAL_S
 from workbench.train.optimizers import described
 from workbench.train.trainer import Trainer
 
@@ -288,7 +288,7 @@ class NoiseLog:
             row = self._norms.step(self._trainer.precision.loss_scale())
             if row is not None:
                 self._rows.append((step, row))
-            if time.perf_counter() - self._flushed > INTERVAL:
+            if time.perf_counter() - self._flushed > REPORT_INTERVAL_S:
                 self.flush()
         self._norms.look(self._interval.step())
 

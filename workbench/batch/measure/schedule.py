@@ -14,7 +14,7 @@ from workbench.batch.analysis.schedule import Schedule
 from workbench.core.checks import whole_number
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import label
-from workbench.train.schedule import build_scheduler
+from workbench.train.optimizers import build_scheduler
 
 LENGTHS = ("total_steps", "T_max", "total_iters")
 """Attributes of torch's schedulers for the number of steps they are made for."""

@@ -120,7 +120,7 @@ class BatchPlanner:
 
     def _curves(self, found: Planned) -> tuple[list[list[float]], int]:
         """The learning rate over the samples of a run, as it is and as planned; and how many samples that are."""
-        from workbench.train.schedule import lr_factor
+        from workbench.train.optimizers import lr_factor
 
         plans = [self.plan, found.plan or self.plan]
         schedule, steps = "constant", max(1, WARMUPS * max(plan.warmup_steps for plan in plans))
