@@ -19,12 +19,12 @@ from scipy.stats import norm
 
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.plan.layouts import Layouts, layouts
+from workbench.cluster.analysis.plan.layouts import Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import memory
 from workbench.cluster.analysis.plan.plans import Plans
 from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LINKS, PlanError
-from workbench.cluster.analysis.plan.subject import Subject, of_transformer
-from workbench.cluster.analysis.plan.timing import Pace, seconds
+from workbench.cluster.analysis.plan.timing import HardwareRates, seconds
+from workbench.cluster.analysis.plan.workload import Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.core.display import table as display
 from workbench.core.statistics import Interval
@@ -72,7 +72,7 @@ class Row:
 @cache
 def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
     """All layouts that were tried."""
-    subject = of_transformer(
+    workload = workload_of_transformer(
         model_of(grid),
         sequence=None,
         precision="amp_bf16",
@@ -81,11 +81,11 @@ def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
         gpus_per_node=8,
         gradient_bytes=GRADIENTS,
     )
-    everything = layouts(subject, CLUSTER, [grid.gpus], grid.batch, ["zero1"], Counter())
-    everything = everything.chosen(everything.chunks == 1)
-    held = memory(subject, everything, CLUSTER.device.name)
-    spans = ranges(subject, everything)
-    kinds = list(subject.computed)
+    everything = list_layouts(workload, CLUSTER, [grid.gpus], grid.batch, ["zero1"], Counter())
+    everything = everything.select(everything.chunks == 1)
+    held = memory(workload, everything, CLUSTER.device.name)
+    spans = ranges(workload, everything)
+    kinds = list(workload.computed)
     found = {}
     for place, span in enumerate(spans):
         at = [int(getattr(everything, name)[place]) for name in ("tensor", "pipeline", "micro_batch", "checkpointing")]
@@ -98,10 +98,10 @@ def rows(grid: Grid) -> dict[tuple[int, int, int, str], Row]:
     return found
 
 
-def ranges(subject: Subject, found: Layouts) -> list[Interval]:
+def ranges(workload: Workload, found: Layouts) -> list[Interval]:
     """Seconds of a step of each layout, low to high."""
     ends = [
-        seconds(subject, found, Pace.of(CLUSTER, PEAK, getattr(EFFICIENCY, end), getattr(LINKS, end)), 8).total
+        seconds(workload, found, HardwareRates.of(CLUSTER, PEAK, getattr(EFFICIENCY, end), getattr(LINKS, end)), 8).total
         for end in ("high", "mid", "low")
     ]
     return [Interval(low=float(low), mid=float(mid), high=float(high)) for low, mid, high in zip(*ends, strict=True)]
@@ -159,7 +159,7 @@ def iteration_ranges() -> list[tuple[str, Interval, float]]:
 
 def iteration_range(one: Iteration, kind: str, parallel: bool) -> Interval:
     """Seconds of one, low to high."""
-    subject = of_transformer(
+    workload = workload_of_transformer(
         Transformer(layers=one.layers, hidden=one.hidden, vocabulary=51_200, sequence=2048),
         sequence=None,
         precision="amp_bf16",
@@ -169,9 +169,9 @@ def iteration_range(one: Iteration, kind: str, parallel: bool) -> Interval:
     )
     gpus = one.tensor * one.pipeline
     row = {"gpus": gpus, "data": 1, "tensor": one.tensor, "pipeline": one.pipeline, "chunks": one.chunks, "micro_batch": one.micro_batch}
-    row |= {"accumulation": one.batch // one.micro_batch, "sharing": 0, "checkpointing": list(subject.computed).index(kind)}
+    row |= {"accumulation": one.batch // one.micro_batch, "sharing": 0, "checkpointing": list(workload.computed).index(kind)}
     row |= {"shard": 1, "inside": 1}
-    return ranges(subject, Layouts(**{name: np.array([value]) for name, value in row.items()}))[0]
+    return ranges(workload, Layouts(**{name: np.array([value]) for name, value in row.items()}))[0]
 
 
 def implied_efficiency() -> tuple[float, float, float]:

@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from workbench.batch.batch_plan import batch_plan as batch_plan
     from workbench.batch.steps_to_target import steps_to_target as steps_to_target
     from workbench.cluster.analysis.cluster import Cluster as Cluster
+    from workbench.cluster.api import ddp_twin as ddp_twin
     from workbench.cluster.api import measure_collectives as measure_collectives
     from workbench.cluster.count_collectives import collectives as collectives
     from workbench.cluster.plan import energy as energy
     from workbench.cluster.plan import plan as plan
-    from workbench.cluster.twin_api import ddp_twin as ddp_twin
     from workbench.core.device import Device as Device
     from workbench.diagnosis.analysis.diagnosis import Diagnosis as Diagnosis
     from workbench.diagnosis.analysis.evidence import Evidence as Evidence
@@ -98,8 +98,7 @@ _NAMES = {
     "workbench.batch.steps_to_target": "steps_to_target",
     "workbench.memory.calibrate": "calibrate",
     "workbench.cluster.count_collectives": "collectives",
-    "workbench.cluster.twin_api": "ddp_twin",
-    "workbench.cluster.api": "measure_collectives",
+    "workbench.cluster.api": "ddp_twin measure_collectives",
     "workbench.runs.compare": "Comparison compare",
     "workbench.cluster.analysis.cluster": "Cluster",
     "workbench.core.device": "Device",

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 import workbench as wb
 from tests.scripts.counted_ranks import BATCH, CASES, GPT, ODD, Skipping, gpt, gpt_loss
 from workbench.cluster.analysis.cluster import CLUSTERS, Cluster
+from workbench.cluster.analysis.collective_call import CollectiveCall, group_seconds, placed
 from workbench.cluster.analysis.collectives import BUS_FACTORS, CostError, Link, all_reduce
 from workbench.cluster.analysis.iteration import buckets
-from workbench.cluster.analysis.sent import Sent, group_seconds, placed
 from workbench.cluster.analysis.traffic import Traffic, small_below
 from workbench.cluster.analysis.volumes import gather_seconds, volume
-from workbench.cluster.estimate.collectives import common
+from workbench.cluster.estimate.collectives import common_prefix
 from workbench.memory.estimate.fake_process_group import LazyChunks
 
 X = torch.zeros(2, 8)
@@ -256,7 +256,7 @@ def test_a_model_that_fails_is_named() -> None:
 
 
 SENT = st.builds(
-    Sent,
+    CollectiveCall,
     kind=st.sampled_from(BUS_FACTORS),
     size=st.integers(0, 2**40),
     ranks=st.integers(1, 8192),
@@ -270,7 +270,7 @@ SENT = st.builds(
 
 
 @given(st.lists(SENT, max_size=12))
-def test_every_way_of_summing_gives_the_same(calls: list[Sent]) -> None:
+def test_every_way_of_summing_gives_the_same(calls: list[CollectiveCall]) -> None:
     traffic = Traffic(calls=tuple(calls), world_size=8192, parameters=1)
     whole = sum(one.sent for one in calls)
     for rows in (traffic.rows, traffic.by_module(), traffic.by_module(1), traffic.by_kind()):
@@ -287,7 +287,7 @@ def test_every_way_of_summing_gives_the_same(calls: list[Sent]) -> None:
 
 
 @given(SENT, st.sampled_from(CLUSTERS))
-def test_seconds_of_a_group(one: Sent, cluster: Cluster) -> None:
+def test_seconds_of_a_group(one: CollectiveCall, cluster: Cluster) -> None:
     nodes, per_node = placed(cluster, one.ranks, one.stride)
     assert (nodes - 1) * per_node < one.ranks <= nodes * per_node
     seconds = one.seconds(cluster)
@@ -337,11 +337,11 @@ def test_a_table_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_a_collective_cannot_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CostError, match=message):
-        Sent(**{"kind": "all_reduce", "size": 100, "ranks": 2, "phase": "forward", **change})
+        CollectiveCall(**{"kind": "all_reduce", "size": 100, "ranks": 2, "phase": "forward", **change})
 
 
 def test_a_kind_without_a_formula_takes_no_time_and_says_so() -> None:
-    traffic = Traffic(calls=(Sent(kind="barrier", size=0, ranks=8, phase="forward"),), world_size=8, parameters=1)
+    traffic = Traffic(calls=(CollectiveCall(kind="barrier", size=0, ranks=8, phase="forward"),), world_size=8, parameters=1)
     assert traffic.on(H100).seconds == 0
     assert "no formula for barrier" in str(traffic.on(H100))
 
@@ -359,8 +359,8 @@ def test_chunks_are_those_of_torch(size: int, count: int) -> None:
 
 
 def test_names_have_a_part_in_common() -> None:
-    assert common(["layers.1.a", "layers.1.b"]) == "layers.1"
-    assert common([]) == ""
+    assert common_prefix(["layers.1.a", "layers.1.b"]) == "layers.1"
+    assert common_prefix([]) == ""
 
 
 def test_the_picture_has_a_bar_for_each_module() -> None:

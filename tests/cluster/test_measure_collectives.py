@@ -13,7 +13,7 @@ import workbench as wb
 from workbench.cluster import api
 from workbench.cluster.analysis.collectives import CostError, Link, collective_seconds
 from workbench.cluster.analysis.links import LinkPoint, Links, Sweep
-from workbench.cluster.analysis.plan.ranges import MEASURED_LINKS, share_of
+from workbench.cluster.analysis.plan.ranges import MEASURED_LINKS, link_share
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.api import links_of
 from workbench.cluster.measure.links import rounded
@@ -68,12 +68,12 @@ def test_the_interval_of_a_bandwidth_goes_with_the_link_into_a_plan() -> None:
     assert Sweep.from_json(json.loads(json.dumps(noisy["all_reduce"].to_json()))) == noisy["all_reduce"]
     for given_one in (noisy, noisy["all_reduce"], noisy.link):
         cluster = wb.Cluster.of("H100-SXM", gpus_per_node=8, intra=given_one, inter=link)
-        assert share_of(cluster, "intra").low == pytest.approx(slow / cluster.intra.bandwidth)
-        assert share_of(cluster, "intra").high == pytest.approx(fast / cluster.intra.bandwidth)
+        assert link_share(cluster, "intra").low == pytest.approx(slow / cluster.intra.bandwidth)
+        assert link_share(cluster, "intra").high == pytest.approx(fast / cluster.intra.bandwidth)
         assert wb.Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
         assert " … " in str(cluster)
     steady = wb.Cluster.of("H100-SXM", gpus_per_node=8, intra=once, inter=link)
-    assert share_of(steady, "intra") == MEASURED_LINKS
+    assert link_share(steady, "intra") == MEASURED_LINKS
     model = Transformer(layers=8, hidden=1024, vocabulary=32_000, sequence=1024)
     wide, narrow = (wb.plan(model, one, gpus=8, global_batch=8, sharing="ddp", tensor=1)[0].seconds for one in (cluster, steady))
     assert wide.low < narrow.low < narrow.high < wide.high

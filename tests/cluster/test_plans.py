@@ -16,12 +16,12 @@ from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collectives import CostError, Link, broadcast
 from workbench.cluster.analysis.iteration import Layout, bubble
 from workbench.cluster.analysis.links import Sweep
-from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts, layouts
+from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import memory
 from workbench.cluster.analysis.plan.plans import Plan, Plans
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LINKS, MEASURED_LINKS, PlanError, share_of
-from workbench.cluster.analysis.plan.subject import Subject, of_transformer
-from workbench.cluster.analysis.plan.timing import UPDATE, Pace, Seconds, seconds
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, LINKS, MEASURED_LINKS, PlanError, link_share
+from workbench.cluster.analysis.plan.timing import UPDATE, HardwareRates, Seconds, seconds
+from workbench.cluster.analysis.plan.workload import Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.cluster.analysis.volumes import gather_seconds, sharded_step, volume
 from workbench.core.device import Device
@@ -32,12 +32,12 @@ GPT = Transformer(layers=24, hidden=2048, vocabulary=50_000, sequence=1024, head
 LARGE = Transformer(layers=80, hidden=8192, vocabulary=32_000, sequence=2048, heads=64)
 A100 = Cluster.named("DGX-A100")
 PEAK = 312e12
-BEST = Pace.of(A100, PEAK, 1.0, 1.0)
+BEST = HardwareRates.of(A100, PEAK, 1.0, 1.0)
 
 
-def subject(model: Transformer = GPT, **changes: Any) -> Subject:
+def workload(model: Transformer = GPT, **changes: Any) -> Workload:
     options: dict[str, Any] = {"sequence": None, "precision": "amp_bf16", "fused_attention": True, "sequence_parallel": True}
-    return of_transformer(model, **{**options, "gpus_per_node": 8, **changes})
+    return workload_of_transformer(model, **{**options, "gpus_per_node": 8, **changes})
 
 
 def one(
@@ -62,8 +62,8 @@ def one(
     return Layouts(**{name: np.array([value]) for name, value in row.items()})
 
 
-def timed(layout: Layouts, model: Transformer = GPT, pace: Pace = BEST) -> dict[str, float]:
-    found = seconds(subject(model), layout, pace, 8)
+def timed(layout: Layouts, model: Transformer = GPT, rates: HardwareRates = BEST) -> dict[str, float]:
+    found = seconds(workload(model), layout, rates, 8)
     return {field.name: float(getattr(found, field.name)[0]) for field in dataclasses.fields(Seconds)}
 
 
@@ -83,7 +83,7 @@ def test_full_checkpointing_computes_what_the_transformer_says() -> None:
 
 def test_tensor_parallelism_sends_what_the_transformer_says() -> None:
     silent = dataclasses.replace(BEST, intra=Link(latency=0, bandwidth=A100.intra.bandwidth))
-    sent = timed(one(8, tensor=8, micro=2, batch=16), pace=silent)["communication"]
+    sent = timed(one(8, tensor=8, micro=2, batch=16), rates=silent)["communication"]
     assert sent == pytest.approx(GPT.tensor_bytes(16, 8) / A100.intra.bandwidth)
     assert timed(one(8, tensor=8, micro=2, batch=16))["communication"] - sent == pytest.approx(
         8 * 24 * 4 * 14 * A100.intra.latency  # micro-batches × layers × all-reduces × messages of a ring of 8
@@ -145,7 +145,7 @@ def test_accumulation_repeats_what_zero2_and_fsdp_send() -> None:
 
 @pytest.mark.parametrize("gpus", [8, 64])
 def test_zero1_of_a_run_sums_everything_and_sends_each_tensor(gpus: int) -> None:
-    what = dataclasses.replace(subject(), broadcasts=300, states=(4.0, 4.0, 8.0))
+    what = dataclasses.replace(workload(), broadcasts=300, states=(4.0, 4.0, 8.0))
     found = seconds(what, one(gpus, batch=gpus, sharing="zero1"), BEST, 8)
     alone = timed(one(gpus, batch=gpus))
     link = A100.intra if gpus == 8 else A100.inter
@@ -157,7 +157,7 @@ def test_zero1_of_a_run_sums_everything_and_sends_each_tensor(gpus: int) -> None
 @pytest.mark.parametrize("sharing", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
 def test_gradients_of_two_bytes_are_sent_in_two(sharing: str) -> None:
     wide, narrow = (
-        seconds(subject(gradient_bytes=size), one(64, batch=64, sharing=sharing), dataclasses.replace(BEST, flops_per_sec=1e30), 8)
+        seconds(workload(gradient_bytes=size), one(64, batch=64, sharing=sharing), dataclasses.replace(BEST, flops_per_sec=1e30), 8)
         for size in (4, 2)
     )
     less = {"ddp": 0.5, "zero1": 4 / 6, "zero2": 4 / 6}.get(sharing)
@@ -169,11 +169,11 @@ def test_gradients_of_two_bytes_are_sent_in_two(sharing: str) -> None:
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_gpus_of_one_node_lie_in_one_node(gpus: int) -> None:
-    for layout in (layouts(subject(), A100, [gpus], 8 * gpus, [kind], Counter()) for kind in SHARINGS):
+    for layout in (list_layouts(workload(), A100, [gpus], 8 * gpus, [kind], Counter()) for kind in SHARINGS):
         assert (layout.nodes == 1).all()
         assert (layout.inside == layout.data).all()
-    assert not len(layouts(subject(), A100, [gpus], 8 * gpus, ["hsdp"], Counter())) or gpus == 1  # that is fsdp, in one node
-    found = layouts(subject(), A100, [64], 64, ["fsdp"], Counter())
+    assert not len(list_layouts(workload(), A100, [gpus], 8 * gpus, ["hsdp"], Counter())) or gpus == 1  # that is fsdp, in one node
+    found = list_layouts(workload(), A100, [64], 64, ["fsdp"], Counter())
     ranks = [np.arange(data) * tensor // 8 for data, tensor in zip(found.data, found.tensor, strict=True)]  # their nodes, one by one
     assert found.nodes.tolist() == [len(set(nodes.tolist())) for nodes in ranks]
 
@@ -182,7 +182,7 @@ def test_gpus_of_one_node_lie_in_one_node(gpus: int) -> None:
 
 
 def held(layout: Layouts, **changes: Any) -> dict[str, float]:
-    return {name: float(value[0]) for name, value in memory(subject(**changes), layout, "A100-80GB").groups.items()}
+    return {name: float(value[0]) for name, value in memory(workload(**changes), layout, "A100-80GB").groups.items()}
 
 
 @pytest.mark.parametrize(("sharing", "stage"), [("ddp", 0), ("zero1", 1), ("zero2", 2)])
@@ -202,7 +202,7 @@ def test_fsdp_holds_its_share_and_two_layers() -> None:
 @pytest.mark.parametrize(("tensor", "parallel"), [(1, True), (4, True), (4, False)])
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
 def test_activations_are_korthikantis(tensor: int, parallel: bool, kind: str) -> None:
-    what = subject(fused_attention=False, sequence_parallel=parallel)
+    what = workload(fused_attention=False, sequence_parallel=parallel)
     place = list(what.computed).index(kind)
     found = memory(what, one(tensor, tensor=tensor, micro=2, batch=2, kind=place), "A100-80GB").groups["activations"][0]
     paper = formulas.korthikanti(
@@ -257,11 +257,11 @@ def test_a_gated_block_keeps_what_was_counted() -> None:
 
     sizes: dict[str, Any] = {"layers": 4, "hidden": hidden, "vocabulary": 1000, "sequence": tokens, "heads": heads, "kv_heads": groups}
     model = Transformer(**sizes, feed_forward=width, gated=True, tied=False)
-    assert (kept(4) - kept(2)) / 2 * 4 / batch == pytest.approx(subject(model).kept["none"], rel=0.01)
+    assert (kept(4) - kept(2)) / 2 * 4 / batch == pytest.approx(workload(model).kept["none"], rel=0.01)
 
 
 def test_the_first_stage_holds_micro_batches_under_way() -> None:
-    what = subject(LARGE, loss_parallel=True)
+    what = workload(LARGE, loss_parallel=True)
     whole = what.kept["none"]
 
     def activations(**changes: int) -> float:
@@ -357,8 +357,8 @@ memories = st.floats(20e9, 400e9)
 @settings(max_examples=40, deadline=None)
 @given(memories, memories, st.sampled_from([8, 16, 64, 256]))
 def test_more_memory_never_loses_a_plan(one_memory: float, other: float, gpus: int) -> None:
-    what = subject(LARGE)
-    everything = layouts(what, A100, [gpus], 512, SHARINGS, Counter())
+    what = workload(LARGE)
+    everything = list_layouts(what, A100, [gpus], 512, SHARINGS, Counter())
     used = memory(what, everything, "A100-80GB").total
     small, large = sorted((one_memory, other))
     assert not ((used <= small) & ~(used <= large)).any()
@@ -382,8 +382,8 @@ def test_more_memory_never_loses_a_plan(one_memory: float, other: float, gpus: i
 )
 def test_faster_links_and_gpus_are_never_slower(nodes: int, tensor: int, pipeline: int, sharing: str, model: Transformer) -> None:
     layout = one(64 * nodes, tensor=tensor, pipeline=pipeline, batch=64 * nodes, sharing=sharing)
-    slow, fast = Pace.of(A100, PEAK, 0.4, 0.5), Pace.of(A100, PEAK, 0.5, 0.8)
-    mine, theirs = (timed(layout, model, pace) for pace in (slow, fast))
+    slow, fast = HardwareRates.of(A100, PEAK, 0.4, 0.5), HardwareRates.of(A100, PEAK, 0.5, 0.8)
+    mine, theirs = (timed(layout, model, rates) for rates in (slow, fast))
     parts = ("compute", "communication", "bubble")
     assert all(value >= 0 and math.isfinite(value) for value in (*mine.values(), *theirs.values()))
     assert sum(theirs[name] for name in parts) <= sum(mine[name] for name in parts) * (1 + 1e-9)
@@ -397,7 +397,7 @@ def test_given_shares_make_no_range_and_measured_links_a_narrow_one() -> None:
     assert 0 < links.high - links.low < loose.high - loose.low
     assert LINKS.mid < 1
     half = A100.with_links(intra=A100.intra)
-    assert (share_of(half, "intra"), share_of(half, "inter")) == (MEASURED_LINKS, LINKS)
+    assert (link_share(half, "intra"), link_share(half, "inter")) == (MEASURED_LINKS, LINKS)
     assert "(reckoned 100 %) of the links' bandwidth inside nodes, 60 % … 95 % (reckoned 80 %) between them" in str(
         plans(model=GPT, cluster=half)
     )
@@ -440,10 +440,10 @@ def test_the_allocators_share_says_where_it_comes_from() -> None:
         (note,) = [note for note in plans(**{"model": GPT, "gpus": 8, **changes}).notes if note.startswith("memory between: ")]
         return note.removeprefix("memory between: the allocator holds ").split(", and context")[0]
 
-    assert said() == "0.95 … 1.25 times what is reckoned, as 344 published layouts of Transformers bear out"
-    assert said(held=0.9) == "0.9 times what is reckoned, as given"
-    assert said(held=(0.9, 1.0, 1.1)) == "0.9 … 1.1 times what is reckoned, as given"
-    assert said(held=HELD) == "0.95 … 1.25 times what is reckoned, as given"
+    assert said() == "0.95 … 1.25 times what is predicted, as 344 published layouts of Transformers bear out"
+    assert said(held=0.9) == "0.9 times what is predicted, as given"
+    assert said(held=(0.9, 1.0, 1.1)) == "0.9 … 1.1 times what is predicted, as given"
+    assert said(held=HELD) == "0.95 … 1.25 times what is predicted, as given"
 
 
 def test_choices_are_narrowed() -> None:
@@ -501,7 +501,7 @@ def test_every_part_of_a_step_lies_between_what_slow_and_fast_hardware_make_of_i
         kind=["none", "full"].index(whole.checkpointing),
     )
     corners = {
-        (efficiency, links): timed(layout, GPT, Pace.of(A100, PEAK, getattr(EFFICIENCY, efficiency), getattr(LINKS, links)))
+        (efficiency, links): timed(layout, GPT, HardwareRates.of(A100, PEAK, getattr(EFFICIENCY, efficiency), getattr(LINKS, links)))
         for efficiency in ("low", "high")
         for links in ("low", "high")
     }
@@ -526,12 +526,12 @@ def test_every_part_of_a_step_lies_between_what_slow_and_fast_hardware_make_of_i
 
 def test_memory_lies_between_the_ends_of_the_allocator_and_of_what_is_outside() -> None:
     found = one(8, batch=8)
-    held = memory(subject(), found, "A100-80GB")
+    held = memory(workload(), found, "A100-80GB")
     around = non_pytorch_memory("A100-80GB", 2)
     inside = held.total[0] - around.mid
     assert held.low[0] == pytest.approx(HELD.low * inside + around.low)
     assert held.high[0] == pytest.approx(HELD.high * inside + around.high)
-    more = memory(subject(), found, "A100-80GB", Interval(low=1.0, mid=1.1, high=1.2))
+    more = memory(workload(), found, "A100-80GB", Interval(low=1.0, mid=1.1, high=1.2))
     assert more.total[0] == pytest.approx(1.1 * inside + around.mid)
 
 
@@ -656,7 +656,7 @@ def test_a_module_is_counted_and_planned() -> None:
     count = 4 * (256 * 256 + 256) + 2570
     assert units_of(found.name) == f"{count / 1e3:.0f} k"
     assert {plan.checkpointing for plan in found} <= {"none", "full"}
-    assert "0.95 … 1.25 times what is reckoned, as 19 published steps of programs imply" in str(found)
+    assert "0.95 … 1.25 times what is predicted, as 19 published steps of programs imply" in str(found)
     assert found.best.memory["weights"] <= 4 * count + 1e6
     whole = wb.RunSpec(task="text-gpt").replace(**found.changes())
     assert whole.global_batch == 1024

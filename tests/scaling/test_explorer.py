@@ -172,7 +172,7 @@ def test_to_follow_a_slider_it_fits_nothing_and_asks_for_one_place(monkeypatch: 
 @pytest.mark.parametrize(
     ("target", "options", "error", "said"),
     [
-        (3, {}, PlanError, "a ScalingCurve or its fit, Plans, or a cost.Transformer"),
+        (3, {}, PlanError, "a ScalingCurve or its fit, Plans, or a Transformer"),
         (GPT, {}, PlanError, "global_batch is needed"),
         (CURVE, {"samples": 0}, PlanError, "a number above 0"),
         (CURVE, {"samples": "2"}, PlanError, "samples='2': a number above 0"),

@@ -1,8 +1,16 @@
-"""Cost: what training across many GPUs sends and computes, in closed forms, each with its source.
+"""Many GPUs: what a training step sends and how long it takes on a cluster: measured, simulated, or predicted by closed forms.
 
-`collectives` and `hierarchy`: seconds on a `Link`, by latency and bandwidth; a measured `Sweep` gives both. `overlap`: what of its buckets
-DDP does not hide behind the backward. `volumes`: bytes per rank of DDP, ZeRO and FSDP. `pipeline`: bubbles. `transformer`: parameters,
-FLOPs and tensor-parallel messages of a GPT; `iteration`: its seconds under 3-D parallelism; `sharded`: those of a step under ZeRO-3. A
-`Cluster` has the GPUs and links that all of it happens on. `Sent` and `Traffic`: the collectives of a program's own step, as they were
-counted; `Links`: measured ones; `TwinRun`: DDP's real reducer beside the closed form.
+Hardware: a `Cluster` (`analysis/cluster`) has GPUs and `Link`s; `measure_collectives` (`api`, `measure/links`) measures your own `Links`.
+
+Closed forms (`analysis`): `collectives` (seconds of an all-reduce and others), `volumes` (bytes of DDP, ZeRO, FSDP), `transformer`
+(parameters and FLOPs of a GPT), `iteration` (its step under 3-D parallelism, pipeline bubbles, DDP's overlap).
+
+A program's own step: `collectives()` (`count_collectives`, `estimate/collectives`) counts each `CollectiveCall` of your module in a dry
+run; together they are a `Traffic` (`analysis/traffic`), whose seconds on a cluster and findings follow.
+
+Plans: `plan()` (`plan`, `analysis/plan`) lists the layouts of a model on a cluster that fit and are fast, as `Plans`.
+
+Energy: `energy()` (`plan`, `analysis/energy`) of a run or a plan: joules, money, carbon.
+
+Simulation: `ddp_twin()` (`api`, `estimate/ddp_twin`) runs DDP's real reducer over an emulated network and returns a `TwinRun`.
 """

@@ -1,4 +1,4 @@
-"""`collectives`: those of the user's own module, counted in a dry run of one rank among many."""
+"""`collectives`: counts the collectives of a training step of your own module, in a dry run of one rank among many."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -6,20 +6,20 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from workbench.cluster.analysis.sent import Sent
+from workbench.cluster.analysis.collective_call import CollectiveCall
 from workbench.cluster.analysis.traffic import Traffic
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task
 
 if TYPE_CHECKING:
-    from workbench.cluster.estimate.collectives import Collector
+    from workbench.cluster.estimate.collectives import CollectiveRecorder
     from workbench.memory.estimate.plan import Plan
     from workbench.train.ranks import Layout
     from workbench.train.trainer import Trainer
 
 
 _NO_LOADER: Any = SimpleNamespace(pin_memory=False)
-"""Stands in the place of a Trainer's loader: its batches are made here."""
+"""Substitute for a Trainer's loader: batches are made here."""
 
 
 def collectives(
@@ -33,14 +33,14 @@ def collectives(
     image: int | None = None,
     **knobs: Any,
 ) -> Traffic:
-    """Every collective of an optimizer step of one rank, with its bytes, its module and its ranks; nothing is computed, nobody is there.
+    """Every collective of an optimizer step of one rank, with its bytes, its module and its ranks; no hardware is needed.
 
-    The program that runs is the Trainer of real runs with torch's own DDP, FSDP2, ZeroRedundancyOptimizer and DTensor, on tensors that
-    have a shape and no values and a process group in which nobody answers; so counts and bytes are those of a real step (the second and
-    later ones: DDP's first step has other buckets). Seconds, whatever the number of ranks.
+    The program that runs is the Trainer of real runs with torch's own DDP, FSDP2, ZeroRedundancyOptimizer and DTensor, on fake tensors and
+    a fake process group; so counts and bytes are those of a real step (the second and later ones: DDP's first step has other buckets).
+    It takes seconds, whatever the number of ranks.
 
     Args:
-        target: a RunSpec, a Task, a function that builds a model, or a model (which is not touched).
+        target: a RunSpec, a Task, a function that builds a model, or a model (which is not changed).
         batch: tensors in a tuple, a list or a dict, for a model or a function; for a RunSpec or Task None takes samples of its dataset.
         world_size: ranks, 1 to 8192; None = the spec's nproc_per_node.
         loss: with a model or function: `loss(model, batch)` → a tensor with one number.
@@ -68,14 +68,14 @@ def collectives(
         asked="collectives",
         **knobs,
     )
-    return counted(plan)
+    return collectives_of_plan(plan)
 
 
-def counted(plan: "Plan") -> Traffic:
-    """The collectives of a plan.
+def collectives_of_plan(plan: "Plan") -> Traffic:
+    """The collectives of a dry run's plan.
 
     Raises:
-        ValueError: it cannot run without values.
+        ValueError: the program cannot run without values.
     """
     from workbench.core.gc import RECENT, collected_before
     from workbench.core.interrupts import defer_interrupts
@@ -84,13 +84,13 @@ def counted(plan: "Plan") -> Traffic:
 
     with defer_interrupts(), collected_before(RECENT), kept_state():
         try:
-            return _counted(plan, on_meta=True)
+            return _count(plan, on_meta=True)
         except BuildError:
-            return _counted(plan, on_meta=False)
+            return _count(plan, on_meta=False)
 
 
-def _counted(plan: "Plan", *, on_meta: bool) -> Traffic:
-    from workbench.cluster.estimate.collectives import arrivals
+def _count(plan: "Plan", *, on_meta: bool) -> Traffic:
+    from workbench.cluster.estimate.collectives import gradient_order
     from workbench.memory.estimate.building import build
     from workbench.memory.estimate.cuda.overrides import replaced
     from workbench.memory.estimate.dry_run import dry_run
@@ -103,8 +103,8 @@ def _counted(plan: "Plan", *, on_meta: bool) -> Traffic:
     from workbench.train.trainer import Trainer, build_model
 
     spec = plan.spec.replace(gc=False, device="cpu", backend="auto", find_unused_parameters=False)
-    seen: list[Callable[[Any], None]] = []  # what DDP's buckets are told to, once it is there
-    with fake_process_group(plan.world_size, 0, bucket_seen=lambda bucket: seen[-1](bucket) if seen else None) as here:
+    on_bucket: list[Callable[[Any], None]] = []  # set when the recorder exists; called with DDP's buckets
+    with fake_process_group(plan.world_size, 0, bucket_seen=lambda bucket: on_bucket[-1](bucket) if on_bucket else None) as here:
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)
         layout = Layout.of(spec, ranks)
         model = build(lambda: build_model(plan.task), on_meta=on_meta)
@@ -122,11 +122,11 @@ def _counted(plan: "Plan", *, on_meta: bool) -> Traffic:
                 recorder.attach(trainer.module)
                 with recorder.hooks(), replaced(checkpointing, "recomputing", recorder.tracker.inside):
                     collector = _collector(trainer, layout, recorder)
-                    seen.append(lambda bucket: collector.bucket(bucket, layout.data))
-                    with collector, arrivals(trainer.module) as order:
-                        unused = _drive(trainer, run, plan, collector)
-                    seen.clear()
-            calls = _steady(trainer, collector, order, layout, plan.spec.find_unused_parameters)
+                    on_bucket.append(lambda bucket: collector.bucket(bucket, layout.data))
+                    with collector, gradient_order(trainer.module) as order:
+                        unused = _run_step(trainer, run, plan, collector)
+                    on_bucket.clear()
+            calls = _calls_of_later_steps(trainer, collector, order, layout, plan.spec.find_unused_parameters)
     return Traffic(
         calls=tuple(calls),
         world_size=plan.world_size,
@@ -140,8 +140,8 @@ def _counted(plan: "Plan", *, on_meta: bool) -> Traffic:
     )
 
 
-def _collector(trainer: "Trainer", layout: "Layout", recorder: Any) -> "Collector":
-    from workbench.cluster.estimate.collectives import Collector
+def _collector(trainer: "Trainer", layout: "Layout", recorder: Any) -> "CollectiveRecorder":
+    from workbench.cluster.estimate.collectives import CollectiveRecorder
 
     names = {id(part): name for name, part in trainer.module.named_modules()}
     axes: list[tuple[str, Any]] = [("tensor", layout.tensor.get_group())] if layout.tensor is not None else []
@@ -149,16 +149,16 @@ def _collector(trainer: "Trainer", layout: "Layout", recorder: Any) -> "Collecto
         dims = layout.replicas.mesh_dim_names or ("shard",)
         axes += [("replica" if name == "replica" else "shard", layout.replicas.get_group(axis)) for axis, name in enumerate(dims)]
 
-    def at_work() -> str:
+    def module_at_work() -> str:
         tracker = recorder.tracker
         return str(tracker.backward()[0] if collector.phase == "backward" else tracker.forward)
 
-    collector = Collector(at_work, lambda part: names.get(id(part), ""), axes)
+    collector = CollectiveRecorder(module_at_work, lambda part: names.get(id(part), ""), axes)
     return collector
 
 
-def _drive(trainer: "Trainer", run: Any, plan: "Plan", collector: "Collector") -> tuple[str, ...]:
-    """One optimizer step; names of the parameters that got no gradient in it."""
+def _run_step(trainer: "Trainer", run: Any, plan: "Plan", collector: "CollectiveRecorder") -> tuple[str, ...]:
+    """Take one optimizer step; returns the names of parameters that got no gradient."""
 
     @contextlib.contextmanager
     def phase(name: str) -> Iterator[None]:
@@ -175,32 +175,35 @@ def _drive(trainer: "Trainer", run: Any, plan: "Plan", collector: "Collector") -
     return unused
 
 
-def _steady(trainer: "Trainer", collector: "Collector", order: Sequence[Any], layout: "Layout", looking: bool) -> list[Sent]:
-    """The collectives of any later step, those marked for which nothing is left to compute meanwhile."""
-    from workbench.cluster.estimate.collectives import rebuilt
+def _calls_of_later_steps(
+    trainer: "Trainer", collector: "CollectiveRecorder", order: Sequence[Any], layout: "Layout", find_unused: bool
+) -> list[CollectiveCall]:
+    """The collectives of any later step; those during which nothing is computed are marked."""
+    from workbench.cluster.estimate.collectives import with_rebuilt_buckets
 
     names = {id(weight): name for name, part in trainer.module.named_modules() for weight in part.parameters(recurse=False)}
     like = collector.reduced(0, layout.data)
-    return marked(rebuilt(collector.calls, collector.buckets, trainer.model, order, names, like=like, looking=looking))
+    return mark_waited(
+        with_rebuilt_buckets(collector.calls, collector.buckets, trainer.model, order, names, like=like, find_unused=find_unused)
+    )
 
 
-def marked(calls: Sequence[Sent]) -> list[Sent]:
-    """Collectives, and which of them the rank has to wait for.
+def mark_waited(calls: Sequence[CollectiveCall]) -> list[CollectiveCall]:
+    """Mark the collectives that the rank has to wait for.
 
-    FSDP2 gathers one part ahead and reduces while it goes on, so that it waits for the first gather of a forward and for the last
-    reductions of a backward; DDP waits for a forward's broadcast of buffers.
+    FSDP2 gathers one block ahead and reduces asynchronously, so that it waits for the first gather of a forward and for the last reductions
+    of a backward; DDP waits for a forward's broadcast of buffers.
     """
-    found = list(calls)
+    waited: set[int] = set()
     first: set[int] = set()
     last: dict[tuple[int, str], int] = {}
-    for place, one in enumerate(found):
-        if one.phase == "forward" and one.kind == "broadcast":
-            found[place] = replace(one, waited=True)
-        if one.phase == "forward" and one.kind == "all_gather" and one.axis == "shard" and one.micro not in first:
-            first.add(one.micro)
-            found[place] = replace(one, waited=True)
-        if one.phase == "backward" and one.axis in ("shard", "replica") and one.kind in ("reduce_scatter", "all_reduce"):
-            last[one.micro, one.kind] = place
-    for place in last.values():
-        found[place] = replace(found[place], waited=True)
-    return found
+    for index, call in enumerate(calls):
+        if call.phase == "forward" and call.kind == "broadcast":
+            waited.add(index)
+        if call.phase == "forward" and call.kind == "all_gather" and call.axis == "shard" and call.micro not in first:
+            first.add(call.micro)
+            waited.add(index)
+        if call.phase == "backward" and call.axis in ("shard", "replica") and call.kind in ("reduce_scatter", "all_reduce"):
+            last[call.micro, call.kind] = index
+    waited |= set(last.values())
+    return [replace(call, waited=True) if index in waited else call for index, call in enumerate(calls)]

@@ -1,13 +1,8 @@
-"""Planning: which layout of a model on a cluster fits and is fast, before anything is rented; closed forms only, nothing is run.
+"""`plan`: the layouts of a model on a cluster that fit and are fast, by closed forms; `energy`: of a run or of a plan. Nothing is run.
 
-`subject` is what is trained, by its sizes or counted from a module by fake runs (`reading`). `space` lists all layouts as columns of
-numbers; `memory` and `timing` say what each takes; `choosing` makes a short list that differs. `making` checks what was asked,
-`answering` puts all together, `plans` and `short_list` show it; `drawing` is about energy. `ranges` has the shares of the hardware's
-peaks, and of the reckoned memory, from which every interval comes.
-
-Making: from a model and a cluster to the short list of plans.
-
-Drawing power: the energy of a run or of a plan, asked in one way.
+The files of `analysis/plan`: `workload` (what is trained, by its sizes or counted by `read_model`), `layouts` (all layouts as columns of
+numbers), `memory` and `timing` (what each takes), `search` (filter, time, select), `plans` (the results), `ranges` (the shares of hardware
+peaks from which all intervals come).
 """
 
 from collections.abc import Sequence
@@ -16,21 +11,20 @@ from typing import Any
 
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.energy import Energy
-from workbench.cluster.analysis.plan.energy import Power, checked
-from workbench.cluster.analysis.plan.layouts import SHARINGS, checked_gpus
-from workbench.cluster.analysis.plan.plans import Plan, Plans
-from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, PlanError, given, peak_of, share_of
-from workbench.cluster.analysis.plan.search import Question
-from workbench.cluster.analysis.plan.subject import Subject, of_transformer
+from workbench.cluster.analysis.plan.layouts import SHARINGS, gpu_counts
+from workbench.cluster.analysis.plan.plans import Plan, Plans, Power, checked_energy_inputs
+from workbench.cluster.analysis.plan.ranges import EFFICIENCY, HELD, PlanError, link_share, peak_of, share_interval
+from workbench.cluster.analysis.plan.search import PlanSearch
+from workbench.cluster.analysis.plan.workload import Workload, workload_of_transformer
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.core.checks import real_number, whole_number
 from workbench.memory.analysis.fit import MARGIN
 from workbench.runs.run import Run
 
-MOST = 65_536
-"""GPUs up to which their number is left open."""
+MAX_GPUS = 65_536
+"""Most GPUs of a plan whose number of GPUs is left open."""
 GRADIENT_BYTES = (2, 4)
-"""Of each gradient while they are summed."""
+"""Bytes of a gradient while gradients are summed."""
 
 
 def plan(
@@ -62,19 +56,19 @@ def plan(
     fused_attention: bool = True,
     gradient_bytes: float = 4,
     loss_parallel: bool = False,
-    most_gpus: int = MOST,
+    most_gpus: int = MAX_GPUS,
     **knobs: Any,
 ) -> Plans:
     """Find the layouts of a model on a cluster that fit and are fast: data × tensor × pipeline × sharing × micro-batch × checkpointing.
 
-    Nothing is run: step times and memory are closed forms, each with its source, at shares of the hardware's peaks that come with a range;
-    so every figure has one. A measured step of your own narrows it: `efficiency=` what it reached, `held=` the allocator's bytes over ours.
+    Nothing is run: step times and memory are closed forms, each with its source, at shares of the hardware's peaks that have a range; so
+    every figure has one. A measured step of yours narrows it: `efficiency=` what it reached, `held=` measured over predicted bytes.
 
-    A plan fits if the memory that is reckoned is at most what may be used of a GPU (its own less `margin`). Where the upper end is more,
-    the plan is listed and marked tight; and beside the fastest, if it is tight, stands the fastest that is not ("safe"), unless `top` is 1.
+    A plan fits if its predicted memory is at most what may be used of a GPU (all but `margin`). If the upper end of the prediction is more,
+    the plan is marked tight; if the fastest plan is tight, the fastest that is not is listed, too ("safe"), unless `top` is 1.
 
     Args:
-        model: a `cost.Transformer` with its sizes; or a Task, a RunSpec, a module or a function that builds one, of which parameters, FLOPs
+        model: a `Transformer` with its sizes; or a Task, a RunSpec, a module or a function that builds one, of which parameters, FLOPs
             and memory are counted by fake runs; these are planned without tensor and pipeline parallelism.
         cluster: one of its own, or a name of the catalogue.
         gpus: how many; None = any number up to `most_gpus`, for the trade of time against money.
@@ -91,7 +85,7 @@ def plan(
         watts: of a GPU under load, if the table does not have it.
         efficiency: share of the GPU's dense peak while it computes: a number, or (low, mid, high); None = as published runs imply.
         links: share of the links' bandwidth that collectives reach, likewise.
-        held: what PyTorch's allocator holds over what is reckoned, likewise; None = as published steps and layouts imply (`planning.HELD`).
+        held: what PyTorch's allocator holds over the predicted bytes, likewise; None = as published steps imply (`ranges.HELD`).
         margin: share of a GPU's memory that stays free.
         tensor: ranks that split each layer; None = any.
         pipeline: stages; None = any.
@@ -114,7 +108,7 @@ def plan(
     if isinstance(model, Transformer):
         if knobs or batch is not None:
             raise PlanError(f"{', '.join(knobs) or 'batch'}: known for a Task, a RunSpec or a module; a Transformer has sizes only")
-        subject = of_transformer(
+        workload = workload_of_transformer(
             model,
             sequence=sequence,
             precision=precision or "amp_bf16",
@@ -127,55 +121,55 @@ def plan(
     else:
         from workbench.cluster.read_model import read
 
-        subject = read(model, where, batch=batch, sequence=sequence, precision=precision, checkpointing=checkpointing, **knobs)
-    given_batch = global_batch if global_batch is not None else getattr(subject.spec, "global_batch", None)
+        workload = read(model, where, batch=batch, sequence=sequence, precision=precision, checkpointing=checkpointing, **knobs)
+    given_batch = global_batch if global_batch is not None else getattr(workload.spec, "global_batch", None)
     size = _whole("global_batch", given_batch)
-    question = Question(
-        subject=_narrowed(subject, tensor, pipeline, chunks, checkpointing),
+    search = PlanSearch(
+        workload=_restricted(workload, tensor, pipeline, chunks, checkpointing),
         cluster=where,
         batch=size,
-        peak=peak_of(where.device, subject.precision),
-        efficiency=given(efficiency, "efficiency", EFFICIENCY),
-        links=(given(links, "links", share_of(where, "intra")), given(links, "links", share_of(where, "inter"))),
-        held=given(held, "held", HELD, "what the allocator holds over what is reckoned", "1.05"),
-        room=where.device.memory * (1 - _margin(margin)),
+        peak=peak_of(where.device, workload.precision),
+        efficiency=share_interval(efficiency, "efficiency", EFFICIENCY),
+        links=(share_interval(links, "links", link_share(where, "intra")), share_interval(links, "links", link_share(where, "inter"))),
+        held=share_interval(held, "held", HELD, "what the allocator holds over the predicted bytes", "1.05"),
+        usable_memory=where.device.memory * (1 - _margin(margin)),
         steps=_whole("steps", steps),
         top=_whole("top", top),
         power=Power(price=price, electricity=electricity, intensity=intensity, pue=pue, watts=watts),
-        whole=subject,
-        own=efficiency is not None,
-        own_held=held is not None,
+        unrestricted=workload,
+        efficiency_given=efficiency is not None,
+        held_given=held is not None,
     )
-    sizes = checked_gpus(where, gpus, min(_whole("most_gpus", most_gpus), MOST * 16))
-    return question.answer(sizes, _several("sharing", sharing, SHARINGS))
+    sizes = gpu_counts(where, gpus, min(_whole("most_gpus", most_gpus), MAX_GPUS * 16))
+    return search.plans(sizes, _several("sharing", sharing, SHARINGS))
 
 
-def _narrowed(subject: Subject, tensor: int | None, pipeline: int | None, chunks: int | None, checkpointing: Any) -> Subject:
-    """With one degree where it was given, and with the kinds of checkpointing that were."""
+def _restricted(workload: Workload, tensor: int | None, pipeline: int | None, chunks: int | None, checkpointing: Any) -> Workload:
+    """The workload with the given degrees and kinds of checkpointing only."""
     changes: dict[str, Any] = {}
-    for name, wanted, allowed in (("tensor", tensor, subject.tensors), ("pipeline", pipeline, subject.stages)):
-        if wanted is None:
+    for name, degree, allowed in (("tensor", tensor, workload.tensors), ("pipeline", pipeline, workload.stages)):
+        if degree is None:
             continue
-        if wanted not in allowed:
-            raise PlanError(f"{name}={wanted!r}: {subject.name} on this cluster can have {', '.join(map(str, allowed))}")
-        changes["tensors" if name == "tensor" else "stages"] = [wanted]
+        if degree not in allowed:
+            raise PlanError(f"{name}={degree!r}: {workload.name} on this cluster can have {', '.join(map(str, allowed))}")
+        changes["tensors" if name == "tensor" else "stages"] = [degree]
     if chunks is not None:
         changes["chunks"] = [_whole("chunks", chunks)]
     if checkpointing is not None:
-        kinds = _several("checkpointing", checkpointing, tuple(subject.computed))
-        changes["computed"] = {kind: flops for kind, flops in subject.computed.items() if kind in kinds}
-    return replace(subject, **changes) if changes else subject
+        kinds = _several("checkpointing", checkpointing, tuple(workload.computed))
+        changes["computed"] = {kind: flops for kind, flops in workload.computed.items() if kind in kinds}
+    return replace(workload, **changes) if changes else workload
 
 
 def _several(name: str, value: Any, allowed: Sequence[str]) -> list[str]:
-    """One or several of what is allowed; None = all."""
-    wanted = list(allowed) if value is None else [value] if isinstance(value, str) else list(value)
-    for one in wanted:
-        if one not in allowed:
-            raise PlanError(f"{name}={one!r}: allowed are {', '.join(allowed)}")
-    if not wanted:
+    """Check one or several of the allowed names; None = all."""
+    given = list(allowed) if value is None else [value] if isinstance(value, str) else list(value)
+    for choice in given:
+        if choice not in allowed:
+            raise PlanError(f"{name}={choice!r}: allowed are {', '.join(allowed)}")
+    if not given:
         raise PlanError(f"{name}={value!r}: at least one of {', '.join(allowed)} is wanted")
-    return [one for one in allowed if one in wanted]
+    return [choice for choice in allowed if choice in given]
 
 
 def _whole(name: str, value: Any) -> int:
@@ -197,26 +191,26 @@ def _margin(value: float) -> float:
 
 
 def energy(target: Run | Plan | Plans, *, steps: int | None = None, **inputs: Any) -> Energy:
-    """Energy, money and carbon: of a run as its hardware told or by the design power of its devices, of a plan by the latter.
+    """Energy, money and carbon of a run, measured by its hardware or by the design power of its devices, or of a plan, by the latter.
 
-    `measured` says which. Embodied carbon, the loader's disks and the network are left out.
+    `measured` says which of the two it is. Embodied carbon, the loader's disks and the network are left out.
 
     Args:
         target: a Run, a Plan, or Plans (of which the best counts).
         steps: of a plan; None = as it was planned.
-        inputs: `price` (money per GPU and hour), `electricity` (money per kWh), `intensity` (gCO2e per kWh), `pue`; `watts` of a device of
-            which nothing is known. A plan has those that it was made with; these go before them.
+        inputs: `price` (money per GPU and hour), `electricity` (money per kWh), `intensity` (gCO2e per kWh), `pue`; `watts` of a device
+            that is not in the table. A plan's own inputs are the default.
 
     Raises:
         PlanError: something else was given.
         CostError: nothing was counted and the device's power is not known; or a number out of bounds.
     """
-    checked(inputs)
+    checked_energy_inputs(inputs)
     if isinstance(target, Run):
         if steps is not None:
             raise PlanError(f"steps={steps}: a run has the steps that it has; steps are of a plan")
-        drawn: Energy = target.energy(**inputs)
-        return drawn
+        of_run: Energy = target.energy(**inputs)
+        return of_run
     plan = target.best if isinstance(target, Plans) else target
     if not isinstance(plan, Plan):
         raise PlanError(f"energy({target!r:.60}): a Run, a Plan or Plans is wanted, not a {type(target).__name__}")

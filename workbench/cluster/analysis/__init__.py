@@ -1,1 +1,1 @@
-"""analysis."""
+"""Results and closed forms; pure arithmetic, no torch."""

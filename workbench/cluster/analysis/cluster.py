@@ -1,4 +1,4 @@
-"""Cluster: nodes of GPUs, and the links inside and between them, from their makers' datasheets or from measurements of your own."""
+"""`Cluster`: nodes of GPUs with the links inside and between them, from the makers' datasheets or from your own measurements."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 NVLINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 14e-6
-"""Seconds per hop of a ring, inside and between nodes, that NCCL reckons with when it chooses algorithms.
+"""Seconds per hop of a ring, inside and between nodes, with which NCCL chooses algorithms.
 Source: github.com/NVIDIA/nccl, src/graph/tuning.cc, `hwLat`, Ring/Simple."""
 
 LINKS = ("intra", "inter")
@@ -36,19 +36,19 @@ class Cluster(display.Shown, JsonDataclass):
     """
 
     name: str
-    """Of the kind of node."""
+    """Name of the kind of node."""
     device: Device
-    """Each GPU."""
+    """Kind of GPU."""
     gpus_per_node: int
-    """GPUs that `intra` joins."""
+    """GPUs of a node, joined by `intra`."""
     intra: Link
-    """Two GPUs of a node."""
+    """Link of two GPUs of a node."""
     inter: Link
-    """Two GPUs of different nodes, when all GPUs of both send."""
+    """Link of two GPUs of different nodes, when all GPUs of both send."""
     source: str
-    """Where the figures stand."""
+    """Source of the figures."""
     measured_links: tuple[str, ...] = ()
-    """Those of LINKS that were measured. A datasheet's bandwidth is reached by nobody."""
+    """Those of LINKS that were measured. No program reaches a datasheet's bandwidth."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, Device):
@@ -69,12 +69,12 @@ class Cluster(display.Shown, JsonDataclass):
         Raises:
             CostError: not in the catalogue; the message lists what is.
         """
-        known = {one.name.lower(): one for one in CLUSTERS}
+        known = {cluster.name.lower(): cluster for cluster in CLUSTERS}
         if str(name).lower() not in known:
             near = nearest(str(name).lower(), known, cutoff=0.4)
             hint = f"did you mean {known[near].name!r}? Known" if near else "known"
             raise CostError(
-                f"unknown cluster {name!r}: {hint} are {', '.join(one.name for one in CLUSTERS)}. For another one make it: "
+                f"unknown cluster {name!r}: {hint} are {', '.join(cluster.name for cluster in CLUSTERS)}. For another one make it: "
                 "Cluster(name=…, device=Device.named(…), gpus_per_node=…, intra=Link(latency=…, bandwidth=…), inter=Link(…), source=…)"
             )
         return known[str(name).lower()]
@@ -91,16 +91,16 @@ class Cluster(display.Shown, JsonDataclass):
         source: str = "measured",
         measured: bool = True,
     ) -> "Cluster":
-        """A cluster of one's own, from what `wb.measure_collectives` found on it, from sweeps or from links.
+        """Your own cluster, from the results of `wb.measure_collectives`, from sweeps or from links.
 
         Args:
-            device: each GPU, or its name.
-            gpus_per_node: GPUs that `intra` joins.
+            device: kind of GPU, or its name.
+            gpus_per_node: GPUs of a node.
             intra: inside a node.
             inter: between nodes, per GPU when all of a node send.
-            name: of it.
-            source: where the figures stand.
-            measured: were the links measured? A datasheet's are slower in truth.
+            name: of the cluster.
+            source: of the figures.
+            measured: were the links measured? Real ones are slower than their datasheet.
         """
         return cls(
             name=name,
@@ -115,19 +115,19 @@ class Cluster(display.Shown, JsonDataclass):
     def with_links(
         self, *, intra: "Link | Sweep | Links | None" = None, inter: "Link | Sweep | Links | None" = None, source: str = "measured"
     ) -> "Cluster":
-        """The same nodes with links that were measured: Links, a Sweep, or a link such as by `Link.from_sweep`; their intervals stay.
+        """The same nodes with measured links: Links, a Sweep, or a Link such as from `Link.from_sweep`; their intervals are kept.
 
-        One that is not given stays as it was, by its datasheet if so.
+        A link that is not given stays as it is.
         """
-        links = {name: _link(one) for name, one in (("intra", intra), ("inter", inter)) if one is not None}
+        links = {name: _link(link) for name, link in (("intra", intra), ("inter", inter)) if link is not None}
         known = tuple(name for name in LINKS if name in links or name in self.measured_links)
         return replace(self, **links, source=f"{source}; {self.source}", measured_links=known)  # type: ignore[arg-type]
 
     def nodes(self, gpus: int) -> int:
-        """Nodes that so many GPUs take.
+        """Number of nodes of so many GPUs.
 
         Raises:
-            CostError: more than a node has, and not whole nodes.
+            CostError: several nodes of which one is incomplete.
         """
         if checked_ranks(gpus) > self.gpus_per_node and gpus % self.gpus_per_node:
             raise CostError(
@@ -136,7 +136,7 @@ class Cluster(display.Shown, JsonDataclass):
         return -(-gpus // self.gpus_per_node)
 
     def all_reduce(self, size: float, gpus: int) -> float:
-        """Seconds in which so many GPUs sum `size` bytes that each has: inside a node as a ring, over several hierarchically."""
+        """Seconds of an all-reduce of `size` bytes over so many GPUs: a ring inside a node, hierarchical over several."""
         nodes = self.nodes(gpus)
         if nodes == 1:
             return all_reduce(size, gpus, self.intra)
@@ -154,14 +154,14 @@ class Cluster(display.Shown, JsonDataclass):
             ["GPUs per node", f"{self.gpus_per_node} × {self.device.name}"],
             ["memory of each", units.bytes_(self.device.memory)],
             ["peak of each, dense", units.count(peak, "FLOP/s")],
-            ["inside a node, each way", _words(self.intra)],
-            ["between nodes, per GPU", _words(self.inter)],
+            ["inside a node, each way", _describe(self.intra)],
+            ["between nodes, per GPU", _describe(self.inter)],
         ]
         return display.Table(columns=("cluster", self.name), rows=rows, note=f"{self.how}; {self.source}")
 
     @property
     def how(self) -> str:
-        """Whether the links were measured, in words."""
+        """Text: which links were measured."""
         by_datasheet = "at best, by datasheet: measured ones are slower"
         if self.measured or not self.measured_links:
             return "links measured" if self.measured else f"links {by_datasheet}"
@@ -170,7 +170,7 @@ class Cluster(display.Shown, JsonDataclass):
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`; older files say `measured` of both links at once."""
+        """Inverse of `to_json`; older files have one `measured` for both links."""
         own = {name: kept for name, kept in value.items() if name != "measured"}
         return fields_from_json(cls, {"measured_links": LINKS if value.get("measured") else (), **own})
 
@@ -178,20 +178,20 @@ class Cluster(display.Shown, JsonDataclass):
         return f"Cluster({self.name!r})"
 
 
-def _link(one: "Link | Sweep | Links") -> Link:
-    found = getattr(one, "link", one)
-    if not isinstance(found, Link):
-        raise CostError(f"{one!r:.60}: a Link, a Sweep or Links are wanted")
-    return found
+def _link(value: "Link | Sweep | Links") -> Link:
+    link = getattr(value, "link", value)
+    if not isinstance(link, Link):
+        raise CostError(f"{value!r:.60}: a Link, a Sweep or Links are wanted")
+    return link
 
 
-def _words(link: Link) -> str:
+def _describe(link: Link) -> str:
     between = "" if link.bandwidths is None else f" ({' … '.join(units.count(end, 'B/s') for end in link.bandwidths)})"
     return f"{units.count(link.bandwidth, 'B/s')}{between}, {units.seconds(link.latency)} a hop"
 
 
 def _cluster(name: str, device: str, gigabits: float, source: str) -> Cluster:
-    """Nodes of eight, joined by NVLink. `gigabits`: per second, a GPU's share of the network."""
+    """Nodes of eight GPUs with NVLink. `gigabits`: per second, a GPU's share of the network."""
     gpu = Device.named(device)
     assert gpu.nvlink is not None, f"the table of devices has no NVLink for {device}"
     return Cluster(
@@ -246,4 +246,4 @@ CLUSTERS = (
         f"NVLink 4, 900 GB/s both ways; 3,200 Gb/s Ethernet (EFA) per node of 8: Amazon EC2 P5 page, {NOT_READ}",
     ),
 )
-"""Nodes by name; no cluster is slower or faster than what its maker prints, until it is measured."""
+"""The catalogue: figures of the makers' datasheets, until you measure."""

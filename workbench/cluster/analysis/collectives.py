@@ -1,10 +1,8 @@
-"""Collectives: seconds by latency and bandwidth (the α–β model), and a link's latency and bandwidth from measured ones.
+"""Seconds of collectives by latency and bandwidth (the α–β model), and a `Link` fitted to measured ones.
 
-The model: every message costs α seconds plus its bytes over the bandwidth; all ranks send and receive at once. It is exact for rings of
+The model: every message takes α seconds plus its bytes over the bandwidth; all ranks send and receive at once. It is exact for rings of
 large messages; over all sizes from 32 KiB to 16 GiB of one published sweep (8 GPUs) it errs by 10 % in the median and 37 % at most.
 Left out: achieved bandwidth falls with the number of nodes, so that one measured on few is an upper bound.
-
-Hierarchy: an all-reduce over nodes of several GPUs, fast links inside and slower ones between.
 """
 
 import math
@@ -22,12 +20,12 @@ BUS_FACTORS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 
 class CostError(ValueError):
-    """A quantity that no formula takes; the message says what was given, what is allowed and what to try."""
+    """An argument that a formula does not accept; the message says what was given, what is allowed and what to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link(display.Shown, JsonDataclass):
-    """What joins ranks: a message of S bytes takes latency + S / bandwidth.
+    """A connection between ranks: a message of S bytes takes latency + S / bandwidth.
 
     >>> link = Link(latency=3.4e-6, bandwidth=450e9)
     >>> units.seconds(all_reduce(2**30, 8, link))
@@ -35,11 +33,11 @@ class Link(display.Shown, JsonDataclass):
     """
 
     latency: float
-    """Seconds of a message of no bytes, from rank to rank (α)."""
+    """Seconds of an empty message, from rank to rank (α)."""
     bandwidth: float
     """Bytes per second that one rank sends while it receives as many (1/β)."""
     bandwidths: tuple[float, float] | None = None
-    """Interval of the bandwidth, where repeats were measured; None = not known."""
+    """Interval of the bandwidth, if repeats were measured; None = unknown."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency < math.inf:
@@ -51,12 +49,12 @@ class Link(display.Shown, JsonDataclass):
 
     @classmethod
     def from_sweep(cls, points: Iterable[tuple[float, float]], *, ranks: int, collective: str = "all_reduce") -> "Link":
-        """The link that explains measured (bytes, seconds) of one collective best, in relative errors, as a ring.
+        """The link that fits measured (bytes, seconds) of one collective best, as a ring, in relative errors.
 
-        For sizes between measured ones, interpolate the sweep itself instead; this is for other numbers of ranks.
+        It serves for other numbers of ranks; for sizes between measured ones, interpolate the `Sweep` itself.
 
         Raises:
-            CostError: fewer than two sizes, something not above 0, or seconds that do not grow with the bytes.
+            CostError: fewer than two sizes, values not above 0, or seconds that do not grow with the bytes.
         """
         rows = list(points)
         if len({size for size, _ in rows}) < 2 or any(not size > 0 or not seconds > 0 for size, seconds in rows):
@@ -73,7 +71,7 @@ class Link(display.Shown, JsonDataclass):
 
     @property
     def table(self) -> display.Table:
-        """Both figures."""
+        """Latency and bandwidth."""
         rows = [["latency", units.seconds(self.latency)], ["bandwidth", units.count(self.bandwidth, "B/s")]]
         return display.Table(columns=("link", ""), rows=rows)
 
@@ -84,7 +82,7 @@ class Link(display.Shown, JsonDataclass):
 
 
 def all_reduce(size: float, ranks: int, link: Link, algorithm: str = "ring") -> float:
-    """Seconds in which `ranks` ranks sum `size` bytes that each has.
+    """Seconds of a sum over ranks of `size` bytes that each has.
 
     ring: 2(n−1) α + 2(n−1)/n · S/bw. tree: 2 ⌈log₂ n⌉ α and the same bytes (recursive halving, then doubling).
     Source: Thakur, Rabenseifner and Gropp 2005, Optimization of Collective Communication Operations in MPICH (the sum itself left out).
@@ -103,7 +101,7 @@ def reduce_scatter(size: float, ranks: int, link: Link, algorithm: str = "ring")
 
 
 def all_to_all(size: float, ranks: int, link: Link) -> float:
-    """Seconds in which every rank deals its `size` bytes out to all: (n−1) α + (n−1)/n · S/bw."""
+    """Seconds until every rank has sent a part of its `size` bytes to each other: (n−1) α + (n−1)/n · S/bw."""
     return collective_seconds("all_to_all", size, ranks, link, "ring")
 
 
@@ -113,10 +111,10 @@ def broadcast(size: float, ranks: int, link: Link, algorithm: str = "ring") -> f
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over size / seconds: what makes it comparable between numbers of ranks.
+    """Bus bandwidth over size / seconds; bus bandwidth is comparable between numbers of ranks.
 
     2(n−1)/n of an all-reduce, (n−1)/n of reduce-scatter, all-gather and all-to-all, 1 of broadcast and reduce.
-    Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md. It bounds rings only: switches that add up (NVLS) can exceed the link.
+    Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md. It bounds rings only: reductions in the switch (NVLS) can exceed the link.
 
     >>> bus_factor("all_reduce", 8)
     1.75
@@ -142,7 +140,7 @@ def collective_seconds(collective: str, size: float, ranks: int, link: Link, alg
 
 
 def _ring(collective: str, size: float, ranks: int) -> tuple[int, float]:
-    """Messages that follow one another, and bytes that each rank sends, in a ring."""
+    """Consecutive messages, and bytes that each rank sends, in a ring."""
     choice("collective", collective, BUS_FACTORS, error=CostError)
     if ranks == 1:
         return 0, 0.0
@@ -153,10 +151,10 @@ def _ring(collective: str, size: float, ranks: int) -> tuple[int, float]:
 
 
 def checked_ranks(ranks: Any, least: int = 1) -> int:
-    """A number of ranks.
+    """The number of ranks, checked.
 
     Raises:
-        CostError: it is none.
+        CostError: not a whole number of at least `least`.
     """
     if not is_whole(ranks, least=least):
         raise CostError(f"{ranks!r} ranks: a whole number of at least {least} is wanted")
@@ -164,13 +162,13 @@ def checked_ranks(ranks: Any, least: int = 1) -> int:
 
 
 def non_negative_pair(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
-    """x, y of at least 0 that make a·x + b·y of each row (a, b, seconds) come as near to its seconds as can be, in relative errors.
+    """Least squares for x, y ≥ 0 in a·x + b·y ≈ seconds of each row (a, b, seconds), in relative errors.
 
-    Exact: the best pair, unless one of it is negative; then that one is 0 and the other the best alone.
+    Exact: the unconstrained solution; if one of the two is negative, it is 0 and the other is fitted alone.
     """
     scaled = [(a / seconds, b / seconds) for a, b, seconds in rows]
-    aa, ab, bb = (sum(p * q for p, q in ((one[i], one[j]) for one in scaled)) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(one[i] for one in scaled) for i in (0, 1))
+    aa, ab, bb = (sum(p * q for p, q in ((row[i], row[j]) for row in scaled)) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(row[i] for row in scaled) for i in (0, 1))
     determinant = aa * bb - ab * ab
     if determinant > 1e-12 * aa * bb:
         x, y = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
@@ -182,8 +180,8 @@ def non_negative_pair(rows: Iterable[tuple[float, float, float]]) -> tuple[float
 
 
 def hierarchical_all_reduce(size: float, *, nodes: int, per_node: int, intra: Link, inter: Link, algorithm: str = "ring") -> float:
-    """Seconds of an all-reduce in three parts: reduce-scatter inside each node, all-reduce of each GPU's part with its like in the other
-    nodes, all-gather inside.
+    """Seconds of an all-reduce in three parts: reduce-scatter inside each node, all-reduce of each GPU's part with its
+    counterparts in the other nodes, all-gather inside.
 
     Bytes per GPU: 2(g−1)/g · S inside, 2(k−1)/k · S/g between; every GPU has a network card, and all of them work at once.
 

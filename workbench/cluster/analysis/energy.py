@@ -1,9 +1,8 @@
-"""Energy: joules, kilowatt-hours, money and carbon of a run or of a plan; arithmetic, with nothing measured here.
+"""`Energy`: joules, kilowatt-hours, money and carbon of a run or of a plan; arithmetic only, nothing is measured here.
 
-kWh = W × h / 1000 × PUE; money = GPUs × h × price + kWh × electricity; gCO2e = kWh × intensity. What it took to make the hardware (embodied
-carbon) is left out, and so is whatever ran before and after the steps.
-
-The energy of a run: of what its directory holds, measured; else of the time that its steps took, estimated.
+kWh = W × h / 1000 × PUE; money = GPUs × h × price + kWh × electricity; gCO2e = kWh × intensity. Embodied carbon of the hardware is left
+out, and so is all that ran before and after the steps. A run's energy is measured if its directory has counters, else estimated from its
+step times.
 """
 
 import math
@@ -24,12 +23,12 @@ NODE_WATTS: Mapping[str, tuple[float, str]] = {
     "DGX-H200": (10200, f"NVIDIA DGX H200 user guide: 10.2 kW at most, {NOT_READ}"),
     "DGX-B200": (14300, "NVIDIA DGX B200 user guide, docs.nvidia.com/dgx/dgxb200-user-guide: 14.3 kW at most"),
 }
-"""Cluster → what a whole node draws at most in W, and where it stands."""
+"""Cluster → maximal power of a whole node in W, and its source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Energy(display.Shown, JsonDataclass):
-    """What something drew, or would draw.
+    """Energy that a run drew, or a plan would draw.
 
     >>> used = Energy(joules=7.2e6, seconds=3600, gpus=2, measured=True, source="NVML", price=2.5, intensity=400)
     >>> used.kwh, used.watts, used.money, used.grams
@@ -39,25 +38,25 @@ class Energy(display.Shown, JsonDataclass):
     joules: float
     """Of all devices together."""
     seconds: float
-    """In which they were drawn."""
+    """Duration."""
     gpus: int
-    """Devices that are paid for."""
+    """Devices that are paid."""
     measured: bool
-    """Did the hardware tell? Otherwise it is estimated."""
+    """Measured by the hardware? Otherwise estimated."""
     source: str
-    """Where the joules come from."""
+    """Source of the joules."""
     low: float | None = None
     """Joules at least; None = as `joules`."""
     high: float | None = None
     """Joules at most; None = as `joules`."""
     price: float | None = None
-    """Money per device and hour; None = not said."""
+    """Money per device and hour; None = not given."""
     electricity: float | None = None
     """Money per kWh, where it is paid beside; None = it is not."""
     intensity: float | None = None
-    """gCO2e per kWh of the grid; None = not said."""
+    """gCO2e per kWh of the grid; None = not given."""
     pue: float = 1.0
-    """Power usage effectiveness: what the building draws over what the machines do; 1 = the building is left out."""
+    """Power usage effectiveness: power of the building over that of the machines; 1 = the building is left out."""
 
     def __post_init__(self) -> None:
         for name in ("joules", "seconds", "low", "high", "price", "electricity", "intensity"):
@@ -96,7 +95,7 @@ class Energy(display.Shown, JsonDataclass):
 
     @property
     def table(self) -> display.Table:
-        """Energy, power, money, carbon: those that are known."""
+        """Energy, power, and money and carbon if known."""
         scale = self.pue / JOULES_PER_KWH
         rows = [["energy", _kwh(self.kwh)]]
         if self.low is not None and self.high is not None:
@@ -131,14 +130,14 @@ def _kwh(value: float) -> str:
 
 
 def watts_of(device: str, watts: float | None = None) -> tuple[float, str]:
-    """Power of a device under load, and where the figure stands.
+    """Power of a device under load, and the source of the figure.
 
     Args:
         device: its name in the table of devices.
-        watts: of a device whose power the table does not have.
+        watts: overrides the table.
 
     Raises:
-        CostError: nothing is known of it and nothing was given.
+        CostError: the device is not in the table and no watts were given.
     """
     if watts is not None:
         if not 0 < watts < math.inf:
@@ -146,7 +145,7 @@ def watts_of(device: str, watts: float | None = None) -> tuple[float, str]:
         return float(watts), "power as given"
     known = Device.known(device)
     if known is None or known.watts is None:
-        names = ", ".join(one.name for one in DEVICES if one.watts is not None)
+        names = ", ".join(gpu.name for gpu in DEVICES if gpu.watts is not None)
         raise CostError(f"the power of {device!r} is not known: give watts=…; known are {names}")
     return known.watts, known.watts_source
 
@@ -162,10 +161,10 @@ def estimated(
     per_node: int = 8,
     **inputs: Any,
 ) -> Energy:
-    """Energy by a device's design power, for time that nobody measured.
+    """Energy by a device's design power.
 
-    The middle takes every device at its design power all the time; the low end in the busy share of it only (an idle device draws some,
-    which is left out there); the high end takes what a whole node draws at most, where that is known.
+    The middle: every device at its design power all the time. The low end: in the busy share of the time only, without idle power. The high
+    end: the maximal power of whole nodes, if known.
 
     Args:
         seconds: of the work.
@@ -178,7 +177,7 @@ def estimated(
         inputs: `price`, `electricity`, `intensity` and `pue` of `Energy`.
 
     Raises:
-        CostError: a device of unknown power, or a number that is none.
+        CostError: a device of unknown power, or a wrong number.
     """
     if not 0 <= utilization <= 1:
         raise CostError(f"utilization={utilization!r}: a share from 0 to 1 is wanted")
@@ -197,37 +196,37 @@ def estimated(
     )
 
 
-def measured(found: Mapping[str, Any], *, ranks: int, machines: int = 1, **inputs: Any) -> Energy:
-    """Of what the counters said.
+def measured(counters: Mapping[str, Any], *, ranks: int, machines: int = 1, **inputs: Any) -> Energy:
+    """Energy by the hardware's counters.
 
     Args:
-        found: `seconds`, `joules` by counter, `gpus` and `lives`, as the run wrote them on its first machine.
-        ranks: that are paid for.
-        machines: of the run; what the first one drew counts for each.
+        counters: `seconds`, `joules` by counter, `gpus` and `lives`, as the run wrote them on its first machine.
+        ranks: devices that are paid.
+        machines: of the run; the first one's energy counts for each.
         inputs: `price`, `electricity`, `intensity` and `pue` of `Energy`.
 
     Raises:
-        CostError: the file holds something else.
+        CostError: these are no such figures.
     """
     try:
-        joules, seconds = {str(name): float(value) for name, value in found["joules"].items()}, float(found["seconds"])
-        gpus, lives = int(found["gpus"]), int(found.get("lives", 1))
+        joules, seconds = {str(name): float(value) for name, value in counters["joules"].items()}, float(counters["seconds"])
+        gpus, lives = int(counters["gpus"]), int(counters.get("lives", 1))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CostError(f"these are no figures of energy: {found!r:.80}") from error
-    words = [f"counted by {', '.join(joules)}"]
+        raise CostError(f"these are no figures of energy: {counters!r:.80}") from error
+    sources = [f"counted by {', '.join(joules)}"]
     if gpus and not any(name.startswith("NVML") for name in joules):
-        words.append("the GPUs did not tell (package nvidia-ml-py), and are left out")
+        sources.append("the GPUs did not tell (package nvidia-ml-py), and are left out")
     if any(name.startswith("RAPL") for name in joules):
-        words.append("CPU packages are counted whole, whoever used them")
+        sources.append("CPU packages are counted whole, whoever used them")
     if lives > 1:
-        words.append(f"over the {lives} lives of the run, what was computed twice included")
+        sources.append(f"over the {lives} lives of the run, what was computed twice included")
     if machines > 1:
-        words.append(f"of the first machine, taken {machines} times")
-    return Energy(joules=sum(joules.values()) * machines, seconds=seconds, gpus=ranks, measured=True, source="; ".join(words), **inputs)
+        sources.append(f"of the first machine, taken {machines} times")
+    return Energy(joules=sum(joules.values()) * machines, seconds=seconds, gpus=ranks, measured=True, source="; ".join(sources), **inputs)
 
 
 def by_time(*, seconds: float, ranks: int, device: str, utilization: float, watts: float | None = None, **inputs: Any) -> Energy:
-    """By the design power of the devices, since nothing was counted.
+    """Energy by the devices' design power, for runs without counters.
 
     Args:
         seconds: of the steps.

@@ -1,12 +1,8 @@
-"""Iteration: seconds of one under data, tensor and pipeline parallelism, from two rates that are measured on small runs.
+"""Seconds of an iteration under data, tensor and pipeline parallelism; pipeline bubbles; overlap of DDP's buckets with the backward.
 
-T = (FLOPs / (GPUs · rate) + tensor-parallel bytes / bandwidth) · (1 + bubble). The two rates take in what the formula leaves out
-(element-wise work, which grows as the bytes do; kernels below their peak), so they are calibrated, not read from datasheets. Fitted to
-22B parameters on 8 GPUs and 175B on 64 of a published table, it gives 530B on 280 and 1T on 512 within 4 %.
-
-Pipelines: the share of time in which a stage has nothing to do.
-
-Overlap: which of DDP's buckets are reduced while the backward goes on, and how long the step waits for the rest.
+T = (FLOPs / (GPUs · rate) + tensor-parallel bytes / bandwidth) · (1 + bubble). The two rates include what the formula leaves out
+(element-wise work, which grows with the bytes; kernels below their peak), so they are calibrated on small runs, not read from datasheets.
+Fitted to 22B parameters on 8 GPUs and 175B on 64 of a published table, it gives 530B on 280 and 1T on 512 within 4 %.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -53,12 +49,12 @@ def bubble(stages: int, micro_batches: int, schedule: str = "1f1b", chunks: int 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How an iteration is dealt out. GPUs = data × tensor × pipeline."""
+    """Batch and degrees of parallelism of an iteration. GPUs = data × tensor × pipeline."""
 
     batch: int
     """Sequences per iteration."""
     micro_batch: int = 1
-    """Sequences at once."""
+    """Sequences of a micro-batch."""
     data: int = 1
     """Copies of the model."""
     tensor: int = 1
@@ -66,7 +62,7 @@ class Layout:
     pipeline: int = 1
     """Stages."""
     chunks: int = 1
-    """Of layers on each stage; above 1 the schedule is interleaved."""
+    """Pieces of the layers on each stage; above 1 the schedule is interleaved."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "micro_batch", "data", "tensor", "pipeline", "chunks"):
@@ -79,12 +75,12 @@ class Layout:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Number of GPUs."""
         return self.data * self.tensor * self.pipeline
 
     @property
     def micro_batches(self) -> int:
-        """Of an iteration and pipeline."""
+        """Micro-batches of an iteration and pipeline."""
         return self.batch // (self.data * self.micro_batch)
 
     @property
@@ -95,21 +91,21 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What each GPU has to do in an iteration."""
+    """Work of each GPU in an iteration."""
 
     flops: float
     """FLOPs computed."""
     bytes: float
-    """Sent for tensor parallelism."""
+    """CollectiveCall for tensor parallelism."""
     bubble: float
     """Idle over ideal time."""
 
 
 def work(model: Transformer, layout: Layout, recompute: str = "none") -> Work:
-    """What each GPU has to do; stages are taken as equal.
+    """Work of each GPU; stages are assumed equal.
 
     Raises:
-        CostError: a recomputation that is not known.
+        CostError: an unknown kind of recomputation.
     """
     flops = model.flops(layout.batch, recompute) / layout.gpus
     sent = model.tensor_bytes(layout.batch / layout.data, layout.tensor, recompute) / layout.pipeline
@@ -118,19 +114,19 @@ def work(model: Transformer, layout: Layout, recompute: str = "none") -> Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a GPU achieves in this kind of program."""
+    """Achieved rates of a GPU in this kind of program."""
 
     flops_per_sec: float
-    """While it computes; infinite if measured iterations are explained by bytes alone."""
+    """While it computes; infinite if bytes alone explain the measured iterations."""
     bandwidth: float
-    """Bytes per second of tensor parallelism, and of what grows as its bytes do; infinite if it takes no time."""
+    """Bytes per second of tensor parallelism, and of work that grows with its bytes; infinite if it takes no time."""
 
     @classmethod
     def calibrated(cls, measured: Iterable[tuple[Work, float]]) -> "Rates":
-        """The rates that explain measured iterations best.
+        """The rates that fit measured iterations best.
 
         Args:
-            measured: what each GPU had to do, and seconds of the iteration; two or more, of different sizes.
+            measured: work of each GPU and seconds of the iteration; two or more, of different sizes.
 
         Raises:
             CostError: fewer than two, or seconds that are not above 0.
@@ -140,13 +136,13 @@ class Rates:
             raise CostError(
                 f"{len(rows)} measured iterations: two or more are wanted, each with its seconds, to tell computing from sending"
             )
-        scaled = [(one.flops * (1 + one.bubble), one.bytes * (1 + one.bubble), seconds) for one, seconds in rows]
+        scaled = [(done.flops * (1 + done.bubble), done.bytes * (1 + done.bubble), seconds) for done, seconds in rows]
         per_flop, per_byte = non_negative_pair(scaled)
         return cls(flops_per_sec=1 / per_flop if per_flop else float("inf"), bandwidth=1 / per_byte if per_byte else float("inf"))
 
-    def seconds(self, one: Work) -> float:
-        """Of an iteration."""
-        return (one.flops / self.flops_per_sec + one.bytes / self.bandwidth) * (1 + one.bubble)
+    def seconds(self, work: Work) -> float:
+        """Seconds of an iteration."""
+        return (work.flops / self.flops_per_sec + work.bytes / self.bandwidth) * (1 + work.bubble)
 
 
 def model_flops_utilization(model: Transformer, layout: Layout, seconds: float, peak: float) -> float:
@@ -161,7 +157,7 @@ def model_flops_utilization(model: Transformer, layout: Layout, seconds: float, 
 
 
 CAP, FIRST = 25 * 2**20, 2**20
-"""Bytes at which torch 2.13 closes a bucket, and its first one, where `bucket_cap_mb` is not given; a cap that is given is for all."""
+"""Bytes at which torch 2.13 closes a bucket, and its first one, without `bucket_cap_mb`; a given cap is for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +167,7 @@ class Overlap:
     starts: tuple[float, ...]
     """Of each bucket's all-reduce."""
     ends: tuple[float, ...]
-    """Of the same."""
+    """Likewise."""
     backward: float
     """Length of the backward."""
 
@@ -187,12 +183,12 @@ class Overlap:
 
     @property
     def hidden(self) -> float:
-        """Seconds of communication that cost nothing."""
+        """Seconds of communication behind the backward."""
         return self.communication - self.exposed
 
 
 def overlap(ready: Sequence[float], seconds: Sequence[float], backward: float) -> Overlap:
-    """One bucket after the other on one stream: each starts when its gradients are there and the one before has ended.
+    """The all-reduces of buckets on one stream: each starts when its gradients are complete and the one before has ended.
 
     start_k = max(ready_k, end_{k−1}); exposed = max(0, end of the last − end of the backward).
     Source: Li et al. 2020, PyTorch Distributed, section 3.2. Left out: copies into buckets, and compute that communication slows down.
@@ -223,7 +219,7 @@ def overlap(ready: Sequence[float], seconds: Sequence[float], backward: float) -
 
 
 def buckets(sizes: Sequence[int], cap: int | None = None) -> list[list[int]]:
-    """How DDP puts gradients into buckets after its first step: in the order in which they come (the last parameter first), each bucket
+    """How DDP assigns gradients to buckets after its first step: in the order in which they arrive (the last parameter first); a bucket is
     closed by the gradient that reaches its limit.
 
     Args:
@@ -231,23 +227,23 @@ def buckets(sizes: Sequence[int], cap: int | None = None) -> list[list[int]]:
         cap: bytes at which a bucket is closed; None = torch's own, 1 MiB for the first and 25 MiB for the others.
 
     Returns:
-        For each bucket, by its turn, the places of its parameters.
+        For each bucket, in the order of reduction, the indices of its parameters.
     """
     if cap is not None and cap < 1:
         raise CostError(f"cap={cap!r}: bytes of at least 1 are wanted, or None")
-    found: list[list[int]] = [[]]
+    groups: list[list[int]] = [[]]
     filled = 0
-    for place in reversed(range(len(sizes))):
-        found[-1].append(place)
-        filled += sizes[place]
-        if filled >= (cap or (FIRST if len(found) == 1 else CAP)):
-            found.append([])
+    for index in reversed(range(len(sizes))):
+        groups[-1].append(index)
+        filled += sizes[index]
+        if filled >= (cap or (FIRST if len(groups) == 1 else CAP)):
+            groups.append([])
             filled = 0
-    return [one for one in found if one]
+    return [group for group in groups if group]
 
 
 def timed(sizes: Sequence[int], backward: float, seconds_of: Callable[[float], float], cap: int | None = None) -> Overlap:
-    """The overlap of a model whose gradients come at a steady pace of bytes, which is what matrix products of like width give.
+    """The overlap of a model whose gradients arrive at a steady rate of bytes, as those of equally wide layers do.
 
     Args:
         sizes: bytes of each gradient, in the order of the parameters.
@@ -256,6 +252,6 @@ def timed(sizes: Sequence[int], backward: float, seconds_of: Callable[[float], f
         cap: as in `buckets`.
     """
     whole = sum(sizes)
-    amounts = [sum(sizes[place] for place in one) for one in buckets(sizes, cap)]
+    amounts = [sum(sizes[index] for index in bucket) for bucket in buckets(sizes, cap)]
     ready = [backward * sum(amounts[: k + 1]) / whole for k in range(len(amounts))]
     return overlap(ready, [seconds_of(amount) for amount in amounts], backward)

@@ -1,7 +1,4 @@
-"""Links: collectives timed between real ranks, and the latency and bandwidth that explain them, with intervals.
-
-Sweep: a collective measured at several sizes, for sizes between them and for other numbers of ranks.
-"""
+"""Measured collectives: a `Sweep` is one of them at several sizes, `Links` all of them with intervals of latency and bandwidth."""
 
 import math
 import random
@@ -32,13 +29,13 @@ class Sweep(display.Shown, JsonDataclass):
     points: Iterable[tuple[float, float]]
     """(bytes, seconds), kept by ascending size."""
     ranks: int
-    """That took part."""
+    """Ranks that took part."""
     collective: str = "all_reduce"
-    """Which."""
+    """Kind of collective."""
     bandwidths: tuple[float, float] | None = None
-    """Interval of the link's bandwidth, by repeats; None = not known."""
+    """Interval of the link's bandwidth, from repeats; None = unknown."""
     link: Link = field(init=False)
-    """Latency and bandwidth that explain the points best."""
+    """Latency and bandwidth that fit the points best."""
 
     def __post_init__(self) -> None:
         rows = tuple(sorted((float(size), float(seconds)) for size, seconds in self.points))
@@ -49,10 +46,10 @@ class Sweep(display.Shown, JsonDataclass):
         object.__setattr__(self, "link", replace(fitted, bandwidths=self.bandwidths))
 
     def seconds(self, size: float, ranks: int | None = None) -> float:
-        """Of the collective at a size; on other ranks than measured, changed as latency and bandwidth say.
+        """Seconds of the collective at a size; for other ranks than measured, scaled by latency and bandwidth.
 
         Raises:
-            CostError: bytes or ranks that there are none of.
+            CostError: impossible bytes or ranks.
         """
         if not 0 < size < math.inf:
             raise CostError(f"size={size!r}: bytes above 0 are wanted")
@@ -62,17 +59,17 @@ class Sweep(display.Shown, JsonDataclass):
 
     def _interpolated(self, size: float, fitted: float) -> float:
         rows = list(self.points)
-        sizes = [one for one, _ in rows]
+        sizes = [measured for measured, _ in rows]
         if not sizes[0] <= size <= sizes[-1]:
             return fitted
-        place = max(1, bisect_left(sizes, size))
-        (low, below), (high, above) = rows[place - 1], rows[place]
+        index = max(1, bisect_left(sizes, size))
+        (low, below), (high, above) = rows[index - 1], rows[index]
         share = math.log(size / low) / math.log(high / low)
         return float(below * (above / below) ** share)
 
     @property
     def table(self) -> display.Table:
-        """A row per size: seconds, bus bandwidth, and what latency and bandwidth say."""
+        """A row per size: seconds, bus bandwidth, and seconds by the fitted link."""
         factor = bus_factor(self.collective, self.ranks)
         rows = [
             [
@@ -93,9 +90,9 @@ class Sweep(display.Shown, JsonDataclass):
         return {"points": [list(point) for point in self.points], "ranks": self.ranks, "collective": self.collective, **interval}
 
 
-DRAWS = 200
-"""Resamplings of the repeats that an interval comes from."""
-LEVEL = 0.9
+BOOTSTRAP_DRAWS = 200
+"""Resamplings of the repeats for an interval."""
+CONFIDENCE = 0.9
 """Of the intervals."""
 
 
@@ -106,9 +103,9 @@ class LinkPoint:
     kind: str
     """Such as "all_reduce"."""
     size: int
-    """Bytes, as `cost.Sent.size`."""
+    """Bytes, as `CollectiveCall.size`."""
     seconds: tuple[float, ...]
-    """Of one collective, of each repeat: the mean over a block of them, of the slowest rank."""
+    """Of one collective, for each repeat: the mean over a block of them on the slowest rank."""
 
     @property
     def median(self) -> float:
@@ -118,24 +115,24 @@ class LinkPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links(display.Shown, JsonDataclass):
-    """What joins some ranks, as measured. Get one from `wb.measure_collectives`; `links["all_reduce"]` is a `Sweep`."""
+    """Measured collectives between some ranks. Get one from `wb.measure_collectives`; `links["all_reduce"]` is a `Sweep`."""
 
     points: tuple[LinkPoint, ...]
     """By kind, by ascending size."""
     ranks: int
-    """That took part."""
+    """Ranks that took part."""
     backend: str
     """Such as "nccl"."""
     device: str
     """Of a rank."""
     host: str = ""
-    """Where."""
+    """Name of the machine."""
     notes: tuple[str, ...] = ()
     """What a reader should know."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What was measured, in its order."""
+        """Measured kinds, in order."""
         return tuple(dict.fromkeys(point.kind for point in self.points))
 
     def __getitem__(self, kind: str) -> Sweep:
@@ -157,38 +154,42 @@ class Links(display.Shown, JsonDataclass):
         return self["all_reduce" if "all_reduce" in self.kinds else self.kinds[0]].link
 
     def intervals(self, kind: str = "all_reduce") -> tuple[tuple[float, float], tuple[float, float]]:
-        """Intervals (LEVEL) of latency in seconds and bandwidth in bytes per second: the repeats of each size, drawn again DRAWS times.
+        """Intervals (CONFIDENCE) of latency in seconds and bandwidth in bytes per second: the repeats of each size, resampled BOOTSTRAP_DRAWS times.
 
-        They tell how much the measurement varies, not how well a ring explains it.
+        They tell how much the measurement varies, not how well a ring fits it.
         """
-        self._sweep(kind)  # what cannot be fitted at all says so
-        points, rng, found = self._of(kind), random.Random(0), []
-        for _ in range(DRAWS):
+        self._sweep(kind)  # raises if nothing can be fitted
+        points, rng, fits = self._of(kind), random.Random(0), []
+        for _ in range(BOOTSTRAP_DRAWS):
             rows = [(float(point.size), statistics.median(rng.choices(point.seconds, k=len(point.seconds)))) for point in points]
             try:
-                found.append(Link.from_sweep(rows, ranks=self.ranks, collective=kind))
+                fits.append(Link.from_sweep(rows, ranks=self.ranks, collective=kind))
             except CostError:  # a draw whose seconds do not grow
                 continue
-        if not found:
+        if not fits:
             raise CostError(f"{kind}: the seconds do not grow with the bytes; measure larger messages")
-        ends = [sorted(getattr(one, name) for one in found) for name in ("latency", "bandwidth")]
-        low = int((1 - LEVEL) / 2 * len(found))
+        ends = [sorted(getattr(link, name) for link in fits) for name in ("latency", "bandwidth")]
+        low = int((1 - CONFIDENCE) / 2 * len(fits))
         return (ends[0][low], ends[0][-1 - low]), (ends[1][low], ends[1][-1 - low])
 
     @property
     def table(self) -> display.Table:
-        """A row for each kind and size: the median, the middle half of the repeats, and the bus bandwidth."""
+        """A row for each kind and size: the median, the interquartile range of the repeats, and the bus bandwidth."""
         rows = [
             [
                 point.kind,
                 units.bytes_(point.size),
                 units.seconds(point.median),
-                _middle_half(point.seconds),
+                _interquartile_range(point.seconds),
                 units.count(bus_factor(point.kind, self.ranks) * point.size / point.median, "B/s"),
             ]
             for point in self.points
         ]
-        notes = [f"{len(self.points[0].seconds)} repeats, taking turns" if self.points else "", *map(self._words, self.kinds), *self.notes]
+        notes = [
+            f"{len(self.points[0].seconds)} repeats, taking turns" if self.points else "",
+            *map(self._describe, self.kinds),
+            *self.notes,
+        ]
         return display.Table(
             columns=("collective", "size", "measured", "middle half", "bus bandwidth"),
             rows=rows,
@@ -196,7 +197,7 @@ class Links(display.Shown, JsonDataclass):
             note="\n".join(filter(None, notes)),
         )
 
-    def _words(self, kind: str) -> str:
+    def _describe(self, kind: str) -> str:
         try:
             link, (alpha, beta) = self._sweep(kind).link, self.intervals(kind)
         except CostError as error:
@@ -210,9 +211,9 @@ class Links(display.Shown, JsonDataclass):
         """A DataFrame with one row per repeat, in bytes and seconds."""
         return display.frame(
             [
-                {"kind": point.kind, "size": point.size, "repeat": place, "seconds": seconds}
+                {"kind": point.kind, "size": point.size, "repeat": repeat, "seconds": seconds}
                 for point in self.points
-                for place, seconds in enumerate(point.seconds)
+                for repeat, seconds in enumerate(point.seconds)
             ],
             columns=("kind", "size", "repeat", "seconds"),
         )
@@ -223,7 +224,7 @@ class Links(display.Shown, JsonDataclass):
         return f"Links({self.ranks} ranks, {self.backend}, {', '.join(self.kinds)})"
 
 
-def _middle_half(values: tuple[float, ...]) -> str:
+def _interquartile_range(values: tuple[float, ...]) -> str:
     if len(values) < 2:
         return units.MISSING
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")

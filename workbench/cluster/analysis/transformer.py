@@ -1,4 +1,4 @@
-"""Transformer: parameters, FLOPs and messages of a GPT by its sizes."""
+"""`Transformer`: parameters, FLOPs and messages of a GPT or Llama by its sizes."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ RECOMPUTATIONS = ("none", "selective", "full")
 _OPTIONAL = ("heads", "kv_heads", "feed_forward")
 _EXCHANGES = {"none": 4, "selective": 5, "full": 6}
 """All-reduces (or pairs of reduce-scatter and all-gather) per layer and micro-batch under tensor parallelism: two forward, two backward;
-two more where the forward is done again; one more pair's worth with sequence parallelism, which gathers the inputs of both halves again."""
+two more for a recomputed forward; one more pair's worth with sequence parallelism, which gathers the inputs of both halves again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Transformer:
     sequence: int
     """s, tokens of a sample."""
     heads: int | None = None
-    """a, of attention; None = not said (128 wide each, where it matters)."""
+    """a, of attention; None = not given (128 wide each, where it matters)."""
     kv_heads: int | None = None
     """Heads of keys and values, where several heads share them (grouped queries); None = as many."""
     feed_forward: int | None = None
@@ -81,7 +81,7 @@ class Transformer:
         return self.layers * self.products + (2 if self.gated else 13) * self.layers * self.hidden + self.embeddings
 
     def flops(self, batch: float, recompute: str = "none") -> float:
-        """FLOPs of an iteration: forward, backward, and what is computed again; matrix products only.
+        """FLOPs of an iteration: forward, backward and recomputation; matrix products only.
 
         For a GPT: none (these are the model's FLOPs) 72 B s l h² (1 + s/6h + V/12lh); full 96 B s l h² (1 + s/6h + V/16lh); selective
         (attention alone again) 72 B s l h² (1 + s/3h + V/12lh). Others have other matrices in the place of 12 h². Source: Narayanan et al.
@@ -125,10 +125,10 @@ class Transformer:
 
 
 def checked_recompute(recompute: str) -> str:
-    """A kind of recomputation.
+    """The kind of recomputation, checked.
 
     Raises:
-        CostError: it is none.
+        CostError: an unknown kind.
     """
     choice("recompute", recompute, RECOMPUTATIONS, error=CostError)
     return recompute

@@ -1,4 +1,4 @@
-"""TwinRun: a backward of DDP's real reducer over a network that is only reckoned, bucket by bucket, beside the closed form."""
+"""`TwinRun`: a simulated step of DDP's real reducer over an emulated network, bucket by bucket, next to the closed form."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,19 +14,19 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 
 Network = Link | Sweep | Cluster | str | Callable[[float], float]
-"""What says how long an all-reduce takes: a link, a measured sweep, a cluster or its name, or a function of its bytes."""
+"""Gives the seconds of an all-reduce: a link, a measured sweep, a cluster or its name, or a function of its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwinLayer:
-    """A layer that has parameters, and only pretends to compute."""
+    """A layer with parameters, whose computing is emulated."""
 
     size: int
     """Bytes of its gradients: a whole number of fp32 numbers."""
     forward: float
     """Seconds."""
     backward: float
-    """Seconds, after which its gradients are there."""
+    """Seconds, after which its gradients are complete."""
 
     def __post_init__(self) -> None:
         if not is_whole(self.size, least=4) or self.size % 4:
@@ -42,34 +42,34 @@ class TwinBucket:
     size: int
     """Bytes."""
     ready: float
-    """When its last gradient was there, and DDP handed it to the network."""
+    """When its last gradient was complete, and DDP sent it."""
     start: float
-    """When the network began with it."""
+    """When the network started it."""
     end: float
     """When it was done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwinRun(display.Shown, JsonDataclass):
-    """A step of the twin. Get one from `wb.ddp_twin`."""
+    """A step of the DDP simulator. Get one from `wb.ddp_twin`."""
 
     ranks: int
-    """Emulated ones."""
+    """Emulated ranks."""
     buckets: tuple[TwinBucket, ...]
-    """As the reducer made them, in their order."""
+    """As the reducer made them, in order."""
     forward: float
     """Seconds of the forward."""
     backward: float
     """Seconds of computing in the backward."""
     step: float
-    """Seconds from the forward's begin to the last bucket's end."""
+    """Seconds from the start of the forward to the end of the last bucket."""
     closed: Overlap
-    """What the closed form says of the same layers and network: its own buckets, its own times. Of a run in real time, of layers that are
-    as long as they took without the network."""
+    """The closed form of the same layers and network, with its own buckets and times. In real time, for layers as long as they took
+    without the network."""
     real: float | None = None
-    """Seconds that this machine took for each emulated one; None = none: a virtual clock."""
+    """Seconds of this machine for each emulated one; None = a virtual clock."""
     title: str = ""
-    """Of what."""
+    """Name of the model."""
 
     @property
     def exposed(self) -> float:
@@ -90,8 +90,8 @@ class TwinRun(display.Shown, JsonDataclass):
     def table(self) -> display.Table:
         """A row per bucket."""
         rows = [
-            [place + 1, units.bytes_(one.size), units.seconds(one.ready), units.seconds(one.start), units.seconds(one.end)]
-            for place, one in enumerate(self.buckets)
+            [number, units.bytes_(bucket.size), units.seconds(bucket.ready), units.seconds(bucket.start), units.seconds(bucket.end)]
+            for number, bucket in enumerate(self.buckets, 1)
         ]
         clock = "virtual clock" if self.real is None else f"real time, {self.real:g} s for each emulated one"
         note = (
@@ -134,29 +134,29 @@ def seconds_on(network: Network, ranks: int) -> Callable[[float], float]:
 
 
 def _checked(function: Callable[[float], float]) -> Callable[[float], float]:
-    """A function of the user's, whose answers are looked at."""
+    """The user's function, with its results checked."""
 
     def seconds(size: float) -> float:
-        found = function(size)
-        if isinstance(found, str | bytes) or not hasattr(found, "__float__") or not 0 <= float(found) < math.inf:
-            raise CostError(f"network({size:,.0f}) returned {found!r:.60}: seconds of at least 0 are wanted, such as 0.002")
-        return float(found)
+        result = function(size)
+        if isinstance(result, str | bytes) or not hasattr(result, "__float__") or not 0 <= float(result) < math.inf:
+            raise CostError(f"network({size:,.0f}) returned {result!r:.60}: seconds of at least 0 are wanted, such as 0.002")
+        return float(result)
 
     return seconds
 
 
 def closed_form(layers: Sequence[TwinLayer], seconds_of: Callable[[float], float], cap: int | None = None) -> Overlap:
-    """What the closed form says of layers: `buckets`, the time at which each is complete, and `overlap`.
+    """The closed form for layers: `buckets`, the time at which each is complete, and `overlap`.
 
     Args:
         layers: in the order of the forward.
         seconds_of: of an all-reduce of so many bytes.
         cap: bytes at which a bucket is closed; None = torch's own.
     """
-    whole, come = 0.0, [0.0] * len(layers)
-    for place in reversed(range(len(layers))):
-        whole += layers[place].backward
-        come[place] = whole
-    groups = buckets([one.size for one in layers], cap)
-    ready = [max(come[place] for place in group) for group in groups]
-    return overlap(ready, [seconds_of(sum(layers[place].size for place in group)) for group in groups], whole)
+    backward, complete = 0.0, [0.0] * len(layers)
+    for index in reversed(range(len(layers))):
+        backward += layers[index].backward
+        complete[index] = backward
+    groups = buckets([layer.size for layer in layers], cap)
+    ready = [max(complete[index] for index in group) for group in groups]
+    return overlap(ready, [seconds_of(sum(layers[index].size for index in group)) for group in groups], backward)

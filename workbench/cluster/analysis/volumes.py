@@ -1,7 +1,4 @@
-"""Volumes: bytes that a rank sends in a step, for each way of sharing parameters, gradients and optimizer states.
-
-Sharded: seconds of a step whose parameters lie in shards on all GPUs (ZeRO-3, FSDP), on a cluster.
-"""
+"""Bytes that a rank sends per step under DDP, ZeRO, FSDP and HSDP, and the seconds of a fully sharded step on a cluster."""
 
 from dataclasses import dataclass
 
@@ -25,7 +22,7 @@ class Volume:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """All bytes."""
         return self.gathered + self.reduced + self.returned
 
 
@@ -58,7 +55,7 @@ def volume(
         shard_ranks: of hsdp.
 
     Raises:
-        CostError: a way of sharing that is not known, or ranks that the groups do not divide.
+        CostError: an unknown kind of sharing, or ranks that the groups do not divide.
 
     >>> volume(1e9, 8, "fsdp", parameter_bytes=2).total / volume(1e9, 8, "ddp").total
     1.0
@@ -85,8 +82,8 @@ def volume(
 def gather_seconds(size: float, gpus: int, cluster: Cluster) -> float:
     """Seconds until all GPUs have all `size` bytes, of which each had a part; a reduce-scatter takes as long.
 
-    Over k nodes of g GPUs, every node takes in the (k−1)/k of it that others have through all its g network cards at once, and hands it
-    round inside, (n−1)/n of it to each GPU; both go on together, so the slower counts. Latencies: a ring's.
+    Over k nodes of g GPUs, every node receives the (k−1)/k of it that others have through all its g network cards at once, and distributes
+    it inside, (n−1)/n of it to each GPU; both overlap, so the slower counts. Latencies: a ring's.
 
     Raises:
         CostError: the GPUs are no whole nodes.
@@ -103,16 +100,16 @@ def gather_seconds(size: float, gpus: int, cluster: Cluster) -> float:
 def sharded_step(
     compute: float, parameters: float, gpus: int, cluster: Cluster, *, parameter_bytes: float = 2, gradient_bytes: float = 4
 ) -> float:
-    """Seconds of a step under ZeRO-3 or FSDP: the longer of computing and of sending, which go on side by side, layer by layer.
+    """Seconds of a step under ZeRO-3 or FSDP: the longer of computing and sending, which overlap layer by layer.
 
     Sending: two all-gathers of the parameters and a reduce-scatter of the gradients (`volume`). Source: Rajbhandari et al. 2020, ZeRO,
     section 7.2; Zhao et al. 2023, PyTorch FSDP, section 3.3. Left out: the first layer's gather, which nothing hides, memory traffic, and
     latencies of every layer beyond the first. A lower bound; links by datasheet make it lower still.
 
     Args:
-        compute: seconds of the step on a GPU that waits for nobody.
+        compute: seconds of computing of the step.
         parameters: of the model.
-        gpus: that share it.
+        gpus: that shard it.
         cluster: where.
         parameter_bytes: per element of what is gathered (2 in bf16).
         gradient_bytes: per element of what is reduced (4 in fp32).
@@ -125,5 +122,5 @@ def sharded_step(
     sent = volume(parameters, gpus, "fsdp", parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes)
     if not sent.total:
         return compute
-    whole = gpus / (gpus - 1)  # volumes are what a rank sends, collectives are of what there is
+    whole = gpus / (gpus - 1)  # volumes are bytes sent by a rank, collectives take the full size
     return max(compute, 2 * gather_seconds(sent.gathered / 2 * whole, gpus, cluster) + gather_seconds(sent.reduced * whole, gpus, cluster))

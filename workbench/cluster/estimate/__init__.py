@@ -1,1 +1,1 @@
-"""estimate."""
+"""Dry runs and simulations that need torch but no GPUs."""

@@ -113,7 +113,7 @@ class RealClock:
             del job, tensor, future  # the bucket belongs to the reducer
 
 
-class _Pretending(torch.autograd.Function):
+class _EmulatedCompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: TwinLayer, clock: Any) -> Tensor:
         ctx.weight, ctx.layer, ctx.clock = weight, layer, clock
@@ -126,7 +126,7 @@ class _Pretending(torch.autograd.Function):
         return grad, torch.zeros_like(ctx.weight), None, None
 
 
-class Pretender(nn.Module):
+class EmulatedLayer(nn.Module):
     """A TwinLayer as a module."""
 
     def __init__(self, layer: TwinLayer, clock: Any) -> None:
@@ -135,11 +135,11 @@ class Pretender(nn.Module):
         self._layer, self._clock = layer, clock
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Pretending.apply(x, self.weight, self._layer, self._clock)  # type: ignore[no-untyped-call]
+        out: Tensor = _EmulatedCompute.apply(x, self.weight, self._layer, self._clock)  # type: ignore[no-untyped-call]
         return out
 
 
-def steps_of(
+def simulate_steps(
     layers: Sequence[TwinLayer],
     *,
     ranks: int,
@@ -169,7 +169,7 @@ def steps_of(
     clock: Any = VirtualClock(seconds_of) if scale is None else RealClock(seconds_of, scale)
     with process_group(ranks, 0), warnings.catch_warnings(), without_gc():
         warnings.simplefilter("ignore")
-        twin = _Twin(layers, clock, bucket_cap_mb)
+        twin = _DdpSimulator(layers, clock, bucket_cap_mb)
         try:
             found = [twin.step() for _ in range(WARM_UP + steps)][WARM_UP:]
         finally:
@@ -180,12 +180,12 @@ def steps_of(
     return [replace(one, backward=alone) for one in found]
 
 
-class _Twin:
+class _DdpSimulator:
     """DDP around layers that pretend, and what is seen of its buckets."""
 
     def __init__(self, layers: Sequence[TwinLayer], clock: Any, bucket_cap_mb: float | None) -> None:
         self._clock = clock
-        self._ddp = DistributedDataParallel(nn.Sequential(*(Pretender(layer, clock) for layer in layers)), bucket_cap_mb=bucket_cap_mb)
+        self._ddp = DistributedDataParallel(nn.Sequential(*(EmulatedLayer(layer, clock) for layer in layers)), bucket_cap_mb=bucket_cap_mb)
         self._began = 0.0
         self._seen: list[TwinBucket] = []
 
@@ -222,7 +222,7 @@ class _Twin:
         return self._began - begin, end
 
 
-def middle(found: Sequence[Step]) -> Step:
+def median_step(found: Sequence[Step]) -> Step:
     """The step of the median length, of an odd or even number."""
     length = statistics.median_low(one.forward + one.end for one in found)
     return next(one for one in found if one.forward + one.end == length)

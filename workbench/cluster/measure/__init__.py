@@ -1,1 +1,1 @@
-"""measure."""
+"""Timing of collectives between real ranks."""

@@ -80,7 +80,7 @@ class ScalingExplorer:
     ) -> None:
         """
         Args:
-            target: a ScalingCurve or its fit, what `wb.plan` gave without `gpus`, or a `cost.Transformer`.
+            target: a ScalingCurve or its fit, what `wb.plan` gave without `gpus`, or a `Transformer`.
             cluster: picked at first; plans have their own. None = "DGX-H100" for a model; for a curve no energy, since it may be of any
                 device.
             global_batch: samples per step, of a model.

@@ -195,7 +195,7 @@ def source_of(target: Any, cluster: Cluster | None, batch: int | None, options: 
             raise PlanError("ScalingExplorer(model): global_batch is needed, samples per step of all GPUs")
         return Planned(target, cluster, batch, options)
     raise PlanError(
-        f"ScalingExplorer({type(target).__name__}): a ScalingCurve or its fit, Plans, or a cost.Transformer with global_batch is wanted"
+        f"ScalingExplorer({type(target).__name__}): a ScalingCurve or its fit, Plans, or a Transformer with global_batch is wanted"
     )
 
 

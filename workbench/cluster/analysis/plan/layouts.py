@@ -1,4 +1,4 @@
-"""Space: all layouts of a model on some numbers of GPUs, as columns of numbers, so that a hundred thousand cost a fraction of a second."""
+"""Lists all layouts of a model on given numbers of GPUs, as columns of numbers: a hundred thousand take a fraction of a second."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,29 +9,27 @@ from numpy.typing import NDArray
 
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.plan.ranges import PlanError
-from workbench.cluster.analysis.plan.subject import Subject
+from workbench.cluster.analysis.plan.workload import Workload
 from workbench.core.checks import whole_number
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 SHARINGS = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
-"""What ranks with different samples share: nothing; optimizer's states (ZeRO-1); gradients too (ZeRO-2); weights too (ZeRO-3); weights too,
-inside of a node only. All as `RunSpec(parallel=…)` has it, but ZeRO-1 of a Transformer, which is Megatron's (`Subject.broadcasts`)."""
+"""What data-parallel ranks share: nothing; optimizer states (ZeRO-1); gradients too (ZeRO-2); weights too (ZeRO-3); weights too, inside a
+node only. As in `RunSpec(parallel=…)`, except that ZeRO-1 of a Transformer is Megatron's (`Workload.broadcasts`)."""
 MEGATRON = (
     "zero1 is Megatron's distributed optimizer here, as published runs of such sizes have it: gradients are reduced to their owners, and "
     'new weights gathered. RunSpec(parallel="zero1") is torch\'s ZeroRedundancyOptimizer, which sends more; a Task or a RunSpec is planned '
     "with that"
 )
-"""Said where it is so."""
-
-
-WASTE = 0.15
-"""Of a pipeline's time that stages may wait for the one with most layers."""
+"""Note on plans with Megatron's ZeRO-1."""
+MAX_WASTE = 0.15
+"""Share of a step that pipeline stages may wait for the one with most layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layouts:
-    """Columns of equal length, a layout each. gpus = data × tensor × pipeline; micro_batch × accumulation × data = the batch."""
+    """Columns of equal length, one row per layout. gpus = data × tensor × pipeline; micro_batch × accumulation × data = the batch."""
 
     gpus: Ints
     data: Ints
@@ -41,52 +39,54 @@ class Layouts:
     micro_batch: Ints
     accumulation: Ints
     sharing: Ints
-    """Place in SHARINGS."""
+    """Index in SHARINGS."""
     checkpointing: Ints
-    """Place in the subject's `computed`."""
+    """Index in the workload's `computed`."""
     shard: Ints
     """Ranks that share one copy of the states."""
     inside: Ints
-    """Ranks of a data-parallel group that sit in one node."""
+    """Ranks of a data-parallel group that are in one node."""
 
     def __len__(self) -> int:
         return len(self.gpus)
 
-    def chosen(self, places: "Ints | NDArray[np.bool_]") -> "Layouts":
-        """Some of them."""
-        return Layouts(**{name: getattr(self, name)[places] for name in self.__slots__})
+    def select(self, rows: "Ints | NDArray[np.bool_]") -> "Layouts":
+        """Some of the rows."""
+        return Layouts(**{name: getattr(self, name)[rows] for name in self.__slots__})
 
     def share(self, layers: int) -> Floats:
-        """Of all layers that the fullest stage has: 1/p where they divide evenly; others wait for it."""
+        """Share of all layers on the fullest stage, for which the others wait: 1/p where they divide evenly."""
         pieces = self.pipeline * self.chunks
-        found: Floats = -(-layers // pieces) * self.chunks / layers
-        return found
+        share: Floats = -(-layers // pieces) * self.chunks / layers
+        return share
 
     @property
     def nodes(self) -> Ints:
-        """Nodes over which a data-parallel group stretches."""
+        """Nodes over which a data-parallel group extends."""
         return self.data // self.inside
 
 
-def layouts(subject: Subject, cluster: Cluster, gpus: Sequence[int], batch: int, sharings: Sequence[str], only: Counter[str]) -> Layouts:
-    """All of them. Tensor parallelism stays within a node, beside it lie the ranks with other samples, pipelines go across nodes.
+def list_layouts(
+    workload: Workload, cluster: Cluster, gpus: Sequence[int], batch: int, sharings: Sequence[str], ruled_out: Counter[str]
+) -> Layouts:
+    """All layouts. Tensor parallelism stays within a node, then come data-parallel ranks; pipelines go across nodes.
 
     Args:
-        subject: what is trained.
-        cluster: on what.
-        gpus: numbers of them.
+        workload: what is trained.
+        cluster: where.
+        gpus: numbers of GPUs.
         batch: samples per step, of all GPUs.
         sharings: some of SHARINGS.
-        only: counts what is left out, by its reason.
+        ruled_out: counts layouts that are impossible, by their reason.
     """
     rows: list[tuple[int, ...]] = []
     for count in gpus:
-        for tensor in subject.tensors:
-            for pipeline in subject.stages:
-                rows += _of(subject, cluster, count, tensor, pipeline, batch, only)
+        for tensor in workload.tensors:
+            for pipeline in workload.stages:
+                rows += _rows_of(workload, cluster, count, tensor, pipeline, batch, ruled_out)
     if not rows:
         return Layouts(**{name: np.zeros(0, np.int64) for name in Layouts.__slots__})
-    kinds = len(subject.computed)
+    kinds = len(workload.computed)
     ways = np.array([(SHARINGS.index(sharing), kind) for sharing in sharings for kind in range(kinds)])
     table = np.repeat(np.array(rows, np.int64), len(ways), 0)
     ways = np.tile(ways, (len(rows), 1))
@@ -94,7 +94,7 @@ def layouts(subject: Subject, cluster: Cluster, gpus: Sequence[int], batch: int,
     whole_nodes = np.gcd(data, np.maximum(1, cluster.gpus_per_node // tensor))
     inside = np.where(count <= cluster.gpus_per_node, data, whole_nodes)
     hybrid = ways[:, 0] == SHARINGS.index("hsdp")
-    found = Layouts(
+    columns = Layouts(
         gpus=count,
         data=data,
         tensor=tensor,
@@ -107,9 +107,9 @@ def layouts(subject: Subject, cluster: Cluster, gpus: Sequence[int], batch: int,
         shard=np.where(hybrid, inside, data),
         inside=inside,
     )
-    real = np.where(data == 1, ways[:, 0] == SHARINGS.index(sharings[0]), True)  # alone there is nothing to share
-    real &= np.where(hybrid, (inside > 1) & (inside < data), True)  # in one node that is fsdp
-    return found.chosen(real)
+    possible = np.where(data == 1, ways[:, 0] == SHARINGS.index(sharings[0]), True)  # a single rank shares nothing
+    possible &= np.where(hybrid, (inside > 1) & (inside < data), True)  # within one node it is fsdp
+    return columns.select(possible)
 
 
 def waste(layers: int, pipeline: int, chunks: int) -> float:
@@ -122,37 +122,39 @@ def waste(layers: int, pipeline: int, chunks: int) -> float:
     return -(-layers // pieces) * pieces / layers - 1
 
 
-def _of(subject: Subject, cluster: Cluster, gpus: int, tensor: int, pipeline: int, batch: int, only: Counter[str]) -> list[tuple[int, ...]]:
+def _rows_of(
+    workload: Workload, cluster: Cluster, gpus: int, tensor: int, pipeline: int, batch: int, ruled_out: Counter[str]
+) -> list[tuple[int, ...]]:
     data, rest = divmod(gpus, tensor * pipeline)
     if rest or not data:
-        only["GPUs that tensor × pipeline does not divide"] += 1
+        ruled_out["GPUs that tensor × pipeline does not divide"] += 1
         return []
     if batch % data:
-        only[f"a batch of {batch:,} that its copies do not divide"] += 1
+        ruled_out[f"a batch of {batch:,} that its copies do not divide"] += 1
         return []
-    found: list[tuple[int, ...]] = []
-    for micro in subject.micro_batches:
+    rows: list[tuple[int, ...]] = []
+    for micro in workload.micro_batches:
         if (batch // data) % micro:
             continue
         accumulation = batch // data // micro
-        for chunks in subject.chunks if pipeline > 1 else (1,):
-            if waste(subject.layers, pipeline, chunks) > WASTE:
+        for chunks in workload.chunks if pipeline > 1 else (1,):
+            if waste(workload.layers, pipeline, chunks) > MAX_WASTE:
                 continue
             if chunks > 1 and accumulation % pipeline:
-                only["an interleaved pipeline whose micro-batches are no multiple of its stages"] += 1
+                ruled_out["an interleaved pipeline whose micro-batches are no multiple of its stages"] += 1
                 continue
-            found.append((gpus, data, tensor, pipeline, chunks, micro, accumulation))
-    return found
+            rows.append((gpus, data, tensor, pipeline, chunks, micro, accumulation))
+    return rows
 
 
-def checked_gpus(cluster: Cluster, gpus: int | None, most: int) -> list[int]:
-    """The numbers of GPUs to look at: the one that was given, or doublings up to `most`.
+def gpu_counts(cluster: Cluster, gpus: int | None, most: int) -> list[int]:
+    """The numbers of GPUs to consider: the given one, or doublings up to `most`.
 
     Raises:
-        PlanError: no whole number, or more than a node and no whole nodes.
+        PlanError: not a whole number, or several nodes of which one is incomplete.
     """
     if gpus is None:
-        sizes = [one for one in range(1, min(most, cluster.gpus_per_node) + 1) if cluster.gpus_per_node % one == 0]
+        sizes = [size for size in range(1, min(most, cluster.gpus_per_node) + 1) if cluster.gpus_per_node % size == 0]
         while sizes[-1] * 2 <= most and sizes[-1] >= cluster.gpus_per_node:
             sizes.append(sizes[-1] * 2)
         return sizes

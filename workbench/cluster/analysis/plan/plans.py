@@ -1,19 +1,16 @@
-"""Plan: one way to train a model on a cluster, with what it is predicted to take.
-
-Short list: the plans that were chosen, and the fastest for every number of GPUs.
-"""
+"""Results of a search: a `Plan` is one way to train a model on a cluster with its predicted time, memory and energy; `Plans` the short list."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.energy import Energy
-from workbench.cluster.analysis.plan.energy import Power, at_ends
+from workbench.cluster.analysis.energy import Energy, estimated
 from workbench.cluster.analysis.plan.layouts import MEGATRON
-from workbench.cluster.analysis.plan.ranges import PlanError, between
+from workbench.cluster.analysis.plan.ranges import ENDS, PlanError, between
 from workbench.cluster.analysis.plan.timing import PARTS
 from workbench.core import units
+from workbench.core.checks import nearest
 from workbench.core.display import table as display
 from workbench.core.statistics import Interval
 
@@ -23,16 +20,93 @@ BOUNDS = {
     "bubble": "waiting for the pipeline is the largest part: more micro-batches, fewer stages",
     "memory": "a faster layout of the same GPUs exists but does not fit: more memory per GPU",
 }
-"""What limits a plan → what that means."""
+"""Limit of a plan → its meaning."""
+
+
+_SUCH = {"price": 2.5, "electricity": 0.2, "intensity": 400, "pue": 1.2, "watts": 700}
+"""Input of energy → an example of its value, for messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Power:
+    """Prices and power. None = not given."""
+
+    price: float | None = None
+    """Money per GPU and hour."""
+    electricity: float | None = None
+    """Money per kWh, if it is paid separately."""
+    intensity: float | None = None
+    """gCO2e per kWh of the grid."""
+    pue: float = 1.0
+    """Power of the building over that of the machines."""
+    watts: float | None = None
+    """Power of a GPU under load; None = by its datasheet."""
+
+    def __post_init__(self) -> None:
+        checked_energy_inputs(asdict(self))
+
+    @property
+    def prices_given(self) -> bool:
+        """Was a price or an intensity given?"""
+        return any(value is not None for value in (self.price, self.electricity, self.intensity))
+
+    def energy(
+        self, *, gpus: int, steps: int, seconds: Interval, computing: Interval, device: str, node: str, per_node: int, **changes: Any
+    ) -> Energy:
+        """Energy of some steps: the middle by the middle step time; the low end by the fastest step while it computes; the high end by whole
+        nodes during the slowest.
+
+        Args:
+            gpus: that work.
+            steps: how many.
+            seconds: of a step.
+            computing: the part of them in which GPUs compute.
+            device: name of each GPU.
+            node: name of the cluster.
+            per_node: GPUs of a node.
+            changes: inputs that replace these.
+
+        Raises:
+            PlanError: unknown or wrong inputs.
+            CostError: a device of unknown power, or numbers out of bounds.
+        """
+        power = replace(self, **checked_energy_inputs(changes))
+        inputs = asdict(power) | {"node": node, "per_node": per_node}
+        low, mid, high = (
+            estimated(each * steps, gpus, device, utilization=min(1.0, busy / each), **inputs)
+            for each, busy in ((getattr(seconds, end), getattr(computing, end)) for end in ENDS)
+        )
+        least, most = (used.joules if end is None else end for used, end in ((low, low.low), (high, high.high)))
+        return replace(mid, low=min(least, mid.joules), high=max(most, mid.joules))
+
+
+INPUTS = tuple(field.name for field in fields(Power))
+
+
+def checked_energy_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Check inputs of energy: known names, each a number or None.
+
+    Raises:
+        PlanError: another name, or not a number.
+    """
+    for name, value in inputs.items():
+        if name not in INPUTS:
+            near = nearest(name, INPUTS)
+            raise PlanError(f"{name}={value!r:.60}: allowed are {', '.join(INPUTS)}" + (f"; did you mean {near}?" if near else ""))
+        if value is None and name != "pue":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise PlanError(f"{name}={value!r:.60}: a number is wanted, such as {name}={_SUCH[name]}")
+    return dict(inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(display.Shown):
-    """One layout. gpus = data × tensor × pipeline; micro_batch × accumulation × data = global_batch."""
+    """One layout with its predictions. gpus = data × tensor × pipeline; micro_batch × accumulation × data = global_batch."""
 
     gpus: int
     data: int
-    """Copies that work on different samples."""
+    """Copies of the model, each with its own samples."""
     tensor: int
     """Ranks that split each layer."""
     pipeline: int
@@ -40,7 +114,7 @@ class Plan(display.Shown):
     chunks: int
     """Pieces of layers on each stage; above 1 the schedule is interleaved."""
     micro_batch: int
-    """Samples at once."""
+    """Samples of a micro-batch."""
     accumulation: int
     """Micro-batches per step."""
     sharing: str
@@ -48,48 +122,48 @@ class Plan(display.Shown):
     shard_ranks: int
     """Ranks that share one copy of the states; 1 = nothing is shared."""
     checkpointing: str
-    """What the backward computes again."""
+    """What the backward recomputes."""
     precision: str
     seconds: Interval
     """Of a step."""
     parts: Mapping[str, float]
-    """What the middle of `seconds` is made of: compute, communication that nothing hides, bubble."""
+    """Parts of the middle of `seconds`: compute, exposed communication, bubble."""
     spans: Mapping[str, Interval]
-    """The same with their ends, which do not add up: the most communication is bare where kernels are fast and links are slow."""
+    """The same with their ends, which do not add up: communication is most exposed where kernels are fast and links are slow."""
     shares: Mapping[str, Interval]
     """Part → its share of the step."""
     hidden: float
-    """Seconds of communication beside computing, per step."""
+    """Seconds of communication hidden behind computing, per step."""
     memory: Mapping[str, float]
-    """What holds bytes of the fullest GPU → bytes."""
+    """Memory group → bytes of the fullest GPU."""
     needed: Interval
-    """Bytes of the fullest GPU. The middle decides whether a plan fits; where the upper end does not, the plan is `tight`."""
+    """Bytes of the fullest GPU. The middle decides whether a plan fits; if the upper end does not fit, the plan is `tight`."""
     capacity: float
     """Bytes that may be used of a GPU."""
     mfu: Interval
-    """Model FLOPs per second over the peak; what is computed again does not count."""
+    """Model FLOPs per second over the peak, without recomputation."""
     steps: int
-    """That `energy` is of."""
+    """Steps of `energy`."""
     energy: Energy | None
-    """Of `steps` steps: estimated; None = the device's power is not known."""
+    """Estimated for `steps` steps; None = the device's power is unknown."""
     power: Power
-    """Prices and power that `energy` was reckoned with."""
+    """Prices and power behind `energy`."""
     node: str
     """Name of the cluster."""
     broadcasts: bool
-    """Is its ZeRO-1 that of a RunSpec, which broadcasts, or Megatron's?"""
+    """Is ZeRO-1 torch's, as in a RunSpec, which broadcasts? Otherwise Megatron's."""
     bound: str
     """What limits it: "compute", "communication", "bubble" or "memory"."""
     roles: tuple[str, ...]
     """Why it is on the list: "fastest", "cheapest" …"""
     why: str
-    """The same in words."""
+    """Reasons for the roles."""
     gpus_per_node: int
     """Of the cluster."""
     device: str
     """Name of each GPU."""
     efficiency: float
-    """Share of the GPU's peak that the middle is reckoned with."""
+    """Share of the GPU's peak behind the middle."""
 
     @property
     def global_batch(self) -> int:
@@ -103,12 +177,12 @@ class Plan(display.Shown):
 
     @property
     def bytes(self) -> float:
-        """Of the fullest GPU, as reckoned."""
+        """Of the fullest GPU: the middle of `needed`."""
         return self.needed.mid
 
     @property
     def tight(self) -> bool:
-        """Does its memory fit as it is reckoned, but not by its upper end?"""
+        """Does the upper end of its memory not fit?"""
         return self.needed.high > self.capacity
 
     @property
@@ -118,12 +192,12 @@ class Plan(display.Shown):
 
     @property
     def money(self) -> Interval | None:
-        """Of `steps` steps: rent, GPUs × hours × price, and electricity where it is paid beside, as in `energy`; None without a price."""
+        """Of `steps` steps: rent, GPUs × hours × price, and electricity if paid separately, as in `energy`; None without a price."""
         return self._span("money")
 
     @property
     def kwh(self) -> Interval | None:
-        """Of `steps` steps, the building's share included; None = the device's power is not known."""
+        """Of `steps` steps, the building's share included; None = the device's power is unknown."""
         return self._span("kwh")
 
     @property
@@ -135,8 +209,8 @@ class Plan(display.Shown):
         return None if self.energy is None else at_ends(self.energy, name, self.seconds.of(lambda each: self.steps * each))
 
     def drawn(self, steps: int | None = None, **inputs: Any) -> Energy:
-        """Energy of another number of steps, or with other prices or watts than it was planned with; see `wb.energy`."""
-        return self.power.drawn(
+        """Energy of another number of steps, or with other prices or watts; see `wb.energy`."""
+        return self.power.energy(
             gpus=self.gpus,
             steps=self.steps if steps is None else steps,
             seconds=self.seconds,
@@ -149,7 +223,7 @@ class Plan(display.Shown):
 
     @property
     def megatron(self) -> bool:
-        """Is it timed with Megatron's ZeRO-1, which is not that of a RunSpec?"""
+        """Does it use Megatron's ZeRO-1, which a RunSpec does not have?"""
         return self.sharing == "zero1" and self.data > 1 and not self.broadcasts
 
     def implied_efficiency(self, seconds: float) -> float:
@@ -170,7 +244,7 @@ class Plan(display.Shown):
 
     @property
     def layout(self) -> str:
-        """As people write it, such as `dp 8 (fsdp) × tp 4 × pp 2`."""
+        """The layout as text, such as `dp 8 (fsdp) × tp 4 × pp 2`."""
         words = [f"dp {self.data}" + (f" ({self.sharing})" if self.data > 1 else "")]
         words += [f"tp {self.tensor}"] if self.tensor > 1 else []
         words += [f"pp {self.pipeline}" + (f" (v {self.chunks})" if self.chunks > 1 else "")] if self.pipeline > 1 else []
@@ -178,7 +252,7 @@ class Plan(display.Shown):
 
     @property
     def batch(self) -> str:
-        """micro_batch × accumulation, and what is computed again."""
+        """micro_batch × accumulation, and what is recomputed."""
         again = "" if self.checkpointing == "none" else f", checkpointing {self.checkpointing}"
         return f"{self.micro_batch} × {self.accumulation}{again}"
 
@@ -186,7 +260,7 @@ class Plan(display.Shown):
         """The knobs of a RunSpec: `spec.replace(**plan.changes())`.
 
         Raises:
-            PlanError: it has stages, for which a RunSpec has no knob; or ZeRO-1 of Megatron, which is another than that of a RunSpec.
+            PlanError: it has pipeline stages or Megatron's ZeRO-1, which a RunSpec does not have.
         """
         from workbench.runs.spec import RunSpec
 
@@ -206,13 +280,13 @@ class Plan(display.Shown):
             "shard_ranks": self.shard_ranks if self.sharing == "hsdp" else None,
             "nproc_per_node": self.gpus,
         }
-        if "nnodes" in {one.name for one in fields(RunSpec)} and self.gpus > self.gpus_per_node:
+        if "nnodes" in {field.name for field in fields(RunSpec)} and self.gpus > self.gpus_per_node:
             knobs |= {"nnodes": self.gpus // self.gpus_per_node, "nproc_per_node": self.gpus_per_node}
         return knobs
 
     @property
     def table(self) -> display.Table:
-        """All of it."""
+        """Layout, times, memory and costs."""
         rows = [
             ["GPUs", f"{self.gpus:,}"],
             ["layout", self.layout],
@@ -235,7 +309,7 @@ class Plan(display.Shown):
     def row(self) -> dict[str, Any]:
         """As a row of a DataFrame."""
         plain = ("gpus", "data", "tensor", "pipeline", "chunks", "micro_batch", "accumulation", "global_batch", "sharing", "checkpointing")
-        found: dict[str, Any] = {"roles": ", ".join(self.roles), **{name: getattr(self, name) for name in plain}}
+        row: dict[str, Any] = {"roles": ", ".join(self.roles), **{name: getattr(self, name) for name in plain}}
         spans: dict[str, Interval | None] = {
             "seconds": self.seconds,
             **self.spans,
@@ -244,9 +318,9 @@ class Plan(display.Shown):
         }
         spans |= {"bytes": self.needed, "money": self.money, "kwh": self.kwh, "grams": self.grams}
         for name, span in spans.items():
-            found |= {name: span and span.mid, f"{name}_low": span and span.low, f"{name}_high": span and span.high}
-        found |= {"capacity": self.capacity, "tight": self.tight}
-        return {**found, "gpu_seconds": self.gpu_seconds, "bound": self.bound, "why": self.why}
+            row |= {name: span and span.mid, f"{name}_low": span and span.low, f"{name}_high": span and span.high}
+        row |= {"capacity": self.capacity, "tight": self.tight}
+        return {**row, "gpu_seconds": self.gpu_seconds, "bound": self.bound, "why": self.why}
 
     def to_frame(self) -> Any:
         """A DataFrame with one row."""
@@ -266,9 +340,9 @@ class Front:
     bound: str
     layout: str
     compute: float
-    """Seconds of the middle that compute."""
+    """Seconds of computing, of the middle."""
     tight: bool
-    """Does its memory not fit by its upper end?"""
+    """Does the upper end of its memory not fit?"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,9 +351,9 @@ class Plans(Sequence[Plan], display.Shown):
 
     plans: tuple[Plan, ...]
     front: tuple[Front, ...]
-    """The fastest layout for every number of GPUs that was looked at, fewest first."""
+    """The fastest layout for every number of GPUs, fewest first."""
     considered: int
-    """Layouts that were looked at."""
+    """Number of layouts."""
     ruled_out: Mapping[str, int]
     """Reason → how many layouts it ruled out."""
     name: str
@@ -288,15 +362,15 @@ class Plans(Sequence[Plan], display.Shown):
     global_batch: int
     """Samples per step."""
     notes: tuple[str, ...] = ()
-    """Where ranges come from, and what is left out."""
+    """Sources of the ranges, and what is left out."""
 
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, str):
-            found = [one for one in self.plans if place in one.roles]
-            if not found:
-                raise KeyError(f"no plan is the {place!r} one: there are {', '.join(self.roles)}; a larger top= may list more")
-            return found[0]
-        return self.plans[place]
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            for plan in self.plans:
+                if key in plan.roles:
+                    return plan
+            raise KeyError(f"no plan is the {key!r} one: there are {', '.join(self.roles)}; a larger top= may list more")
+        return self.plans[key]
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -306,12 +380,12 @@ class Plans(Sequence[Plan], display.Shown):
 
     @property
     def roles(self) -> list[str]:
-        """Names by which a plan can be asked for: `plans["cheapest"]`."""
-        return list(dict.fromkeys(role for one in self.plans for role in one.roles))
+        """Keys of the plans: `plans["cheapest"]`."""
+        return list(dict.fromkeys(role for plan in self.plans for role in plan.roles))
 
     @property
     def best(self) -> Plan:
-        """The first."""
+        """The first plan."""
         return self.plans[0]
 
     def changes(self) -> dict[str, Any]:
@@ -320,29 +394,29 @@ class Plans(Sequence[Plan], display.Shown):
 
     @property
     def table(self) -> display.Table:
-        """One row per plan, each figure with its ends; below, what was ruled out by what."""
-        priced = any(one.money for one in self.plans)
+        """One row per plan with intervals; below, how many layouts were ruled out, and why."""
+        priced = any(plan.money for plan in self.plans)
         columns = ["plan", "GPUs", "layout", "micro-batch × accumulation", "step", "between", "throughput", "MFU", "memory"]
         columns += ["exposed", "bubble", f"money of {self.best.steps:,} steps" if priced else "GPU s a sample", "bound"]
         rows = [
             [
-                ", ".join(one.roles),
-                f"{one.gpus:,}",
-                one.layout,
-                one.batch,
-                units.seconds(one.seconds.mid),
-                f"{units.seconds(one.seconds.low)} … {units.seconds(one.seconds.high)}",
-                between(one.samples_per_sec, units.rate),
-                between(one.mfu, units.percent),
-                between(one.needed, units.bytes_) + ", tight" * one.tight,
-                between(one.shares["communication"], units.percent),
-                between(one.shares["bubble"], units.percent),
-                between(one.money, lambda value: f"{value:,.4g}") if one.money else f"{one.gpu_seconds:.3g}",
-                one.bound,
+                ", ".join(plan.roles),
+                f"{plan.gpus:,}",
+                plan.layout,
+                plan.batch,
+                units.seconds(plan.seconds.mid),
+                f"{units.seconds(plan.seconds.low)} … {units.seconds(plan.seconds.high)}",
+                between(plan.samples_per_sec, units.rate),
+                between(plan.mfu, units.percent),
+                between(plan.needed, units.bytes_) + ", tight" * plan.tight,
+                between(plan.shares["communication"], units.percent),
+                between(plan.shares["bubble"], units.percent),
+                between(plan.money, lambda value: f"{value:,.4g}") if plan.money else f"{plan.gpu_seconds:.3g}",
+                plan.bound,
             ]
-            for one in self.plans
+            for plan in self.plans
         ]
-        lines = [f"{', '.join(one.roles)}: {one.why}" for one in self.plans]
+        lines = [f"{', '.join(plan.roles)}: {plan.why}" for plan in self.plans]
         out = "; ".join(f"{count:,} by {reason}" for reason, count in self.ruled_out.items() if count)
         lines.append(f"{self.considered:,} layouts looked at; ruled out: {out or 'none'}")
         return display.Table(
@@ -354,9 +428,20 @@ class Plans(Sequence[Plan], display.Shown):
 
     def to_frame(self) -> Any:
         """A DataFrame with one row per plan; seconds and bytes."""
-        return display.frame([one.row() for one in self.plans])
+        return display.frame([plan.row() for plan in self.plans])
 
     plot = display.plot_method("plan")
 
     def __repr__(self) -> str:
-        return f"Plans({self.name!r} on {self.cluster.name}: {', '.join(repr(one)[5:-1] for one in self.plans[:2])} …)"
+        return f"Plans({self.name!r} on {self.cluster.name}: {', '.join(repr(plan)[5:-1] for plan in self.plans[:2])} …)"
+
+
+def at_ends(used: Energy, name: str, seconds: Interval) -> Interval | None:
+    """Interval of a figure of energy such as "money", from the low ends of joules and seconds to the high ends; None = no such figure."""
+    if getattr(used, name) is None:
+        return None
+    joules = (used.joules if used.low is None else used.low, used.joules, used.joules if used.high is None else used.high)
+    bare = replace(used, low=None, high=None)
+    pairs = zip(joules, (getattr(seconds, end) for end in ENDS), strict=True)
+    low, mid, high = (getattr(replace(bare, joules=drawn, seconds=taken), name) for drawn, taken in pairs)
+    return Interval(low=low, mid=mid, high=high)

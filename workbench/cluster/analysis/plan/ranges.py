@@ -1,7 +1,4 @@
-"""Ranges: a prediction lies between two ends; and the two ranges that every predicted step comes from.
-
-Peaks: FLOP/s of a GPU in a precision; the one place from which predicted seconds, counted operators and MFU take it.
-"""
+"""The ranges behind every predicted interval of a plan: shares of peak FLOP/s, of link bandwidth and of predicted memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,19 +20,19 @@ class PlanError(ValueError):
 
 
 def between(value: Interval, words: Callable[[float], str]) -> str:
-    """The middle, and in brackets both ends where they read differently."""
+    """Text of the middle, with both ends in brackets where they differ."""
     low, mid, high = (words(getattr(value, end)) for end in ENDS)
     return mid if low == high else f"{mid} ({low} … {high})"
 
 
-def hull(columns: Sequence[Floats], mid: Floats) -> list[Interval]:
-    """From the least to the largest of several columns, in each row."""
+def intervals_around(columns: Sequence[Floats], mid: Floats) -> list[Interval]:
+    """The interval from the smallest to the largest of several columns, in each row."""
     low, high = np.min([*columns, mid], 0), np.max([*columns, mid], 0)
     return [Interval(low=float(a), mid=float(b), high=float(c)) for a, b, c in zip(low, mid, high, strict=True)]
 
 
 EFFICIENCY = Interval(low=0.35, mid=0.5, high=0.65)
-"""Share of the dense peak that a GPU reaches while it computes, on average over a step's kernels, of which nothing was measured. Round
+"""Share of the dense peak that a GPU reaches while it computes, on average over a step's kernels, if it was not measured. Round
 figures for what published steps on A100 imply, bubbles and communication taken out: 5th percentile 0.37, median 0.53, 95th 0.64 of 177 in
 Hagemann et al. 2023 (arXiv 2311.05610) and 8 in Korthikanti et al. 2022 (2205.05198); `benchmarks/reality_layouts.py` prints them. Eager
 FSDP2 on H100 comes to 0.36 of the peak, communication and all (torchtitan's tables). Small models and short sequences reach less."""
@@ -49,26 +46,26 @@ interval of its own that is wider, it counts."""
 
 
 HELD = Interval(low=0.95, mid=1.0, high=1.25)
-"""What PyTorch's allocator holds in truth over what is reckoned: fragmentation, workspaces, buffers that no formula has. Round ends, for
+"""What PyTorch's allocator really holds over the predicted bytes: fragmentation, workspaces, buffers that no formula has. Round ends, for
 both kinds of model. Programs: 19 published steps on GPUs of which reserved bytes are known have their 5th percentile at 1.00, their median
 at 1.05 and their 95th at 1.24 (`benchmarks/memory_published.py`); each on one GPU, so that what several hold beside is in none.
-Transformers, by closed forms: of 344 published layouts on 80 GB (`benchmarks/reality_layouts.py`) all 179 that ran had room for 0.98 times
-what is reckoned or more, and the 165 that ran out of memory for 1.24 times at most, but for two (1.44 and 1.45); a normal law of the
-logarithm, which these two widen, gives 0.92 … 1.41 and 1.14 in the middle. The middle here is no median but what is reckoned, with nothing
-added: with 1.05 or 1.14 a few layouts more are judged rightly (93 and 94 % for 92 %), but the best ones are ruled out more often (listed in
-five grids of ten for eight)."""
+Transformers, by closed forms: of 344 published layouts on 80 GB (`benchmarks/reality_layouts.py`) all 179 that ran had memory for 0.98
+times the prediction or more, and the 165 that ran out of memory for 1.24 times at most, but for two (1.44 and 1.45); a normal law of the
+logarithm, which these two widen, gives 0.92 … 1.41 and 1.14 in the middle. The middle here is not the median but the prediction itself:
+with 1.05 or 1.14 a few layouts more are judged rightly (93 and 94 % for 92 %), but the best ones are ruled out more often (listed in five
+grids of ten for eight)."""
 HELD_SOURCES = {False: "as 344 published layouts of Transformers bear out", True: "as 19 published steps of programs imply"}
-"""Were bytes counted by fake runs, and not by closed forms? → where HELD comes from, in words."""
+"""Were bytes counted by dry runs instead of closed forms? → where HELD comes from, in words."""
 
 
-def share_of(cluster: Cluster, name: str) -> Interval:
-    """Of the bandwidth of a cluster's link that collectives reach: by datasheet LINKS; measured, MEASURED_LINKS or its own wider interval.
+def link_share(cluster: Cluster, name: str) -> Interval:
+    """Share of a link's bandwidth that collectives reach: by datasheet LINKS; measured, MEASURED_LINKS or its own wider interval.
 
     Args:
-        cluster: whose.
+        cluster: with the link.
         name: "intra" or "inter".
 
-    >>> share_of(Cluster.named("DGX-H100"), "inter") == LINKS
+    >>> link_share(Cluster.named("DGX-H100"), "inter") == LINKS
     True
     """
     if name not in cluster.measured_links:
@@ -80,15 +77,15 @@ def share_of(cluster: Cluster, name: str) -> Interval:
     )
 
 
-def given(value: Any, name: str, default: Interval, what: str = "a share of the datasheet's peak", such: str = "0.5") -> Interval:
-    """A share, as it was given: one number, (low, mid, high), a Interval, or None for the default.
+def share_interval(value: Any, name: str, default: Interval, what: str = "a share of the datasheet's peak", such: str = "0.5") -> Interval:
+    """A share as an Interval, from one number, (low, mid, high), an Interval, or None for the default.
 
     Args:
         value: as given.
         name: of the argument.
         default: what None means.
         what: it is, in words.
-        such: a number that it could be.
+        such: an example of it.
 
     Raises:
         PlanError: none of these, or not above 0.
@@ -105,10 +102,9 @@ def given(value: Any, name: str, default: Interval, what: str = "a share of the 
         raise PlanError(f"{name}={value!r:.80}: {what} is wanted, such as {such}, or (low, mid, high)") from error
     if not low <= mid <= high:
         raise PlanError(f"{name}={value!r:.80}: low ≤ mid ≤ high is wanted, or one number such as {such}")
-    found = Interval(low=low, mid=mid, high=high)
-    if not 0 < found.low <= found.high <= 1.5:
+    if not 0 < low <= high <= 1.5:
         raise PlanError(f"{name}={value!r:.80}: {what} above 0 is wanted, such as {such}, or (low, mid, high), of at most 1.5")
-    return found
+    return Interval(low=low, mid=mid, high=high)
 
 
 FORMATS = {"fp32": "fp32", "amp_bf16": "bf16", "amp_fp16": "fp16"}
@@ -119,7 +115,7 @@ def peak_of(device: Device, precision: str) -> float:
     """Dense FLOP/s by the datasheet.
 
     Raises:
-        PlanError: a precision that is not known, or that the datasheet does not have.
+        PlanError: an unknown precision, or one that the datasheet does not have.
     """
     choice("precision", precision, FORMATS, error=PlanError)
     if FORMATS[precision] not in device.flops_per_sec:

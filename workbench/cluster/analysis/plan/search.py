@@ -1,4 +1,4 @@
-"""Answering: the plans of one question, with all that is fixed; and what to say where there are none."""
+"""Searches all layouts for those that fit, selects the short list of plans, and says what would help where nothing fits."""
 
 import math
 from collections import Counter
@@ -11,145 +11,151 @@ import numpy as np
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collectives import CostError
 from workbench.cluster.analysis.energy import Energy
-from workbench.cluster.analysis.plan import select as choosing
-from workbench.cluster.analysis.plan.energy import Power
-from workbench.cluster.analysis.plan.layouts import MEGATRON, SHARINGS, Floats, Layouts, layouts
+from workbench.cluster.analysis.plan.layouts import MEGATRON, SHARINGS, Floats, Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import Memory, memory
-from workbench.cluster.analysis.plan.plans import Front, Plan, Plans
-from workbench.cluster.analysis.plan.ranges import HELD_SOURCES, PlanError, between, hull
-from workbench.cluster.analysis.plan.select import Chosen
-from workbench.cluster.analysis.plan.subject import Subject
-from workbench.cluster.analysis.plan.timing import PARTS, Pace, Seconds, seconds
+from workbench.cluster.analysis.plan.plans import Front, Plan, Plans, Power
+from workbench.cluster.analysis.plan.ranges import HELD_SOURCES, PlanError, between, intervals_around
+from workbench.cluster.analysis.plan.timing import PARTS, HardwareRates, Seconds, seconds
+from workbench.cluster.analysis.plan.workload import Workload
 from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.memory.analysis.non_pytorch import non_pytorch_memory
 
+SLACK = 0.25
+"""The leanest plan may be this much slower than the fastest, the best value this much more expensive than the cheapest."""
+NEAR = 0.10
+"""The simplest plan may be this much slower than the fastest."""
+FASTER = 0.05
+"""Memory limits a plan if a layout that does not fit would be faster by this much."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """All that is fixed."""
+class PlanSearch:
+    """The inputs of a search for plans."""
 
-    subject: Subject
+    workload: Workload
     cluster: Cluster
     batch: int
     """Samples per step of all GPUs."""
     peak: float
     """FLOP/s of a GPU in the precision."""
     efficiency: Interval
-    """Share of it while it computes."""
+    """Share of the peak while a GPU computes."""
     links: tuple[Interval, Interval]
     """Share of the links' bandwidth, inside nodes and between them."""
     held: Interval
-    """What the allocator holds over what is reckoned."""
-    room: float
+    """What the allocator holds over the predicted bytes."""
+    usable_memory: float
     """Bytes that may be used of a GPU."""
     steps: int
-    """That money and energy are of."""
+    """Steps for money and energy."""
     top: int
-    """Plans at most."""
+    """Most plans to return."""
     power: Power
-    """Prices, intensity and so on."""
-    whole: Subject
-    """`subject` with all that it can have, nothing narrowed."""
-    own: bool
+    """Prices, carbon intensity and so on."""
+    unrestricted: Workload
+    """`workload` with all the degrees and kinds of checkpointing that it can have."""
+    efficiency_given: bool
     """Was the efficiency given?"""
-    own_held: bool
+    held_given: bool
     """Was `held` given?"""
 
-    def answer(self, sizes: Sequence[int], sharings: Sequence[str]) -> Plans:
-        """The short list for some numbers of GPUs: of layouts whose memory fits as it is reckoned. One whose upper end does not is tight,
-        and stays; one of which only the lower end fits is ruled out, and counted by itself.
+    def plans(self, sizes: Sequence[int], sharings: Sequence[str]) -> Plans:
+        """The short list for given numbers of GPUs, of layouts whose predicted memory fits. Those whose upper end does not are tight and
+        stay; those of which only the lower end fits are ruled out and counted separately.
 
         Raises:
-            PlanError: nothing can be made, or nothing fits.
+            PlanError: there is no layout, or none fits.
         """
         out: Counter[str] = Counter()
-        everything = layouts(self.subject, self.cluster, sizes, self.batch, sharings, out)
-        if not len(everything):
+        candidates = list_layouts(self.workload, self.cluster, sizes, self.batch, sharings, out)
+        if not len(candidates):
             raise PlanError(self._no_layout(sizes, sharings, out))
-        considered = len(everything) + sum(out.values())
-        held = self.memory(everything)
+        considered = len(candidates) + sum(out.values())
+        held = self.memory(candidates)
         used = held.total
-        fits = used <= self.room
+        fits = used <= self.usable_memory
         if not fits.any():
-            raise PlanError(self._too_large(everything, used, sharings))
-        parts = self.seconds(everything, "mid")
+            raise PlanError(self._too_large(candidates, used, sharings))
+        parts = self.seconds(candidates, "mid")
         total = parts.total
         where = np.flatnonzero(fits)
-        found = everything.chosen(where)
-        gpu_seconds = found.gpus * total[where]
-        sure = held.high[where] <= self.room
-        picks = choosing.short_list(found, total[where], used[where], gpu_seconds, sure, top=self.top, one_size=len(sizes) == 1)
-        plans = [self._plan(one, everything, int(where[one.place]), parts, held, fits, total) for one in picks]
-        perhaps = ~fits & (held.low <= self.room)
+        fitting = candidates.select(where)
+        gpu_seconds = fitting.gpus * total[where]
+        sure = held.high[where] <= self.usable_memory
+        picks = short_list(fitting, total[where], used[where], gpu_seconds, sure, top=self.top, one_size=len(sizes) == 1)
+        plans = [self._plan(pick, candidates, int(where[pick.row]), parts, held, fits, total) for pick in picks]
+        perhaps = ~fits & (held.low <= self.usable_memory)
         out["memory"] = int((~fits & ~perhaps).sum())
         out["memory, though its lower end fits"] = int(perhaps.sum())
         out["a faster plan"] = len(where) - len(plans)
         return Plans(
             plans=tuple(plans),
-            front=self._front(everything, where, total, parts, held),
+            front=self._front(candidates, where, total, parts, held),
             considered=considered,
             ruled_out={reason: count for reason, count in out.items() if count},
-            name=self.subject.name,
+            name=self.workload.name,
             cluster=self.cluster,
             global_batch=self.batch,
             notes=self._notes(plans),
         )
 
-    def seconds(self, found: Layouts, end: str) -> Seconds:
-        """Of a step, at one end of what the hardware reaches, or in the middle."""
-        return seconds(self.subject, found, self._pace(end, end), self.cluster.gpus_per_node)
+    def seconds(self, layouts: Layouts, end: str) -> Seconds:
+        """Seconds of a step at "low", "mid" or "high" hardware rates."""
+        return seconds(self.workload, layouts, self._rates(end, end), self.cluster.gpus_per_node)
 
-    def _pace(self, efficiency: str, links: str) -> Pace:
-        intra, inter = (getattr(one, links) for one in self.links)
-        return Pace.of(self.cluster, self.peak, getattr(self.efficiency, efficiency), (intra, inter))
+    def _rates(self, efficiency: str, links: str) -> HardwareRates:
+        intra, inter = (getattr(share, links) for share in self.links)
+        return HardwareRates.of(self.cluster, self.peak, getattr(self.efficiency, efficiency), (intra, inter))
 
-    def corners(self, found: Layouts) -> list[Seconds]:
-        """Of a step, at both ends of both ranges: fast kernels and slow links leave the most communication bare, for instance."""
-        paces = [self._pace(efficiency, links) for efficiency in ("low", "high") for links in ("low", "high")]
-        return [seconds(self.subject, found, pace, self.cluster.gpus_per_node) for pace in paces]
+    def corners(self, layouts: Layouts) -> list[Seconds]:
+        """Seconds of a step at all ends of both ranges: fast kernels with slow links, for instance, expose the most communication."""
+        all_rates = [self._rates(efficiency, links) for efficiency in ("low", "high") for links in ("low", "high")]
+        return [seconds(self.workload, layouts, rates, self.cluster.gpus_per_node) for rates in all_rates]
 
-    def memory(self, found: Layouts) -> Memory:
-        """Of the fullest GPU."""
-        return memory(self.subject, found, self.cluster.device.name, self.held)
+    def memory(self, layouts: Layouts) -> Memory:
+        """Memory of the fullest GPU."""
+        return memory(self.workload, layouts, self.cluster.device.name, self.held)
 
-    def _plan(self, chosen: Chosen, found: Layouts, place: int, parts: Seconds, held: Memory, fits: Any, total: Floats) -> Plan:
-        one = found.chosen(np.array([place]))
-        corners = self.corners(one)
-        span = hull([corner.total for corner in corners], total[[place]])[0]
-        numbers = {name: int(getattr(one, name)[0]) for name in ("gpus", "data", "tensor", "pipeline", "chunks", "micro_batch")}
-        useful = self.subject.flops * self.batch / numbers["gpus"] / self.peak
-        sharing = SHARINGS[int(one.sharing[0])]
-        taken = {name: float(getattr(parts, name)[place]) for name in PARTS}
+    def _plan(self, selection: "Selection", layouts: Layouts, row: int, parts: Seconds, held: Memory, fits: Any, total: Floats) -> Plan:
+        layout = layouts.select(np.array([row]))
+        corners = self.corners(layout)
+        span = intervals_around([corner.total for corner in corners], total[[row]])[0]
+        numbers = {name: int(getattr(layout, name)[0]) for name in ("gpus", "data", "tensor", "pipeline", "chunks", "micro_batch")}
+        useful = self.workload.flops * self.batch / numbers["gpus"] / self.peak
+        sharing = SHARINGS[int(layout.sharing[0])]
+        taken = {name: float(getattr(parts, name)[row]) for name in PARTS}
         spans, shares = {}, {}
         for name, mid in taken.items():
             each = [getattr(corner, name) for corner in corners]
-            spans[name] = hull(each, np.array([mid]))[0]
-            shares[name] = hull([part / corner.total for part, corner in zip(each, corners, strict=True)], mid / total[[place]])[0]
+            spans[name] = intervals_around(each, np.array([mid]))[0]
+            shares[name] = intervals_around([part / corner.total for part, corner in zip(each, corners, strict=True)], mid / total[[row]])[
+                0
+            ]
         return Plan(
             **numbers,
-            accumulation=int(one.accumulation[0]),
+            accumulation=int(layout.accumulation[0]),
             sharing=sharing,
-            shard_ranks=1 if sharing == "ddp" else int(one.shard[0]),
-            checkpointing=list(self.subject.computed)[int(one.checkpointing[0])],
-            precision=self.subject.precision,
+            shard_ranks=1 if sharing == "ddp" else int(layout.shard[0]),
+            checkpointing=list(self.workload.computed)[int(layout.checkpointing[0])],
+            precision=self.workload.precision,
             seconds=span,
             parts=taken,
             spans=spans,
             shares=shares,
-            hidden=float(parts.hidden[place]),
-            memory={name: float(values[place]) for name, values in held.groups.items()},
-            needed=Interval(low=float(held.low[place]), mid=float(held.total[place]), high=float(held.high[place])),
-            capacity=self.room,
+            hidden=float(parts.hidden[row]),
+            memory={name: float(values[row]) for name, values in held.groups.items()},
+            needed=Interval(low=float(held.low[row]), mid=float(held.total[row]), high=float(held.high[row])),
+            capacity=self.usable_memory,
             mfu=span.of(lambda value: useful / value),
             steps=self.steps,
             energy=self._energy(numbers["gpus"], span, spans["compute"]),
             power=self.power,
             node=self.cluster.name,
-            broadcasts=self.subject.broadcasts > 0,
-            bound=choosing.bounds(found, total, fits, parts, place),
-            roles=chosen.roles,
-            why=chosen.why,
+            broadcasts=self.workload.broadcasts > 0,
+            bound=limiting_part(layouts, total, fits, parts, row),
+            roles=selection.roles,
+            why=selection.why,
             gpus_per_node=self.cluster.gpus_per_node,
             device=self.cluster.device.name,
             efficiency=self.efficiency.mid,
@@ -158,7 +164,7 @@ class Question:
     def _energy(self, gpus: int, span: Interval, computing: Interval) -> Energy | None:
         where = self.cluster
         try:
-            return self.power.drawn(
+            return self.power.energy(
                 gpus=gpus,
                 steps=self.steps,
                 seconds=span,
@@ -168,53 +174,53 @@ class Question:
                 per_node=where.gpus_per_node,
             )
         except CostError as error:
-            if self.power.watts is None and "is not known" in str(error) and not self.power.asked:
+            if self.power.watts is None and "is not known" in str(error) and not self.power.prices_given:
                 return None
             raise PlanError(str(error)) from error
 
-    def _front(self, found: Layouts, where: Any, total: Floats, parts: Seconds, held: Memory) -> tuple[Front, ...]:
-        fits = held.total <= self.room
-        best = [where[found.gpus[where] == size] for size in np.unique(found.gpus[where])]
-        places = np.array([some[np.argmin(total[some])] for some in best])
-        some = found.chosen(places)
-        spans = hull([corner.total for corner in self.corners(some)], total[places])
+    def _front(self, layouts: Layouts, where: Any, total: Floats, parts: Seconds, held: Memory) -> tuple[Front, ...]:
+        fits = held.total <= self.usable_memory
+        by_size = [where[layouts.gpus[where] == size] for size in np.unique(layouts.gpus[where])]
+        rows = np.array([same[np.argmin(total[same])] for same in by_size])
+        fastest = layouts.select(rows)
+        spans = intervals_around([corner.total for corner in self.corners(fastest)], total[rows])
         return tuple(
             Front(
-                gpus=int(some.gpus[i]),
+                gpus=int(fastest.gpus[i]),
                 seconds=span,
-                bound=choosing.bounds(found, total, fits, parts, int(place)),
-                layout=f"dp {some.data[i]} × tp {some.tensor[i]} × pp {some.pipeline[i]}",
-                compute=float(parts.compute[place]),
-                tight=bool(held.high[place] > self.room),
+                bound=limiting_part(layouts, total, fits, parts, int(row)),
+                layout=f"dp {fastest.data[i]} × tp {fastest.tensor[i]} × pp {fastest.pipeline[i]}",
+                compute=float(parts.compute[row]),
+                tight=bool(held.high[row] > self.usable_memory),
             )
-            for i, (place, span) in enumerate(zip(places, spans, strict=True))
+            for i, (row, span) in enumerate(zip(rows, spans, strict=True))
         )
 
-    # --- what to say
+    # --- notes and messages
 
     def _notes(self, plans: Sequence[Plan]) -> tuple[str, ...]:
         reached = (
             "as given"
-            if self.own
+            if self.efficiency_given
             else "as published runs on A100 and H100 imply; with a measured step: efficiency=plan.implied_efficiency(seconds)"
         )
         kernels, intra, inter = (
-            "{} … {} (reckoned {})".format(*(units.percent(getattr(one, end)) for end in ("low", "high", "mid")))
-            for one in (self.efficiency, *self.links)
+            "{} … {} (predicted with {})".format(*(units.percent(getattr(share, end)) for end in ("low", "high", "mid")))
+            for share in (self.efficiency, *self.links)
         )
         links = (
             f"{intra} of the links' bandwidth" if intra == inter else f"{intra} of the links' bandwidth inside nodes, {inter} between them"
         )
         beside, held = non_pytorch_memory(self.cluster.device.name, 2), self.held
         times = f"{held.low:g}" if held.low == held.high else f"{held.low:g} … {held.high:g}"
-        source = "as given" if self.own_held else HELD_SOURCES[bool(self.subject.counted)]
+        source = "as given" if self.held_given else HELD_SOURCES[bool(self.workload.counted)]
         return (
             f"between: kernels reach {kernels} of the dense peak ({reached}), and collectives {links}",
-            f"memory between: the allocator holds {times} times what is reckoned, {source}, "
+            f"memory between: the allocator holds {times} times what is predicted, {source}, "
             f"and context and NCCL {units.bytes_(beside.low)} … {units.bytes_(beside.high)}; tight: the upper end does not fit",
-            "left out: what stages have beside layers, stragglers, the loader, checkpoints on disk",
-            *([MEGATRON] if any(one.megatron for one in plans) else []),
-            *self.subject.notes,
+            "left out: what stages have besides layers, stragglers, the loader, checkpoints on disk",
+            *([MEGATRON] if any(plan.megatron for plan in plans) else []),
+            *self.workload.notes,
         )
 
     def _no_layout(self, sizes: Sequence[int], sharings: Sequence[str], out: Counter[str]) -> str:
@@ -222,44 +228,155 @@ class Question:
         numbers = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} … {sizes[-1]:,}"
         below = self.batch - self.batch % sizes[0]
         batches = [below, below + sizes[0]] if len(sizes) == 1 else []
-        works = [f"{size}" for size in batches if size and len(layouts(self.subject, self.cluster, sizes, size, sharings, Counter()))]
+        works = [f"{size}" for size in batches if size and len(list_layouts(self.workload, self.cluster, sizes, size, sharings, Counter()))]
         hint = (
             f"try global_batch={' or '.join(works)}, or another number of GPUs" if works else "try another number of GPUs or global_batch"
         )
         return f"no layout of {numbers} GPUs makes a batch of {self.batch:,} samples ({reasons}): {hint}"
 
-    def _too_large(self, found: Layouts, used: Floats, sharings: Sequence[str]) -> str:
+    def _too_large(self, layouts: Layouts, used: Floats, sharings: Sequence[str]) -> str:
         least = int(np.argmin(used))
-        size, gpus = used[least], int(found.gpus[least])
-        one = found.chosen(np.array([least]))
-        ends = self.memory(one)
+        size, gpus = used[least], int(layouts.gpus[least])
+        layout = layouts.select(np.array([least]))
+        ends = self.memory(layout)
         span = Interval(low=float(ends.low[0]), mid=float(size), high=float(ends.high[0]))
-        said = (
-            f"dp {one.data[0]} ({SHARINGS[int(one.sharing[0])]}) × tp {one.tensor[0]} × pp {one.pipeline[0]}, {one.micro_batch[0]} at once"
+        text = (
+            f"dp {layout.data[0]} ({SHARINGS[int(layout.sharing[0])]}) × tp {layout.tensor[0]} × pp {layout.pipeline[0]}, "
+            f"{layout.micro_batch[0]} at once"
         )
-        room, device = self.room, self.cluster.device
-        cures = "; or ".join(self._cures(gpus, math.ceil(size / room), sharings))
+        room, device = self.usable_memory, self.cluster.device
+        remedies = "; or ".join(self._remedies(gpus, math.ceil(size / room), sharings))
         return (
-            f"{self.subject.name} fits nowhere on {gpus:,} × {device.name}: of {len(found):,} layouts the nearest ({said}) takes "
+            f"{self.workload.name} fits nowhere on {gpus:,} × {device.name}: of {len(layouts):,} layouts the nearest ({text}) takes "
             f"{between(span, units.bytes_)} of each GPU, {units.bytes_(size - room)} more than the {units.bytes_(room)} that may be used. "
-            f"It would fit {cures}; or try a shorter sequence"
+            f"It would fit {remedies}; or try a shorter sequence"
         )
 
-    def _cures(self, gpus: int, more: int, sharings: Sequence[str]) -> list[str]:
-        """What makes it fit while all else stays as it was asked for; each was looked at."""
+    def _remedies(self, gpus: int, more: int, sharings: Sequence[str]) -> list[str]:
+        """Changes that make the model fit while all else stays as given; each was checked."""
         each = self.cluster.gpus_per_node
         larger = sorted({gpus * 2, *(each * 2**power for power in range(18))})
         larger = [size for size in larger if size > gpus and (size <= each or size % each == 0)]
-        enough = next((size for size in larger if self._fits(self.subject, size, sharings)), None)
-        cures = [] if enough is None else [f"on {enough:,} GPUs"]
-        cures += [f"on GPUs with {more} times the memory"]
-        other = [name for name in SHARINGS if name not in sharings and self._fits(self.subject, gpus, [name])]
-        cures += [f'with sharing="{other[0]}"'] if other else []
-        for kind, flops in self.whole.computed.items():
-            if kind not in self.subject.computed and self._fits(replace(self.subject, computed={kind: flops}), gpus, sharings):
-                return [*cures, f'with checkpointing="{kind}"']
-        return cures
+        enough = next((size for size in larger if self._fits(self.workload, size, sharings)), None)
+        remedies = [] if enough is None else [f"on {enough:,} GPUs"]
+        remedies += [f"on GPUs with {more} times the memory"]
+        other = [name for name in SHARINGS if name not in sharings and self._fits(self.workload, gpus, [name])]
+        remedies += [f'with sharing="{other[0]}"'] if other else []
+        for kind, flops in self.unrestricted.computed.items():
+            if kind not in self.workload.computed and self._fits(replace(self.workload, computed={kind: flops}), gpus, sharings):
+                return [*remedies, f'with checkpointing="{kind}"']
+        return remedies
 
-    def _fits(self, subject: Subject, gpus: int, sharings: Sequence[str]) -> bool:
-        found = layouts(subject, self.cluster, [gpus], self.batch, sharings, Counter())
-        return bool(len(found) and (memory(subject, found, self.cluster.device.name, self.held).total <= self.room).any())
+    def _fits(self, workload: Workload, gpus: int, sharings: Sequence[str]) -> bool:
+        candidates = list_layouts(workload, self.cluster, [gpus], self.batch, sharings, Counter())
+        if not len(candidates):
+            return False
+        return bool((memory(workload, candidates, self.cluster.device.name, self.held).total <= self.usable_memory).any())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The row of a selected layout, and why it was selected."""
+
+    row: int
+    roles: tuple[str, ...]
+    why: str
+
+
+def short_list(
+    layouts: Layouts,
+    total: Floats,
+    used: Floats,
+    gpu_seconds: Floats,
+    sure: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    *,
+    top: int,
+    one_size: bool,
+) -> list[Selection]:
+    """The fastest, and if its memory is tight, the fastest whose upper end fits too; the cheapest, the best value and the fewest GPUs where
+    their number is open; the simplest; the leanest; and then the fastest of each other kind, until there are `top`.
+
+    Args:
+        layouts: that fit.
+        total: seconds of a step of each.
+        used: bytes of each.
+        gpu_seconds: GPUs × seconds of each.
+        sure: does the upper end of its memory fit, too?
+        top: most layouts to select; roles of one layout count once.
+        one_size: do all have the same number of GPUs?
+    """
+    fastest = _first(total, used)
+    near = total <= (1 + NEAR) * total[fastest]
+    soon = total <= (1 + SLACK) * total[fastest]
+    kinds = complexity(layouts)
+    picks: list[tuple[str, int, str]] = [("fastest", fastest, "the least time per step")]
+    if sure.any() and not sure[fastest]:
+        picks.append(("safe", _first(np.where(sure, total, np.inf), used), "the fastest whose memory fits by its upper end too"))
+    if not one_size:
+        cheapest = _first(gpu_seconds, total)
+        cheap = np.where(gpu_seconds <= (1 + SLACK) * gpu_seconds[cheapest], total, np.inf)
+        picks.append(("cheapest", cheapest, "the fewest GPU-seconds per sample"))
+        picks.append(
+            ("best value", _first(cheap, gpu_seconds), f"the fastest that is at most {100 * SLACK:.0f} % more expensive than the cheapest")
+        )
+        picks.append(("fewest GPUs", _first(layouts.gpus.astype(float), total), "the fewest GPUs on which it fits"))
+    leanest = _first(np.where(soon, used, np.inf), total)
+    simplest = _first(np.where(near, kinds, np.inf), total)
+    picks.append(("simplest", simplest, f"the fewest kinds of parallelism within {100 * NEAR:.0f} % of the fastest"))
+    picks.append(("leanest", leanest, f"the least memory within {100 * SLACK:.0f} % of the fastest"))
+    rows: dict[int, list[tuple[str, str]]] = {}
+    for role, row, why in picks:
+        if row in rows or len(rows) < top:
+            rows.setdefault(row, []).append((role, why))
+    for row in _others(layouts, total, set(rows)):
+        if len(rows) >= top:
+            break
+        rows[row] = [(f"next {len(rows)}", "the fastest of another kind")]
+    chosen = [
+        Selection(row=row, roles=tuple(role for role, _ in reasons), why="; ".join(why for _, why in reasons))
+        for row, reasons in rows.items()
+    ]
+    ordered = sorted(chosen, key=lambda pick: (total[pick.row], used[pick.row]))
+    names = iter(range(1, len(ordered) + 1))
+    return [
+        Selection(row=pick.row, roles=(f"another way {next(names)}",), why=pick.why) if pick.roles[0].startswith("next") else pick
+        for pick in ordered
+    ]
+
+
+def _first(value: Floats, then: Floats) -> int:
+    """The row of the least value; of those equal to six digits, the least by another column."""
+    least = value.min()
+    return int(np.argmin(np.where(value <= least * (1 + 1e-6), then, np.inf)))
+
+
+def complexity(layouts: Layouts) -> Floats:
+    """How much has to be set up: stages count more than split layers, these more than shared states, these more than recomputation."""
+    shared = np.array([0.0, 0.5, 0.75, 1.0, 1.25])[layouts.sharing] * (layouts.data > 1)
+    total: Floats = 4.0 * (layouts.pipeline > 1) + 1.0 * (layouts.chunks > 1) + 2.0 * (layouts.tensor > 1) + shared
+    return total + 0.25 * (layouts.checkpointing > 0)
+
+
+def kinds_of(layouts: Layouts) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """An identifier of the kind of each layout: GPUs, tensor and pipeline degree, and whether weights are shared."""
+    whole = np.isin(layouts.sharing, [SHARINGS.index(sharing) for sharing in ("fsdp", "hsdp")])
+    return ((layouts.gpus * 1024 + layouts.tensor) * 4096 + layouts.pipeline) * 2 + whole
+
+
+def _others(layouts: Layouts, total: Floats, taken: set[int]) -> list[int]:
+    """The fastest of each kind that is not taken, fastest first."""
+    kinds = kinds_of(layouts)
+    order = np.argsort(total, kind="stable")
+    seen = {int(kinds[row]) for row in taken}
+    _, first = np.unique(kinds[order], return_index=True)
+    return [int(order[index]) for index in np.sort(first) if int(kinds[order[index]]) not in seen]
+
+
+def limiting_part(layouts: Layouts, total: Floats, fits: np.ndarray[tuple[int], np.dtype[np.bool_]], parts: Seconds, row: int) -> str:
+    """What limits a layout: memory, if a layout of the same ranks that does not fit would be faster; else its largest part."""
+    same = (layouts.gpus == layouts.gpus[row]) & (layouts.tensor == layouts.tensor[row])
+    same &= layouts.pipeline == layouts.pipeline[row]
+    if (same & ~fits).any() and total[same & ~fits].min() * (1 + FASTER) < total[same & fits].min():
+        return "memory"
+    sizes = {name: float(getattr(parts, name)[row]) for name in PARTS}
+    return max(sizes, key=lambda name: sizes[name])

@@ -1,4 +1,4 @@
-"""Timing of layouts: seconds of a step, in parts that add up: computing, communication that nothing hides, and the pipeline's bubble."""
+"""Predicts the step time of layouts as parts that add up: computing, exposed communication, and the pipeline's bubble."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import numpy as np
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collectives import Link
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Floats, Ints, Layouts
-from workbench.cluster.analysis.plan.subject import ELEMENT, Subject
+from workbench.cluster.analysis.plan.workload import ELEMENT, Workload
 
 PARTS = ("compute", "communication", "bubble")
 _BACKWARD = 2 / 3
@@ -18,14 +18,14 @@ UPDATE = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Of each layout's step."""
+    """Seconds of each layout's step."""
 
     compute: Floats
     communication: Floats
-    """That nothing hides."""
+    """Exposed: not hidden by computing."""
     bubble: Floats
     hidden: Floats
-    """Of communication beside computing; not in the sum."""
+    """Communication hidden behind computing; not in the sum."""
 
     @property
     def total(self) -> Floats:
@@ -34,8 +34,8 @@ class Seconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """What hardware reaches."""
+class HardwareRates:
+    """What the hardware achieves."""
 
     flops_per_sec: float
     """Of a GPU while it computes."""
@@ -45,86 +45,84 @@ class Pace:
     inter: Link
 
     @classmethod
-    def of(cls, cluster: Cluster, peak: float, efficiency: float, links: float | tuple[float, float]) -> "Pace":
-        """A cluster's, at shares of its peaks; that of its links for both, or inside nodes and between them."""
+    def of(cls, cluster: Cluster, peak: float, efficiency: float, links: float | tuple[float, float]) -> "HardwareRates":
+        """A cluster's rates at shares of its peaks; `links` is one share for all, or (inside nodes, between them)."""
         shares = links if isinstance(links, tuple) else (links, links)
-        intra, inter = (
-            Link(latency=one.latency, bandwidth=one.bandwidth * share)
-            for one, share in zip((cluster.intra, cluster.inter), shares, strict=True)
-        )
+        pairs = zip((cluster.intra, cluster.inter), shares, strict=True)
+        intra, inter = (Link(latency=link.latency, bandwidth=link.bandwidth * share) for link, share in pairs)
         return cls(flops_per_sec=peak * efficiency, memory=cluster.device.bandwidth, intra=intra, inter=inter)
 
 
-def seconds(subject: Subject, found: Layouts, pace: Pace, per_node: int) -> Seconds:
-    """Of a step of each layout.
+def seconds(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node: int) -> Seconds:
+    """Seconds of a step of each layout.
 
-    Computing: FLOPs over what a GPU reaches; the optimizer's step at the memory's bandwidth. Tensor parallelism: the all-reduces of every
-    micro-batch, as rings in a node, none hidden (Shoeybi et al. 2019). Pipelines: (p−1)/(m v) of both (Narayanan et al. 2021), and one
+    Computing: FLOPs over what a GPU achieves; the optimizer's step at the memory's bandwidth. Tensor parallelism: the all-reduces of every
+    micro-batch, as rings in a node, all exposed (Shoeybi et al. 2019). Pipelines: (p−1)/(m v) of both (Narayanan et al. 2021), and one
     message per boundary, chunk and direction. Data parallelism, per micro-batch with ZeRO-2 and 3, else once a step: what the backward of
-    that micro-batch does not hide, and at least its last bucket or layer (`cost.overlap`); ZeRO-1 and 2 gather the new weights, which
-    nothing hides (torch's own ZeRO-1 broadcasts them one by one, after a whole all-reduce); under ZeRO-3 gathers and reductions hide
-    behind the whole micro-batch, but the first layer's (`cost.sharded_step`).
-    Stages with fewer layers wait for the fullest. Left out: what stages have beside layers, stragglers, the loader, checkpoints on disk.
+    that micro-batch does not hide, and at least its last bucket or layer (`iteration.overlap`); ZeRO-1 and 2 gather the new weights
+    exposed (torch's own ZeRO-1 broadcasts them one by one, after a whole all-reduce); under ZeRO-3 gathers and reductions hide behind the
+    whole micro-batch, except the first layer's (`volumes.sharded_step`).
+    Stages with fewer layers wait for the fullest. Left out: what stages have besides layers, stragglers, the loader, checkpoints on disk.
     """
-    kinds = list(subject.computed)
-    t, p, m, b = found.tensor, found.pipeline, found.accumulation, found.micro_batch
-    share = found.share(subject.layers)
-    flops, fixed = (np.array([of.get(kind, 0.0) for kind in kinds])[found.checkpointing] for of in (subject.computed, subject.once))
-    unit = (flops * b + fixed) * share / (t * pace.flops_per_sec)  # a micro-batch on one stage
-    sent = _tensor_parallel(subject, found, pace)
-    handed = _handed_on(subject, found, pace, per_node)
+    kinds = list(workload.computed)
+    t, p, m, b = layouts.tensor, layouts.pipeline, layouts.accumulation, layouts.micro_batch
+    share = layouts.share(workload.layers)
+    flops, fixed = (np.array([of.get(kind, 0.0) for kind in kinds])[layouts.checkpointing] for of in (workload.computed, workload.once))
+    unit = (flops * b + fixed) * share / (t * rates.flops_per_sec)  # a micro-batch on one stage
+    sent = _tensor_parallel(workload, layouts, rates)
+    handed = _pipeline_messages(workload, layouts, rates, per_node)
     working = unit + sent
-    often, once, hidden = _data_parallel(subject, found, pace, working)
+    often, once, hidden = _data_parallel(workload, layouts, rates, working)
     busy = m * (working + often) + handed
-    idle = np.where(p > 1, (p - 1) / (m * found.chunks), 0.0)
+    idle = np.where(p > 1, (p - 1) / (m * layouts.chunks), 0.0)
     return Seconds(
-        compute=m * unit + _update(subject, found, pace),
+        compute=m * unit + _update(workload, layouts, rates),
         communication=m * (sent + often) + handed + once,
         bubble=idle * busy,
         hidden=hidden,
     )
 
 
-def _tensor_parallel(subject: Subject, found: Layouts, pace: Pace) -> Floats:
-    kinds = list(subject.computed)
-    count, size = (np.array([subject.exchanged.get(kind, (0, 0.0))[i] for kind in kinds], float)[found.checkpointing] for i in (0, 1))
-    times: Floats = subject.layers * found.share(subject.layers) * count
-    return times * ring(found.tensor, size * found.micro_batch, pace.intra, 2)
+def _tensor_parallel(workload: Workload, layouts: Layouts, rates: HardwareRates) -> Floats:
+    kinds = list(workload.computed)
+    count, size = (np.array([workload.exchanged.get(kind, (0, 0.0))[i] for kind in kinds], float)[layouts.checkpointing] for i in (0, 1))
+    times: Floats = workload.layers * layouts.share(workload.layers) * count
+    return times * ring(layouts.tensor, size * layouts.micro_batch, rates.intra, 2)
 
 
-def _handed_on(subject: Subject, found: Layouts, pace: Pace, per_node: int) -> Floats:
-    """Forward and back, once per chunk; each of the ranks that split a layer sends its part."""
-    size = subject.boundary * found.micro_batch / found.tensor
-    far = found.gpus > per_node
-    one = np.where(far, pace.inter.latency + size / pace.inter.bandwidth, pace.intra.latency + size / pace.intra.bandwidth)
-    return np.where(found.pipeline > 1, 2 * found.accumulation * found.chunks * one, 0.0)
+def _pipeline_messages(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node: int) -> Floats:
+    """Seconds of the messages between stages, forward and back, once per chunk; each rank of a split layer sends its part."""
+    size = workload.boundary * layouts.micro_batch / layouts.tensor
+    far = layouts.gpus > per_node
+    message = np.where(far, rates.inter.latency + size / rates.inter.bandwidth, rates.intra.latency + size / rates.intra.bandwidth)
+    return np.where(layouts.pipeline > 1, 2 * layouts.accumulation * layouts.chunks * message, 0.0)
 
 
-def _data_parallel(subject: Subject, found: Layouts, pace: Pace, working: Floats) -> tuple[Floats, Floats, Floats]:
-    """Seconds that nothing hides: of each micro-batch, and of the step; and those of the step that something hides."""
-    layers = subject.layers * found.share(subject.layers)
-    own = ((subject.parameters - subject.shared) * found.share(subject.layers) + subject.shared) / found.tensor
-    weights, gradients = own * ELEMENT[subject.precision], own * subject.states[1]
-    inside, nodes, several = found.inside, found.nodes, found.data > 1
+def _data_parallel(workload: Workload, layouts: Layouts, rates: HardwareRates, working: Floats) -> tuple[Floats, Floats, Floats]:
+    """Exposed seconds of each micro-batch, exposed seconds once per step, and hidden seconds of the step."""
+    layers = workload.layers * layouts.share(workload.layers)
+    own = ((workload.parameters - workload.shared) * layouts.share(workload.layers) + workload.shared) / layouts.tensor
+    weights, gradients = own * ELEMENT[workload.precision], own * workload.states[1]
+    inside, nodes, several = layouts.inside, layouts.nodes, layouts.data > 1
     backward = _BACKWARD * working
 
     def gathered(size: Floats, pieces: Floats | float) -> Floats:
-        """Until all have `size` bytes, of which each had a part; a reduction takes as long. As `cost.gather_seconds`."""
-        between = (nodes - 1) / nodes * size / (inside * pace.inter.bandwidth)
-        within = (found.data - 1) / found.data * size / pace.intra.bandwidth
-        hops = (nodes - 1) * pace.inter.latency + (inside - 1) * pace.intra.latency
+        """Seconds until all have `size` bytes, of which each had a part; a reduction takes as long. As `volumes.gather_seconds`."""
+        between = (nodes - 1) / nodes * size / (inside * rates.inter.bandwidth)
+        within = (layouts.data - 1) / layouts.data * size / rates.intra.bandwidth
+        hops = (nodes - 1) * rates.inter.latency + (inside - 1) * rates.intra.latency
         return pieces * hops + np.where(nodes > 1, np.maximum(between, within), within)
 
-    reduced = ring(inside, gradients, pace.intra, 2) + tree_or_ring(nodes, gradients / inside, pace.inter)
+    reduced = ring(inside, gradients, rates.intra, 2) + tree_or_ring(nodes, gradients / inside, rates.inter)
     scattered, collected = gathered(gradients, 1), gathered(weights, 1)
     piece = 1 / layers
     # ZeRO-3: two gathers and a reduction of every micro-batch, layer by layer
     streams = 2 * gathered(weights, layers) + gathered(gradients, layers)
     sharded = np.maximum(0.0, streams - working) + collected * piece
-    # the same inside of a node, and an all-reduce of the shard between nodes
-    near = 2 * ring(inside, weights, pace.intra, 1, layers) + ring(inside, gradients, pace.intra, 1, layers)
-    hybrid = np.maximum(0.0, near - working) + ring(inside, weights, pace.intra, 1) * piece
-    between = tree_or_ring(nodes, gradients / inside, pace.inter)
+    # HSDP: the same inside a node, and an all-reduce of the shard between nodes
+    near = 2 * ring(inside, weights, rates.intra, 1, layers) + ring(inside, gradients, rates.intra, 1, layers)
+    hybrid = np.maximum(0.0, near - working) + ring(inside, weights, rates.intra, 1) * piece
+    between = tree_or_ring(nodes, gradients / inside, rates.inter)
     further = np.maximum(between * piece, np.maximum(0.0, near + between - working) - np.maximum(0.0, near - working))
 
     def beside_backward(size: Floats) -> Floats:
@@ -132,46 +130,46 @@ def _data_parallel(subject: Subject, found: Layouts, pace: Pace, working: Floats
 
     zero = np.zeros_like(working)
     often = np.stack([zero, zero, beside_backward(scattered), sharded, hybrid])
-    first, updated = (reduced, _broadcasts(subject, found, own, pace)) if subject.broadcasts else (scattered, collected)
+    first, updated = (reduced, _broadcasts(workload, layouts, own, rates)) if workload.broadcasts else (scattered, collected)
     once = np.stack([beside_backward(reduced), beside_backward(first) + updated, collected, zero, further])
-    m = found.accumulation
-    all_of_it = np.stack([reduced, first + updated, m * scattered + collected, m * streams, m * near + between])
-    which = (found.sharing, np.arange(len(found)))
-    often, once, whole = (np.where(several, one[which], 0.0) for one in (often, once, all_of_it))
+    m = layouts.accumulation
+    everything = np.stack([reduced, first + updated, m * scattered + collected, m * streams, m * near + between])
+    which = (layouts.sharing, np.arange(len(layouts)))
+    often, once, whole = (np.where(several, table[which], 0.0) for table in (often, once, everything))
     return often, once, np.maximum(0.0, whole - m * often - once)
 
 
-def _broadcasts(subject: Subject, found: Layouts, own: Floats, pace: Pace) -> Floats:
-    """Of torch's ZeroRedundancyOptimizer: each tensor of the new weights from its owner to all, by a tree over the slowest link."""
-    far = found.nodes > 1
-    hops = subject.broadcasts * np.ceil(np.log2(found.data)) * np.where(far, pace.inter.latency, pace.intra.latency)
-    sent: Floats = hops + own * subject.states[0] / np.where(far, pace.inter.bandwidth, pace.intra.bandwidth)
+def _broadcasts(workload: Workload, layouts: Layouts, own: Floats, rates: HardwareRates) -> Floats:
+    """Seconds of torch's ZeroRedundancyOptimizer: each new weight tensor is broadcast by its owner, as a tree over the slowest link."""
+    far = layouts.nodes > 1
+    hops = workload.broadcasts * np.ceil(np.log2(layouts.data)) * np.where(far, rates.inter.latency, rates.intra.latency)
+    sent: Floats = hops + own * workload.states[0] / np.where(far, rates.inter.bandwidth, rates.intra.bandwidth)
     return sent
 
 
 def ring(ranks: Ints, size: Floats, link: Link, rounds: int, pieces: Floats | float = 1.0) -> Floats:
-    """Seconds of a ring of so many rounds: 2 an all-reduce, 1 a gather. As `cost.all_reduce` and `all_gather`, for columns.
+    """Seconds of a ring collective, for columns: 2 rounds are an all-reduce, 1 a gather, as in `collectives`.
 
     Args:
         ranks: that take part.
         size: bytes that each has in the end.
         link: between them.
         rounds: of n−1 messages.
-        pieces: collectives that the bytes are sent in.
+        pieces: collectives into which the bytes are divided.
     """
-    found: Floats = rounds * (pieces * (ranks - 1) * link.latency + (ranks - 1) / ranks * size / link.bandwidth)
-    return found
+    total: Floats = rounds * (pieces * (ranks - 1) * link.latency + (ranks - 1) / ranks * size / link.bandwidth)
+    return total
 
 
 def tree_or_ring(ranks: Ints, size: Floats, link: Link) -> Floats:
-    """Seconds of an all-reduce by the better of both."""
+    """Seconds of an all-reduce by the faster of the two."""
     hops = np.minimum(ranks - 1, np.ceil(np.log2(ranks)))
-    found: Floats = 2 * (hops * link.latency + (ranks - 1) / ranks * size / link.bandwidth)
-    return found
+    total: Floats = 2 * (hops * link.latency + (ranks - 1) / ranks * size / link.bandwidth)
+    return total
 
 
-def _update(subject: Subject, found: Layouts, pace: Pace) -> Floats:
-    own = ((subject.parameters - subject.shared) * found.share(subject.layers) + subject.shared) / found.tensor
-    alone = found.sharing == SHARINGS.index("ddp")
-    updated: Floats = own / np.where(alone, 1, found.shard) * UPDATE / pace.memory
+def _update(workload: Workload, layouts: Layouts, rates: HardwareRates) -> Floats:
+    own = ((workload.parameters - workload.shared) * layouts.share(workload.layers) + workload.shared) / layouts.tensor
+    alone = layouts.sharing == SHARINGS.index("ddp")
+    updated: Floats = own / np.where(alone, 1, layouts.shard) * UPDATE / rates.memory
     return updated

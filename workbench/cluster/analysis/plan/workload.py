@@ -1,4 +1,4 @@
-"""Subject: what is trained, as far as a plan cares: parameters, FLOPs, what is sent and what is kept, per sample."""
+"""`Workload`: what a plan needs to know of a model: parameters, FLOPs, bytes sent and kept per sample; of a Transformer by its sizes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from workbench.core.checks import choice
 
 CHECKPOINTINGS = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Samples at once that are tried."""
+"""Micro-batch sizes that are tried."""
 CHUNKS = (1, 2, 3, 4, 6, 8)
 """Pieces of the layers on each stage of an interleaved pipeline."""
 ELEMENT = {"fp32": 4, "amp_bf16": 2, "amp_fp16": 2}
@@ -22,21 +22,21 @@ LOGITS = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What is trained. Per sample means of one sample, on a GPU that has the whole model."""
+class Workload:
+    """What is trained. "Per sample" is for one sample on a GPU that has the full model."""
 
     name: str
-    """In words."""
+    """For tables and messages."""
     parameters: float
     """Of the whole model."""
     layers: int
-    """Equal blocks: what pipelines deal out and FSDP gathers one by one."""
+    """Equal blocks, which pipelines divide and FSDP gathers one by one."""
     shared: float
-    """Parameters outside of the blocks (embeddings), which the first stage has as a whole."""
+    """Parameters outside of the blocks (embeddings), all on the first stage."""
     flops: float
-    """Of the model per sample, forward and backward, nothing computed twice."""
+    """FLOPs of the model per sample, forward and backward, without recomputation."""
     computed: Mapping[str, float]
-    """Checkpointing → FLOPs per sample with what is computed again. Only these kinds are planned."""
+    """Checkpointing → FLOPs per sample with recomputation. Only these kinds are planned."""
     kept: Mapping[str, float]
     """Checkpointing → bytes per sample that all blocks keep for the backward."""
     once: Mapping[str, float] = field(default_factory=dict)
@@ -44,41 +44,41 @@ class Subject:
     whole: Mapping[str, float] = field(default_factory=dict)
     """Checkpointing → the part of `kept` that tensor parallelism does not split."""
     working: Mapping[str, float] = field(default_factory=dict)
-    """Checkpointing → bytes per sample that one block needs beside, while it is computed again."""
+    """Checkpointing → extra bytes per sample of one block while it is recomputed."""
     split_head: bool = False
     """Is `head` split by tensor parallelism?"""
     head: float = 0.0
     """Bytes per sample at the end of the forward (logits), on the last stage only."""
     exchanged: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """Checkpointing → all-reduces of tensor parallelism per block and micro-batch, and bytes per sample of each; empty: none."""
+    """Checkpointing → all-reduces of tensor parallelism per block and micro-batch, and bytes per sample of each; empty = none."""
     boundary: float = 0.0
-    """Bytes per sample that a pipeline's stage hands on."""
+    """Bytes per sample that a pipeline's stage sends to the next."""
     states: tuple[float, float, float] = (2.0, 4.0, 12.0)
     """Bytes per parameter: weights, gradients, optimizer's states with the fp32 weights."""
     counted: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """Checkpointing → micro-batch → bytes beside the states, where they were counted; goes before `kept`."""
+    """Checkpointing → micro-batch → bytes besides the states, if counted by dry runs; used instead of `kept`."""
     buckets: float = 0.0
     """Bytes per parameter that DDP's buckets hold, where gradients are summed in them."""
     broadcasts: int = 0
-    """Tensors of parameters that ZeRO-1 sends one by one, as torch's ZeroRedundancyOptimizer does after an all-reduce of all gradients;
+    """Parameter tensors that ZeRO-1 sends one by one, as torch's ZeroRedundancyOptimizer does after an all-reduce of all gradients;
     0 = ZeRO-1 as Megatron's distributed optimizer: gradients are reduced to their owners, and the new weights gathered at once."""
     tensors: Sequence[int] = (1,)
     """Numbers of ranks that can split a block."""
     stages: Sequence[int] = (1,)
     """Numbers of stages that get equal parts."""
     micro_batches: Sequence[int] = MICRO_BATCHES
-    """Samples at once that are tried."""
+    """Micro-batch sizes that are tried."""
     chunks: Sequence[int] = CHUNKS
     """Pieces of the layers on each stage that are tried."""
     precision: str = "amp_bf16"
     """As a RunSpec has it."""
     notes: tuple[str, ...] = ()
-    """What to keep in mind."""
+    """Caveats."""
     spec: Any = None
     """The RunSpec that was given, if any."""
 
 
-def of_transformer(
+def workload_of_transformer(
     model: Transformer,
     *,
     sequence: int | None,
@@ -88,8 +88,8 @@ def of_transformer(
     gpus_per_node: int,
     gradient_bytes: float = 4,
     loss_parallel: bool = False,
-) -> Subject:
-    """A Transformer by its sizes.
+) -> Workload:
+    """The workload of a Transformer.
 
     Bytes kept per block: `s b h (34 + 5 a s/h)`, under tensor parallelism `s b h (34/t + …)` with sequence parallelism, else `s b h (10 +
     24/t + …)`; everything recomputed `2 s b h`. Source: Korthikanti et al. 2022, arXiv 2205.05198, table 2; fused attention keeps no scores
@@ -108,11 +108,11 @@ def of_transformer(
     layer = {"none": keeps * unit * wide + (4.0 * heads * s if fused_attention else scores), "full": 2 * unit * wide}
     outside = {"none": 0.0 if sequence_parallel else undivided * unit * wide, "full": 0.0 if sequence_parallel else 2 * unit * wide}
     working = {"none": 0.0, "full": layer["none"]}
-    if not fused_attention:  # with fused attention nothing is gained: no scores are kept anyway
+    if not fused_attention:  # useless with fused attention, which keeps no scores anyway
         layer["selective"], outside["selective"], working["selective"] = keeps * unit * wide, outside["none"], scores
     kinds = [kind for kind in CHECKPOINTINGS if kind in layer]
     exchanges = {kind: model.exchanges(kind) for kind in kinds}
-    return Subject(
+    return Workload(
         name=f"transformer of {model.layers} × {model.hidden:,}, {units.count(model.parameters)} parameters, {s:,} tokens",
         parameters=model.parameters,
         layers=model.layers,
@@ -134,7 +134,7 @@ def of_transformer(
 
 
 def _kept(model: Transformer) -> tuple[float, float]:
-    """Bytes per token and width that a block keeps in 16 bit beside scores, and those that tensor parallelism leaves whole.
+    """Bytes per token and width that a block keeps in 16 bit besides scores, and those that tensor parallelism does not split.
 
     A GPT: 34 and 10 (the source). A gated one, counted in the same way without dropouts: inputs of both norms, of attention and of the
     feed-forward 8; queries and attention's output 4, keys and values 4 k/a; gate, its activation, the other factor and the product 8 f/h.
@@ -145,4 +145,4 @@ def _kept(model: Transformer) -> tuple[float, float]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,4 +1,4 @@
-"""Sent: one collective of a training step, as a rank takes part in it; and where in a cluster its ranks sit."""
+"""`CollectiveCall`: one collective of a training step, with its bytes and ranks, and its seconds on a cluster."""
 
 import math
 from dataclasses import dataclass
@@ -18,39 +18,39 @@ from workbench.core.codec import JsonDataclass
 PHASES = ("forward", "backward", "optimizer")
 """When collectives happen, in the order of a step."""
 ALGORITHMS = ("best", "ring", "tree")
-"""Ways to count messages that follow one another; "best": the faster one, as libraries choose by size."""
+"""How consecutive messages are counted; "best": the faster of the two, as libraries choose by size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent(JsonDataclass):
-    """One collective.
+class CollectiveCall(JsonDataclass):
+    """One collective in which a rank takes part.
 
-    >>> one = Sent(kind="all_gather", size=2**20, ranks=8, phase="forward")
-    >>> one.sent == 7 / 8 * 2**20, one.padding
+    >>> call = CollectiveCall(kind="all_gather", size=2**20, ranks=8, phase="forward")
+    >>> call.sent == 7 / 8 * 2**20, call.padding
     (True, 0.0)
     """
 
     kind: str
     """One of BUS_FACTORS; or a name of torch's, such as "barrier", for what has no formula here."""
     size: int
-    """Bytes of the whole: what each rank has (all_reduce, broadcast), or all ranks' parts together (all_gather, reduce_scatter)."""
+    """Bytes of the message: what each rank has (all_reduce, broadcast), or all ranks' parts together (all_gather, reduce_scatter)."""
     ranks: int
-    """That take part."""
+    """Ranks that take part."""
     phase: str
     """One of PHASES."""
     stride: int = 1
-    """Ranks from one that takes part to the next: 1 = neighbours, which share a node first."""
+    """Distance between two of these ranks: 1 = neighbours, which fill a node first."""
     module: str = ""
     """Whose parameters or activations; "" = the model itself."""
     axis: str = "data"
-    """What the ranks have in common: "data" (copies of the model), "shard" (they share one), "replica" (those that share), "tensor" (they
-    split layers)."""
+    """The kind of group: "data" (copies of the model), "shard" (ranks of one sharded copy), "replica" (copies of a shard), "tensor" (ranks
+    that split layers)."""
     micro: int = 0
     """Micro-batch of the step, from 0."""
     needed: int | None = None
     """Bytes of `size` that are no padding; None = all."""
     waited: bool = False
-    """Does the rank compute nothing meanwhile? What is not so can be hidden behind computing, if that takes long enough."""
+    """Does the rank wait for it? Others can be hidden behind computing, if that takes long enough."""
 
     def __post_init__(self) -> None:
         checked_ranks(self.ranks)
@@ -79,7 +79,7 @@ class Sent(JsonDataclass):
 
 
 def placed(cluster: Cluster, ranks: int, stride: int = 1) -> tuple[int, int]:
-    """Nodes over which the ranks of a group lie, and how many of them in each, where neighbouring ranks fill the nodes.
+    """Nodes of a group's ranks, and how many are in each, where neighbouring ranks fill the nodes.
 
     >>> placed(Cluster.named("DGX-H100"), 16), placed(Cluster.named("DGX-H100"), 16, stride=8), placed(Cluster.named("DGX-H100"), 4)
     ((2, 8), (16, 1), (1, 4))
@@ -92,17 +92,17 @@ def group_seconds(kind: str, size: float, cluster: Cluster, *, ranks: int, strid
     """Seconds of a collective of some ranks of a cluster.
 
     Inside a node: by its link. All-reduces over nodes: `hierarchical_all_reduce`. All-gathers, reduce-scatters and all-to-alls over k
-    nodes of g: what a node takes in, (k−1)/k of the whole, comes through all its network cards at once while it is handed round inside, so
+    nodes of g: a node receives (k−1)/k of the message through all its network cards at once while it is distributed inside, so that
     the slower of the two counts, and the latencies of both. Broadcasts and reduces over nodes: by the link between them.
 
     Left out: that other groups of the same ranks send at the same time, and that achieved bandwidth falls with the number of nodes.
 
     Args:
         kind: one of BUS_FACTORS.
-        size: bytes, as `Sent.size`.
+        size: bytes, as `CollectiveCall.size`.
         cluster: where.
         ranks: that take part.
-        stride: from one of them to the next.
+        stride: distance between two of them.
         algorithm: one of ALGORITHMS.
 
     Raises:
@@ -121,10 +121,10 @@ def _one_way(kind: str, size: float, cluster: Cluster, ranks: int, stride: int, 
         return hierarchical_all_reduce(size, nodes=nodes, per_node=per_node, intra=cluster.intra, inter=cluster.inter, algorithm=way)
     if kind in ("broadcast", "reduce"):
         return collective_seconds(kind, size, ranks, cluster.inter, way)
-    collective_seconds(kind, size, ranks, cluster.inter, way)  # refuses what is not known
-    hops = [one - 1 if way == "ring" else math.ceil(math.log2(one)) for one in (nodes, per_node)]
+    collective_seconds(kind, size, ranks, cluster.inter, way)  # refuses unknown kinds
+    hops = [count - 1 if way == "ring" else math.ceil(math.log2(count)) for count in (nodes, per_node)]
     between = (nodes - 1) / nodes * size / (per_node * cluster.inter.bandwidth)
     inside = (ranks - 1) / ranks * size / cluster.intra.bandwidth if per_node > 1 else 0.0
-    if kind == "all_to_all":  # a rank's own bytes, nothing of which is handed on by its neighbours
+    if kind == "all_to_all":  # a rank's own bytes, not forwarded by its neighbours
         between = (ranks - per_node) / ranks * size / cluster.inter.bandwidth
     return hops[0] * cluster.inter.latency + hops[1] * cluster.intra.latency + max(between, inside)
