@@ -154,7 +154,7 @@ class Links(display.Shown, JsonDataclass):
         return self["all_reduce" if "all_reduce" in self.kinds else self.kinds[0]].link
 
     def intervals(self, kind: str = "all_reduce") -> tuple[tuple[float, float], tuple[float, float]]:
-        """Intervals (CONFIDENCE) of latency in seconds and bandwidth in bytes per second: the repeats of each size, resampled BOOTSTRAP_DRAWS times.
+        """Intervals (CONFIDENCE) of latency in seconds and bandwidth in bytes per second, by resampling the repeats of each size.
 
         They tell how much the measurement varies, not how well a ring fits it.
         """

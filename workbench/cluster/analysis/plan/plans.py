@@ -1,4 +1,4 @@
-"""Results of a search: a `Plan` is one way to train a model on a cluster with its predicted time, memory and energy; `Plans` the short list."""
+"""Results: a `Plan` is one way to train a model on a cluster with predicted time, memory and energy; `Plans` is the short list."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -53,7 +53,7 @@ class Power:
     def energy(
         self, *, gpus: int, steps: int, seconds: Interval, computing: Interval, device: str, node: str, per_node: int, **changes: Any
     ) -> Energy:
-        """Energy of some steps: the middle by the middle step time; the low end by the fastest step while it computes; the high end by whole
+        """Energy of some steps: the middle by the middle step; the low end by the fastest step while it computes; the high end by whole
         nodes during the slowest.
 
         Args:
