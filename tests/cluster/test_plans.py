@@ -398,7 +398,7 @@ def test_given_shares_make_no_range_and_measured_links_a_narrow_one() -> None:
     assert LINKS.mid < 1
     half = A100.with_links(intra=A100.intra)
     assert (link_share(half, "intra"), link_share(half, "inter")) == (MEASURED_LINKS, LINKS)
-    assert "(reckoned 100 %) of the links' bandwidth inside nodes, 60 % … 95 % (reckoned 80 %) between them" in str(
+    assert "(predicted with 100 %) of the links' bandwidth inside nodes, 60 % … 95 % (predicted with 80 %) between them" in str(
         plans(model=GPT, cluster=half)
     )
     far: dict[str, Any] = {"tensor": 1, "pipeline": 1, "gpus": 64, "efficiency": 0.45, "top": 1, "model": GPT, "sharing": "zero2"}
@@ -589,7 +589,7 @@ def test_it_shows_itself() -> None:
         "memory between: the allocator holds 0.95 … 1.25 times",
         "tight: the upper end",
         "money of 1,000 steps",
-        "reckoned 50 %",
+        "predicted with 50 %",
         "dp ",
     ):
         assert words in text
@@ -744,7 +744,7 @@ def units_of(name: str) -> str:
         ({"pipeline": 7}, "can have 1, 2, 4, 5, 8"),
         ({"efficiency": 50}, "above 0 is wanted, such as 0.5"),
         ({"efficiency": "half"}, "a share of the datasheet.s peak is wanted"),
-        ({"held": "more"}, "what the allocator holds over what is reckoned is wanted, such as 1.05"),
+        ({"held": "more"}, "what the allocator holds over the predicted bytes is wanted, such as 1.05"),
         ({"links": (0.9, 0.5, 0.8)}, r"^links=\(0.9, 0.5, 0.8\): low ≤ mid ≤ high is wanted, or one number such as 0.5$"),
         ({"held": (1.2, 1.0, 1.1)}, r"^held=\(1.2, 1.0, 1.1\): low ≤ mid ≤ high is wanted, or one number such as 1.05$"),
         ({"held": math.nan}, "^held=nan: low ≤ mid ≤ high"),
