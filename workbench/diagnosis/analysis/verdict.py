@@ -270,7 +270,9 @@ def judge(evidence: Evidence) -> Judgement:
     doubtful = sorted((candidate for candidate in candidates if candidate.open), key=lambda candidate: -candidate.saved.mid)
     notes = noise_warnings(evidence)
     if not evidence.observed and "cached" not in evidence.arms:
-        verdict, cause, why = "inconclusive", "not enough was tried", _untried(evidence)
+        verdict, cause = "inconclusive", "not enough was tried"
+        why = "The step could not be run without its loader, so nothing can be said about what holds it back."
+        why += "".join(f" {note}" for note in evidence.notes[:1])
     elif standing:
         best = _surest(standing, bool(notes))
         crowd = next((candidate for candidate in standing if candidate.cause.cause == "oversubscribed threads"), best)
@@ -407,9 +409,3 @@ def _computes(c: Costs, candidates: list[Candidate], computes: Cause) -> str:
         name = "optimizer" if largest.part == "optimizer" else largest.verdict.removesuffix("-bound")
         text += f" The most that could be taken away otherwise is {units.percent(largest.saved.mid)} ({name}: {largest.cause.cause})."
     return f"{computes.why} {text}" if computes.why else text
-
-
-def _untried(e: Evidence) -> str:
-    return "The step could not be run without its loader, so nothing can be said about what holds it back." + "".join(
-        f" {note}" for note in e.notes[:1]
-    )

@@ -1,4 +1,4 @@
-"""Feeding: from two probes to the whole curve of workers. Exact where arithmetic is, laws for any numbers, the curve's faces."""
+"""LoaderModel: from two probes to the whole curve of workers. Exact where arithmetic is, laws for any numbers, the curve's faces."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Curves that are measured: what is refused before anything starts, what a directory knows, and real ones that are broken off and gone on
+"""Curves that are measured: what is refused before anything starts, what a directory knows, and real ones that are interrupted and gone on
 with.
 """
 
