@@ -126,9 +126,9 @@ def delivery_seconds(making: Sequence[float], workers: int, queue: int, training
     Batch j is made by worker j mod n as soon as that one is free and batch j − queue has been taken; it is taken in its turn, when training
     on the one before is done.
 
-    >>> paced([2.0] * 100, workers=2, queue=4, training=0.5)
+    >>> delivery_seconds([2.0] * 100, workers=2, queue=4, training=0.5)
     1.0
-    >>> paced([2.0] * 100, workers=4, queue=8, training=1.5)
+    >>> delivery_seconds([2.0] * 100, workers=4, queue=8, training=1.5)
     1.5
 
     Args:
@@ -192,7 +192,7 @@ class LoaderModel:
     Known error of the step, 36 settings with 1 to 4 workers on two cores (sleeping, computing and mixed loaders): 6.5 % in the median, 33 %
     at worst. The worst ones had probes that other processes disturbed. Where batches are cheap and training binds, it is 10 to 20 % too
     short: a batch that comes fresh from a worker costs training more than one that is replayed.
-    If some samples are far slower than others, batches are uneven, and max(loader, …) is played through batch by batch: `uneven.paced`.
+    If some samples are far slower than others, batches are uneven, and max(loader, …) is played through batch by batch: `delivery_seconds`.
     Left out: hyperthreads, memory bandwidth.
     """
 

@@ -44,7 +44,7 @@ class Place:
     bound: str
     """"compute", "communication", "bubble" or "memory" of a plan; OWN or LOST of a curve; "" = not known."""
     sentence: str = ""
-    """The same in a sentence; "" = as `planning.plans.BOUNDS` has it."""
+    """The same in a sentence; "" = as `BOUNDS` of plans has it."""
     layout: str = ""
     """Of a plan."""
     watts: float | None = None

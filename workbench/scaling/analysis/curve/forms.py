@@ -90,7 +90,7 @@ def bubble(micro_batches: int) -> Callable[[Data], Law]:
 def sharded(kind: Kind) -> Callable[[Data], Law]:
     """Weights are gathered while others are computed with: t = max(compute, b (1−1/n)) + c (n−1).
 
-    All-gathers and reduce-scatters move (n−1)/n of the weights and pay n−1 latencies each (see `cost.volumes`). In strong scaling a
+    All-gathers and reduce-scatters move (n−1)/n of the weights and pay n−1 latencies each. In strong scaling a
     process has less to compute, and gathers as much. Both sides of the maximum are fitted, and the better one is kept.
     """
 
@@ -124,7 +124,7 @@ def sharded(kind: Kind) -> Callable[[Data], Law]:
 def exposed(kind: Kind, *, hidden: bool) -> Callable[[Data], Law]:
     """Compute and exposed communication apart: compute stays what it was, and only communication is extrapolated.
 
-    A ring sends 2(n−1)/n of the gradient and pays 2(n−1) latencies (see `cost`): seconds of a step = b(1−1/n) + c(n−1). Buckets are sent
+    A ring sends 2(n−1)/n of the gradient and pays 2(n−1) latencies: seconds of a step = b(1−1/n) + c(n−1). Buckets are sent
     while the backward goes on, and hide a part h of them: exposed = max(0, b(1−1/n) + c(n−1) − h). In strong scaling the backward, and
     with it what it can hide, gets shorter with the step.
 
