@@ -464,7 +464,7 @@ def test_no_worker_outlives_its_parent_even_in_the_midst_of_a_run(tmp_path: Path
 
 def alive(pid: int) -> bool:
     try:
-        return b"workbench.estimators" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"workbench.programs.estimate_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
