@@ -22,7 +22,7 @@ import statistics
 import torch
 from torch import nn
 
-from workbench.batch.analysis.scale_lr import scale_lr
+from workbench.batch.analysis.lr_scaling_rules import scale_lr
 from workbench.batch.analysis.scaled_lr import ScaledLr
 from workbench.data.samples import Fashion
 from workbench.runs.task import resolve

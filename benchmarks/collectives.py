@@ -150,7 +150,7 @@ def eight_billion() -> None:
 
 def twin() -> None:
     """The twin beside the closed form."""
-    from workbench.cluster.analysis.collectives import Link
+    from workbench.cluster.analysis.collective_cost import Link
 
     layers = [TwinLayer(size=2**20, forward=0.002, backward=0.004) for _ in range(16)]
     link = Link(latency=2e-6, bandwidth=2e9)

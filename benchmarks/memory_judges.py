@@ -13,7 +13,7 @@ from memory_cases import Case, loss
 from torch import nn
 from torch.optim import Optimizer
 
-from workbench.train.checkpointing import apply_checkpointing
+from workbench.train.activation_checkpointing import apply_checkpointing
 from workbench.train.optimizers import OPTIMIZERS, parse_optimizer
 
 STEPS = 3

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from workbench.core.gc import collected_before
-from workbench.memory.analysis.allocator import CachingAllocator
+from workbench.memory.analysis.caching_allocator import CachingAllocator
 from workbench.memory.analysis.non_pytorch import cublas_workspace
 from workbench.memory.analysis.replay import Replay
 from workbench.memory.estimate import building

@@ -60,7 +60,7 @@ def trackers() -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from workbench.train.checkpointing import apply_checkpointing
+    from workbench.train.activation_checkpointing import apply_checkpointing
 
     began = time.process_time()
     dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 import workbench as wb
-from workbench.batch.analysis.noise_estimate import ENOUGH
 from workbench.batch.analysis.noise_scale import NoiseScale
+from workbench.batch.analysis.noise_scale_estimator import ENOUGH
 from workbench.batch.measure.gradient_norms import SamplingInterval
 from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.batch.measure.per_sample import per_sample_gradients

@@ -17,7 +17,7 @@ import reality_layouts
 from published_scaling import ALL_REDUCE, COMMUNICATION, COMPUTE, CURVES, ITERATIONS, SHARDED, Iteration, Published
 
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.collectives import Link, all_reduce, bus_factor
+from workbench.cluster.analysis.collective_cost import Link, all_reduce, bus_factor
 from workbench.cluster.analysis.iteration import Layout, Rates, Work, work
 from workbench.cluster.analysis.links import Sweep
 from workbench.cluster.analysis.transformer import Transformer

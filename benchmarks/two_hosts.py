@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import workbench as wb
-from workbench.cluster.analysis.collectives import Link, collective_seconds
+from workbench.cluster.analysis.collective_cost import Link, collective_seconds
 from workbench.cluster.analysis.iteration import timed
 from workbench.cluster.analysis.links import Sweep
 from workbench.core import units

@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workbench import plot as plot
     from workbench import widgets as widgets
+    from workbench.batch.analysis.lr_scaling_rules import scale_lr as scale_lr
     from workbench.batch.analysis.plan import BatchPlan as BatchPlan
-    from workbench.batch.analysis.scale_lr import scale_lr as scale_lr
     from workbench.batch.api import find_lr as find_lr
     from workbench.batch.api import noise_scale as noise_scale
     from workbench.batch.batch_plan import batch_plan as batch_plan
@@ -92,7 +92,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "workbench.batch.analysis.plan": "BatchPlan",
-    "workbench.batch.analysis.scale_lr": "scale_lr",
+    "workbench.batch.analysis.lr_scaling_rules": "scale_lr",
     "workbench.batch.api": "find_lr noise_scale",
     "workbench.batch.batch_plan": "batch_plan",
     "workbench.batch.steps_to_target": "steps_to_target",

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib import pyplot
 
-from workbench.batch.analysis.noise_estimate import (
+from workbench.batch.analysis.noise_scale import NoiseScale, noise_scale_of_ranks
+from workbench.batch.analysis.noise_scale_estimator import (
     ENOUGH,
     NoiseScaleError,
     NoiseSteps,
@@ -22,7 +23,6 @@ from workbench.batch.analysis.noise_estimate import (
     relative_error,
     transient_length,
 )
-from workbench.batch.analysis.noise_scale import NoiseScale, noise_scale_of_ranks
 
 matplotlib.use("Agg")
 TRUTH = 100.0

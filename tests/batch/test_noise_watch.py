@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import toy_tasks
 from workbench.batch import api
-from workbench.batch.analysis.noise_estimate import NoiseScaleError
 from workbench.batch.analysis.noise_scale import NoiseScale, noise_scale_of_ranks
+from workbench.batch.analysis.noise_scale_estimator import NoiseScaleError
 from workbench.batch.api import noise_scale
 from workbench.batch.measure.gradient_norms import GroupNorms, SamplingInterval, norm, read
 from workbench.batch.measure.noise_watch import NoiseWatch

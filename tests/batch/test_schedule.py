@@ -14,8 +14,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as of_torch
 
 from workbench import plot
+from workbench.batch.analysis.lr_scaling_rules import scale_lr
 from workbench.batch.analysis.plan import BatchPlan
-from workbench.batch.analysis.scale_lr import scale_lr
 from workbench.batch.analysis.schedule import Schedule
 from workbench.batch.measure.schedule import schedule_of, scheduled
 from workbench.runs.spec import RunSpec

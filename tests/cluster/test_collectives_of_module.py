@@ -20,7 +20,7 @@ import workbench as wb
 from tests.scripts.counted_ranks import BATCH, CASES, GPT, ODD, Skipping, gpt, gpt_loss
 from workbench.cluster.analysis.cluster import CLUSTERS, Cluster
 from workbench.cluster.analysis.collective_call import CollectiveCall, group_seconds, placed
-from workbench.cluster.analysis.collectives import BUS_FACTORS, CostError, Link, all_reduce
+from workbench.cluster.analysis.collective_cost import BUS_FACTORS, CostError, Link, all_reduce
 from workbench.cluster.analysis.iteration import buckets
 from workbench.cluster.analysis.traffic import Traffic, small_below
 from workbench.cluster.analysis.volumes import gather_seconds, volume

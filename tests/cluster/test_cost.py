@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.cluster.analysis.cluster import CLUSTERS, Cluster
-from workbench.cluster.analysis.collectives import (
+from workbench.cluster.analysis.collective_cost import (
     CostError,
     Link,
     all_gather,

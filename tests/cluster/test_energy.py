@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.cluster.analysis.collectives import CostError
+from workbench.cluster.analysis.collective_cost import CostError
 from workbench.cluster.analysis.energy import NODE_WATTS, Energy, by_time, estimated, measured, watts_of
 from workbench.cluster.analysis.plan.ranges import PlanError
 from workbench.cluster.analysis.transformer import Transformer

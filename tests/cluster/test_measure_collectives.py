@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from workbench.cluster import api
-from workbench.cluster.analysis.collectives import CostError, Link, collective_seconds
+from workbench.cluster.analysis.collective_cost import CostError, Link, collective_seconds
 from workbench.cluster.analysis.links import LinkPoint, Links, Sweep
 from workbench.cluster.analysis.plan.ranges import MEASURED_LINKS, link_share
 from workbench.cluster.analysis.transformer import Transformer

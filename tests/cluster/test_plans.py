@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.collectives import CostError, Link, broadcast
+from workbench.cluster.analysis.collective_cost import CostError, Link, broadcast
 from workbench.cluster.analysis.iteration import Layout, bubble
 from workbench.cluster.analysis.links import Sweep
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Layouts, list_layouts

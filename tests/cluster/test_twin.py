@@ -12,7 +12,7 @@ from torch import nn
 
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.collectives import CostError, Link, all_reduce
+from workbench.cluster.analysis.collective_cost import CostError, Link, all_reduce
 from workbench.cluster.analysis.links import Sweep
 from workbench.cluster.analysis.twin_run import TwinLayer, TwinRun, closed_form, seconds_on
 

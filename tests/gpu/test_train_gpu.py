@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from workbench.core import run_directory
-from workbench.runs.programs import TRAIN, entrypoint
+from workbench.runs.entrypoints import TRAIN, entrypoint
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 

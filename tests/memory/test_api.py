@@ -25,7 +25,7 @@ from workbench.memory.estimate import building
 from workbench.memory.estimate.cuda.overrides import replaced
 from workbench.memory.estimate.plan import Plan, plan_of
 from workbench.memory.measure.recorder import Recorder
-from workbench.train import checkpointing
+from workbench.train import activation_checkpointing
 from workbench.train.models import Gpt, ResNet
 from workbench.train.ranks import Layout, Ranks
 from workbench.train.trainer import Trainer
@@ -139,7 +139,7 @@ def real(plan: Plan) -> MemoryLog:
                 trainer = Trainer(spec, plan.task, ranks, module=model, loader=api.NO_LOADER, layout=layout, alone=plan.own_loop)
                 recorder.attach(trainer.module)
                 trainer.phase = recorder.phase
-                with recorder.hooks(), replaced(checkpointing, "recomputing", recorder.tracker.inside):
+                with recorder.hooks(), replaced(activation_checkpointing, "recomputing", recorder.tracker.inside):
                     api._drive(trainer, RealBatches(recorder), plan)
                 recorder.close()
     finally:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.memory_logs import Writer, training
 from workbench.core.vocabulary import GROUPS
-from workbench.memory.analysis.allocator import CachingAllocator, OutOfMemory
 from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.caching_allocator import CachingAllocator, OutOfMemory
 from workbench.memory.analysis.family import Family
 from workbench.memory.analysis.log import MemoryLog
 from workbench.memory.analysis.replay import Replay

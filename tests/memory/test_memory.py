@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 import workbench as wb
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.api import measure_memory
-from workbench.memory.measure.allocator import OnHost, peaks_of
+from workbench.memory.measure.allocator_counters import OnHost, peaks_of
 from workbench.memory.measure.memory import measure
 
 TASKS = Path(__file__).parents[1] / "scripts" / "hungry_task.py"

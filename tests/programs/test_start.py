@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from workbench.core import run_directory
-from workbench.runs.programs import entrypoint
+from workbench.runs.entrypoints import entrypoint
 
 PROGRAM = """
 import gc, json, sys, weakref

@@ -18,11 +18,11 @@ import pytest
 import workbench as wb
 from tests.conftest import HandMade
 from workbench.core import run_directory
+from workbench.runs.entrypoints import TRAIN, entrypoint
 from workbench.runs.launch import environment, new_run
 from workbench.runs.launch.new_run import LaunchError, open_lock
 from workbench.runs.launch.resume import _Attempt
 from workbench.runs.panel.panel import run_panel
-from workbench.runs.programs import TRAIN, entrypoint
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
 

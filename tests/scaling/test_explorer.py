@@ -7,7 +7,7 @@ import pytest
 
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.collectives import Link
+from workbench.cluster.analysis.collective_cost import Link
 from workbench.cluster.analysis.plan.plans import BOUNDS
 from workbench.cluster.analysis.plan.ranges import PlanError
 from workbench.cluster.analysis.transformer import Transformer

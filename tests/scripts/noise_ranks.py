@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from workbench.batch.analysis.noise_estimate import NoiseScaleError
+from workbench.batch.analysis.noise_scale_estimator import NoiseScaleError
 from workbench.batch.measure.noise_watch import NoiseWatch
 
 STEPS, MICRO_BATCH = 4, 4

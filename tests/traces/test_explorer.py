@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.traced import on_cpu, on_device, op, step, write
-from workbench.traces.analysis.kinds import KINDS
+from workbench.traces.analysis.event_kinds import KINDS
 from workbench.traces.analysis.reading import TraceError
 from workbench.traces.analysis.trace import Trace
 from workbench.traces.analysis.trace_set import TraceSet

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.traced import event, on_cpu, on_device, op, step, write
-from workbench.traces.analysis.kinds import KINDS
+from workbench.traces.analysis.event_kinds import KINDS
 from workbench.traces.analysis.layout import Layout, Tiles, lay_out, tiles
 from workbench.traces.analysis.operators import Ranking
 from workbench.traces.analysis.trace import Trace

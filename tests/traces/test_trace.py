@@ -13,8 +13,8 @@ from tests.traced import DEVICE, data, event, launched, on_cpu, on_device, op, p
 from workbench.traces.analysis.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown, Overlap, breakdown
 from workbench.traces.analysis.collectives import Collectives, bus_factor
 from workbench.traces.analysis.difference import TraceDifference
+from workbench.traces.analysis.event_kinds import KINDS, Label, kind_of
 from workbench.traces.analysis.explanation import Explanation
-from workbench.traces.analysis.kinds import KINDS, Label, kind_of
 from workbench.traces.analysis.operators import Operators
 from workbench.traces.analysis.trace import Trace
 

@@ -28,7 +28,7 @@ from workbench.memory.ladder import memory_ladder
 from workbench.memory.max_micro_batch import max_micro_batch
 from workbench.memory.measure.at_oom import held
 from workbench.programs.choose_micro_batch import choose_micro_batch
-from workbench.runs.programs import TRAIN, entrypoint
+from workbench.runs.entrypoints import TRAIN, entrypoint
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task

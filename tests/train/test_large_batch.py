@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import workbench as wb
-from workbench.batch.analysis.optimizer import OptimizerDescription
+from workbench.batch.analysis.optimizer_description import OptimizerDescription
 from workbench.runs.spec import SpecError
 from workbench.train.large_batch_optimizers import LAMB, LARS
 from workbench.train.optimizers import OPTIMIZERS, build_optimizer, described

@@ -26,7 +26,7 @@ from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
 from workbench.memory.measure.at_oom import held
 from workbench.programs import train as program
-from workbench.runs.programs import TRAIN, entrypoint
+from workbench.runs.entrypoints import TRAIN, entrypoint
 from workbench.runs.root_cause import first_failure
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError

@@ -3,7 +3,8 @@
 The nouns, and how one becomes the next:
 
 * An `OptimizerDescription` is an optimizer's name and options (`analysis/optimizer.py`).
-* `scale_lr` takes a learning rate from one batch to another by a rule: a `ScaledLr`, with the rule's validity (`analysis/scale_lr.py`).
+* `scale_lr` takes a learning rate from one batch to another by a rule: a `ScaledLr`, with the rule's validity
+  (`analysis/lr_scaling_rules.py`).
 * `find_lr` finds one: sweeps and their suggestions (`analysis/lr_range.py`), then a tournament (`analysis/lr_race.py`): an `LrFound`.
 * `noise_scale` measures a `NoiseScale`, about the batch from which larger ones stop paying (`analysis/noise_*.py`); both are in `api.py`.
 * `steps_to_target` measures it directly by many trainings: a `StepsToTarget`, its law `CriticalBatch`, and `TimeToTarget`.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.batch.analysis.critical_batch import CriticalBatch
-from workbench.batch.analysis.optimizer import OptimizerDescription
+from workbench.batch.analysis.optimizer_description import OptimizerDescription
 from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.scaled_lr import number
 from workbench.batch.analysis.steps_to_target import StepsToTarget

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from workbench.batch.analysis.lr_range import LrFound, lr_text
-from workbench.batch.analysis.noise_estimate import ENOUGH, NoiseBlock, relative_width
+from workbench.batch.analysis.lr_scaling_rules import rule_factor
 from workbench.batch.analysis.noise_scale import NoiseScale
-from workbench.batch.analysis.optimizer import OptimizerDescription
+from workbench.batch.analysis.noise_scale_estimator import ENOUGH, NoiseBlock, relative_width
+from workbench.batch.analysis.optimizer_description import OptimizerDescription
 from workbench.batch.analysis.proof import PlanProof
-from workbench.batch.analysis.scale_lr import rule_factor
 from workbench.batch.analysis.scaled_lr import VALIDITY_TEXT, ScaledLr, number
 from workbench.batch.analysis.schedule import Schedule
 from workbench.core import units

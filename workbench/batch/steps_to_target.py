@@ -9,10 +9,10 @@ from workbench.batch.analysis.steps_to_target import StepsToTarget
 from workbench.batch.analysis.trials import ExperimentPlan, Target
 from workbench.core import units
 from workbench.core.checks import is_number, is_whole, real_number, whole_number
+from workbench.runs.entrypoints import STEPS_TO_TARGET, entrypoint
 from workbench.runs.launch.experiments import wait_for
 from workbench.runs.launch.launch import check, label
 from workbench.runs.launch.new_run import NewRun
-from workbench.runs.programs import STEPS_TO_TARGET, entrypoint
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, SHARDED, RunSpec
 from workbench.runs.target import check_spec

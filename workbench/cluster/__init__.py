@@ -2,7 +2,7 @@
 
 Hardware: a `Cluster` (`analysis/cluster`) has GPUs and `Link`s; `measure_collectives` (`api`, `measure/links`) measures your own `Links`.
 
-Closed forms (`analysis`): `collectives` (seconds of an all-reduce and others), `volumes` (bytes of DDP, ZeRO, FSDP), `transformer`
+Closed forms (`analysis`): `collective_cost` (seconds of an all-reduce and others), `volumes` (bytes of DDP, ZeRO, FSDP), `transformer`
 (parameters and FLOPs of a GPT), `iteration` (its step under 3-D parallelism, pipeline bubbles, DDP's overlap).
 
 A program's own step: `collectives()` (`count_collectives`, `estimate/collectives`) counts each `CollectiveCall` of your module in a dry

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from workbench.cluster.analysis.collectives import BUS_FACTORS, CostError, checked_ranks
+from workbench.cluster.analysis.collective_cost import BUS_FACTORS, CostError, checked_ranks
 from workbench.cluster.analysis.links import Links
 from workbench.cluster.analysis.twin_run import Network, TwinLayer, TwinRun, closed_form, seconds_on
 from workbench.core import run_directory, units

@@ -14,6 +14,7 @@ from workbench.runs.task import Task
 if TYPE_CHECKING:
     from workbench.cluster.estimate.collectives import CollectiveRecorder
     from workbench.memory.estimate.plan import Plan
+    from workbench.train import activation_checkpointing
     from workbench.train.ranks import Layout
     from workbench.train.trainer import Trainer
 
@@ -96,7 +97,6 @@ def _count(plan: "Plan", *, on_meta: bool) -> Traffic:
     from workbench.memory.estimate.dry_run import dry_run
     from workbench.memory.estimate.errors import estimate_errors
     from workbench.memory.estimate.fake_process_group import fake_process_group
-    from workbench.train import checkpointing
     from workbench.train.blocks import find_blocks
     from workbench.train.offload import DryRunHooks, offloading_dry_run
     from workbench.train.ranks import Layout, Ranks
@@ -120,7 +120,7 @@ def _count(plan: "Plan", *, on_meta: bool) -> Traffic:
             ):
                 trainer = Trainer(spec, plan.task, ranks, module=model, loader=_NO_LOADER, layout=layout, alone=plan.own_loop)
                 recorder.attach(trainer.module)
-                with recorder.hooks(), replaced(checkpointing, "recomputing", recorder.tracker.inside):
+                with recorder.hooks(), replaced(activation_checkpointing, "recomputing", recorder.tracker.inside):
                     collector = _collector(trainer, layout, recorder)
                     on_bucket.append(lambda bucket: collector.bucket(bucket, layout.data))
                     with collector, gradient_order(trainer.module) as order:

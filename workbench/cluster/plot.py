@@ -224,7 +224,7 @@ def twin(result: TwinRun, ax: Axes | None = None) -> Axes:
 
 
 def _fitted(kind: str, size: float, ranks: int, link: object) -> float:
-    from workbench.cluster.analysis.collectives import Link, collective_seconds
+    from workbench.cluster.analysis.collective_cost import Link, collective_seconds
 
     assert isinstance(link, Link)
     return collective_seconds(kind, size, ranks, link)

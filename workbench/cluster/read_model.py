@@ -99,7 +99,7 @@ class _Counted:
 def _count(target: Any, options: dict[str, Any], cluster: Cluster) -> _Counted:
     from workbench.memory.api import breakdown_of, record
     from workbench.memory.estimate.plan import plan_of
-    from workbench.memory.estimate.roofline import Roofline
+    from workbench.memory.estimate.roofline_time import Roofline
 
     device = cluster.device
     peak = peak_of(device, options["precision"])

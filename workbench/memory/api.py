@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from workbench.memory.estimate.dry_run import DryRun
     from workbench.memory.estimate.plan import Plan
     from workbench.memory.measure.leaks import Leaks
+    from workbench.train import activation_checkpointing
     from workbench.train.trainer import Trainer
 
 
@@ -140,7 +141,6 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
     from workbench.memory.estimate.dry_run import dry_run
     from workbench.memory.estimate.errors import estimate_errors
     from workbench.memory.estimate.fake_process_group import fake_process_group
-    from workbench.train import checkpointing
     from workbench.train.offload import DryRunHooks, offloading_dry_run
     from workbench.train.ranks import Layout, Ranks
     from workbench.train.trainer import Trainer, build_model
@@ -166,7 +166,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
                 trainer.phase = recorder.phase
                 with (
                     recorder.hooks(),
-                    replaced(checkpointing, "recomputing", recorder.tracker.inside),
+                    replaced(activation_checkpointing, "recomputing", recorder.tracker.inside),
                     watch() if watch else contextlib.nullcontext(),
                 ):
                     _drive(trainer, run, plan)

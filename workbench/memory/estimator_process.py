@@ -19,7 +19,7 @@ from typing import IO, Any
 from workbench.core.codec import JsonDataclass
 from workbench.core.device import Device
 from workbench.memory.analysis.log import Event, Mark, MemoryLog, Record
-from workbench.runs.programs import ESTIMATE_WORKER
+from workbench.runs.entrypoints import ESTIMATE_WORKER
 from workbench.runs.spec import RunSpec
 
 AXES = ("micro_batch", "sequence", "image")

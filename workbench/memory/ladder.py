@@ -198,7 +198,7 @@ def timed_estimate(target: Any, *, device: Device, **options: Any) -> tuple[Memo
     """
     from workbench.memory.api import breakdown_of, record
     from workbench.memory.estimate.plan import plan_of
-    from workbench.memory.estimate.roofline import Roofline
+    from workbench.memory.estimate.roofline_time import Roofline
 
     plan = plan_of(target, device=device, **options)
     rooflines: list[Roofline] = []  # one per attempt; the last one counts

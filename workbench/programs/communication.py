@@ -20,7 +20,7 @@ from workbench.harness.ab_test import run_ab_test
 from workbench.harness.ablations import can_skip_reduction, without_reduction
 from workbench.harness.peers import Peers
 from workbench.programs.experiment import Assignment, Resting, Training, entered, run_program
-from workbench.runs.programs import COMMUNICATION
+from workbench.runs.entrypoints import COMMUNICATION
 from workbench.runs.spec import RunSpec
 from workbench.train.ranks import Ranks
 

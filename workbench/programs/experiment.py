@@ -26,7 +26,7 @@ from workbench.harness.feed import PATIENCE, Feed
 from workbench.harness.peers import Peers
 from workbench.memory.measure.at_oom import held
 from workbench.runs import failure
-from workbench.runs.programs import EXPERIMENT
+from workbench.runs.entrypoints import EXPERIMENT
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task, resolve
 from workbench.train.ranks import Ranks, choose_backend, choose_device, join_group_creation

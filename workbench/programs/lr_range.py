@@ -12,7 +12,7 @@ from typing import Any
 from workbench.batch.measure.lr_range import find
 from workbench.core import run_directory
 from workbench.programs.experiment import Assignment, run_program
-from workbench.runs.programs import LR_RANGE
+from workbench.runs.entrypoints import LR_RANGE
 from workbench.runs.spec import AUTO
 from workbench.train.choose_micro_batch import choose
 from workbench.train.trainer import Trainer

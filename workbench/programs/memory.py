@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from workbench.core import run_directory
 from workbench.core.gc import collected_before
 from workbench.memory.analysis.log import ALLOC, Event
-from workbench.memory.measure.allocator import allocations
+from workbench.memory.measure.allocator_counters import allocations
 from workbench.memory.measure.memory import Borders, breakdown, take_in
 from workbench.memory.measure.recorder import Recorder
 from workbench.programs.experiment import Assignment, run_program
-from workbench.runs.programs import MEMORY
+from workbench.runs.entrypoints import MEMORY
 from workbench.runs.task import label
 from workbench.train.trainer import Trainer
 

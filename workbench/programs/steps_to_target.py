@@ -21,15 +21,15 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import default_collate
 
-from workbench.batch.analysis.optimizer import OptimizerDescription
-from workbench.batch.analysis.scale_lr import scale_lr
+from workbench.batch.analysis.lr_scaling_rules import scale_lr
+from workbench.batch.analysis.optimizer_description import OptimizerDescription
 from workbench.batch.analysis.steps_to_target import TRIALS
 from workbench.batch.analysis.trials import ExperimentPlan, Job, Outcome, Target, Trial, TrialScheduler
 from workbench.core import run_directory
 from workbench.core.units import count
 from workbench.memory.measure.at_oom import held
 from workbench.runs import failure
-from workbench.runs.programs import STEPS_TO_TARGET
+from workbench.runs.entrypoints import STEPS_TO_TARGET
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task, TaskError, resolve
 from workbench.train.loader import to_device

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
 from workbench.memory.measure.at_oom import held
-from workbench.runs import failure, programs
+from workbench.runs import entrypoints, failure
 from workbench.runs.root_cause import first_failure
 from workbench.runs.spec import AUTO, RunSpec, SpecError, spec_from_json
 from workbench.runs.task import resolve
@@ -35,7 +35,7 @@ WARMUP_BATCH = 2
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train; whatever goes wrong is recorded before anything is torn down, so that the rank at fault can be told from its victims."""
-    parser = argparse.ArgumentParser(prog=f"python -m {programs.TRAIN}", description=__doc__)
+    parser = argparse.ArgumentParser(prog=f"python -m {entrypoints.TRAIN}", description=__doc__)
     parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory with a run.json")
     run_dirs = parser.parse_args(arguments).run_dirs
     try:
@@ -62,7 +62,7 @@ def read_spec(run_dir: Path) -> RunSpec:
     """
     spec = spec_from_json(run_directory.read_json(run_dir / run_directory.RUN_JSON)["spec"])
     if not isinstance(spec, RunSpec):
-        raise SpecError(f"{run_dir} holds the spec of a script: python -m {programs.SCRIPT} runs those")
+        raise SpecError(f"{run_dir} holds the spec of a script: python -m {entrypoints.SCRIPT} runs those")
     return spec
 
 

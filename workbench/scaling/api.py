@@ -19,12 +19,12 @@ from workbench.core import units
 from workbench.core.checks import is_whole, whole_number
 from workbench.core.progress import ProgressLine
 from workbench.runs import task
+from workbench.runs.entrypoints import COUNTING
 from workbench.runs.failure import RunError
 from workbench.runs.launch.environment import core_count, gpu_count
 from workbench.runs.launch.experiments import run_communication
 from workbench.runs.launch.launch import check, label
 from workbench.runs.launch.sweep import Trial, in_brief, in_turn, plan, sweep
-from workbench.runs.programs import COUNTING
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.target import check_spec
 from workbench.runs.task import TaskError

@@ -1,8 +1,8 @@
 """Captures traces of torch's profiler, reads them, and answers where their steps go.
 
 `wb.trace` (`api`) takes some steps under the profiler (`measure/capture`), or launches a run that does (`measure/profiled_run`). A trace
-file is read piece by piece (`analysis/reading`, `events`, `loading`) into arrays (`columns`); each event gets a kind (`kinds`), and the
-marks of steps become windows (`windows`). A `Trace` (`trace`) has these, and computes each answer when it is called:
+file is read piece by piece (`analysis/reading`, `event_schema`, `loading`) into arrays (`columns`); each event gets a kind (`event_kinds`),
+and the marks of steps become windows (`windows`). A `Trace` (`trace`) has these, and computes each answer when it is called:
 
 * where the step goes: `breakdown` (with the overlap of communication), `operators`, `collectives`, `copies`, `modules` and `flame` (both on
   the `nesting` of calls), `memory_curve`

@@ -9,7 +9,7 @@ learning-rate schedule) with `large_batch_optimizers` (LARS, LAMB).
 Several ranks: `ranks` (this process, process groups, `Layout`), `sharding` (DDP and FSDP2), `tensor_parallel` (split layers),
 `sharded_tensors` (DTensor arithmetic for both).
 
-Less memory: `blocks` (a model's repeated layers), `checkpointing` (recompute them in the backward), `offload` (to host memory),
+Less memory: `blocks` (a model's repeated layers), `activation_checkpointing` (recompute them in the backward), `offload` (to host memory),
 `choose_micro_batch` (micro_batch="auto") and `split_on_oom` (when that does not fit after all).
 
 Sample tasks: `tasks`, their `models`, and `sized` (a GPT in any width).

@@ -2,7 +2,7 @@
 
 import runpy
 
-from workbench.runs.programs import ALONE
+from workbench.runs.entrypoints import ALONE
 
 if __name__ == "__main__":
     runpy.run_module(ALONE, run_name="__main__", alter_sys=True)

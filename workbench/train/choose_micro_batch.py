@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 from workbench.core import units
 from workbench.core.device import Device
 from workbench.core.system_load import control_groups
-from workbench.runs.programs import CHOOSE_MICRO_BATCH
+from workbench.runs.entrypoints import CHOOSE_MICRO_BATCH
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.train.ranks import Ranks
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from workbench.harness.batches import map_tensors
 from workbench.runs.spec import SHARDED, RunSpec
 from workbench.runs.task import Task, TaskError
-from workbench.train.checkpointing import apply_checkpointing
+from workbench.train.activation_checkpointing import apply_checkpointing
 from workbench.train.loader import build_loader, micro_batches, to_device
 from workbench.train.offload import activations_on_host, check_offload, host_computes, mark_on_host
 from workbench.train.optimizers import build_optimizer, build_scheduler, place_optimizer

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workbench.batch.analysis.noise_estimate import ENOUGH, NoiseBlock, NoiseScaleError, NoiseSteps, relative_width
+from workbench.batch.analysis.noise_scale_estimator import ENOUGH, NoiseBlock, NoiseScaleError, NoiseSteps, relative_width
 from workbench.core import units
 from workbench.core.codec import JsonDataclass, OrInf
 from workbench.core.display import table as display

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from workbench.batch.analysis.optimizer import OptimizerDescription
-from workbench.batch.analysis.scale_lr import scale_lr
+from workbench.batch.analysis.lr_scaling_rules import scale_lr
+from workbench.batch.analysis.optimizer_description import OptimizerDescription
 from workbench.batch.analysis.scaled_lr import VALIDITY_TEXT, ScaledLr, check_arguments, number, python_number
 from workbench.core import units
 from workbench.core.checks import whole_number

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-from workbench.batch.analysis.optimizer import OptimizerDescription
+from workbench.batch.analysis.optimizer_description import OptimizerDescription
 from workbench.core import units
 from workbench.core.checks import choice, is_number, real_number, whole_number
 from workbench.core.codec import JsonDataclass

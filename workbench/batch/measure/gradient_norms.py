@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from workbench.batch.analysis.noise_estimate import NoiseScaleError
+from workbench.batch.analysis.noise_scale_estimator import NoiseScaleError
 from workbench.harness.peers import wait_for_gloo_at_exit
 from workbench.memory.measure.recorder import is_dense
 

@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from workbench.batch.analysis.noise_estimate import NoiseScaleError
 from workbench.batch.analysis.noise_scale import NoiseScale
+from workbench.batch.analysis.noise_scale_estimator import NoiseScaleError
 from workbench.batch.measure.gradient_norms import GroupNorms, Row, SamplingInterval, read
 from workbench.core import run_directory
 from workbench.harness.discover import describe

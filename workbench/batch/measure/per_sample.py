@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from workbench.batch.analysis.noise_estimate import NoiseScaleError, fieller_interval
 from workbench.batch.analysis.noise_scale import LEVEL, NoiseScale
+from workbench.batch.analysis.noise_scale_estimator import NoiseScaleError, fieller_interval
 from workbench.core.checks import whole_number
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import resolve

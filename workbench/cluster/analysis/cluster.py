@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from workbench.cluster.analysis.collectives import CostError, Link, all_reduce, checked_ranks, hierarchical_all_reduce
+from workbench.cluster.analysis.collective_cost import CostError, Link, all_reduce, checked_ranks, hierarchical_all_reduce
 from workbench.cluster.analysis.links import Sweep
 from workbench.core import units
 from workbench.core.checks import nearest

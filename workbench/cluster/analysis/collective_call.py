@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.collectives import (
+from workbench.cluster.analysis.collective_cost import (
     BUS_FACTORS,
     CostError,
     bus_factor,

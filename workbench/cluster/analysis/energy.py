@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from workbench.cluster.analysis.collectives import CostError
+from workbench.cluster.analysis.collective_cost import CostError
 from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.device import DEVICES, NOT_READ, Device

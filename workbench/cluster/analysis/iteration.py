@@ -8,7 +8,7 @@ Fitted to 22B parameters on 8 GPUs and 175B on 64 of a published table, it gives
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from workbench.cluster.analysis.collectives import CostError, checked_ranks, non_negative_pair
+from workbench.cluster.analysis.collective_cost import CostError, checked_ranks, non_negative_pair
 from workbench.cluster.analysis.transformer import Transformer
 from workbench.core.checks import choice
 

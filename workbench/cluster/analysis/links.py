@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workbench.cluster.analysis.collectives import CostError, Link, bus_factor, collective_seconds
+from workbench.cluster.analysis.collective_cost import CostError, Link, bus_factor, collective_seconds
 from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display

@@ -8,7 +8,7 @@ from typing import Any
 
 from workbench.cluster.analysis.cluster import NETWORK_LATENCY, Cluster
 from workbench.cluster.analysis.collective_call import PHASES, CollectiveCall
-from workbench.cluster.analysis.collectives import BUS_FACTORS, CostError
+from workbench.cluster.analysis.collective_cost import BUS_FACTORS, CostError
 from workbench.cluster.analysis.iteration import overlap
 from workbench.core import units
 from workbench.core.codec import JsonDataclass

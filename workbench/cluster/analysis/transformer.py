@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from workbench.cluster.analysis.collectives import CostError, checked_ranks
+from workbench.cluster.analysis.collective_cost import CostError, checked_ranks
 from workbench.core.checks import choice, whole_number
 
 RECOMPUTATIONS = ("none", "selective", "full")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.collectives import CostError, Link, all_reduce, checked_ranks
+from workbench.cluster.analysis.collective_cost import CostError, Link, all_reduce, checked_ranks
 from workbench.cluster.analysis.iteration import Overlap, buckets, overlap
 from workbench.cluster.analysis.links import Sweep
 from workbench.core import units

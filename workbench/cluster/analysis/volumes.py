@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.collectives import CostError, all_gather, checked_ranks
+from workbench.cluster.analysis.collective_cost import CostError, all_gather, checked_ranks
 from workbench.core.checks import choice
 
 SHARINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")

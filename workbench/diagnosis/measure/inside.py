@@ -19,8 +19,8 @@ from workbench.core.system_load import GcTimer, LoadMeter
 from workbench.diagnosis.analysis.evidence import SMALL_OP, Inside
 from workbench.harness.stack_sampler import StackSampler
 from workbench.traces.analysis.columns import Label
+from workbench.traces.analysis.event_kinds import DEVICE, kind_of
 from workbench.traces.analysis.intervals import NONE, Spans, inside, length, union
-from workbench.traces.analysis.kinds import DEVICE, kind_of
 from workbench.traces.measure.profiler import hindrance, plain_profiler
 
 OPERATORS = r"(?!autograd::engine::)(.*::|.*Backward\d+$|Torch-Compiled Region|CompiledFunctionBackward)"

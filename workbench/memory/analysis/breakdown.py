@@ -14,7 +14,7 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.device import Device
 from workbench.core.display import table as display
 from workbench.core.vocabulary import GROUPS, MEMORY_PHASES
-from workbench.memory.analysis.allocator import CachingAllocator
+from workbench.memory.analysis.caching_allocator import CachingAllocator
 from workbench.memory.analysis.fit import Fit, fit
 from workbench.memory.analysis.holders import Holder, Shares, holders_at, prefix, scratch_of, shares, telling, unsplit_of
 from workbench.memory.analysis.log import MemoryLog

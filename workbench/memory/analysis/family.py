@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from workbench.core.vocabulary import CATEGORIES, GROUPS
-from workbench.memory.analysis.allocator import CachingAllocator
 from workbench.memory.analysis.breakdown import MemoryBreakdown
+from workbench.memory.analysis.caching_allocator import CachingAllocator
 from workbench.memory.analysis.log import ALLOC, FREE, MARK, RESIZE, Event, MemoryLog
 from workbench.memory.analysis.replay import Numbers, Replay, canonical, changes, classify, columns, predecessors, rounded
 

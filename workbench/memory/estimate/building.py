@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.harness.batches import map_tensors
-from workbench.memory.estimate.cuda.devices import CallsMeanHome, cuda_means
+from workbench.memory.estimate.cuda.device_redirection import CallsMeanHome, cuda_means
 from workbench.memory.estimate.cuda.overrides import replaced
 from workbench.runs.task import TaskError
 

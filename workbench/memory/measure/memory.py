@@ -25,7 +25,7 @@ from workbench.harness.restore import SavedState
 from workbench.memory.analysis.breakdown import CUDA_GRANULARITY, MemoryBreakdown
 from workbench.memory.analysis.log import Mark, MemoryLog
 from workbench.memory.analysis.replay import Replay
-from workbench.memory.measure.allocator import Allocations, allocations
+from workbench.memory.measure.allocator_counters import Allocations, allocations
 from workbench.memory.measure.recorder import Recorder
 from workbench.timeline.hooks import Patch
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from workbench.core import units
 from workbench.core.progress import ProgressLine
-from workbench.runs import programs
+from workbench.runs import entrypoints
 from workbench.runs.failure import Failure, RunError
 from workbench.runs.launch.launch import check, label
 from workbench.runs.launch.new_run import NewRun
@@ -39,7 +39,7 @@ def run_diagnosis(spec: RunSpec, *, budget_s: float, runs_dir: str | os.PathLike
     """
     check(spec)
     order = {"kind": "diagnose", "budget_s": budget_s}
-    return run_experiment(spec, f"{label(spec)} diagnose", order, runs_dir, program=programs.EXPERIMENT)
+    return run_experiment(spec, f"{label(spec)} diagnose", order, runs_dir, program=entrypoints.EXPERIMENT)
 
 
 def run_ab_test(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
@@ -58,14 +58,14 @@ def run_ab_test(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, 
     check(changed)
     larger = max(spec, changed, key=lambda each: each.nproc_per_node)
     order = {"kind": "prove", "budget_s": budget_s, "baseline": spec.to_json(), "changed": changed.to_json()}
-    return run_experiment(larger, f"{label(spec)} prove {name}", order, runs_dir, program=programs.EXPERIMENT)
+    return run_experiment(larger, f"{label(spec)} prove {name}", order, runs_dir, program=entrypoints.EXPERIMENT)
 
 
 def run_memory_measurement(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None = None) -> Run:
     """Record what some steps of a spec hold in memory; the run directory then has a folder `memory` with a file of each rank."""
     check(spec)
     order = {"kind": "memory", "budget_s": STEP * steps, "steps": steps}
-    return run_experiment(spec, f"{label(spec)} memory", order, runs_dir, program=programs.MEMORY)
+    return run_experiment(spec, f"{label(spec)} memory", order, runs_dir, program=entrypoints.MEMORY)
 
 
 def run_communication(
@@ -88,7 +88,7 @@ def run_communication(
     largest = max(specs, key=lambda spec: spec.nproc_per_node)
     listed = [spec.to_json() for spec in specs]
     order = {"kind": "communication", "budget_s": seconds * len(specs), "seconds": seconds, "specs": listed}
-    return run_experiment(largest, f"{label(largest)} communication", order, runs_dir, program=programs.COMMUNICATION, tick=tick)
+    return run_experiment(largest, f"{label(largest)} communication", order, runs_dir, program=entrypoints.COMMUNICATION, tick=tick)
 
 
 def run_link_sweep(spec: RunSpec, order: Mapping[str, Any], *, runs_dir: str | os.PathLike[str] | None = None) -> Run:
@@ -102,7 +102,7 @@ def run_link_sweep(spec: RunSpec, order: Mapping[str, Any], *, runs_dir: str | o
     check(spec)
     order = {"kind": "links", "budget_s": order["measuring_s"], **order}
     progress = time_left("{done} of {steps} rounds")
-    return run_experiment(spec, "collectives", order, runs_dir, program=programs.COMMUNICATION, show=progress)
+    return run_experiment(spec, "collectives", order, runs_dir, program=entrypoints.COMMUNICATION, show=progress)
 
 
 def run_lr_range(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | os.PathLike[str] | None = None) -> Run:
@@ -117,7 +117,7 @@ def run_lr_range(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | o
     steps = (options["sweeps"] + 1) * options["iterations"] + _RACES * options["race_steps"]
     order = {"kind": "lr_range", "budget_s": STEP * steps, **options}
     progress = time_left("{done} of about {steps} steps")
-    return run_experiment(spec, f"{label(spec)} find_lr", order, runs_dir, program=programs.LR_RANGE, show=progress)
+    return run_experiment(spec, f"{label(spec)} find_lr", order, runs_dir, program=entrypoints.LR_RANGE, show=progress)
 
 
 def run_experiment(
@@ -142,7 +142,7 @@ def run_experiment(
         tick: called again and again meanwhile.
     """
     new = NewRun(runs_dir, name)
-    run = new.start(spec, programs.entrypoint(program, new.path), timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
+    run = new.start(spec, entrypoints.entrypoint(program, new.path), timeout=PATIENCE + 3 * order["budget_s"], experiment=order)
     return wait_for(run, show=show, tick=tick)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core.checks import choice, whole_number
+from workbench.runs.entrypoints import ALONE
 from workbench.runs.launch.launch import label
-from workbench.runs.programs import ALONE
 from workbench.runs.spec import RunSpec, ScriptSpec, SpecError
 
 KINDS = ("job", "jobset", "pytorchjob")

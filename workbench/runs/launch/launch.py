@@ -7,12 +7,12 @@ from typing import Any
 
 from workbench.core.checks import real_number
 from workbench.runs import task
+from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import LaunchError, NewRun
 from workbench.runs.launch.rendezvous import TIMEOUT, Rendezvous, free_endpoint
 from workbench.runs.launch.resume import go_on, resumable
 from workbench.runs.launch.slurm import Slurm
-from workbench.runs.programs import spec_entrypoint
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec, check_profile
 from workbench.runs.target import check_launchable

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
+from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import GIT_PATIENCE, LaunchError, NewRun, end_guard, open_lock, wait_for_reaped
-from workbench.runs.programs import spec_entrypoint
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import RunSpec
 

@@ -12,10 +12,10 @@ from typing import Any
 from workbench.core import run_directory
 from workbench.core.checks import is_whole
 from workbench.runs import slurm_queue
+from workbench.runs.entrypoints import NODE
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.launch.nodes import ENV_ENDPOINT
-from workbench.runs.programs import NODE
 from workbench.runs.spec import RunSpec, Spec, SpecError, spec_from_json
 
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")

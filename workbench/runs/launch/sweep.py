@@ -10,10 +10,10 @@ from typing import Any
 
 from workbench.core import run_directory, units
 from workbench.core.checks import whole_number
+from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch.experiments import wait_for
 from workbench.runs.launch.launch import check, label
 from workbench.runs.launch.new_run import NewRun, child_dir
-from workbench.runs.programs import spec_entrypoint
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError, check_names, check_profile
 from workbench.runs.target import check_spec

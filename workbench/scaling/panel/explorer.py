@@ -7,7 +7,7 @@ from typing import Any
 import ipywidgets
 
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.collectives import CostError
+from workbench.cluster.analysis.collective_cost import CostError
 from workbench.cluster.analysis.plan.plans import Plans
 from workbench.cluster.analysis.plan.ranges import PlanError
 from workbench.cluster.analysis.transformer import Transformer

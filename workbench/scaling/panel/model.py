@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from workbench.cluster.analysis.cluster import CLUSTERS, Cluster
-from workbench.cluster.analysis.collectives import CostError
+from workbench.cluster.analysis.collective_cost import CostError
 from workbench.cluster.analysis.energy import estimated
 from workbench.cluster.analysis.plan.plans import Plans
 from workbench.cluster.analysis.plan.ranges import PlanError

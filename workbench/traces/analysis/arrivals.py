@@ -11,8 +11,8 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
+from workbench.traces.analysis.event_kinds import Kinds
 from workbench.traces.analysis.intervals import Numbers
-from workbench.traces.analysis.kinds import Kinds
 from workbench.traces.analysis.operators import clipped
 from workbench.traces.analysis.windows import Windows
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
+from workbench.traces.analysis.event_kinds import Kinds
 from workbench.traces.analysis.intervals import Spans, covered, intersection, subtract, union
-from workbench.traces.analysis.kinds import Kinds
 from workbench.traces.analysis.windows import Windows
 
 RESOURCES = ("data", "host", "transfer", "device", "communication")

@@ -10,8 +10,8 @@ import numpy as np
 from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
+from workbench.traces.analysis.event_kinds import Kinds
 from workbench.traces.analysis.intervals import NONE, Spans, covered, union
-from workbench.traces.analysis.kinds import Kinds
 from workbench.traces.analysis.windows import Windows
 
 PARTS = ("data_wait", "h2d", "compute", "communication", "host", "idle", "other")

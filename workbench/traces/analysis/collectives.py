@@ -15,9 +15,9 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.details import Details
-from workbench.traces.analysis.events import Args
+from workbench.traces.analysis.event_kinds import HOST_COLLECTIVE, Kinds
+from workbench.traces.analysis.event_schema import Args
 from workbench.traces.analysis.flops import WIDTHS
-from workbench.traces.analysis.kinds import HOST_COLLECTIVE, Kinds
 from workbench.traces.analysis.operators import clipped
 
 BYTES = {

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.core.gc import without_gc
-from workbench.traces.analysis.events import NO_ARGS, NO_SHAPES, Args, Bare, Event, Number
+from workbench.traces.analysis.event_schema import NO_ARGS, NO_SHAPES, Args, Bare, Event, Number
 from workbench.traces.analysis.intervals import Numbers, Spans
 
 B = TypeVar("B", bound=Bare)

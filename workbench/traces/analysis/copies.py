@@ -11,9 +11,9 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns, floats, integers
-from workbench.traces.analysis.events import NO_ARGS
+from workbench.traces.analysis.event_kinds import Kinds
+from workbench.traces.analysis.event_schema import NO_ARGS
 from workbench.traces.analysis.intervals import Numbers, Spans, covered
-from workbench.traces.analysis.kinds import Kinds
 
 POINTS = 600
 """Pieces of time that a curve has."""

@@ -12,9 +12,9 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
+from workbench.traces.analysis.event_kinds import DEVICE, KINDS, Kinds, callers
 from workbench.traces.analysis.idle import trains
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, union
-from workbench.traces.analysis.kinds import DEVICE, KINDS, Kinds, callers
 from workbench.traces.analysis.nesting import Nesting, named, nested
 from workbench.traces.analysis.operators import SHOWN, short
 from workbench.traces.analysis.windows import Windows

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from workbench.core.gc import without_gc
 from workbench.traces.analysis.columns import Codes, Columns, floats, integers, possible
-from workbench.traces.analysis.events import DETAILS, NO_DETAIL, Detailed
+from workbench.traces.analysis.event_schema import DETAILS, NO_DETAIL, Detailed
 from workbench.traces.analysis.intervals import Numbers
 from workbench.traces.analysis.reading import Reading, TraceError
 

@@ -10,8 +10,8 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
+from workbench.traces.analysis.event_kinds import Kinds
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, mean_seconds, union
-from workbench.traces.analysis.kinds import Kinds
 from workbench.traces.analysis.modules import MODULE
 from workbench.traces.analysis.nesting import Merged, Nesting, merged, named, nested
 from workbench.traces.analysis.operators import CALLERS, SHOWN, short

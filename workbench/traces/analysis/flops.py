@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.details import Details
+from workbench.traces.analysis.event_kinds import Kinds, calling_places
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, union
-from workbench.traces.analysis.kinds import Kinds, calling_places
 from workbench.traces.analysis.nesting import Nesting, nested
 
 WIDTHS = {

@@ -13,8 +13,8 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
+from workbench.traces.analysis.event_kinds import DEVICE, Kinds, callers
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, intersection, length, mean_seconds, subtract, union
-from workbench.traces.analysis.kinds import DEVICE, Kinds, callers
 from workbench.traces.analysis.operators import CALLERS, short
 from workbench.traces.analysis.windows import Windows
 

@@ -19,9 +19,9 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.details import Details
+from workbench.traces.analysis.event_kinds import Kinds, calling_places
 from workbench.traces.analysis.flops import FORMATS, WIDTHS
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, length, union
-from workbench.traces.analysis.kinds import Kinds, calling_places
 from workbench.traces.analysis.nesting import named, nested
 from workbench.traces.analysis.operators import SHOWN, short
 from workbench.traces.analysis.windows import Windows

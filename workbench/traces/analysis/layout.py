@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.traces.analysis.columns import Codes, Columns
+from workbench.traces.analysis.event_kinds import DEVICE, KINDS
 from workbench.traces.analysis.intervals import Numbers
-from workbench.traces.analysis.kinds import DEVICE, KINDS
 from workbench.traces.analysis.trace import Trace
 
 

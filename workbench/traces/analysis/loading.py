@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.traces.analysis import events
+from workbench.traces.analysis import event_schema
 from workbench.traces.analysis.columns import Columns, Label, Lane, Message, gathered
-from workbench.traces.analysis.events import NO_SHAPES, Args
+from workbench.traces.analysis.event_schema import NO_SHAPES, Args
 from workbench.traces.analysis.reading import Reading, TraceError
 
 TRACES = "traces"
@@ -49,7 +49,7 @@ def read(path: Path) -> Loaded:
     Raises:
         TraceError: there is no such file, it is none, or it has no event that can be read.
     """
-    reading = Reading(path=path, words=events.EVENTS)
+    reading = Reading(path=path, words=event_schema.EVENTS)
     gathering = gathered(reading.batches())
     columns = gathering.columns()
     notes = list(reading.notes)

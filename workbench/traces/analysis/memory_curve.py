@@ -13,8 +13,8 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.details import Details, Requests
+from workbench.traces.analysis.event_kinds import Kinds
 from workbench.traces.analysis.intervals import Numbers
-from workbench.traces.analysis.kinds import Kinds
 from workbench.traces.analysis.modules import MODULE
 from workbench.traces.analysis.nesting import Nesting, nested
 from workbench.traces.analysis.operators import CALLERS, short

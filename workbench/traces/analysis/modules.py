@@ -13,8 +13,8 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.details import Details
+from workbench.traces.analysis.event_kinds import DEVICE, Kinds, callers
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, mean_seconds, union
-from workbench.traces.analysis.kinds import DEVICE, Kinds, callers
 from workbench.traces.analysis.nesting import Merged, Nesting, merged, named, nested
 from workbench.traces.analysis.operators import CALLERS, short
 

@@ -10,8 +10,8 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
+from workbench.traces.analysis.event_kinds import DEVICE, Kinds
 from workbench.traces.analysis.intervals import Numbers, Spans, inside
-from workbench.traces.analysis.kinds import DEVICE, Kinds
 from workbench.traces.analysis.nesting import named, nested
 
 Which = Literal["operator", "kernel"]

@@ -14,8 +14,8 @@ from typing import Generic, Protocol
 import msgspec
 
 from workbench.core import units
-from workbench.traces.analysis import events as wire
-from workbench.traces.analysis.events import E, Header, Words, boundary, end_behind, nesting
+from workbench.traces.analysis import event_schema as wire
+from workbench.traces.analysis.event_schema import E, Header, Words, boundary, end_behind, nesting
 
 BITES = (2**14, 2**7, 1)
 """Bytes of text that are unpacked at a time where a piece is damaged, finer and finer: an error loses the text of its call."""

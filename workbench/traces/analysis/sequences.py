@@ -17,8 +17,8 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
+from workbench.traces.analysis.event_kinds import DEVICE, Kinds, callers, calling_places
 from workbench.traces.analysis.intervals import Numbers, Spans
-from workbench.traces.analysis.kinds import DEVICE, Kinds, callers, calling_places
 from workbench.traces.analysis.nesting import Nesting, named, nested
 from workbench.traces.analysis.operators import SHOWN, short
 

@@ -18,13 +18,13 @@ from workbench.traces.analysis.copies import Copies, copies
 from workbench.traces.analysis.critical_path import CriticalPath, critical_path
 from workbench.traces.analysis.details import Details, read_details
 from workbench.traces.analysis.difference import Side, TraceDifference, difference
+from workbench.traces.analysis.event_kinds import Kinds
 from workbench.traces.analysis.explanation import Explanation, explain
 from workbench.traces.analysis.flame import Flame, flame
 from workbench.traces.analysis.flops import FlopCounts, count_flops
 from workbench.traces.analysis.idle import GAP, Idle, idle
 from workbench.traces.analysis.intervals import Spans, mean_seconds
 from workbench.traces.analysis.kernels import Kernels, kernels
-from workbench.traces.analysis.kinds import Kinds
 from workbench.traces.analysis.launch_queue import Launches, launches
 from workbench.traces.analysis.loading import Loaded, files, load, read
 from workbench.traces.analysis.memory_curve import MemoryCurve, memory_curve

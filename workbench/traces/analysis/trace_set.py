@@ -18,8 +18,8 @@ from workbench.core.display import table as display
 from workbench.traces.analysis.arrivals import Arrivals, Seen, arrivals
 from workbench.traces.analysis.breakdown import PARTS
 from workbench.traces.analysis.captured import SLOWED
+from workbench.traces.analysis.event_kinds import kind_of
 from workbench.traces.analysis.explanation import CLEAR, Explanation
-from workbench.traces.analysis.kinds import kind_of
 from workbench.traces.analysis.loading import files
 from workbench.traces.analysis.operators import short
 from workbench.traces.analysis.reading import TraceError

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.traces.analysis.columns import Columns
+from workbench.traces.analysis.event_kinds import DEVICE, Kinds, callers
 from workbench.traces.analysis.intervals import NONE, Numbers, Spans
-from workbench.traces.analysis.kinds import DEVICE, Kinds, callers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from workbench.core.display import html as stack
 from workbench.core.display.colors import text_on
 from workbench.core.display.table import Table, escape
 from workbench.traces.analysis.breakdown import PARTS, Breakdown
-from workbench.traces.analysis.kinds import KINDS
+from workbench.traces.analysis.event_kinds import KINDS
 from workbench.traces.analysis.layout import Layout, Strip, tiles
 from workbench.traces.analysis.operators import Ranked, Which, short
 from workbench.traces.panel.model import WORDS, Described, Explored

@@ -10,7 +10,7 @@ from typing import Any
 
 from workbench.core import units
 from workbench.traces.analysis.breakdown import Breakdown
-from workbench.traces.analysis.kinds import KINDS
+from workbench.traces.analysis.event_kinds import KINDS
 from workbench.traces.analysis.layout import Layout, lay_out, tiles
 from workbench.traces.analysis.operators import Ranked, Ranking, Which
 from workbench.traces.analysis.trace import Trace

@@ -13,8 +13,8 @@ from workbench.core.display.axes import WIDTH, Bar, bar_chart, legend, prepared,
 from workbench.core.display.colors import PARTS as OF_PARTS
 from workbench.core.display.colors import PHASES
 from workbench.traces.analysis.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown
+from workbench.traces.analysis.event_kinds import KINDS
 from workbench.traces.analysis.intervals import Spans, covered, union
-from workbench.traces.analysis.kinds import KINDS
 from workbench.traces.analysis.operators import clipped
 from workbench.traces.analysis.stragglers import RankParts
 from workbench.traces.analysis.trace import Trace

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.collectives import CostError
+from workbench.cluster.analysis.collective_cost import CostError
 from workbench.cluster.analysis.energy import Energy
 from workbench.cluster.analysis.plan.layouts import MEGATRON, SHARINGS, Floats, Layouts, list_layouts
 from workbench.cluster.analysis.plan.memory import Memory, memory

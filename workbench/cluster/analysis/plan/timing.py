@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.cluster.analysis.cluster import Cluster
-from workbench.cluster.analysis.collectives import Link
+from workbench.cluster.analysis.collective_cost import Link
 from workbench.cluster.analysis.plan.layouts import SHARINGS, Floats, Ints, Layouts
 from workbench.cluster.analysis.plan.workload import ELEMENT, Workload
 
@@ -148,7 +148,7 @@ def _broadcasts(workload: Workload, layouts: Layouts, own: Floats, rates: Hardwa
 
 
 def ring(ranks: Ints, size: Floats, link: Link, rounds: int, pieces: Floats | float = 1.0) -> Floats:
-    """Seconds of a ring collective, for columns: 2 rounds are an all-reduce, 1 a gather, as in `collectives`.
+    """Seconds of a ring collective, for columns: 2 rounds are an all-reduce, 1 a gather, as in `collective_cost`.
 
     Args:
         ranks: that take part.

@@ -45,13 +45,13 @@ from types import ModuleType
 
 import torch
 
-from workbench.memory.estimate.cuda import attention, autocast, devices, operators, recurrent
+from workbench.memory.estimate.cuda import attention, autocast, device_redirection, operators, recurrent
 from workbench.memory.estimate.cuda.overrides import Overrides
 
 AMPERE = (8, 0)
 """Compute capability taken where none is given: all of attention's backends, bf16."""
 
-MODULES: tuple[ModuleType, ...] = (operators, devices, recurrent)
+MODULES: tuple[ModuleType, ...] = (operators, device_redirection, recurrent)
 """Each has `install`, which takes nothing but the overrides."""
 
 _active: list["CudaEmulation"] = []
@@ -143,6 +143,6 @@ def emulate_cuda(
         emulation.attention.install(overrides)
         emulation.workspaces.install(overrides)
         weights = autocast.install(overrides)
-        for change in (autocast.cuda_means_cpu(weights), devices.cuda_means_cpu(given), devices.foreach_by_default()):
+        for change in (autocast.cuda_means_cpu(weights), device_redirection.cuda_means_cpu(given), device_redirection.foreach_by_default()):
             stack.enter_context(change)
         yield emulation

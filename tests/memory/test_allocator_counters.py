@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.memory_logs import Writer, training
-from workbench.memory.analysis.allocator import CachingAllocator, OutOfMemory
+from workbench.memory.analysis.caching_allocator import CachingAllocator, OutOfMemory
 from workbench.memory.analysis.replay import Replay
 
 MIB = 2**20

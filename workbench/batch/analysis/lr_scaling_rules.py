@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from workbench.batch.analysis.optimizer import OptimizerDescription
+from workbench.batch.analysis.optimizer_description import OptimizerDescription
 from workbench.batch.analysis.scaled_lr import (
     VALIDITY_TEXT,
     ScaledLr,

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.batch.analysis.optimizer import OptimizerDescription
-from workbench.batch.analysis.scale_lr import scale_lr, worst_validity
+from workbench.batch.analysis.lr_scaling_rules import scale_lr, worst_validity
+from workbench.batch.analysis.optimizer_description import OptimizerDescription
 from workbench.batch.analysis.scaled_lr import RULES, ScaledLr
 from workbench.core import optimizer_table
 from workbench.runs.spec import RunSpec

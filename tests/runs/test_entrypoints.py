@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import workbench
-from workbench.runs import programs
+from workbench.runs import entrypoints
 from workbench.runs.spec import RunSpec, ScriptSpec
 
 ROOT = Path(workbench.__file__).parent
-NAMES = {name: value for name, value in vars(programs).items() if name.isupper()}
+NAMES = {name: value for name, value in vars(entrypoints).items() if name.isupper()}
 
 
 @pytest.mark.parametrize("module", NAMES.values())
@@ -23,7 +23,7 @@ def test_each_program_exists_and_has_a_main(module: str) -> None:
 
 def test_every_program_has_a_name() -> None:
     files = {f"workbench.programs.{path.stem}" for path in (ROOT / "programs").glob("*.py")} - {"workbench.programs.__init__"}
-    assert files == set(NAMES.values()) - {programs.NODE}
+    assert files == set(NAMES.values()) - {entrypoints.NODE}
 
 
 def test_no_other_file_writes_a_program_name_down() -> None:
@@ -34,22 +34,28 @@ def test_no_other_file_writes_a_program_name_down() -> None:
             ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         }
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in docs and path.name != "programs.py":
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in docs and path.name != "entrypoints.py":
                 assert not any(f"{name} " in f"{node.value} " for name in NAMES.values()), f"{path}:{node.lineno} names {node.value!r}"
 
 
 def test_entrypoints() -> None:
     spec = ScriptSpec(script="train.py", args=("--n", "1"), watch=True, profile=3)
-    *words, profile, script, option, value = programs.spec_entrypoint(spec, Path("run"))
-    assert words == ["-m", "--", programs.SCRIPT, "--watch", "--profile"]
+    *words, profile, script, option, value = entrypoints.spec_entrypoint(spec, Path("run"))
+    assert words == ["-m", "--", entrypoints.SCRIPT, "--watch", "--profile"]
     assert profile.startswith('{"steps": 3')
     assert [script, option, value] == ["train.py", "--n", "1"]
-    assert programs.spec_entrypoint(RunSpec(task="text-gpt"), Path("a"), Path("b")) == ["-m", programs.START, programs.TRAIN, "a", "b"]
+    assert entrypoints.spec_entrypoint(RunSpec(task="text-gpt"), Path("a"), Path("b")) == [
+        "-m",
+        entrypoints.START,
+        entrypoints.TRAIN,
+        "a",
+        "b",
+    ]
 
 
 def test_a_manifest_of_an_older_workbench_still_starts_its_program(tmp_path: Path) -> None:
     """`-m workbench.train.alone` is in files that users keep; here it refuses a knob, as the program itself does."""
-    for module in ("workbench.train.alone", programs.ALONE):
+    for module in ("workbench.train.alone", entrypoints.ALONE):
         words = [sys.executable, "-m", module, "text-gpt", str(tmp_path), "micro_batch=0"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)
         assert done.returncode == 1

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.runs.spec import SpecError
-from workbench.train import checkpointing
+from workbench.train import activation_checkpointing
+from workbench.train.activation_checkpointing import apply_checkpointing
 from workbench.train.blocks import find_blocks
-from workbench.train.checkpointing import apply_checkpointing
 from workbench.train.models import Gpt, ResNet
 
 
@@ -203,7 +203,7 @@ def test_a_recorder_can_see_whose_operators_run_again(monkeypatch: pytest.Monkey
         seen.append(block)
         yield
 
-    monkeypatch.setattr(checkpointing, "recomputing", recomputing)
+    monkeypatch.setattr(activation_checkpointing, "recomputing", recomputing)
     for kind in ("full", "selective"):
         apply_checkpointing(model := dropping(), kind)
         stepped(model)
