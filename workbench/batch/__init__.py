@@ -2,7 +2,7 @@
 
 The nouns, and how one becomes the next:
 
-* An `OptimizerDescription` is an optimizer's name and options (`analysis/optimizer.py`).
+* An `OptimizerDescription` is an optimizer's name and options (`analysis/optimizer_description.py`).
 * `scale_lr` takes a learning rate from one batch to another by a rule: a `ScaledLr`, with the rule's validity
   (`analysis/lr_scaling_rules.py`).
 * `find_lr` finds one: sweeps and their suggestions (`analysis/lr_range.py`), then a tournament (`analysis/lr_race.py`): an `LrFound`.

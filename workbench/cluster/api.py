@@ -44,7 +44,7 @@ def measure_collectives(
     Args:
         nproc_per_node: ranks, 2 or more; None = one per GPU, two without.
         sizes: bytes of messages, at least two.
-        kinds: collectives, of `cost.BUS_FACTORS`.
+        kinds: collectives, of `collective_cost.BUS_FACTORS`.
         device: "auto", "cuda" or "cpu".
         backend: "auto", "nccl" or "gloo".
         repeats: blocks of each kind and size.

@@ -111,7 +111,7 @@ def diagnose(assignment: Assignment) -> dict[str, Any]:
 
 
 def prove(assignment: Assignment) -> dict[str, Any]:
-    """Steps per second of two specs that take turns: an `Arm` whose baseline is the first."""
+    """Steps per second of two specs that take turns: a `VariantTimes` whose baseline is the first."""
     specs = [RunSpec.from_json(assignment.order[name]) for name in ("baseline", "changed")]
     with contextlib.ExitStack() as stack, Peers.join() as peers:
         trainings = [stack.enter_context(entered(spec, assignment.task, assignment.ranks, index)) for index, spec in enumerate(specs)]

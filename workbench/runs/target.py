@@ -165,7 +165,7 @@ def check_program(name: str, target: Any, batch: Any, *, others: str = "", error
         name: of the function that was called.
         target: as given.
         batch: an example of it, which a model needs.
-        others: what else is allowed, as in "a cost.Transformer, ".
+        others: what else is allowed, as in "a Transformer, ".
         error: to raise.
     """
     if isinstance(target, RunSpec | Task):

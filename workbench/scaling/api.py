@@ -164,14 +164,14 @@ class _Measurement:
     def _left(self) -> float:
         """Seconds until all is measured, about."""
         points = self.directory.curve_spec.points
-        known_pairs = 0.0
+        communication = 0.0
         if self.directory.curve_spec.communication and any(spec.nproc_per_node > 1 for _, spec in points):
-            known_pairs = sum(
+            communication = sum(
                 LAUNCH_SECONDS + COMMUNICATION_SECONDS * len(specs)
                 for specs in in_launches([spec for _, spec in points if not crowded(spec)])
             )
         each = (time.monotonic() - self._start) / self._done if self._done else LAUNCH_SECONDS
-        return each * (len(self._trials) - self._done) + known_pairs
+        return each * (len(self._trials) - self._done) + communication
 
     def _tick(self) -> None:
         if not self.quiet:

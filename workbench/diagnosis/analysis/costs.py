@@ -168,7 +168,7 @@ about 0.1 for fused ones. It belongs to the optimizer, not to the host."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds per step. Those with an interval come from known_pairs experiments or a trace."""
+    """Seconds per step. Those with an interval come from paired experiments or from a trace."""
 
     step: float
     """As it is, stalls included."""

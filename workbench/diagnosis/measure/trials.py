@@ -61,7 +61,7 @@ def treatments(
     gc_share: float,
     foreign: float = 0.0,
 ) -> list[Variant]:
-    """The arms that this step can be put to, the more on_run_started first."""
+    """The ablations that are possible for this step, the most informative first."""
     first = replay.first
     each = _each(accumulation)
     treatments: list[Variant] = []
@@ -167,7 +167,7 @@ class Trials:
         """Try them until the intervals of all are narrow enough or the time is up.
 
         Args:
-            treatments: the more on_run_started first: where there is too little time, the others are left out.
+            treatments: the most informative first; where time is short, the last are left out.
             until: seconds on the bench's clock.
         """
         cost = 2.2 * (self.count + self.warm) * self.bench.timings.typical("cached")  # of a pair

@@ -29,7 +29,7 @@ class Holder:
     op: str
     """Operator that made them, such as "aten.addmm.default"; "" = none."""
     group: str
-    """Of `log.GROUPS`."""
+    """Of `vocabulary.GROUPS`."""
     phase: str
     """Of `vocabulary.MEMORY_PHASES`, when they were allocated."""
     bytes: int

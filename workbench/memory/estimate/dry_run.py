@@ -312,7 +312,7 @@ class DryRun:
 def dry_run(gpu: Gpu | None) -> Iterator[DryRun]:
     """Inside, tensors are fake and recorded; on leaving, an error or not, nothing is changed in this process.
 
-    Garbage collection should be off around it (`collector.collected_before`), and the state kept (`kept_state`).
+    Garbage collection should be off around it (`gc.collected_before`), and the state kept (`kept_state`).
 
     Args:
         gpu: whose memory behaviour to have; None = that of a CPU.

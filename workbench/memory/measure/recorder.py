@@ -39,7 +39,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down what happens to every storage while it is active; enter it, and `hooks()` inside of it.
 
     Say where the steps are with `mark`, or let a Trainer say it (`trainer.phase = recorder.phase`). Between steps count `step` up. Garbage
-    collection should be off (`collector.collected_before`): storages that die in cycles would do so at moments that differ from run to run.
+    collection should be off (`core.gc.collected_before`): storages that die in cycles would do so at moments that differ from run to run.
 
     Attributes:
         log: what has been written so far.

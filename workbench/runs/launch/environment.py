@@ -35,7 +35,7 @@ def torchrun(nproc_per_node: int, logs: Path, program: list[str], rendezvous: Se
         nproc_per_node: ranks on this machine.
         logs: folder of what the ranks print.
         program: what each rank runs.
-        rendezvous: options that say how machines find each other; see `nodes.Rendezvous`.
+        rendezvous: options that say how machines find each other; see `rendezvous.Rendezvous`.
 
     Not the bare `torchrun`: a kernel started by its absolute path has no `bin` on PATH. `--standalone` finds a free port, so any number
     of launches run at once. Without `--log-dir` a folder stays in the temporary directory. `--redirects`, not `--tee`: tee writes its

@@ -137,7 +137,7 @@ def run_experiment(
         name: of the run, for people.
         order: what to do; its `budget_s` is the seconds that it may take, about.
         runs_dir: see above.
-        program: of `runs.programs`; it carries the order out.
+        program: of `runs.entrypoints`; it carries the order out.
         show: the progress of a run, for a line in a terminal; None = nothing is shown.
         tick: called again and again meanwhile.
     """

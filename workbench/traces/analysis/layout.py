@@ -41,7 +41,7 @@ class Layout:
     name: NDArray[np.int32]
     """Number of its name."""
     kind: NDArray[np.int8]
-    """Number of its kind, in the order of `kinds.KINDS`."""
+    """Number of its kind, in the order of `event_kinds.KINDS`."""
     source: NDArray[np.int16]
     """Which of the traces it is from, counted from 0."""
     event: Numbers

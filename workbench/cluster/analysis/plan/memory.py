@@ -40,7 +40,7 @@ def memory(workload: Workload, layouts: Layouts, device: str, held: Interval = H
     weights of two layers that are gathered, and one layer's gradients. Activations: a stage of 1F1B keeps those of min(p, m) micro-batches
     (Narayanan et al. 2021, section 2.2), an interleaved one (1 + (p−1)/(p v)) times all layers' (Korthikanti et al. 2022, section 4.2.3).
     All of that is held by PyTorch's allocator, in reality `held` times as much: fragmentation, and what no formula has. The CUDA context
-    and NCCL's buffers come on top (`memory/analysis/outside.py`); they are known as a range.
+    and NCCL's buffers come on top (`memory/analysis/non_pytorch.py`); they are known as a range.
 
     Args:
         workload: what is trained.

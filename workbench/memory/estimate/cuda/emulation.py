@@ -24,8 +24,8 @@ operators of the torch that is installed here:
 | indexing, gather, max, topk, … | sorting scratch in backward; gradients in place also for fake tensors | operators |
 | CTC loss | runs on fake tensors; targets as long as their tensor is wide | operators |
 | convolution | no scratch of the CPU; cuDNN's by `convolution_workspace`, 0 unless given | operators |
-| optimizers, clip_grad_norm_ | foreach by default | devices |
-| "cuda" in a model | factories, `.to`, `.cuda()`, `.pin_memory()`, some of `torch.cuda` | devices |
+| optimizers, clip_grad_norm_ | foreach by default | device_redirection |
+| "cuda" in a model | factories, `.to`, `.cuda()`, `.pin_memory()`, some of `torch.cuda` | device_redirection |
 
 The same on both, so nothing is done: batch and layer norm (statistics), pooling (int64 indices), gelu, silu, losses, upsampling,
 scatter, grid_sample, padding, `nn.MultiheadAttention` (through attention, or its explicit products), autocast's cache.

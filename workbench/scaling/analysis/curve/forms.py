@@ -253,7 +253,7 @@ def _non_negative(columns: Floats, times: Floats, noise: float) -> Floats:
 
 
 def forms(kind: Kind, how: How = NOTHING) -> tuple[Form, ...]:
-    """All laws for a kind of scaling; the first is the naive line. Those of `mechanisms` come where the curve has what they need.
+    """All laws for a kind of scaling; the first is the naive line. Mechanisms join where the curve has what they need.
 
     Amdahl 1967 gives the serial share; Gunther 1993 (universal scalability law) adds n(n−1) for what every process agrees with every other.
     log n is the depth of a tree of messages, and about how the slowest of n processes falls behind.
