@@ -14,7 +14,6 @@ from workbench.runs.task import Task
 if TYPE_CHECKING:
     from workbench.cluster.estimate.collectives import CollectiveRecorder
     from workbench.memory.estimate.plan import Plan
-    from workbench.train import activation_checkpointing
     from workbench.train.ranks import Layout
     from workbench.train.trainer import Trainer
 
@@ -97,6 +96,7 @@ def _count(plan: "Plan", *, on_meta: bool) -> Traffic:
     from workbench.memory.estimate.dry_run import dry_run
     from workbench.memory.estimate.errors import estimate_errors
     from workbench.memory.estimate.fake_process_group import fake_process_group
+    from workbench.train import activation_checkpointing
     from workbench.train.blocks import find_blocks
     from workbench.train.offload import DryRunHooks, offloading_dry_run
     from workbench.train.ranks import Layout, Ranks

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from workbench.memory.estimate.dry_run import DryRun
     from workbench.memory.estimate.plan import Plan
     from workbench.memory.measure.leaks import Leaks
-    from workbench.train import activation_checkpointing
     from workbench.train.trainer import Trainer
 
 
@@ -141,6 +140,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
     from workbench.memory.estimate.dry_run import dry_run
     from workbench.memory.estimate.errors import estimate_errors
     from workbench.memory.estimate.fake_process_group import fake_process_group
+    from workbench.train import activation_checkpointing
     from workbench.train.offload import DryRunHooks, offloading_dry_run
     from workbench.train.ranks import Layout, Ranks
     from workbench.train.trainer import Trainer, build_model
