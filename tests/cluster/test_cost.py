@@ -170,7 +170,7 @@ def test_a_cluster_of_one_s_own() -> None:
     assert all(Cluster.from_json(one.to_json()) == one for one in (mine, measured, both))
     older = {name: value for name, value in both.to_json().items() if name != "measured_links"} | {"measured": True}
     assert Cluster.from_json(older) == both
-    with pytest.raises(CostError, match=r"measured_links=\('nvlink',\): some of"):
+    with pytest.raises(CostError, match=r"measured_links=\('nvlink',\): expected some of"):
         replace(mine, measured_links=("nvlink",))
     assert measured.all_reduce(1e9, 4) > mine.all_reduce(1e9, 4)
     assert mine.all_reduce(1e9, 2) == all_reduce(1e9, 2, LINK)
@@ -308,17 +308,17 @@ def test_utilization() -> None:
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda: Link(latency=-1, bandwidth=1), "latency=-1: seconds of at least 0"),
-        (lambda: Link(latency=0, bandwidth=0), "bandwidth=0: bytes per second above 0"),
-        (lambda: all_reduce(1, 0, LINK), "0 ranks: a whole number of at least 1"),
-        (lambda: all_reduce(-1, 2, LINK), "size=-1: bytes of at least 0"),
+        (lambda: Link(latency=-1, bandwidth=1), "latency=-1: expected seconds of at least 0"),
+        (lambda: Link(latency=0, bandwidth=0), "bandwidth=0: expected bytes per second above 0"),
+        (lambda: all_reduce(1, 0, LINK), "0 ranks: expected a whole number of at least 1"),
+        (lambda: all_reduce(-1, 2, LINK), "size=-1: expected bytes of at least 0"),
         (lambda: all_reduce(1, 2, LINK, "star"), "algorithm='star': allowed are \"ring\""),
         (lambda: bus_factor("scan", 2), "collective='scan': allowed are 'all_reduce'"),
         (lambda: Link.from_sweep([(1, 1)], ranks=2), "at least two different sizes"),
         (lambda: Link.from_sweep([(1, 1), (1e6, 1e-3)], ranks=2), "do not grow with the bytes"),
-        (lambda: Link.from_sweep([(1, 1), (2, 2)], ranks=1), "1 ranks: a whole number of at least 2"),
+        (lambda: Link.from_sweep([(1, 1), (2, 2)], ranks=1), "1 ranks: expected a whole number of at least 2"),
         (lambda: Sweep(points=[(1, 1), (1, 2), (9, 9)], ranks=2), "a size twice"),
-        (lambda: Sweep(points=[(1, 1), (9, 9)], ranks=2).seconds(0), "size=0: bytes above 0"),
+        (lambda: Sweep(points=[(1, 1), (9, 9)], ranks=2).seconds(0), "size=0: expected bytes above 0"),
         (lambda: hierarchical_all_reduce(1, nodes=0, per_node=8, intra=LINK, inter=LINK), "nodes: 0 ranks"),
         (lambda: overlap([1], [], 1), "1 times at which buckets are ready and 0"),
         (lambda: overlap([-1], [1], 1), "times below 0"),
@@ -329,18 +329,18 @@ def test_utilization() -> None:
         (lambda: bubble(4, 8, "2f2b"), "schedule='2f2b': allowed are 'gpipe'"),
         (lambda: bubble(4, 8, chunks=2), 'only "interleaved"'),
         (lambda: bubble(4, 6, "interleaved", chunks=2), "6 is no multiple"),
-        (lambda: sharded_step(0, 1e9, 8, CLUSTERS[0]), "compute=0: seconds above 0"),
+        (lambda: sharded_step(0, 1e9, 8, CLUSTERS[0]), "compute=0: expected seconds above 0"),
         (lambda: Transformer(layers=0, hidden=1, vocabulary=1, sequence=1), "layers=0"),
         (lambda: GPT3.flops(1, "some"), "recompute='some': allowed are 'none'"),
         (lambda: Layout(batch=6, micro_batch=4), "batch=6 is no multiple"),
-        (lambda: Layout(batch=0), "batch=0: a whole number"),
-        (lambda: Rates.calibrated([]), "0 measured iterations: two or more"),
+        (lambda: Layout(batch=0), "batch=0: expected a whole number"),
+        (lambda: Rates.calibrated([]), "0 measured iterations: expected two or more"),
         (lambda: model_flops_utilization(GPT3, Layout(batch=1), 0, 1), "seconds=0"),
         (lambda: Cluster.named("DGX-H300"), "unknown cluster 'DGX-H300': did you mean 'DGX-H[12]00'"),
         (lambda: Cluster.named("DGX-H100").nodes(12), "12 GPUs are no whole nodes of 8: try 16"),
         (
             lambda: Cluster(name="x", device="H100", gpus_per_node=8, intra=LINK, inter=LINK, source=""),  # type: ignore[arg-type]
-            "device='H100': a Device is wanted",
+            "device='H100': expected a Device",
         ),
     ],
 )

@@ -280,7 +280,7 @@ def test_a_plan_is_asked_in_the_same_way() -> None:
     assert asked.joules == pytest.approx(2 * known.joules)
     assert asked.money == pytest.approx(8 * asked.seconds / 3600 * 3.0)
     assert wb.energy(plans.best, watts=10).watts == pytest.approx(80)
-    with pytest.raises(PlanError, match="a Run, a Plan or Plans is wanted"):
+    with pytest.raises(PlanError, match="expected a Run, a Plan or Plans"):
         wb.energy(3)  # type: ignore[arg-type]
 
 
@@ -308,9 +308,9 @@ def test_a_plan_keeps_its_prices_and_its_node_whatever_is_asked() -> None:
         ({"steps": "x"}, "steps='x': a whole number"),
         ({"steps": True}, "steps=True: a whole number"),
         ({"prise": 1}, r"prise=1: allowed are price, electricity, intensity, pue, watts; did you mean price\?"),
-        ({"pue": "a"}, "pue='a': a number is wanted, such as pue=1.2"),
-        ({"pue": None}, "pue=None: a number is wanted"),
-        ({"watts": "500"}, "watts='500': a number is wanted"),
+        ({"pue": "a"}, "pue='a': expected a number, such as pue=1.2"),
+        ({"pue": None}, "pue=None: expected a number"),
+        ({"watts": "500"}, "watts='500': expected a number"),
         ({"watts": -5}, "above 0"),
     ],
 )

@@ -418,7 +418,7 @@ def test_a_cluster_of_ones_own_from_what_was_measured() -> None:
     assert Cluster.from_json(own.to_json()) == own
     assert A100.with_links(inter=sweep).inter == sweep.link
     assert plans(cluster=own).best.seconds.mid > 0
-    with pytest.raises(CostError, match=r"3: a Link.*Sweep"):
+    with pytest.raises(CostError, match=r"3: expected a Link.*Sweep"):
         Cluster.of("T4", gpus_per_node=1, intra=3, inter=sweep)  # type: ignore[arg-type]
 
 
@@ -731,10 +731,10 @@ def units_of(name: str) -> str:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"cluster": 3}, "a wb.Cluster is wanted"),
+        ({"cluster": 3}, "expected a wb.Cluster"),
         ({"gpus": 12}, "try 8 or 16"),
         ({"gpus": 0}, "whole number of at least 1"),
-        ({"global_batch": None}, "global_batch is wanted"),
+        ({"global_batch": None}, "global_batch is missing"),
         ({"global_batch": 2.5}, "global_batch=2.5"),
         ({"precision": "fp8"}, "allowed are 'fp32', 'amp_bf16', 'amp_fp16'"),
         ({"sharing": "zero4"}, "allowed are ddp, zero1"),
@@ -742,19 +742,19 @@ def units_of(name: str) -> str:
         ({"checkpointing": "selective"}, "allowed are none, full"),
         ({"tensor": 3}, "can have 1, 2, 4, 8"),
         ({"pipeline": 7}, "can have 1, 2, 4, 5, 8"),
-        ({"efficiency": 50}, "above 0 is wanted, such as 0.5"),
-        ({"efficiency": "half"}, "a share of the datasheet.s peak is wanted"),
-        ({"held": "more"}, "what the allocator holds over the predicted bytes is wanted, such as 1.05"),
-        ({"links": (0.9, 0.5, 0.8)}, r"^links=\(0.9, 0.5, 0.8\): low ≤ mid ≤ high is wanted, or one number such as 0.5$"),
-        ({"held": (1.2, 1.0, 1.1)}, r"^held=\(1.2, 1.0, 1.1\): low ≤ mid ≤ high is wanted, or one number such as 1.05$"),
-        ({"held": math.nan}, "^held=nan: low ≤ mid ≤ high"),
-        ({"efficiency": 10**400}, "^efficiency=1000.*: a share of the datasheet.s peak is wanted"),
+        ({"efficiency": 50}, "above 0, such as 0.5"),
+        ({"efficiency": "half"}, "expected a share of the datasheet.s peak"),
+        ({"held": "more"}, "expected what the allocator holds over the predicted bytes, such as 1.05"),
+        ({"links": (0.9, 0.5, 0.8)}, r"^links=\(0.9, 0.5, 0.8\): expected low ≤ mid ≤ high, or one number such as 0.5$"),
+        ({"held": (1.2, 1.0, 1.1)}, r"^held=\(1.2, 1.0, 1.1\): expected low ≤ mid ≤ high, or one number such as 1.05$"),
+        ({"held": math.nan}, "^held=nan: expected low ≤ mid ≤ high"),
+        ({"efficiency": 10**400}, "^efficiency=1000.*: expected a share of the datasheet.s peak"),
         ({"margin": 1}, "a share of the memory"),
         ({"optimizer": "sgd"}, "a Transformer has sizes only"),
         ({"global_batch": 7, "gpus": 64, "tensor": 1, "pipeline": 1}, "no layout of 64 GPUs makes a batch of 7 samples"),
         ({"price": -1}, "money per device and hour of at least 0"),
-        ({"pue": "a"}, r"pue='a': a number is wanted, such as pue=1.2"),
-        ({"price": "2"}, "price='2': a number is wanted"),
+        ({"pue": "a"}, r"pue='a': expected a number, such as pue=1.2"),
+        ({"price": "2"}, "price='2': expected a number"),
         ({"margin": "x"}, "margin='x': a share of the memory"),
         ({"steps": None}, "steps=None: a whole number of at least 1 is allowed$"),
         ({"top": None}, "top=None: a whole number of at least 1 is allowed$"),

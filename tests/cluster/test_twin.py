@@ -100,7 +100,7 @@ def test_every_kind_of_network() -> None:
 @pytest.mark.parametrize("answer", [math.nan, math.inf, -1.0, "x", None])
 @pytest.mark.parametrize("real", [None, 0.1])
 def test_a_network_of_ones_own_that_answers_nonsense(answer: Any, real: float | None) -> None:
-    with pytest.raises(CostError, match=rf"network\([\d,]+\) returned {answer!r}: seconds of at least 0"):
+    with pytest.raises(CostError, match=rf"network\([\d,]+\) returned {answer!r}: expected seconds of at least 0"):
         wb.ddp_twin(LAYERS, lambda size: answer, ranks=8, real=real)
     assert not dist.is_initialized()
 
@@ -131,7 +131,7 @@ def test_the_closed_form_by_hand() -> None:
         ({"model": []}, "a list of TwinLayer"),
         ({"model": 3}, "a list of TwinLayer, or a torch.nn.Module"),
         ({"model": nn.Linear(2, 2)}, "forward=None, backward=None"),
-        ({"model": nn.ReLU(), "forward": 1, "backward": 1}, "no parameter that wants a gradient"),
+        ({"model": nn.ReLU(), "forward": 1, "backward": 1}, "no parameter that requires a gradient"),
         ({"forward": 1.0}, "go with a module"),
         ({"real": 0}, "real=0: a number above 0"),
         ({"bucket_cap_mb": -1}, "bucket_cap_mb=-1"),

@@ -91,7 +91,7 @@ def test_what_is_no_model() -> None:
         wb.estimate_memory(3, X)
     with pytest.raises(ValueError, match="a model needs a batch"):
         wb.estimate_memory(nn.Linear(8, 8))
-    with pytest.raises(ValueError, match=r"model\(\) returned a list; a torch.nn.Module is wanted"):
+    with pytest.raises(ValueError, match=r"model\(\) returned a list; expected a torch.nn.Module"):
         wb.estimate_memory(list, X)
     with pytest.raises(ValueError, match=r"loss\(model, batch\) returned a tensor of shape \(4, 8\)"):
         wb.estimate_memory(lambda: nn.Linear(8, 8), X, loss=lambda m, b: m(b))

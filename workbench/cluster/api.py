@@ -1,4 +1,4 @@
-"""The public functions that need no plan: `measure_collectives` times real ranks, `ddp_twin` simulates DDP over an emulated network."""
+"""Public functions about collectives: `measure_collectives` times them between real ranks, `ddp_twin` simulates DDP over a network."""
 
 import os
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-"""What data parallelism uses."""
+"""Collectives that data parallelism uses."""
 SIZES = tuple(4**power for power in range(6, 14))
 """Bytes: 4 KiB to 64 MiB, in steps of 4."""
 REPEATS = 9
-"""Blocks of each, whose median counts."""
+"""Timed blocks of each collective and size; their median counts."""
 SECONDS = 15.0
 """Time for all blocks together; they take longer where single collectives do."""
 MAX_TWIN_BYTES = 2**30
@@ -39,7 +39,7 @@ def measure_collectives(
 ) -> Links:
     """Time collectives between ranks of this machine: medians of blocks that take turns, and the latency and bandwidth behind them.
 
-    Kept in a run directory, round by round: `links_of(run)` reads what one that was stopped had learnt.
+    Kept in a run directory, round by round: `links_of(run)` reads the results of a run that was stopped.
 
     Args:
         nproc_per_node: ranks, 2 or more; None = one per GPU, two without.
@@ -50,12 +50,12 @@ def measure_collectives(
         repeats: blocks of each kind and size.
         seconds: to share among all blocks, repeats × kinds × sizes of them. Each does one collective at least, and five come before
             the first, so that slow links take several times as long: large messages over gloo do, on few cores. Smaller `sizes` or fewer
-            `repeats` help. The start comes beside.
+            `repeats` help. Starting the ranks is not included.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
     Raises:
-        ValueError: something else was given, or more ranks than GPUs. Nothing was written.
-        RunError: it failed; the run directory stays.
+        ValueError: an argument is invalid, or there are more ranks than GPUs. Nothing was written.
+        RunError: the run failed; its directory stays.
     """
     gpus = 0 if device == "cpu" else environment.gpu_count() or 0
     ranks = max(2, gpus) if nproc_per_node is None else nproc_per_node
@@ -71,10 +71,10 @@ def measure_collectives(
 
 
 def links_of(run: Run | str | os.PathLike[str]) -> Links:
-    """What a run of `measure_collectives` has measured, ended or not.
+    """What a run of `measure_collectives` has measured so far.
 
     Raises:
-        DamagedRunError: its first round has not ended, or it is another run.
+        DamagedRunError: its first round has not ended, or it is another kind of run.
     """
     known = run if isinstance(run, Run) else Run.load(run)
     return Links.from_json(run_directory.read_json(known.path / run_directory.LINKS))
@@ -85,9 +85,9 @@ def _check(ranks: object, sizes: Sequence[int], kinds: Sequence[str], repeats: o
         whole_number(name, value, least=least, error=CostError)
     real_number("seconds", seconds, above=0, error=CostError)
     if isinstance(kinds, str) or not kinds or any(kind not in BUS_FACTORS for kind in kinds):
-        raise CostError(f"kinds={kinds!r}: a list of {', '.join(BUS_FACTORS)} is wanted")
+        raise CostError(f"kinds={kinds!r}: expected a list of {', '.join(BUS_FACTORS)}")
     if len(set(sizes)) < 2 or not all(is_whole(size, least=1) for size in sizes):
-        raise CostError(f"sizes={sizes!r:.80}: at least two different numbers of bytes are wanted, such as 4096 and 16777216")
+        raise CostError(f"sizes={sizes!r:.80}: expected at least two different numbers of bytes, such as 4096 and 16777216")
 
 
 def ddp_twin(
@@ -102,37 +102,37 @@ def ddp_twin(
     steps: int = 5,
     title: str = "",
 ) -> TwinRun:
-    """Run torch's real DDP, on one process, over a network of any number of ranks that is only reckoned.
+    """Run torch's real DDP, on one process, over a simulated network of any number of ranks.
 
-    Buckets, their order and the moments at which they go are those of torch's reducer; how long computing and sending take is pretended.
+    Buckets, their order and the moments at which they are sent are those of torch's reducer; computing and sending are simulated.
     On the virtual clock the result is exact and takes milliseconds, whatever the emulated times; in real time threads sleep, so that other
-    threads of this machine (and its noise) take part, and the closed form is told how long computing took without the network.
+    threads of this machine (and its noise) take part, and the closed form gets the computing time that was measured without the network.
 
     Args:
         model: a list of `TwinLayer`, or a torch.nn.Module (only the sizes of its parameters count; they compute at a steady pace of bytes).
         network: a Link, a measured Sweep, a Cluster or its name, or a function from bytes to the seconds of their all-reduce.
-        ranks: emulated ones.
+        ranks: number of simulated ranks.
         forward: seconds of the forward, with a module.
         backward: seconds of the backward, with a module.
         bucket_cap_mb: of DDP; None = torch's own: 1 MiB for the first bucket, 25 for the others.
         real: seconds of this machine for each emulated one, such as 0.1; None = a virtual clock.
-        steps: of which the median counts; two more come before.
-        title: for people.
+        steps: how many, of which the median counts; two more come before as warm-up.
+        title: shown with the result.
 
     Raises:
-        ValueError: something else was given, or this process has a process group already.
+        ValueError: an argument is invalid, or this process has a process group already.
     """
     if checked_ranks(ranks) < 2:
-        raise CostError(f"ranks={ranks}: a twin of at least 2 is wanted; one alone sends nothing")
+        raise CostError(f"ranks={ranks}: expected at least 2, since a single rank sends nothing")
     for name, value in (("bucket_cap_mb", bucket_cap_mb), ("real", real)):
         if value is not None:
             real_number(name, value, above=0, also=", or None", error=CostError)
     whole_number("steps", steps, least=1, error=CostError)
     layers = _layers(model, forward, backward)
-    whole = sum(one.size for one in layers)
+    whole = sum(layer.size for layer in layers)
     if whole > MAX_TWIN_BYTES:
         raise CostError(
-            f"{units.bytes_(whole)} of gradients: the twin really has them, and takes up to {units.bytes_(MAX_TWIN_BYTES)}. Try fewer "
+            f"{units.bytes_(whole)} of gradients: the simulation allocates them, up to {units.bytes_(MAX_TWIN_BYTES)}. Try fewer "
             "layers, or smaller ones with as much smaller a bandwidth and bucket_cap_mb: what matters is their ratio"
         )
     seconds_of = seconds_on(network, ranks)
@@ -140,7 +140,7 @@ def ddp_twin(
     closed = closed_form(layers, seconds_of, cap)  # before anything starts: a function of the user's may fail
     from workbench.cluster.estimate.ddp_twin import median_step, simulate_steps
 
-    found = median_step(
+    step = median_step(
         simulate_steps(
             layers,
             ranks=ranks,
@@ -152,11 +152,11 @@ def ddp_twin(
     )
     return TwinRun(
         ranks=ranks,
-        buckets=tuple(found.buckets),
-        forward=found.forward,
-        backward=found.backward,
-        step=found.forward + found.end,
-        closed=closed if real is None else closed_form(_stretched(layers, found.forward, found.backward), seconds_of, cap),
+        buckets=tuple(step.buckets),
+        forward=step.forward,
+        backward=step.backward,
+        step=step.forward + step.end,
+        closed=closed if real is None else closed_form(_stretched(layers, step.forward, step.backward), seconds_of, cap),
         real=None if real is None else float(real),
         title=title or ("" if isinstance(model, list | tuple) else type(model).__name__),
     )
@@ -164,26 +164,26 @@ def ddp_twin(
 
 def _stretched(layers: Sequence[TwinLayer], forward: float, backward: float) -> list[TwinLayer]:
     """The layers as long as they really took without the network: sleeping ends late, the more so on a busy machine."""
-    asked = [sum(getattr(one, name) for one in layers) for name in ("forward", "backward")]
-    longer = [took / whole if whole else 1.0 for took, whole in zip((forward, backward), asked, strict=True)]
-    return [TwinLayer(size=one.size, forward=one.forward * longer[0], backward=one.backward * longer[1]) for one in layers]
+    nominal = [sum(getattr(layer, name) for layer in layers) for name in ("forward", "backward")]
+    longer = [took / whole if whole else 1.0 for took, whole in zip((forward, backward), nominal, strict=True)]
+    return [TwinLayer(size=layer.size, forward=layer.forward * longer[0], backward=layer.backward * longer[1]) for layer in layers]
 
 
 def _layers(model: Any, forward: float | None, backward: float | None) -> Sequence[TwinLayer]:
     if isinstance(model, list | tuple):
-        if not model or not all(isinstance(one, TwinLayer) for one in model):
-            raise CostError(f"{model!r:.80}: a list of TwinLayer(size=…, forward=…, backward=…) is wanted, with at least one")
+        if not model or not all(isinstance(layer, TwinLayer) for layer in model):
+            raise CostError(f"{model!r:.80}: expected a list of TwinLayer(size=…, forward=…, backward=…), with at least one")
         if forward is not None or backward is not None:
             raise CostError("forward= and backward= go with a module; each TwinLayer has its own")
         return model
     if not hasattr(model, "parameters"):
-        raise CostError(f"{model!r:.80}: a list of TwinLayer, or a torch.nn.Module, is wanted, not a {type(model).__name__}")
+        raise CostError(f"{model!r:.80}: expected a list of TwinLayer, or a torch.nn.Module, not a {type(model).__name__}")
     if forward is None or backward is None or min(forward, backward) < 0:
         raise CostError(
-            f"forward={forward!r}, backward={backward!r}: seconds of at least 0 are wanted with a module, such as of its Timeline"
+            f"forward={forward!r}, backward={backward!r}: expected seconds of at least 0 with a module, such as of its Timeline"
         )
     sizes = [weight.numel() * 4 for weight in model.parameters() if weight.requires_grad]
     if not sizes:
-        raise CostError(f"the {type(model).__name__} has no parameter that wants a gradient")
+        raise CostError(f"the {type(model).__name__} has no parameter that requires a gradient")
     whole = sum(sizes)
     return [TwinLayer(size=size, forward=forward * size / whole, backward=backward * size / whole) for size in sizes]

@@ -104,7 +104,7 @@ def plan(
     """
     where = Cluster.named(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(where, Cluster):
-        raise PlanError(f"cluster={cluster!r:.60}: a wb.Cluster is wanted, or a name of the catalogue such as 'DGX-H100'")
+        raise PlanError(f"cluster={cluster!r:.60}: expected a wb.Cluster, or a name of the catalogue such as 'DGX-H100'")
     if isinstance(model, Transformer):
         if knobs or batch is not None:
             raise PlanError(f"{', '.join(knobs) or 'batch'}: known for a Task, a RunSpec or a module; a Transformer has sizes only")
@@ -168,13 +168,13 @@ def _several(name: str, value: Any, allowed: Sequence[str]) -> list[str]:
         if choice not in allowed:
             raise PlanError(f"{name}={choice!r}: allowed are {', '.join(allowed)}")
     if not given:
-        raise PlanError(f"{name}={value!r}: at least one of {', '.join(allowed)} is wanted")
+        raise PlanError(f"{name}={value!r}: expected at least one of {', '.join(allowed)}")
     return [choice for choice in allowed if choice in given]
 
 
 def _whole(name: str, value: Any) -> int:
     if value is None and name == "global_batch":
-        raise PlanError(f"{name} is wanted: samples per step of all GPUs, such as global_batch=1024")
+        raise PlanError(f"{name} is missing: samples per step of all GPUs, such as global_batch=1024")
     return whole_number(name, value, least=1, error=PlanError)
 
 
@@ -213,7 +213,7 @@ def energy(target: Run | Plan | Plans, *, steps: int | None = None, **inputs: An
         return of_run
     plan = target.best if isinstance(target, Plans) else target
     if not isinstance(plan, Plan):
-        raise PlanError(f"energy({target!r:.60}): a Run, a Plan or Plans is wanted, not a {type(target).__name__}")
+        raise PlanError(f"energy({target!r:.60}): expected a Run, a Plan or Plans, not a {type(target).__name__}")
     if steps is not None:
         whole_number("steps", steps, least=1, also=f", or None for the {plan.steps:,} that were planned", error=PlanError)
     return plan.drawn(steps, **inputs)

@@ -1,6 +1,7 @@
-"""Plans: what the step of each on the short list is made of; its memory beside what a GPU has; and GPUs against time or money.
+"""Draws plans and communication.
 
-Pictures of what ranks send each other: a step's collectives by module, measured ones by size, and the timeline of DDP's twin.
+Plans: what a step's time and memory are made of, and step time against GPUs. Communication: a step's collectives by module, measured
+collectives by size, and the timeline of a simulated DDP step.
 """
 
 from __future__ import annotations
@@ -36,26 +37,31 @@ def plan(result: Plan | Plans, ax: Axes | None = None) -> Axes:
     """
     plans = _plans(result)
     bars = [
-        Bar(label=wrapped(_label(one)), pieces=[one.parts[name] for name in PLAN_COLORS], end=_end(one), reach=one.seconds.high)
-        for one in plans
+        Bar(
+            label=wrapped(_label(candidate)),
+            pieces=[candidate.parts[name] for name in PLAN_COLORS],
+            end=_end(candidate),
+            reach=candidate.seconds.high,
+        )
+        for candidate in plans
     ]
     ax = prepared(ax, WIDTH, height([bar.label for bar in bars]) + 0.3)
     scale = stacked(ax, bars, "predicted step", PLAN_COLORS)
-    for place, one in enumerate(plans):
-        span = (scale * one.seconds.low, scale * one.seconds.high)
+    for place, candidate in enumerate(plans):
+        span = (scale * candidate.seconds.low, scale * candidate.seconds.high)
         ax.plot(span, (place, place), color=INK, linewidth=1.4, marker="|", markersize=9, label="_range")
         start = 0.0
         for name in PLAN_COLORS:
-            if name != "compute" and one.spans[name].high > 0:
-                reach = (scale * (start + one.spans[name].low), scale * (start + one.spans[name].high))
+            if name != "compute" and candidate.spans[name].high > 0:
+                reach = (scale * (start + candidate.spans[name].low), scale * (start + candidate.spans[name].high))
                 ax.plot(reach, (place + 0.22, place + 0.22), color=INK, linewidth=0.9, marker="|", markersize=5, label=f"_{name}")
-            start += one.parts[name]
+            start += candidate.parts[name]
     legend(ax, list(ax.containers))
     return ax
 
 
 def plan_memory(result: Plan | Plans, ax: Axes | None = None) -> Axes:
-    """A bar per plan: the fullest GPU's memory by what holds it, a line from its low to its high end; dashed, what may be used of a GPU.
+    """A bar per plan: the memory of the GPU that needs most, by part, and a line from the low to the high end; dashed: what a GPU has.
 
     Args:
         result: a short list, or one plan.
@@ -63,20 +69,20 @@ def plan_memory(result: Plan | Plans, ax: Axes | None = None) -> Axes:
     """
     plans = _plans(result)
     capacity = plans[0].capacity
-    scale, unit = scale_of_bytes(max(capacity, *(one.needed.high for one in plans)))
-    labels = [wrapped(_label(one)) for one in plans]
+    scale, unit = scale_of_bytes(max(capacity, *(candidate.needed.high for candidate in plans)))
+    labels = [wrapped(_label(candidate)) for candidate in plans]
     ax = prepared(ax, WIDTH, height(labels) + 0.3)
     starts = [0.0] * len(plans)
     for name, color in HELD.items():
-        widths = [one.memory[name] / scale for one in plans]
+        widths = [candidate.memory[name] / scale for candidate in plans]
         ax.barh(range(len(plans)), widths, left=starts, height=0.62, color=color, label=name)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     limit = ax.axvline(capacity / scale, color=INK, linestyle="--", linewidth=1.4, label="may be used")
-    for place, one in enumerate(plans):
-        span = (one.needed.low / scale, one.needed.high / scale)
+    for place, candidate in enumerate(plans):
+        span = (candidate.needed.low / scale, candidate.needed.high / scale)
         ax.plot(span, (place, place), color=INK, linewidth=1.4, marker="|", markersize=9, label="_range")
-    texts = [units.percent(one.bytes / capacity) + ", tight" * one.tight for one in plans]
-    ends(ax, [max(capacity, one.needed.high) / scale for one in plans], texts)
+    texts = [units.percent(candidate.bytes / capacity) + ", tight" * candidate.tight for candidate in plans]
+    ends(ax, [max(capacity, candidate.needed.high) / scale for candidate in plans], texts)
     rows(ax, labels)
     ax.set_xlabel(f"predicted memory of the fullest GPU ({unit})")
     legend(ax, [*ax.containers, limit])
@@ -93,14 +99,21 @@ def plan_front(result: Plans, ax: Axes | None = None) -> Axes:
     """
     ax = prepared(ax, WIDTH, 4.0)
     front = result.front
-    gpus = [one.gpus for one in front]
-    ax.fill_between(gpus, [one.seconds.low for one in front], [one.seconds.high for one in front], color=LINE, alpha=PALE / 2, linewidth=0)
-    ax.plot(gpus, [one.seconds.mid for one in front], color=LINE, marker="o", markersize=5, label="fastest plan")
+    gpus = [candidate.gpus for candidate in front]
+    ax.fill_between(
+        gpus,
+        [candidate.seconds.low for candidate in front],
+        [candidate.seconds.high for candidate in front],
+        color=LINE,
+        alpha=PALE / 2,
+        linewidth=0,
+    )
+    ax.plot(gpus, [candidate.seconds.mid for candidate in front], color=LINE, marker="o", markersize=5, label="fastest plan")
     first = front[0]
     ax.plot(gpus, [first.seconds.mid * first.gpus / size for size in gpus], color=INK, linestyle=":", label="naive: as the fewest GPUs")
     ax.plot(
-        [one.gpus for one in result.plans],
-        [one.seconds.mid for one in result.plans],
+        [candidate.gpus for candidate in result.plans],
+        [candidate.seconds.mid for candidate in result.plans],
         linestyle="none",
         marker="D",
         markersize=7,
@@ -108,8 +121,10 @@ def plan_front(result: Plans, ax: Axes | None = None) -> Axes:
         markerfacecolor="none",
         label="short list",
     )
-    for one in front:
-        ax.annotate(_LETTERS[one.bound], (one.gpus, one.seconds.mid), (0, 8), textcoords="offset points", ha="center", color=INK)
+    for candidate in front:
+        ax.annotate(
+            _LETTERS[candidate.bound], (candidate.gpus, candidate.seconds.mid), (0, 8), textcoords="offset points", ha="center", color=INK
+        )
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xticks(gpus[:: -(-len(gpus) // 8)], [units.count(size) for size in gpus[:: -(-len(gpus) // 8)]])
@@ -128,12 +143,12 @@ def _plans(result: Plan | Plans) -> list[Plan]:
     return [result] if isinstance(result, Plan) else list(result.plans)
 
 
-def _label(one: Plan) -> str:
-    return f"{one.gpus:,} GPUs: {one.layout}, {one.batch}"
+def _label(candidate: Plan) -> str:
+    return f"{candidate.gpus:,} GPUs: {candidate.layout}, {candidate.batch}"
 
 
-def _end(one: Plan) -> str:
-    return f"{units.seconds(one.seconds.mid)}, {one.bound}"
+def _end(candidate: Plan) -> str:
+    return f"{units.seconds(candidate.seconds.mid)}, {candidate.bound}"
 
 
 TRAFFIC_COLORS = {
@@ -155,22 +170,22 @@ def traffic(result: Traffic, ax: Axes | None = None, *, depth: int | None = 2) -
     Args:
         result: of `wb.collectives`.
         ax: the Axes to draw into; None makes a figure.
-        depth: names of a module's path that count.
+        depth: how many names of a module's path are kept.
 
     Raises:
-        ValueError: it sends nothing.
+        ValueError: the step sends nothing.
     """
-    found = [row for row in result.by_module(depth) if row.sent]
-    if not found:
+    modules = [row for row in result.by_module(depth) if row.sent]
+    if not modules:
         raise ValueError(f"{result!r}: nothing is sent, so there is nothing to draw; take world_size=2 or more")
-    shown, rest = found[:MOST_BARS], found[MOST_BARS:]
+    shown, rest = modules[:MOST_BARS], modules[MOST_BARS:]
     bars = [(row.name or "(model)", row.calls) for row in shown]
     if rest:
-        bars.append((f"{len(rest)} others", tuple(one for row in rest for one in row.calls)))
+        bars.append((f"{len(rest)} others", tuple(call for row in rest for call in row.calls)))
     ax = prepared(ax, WIDTH, height([name for name, _ in bars]))
     left = [0.0] * len(bars)
-    for kind in dict.fromkeys(one.kind for one in result):
-        sent = [sum(one.sent for one in calls if one.kind == kind) / 2**20 for _, calls in bars]
+    for kind in dict.fromkeys(call.kind for call in result):
+        sent = [sum(call.sent for call in calls if call.kind == kind) / 2**20 for _, calls in bars]
         ax.barh(range(len(bars)), sent, left=left, height=0.72, color=TRAFFIC_COLORS.get(kind, PHASES["other"]), label=kind)
         left = [before + more for before, more in zip(left, sent, strict=True)]
     rows(ax, [name for name, _ in bars])
@@ -204,21 +219,21 @@ def links(result: Links, ax: Axes | None = None) -> Axes:
 
 
 def twin(result: TwinRun, ax: Axes | None = None) -> Axes:
-    """The backward above, and the buckets below it: when each was ready, and when the network had it.
+    """The backward above, and the buckets below it: when each was ready, and when the network sent it.
 
     Args:
         result: of `wb.ddp_twin`.
         ax: the Axes to draw into; None makes a figure.
     """
     ax = prepared(ax, WIDTH, 1.2 + 0.26 * (1 + len(result.buckets)))
-    end = max([result.backward, *(one.end for one in result.buckets)])
+    end = max([result.backward, *(bucket.end for bucket in result.buckets)])
     scale, unit = scale_of(end)
     ax.barh(0, result.backward * scale, height=0.6, color=PHASES["backward"], label="backward")
-    for place, one in enumerate(result.buckets, start=1):
-        ax.barh(place, (one.end - one.start) * scale, left=one.start * scale, height=0.6, color=PARTS["communication"])
-        ax.plot([one.ready * scale], [place], "|", color=LINE, markersize=9)
+    for place, bucket in enumerate(result.buckets, start=1):
+        ax.barh(place, (bucket.end - bucket.start) * scale, left=bucket.start * scale, height=0.6, color=PARTS["communication"])
+        ax.plot([bucket.ready * scale], [place], "|", color=LINE, markersize=9)
     ax.axvline(result.backward * scale, color=PHASES["other"], linewidth=0.8, zorder=0)
-    rows(ax, ["computing", *(f"bucket {place}, {units.bytes_(one.size)}" for place, one in enumerate(result.buckets, start=1))])
+    rows(ax, ["computing", *(f"bucket {place}, {units.bytes_(bucket.size)}" for place, bucket in enumerate(result.buckets, start=1))])
     ax.set_xlabel(f"time since the backward began ({unit})")
     return ax
 

@@ -121,7 +121,7 @@ def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> W
     reason = failure and (failure.memory or OutOfMemory.parse(failure.message))
     if not failure or not reason:
         how = f"it failed of something else: {failure.message:.200}" if failure else f"it is {run.state}"
-        raise ValueError(f"would_fit({run!r}): wanted is a run whose memory ran out, and {how}. Of others: wb.max_micro_batch(run.spec, …)")
+        raise ValueError(f"would_fit({run!r}): expected a run whose memory ran out, and {how}. Of others: wb.max_micro_batch(run.spec, …)")
     if not isinstance(run.spec, RunSpec):
         raise ValueError(
             f"would_fit({run!r}): it ran a script, whose step is not known before it runs. With its model and batch it is: "

@@ -36,7 +36,7 @@ def build_loader(task: Task, spec: RunSpec, ranks: Ranks, seed: int) -> "DataLoa
     stream = isinstance(dataset, IterableDataset)
     if not stream and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TaskError(
-            f"the task's dataset() returned a {type(dataset).__name__}; wanted is a dataset with __len__ and __getitem__, "
+            f"the task's dataset() returned a {type(dataset).__name__}; expected a dataset with __len__ and __getitem__, "
             "or a torch.utils.data.IterableDataset"
         )
     if not stream and not _steps_per_epoch(len(dataset), spec, ranks):

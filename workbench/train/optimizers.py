@@ -43,7 +43,7 @@ def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         SpecError: not of this form, an unknown name or an unknown option.
     """
-    form = 'a name is wanted, with options if you like: "sgd(lr=0.1, momentum=0.9)"'
+    form = 'expected a name, with options if you like: "sgd(lr=0.1, momentum=0.9)"'
     try:
         node = ast.parse(text.strip(), mode="eval").body
         call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
@@ -128,7 +128,7 @@ def build_optimizer(
     optimizer = chosen(model.parameters())
     if not isinstance(optimizer, Optimizer):
         raise TaskError(
-            f"the task's optimizer function returned a {type(optimizer).__name__}; a torch.optim.Optimizer is wanted: "
+            f"the task's optimizer function returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer: "
             "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
         )
     for group in optimizer.param_groups:

@@ -61,7 +61,7 @@ def gpt(width: int) -> Task:
         ValueError: the width is no multiple of HEAD.
     """
     if width < HEAD or width % HEAD:
-        raise ValueError(f"gpt_{width}: a width that is a multiple of {HEAD} is wanted, such as gpt_{max(HEAD, width // HEAD * HEAD)}")
+        raise ValueError(f"gpt_{width}: expected a width that is a multiple of {HEAD}, such as gpt_{max(HEAD, width // HEAD * HEAD)}")
     return Task(
         model=partial(Mixing, length=WINDOW, width=width),
         dataset=partial(ByteText, length=WINDOW),

@@ -249,7 +249,7 @@ def build_model(task: Task) -> nn.Module:
     model = task.model()
     if not isinstance(model, nn.Module):
         hint = "; write model=Net, not model=lambda: Net" if isinstance(model, type) else ""
-        raise TaskError(f"the task's model() returned a {type(model).__name__}; a torch.nn.Module is wanted{hint}")
+        raise TaskError(f"the task's model() returned a {type(model).__name__}; expected a torch.nn.Module{hint}")
     return model
 
 
@@ -262,10 +262,10 @@ def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
     loss = task.loss(model, batch)
     if not isinstance(loss, Tensor):
         hint = "; a Hugging Face model's output has it as .loss" if hasattr(loss, "loss") else ""
-        raise TaskError(f"the task's loss(model, batch) returned a {type(loss).__name__}; a tensor with one number is wanted{hint}")
+        raise TaskError(f"the task's loss(model, batch) returned a {type(loss).__name__}; expected a tensor with one number{hint}")
     if loss.numel() != 1:
         raise TaskError(
-            f"the task's loss(model, batch) returned a tensor of shape {tuple(loss.shape)}; a tensor with one number is wanted, the mean "
+            f"the task's loss(model, batch) returned a tensor of shape {tuple(loss.shape)}; expected a tensor with one number, the mean "
             "over the batch: try loss.mean()"
         )
     return loss.reshape(())
@@ -284,4 +284,4 @@ def evaluate(task: Task, module: nn.Module) -> dict[str, float]:
     try:
         return {str(name): float(value) for name, value in figures.items()}
     except (AttributeError, TypeError, ValueError):
-        raise TaskError(f"the task's evaluate(model) returned {figures!r:.100}; numbers by name are wanted: {{'accuracy': 0.9}}") from None
+        raise TaskError(f"the task's evaluate(model) returned {figures!r:.100}; expected numbers by name: {{'accuracy': 0.9}}") from None

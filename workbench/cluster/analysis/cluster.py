@@ -52,10 +52,10 @@ class Cluster(display.Shown, JsonDataclass):
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, Device):
-            raise CostError(f"device={self.device!r}: a Device is wanted, such as Device.named('H100-SXM')")
+            raise CostError(f"device={self.device!r}: expected a Device, such as Device.named('H100-SXM')")
         checked_ranks(self.gpus_per_node)
         if isinstance(self.measured_links, str) or not set(self.measured_links) <= set(LINKS):
-            raise CostError(f"measured_links={self.measured_links!r}: some of {LINKS} are wanted")
+            raise CostError(f"measured_links={self.measured_links!r}: expected some of {LINKS}")
 
     @property
     def measured(self) -> bool:
@@ -181,7 +181,7 @@ class Cluster(display.Shown, JsonDataclass):
 def _link(value: "Link | Sweep | Links") -> Link:
     link = getattr(value, "link", value)
     if not isinstance(link, Link):
-        raise CostError(f"{value!r:.60}: a Link, a Sweep or Links are wanted")
+        raise CostError(f"{value!r:.60}: expected a Link, a Sweep or Links")
     return link
 
 

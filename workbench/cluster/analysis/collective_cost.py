@@ -41,11 +41,11 @@ class Link(display.Shown, JsonDataclass):
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency < math.inf:
-            raise CostError(f"latency={self.latency!r}: seconds of at least 0 are wanted, such as 5e-6")
+            raise CostError(f"latency={self.latency!r}: expected seconds of at least 0, such as 5e-6")
         if not self.bandwidth > 0:
-            raise CostError(f"bandwidth={self.bandwidth!r}: bytes per second above 0 are wanted, such as 50e9 for 400 Gbit/s")
+            raise CostError(f"bandwidth={self.bandwidth!r}: expected bytes per second above 0, such as 50e9 for 400 Gbit/s")
         if self.bandwidths is not None and not 0 < self.bandwidths[0] <= self.bandwidths[1] < math.inf:
-            raise CostError(f"bandwidths={self.bandwidths!r}: (low, high) in bytes per second are wanted, or None")
+            raise CostError(f"bandwidths={self.bandwidths!r}: expected (low, high) in bytes per second, or None")
 
     @classmethod
     def from_sweep(cls, points: Iterable[tuple[float, float]], *, ranks: int, collective: str = "all_reduce") -> "Link":
@@ -58,7 +58,7 @@ class Link(display.Shown, JsonDataclass):
         """
         rows = list(points)
         if len({size for size, _ in rows}) < 2 or any(not size > 0 or not seconds > 0 for size, seconds in rows):
-            raise CostError(f"{rows!r:.80}: (bytes, seconds) above 0 of at least two different sizes are wanted")
+            raise CostError(f"{rows!r:.80}: expected (bytes, seconds) above 0 of at least two different sizes")
         terms = [_ring(collective, size, checked_ranks(ranks, least=2)) for size, _ in rows]
         latency, per_byte = non_negative_pair([(hops, sent, seconds) for (hops, sent), (_, seconds) in zip(terms, rows, strict=True)])
         if per_byte <= 0:
@@ -132,7 +132,7 @@ def collective_seconds(collective: str, size: float, ranks: int, link: Link, alg
     if algorithm not in ("ring", "tree"):
         raise CostError(f'algorithm={algorithm!r}: allowed are "ring" and "tree"; over several nodes hierarchical_all_reduce')
     if not 0 <= size < math.inf:
-        raise CostError(f"size={size!r}: bytes of at least 0 are wanted")
+        raise CostError(f"size={size!r}: expected bytes of at least 0")
     hops, sent = _ring(collective, size, checked_ranks(ranks))
     if algorithm == "tree" and ranks > 1:
         hops = hops // (ranks - 1) * math.ceil(math.log2(ranks))
@@ -157,7 +157,7 @@ def checked_ranks(ranks: Any, least: int = 1) -> int:
         CostError: not a whole number of at least `least`.
     """
     if not is_whole(ranks, least=least):
-        raise CostError(f"{ranks!r} ranks: a whole number of at least {least} is wanted")
+        raise CostError(f"{ranks!r} ranks: expected a whole number of at least {least}")
     return ranks
 
 

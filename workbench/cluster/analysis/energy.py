@@ -62,7 +62,7 @@ class Energy(display.Shown, JsonDataclass):
         for name in ("joules", "seconds", "low", "high", "price", "electricity", "intensity"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf):
-                raise CostError(f"{name}={value!r}: {_UNITS[name]} of at least 0 are wanted")
+                raise CostError(f"{name}={value!r}: expected {_UNITS[name]} of at least 0")
         if not 1 <= self.pue < 10:
             raise CostError(f"pue={self.pue!r}: the building's power over that of the machines is 1 or more, such as 1.2")
 
@@ -141,7 +141,7 @@ def watts_of(device: str, watts: float | None = None) -> tuple[float, str]:
     """
     if watts is not None:
         if not 0 < watts < math.inf:
-            raise CostError(f"watts={watts!r}: watts of one device under load, above 0, are wanted")
+            raise CostError(f"watts={watts!r}: expected watts of one device under load, above 0")
         return float(watts), "power as given"
     known = Device.known(device)
     if known is None or known.watts is None:
@@ -180,7 +180,7 @@ def estimated(
         CostError: a device of unknown power, or a wrong number.
     """
     if not 0 <= utilization <= 1:
-        raise CostError(f"utilization={utilization!r}: a share from 0 to 1 is wanted")
+        raise CostError(f"utilization={utilization!r}: expected a share from 0 to 1")
     each, source = watts_of(device, watts)
     most, where = NODE_WATTS.get(node or "", (each * per_node, ""))
     joules = seconds * gpus * each

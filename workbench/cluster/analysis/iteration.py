@@ -69,7 +69,7 @@ class Layout:
             try:
                 checked_ranks(getattr(self, name))
             except CostError:
-                raise CostError(f"{name}={getattr(self, name)!r}: a whole number of at least 1 is wanted") from None
+                raise CostError(f"{name}={getattr(self, name)!r}: expected a whole number of at least 1") from None
         if self.batch % (self.data * self.micro_batch):
             raise CostError(f"batch={self.batch} is no multiple of data × micro_batch = {self.data} × {self.micro_batch}")
 
@@ -133,9 +133,7 @@ class Rates:
         """
         rows = list(measured)
         if len(rows) < 2 or any(not seconds > 0 for _, seconds in rows):
-            raise CostError(
-                f"{len(rows)} measured iterations: two or more are wanted, each with its seconds, to tell computing from sending"
-            )
+            raise CostError(f"{len(rows)} measured iterations: expected two or more, each with its seconds, to tell computing from sending")
         scaled = [(done.flops * (1 + done.bubble), done.bytes * (1 + done.bubble), seconds) for done, seconds in rows]
         per_flop, per_byte = non_negative_pair(scaled)
         return cls(flops_per_sec=1 / per_flop if per_flop else float("inf"), bandwidth=1 / per_byte if per_byte else float("inf"))
@@ -152,7 +150,7 @@ def model_flops_utilization(model: Transformer, layout: Layout, seconds: float, 
         CostError: seconds or a peak not above 0.
     """
     if not (seconds > 0 and peak > 0):
-        raise CostError(f"seconds={seconds!r}, peak={peak!r}: numbers above 0 are wanted")
+        raise CostError(f"seconds={seconds!r}, peak={peak!r}: expected numbers above 0")
     return model.flops(layout.batch) / layout.gpus / seconds / peak
 
 
@@ -206,10 +204,10 @@ def overlap(ready: Sequence[float], seconds: Sequence[float], backward: float) -
     """
     if len(ready) != len(seconds):
         raise CostError(
-            f"{len(ready)} times at which buckets are ready and {len(seconds)} times of reductions: one of each is wanted per bucket"
+            f"{len(ready)} times at which buckets are ready and {len(seconds)} times of reductions: expected one of each per bucket"
         )
     if min([*ready, *seconds, backward]) < 0:
-        raise CostError("times below 0: seconds since the backward began are wanted")
+        raise CostError("times below 0: expected seconds since the backward began")
     starts: list[float] = []
     ends: list[float] = []
     for when, length in zip(ready, seconds, strict=True):
@@ -230,7 +228,7 @@ def buckets(sizes: Sequence[int], cap: int | None = None) -> list[list[int]]:
         For each bucket, in the order of reduction, the indices of its parameters.
     """
     if cap is not None and cap < 1:
-        raise CostError(f"cap={cap!r}: bytes of at least 1 are wanted, or None")
+        raise CostError(f"cap={cap!r}: expected bytes of at least 1, or None")
     groups: list[list[int]] = [[]]
     filled = 0
     for index in reversed(range(len(sizes))):

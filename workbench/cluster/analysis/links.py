@@ -52,7 +52,7 @@ class Sweep(display.Shown, JsonDataclass):
             CostError: impossible bytes or ranks.
         """
         if not 0 < size < math.inf:
-            raise CostError(f"size={size!r}: bytes above 0 are wanted")
+            raise CostError(f"size={size!r}: expected bytes above 0")
         here = collective_seconds(self.collective, size, self.ranks, self.link)
         other = here if ranks is None else collective_seconds(self.collective, size, ranks, self.link)
         return self._interpolated(size, here) * other / here

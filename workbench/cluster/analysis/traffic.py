@@ -149,7 +149,7 @@ class Traffic(display.Shown, JsonDataclass):
         """
         known = Cluster.named(cluster) if isinstance(cluster, str) else cluster
         if not isinstance(known, Cluster):
-            raise CostError(f"cluster={cluster!r}: a Cluster or the name of one is wanted, such as 'DGX-H100'")
+            raise CostError(f"cluster={cluster!r}: expected a Cluster or the name of one, such as 'DGX-H100'")
         return _seconds_on_cluster(self.calls, known, title=self.title, world_size=self.world_size, algorithm=algorithm)
 
     @property
@@ -238,7 +238,7 @@ class TrafficTime(display.Shown):
             CostError: seconds below 0.
         """
         if min(forward, backward) < 0:
-            raise CostError(f"forward={forward!r}, backward={backward!r}: seconds of at least 0 are wanted")
+            raise CostError(f"forward={forward!r}, backward={backward!r}: expected seconds of at least 0")
         pairs = list(zip(self.calls, self.each, strict=True))
         buckets, rest = [pair for pair in pairs if _is_bucket(pair[0])], [pair for pair in pairs if not _is_bucket(pair[0])]
         total = sum(seconds for call, seconds in rest if call.waited or call.phase == "optimizer") + _exposed_buckets(buckets, backward)

@@ -30,9 +30,9 @@ class TwinLayer:
 
     def __post_init__(self) -> None:
         if not is_whole(self.size, least=4) or self.size % 4:
-            raise CostError(f"size={self.size!r}: bytes of at least one fp32 number, a multiple of 4, are wanted")
+            raise CostError(f"size={self.size!r}: expected bytes of at least one fp32 number, a multiple of 4")
         if min(self.forward, self.backward) < 0:
-            raise CostError(f"forward={self.forward!r}, backward={self.backward!r}: seconds of at least 0 are wanted")
+            raise CostError(f"forward={self.forward!r}, backward={self.backward!r}: expected seconds of at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ def seconds_on(network: Network, ranks: int) -> Callable[[float], float]:
         return lambda size: cluster.all_reduce(size, ranks)
     if callable(network):
         return _checked(network)
-    raise CostError(f"network={network!r:.80}: a Link, a Sweep, a Cluster or its name, or a function from bytes to seconds is wanted")
+    raise CostError(f"network={network!r:.80}: expected a Link, a Sweep, a Cluster or its name, or a function from bytes to seconds")
 
 
 def _checked(function: Callable[[float], float]) -> Callable[[float], float]:
@@ -139,7 +139,7 @@ def _checked(function: Callable[[float], float]) -> Callable[[float], float]:
     def seconds(size: float) -> float:
         result = function(size)
         if isinstance(result, str | bytes) or not hasattr(result, "__float__") or not 0 <= float(result) < math.inf:
-            raise CostError(f"network({size:,.0f}) returned {result!r:.60}: seconds of at least 0 are wanted, such as 0.002")
+            raise CostError(f"network({size:,.0f}) returned {result!r:.60}: expected seconds of at least 0, such as 0.002")
         return float(result)
 
     return seconds

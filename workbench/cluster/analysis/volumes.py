@@ -62,12 +62,12 @@ def volume(
     """
     choice("sharing", sharing, SHARINGS, error=CostError)
     if not parameters > 0:
-        raise CostError(f"parameters={parameters!r}: a number above 0 is wanted")
+        raise CostError(f"parameters={parameters!r}: expected a number above 0")
     group = checked_ranks(ranks)
     if sharing == "hsdp":
         group = checked_ranks(shard_ranks if shard_ranks is not None else min(8, ranks))
         if ranks % group:
-            raise CostError(f"shard_ranks={group} does not divide the {ranks} ranks: groups of one size are wanted")
+            raise CostError(f"shard_ranks={group} does not divide the {ranks} ranks: expected groups of one size")
     share = (group - 1) / group
     gradients, weights = gradient_bytes * parameters, parameter_bytes * parameters
     if sharing == "ddp":
@@ -118,7 +118,7 @@ def sharded_step(
         CostError: seconds not above 0, or GPUs that are no whole nodes.
     """
     if not compute > 0:
-        raise CostError(f"compute={compute!r}: seconds above 0 are wanted")
+        raise CostError(f"compute={compute!r}: expected seconds above 0")
     sent = volume(parameters, gpus, "fsdp", parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes)
     if not sent.total:
         return compute

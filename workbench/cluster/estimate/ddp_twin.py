@@ -1,8 +1,8 @@
-"""The twin: torch's own DDP with its real reducer in one process, whose layers pretend to compute and whose network is reckoned.
+"""Simulates a DDP step in one process: torch's own DDP with its real reducer, with simulated computing and a simulated network.
 
-What is real: buckets and their order, their rebuilding after the first step, the moment at which each is handed to the network (a
-communication hook), and that one follows the other. What is pretended: how long computing and sending take, on a virtual clock, which is
-exact, or in real time, in which a thread sleeps for the network as long as the formula says.
+Real are the buckets, their order, their rebuilding after the first step, the moment at which each is handed to the network (a communication
+hook), and that they are sent one after another. Simulated is how long computing and sending take: on a virtual clock, which is exact, or in
+real time, in which layers and a network thread sleep for as long as the formula says.
 """
 
 import gc
@@ -30,20 +30,20 @@ WARM_UP = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What was seen of one step; seconds since its backward began."""
+    """The times of one simulated step, in seconds since its backward began."""
 
     forward: float
     """Seconds of the forward."""
     backward: float
     """Seconds of computing in the backward."""
     end: float
-    """When the last bucket was done, and the backward."""
+    """When the last bucket and the backward were done."""
     buckets: list[TwinBucket]
-    """In their order."""
+    """In the order in which they were sent."""
 
 
 class VirtualClock:
-    """Time that passes when somebody says so; the network is a queue that is only reckoned."""
+    """A clock that advances by computing and waiting only; the network is a queue of computed times."""
 
     def __init__(self, seconds_of: Callable[[float], float]) -> None:
         self._seconds_of = seconds_of
@@ -54,7 +54,7 @@ class VirtualClock:
         self.now += seconds
 
     def send(self, size: int, tensor: Tensor, seen: Callable[[float, float, float], None]) -> torch.futures.Future[Tensor]:
-        """Hand a bucket to the network; `seen` is told when it was ready, when the network began and when it was done."""
+        """Send a bucket; calls `seen` with the times at which it was ready, the network began, and it was done."""
         start = max(self.now, self._free)
         self._free = start + self._seconds_of(size)
         seen(self.now, start, self._free)
@@ -96,7 +96,7 @@ class RealClock:
         return future
 
     def settle(self) -> None:
-        """The backward has waited already."""
+        """Nothing to do: the backward has waited already."""
 
     def close(self) -> None:
         """End the thread."""
@@ -148,11 +148,11 @@ def simulate_steps(
     scale: float | None,
     steps: int,
 ) -> list[Step]:
-    """Steps of the twin after its warm-up.
+    """The steps of a simulation after its warm-up.
 
     Args:
         layers: in the order of the forward.
-        ranks: emulated ones, 2 or more.
+        ranks: number of simulated ranks, 2 or more.
         seconds_of: of an all-reduce of so many bytes.
         bucket_cap_mb: of DDP; None = torch's own.
         scale: seconds of this machine for each emulated one; None = a virtual clock.
@@ -163,7 +163,7 @@ def simulate_steps(
     """
     if dist.is_initialized():
         raise ProcessGroupError(
-            "this process has a process group (torch.distributed is initialised), and the twin needs one of its own: call it before "
+            "this process has a process group (torch.distributed is initialised), and the simulation needs one of its own: call it before "
             "init_process_group, after destroy_process_group, or in a process of its own"
         )
     clock: Any = VirtualClock(seconds_of) if scale is None else RealClock(seconds_of, scale)
@@ -171,17 +171,17 @@ def simulate_steps(
         warnings.simplefilter("ignore")
         twin = _DdpSimulator(layers, clock, bucket_cap_mb)
         try:
-            found = [twin.step() for _ in range(WARM_UP + steps)][WARM_UP:]
+            simulated = [twin.step() for _ in range(WARM_UP + steps)][WARM_UP:]
         finally:
             clock.close()
             del twin
             gc.collect(RECENT)  # a reducer in a cycle would keep the process group
-    alone = statistics.median(one.backward for one in found)
-    return [replace(one, backward=alone) for one in found]
+    backward = statistics.median(step.backward for step in simulated)
+    return [replace(step, backward=backward) for step in simulated]
 
 
 class _DdpSimulator:
-    """DDP around layers that pretend, and what is seen of its buckets."""
+    """DDP around simulated layers, and the times of its buckets."""
 
     def __init__(self, layers: Sequence[TwinLayer], clock: Any, bucket_cap_mb: float | None) -> None:
         self._clock = clock
@@ -202,7 +202,7 @@ class _DdpSimulator:
         self._ddp.register_comm_hook(None, hook)
 
     def step(self) -> Step:
-        """A step with the network, and one without: what computing alone takes, which sleeping makes longer than what was asked for."""
+        """A step with the network, and one without for the time of computing alone: sleeping takes longer than its nominal time."""
         with self._ddp.no_sync():
             _, alone = self._once()
         self._seen = []
@@ -222,7 +222,7 @@ class _DdpSimulator:
         return self._began - begin, end
 
 
-def median_step(found: Sequence[Step]) -> Step:
-    """The step of the median length, of an odd or even number."""
-    length = statistics.median_low(one.forward + one.end for one in found)
-    return next(one for one in found if one.forward + one.end == length)
+def median_step(steps: Sequence[Step]) -> Step:
+    """The step of median length; the shorter of the middle two where their number is even."""
+    length = statistics.median_low(step.forward + step.end for step in steps)
+    return next(step for step in steps if step.forward + step.end == length)

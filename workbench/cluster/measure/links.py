@@ -1,4 +1,4 @@
-"""Timing collectives between the ranks of a process group: sizes and kinds take turns, so that what disturbs one disturbs all."""
+"""Times collectives between the ranks of a process group. Kinds and sizes alternate, so that a disturbance affects all alike."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +12,8 @@ from workbench.cluster.analysis.links import LinkPoint
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
 """Collectives that can be timed: those that have a bus factor."""
-MOST = 1000
-"""Collectives of a block at most."""
+MAX_COUNT = 1000
+"""Most collectives of a timed block."""
 
 
 def rounded(size: int, ranks: int) -> int:
@@ -23,12 +23,12 @@ def rounded(size: int, ranks: int) -> int:
 
 
 def call_of(kind: str, size: int, device: torch.device) -> Callable[[], Any]:
-    """A function that does a collective once, of fp32 numbers.
+    """A function that does a collective of fp32 numbers once.
 
     Args:
         kind: one of KINDS.
         size: bytes, of `rounded`; what each rank has, or all ranks' parts together.
-        device: where the tensors lie.
+        device: of the tensors.
     """
     ranks, count = dist.get_world_size(), size // 4
     whole = torch.zeros(count, device=device)
@@ -45,10 +45,10 @@ def call_of(kind: str, size: int, device: torch.device) -> Callable[[], Any]:
 
 
 def block(call: Callable[[], Any], count: int, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of one of `count` collectives that follow one another, on the slowest rank.
+    """Seconds per collective, of `count` that follow one another, on the slowest rank.
 
     Args:
-        call: does one.
+        call: does one collective.
         count: how many.
         device: where they run.
         clock: seconds.
@@ -68,9 +68,9 @@ def _settle(device: torch.device) -> None:
 
 
 def _slowest(seconds: float, device: torch.device) -> float:
-    found: Tensor = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return float(found.item())
+    slowest: Tensor = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest.item())
 
 
 def time_links(
@@ -82,7 +82,7 @@ def time_links(
     budget_s: float,
     seen: Callable[[int, int, list[LinkPoint]], None] = lambda done, all_, points: None,
 ) -> list[LinkPoint]:
-    """Seconds of collectives, on each rank the same. All ranks have to come here.
+    """Seconds of collectives, on each rank the same. All ranks have to call it.
 
     Args:
         kinds: of KINDS.
@@ -90,23 +90,23 @@ def time_links(
         device: of this rank.
         repeats: blocks of each.
         budget_s: seconds for all blocks, about; one collective of each comes at least.
-        seen: told after each round how many are done, how many there will be, and what is known.
+        seen: called after each round with the number of rounds done, of all rounds, and the points so far.
     """
     ranks = dist.get_world_size()
     plan = [(kind, size) for kind in kinds for size in sorted({rounded(size, ranks) for size in sizes})]
-    found: dict[tuple[str, int], list[float]] = {one: [] for one in plan}
+    timed: dict[tuple[str, int], list[float]] = {key: [] for key in plan}
     counts: dict[tuple[str, int], int] = {}
     share = budget_s / (repeats * len(plan))
     for number in range(repeats):
-        for one in plan:
-            call = call_of(*one, device)
-            if one not in counts:
+        for key in plan:
+            call = call_of(*key, device)
+            if key not in counts:
                 block(call, 2, device)  # connections and buffers are made at the first
-                counts[one] = max(1, min(MOST, int(share / max(block(call, 3, device), 1e-9))))
-            found[one].append(block(call, counts[one], device))
-        seen(number + 1, repeats, _points(found))
-    return _points(found)
+                counts[key] = max(1, min(MAX_COUNT, int(share / max(block(call, 3, device), 1e-9))))
+            timed[key].append(block(call, counts[key], device))
+        seen(number + 1, repeats, _points(timed))
+    return _points(timed)
 
 
-def _points(found: Mapping[tuple[str, int], Sequence[float]]) -> list[LinkPoint]:
-    return [LinkPoint(kind=kind, size=size, seconds=tuple(seconds)) for (kind, size), seconds in found.items() if seconds]
+def _points(timed: Mapping[tuple[str, int], Sequence[float]]) -> list[LinkPoint]:
+    return [LinkPoint(kind=kind, size=size, seconds=tuple(seconds)) for (kind, size), seconds in timed.items() if seconds]

@@ -163,7 +163,7 @@ def checked(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     if isinstance(loss, _Loss) or names[:2] in (("input", "target"), ("inputs", "targets"), ("output", "target"), ("outputs", "targets")):
         name = getattr(loss, "__name__", "") or f"{type(loss).__name__}()"
         raise EstimateError(
-            f"loss={name} takes an output and a target; wanted is a function of the model and a batch: write "
+            f"loss={name} takes an output and a target; expected a function of the model and a batch: write "
             "loss=lambda model, batch: criterion(model(batch[0]), batch[1])"
         )
     return loss

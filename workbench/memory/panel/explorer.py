@@ -270,4 +270,4 @@ class MemoryExplorer:
 def _check(spec: object, measured: object) -> None:
     check_spec("MemoryExplorer", spec, because="whose task another process can build")
     if measured is not None and not isinstance(measured, MemoryBreakdown):
-        raise ValueError(f"measured={type(measured).__name__}: a MemoryBreakdown is wanted, as wb.measure_memory(spec) returns it")
+        raise ValueError(f"measured={type(measured).__name__}: expected a MemoryBreakdown, as wb.measure_memory(spec) returns it")

@@ -96,7 +96,7 @@ def checked_energy_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
         if value is None and name != "pue":
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise PlanError(f"{name}={value!r:.60}: a number is wanted, such as {name}={_SUCH[name]}")
+            raise PlanError(f"{name}={value!r:.60}: expected a number, such as {name}={_SUCH[name]}")
     return dict(inputs)
 
 

@@ -99,11 +99,11 @@ def share_interval(value: Any, name: str, default: Interval, what: str = "a shar
     try:
         low, mid, high = map(float, ends)
     except (TypeError, ValueError, OverflowError) as error:
-        raise PlanError(f"{name}={value!r:.80}: {what} is wanted, such as {such}, or (low, mid, high)") from error
+        raise PlanError(f"{name}={value!r:.80}: expected {what}, such as {such}, or (low, mid, high)") from error
     if not low <= mid <= high:
-        raise PlanError(f"{name}={value!r:.80}: low ≤ mid ≤ high is wanted, or one number such as {such}")
+        raise PlanError(f"{name}={value!r:.80}: expected low ≤ mid ≤ high, or one number such as {such}")
     if not 0 < low <= high <= 1.5:
-        raise PlanError(f"{name}={value!r:.80}: {what} above 0 is wanted, such as {such}, or (low, mid, high), of at most 1.5")
+        raise PlanError(f"{name}={value!r:.80}: expected {what} above 0, such as {such}, or (low, mid, high), of at most 1.5")
     return Interval(low=low, mid=mid, high=high)
 
 
