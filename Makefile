@@ -23,7 +23,7 @@ test test-slow unit together alone slow slow-alone notebooks slow-notebooks brow
 export PYTHONDONTWRITEBYTECODE =
 export KINETO_LOG_LEVEL ?= 6
 
-.PHONY: help setup lab test test-slow lint unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu refresh bench coverage format clean
+.PHONY: help setup lab test test-slow lint architecture unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu refresh bench coverage format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,7 +54,6 @@ lint: setup ## ruff (code and notebooks) and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-.PHONY: architecture
 architecture: ## print packages, files, circles and upward imports, and what breaks a rule of the architecture
 	@$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m tests.architecture.rules
 

@@ -106,7 +106,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str | None, sai
 SMALL_DISK = """
 import json, resource, signal, sys
 from pathlib import Path
-from workbench import rundir
+from workbench.core import run_directory
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # no file may grow further: the kernel answers as a full disk does
 path = Path(sys.argv[1])
@@ -122,12 +122,12 @@ def on_a_small_disk(code: str, path: Path) -> list[str]:
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     code = """
-writer = rundir.LineWriter(path)
+writer = run_directory.LineWriter(path)
 row = {"step": 1, "text": "x" * 100}
 for n in range(100):
     try:
         writer.write([row, row, row])
-    except rundir.DiskFullError as error:
+    except run_directory.DiskFullError as error:
         print(n)
         print(error)
         break
@@ -147,10 +147,10 @@ writer.close()
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     code = """
-rundir.write_json(path, {"old": True})
+run_directory.write_json(path, {"old": True})
 try:
-    rundir.write_json(path, {"text": "x" * 10_000})
-except rundir.DiskFullError:
+    run_directory.write_json(path, {"text": "x" * 10_000})
+except run_directory.DiskFullError:
     print("full")
 """
     assert on_a_small_disk(code, path) == ["full"]

@@ -113,6 +113,7 @@ def test_a_sweep_of_two_ranks(by_hand: Make, tmp_path: Path, alone: Ranks) -> No
     assert expected != pytest.approx(start, abs=1e-2)  # it has gone somewhere
 
 
+@pytest.mark.slow  # torchrun gives the rank that waits half a minute
 def test_a_launch_ends_when_ranks_cannot_agree(by_hand: Make) -> None:
     """One rank fails, the other waits for its gradients: the one at fault is on record, and no configuration can follow."""
     made = [by_hand(spec=spec_of(task, nproc_per_node=2).to_json()).path for task in ("numbers", "boom_on_rank_1", "numbers")]
