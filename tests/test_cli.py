@@ -38,7 +38,10 @@ def test_a_script_with_ranks_and_arguments_of_its_own(tmp_path: Path, monkeypatc
         (["report", "nowhere"], "is not a run directory"),
         (["diagnose", "nonsense"], "no such task"),
         (["diagnose", "train.py"], "is a script, which is diagnosed by a run of it: workbench launch train.py"),
-        (["diagnose", "text-gpt", "--set", "micro_batch"], "--set micro_batch: a knob and its value are wanted: --set micro_batch=16"),
+        (
+            ["diagnose", "text-gpt", "--set", "micro_batch"],
+            "--set micro_batch: expected a knob and its value, such as --set micro_batch=16",
+        ),
         (["diagnose", "text-gpt", "--set", "micro_bach=1"], "did you mean 'micro_batch'"),
         (["diagnose", "text-gpt", "--set", "precision=int3"], "precision='int3': allowed are"),
         (["diagnose", "text-gpt", "--nproc-per-node", "0"], "nproc_per_node=0: a whole number"),

@@ -152,7 +152,7 @@ def knobs_of(words: list[str]) -> dict[str, Any]:
     """
     for word in words:
         if "=" not in word:
-            raise ValueError(f"--set {word}: a knob and its value are wanted: --set micro_batch=16 precision=amp_bf16")
+            raise ValueError(f"--set {word}: expected a knob and its value, such as --set micro_batch=16 precision=amp_bf16")
     return dict(map(parse_knob, words))
 
 

@@ -125,7 +125,7 @@ def test_what_cannot_be_asked(knobs: dict[str, Any], asked: dict[str, Any], said
 def test_what_is_no_spec(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a run has tried its batches"):
         wb.steps_to_target(tmp_path, [8])
-    with pytest.raises(ValueError, match=r"steps_to_target\(Task\): a RunSpec is wanted"):
+    with pytest.raises(ValueError, match=r"steps_to_target\(Task\): expected a RunSpec"):
         wb.steps_to_target(Task(model=int, dataset=list, loss=max), [8], target_loss=1.0)  # type: ignore[arg-type]
 
 

@@ -74,7 +74,7 @@ class Module:
         (
             (Module(), [1, 2]),
             {},
-            r"diagnose\(Module, …\): a function is wanted that does one .* a module goes into model=",
+            r"diagnose\(Module, …\): expected a function that does one .* a module goes into model=",
         ),
         ((3,), {}, r"diagnose\(int, …\): allowed are a step function with its loader, a RunSpec, a Run or the path"),
         ((SPEC, [1]), {}, r"diagnose\(RunSpec, …\) was given a loader, which only goes with a step"),
@@ -103,7 +103,7 @@ def test_what_a_task_or_a_script_is_diagnosed_by() -> None:
     task = wb.Task(model=Module, dataset=list, loss=a_step)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"diagnose\(Task\): a task is diagnosed by its spec"):
         wb.diagnose(task)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"climb\(a_step\): a RunSpec is wanted, whose knobs can be turned"):
+    with pytest.raises(ValueError, match=r"climb\(a_step\): expected a RunSpec, whose knobs can be turned"):
         wb.climb(a_step)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"no knob 'micro_bach': did you mean 'micro_batch'"):
         wb.climb(SPEC, leave=["micro_bach"])

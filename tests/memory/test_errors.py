@@ -87,7 +87,7 @@ def test_a_model_that_does_not_accept_the_batch() -> None:
 
 
 def test_what_is_no_model() -> None:
-    with pytest.raises(ValueError, match=r"a RunSpec, a Task, a function that builds a model, or a torch.nn.Module is wanted, not a int"):
+    with pytest.raises(ValueError, match=r"expected a RunSpec, a Task, a function that builds a model, or a torch.nn.Module, not a int"):
         wb.estimate_memory(3, X)
     with pytest.raises(ValueError, match="a model needs a batch"):
         wb.estimate_memory(nn.Linear(8, 8))

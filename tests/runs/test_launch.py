@@ -53,7 +53,7 @@ def finished(run: wb.Run) -> wb.Run:
         ),
         (HELLO, {"nproc_per_node": 0}, SpecError, r"nproc_per_node=0: a whole number of at least 1"),
         (HELLO, {"threads": 0}, SpecError, r"threads=0: a whole number"),
-        (HELLO, {"args": "--epochs 1"}, SpecError, r"a list of words is wanted, such as \['--epochs', '1'\]"),
+        (HELLO, {"args": "--epochs 1"}, SpecError, r"expected a list of words, such as \['--epochs', '1'\]"),
         (HELLO, {"timeout": 0}, LaunchError, r"timeout=0: seconds above 0 are allowed, or None"),
         (HELLO, {"timeout": float("nan")}, LaunchError, r"timeout=nan: seconds above 0"),
         (SPEC, {"args": ["--lr", "1"]}, LaunchError, r"args=\['--lr', '1'\] with a RunSpec: only a script takes it"),

@@ -66,7 +66,7 @@ def test_knobs_that_are_refused(knobs: dict[str, Any], said: str) -> None:
 
 @pytest.mark.parametrize("endpoint", ["host", "host:", ":29400", "host:0", "host:port", "host:70000"])
 def test_an_endpoint_that_is_none(endpoint: str, tmp_path: Path) -> None:
-    with pytest.raises(RendezvousError, match="host:port is wanted"):
+    with pytest.raises(RendezvousError, match="expected host:port"):
         wb.launch(SPEC, nnodes=2, rdzv_endpoint=endpoint, runs_dir=tmp_path / "runs")
     assert list(tmp_path.iterdir()) == []
 
@@ -449,9 +449,9 @@ def test_what_a_job_starts_says_nothing_of_its_own(tmp_path: Path) -> None:
         ({"gpus": -1}, r"Slurm\(gpus=-1\): a whole number of at least 0"),
         ({"partition": "a b"}, "a name without spaces"),
         ({"time": "2 hours"}, r'Slurm reads "30" \(minutes\)'),
-        ({"setup": "module load cuda"}, "a list of lines is wanted"),
+        ({"setup": "module load cuda"}, "expected a list of lines"),
         ({"options": ["--nodes=3"]}, "it is set by the launch itself"),
-        ({"options": ["mem=3"]}, r"an option such as \"--mem=64G\" is wanted"),
+        ({"options": ["mem=3"]}, r"expected an option such as \"--mem=64G\""),
     ],
 )
 def test_what_slurm_is_not_asked_for(fields: dict[str, Any], said: str) -> None:

@@ -186,7 +186,7 @@ def test_what_cannot_be_compared(by_hand: Make) -> None:
     run = Run.load(by_hand().steps(20).ended("finished").path)
     with pytest.raises(ValueError, match=r"compare\(\) got 1 run: two or more"):
         compare(run)
-    with pytest.raises(ValueError, match=r"compare\(\) got a list: runs are wanted, compare\(before, after\) or compare\(\*runs\)"):
+    with pytest.raises(ValueError, match=r"compare\(\) got a list: expected runs, compare\(before, after\) or compare\(\*runs\)"):
         compare([run, run])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no measured step to compare"):
         compare(run, Run.load(by_hand().ended("stopped").path))

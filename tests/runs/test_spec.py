@@ -80,7 +80,7 @@ def test_a_knob_that_does_not_exist() -> None:
         RunSpec(task="text-gpt").replace(num_worker=2)
     with pytest.raises(SpecError, match="a spec of kind 'cron': allowed are task, script"):
         spec_from_json({"kind": "cron"})
-    with pytest.raises(SpecError, match="a list of words is wanted, such as"):
+    with pytest.raises(SpecError, match="expected a list of words, such as"):
         ScriptSpec(script="train.py", args="--epochs 1")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="watch='yes'"):
         ScriptSpec(script="train.py", watch="yes")  # type: ignore[arg-type]

@@ -29,9 +29,9 @@ SPEC = wb.RunSpec(task=f"{TASKS}:build", device="cpu", micro_batch=4, steps=6)
     [
         ({}, SpecError, r"a sweep of nothing: give at least one knob a list of values"),
         ({"mikro_batch": [1]}, SpecError, r"no knob 'mikro_batch': did you mean 'micro_batch'\?"),
-        ({"micro_batch": 16}, SpecError, r"micro_batch=16: a list of values is wanted, such as micro_batch=\[4\]"),
-        ({"precision": "fp32"}, SpecError, r"precision='fp32': a list of values is wanted"),
-        ({"micro_batch": []}, SpecError, r"micro_batch=\[\]: a list of values is wanted"),
+        ({"micro_batch": 16}, SpecError, r"micro_batch=16: expected a list of values, such as micro_batch=\[4\]"),
+        ({"precision": "fp32"}, SpecError, r"precision='fp32': expected a list of values"),
+        ({"micro_batch": []}, SpecError, r"micro_batch=\[\]: expected a list of values"),
         ({"micro_batch": [8, 16, 8]}, SpecError, r"micro_batch=\[8, 16, 8\] has a value twice: .* repeat=2"),
         ({"steps": [3], "precision": ["fp32", "fp8"]}, SpecError, r"precision='fp8': allowed are .* \(in steps=3 precision=fp8\)"),
         ({"repeat": 0, "steps": [3]}, SpecError, r"repeat=0: a whole number of at least 1"),

@@ -92,9 +92,9 @@ def test_a_damaged_run_directory_is_named_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("text-gpt", r"turn\(str\): a RunSpec is wanted, whose knobs turn; .*turn\(wb.RunSpec\(task=\"text-gpt\"\)\); or not"),
+        ("text-gpt", r"turn\(str\): expected a RunSpec, whose knobs turn; .*turn\(wb.RunSpec\(task=\"text-gpt\"\)\); or not"),
         (a_task(), r"a task is given by its spec, turn\(wb.RunSpec\(task=\"my_task.py:build\"\)\)"),
-        (3, r"turn\(int\): a RunSpec is wanted, whose knobs turn; or not"),
+        (3, r"turn\(int\): expected a RunSpec, whose knobs turn; or not"),
     ],
 )
 def test_a_spec_alone(by_hand: Any, given: Any, said: str) -> None:
@@ -124,7 +124,7 @@ def test_a_program() -> None:
         (lambda run: run, r"launch\(Run\): .* launch\(resume=run\), and is repeated by launch\(run.spec\)"),
         (lambda run: ScriptSpec(script="a.py"), r"by its path, launch\(spec.script\)"),
         (lambda run: a_step, r"launch\(a_step\): .* is not launched: wb.watch\(loader\)"),
-        (lambda run: 3, r"launch\(int\): a RunSpec or the path of a script is wanted$"),
+        (lambda run: 3, r"launch\(int\): expected a RunSpec or the path of a script$"),
         (lambda run: None, r"launch\(\) of what\?"),
     ],
 )

@@ -51,7 +51,7 @@ CASES = {
     "arguments": (
         "def build(width, *, depth): ...",
         "my_task.py:build",
-        r"build needs the arguments width, depth; one without is wanted.*def build_default",
+        r"build needs the arguments width, depth; a task's function has none.*def build_default",
     ),
     "syntax": ("def build(:", "my_task.py:build", "is not valid Python"),
     "a task": ("import workbench as wb\nbuild = wb.Task(model=int)", "my_task.py:build", r"build is a Task; a function that returns one"),
@@ -78,7 +78,7 @@ IMPORTS = {
         "from workbench import Task\nbuild = Task(model=int, dataset=list, loss=max)",
         r"build is a Task; a function that returns one",
     ),
-    "a number": ("build = 5", "build is a int; a function that returns a wb.Task is wanted"),
+    "a number": ("build = 5", "build is a int, expected a function that returns a wb.Task"),
     "a model": (
         "from workbench import Task\ndef build(): return Task(model=5, dataset=list, loss=max)",
         r"Task\(model=…\) got a int.*lambda",
@@ -104,7 +104,7 @@ def test_functions_that_are_none() -> None:
     with pytest.raises(TaskError, match=r"got a Linear that is built already: write model=lambda: Linear\(…\)"):
         Task(model=torch.nn.Linear(1, 1), dataset=list, loss=max)
     assert Task(model=torch.nn.Identity, dataset=list, loss=max).model is torch.nn.Identity
-    with pytest.raises(TaskError, match=r"Task\(evaluate=…\) got a float, a function is wanted, or None"):
+    with pytest.raises(TaskError, match=r"Task\(evaluate=…\) got a float, expected a function or None"):
         Task(model=int, dataset=list, loss=max, evaluate=0.5)  # type: ignore[arg-type]
 
 
@@ -115,5 +115,5 @@ def test_an_optimizer_of_the_wrong_kind() -> None:
 
 @pytest.mark.parametrize("plan", ["colwise", {"head": 1}, ["head"]])
 def test_a_plan_of_the_wrong_kind(plan: object) -> None:
-    with pytest.raises(TaskError, match=r"Task\(tensor_parallel=.*names of layers with how they are split are wanted, such as"):
+    with pytest.raises(TaskError, match=r"Task\(tensor_parallel=.*expected names of layers and how each is split, such as"):
         Task(model=int, dataset=list, loss=max, tensor_parallel=plan)  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ def test_refused_before_anything_starts(tmp_path: Path, options: dict[str, Any],
 
 
 def test_what_is_no_spec_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"scaling_curve\(int\): a RunSpec is wanted.* for a script: ScalingCurve.from_runs"):
+    with pytest.raises(SpecError, match=r"scaling_curve\(int\): expected a RunSpec.* for a script: ScalingCurve.from_runs"):
         wb.scaling_curve(3)  # type: ignore[arg-type]
     with pytest.raises(CurveError, match=r"micro_batch=\"auto\" may be another number at each point"):
         wb.scaling_curve(SPEC.replace(micro_batch="auto"))
@@ -97,7 +97,7 @@ def test_what_is_no_spec_is_refused(tmp_path: Path) -> None:
         wb.scaling_curve(SPEC.replace(task="nowhere.py:build"), runs_dir=tmp_path)
     assert not list(tmp_path.iterdir())
     (tmp_path / "mine.py").write_text("import workbench as wb\ntask: wb.Task = wb.Task(model=int, dataset=list, loss=max)")
-    with pytest.raises(TaskError, match=r"task is a Task; a function that returns one is wanted"):
+    with pytest.raises(TaskError, match=r"task is a Task, expected a function that returns one"):
         wb.scaling_curve(SPEC.replace(task=f"{tmp_path / 'mine.py'}:task"), runs_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 

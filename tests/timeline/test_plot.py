@@ -96,7 +96,7 @@ def test_runs_are_compared_with_their_speedups(by_hand: ByHand, ax: Axes) -> Non
     assert [width for _, width in bars(ax)[0]] == pytest.approx([30, 0])
     ends = [text for text in texts(ax) if "samples/s" in text]
     assert [end.split()[0] for end in ends] == ["baseline", "1.86×"]
-    with pytest.raises(ValueError, match="two or more are wanted"):
+    with pytest.raises(ValueError, match="expected two or more"):
         plot.compare(runs[:1])
 
 

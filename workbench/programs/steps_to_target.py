@@ -69,7 +69,7 @@ class TrialRunner:
         if not hasattr(self.dataset, "__len__") or not hasattr(self.dataset, "__getitem__"):
             raise TaskError(
                 f"the task's dataset() returned a {type(self.dataset).__name__} without length: steps to a target are compared on batches "
-                "that are drawn from a fixed set; a dataset with __len__ and __getitem__ is wanted"
+                "that are drawn from a fixed set; return one with __len__ and __getitem__"
             )
         self.task = dataclasses.replace(task, dataset=lambda: self.dataset)
         self._probe = self._drawn(probe) if target == "loss" else []

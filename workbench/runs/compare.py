@@ -91,9 +91,9 @@ def compare(*runs: Run) -> Comparison:
     """
     for run in runs:
         if not isinstance(run, Run):
-            raise ValueError(f"compare() got a {type(run).__name__}: runs are wanted, compare(before, after) or compare(*runs)")
+            raise ValueError(f"compare() got a {type(run).__name__}: expected runs, compare(before, after) or compare(*runs)")
     if len(runs) < 2:
-        raise ValueError(f"compare() got {len(runs)} run{'s' * (len(runs) != 1)}: two or more are wanted, the baseline first")
+        raise ValueError(f"compare() got {len(runs)} run{'s' * (len(runs) != 1)}: expected two or more, the baseline first")
     for run in runs:
         if not any(timeline.count for timeline in run.timelines):
             hint = "wait for it: run.wait()" if run.state == "running" else "a script's steps are measured with watch=True"

@@ -209,7 +209,7 @@ class RunSpec(_Spec):
 
     def __post_init__(self) -> None:
         if not isinstance(self.task, str) or not self.task:
-            raise SpecError(f'task={self.task!r}: a name is wanted, such as "clipart-resnet" or "my_task.py:build"')
+            raise SpecError(f'task={self.task!r}: expected a name, such as "clipart-resnet" or "my_task.py:build"')
         if self.micro_batch == AUTO:
             object.__setattr__(self, "micro_batch", AutoBatch(AUTO))
         else:
@@ -290,7 +290,7 @@ class ScriptSpec(_Spec):
 
     def __post_init__(self) -> None:
         if isinstance(self.args, str):
-            raise SpecError(f"args={self.args!r}: a list of words is wanted, such as {self.args.split()!r}")
+            raise SpecError(f"args={self.args!r}: expected a list of words, such as {self.args.split()!r}")
         object.__setattr__(self, "args", tuple(str(word) for word in self.args))
         for name in ("nproc_per_node", "nnodes", "threads"):
             _check_whole(self, name, 1)

@@ -134,7 +134,7 @@ def check_step(name: str, step: Any, loader: Any, *, returns: str = "", others: 
     """
     if hasattr(step, "state_dict") and hasattr(step, "parameters"):
         does = f"one whole optimizer step {returns}".rstrip()
-        raise ValueError(f"{name}({shown(step)}, …): a function is wanted that does {does}, def step(batch): …; a module goes into model=")
+        raise ValueError(f"{name}({shown(step)}, …): expected a function that does {does}, def step(batch): …; a module goes into model=")
     if not callable(step):
         if callable(loader) and (hasattr(step, "__iter__") or hasattr(step, "__getitem__")):
             raise ValueError(f"{name}(loader, step): it is the other way round, {name}(step, loader)")
@@ -154,8 +154,8 @@ def check_spec(name: str, spec: Any, *, because: str = "", instead: str = "", er
         error: to raise.
     """
     if not isinstance(spec, RunSpec):
-        wanted = "a RunSpec is wanted" + (f", {because}" if because else "")
-        raise error(f"{name}({shown(spec)}): " + "; ".join(part for part in (wanted, _its_spec(name, spec), instead) if part))
+        expected = "expected a RunSpec" + (f", {because}" if because else "")
+        raise error(f"{name}({shown(spec)}): " + "; ".join(part for part in (expected, _its_spec(name, spec), instead) if part))
 
 
 def check_program(name: str, target: Any, batch: Any, *, others: str = "", error: type[ValueError] = ValueError) -> None:
@@ -173,7 +173,7 @@ def check_program(name: str, target: Any, batch: Any, *, others: str = "", error
     if not callable(target):
         hint = _its_spec(name, target)
         raise error(
-            f"{name}({target!r:.80}): {others}a RunSpec, a Task, a function that builds a model, or a torch.nn.Module is wanted, not a "
+            f"{name}({target!r:.80}): expected {others}a RunSpec, a Task, a function that builds a model, or a torch.nn.Module, not a "
             f"{type(target).__name__}" + (f"; {hint}" if hint else "")
         )
     if batch is None:
@@ -190,7 +190,7 @@ def check_launchable(target: Any, *, error: type[ValueError] = ValueError) -> No
     if isinstance(target, RunSpec | str | os.PathLike):
         return
     if target is None:
-        raise error("launch() of what? A RunSpec, the path of a script, or resume= with a run that was ended is wanted")
+        raise error("launch() needs a RunSpec, the path of a script, or resume= with a run that has ended")
     hint = (
         f"; a task is launched by its spec, launch({AS_SPEC})"
         if isinstance(target, Task)
@@ -202,7 +202,7 @@ def check_launchable(target: Any, *, error: type[ValueError] = ValueError) -> No
         if callable(target)
         else ""
     )
-    raise error(f"launch({shown(target)}): a RunSpec or the path of a script is wanted{hint}")
+    raise error(f"launch({shown(target)}): expected a RunSpec or the path of a script{hint}")
 
 
 def _its_spec(name: str, target: Any) -> str:

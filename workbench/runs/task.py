@@ -54,7 +54,7 @@ class Task:
         for field in ("model", "dataset", "loss"):
             if not callable(value := getattr(self, field)):
                 extra = "" if field == "loss" else f": write {field}=lambda: … so that each process builds its own"
-                raise TaskError(f"Task({field}=…) got a {type(value).__name__}, a function is wanted{extra}")
+                raise TaskError(f"Task({field}=…) got a {type(value).__name__}, expected a function{extra}")
         if hasattr(self.model, "parameters") and not isinstance(self.model, type):
             kind = type(self.model).__name__
             raise TaskError(
@@ -62,13 +62,13 @@ class Task:
             )
         for field in ("collate", "evaluate"):
             if (value := getattr(self, field)) is not None and not callable(value):
-                raise TaskError(f"Task({field}=…) got a {type(value).__name__}, a function is wanted, or None")
+                raise TaskError(f"Task({field}=…) got a {type(value).__name__}, expected a function or None")
         if not (callable(self.optimizer) or isinstance(self.optimizer, str)):
-            raise TaskError(f"Task(optimizer=…) got a {type(self.optimizer).__name__}: a name or a function of the parameters is wanted")
+            raise TaskError(f"Task(optimizer=…) got a {type(self.optimizer).__name__}, expected a name or a function of the parameters")
         plan = self.tensor_parallel
         if plan is not None and not (isinstance(plan, Mapping) and all(isinstance(text, str) for pair in plan.items() for text in pair)):
             raise TaskError(
-                f"Task(tensor_parallel={plan!r:.100}): names of layers with how they are split are wanted, such as "
+                f"Task(tensor_parallel={plan!r:.100}): expected names of layers and how each is split, such as "
                 '{"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}'
             )
 
@@ -138,7 +138,7 @@ def _set_to_tasks(tree: ast.AST, name: str) -> bool:
 
 
 def _is_a_task(name: str, function: str) -> str:
-    return f"task={name!r}: {function} is a Task; a function that returns one is wanted: def {function}(): return wb.Task(…)"
+    return f"task={name!r}: {function} is a Task, expected a function that returns one: def {function}(): return wb.Task(…)"
 
 
 def resolve(name: str) -> Task:
@@ -156,7 +156,7 @@ def resolve(name: str) -> Task:
     if isinstance(factory, Task):
         raise TaskError(_is_a_task(name, function))
     if not callable(factory):
-        raise TaskError(f"task={name!r}: {function} is a {type(factory).__name__}; a function that returns a wb.Task is wanted")
+        raise TaskError(f"task={name!r}: {function} is a {type(factory).__name__}, expected a function that returns a wb.Task")
     parameters = inspect.signature(factory).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:
@@ -168,7 +168,7 @@ def resolve(name: str) -> Task:
     except Exception as error:
         raise TaskError(f"task={name!r}: {function}() raised {type(error).__name__}: {error}") from error
     if not isinstance(task, Task):
-        raise TaskError(f"task={name!r}: {function}() returned a {type(task).__name__}; a wb.Task(model=…, dataset=…, loss=…) is wanted")
+        raise TaskError(f"task={name!r}: {function}() returned a {type(task).__name__}, expected a wb.Task(model=…, dataset=…, loss=…)")
     return task
 
 
@@ -230,6 +230,6 @@ def _missing(function: str, where: str, functions: list[str]) -> str:
 def _takes_arguments(name: str, function: str, needed: list[str]) -> str:
     values = ", ".join(f"{n}=…" for n in needed)
     return (
-        f"task={name!r}: {function} needs the argument{'s' * (len(needed) > 1)} {', '.join(needed)}; one without is wanted. "
+        f"task={name!r}: {function} needs the argument{'s' * (len(needed) > 1)} {', '.join(needed)}; a task's function has none. "
         f"Try a second one: def {function}_default(): return {function}({values})"
     )

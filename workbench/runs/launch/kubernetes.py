@@ -107,12 +107,10 @@ def kubernetes(
         raise SpecError(f"gpus={count} with nproc_per_node={spec.nproc_per_node}: each rank takes one GPU; make them the same number")
     choice("kind", kind, KINDS, error=SpecError)
     if not _IMAGE.fullmatch(image):
-        raise SpecError(f'image={image!r}: the name of a container image is wanted, such as "registry/team/train:1"')
+        raise SpecError(f'image={image!r}: expected the name of a container image, such as "registry/team/train:1"')
     for what, value in (("memory", memory), ("cpu", cpu), ("shm", shm)):
         if value is not None and not _QUANTITY.fullmatch(str(value)):
-            raise SpecError(
-                f'{what}={value!r}: a quantity above 0 is wanted, as Kubernetes writes it: "{"8" if what == "cpu" else "64Gi"}"'
-            )
+            raise SpecError(f'{what}={value!r}: expected a quantity above 0, as Kubernetes writes it: "{"8" if what == "cpu" else "64Gi"}"')
     called = _named(spec, kind, name)
     if namespace is not None and not _LABEL.fullmatch(namespace):
         raise SpecError(f"namespace={namespace!r}: small letters, digits and -, at most 63 (a label of DNS-1123)")

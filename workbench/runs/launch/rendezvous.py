@@ -39,7 +39,7 @@ class Rendezvous:
         host, _, port = self.endpoint.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise RendezvousError(
-                f"rdzv_endpoint={self.endpoint!r}: host:port is wanted, of this machine as the others reach it, such as "
+                f"rdzv_endpoint={self.endpoint!r}: expected host:port of this machine as the others reach it, such as "
                 f'"{platform.node()}:29400"'
             )
 

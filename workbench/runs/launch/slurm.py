@@ -69,19 +69,19 @@ class Slurm:
         for name in ("setup", "options"):
             value = getattr(self, name)
             if isinstance(value, str) or not all(isinstance(line, str) and "\n" not in line for line in value):
-                raise SpecError(f"Slurm({name}={value!r}): a list of lines is wanted, such as {name}=[{str(value)[:40]!r}]")
+                raise SpecError(f"Slurm({name}={value!r}): expected a list of lines, such as {name}=[{str(value)[:40]!r}]")
             object.__setattr__(self, name, tuple(value))
         for name in ("partition", "account"):
             value = getattr(self, name)
             if value is not None and not re.fullmatch(r"[\w.,@+-]+", str(value)):
-                raise SpecError(f"Slurm({name}={value!r}): a name without spaces is wanted")
+                raise SpecError(f"Slurm({name}={value!r}): expected a name without spaces")
         if self.time is not None and not _TIME.fullmatch(str(self.time)):
             raise SpecError(f'Slurm(time={self.time!r}): Slurm reads "30" (minutes), "2:00:00" or "1-12:00:00"')
         object.__setattr__(self, "time", None if self.time is None else str(self.time))
         for option in self.options:
             name = option.split("=")[0].split()[0] if option.strip() else option
             if name in _SET_HERE or not option.startswith("-"):
-                fix = "it is set by the launch itself" if option.startswith("-") else 'an option such as "--mem=64G" is wanted'
+                fix = "it is set by the launch itself" if option.startswith("-") else 'expected an option such as "--mem=64G"'
                 raise SpecError(f"Slurm(options=[{option!r}]): {fix}")
 
     @property

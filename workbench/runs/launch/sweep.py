@@ -131,7 +131,7 @@ def combinations(spec: RunSpec, lists: Mapping[str, Sequence[Any]]) -> list[tupl
     check_names(RunSpec, lists)
     for knob, values in lists.items():
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
-            raise SpecError(f"{knob}={values!r}: a list of values is wanted, such as {knob}=[{getattr(spec, knob)!r}]")
+            raise SpecError(f"{knob}={values!r}: expected a list of values, such as {knob}=[{getattr(spec, knob)!r}]")
         if any(value in values[:i] for i, value in enumerate(values)):
             raise SpecError(f"{knob}={values!r} has a value twice: to run each configuration several times there is repeat=2")
     specs = []
