@@ -1,27 +1,28 @@
-"""The workbench: see where a training step goes, predict what a change would gain, prove it.
+"""The workbench for PyTorch training: shows where a training step goes, predicts what a change would gain, and proves it.
 
-The nouns, and how one becomes the next:
+The types of results, and how each leads to the next:
 
 * A `Task` says what is trained: zero-argument builders of a model and a dataset, a loss, an optimizer.
-* A `RunSpec` turns every knob of it. A what-if is a changed spec: `spec.replace(num_workers=2)`.
+* A `RunSpec` has every knob as a field. A what-if is a changed spec: `spec.replace(num_workers=2)`.
 * `launch` starts a spec, or any training script, under torchrun and returns a `Run` at once: live in a notebook, a directory on disk.
 * A Run holds a `Timeline` per rank: where each step's time went, phase by phase, summing to the step.
 * `watch` and `StepTimer` get a Timeline from a loop of your own, in this process.
 * `sweep` runs many specs; `compare` sets runs side by side.
 * `diagnose` finds out by experiment what holds a step back: a `Diagnosis`, with remedies and what each is predicted to gain.
-* `diagnosis.prove()` runs a remedy and sets prediction and measurement side by side: a `Proof`. `climb` goes on until nothing is left.
+* `diagnosis.prove()` runs a remedy and sets prediction and measurement side by side: a `Proof`. `climb` repeats
+  this until no remedy is left.
 * `trace` captures some steps with torch's profiler, `Trace.load` reads such a file: a `Trace`, which answers in seconds where its steps go.
   Those of several ranks are a `TraceSet`, which says who waits for whom.
-* A `MemoryBreakdown` says what fills a step's memory at the fullest moment, measured or predicted, and whether it fits a device.
+* A `MemoryBreakdown` says what fills a step's memory at its peak, measured or predicted, and whether it fits a device.
 * A `BatchPlan` is micro_batch × accumulation × world_size with its learning rate. `scale_lr` takes a rate to another batch and says how far
-  that holds; `find_lr` finds one by sweeps and a race; `noise_scale` says from which batch on samples pay less; `steps_to_target` tries;
-  `batch_plan` recommends a plan by memory, throughput and noise, and proves it against the present one.
+  that holds; `find_lr` finds one by sweeps and a race; `noise_scale` says from which batch on more samples gain less;
+  `steps_to_target` tests it; `batch_plan` recommends a plan by memory, throughput and noise, and proves it against the present one.
 * A `ScalingLaw` says how the loss falls with parameters and data, from many small runs that `scaling_law` makes.
-* A `ScalingCurve` is throughput against the number of processes, which `scaling_curve` measures; fitted, it says what more would bring,
-  always beside the naive line. A
-  `Cluster` has the GPUs and links that predictions beyond this machine are made for; `plan` finds the layouts of a model on it that fit.
-* `collectives` counts what ranks send each other in a step of your module, without any: `Traffic`. `measure_collectives` times such between
-  real ranks, `ddp_twin` runs DDP's own reducer over a network that is only reckoned.
+* A `ScalingCurve` is throughput against the number of processes, which `scaling_curve` measures; a fit predicts it for more processes,
+  always beside the linear extrapolation.
+* A `Cluster` has the GPUs and links that predictions beyond this machine are for; `plan` finds the layouts of a model on it that fit.
+* `collectives` counts what the ranks of your module would send each other in a step, in a dry run: `Traffic`. `measure_collectives`
+  times collectives between real ranks, `ddp_twin` runs DDP's own reducer over a simulated network.
 
     import workbench as wb
     run = wb.launch("train.py", nproc_per_node=2, watch=True).wait()

@@ -21,7 +21,7 @@ from workbench.runs.task import SAMPLES
 
 
 def doctor() -> table.Table:
-    """What this machine has of what a run needs."""
+    """Print what this machine has of what a run needs."""
 
     def version(name: str) -> str:
         try:
@@ -43,7 +43,7 @@ def doctor() -> table.Table:
 
 
 def report(run: Run) -> str:
-    """A run in words and tables: how it ended, where the time went on each rank."""
+    """Print a run: how it ended, and where the time went on each rank."""
     return "\n\n".join([str(run), *map(str, run.timelines)])
 
 
@@ -122,7 +122,7 @@ def estimate(given: argparse.Namespace) -> int:
 
 
 def calibrate(given: argparse.Namespace) -> int:
-    """Learn what lies outside of the allocator on this machine's GPU; returns the exit status: 0 if it could be kept.
+    """Measure the memory outside of PyTorch's allocator on this machine's GPU; returns the exit status: 0 if it could be stored.
 
     Raises:
         ValueError: there is no GPU, or not such a number of models.
@@ -145,7 +145,7 @@ def calibrate(given: argparse.Namespace) -> int:
 
 
 def knobs_of(words: list[str]) -> dict[str, Any]:
-    """Knobs as they are typed: KNOB=VALUE each.
+    """The knobs in words of the form KNOB=VALUE.
 
     Raises:
         ValueError: a word without "=".

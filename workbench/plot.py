@@ -1,4 +1,4 @@
-"""All pictures of results, `wb.plot.*`; each stands in the `plot` module of its subject.
+"""Collects all pictures of results, `wb.plot.*`; each is in the `plot` module of its package.
 
 A picture is one Axes-level function, `(result, ax=None) -> Axes`: it draws into the Axes it is given, or into a new figure that a notebook
 shows by itself. It changes no global state. Text is mid-grey on a transparent ground, for dark and light themes; axis labels carry the unit

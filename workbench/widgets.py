@@ -1,16 +1,16 @@
-"""All panels for notebooks, `wb.widgets.*`; each stands in the `panel` folder of its subject.
+"""Collects all panels for notebooks, `wb.widgets.*`; each is in the `panel` folder of its package.
 
 A panel is a thin VBox over values that are read or computed elsewhere: in each folder a model or follower computes, `html` makes HTML of
-it, and the panel's own file holds the widgets. Every panel also has a static face, which a notebook shows before anything is run.
+it, and the panel's own file holds the widgets. Every panel also has a static form, which a notebook shows before anything is run.
 
 * `RunPanel`: a run, live. A Run shows itself by it: `run_panel(run)` is the one panel of that run.
 * `LogView`: append-only text of many ranks, with a tab per rank.
 * `ThroughputDoctor`: what holds a step back, what each knob would change, and the proof.
 * `MemoryExplorer`: what a step's memory is made of, what each knob would change, and whether it fits.
-* `ScalingExplorer`: what up to 10,000 GPUs would bring, with its band and the naive line, and what limits.
+* `ScalingExplorer`: what up to 10,000 GPUs would bring, with its interval and the linear extrapolation, and what limits.
 * `BatchPlanner`: the learning rate for another batch, whether its rule holds there, and the steps and time to a target.
 * `TraceExplorer`: the threads and streams of a trace, to zoom into, to search, and to find operators in.
-* `perfetto`: a trace in Perfetto's own pages, without a network (extra `trace`).
+* `perfetto`: a trace in Perfetto's own viewer, without a network (extra `trace`).
 """
 
 from workbench.batch.panel.planner import BatchPlanner

@@ -570,7 +570,7 @@ def test_mixed_precision_changes_little(precision: str, by_hand: Make) -> None:
 
 def test_a_run_that_does_not_measure_it(by_hand: Make) -> None:
     run = Run.load(by_hand(spec=spec_of().to_json()).path)
-    with pytest.raises(ValueError, match=r"launch it with noise_scale=True, or ask wb.noise_scale\(spec\)"):
+    with pytest.raises(ValueError, match=r"launch it with noise_scale=True, or call wb.noise_scale\(spec\)"):
         _ = run.noise_scale
     with pytest.raises(ValueError, match="a run has taken its steps"):
         noise_scale(run, steps=5)
@@ -664,7 +664,7 @@ def test_knobs_that_do_not_go_together() -> None:
         (lambda: noise_scale(7), "allowed are a step function with its loader, a RunSpec"),  # type: ignore[arg-type]
         (lambda: noise_scale(spec_of(), samples=7), "it goes with exact=True"),
         (lambda: noise_scale(spec_of(), exact=True, steps=7), "no step is taken"),
-        (lambda: noise_scale(lambda batch: None, exact=True), "a RunSpec is wanted"),
+        (lambda: noise_scale(lambda batch: None, exact=True), "expected a RunSpec"),
         (lambda: noise_scale(spec_of(), exact=True, samples=1), "a whole number of at least 2"),
         (lambda: noise_scale(spec_of(micro_batch=1)), "one sample per step has nothing to be compared with"),
     ],

@@ -368,7 +368,7 @@ def test_what_slurm_has_confirmed_is_kept(by_hand: Any, slurm: Any, state: str, 
 @pytest.mark.parametrize("reason", ["PartitionConfig", "BadConstraints"])
 def test_a_job_that_can_never_run_says_so(by_hand: Any, slurm: Any, reason: str) -> None:
     slurm(scontrol=f"echo 'JobId=7 JobState=PENDING Reason={reason}'")
-    assert f"({reason}): as it is asked for it can never run" in wb.Run.load(batch_run(by_hand).path).summary
+    assert f"({reason}): as it was requested it can never run" in wb.Run.load(batch_run(by_hand).path).summary
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_who_else_is_there() -> None:
 def test_limits() -> None:
     assert any("set_per_process_memory_fraction" in hint for hint in parsed(LIMITED).hints)
     huge = parsed("CUDA out of memory. Tried to allocate 90.00 GiB. GPU 0 has a total capacity of 79.00 GiB of which 70.00 GiB is free.")
-    assert any("is its shape what was meant?" in hint for hint in huge.hints)
+    assert any("is its shape what you meant?" in hint for hint in huge.hints)
 
 
 def test_words() -> None:

@@ -210,7 +210,7 @@ def test_a_run_that_somebody_else_has_resumed_meanwhile_does_not_begin_twice(tmp
 
     other = threading.Thread(target=finish)
     other.start()
-    with pytest.raises(LaunchError, match=r"has gone on meanwhile, by somebody else's resume, and is finished now|has finished"):
+    with pytest.raises(LaunchError, match=r"was meanwhile resumed by another process, and is finished now|has finished"):
         wb.launch(resume=path)
     other.join()
     assert not begun

@@ -54,7 +54,7 @@ CASES = {
         r"build needs the arguments width, depth; a task's function has none.*def build_default",
     ),
     "syntax": ("def build(:", "my_task.py:build", "is not valid Python"),
-    "a task": ("import workbench as wb\nbuild = wb.Task(model=int)", "my_task.py:build", r"build is a Task; a function that returns one"),
+    "a task": ("import workbench as wb\nbuild = wb.Task(model=int)", "my_task.py:build", r"build is a Task, expected a function that returns one"),
     "form": (GOOD, "my_task.py", r"no such task\. A task is named"),
     "sample": (GOOD, "clipart-resnt", r'no such task; did you mean "clipart-resnet"\?'),
 }
@@ -76,7 +76,7 @@ IMPORTS = {
     "something else": ("def build(): return 5", r"build\(\) returned a int; a wb\.Task"),
     "a task": (
         "from workbench import Task\nbuild = Task(model=int, dataset=list, loss=max)",
-        r"build is a Task; a function that returns one",
+        r"build is a Task, expected a function that returns one",
     ),
     "a number": ("build = 5", "build is a int, expected a function that returns a wb.Task"),
     "a model": (

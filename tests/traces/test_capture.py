@@ -116,7 +116,7 @@ def test_where_the_window_lies() -> None:
         ({"steps": 5, "profile": 5}, "needs 16 at least; try steps=22$"),
         ({"steps": 20, "profile": {"wait": 15}}, "15 come before the profiler .* needs 21 at least; try steps=27$"),
         ({"steps": 40, "profile": 5, "num_workers": 8}, "needs 48 at least"),
-        ({"profile": {"ranks": [0, 2]}, "nproc_per_node": 2}, r"profile of ranks \[0, 2\], and there are 2 ranks, counted from 0"),
+        ({"profile": {"ranks": [0, 2]}, "nproc_per_node": 2}, r"profile of ranks \[0, 2\], but there are 2 ranks, counted from 0"),
         ({"profile": {"ranks": [1]}}, 'there is one rank, counted from 0: try "ranks": "all"'),
     ],
 )

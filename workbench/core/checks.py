@@ -1,4 +1,4 @@
-"""Checks arguments: numbers and choices, refused with messages that say what was given, what is allowed and what to try."""
+"""Checks arguments, numbers and choices, and raises errors that say what was given, what is allowed and what to try."""
 
 import difflib
 import math
@@ -8,13 +8,13 @@ from typing import Any, TypeGuard
 
 
 def is_whole(value: Any, *, least: float = -math.inf, most: float = math.inf, numpy: bool = False) -> TypeGuard[int]:
-    """Is it a whole number in the range? (True is none.)
+    """Is it a whole number in the range? (True does not count as a number.)
 
     Args:
         value: to look at.
         least: the smallest that counts.
         most: the largest that counts.
-        numpy: does one of numpy's count? It cannot be written as JSON: take `int(value)`.
+        numpy: does a number of numpy count? It cannot be written as JSON: use `int(value)`.
     """
     return isinstance(value, Integral if numpy else int) and not isinstance(value, bool) and least <= int(value) <= most
 
@@ -29,7 +29,7 @@ def is_number(
     finite: bool = True,
     numpy: bool = False,
 ) -> TypeGuard[float]:
-    """Is it a number in the range? (True and NaN are none.)
+    """Is it a number in the range? (True and NaN do not count as numbers.)
 
     Args:
         value: to look at.
@@ -37,8 +37,8 @@ def is_number(
         least: the smallest that counts.
         below: all that count are smaller.
         most: the largest that counts.
-        finite: does infinity never count?
-        numpy: does one of numpy's count? It cannot be written as JSON: take `float(value)`.
+        finite: is infinity excluded?
+        numpy: does a number of numpy count? It cannot be written as JSON: use `float(value)`.
     """
     if isinstance(value, bool) or not isinstance(value, Real if numpy else int | float):
         return False
@@ -59,7 +59,7 @@ def whole_number(
     error: type[ValueError] = ValueError,
     numpy: bool = False,
 ) -> int:
-    """The value, if it is a whole number in the range.
+    """Return the value if it is a whole number in the range, else raise.
 
     >>> whole_number("steps", 0, least=1, also=", or None for all")
     Traceback (most recent call last):
@@ -71,7 +71,7 @@ def whole_number(
         value: as given.
         least: the smallest that is allowed.
         most: the largest; None = any.
-        what: it is, such as "a whole number of bytes".
+        what: what it has to be, such as "a whole number of bytes".
         also: the message's end: what else is allowed, why, or what to try.
         error: to raise.
         numpy: is one of numpy's allowed?
@@ -95,7 +95,7 @@ def real_number(
     finite: bool = True,
     numpy: bool = False,
 ) -> float:
-    """The value, if it is a number in the range.
+    """Return the value if it is a number in the range, else raise.
 
     >>> real_number("share", 1, least=0, below=1, also="; try 0.1")
     Traceback (most recent call last):
@@ -108,7 +108,7 @@ def real_number(
         above: all that are allowed are larger; None = any.
         least: the smallest that is allowed; None = any.
         below: all that are allowed are smaller; None = any.
-        what: it is, such as "a learning rate".
+        what: what it has to be, such as "a learning rate".
         also: the message's end: what else is allowed, why, or what to try.
         error: to raise.
         finite: is infinity refused?
@@ -134,7 +134,7 @@ def choice(
     also: str = "",
     error: type[ValueError] = ValueError,
 ) -> None:
-    """Refuse a value that is none of some names.
+    """Raise unless the value is one of some names.
 
     >>> choice("kind", "wide", ["strong", "weak"])
     Traceback (most recent call last):

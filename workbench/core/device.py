@@ -1,4 +1,4 @@
-"""The table of GPUs: memory, bandwidth, peak FLOP/s, watts and links from their datasheets. An unknown device is unknown, never a guess."""
+"""The table of GPUs: memory, bandwidth, peak FLOP/s, watts and links from their datasheets. Unknown devices raise ValueError."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Device(display.Shown):
     flops_per_sec: Mapping[str, float]
     """Dense peak per number format, FLOP/s; figures "with sparsity" are twice these."""
     source: str
-    """Where the figures stand."""
+    """Where the figures are from."""
     aliases: tuple[str, ...] = field(default=(), repr=False)
     """Other names, as drivers and clouds print them."""
     capability: tuple[int, int] | None = None
@@ -35,13 +35,13 @@ class Device(display.Shown):
     watts: float | None = None
     """Thermal design power; None = not known."""
     watts_source: str = field(default="", repr=False)
-    """Where the watts stand."""
+    """Where the watts are from."""
     nvlink: float | None = None
     """Bytes per second to its neighbours in a node, each way (half of what is printed); None = has none, or not known."""
     context: int | None = None
     """The most bytes that CUDA's context took, as published for this GPU; None = nothing was published."""
     context_source: str = field(default="", repr=False)
-    """Where the context's size stands."""
+    """Where the context's size is from."""
 
     def __post_init__(self) -> None:
         for name in ("aliases", "capability"):  # JSON has lists

@@ -108,7 +108,7 @@ def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[in
 
 
 class EnergyLog:
-    """Joules between two moments. A thread looks now and then, since counters start again.
+    """Joules between two moments. A thread reads the counters now and then, since they wrap around.
 
     Attributes:
         meters: counters that are read; one that stops answering is left out.
@@ -119,7 +119,7 @@ class EnergyLog:
         Args:
             counters: to read.
             every: seconds between two readings.
-            tell: is called after each reading with what `so_far` returns.
+            tell: called after each reading with what `so_far` returns.
         """
         self._tell = tell
         self.meters: dict[str, EnergyCounter] = {}
@@ -149,7 +149,7 @@ class EnergyLog:
             self._tell(self.so_far())
 
     def so_far(self) -> dict[str, Any]:
-        """Seconds, and the joules of each counter that has answered till now, as of the last look."""
+        """Seconds, and the joules of each counter that has answered till now, at the last reading."""
         with self._lock:
             joules = {name: self._last[name] - self._first[name] for name in self.meters}
         return {"seconds": time.perf_counter() - self._began, "joules": joules}

@@ -1,4 +1,4 @@
-"""Switches Python's cyclic garbage collector off for a while, or runs it first. A full collection takes 0.2 s once torch is loaded."""
+"""Switches Python's cyclic garbage collector off inside a `with` block, or runs it first (0.2 s once torch is loaded)."""
 
 import contextlib
 import gc

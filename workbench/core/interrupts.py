@@ -112,7 +112,7 @@ def _in_callback(frame: FrameType | None) -> bool:
 
 
 def _tell() -> None:
-    """Say that the interrupt was not lost. A stream that cannot be written to now is no reason to raise from here."""
+    """Print that the interrupt was not lost; nothing is raised where that fails."""
     with contextlib.suppress(Exception):
         print(
             f"interrupt noted: it comes after the module that is running; another one after {PATIENCE:.0f} s comes at once",

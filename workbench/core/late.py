@@ -1,7 +1,7 @@
-"""Imports, at the call, the few things that a lower package uses of a higher one.
+"""Imports late, at the call, what a lower package uses of a higher one.
 
-A result draws itself (`result.plot()`) although its picture is in a higher layer, and a Run answers with nouns of later subjects
-(`run.memory`, `run.energy`). All that is used so stands here, and nowhere else.
+A result draws itself (`result.plot()`) although its picture is in a higher layer, and a Run returns types of higher packages
+(`run.memory_breakdown`, `run.energy`). This file lists all such uses.
 """
 
 import importlib
@@ -16,11 +16,11 @@ HOMES = {
     "TraceSet": "workbench.traces.analysis.trace_set:TraceSet",
     "prove": "workbench.diagnosis.api:prove",
 }
-"""Name → `module:attribute`. Pictures and panels are named by the faces `workbench.plot` and `workbench.widgets`."""
+"""Name → `module:attribute`. Pictures and panels are found in `workbench.plot` and `workbench.widgets`."""
 
 
 def load(name: str) -> Any:
-    """What HOMES says of a name."""
+    """The object that HOMES has under a name."""
     module, _, attribute = HOMES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 

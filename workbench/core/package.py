@@ -1,4 +1,4 @@
-"""ROOT, the folder of the package `workbench`: tells its own files from a user's."""
+"""ROOT: the folder of the package `workbench`, to tell its own files from a user's."""
 
 from pathlib import Path
 

@@ -15,7 +15,7 @@ ONE_PAIR = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval(JsonDataclass):
-    """A quantity and where it lies, measured several times or predicted.
+    """A quantity with its lower and upper end, measured several times or predicted.
 
     >>> Interval(low=1, mid=2, high=4).of(lambda value: 10 * value)
     Interval(low=10, mid=20, high=40)
@@ -64,7 +64,7 @@ class Interval(JsonDataclass):
 
 
 def interval_of(pairs: Sequence[tuple[float, float]], what: Any, *, draws: int = 400, level: float = 0.9) -> Interval:
-    """`what(base, arm)` of the pairs' sums, with its bootstrap interval over the pairs (always the same draws, so that a result repeats).
+    """`what(baseline, variant)` of the pairs' sums, with its bootstrap interval over the pairs (from the same draws in each call).
     With a single pair it is as wide as if the variant's block were off by `ONE_PAIR`.
 
     Args:

@@ -132,7 +132,7 @@ class RunQueueDelay:
 
     @staticmethod
     def _look(file: int) -> tuple[int, int]:
-        """Nanoseconds on a core, and waiting for one."""
+        """Nanoseconds on a core, and nanoseconds waiting for a core."""
         try:
             on_core, waited, _ = os.pread(file, 80, 0).split()
         except (OSError, ValueError):  # the thread is over
@@ -181,7 +181,7 @@ class Load:
 
     @property
     def blocked(self) -> float:
-        """That thread neither computed nor waited for a core."""
+        """Seconds in which that thread neither computed nor waited for a core."""
         return max(0.0, self.seconds - self.thread_cpu - self.waiting)
 
 
@@ -198,7 +198,7 @@ class _Moment:
 class LoadMeter:
     """Measures the load around the calling thread, from its creation on.
 
-    Processes are ours if they descend from this one, or from the launcher of its ranks: other ranks are not foreign.
+    Processes are ours if they descend from this process or from the launcher of its ranks: other ranks are not foreign.
     """
 
     def __init__(self, *, proc: Path = PROC, clock: Callable[[], float] = time.perf_counter, root: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Formats numbers as text. No other file knows prefixes, percent signs or thousands separators."""
+"""Formats numbers as text: the only file with prefixes, percent signs and thousands separators."""
 
 import math
 

@@ -1,6 +1,7 @@
 """Names the phases of a training step, the parts of a diagnosed step and the parts of its memory.
 
-Their colours are in `core/display/colors.py`. Each part of memory is a field of `MemoryBreakdown`. Tests compare them.
+Their colours are in `core/display/colors.py`. Each part of memory is a field of `MemoryBreakdown` (`memory/analysis/breakdown.py`); a
+new part needs all three, which tests compare.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ cleared."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """A part of memory, which storages of some categories are counted in."""
+    """A part of memory, and the categories of the storages that are counted in it."""
 
     name: str
     """Public: a field of MemoryBreakdown."""

@@ -50,7 +50,7 @@ def folder(name: str) -> Path:
 class ClipArt(Dataset[tuple[Tensor, int]]):
     """Pictures in 10 classes: (3 × side × side tensor, normalised; label).
 
-    Reading one costs what it costs in life: a read from a shard, JPEG decoding by Pillow and, with `augment`, a random crop and flip.
+    A sample costs as much as in a real training: a read from a shard, JPEG decoding by Pillow and, with `augment`, a random crop and flip.
 
     Args:
         split: "train" (1,027 pictures) or "validation" (250); equal pictures are never on both sides.

@@ -1,4 +1,4 @@
-"""Files in tar shards, read at random by their offsets, and checked; safe in worker processes, however they are started."""
+"""Reads files in tar shards at random by their offsets, and checks them; safe in worker processes, however they are started."""
 
 import json
 import os

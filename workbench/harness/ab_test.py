@@ -35,13 +35,13 @@ MAX_WIDTH = 0.04
 
 
 class Side(Protocol):
-    """One of the two ways to do a step. If it has a `feed`, what beginning a pass over the loader costs is spread over its steps."""
+    """One of the two ways to do a step. If it has a `feed`, the cost of beginning a pass over the loader is spread over its steps."""
 
     def step(self) -> None:
         """One whole step, loading included."""
 
     def drain(self) -> None:
-        """Its block begins: take what the loader has prefetched, so that the block starts like a step in the middle of training."""
+        """Before its block: take what the loader has prefetched, so that the block starts like a step in the middle of training."""
 
 
 def run_ab_test(
@@ -54,7 +54,7 @@ def run_ab_test(
         changed: the step with the change.
         budget_s: seconds it may take, about.
         peers: who takes part.
-        clock: seconds.
+        clock: gives the time in seconds.
 
     Returns:
         The pairs of neighbouring blocks, in seconds per step of the slowest rank; the same on all ranks. Nothing is left out: steps

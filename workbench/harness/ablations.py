@@ -1,4 +1,4 @@
-"""Takes one thing away from a training step, or changes it, for a while: no optimizer, no gradient reduction, mixed precision, …"""
+"""Switches one part of a training step off, or changes it, and undoes that: no optimizer, no gradient reduction, mixed precision, …"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,7 +141,7 @@ def implementation_of(optimizer: Optimizer) -> str:
 
 @contextlib.contextmanager
 def channels_last(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Inside, weights of 2d convolutions and the optimizer's numbers for them lie in the channels_last layout."""
+    """Inside, weights of 2d convolutions and the optimizer's states of them have the channels_last layout."""
     with ExitStack() as undo:
         for parameter in {weight for model in models for weight in model.parameters() if weight.ndim == 4}:
             undo.enter_context(_memory(parameter))

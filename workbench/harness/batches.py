@@ -1,4 +1,4 @@
-"""Looks into batches, whatever containers they come in: their tensors, bytes and padding; makes larger or shorter ones; caches some."""
+"""Finds the tensors, bytes and padding of batches in any container; doubles and shortens batches; caches some of them."""
 
 import copy
 import dataclasses
@@ -83,7 +83,7 @@ def bytes_of(batch: Any) -> int:
 
 
 def doubled(batch: Any) -> Any | None:
-    """The batch joined to itself, so with each sample twice; None where it cannot be told how its samples lie in it.
+    """The batch joined to itself, so with each sample twice; None where it is not known how the samples are arranged in it.
 
     Understood are tensors and arrays whose first dimension is the sample, lists with one entry per sample, and numbers that go for the
     whole batch.
@@ -117,7 +117,7 @@ def doubled(batch: Any) -> Any | None:
 
 
 class _InDoubt(Exception):
-    """It cannot be told how the samples lie in this part."""
+    """It is not known how the samples are arranged in this part."""
 
 
 def _doubled_lists(batch: Any) -> Any | None:
@@ -178,7 +178,7 @@ def trimmed(batch: Any) -> Any | None:
     """The batch with its sequences cut to their mean length, so that it holds as many positions as it would without padding; None if
     no padding shows.
 
-    What is cut is no longer right to learn from: it shows what the padding costs.
+    A cut batch is not right to learn from: it only shows what the padding costs.
     """
     paddings = {width: padding for width, padding in _paddings(batch).items() if padding.share >= MIN_PADDING}
     if not paddings:

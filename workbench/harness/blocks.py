@@ -87,7 +87,7 @@ class Timings:
         return limit if longer <= max(1, MAX_STALLED_SHARE * len(calls)) else float("inf")
 
     def means(self, arm: str) -> list[list[float | None]]:
-        """Of each block of an arm the mean seconds per step on each rank, stalled steps left out."""
+        """Mean seconds per step of each block of a variant on each rank, stalled steps left out."""
         rows: list[list[float | None]] = [[] for _ in self.blocks[arm]]
         for rank in range(len(self.blocks[arm][0].laps)):
             limit = self.limit(arm, rank)
@@ -98,7 +98,7 @@ class Timings:
         return rows
 
     def slowest(self, arm: str) -> list[float]:
-        """Of each block of an arm the mean seconds per step of the slowest rank: that of the job. nan if all steps stalled."""
+        """Mean seconds per step of each block of a variant on the slowest rank, so of the job; nan if all steps stalled."""
         return [max((mean for mean in row if mean is not None), default=float("nan")) for row in self.means(arm)]
 
     def typical(self, arm: str) -> float:
@@ -117,7 +117,7 @@ class BlockTimer:
             step: does one optimizer step with the batch, or batches, that it is given.
             peers: the ranks that take part.
             device: where it computes.
-            clock: seconds.
+            clock: gives the time in seconds.
         """
         self.step, self.peers, self.device = step, peers, device
         self.timings = Timings()
@@ -159,7 +159,7 @@ class BlockTimer:
         return self.elapsed
 
     def warm(self, batches: Iterable[Any], step: Callable[[Any], Any] | None = None) -> None:
-        """Take steps that are not timed.
+        """Take steps without timing them.
 
         Raises:
             StepFailed: step() raised an error.
@@ -173,10 +173,10 @@ class BlockTimer:
         """Time a block, on all ranks. A source that ends makes it shorter.
 
         Args:
-            arm: its name.
+            arm: name of the variant.
             source: gives what step() takes; the time for that is a wait.
             count: how many steps.
-            step: another one than the usual.
+            step: a step function in place of the usual one.
             passes: how many passes of the loader have begun.
 
         Raises:
@@ -247,7 +247,7 @@ def no_step(_: Any) -> None:
 
 
 class StepFailed(DiagnoseError):
-    """step() raised an error; `error` is it, and the cause of this one."""
+    """step() raised `error`, which is also this exception's cause."""
 
     def __init__(self, call: int, error: BaseException) -> None:
         """The message names the call.

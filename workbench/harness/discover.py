@@ -256,7 +256,7 @@ def _is_users(module: str | None) -> bool:
 
 
 def describe(value: Any) -> str:
-    """A word for a note: the class of a model, of what it wraps, or of an optimizer.
+    """A name for notes: the class of a model (of the wrapped one, if it is a wrapper) or of an optimizer.
 
     >>> describe(nn.Linear(2, 1))
     'Linear'
@@ -266,5 +266,5 @@ def describe(value: Any) -> str:
 
 
 def name_of(step: Callable[..., Any]) -> str:
-    """How to call a step in a message."""
+    """The name of a step in a message."""
     return getattr(step, "__qualname__", None) or type(step).__name__

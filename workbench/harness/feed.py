@@ -1,4 +1,4 @@
-"""Feed: gives batches without end from any loader, counts its passes and times their start-up, and leaves the loader as it was."""
+"""Gives endless batches from any loader (Feed), counts its passes, times their start-up, and leaves the loader as it was."""
 
 import multiprocessing
 import pickle
@@ -18,7 +18,7 @@ MAX_STATE_BYTES = 2**26
 
 
 QUIET = 0.02
-"""Seconds between two looks at the queue; workers that work less than WORK of it are taken to wait for room in their queue."""
+"""Seconds between two looks at the queue; workers that work less than WORK of it are assumed to wait for a free place in their queue."""
 WORK = 0.05
 PATIENCE = 2.0
 """Seconds that a queue is given to fill, at most."""
@@ -42,7 +42,7 @@ class Feed:
         Args:
             loader: a DataLoader, or anything that gives batches.
             accumulation: batches per step.
-            clock: seconds.
+            clock: gives the time in seconds.
 
         Raises:
             ValueError: not an iterable.
@@ -184,7 +184,7 @@ class Feed:
         return batch
 
     def depth(self) -> int | None:
-        """Batches that lie ready now: in the queues, or taken out of them early and waiting for their turn. None = cannot be read."""
+        """Batches that are ready now, in the queues or taken out of them early; None = cannot be read."""
         source: Any = self._iterator
         try:
             ready = sum(len(task) == 2 for task in source._task_info.values())
@@ -194,7 +194,7 @@ class Feed:
             return None
 
     def drain(self) -> None:
-        """Take the batches that lie ready: a full queue hides a slow loader for a while."""
+        """Take the batches that are ready: a full queue hides a slow loader for a while."""
         taken = 0
         while taken < self.queue:
             depth = self.depth()

@@ -1,4 +1,4 @@
-"""Handles DataLoaders: copies without running workers, copies with other knobs, shutting workers down, explaining why one fails."""
+"""Copies and reconfigures DataLoaders, shuts their workers down, and explains why a worker fails."""
 
 import contextlib
 import copy
@@ -84,7 +84,7 @@ def with_knobs(loader: Any, **knobs: Any) -> "DataLoader[Any]":
 
 
 def length_of(loader: Any) -> int | None:
-    """Batches per pass, where the loader tells."""
+    """Batches per pass; None where the loader does not know."""
     try:
         return len(copy_without_workers(loader)) or None  # a DataLoader over a stream remembers that it was asked, and warns later
     except Exception:  # no length, or one that fails: then it is counted
@@ -124,7 +124,7 @@ def worker_error(loader: Any, error: Exception) -> str:
 
 
 def unpicklable(value: Any) -> str | None:
-    """Which attribute of an object cannot be pickled, to be put behind its name; None if it can."""
+    """The attribute of an object that cannot be pickled, as text to go behind the object's name; None if it can be pickled."""
     try:
         pickle.Pickler(_Nowhere()).dump(value)
     except Exception:

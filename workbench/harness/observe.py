@@ -1,7 +1,7 @@
-"""Learns about a user's training step before experiments on it: what it trains, its device and precision, whether it uses its batch.
+"""Observes a user's training step before experiments: what it trains, on which device, in which precision, whether it uses its batch.
 
 `check_arguments` and `discover_training` come before any call. `run_first_steps` warms the step up and observes it from outside: the modes
-of autocast, optimizers that were not known, collectives, writes into the batch. What cannot be put back afterwards is noted.
+of autocast, optimizers that were not known, collectives, writes into the batch. What cannot be restored afterwards is noted.
 """
 
 import contextlib
@@ -134,7 +134,7 @@ class _Listener(TorchDispatchMode):
 
 
 def check_arguments(step: Any, budget_s: float, accumulation: int = 1) -> None:
-    """Refuse what cannot work before anything is started.
+    """Raise for arguments that cannot work, before anything is started.
 
     Raises:
         DiagnoseError: no function of one argument; no time; no whole number of batches.
@@ -203,7 +203,7 @@ def weights_of(models: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 
 def samples_of(batch: Any, accumulation: int) -> int | None:
-    """Samples in what one step takes; None if it cannot be told."""
+    """Samples in one step's batches; None if not known."""
     sizes = [samples_in(part) for part in (batch if accumulation > 1 else [batch])]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
@@ -270,7 +270,7 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
         saved: also saves what turns up on the way.
         state: what the step reaches.
         until: seconds on the bench's clock when it is enough in any case.
-        notes: get what one should know.
+        notes: extended by what the user should know.
 
     Raises:
         Exhausted: the loader ended.
@@ -308,7 +308,7 @@ def _seconds(bench: BlockTimer, batch: Any) -> float:
 
 
 def _watching_use(step: Callable[[Any], Any], notes: list[str]) -> Callable[[Any], None]:
-    """The step, for once with an eye on whether it uses its batch."""
+    """The step, watched for whether it uses its batch."""
 
     def watched(batch: Any) -> None:
         if uses_batch(step, batch) is False:
@@ -318,7 +318,7 @@ def _watching_use(step: Callable[[Any], Any], notes: list[str]) -> Callable[[Any
 
 
 def _note_what_stays(feed: Feed, saved: SavedState, state: ReachableState, late: list[Optimizer], notes: list[str]) -> None:
-    """What will not be as it was before."""
+    """Note what cannot be restored."""
     if late:
         notes.append(
             f"{', '.join(map(describe, late))} was found only as it stepped: it was put back, but gradients may differ, and what it takes "
@@ -336,7 +336,7 @@ def _note_what_stays(feed: Feed, saved: SavedState, state: ReachableState, late:
 
 
 def _reduces(bench: BlockTimer, feed: Feed, state: ReachableState, notes: list[str]) -> bool:
-    """Does the arm without reductions take any communication away? What it leaves is noted: then it is not all that it costs."""
+    """Does the variant without reductions remove any communication? If some remains, a note says that not all of its cost was measured."""
     heard = []
     for arm in (contextlib.nullcontext(), ablations.without_reduction(state.models)):
         batch = feed.next()
@@ -347,6 +347,6 @@ def _reduces(bench: BlockTimer, feed: Feed, state: ReachableState, notes: list[s
     if left:
         notes.append(
             "communication's true cost was not measured: no_sync is DDP's, and all that could be taken away besides is the step's own "
-            f"all_reduce; this step also calls {' and '.join(sorted(left))}, so ranks waited for each other in all arms"
+            f"all_reduce; this step also calls {' and '.join(sorted(left))}, so ranks waited for each other in all variants"
         )
     return usual != left

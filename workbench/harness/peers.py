@@ -1,4 +1,4 @@
-"""Joins the ranks of an experiment, so that all decide by the same figures and none waits for another in vain."""
+"""Joins the ranks of an experiment, so that all of them decide by the same numbers and in step."""
 
 import atexit
 import functools
@@ -28,7 +28,7 @@ def wait_for_gloo_at_exit() -> None:
 class Peers:
     """This process among those that compute together.
 
-    They talk over a gloo group of their own: it disturbs no reduction of the training, and works on the host whatever the training uses.
+    They communicate over a gloo group of their own, which does not disturb the training's collectives and works on the host.
     """
 
     rank: int = 0

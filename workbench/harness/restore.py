@@ -99,7 +99,7 @@ class SavedState:
         return self._tensor(tensor, weight=True)
 
     def _data(self, values: "torch.Tensor | np.ndarray[Any, Any]") -> Undo:
-        """A tensor or an array, as long as there is room for it."""
+        """Save a tensor or an array, as long as the limit of bytes allows it."""
         if ("_memory", id(values)) in self._seen:
             return _nothing
         size = values.nbytes if getattr(values, "layout", torch.strided) == torch.strided else 0

@@ -1,4 +1,4 @@
-"""What experiments on a training step give, as values that need no torch: times of a variant, and places in the user's code."""
+"""Result types of experiments on a training step, without torch: times of a variant, and places in the user's code."""
 
 import statistics
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from workbench.core.statistics import Interval, interval_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantTimes:
-    """How long a training step takes with one thing taken away or changed, timed in blocks that alternate with those of a baseline."""
+    """How long a training step takes with one part switched off or changed, timed in blocks that alternate with those of a baseline."""
 
     name: str
     """Of the variant: a name in `diagnosis.analysis.evidence.ARMS`, or "changed"."""

@@ -1,6 +1,6 @@
 """Samples the stack of the training thread now and then, and names the user's lines where it spends its time.
 
-A sample can be told apart: is the line in an operator of torch, or in Python and all else that a user's line may do?
+Each sample says whether the line is in an operator of torch, or in Python and all else that a user's line may do.
 """
 
 import dis
@@ -124,7 +124,7 @@ SOURCE = {
 class StackSampler:
     """Looks at the stack of a thread every few milliseconds: `with StackSampler() as sampler: …; sampler.lines()`.
 
-    A look weighs as much as the time since the one before it: code that keeps the interpreter to itself is seen less often, not less.
+    A sample has the weight of the time since the sample before it, so code that blocks the interpreter counts in full.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class StackSampler:
 
         Args:
             every: seconds between two samples.
-            fine: see what is short, too. All threads then wait less for the interpreter, which may change what is measured.
+            fine: also sample short calls. All threads then wait less for the interpreter, which may change what is measured.
             operators: do lines count while torch computes for them? If not, Python alone does, and whatever else keeps a line busy.
             clock: for tests: in place of the real one.
         """
@@ -206,8 +206,8 @@ class StackSampler:
 
         Args:
             calls: of step(); None = all.
-            most: so many lines at most.
-            least: none with a smaller share.
+            most: the largest number of lines.
+            least: lines with a smaller share are left out.
         """
         with self._lock:
             some = [dict(seen) for call, seen in self._seen.items() if calls is None or call in calls]

@@ -1,1 +1,1 @@
-"""What starts in another process: the programs that torchrun runs in a rank, and workers; `runs/entrypoints.py` names them all."""
+"""Programs that start in another process: those that torchrun runs in a rank, and workers. `runs/entrypoints.py` names them all."""

@@ -19,7 +19,7 @@ from workbench.runs.task import resolve
 
 
 def choose_micro_batch(spec: RunSpec, *, device: str, room: int, margin: float = MARGIN) -> dict[str, Any]:
-    """The largest micro-batch with which a run can start where it is, and for which its dataset has one optimizer step.
+    """The largest micro-batch with which a run can start on this device, and for which its dataset has one optimizer step.
 
     Args:
         spec: of the run; its own `micro_batch` does not count.
@@ -28,7 +28,7 @@ def choose_micro_batch(spec: RunSpec, *, device: str, room: int, margin: float =
         margin: share of them that stays free.
 
     Returns:
-        `micro_batch`; `most`: what the dataset allows; `stream`: it does not say how many samples it has; `bytes`: predicted need;
+        `micro_batch`; `most`: what the dataset allows; `stream`: the dataset has no length; `bytes`: predicted need;
         `limit`: bytes that may be used.
 
     Raises:

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(assignment: Assignment) -> dict[str, Any]:
-    """Time collectives or steps, whichever was ordered."""
+    """Time collectives or steps, as run.json says."""
     return time_collectives(assignment) if assignment.order["kind"] == "links" else time_steps(assignment)
 
 
@@ -76,7 +76,7 @@ def as_links(info: Mapping[str, Any], ranks: Ranks, points: Sequence[LinkPoint])
 def time_steps(assignment: Assignment) -> dict[str, Any]:
     """Seconds per step of each spec with and without its reduction, in pairs of neighbouring blocks.
 
-    One spec after the other, each on as many ranks as it needs; the others rest.
+    One spec after the other, each on as many ranks as it needs; the others idle.
     """
     steps = []
     for index, given in enumerate(assignment.order["specs"]):
@@ -93,7 +93,7 @@ def time_steps(assignment: Assignment) -> dict[str, Any]:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Variant:
-    """A training with its reduction of gradients, or without; two variants share the training and take turns."""
+    """A training with or without its reduction of gradients; two variants share the training and alternate."""
 
     training: Training
     switch: contextlib.ExitStack
@@ -110,7 +110,7 @@ class Variant:
         self.training.step()
 
     def drain(self) -> None:
-        """Begin a turn."""
+        """Before its block: switch the reduction on or off, and prepare the training for the block."""
         self.switch.close()
         self.training.drain()
         if not self.reduces:

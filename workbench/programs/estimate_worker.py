@@ -18,7 +18,7 @@ from workbench.memory.estimator_process import Answer, Question
 from workbench.runs.spec import SHARDED
 
 TICK = 1.0
-"""Seconds between two looks whether the parent lives."""
+"""Seconds between two checks that the parent is alive."""
 SAMPLES = 16
 """Samples that a batch's shape is taken from."""
 

@@ -1,4 +1,4 @@
-"""Diagnoses a step of a spec, or times two specs against each other; and runs every other program that measures something.
+"""Diagnoses a step of a spec, or times two specs against each other; `run_program` also runs the other programs that measure.
 
 torchrun starts `python -m workbench.programs.experiment RUN_DIR` once per rank. run.json says under "experiment" what to do. Rank 0 writes
 the result, `evidence.json` or `contest.json`.
@@ -111,7 +111,7 @@ def diagnose(assignment: Assignment) -> dict[str, Any]:
 
 
 def prove(assignment: Assignment) -> dict[str, Any]:
-    """Steps per second of two specs that take turns: a `VariantTimes` whose baseline is the first."""
+    """Time two specs in alternating blocks; the result is a `VariantTimes` whose baseline is the first spec."""
     specs = [RunSpec.from_json(assignment.order[name]) for name in ("baseline", "changed")]
     with contextlib.ExitStack() as stack, Peers.join() as peers:
         trainings = [stack.enter_context(entered(spec, assignment.task, assignment.ranks, index)) for index, spec in enumerate(specs)]
@@ -127,7 +127,7 @@ def _budget(assignment: Assignment) -> float:
 
 
 class Resting:
-    """Stands for a contestant on a rank that it does not use."""
+    """Takes the place of a training on a rank that it does not use."""
 
     def step(self) -> None:
         """Nothing to do."""
@@ -137,7 +137,7 @@ class Resting:
 
 
 class Training:
-    """Trains a spec, in turns with another one in the same process."""
+    """Trains a spec, in blocks that alternate with another training in the same process."""
 
     _turn: "Training | None" = None
 
@@ -151,7 +151,7 @@ class Training:
         self.trainer.step(batches if self.trainer.spec.accumulation > 1 else (batches,))
 
     def drain(self) -> None:
-        """Begin a turn: wait until the other training's workers rest, so that they take no core, and empty the own queue of batches."""
+        """Before its block: wait until the other training's workers idle and use no core, and empty this one's queue of batches."""
         if Training._turn not in (self, None):
             Training._turn.feed.wait_until_full(PATIENCE)
         Training._turn = self

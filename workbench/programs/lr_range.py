@@ -1,4 +1,4 @@
-"""Looks for a learning rate of a spec; rank 0 writes it to `lr_range.json`.
+"""Searches the learning rate of a spec; rank 0 writes it to `lr_range.json`.
 
 torchrun starts `python -m workbench.programs.lr_range RUN_DIR` once per rank. run.json has the options under "experiment". All sweeps and
 the race happen in this one launch.

@@ -1,4 +1,4 @@
-"""Records what a few steps of a spec hold in memory, each rank in `memory/rank<r>.json`.
+"""Records the memory of a few steps of a spec, each rank in `memory/rank<r>.json`.
 
 torchrun starts `python -m workbench.programs.memory RUN_DIR` once per rank. run.json says under "experiment" how many steps.
 """

@@ -1,4 +1,4 @@
-"""Starts another program in a rank, with torch loaded where the garbage collector does not look at it again.
+"""Starts another program in a rank, after loading torch and excluding its objects from garbage collection (`gc.freeze`).
 
 torchrun starts `python -m workbench.programs.start MODULE …` once per rank; only a user's script and `alone`, in a pod, start without it.
 

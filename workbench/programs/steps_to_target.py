@@ -1,6 +1,6 @@
 """Trains with several batches and learning rates until a target is reached.
 
-torchrun starts `python -m workbench.programs.steps_to_target RUN_DIR` once per rank. run.json has the order under "experiment". Each rank
+torchrun starts `python -m workbench.programs.steps_to_target RUN_DIR` once per rank. run.json says under "experiment" what to do. Each rank
 runs trials of its own, with gradient accumulation for the batches: more ranks are faster, and give the same results. Ranks share only the
 journal `trials.jsonl`, from which they take trials and to which they write results; others may read it meanwhile.
 """
@@ -198,7 +198,7 @@ LOCK = "trials.lock"
 
 
 class Journal:
-    """One rank's view of `trials.jsonl`: rows of kind "plan" (one), and per trial a "claim" before it and a "trial" after it."""
+    """One rank's view of `trials.jsonl`: one row of kind "plan", and per trial a "claim" before it and a "trial" after it."""
 
     def __init__(self, run_dir: Path) -> None:
         """
@@ -227,7 +227,7 @@ class Journal:
                 self._writer.write([{"kind": "plan", **row, "created": time.time()}])
 
     def take(self, scheduler: TrialScheduler) -> tuple[Job | None, bool]:
-        """Claim a trial to run (None = none now); and whether all trials are done."""
+        """Claim a trial to run (None = no trial is free now), and say whether all trials are done."""
         with self._alone():
             wanted = scheduler.runnable(self._done)
             job = next((job for job in wanted if job not in self._claimed), None)
@@ -255,7 +255,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """While no other rank reads or writes."""
+        """A context in which no other rank reads or writes."""
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             self.read()
@@ -332,9 +332,9 @@ def options_of(spec: RunSpec, task: Task, optimizer: str) -> dict[str, Any]:
     """An optimizer's options, with the learning rate that the spec, or its own text, gives it.
 
     Args:
-        spec: whose optimizer and learning rate stand where `optimizer` is empty.
-        task: whose optimizer stands where the spec has none.
-        optimizer: as a spec writes it, or empty. A learning rate in it goes before the spec's.
+        spec: its optimizer and learning rate are used where `optimizer` is empty.
+        task: its optimizer is used where the spec has none.
+        optimizer: as a spec writes it, or empty. A learning rate in it has precedence over the spec's.
     """
     lr = spec.lr
     if optimizer and "lr" in parse_optimizer(optimizer)[1]:
@@ -344,7 +344,7 @@ def options_of(spec: RunSpec, task: Task, optimizer: str) -> dict[str, Any]:
 
 
 def named(made: Mapping[str, Any]) -> str:
-    """An optimizer as a spec writes it, without its learning rate; of a class that has no name here its own."""
+    """An optimizer as a spec writes it, without its learning rate; the class's own name where the table of optimizers has none."""
     try:
         return OptimizerDescription.of(made).text
     except ValueError:

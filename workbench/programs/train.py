@@ -34,7 +34,7 @@ WARMUP_BATCH = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train; whatever goes wrong is recorded before anything is torn down, so that the rank at fault can be told from its victims."""
+    """Train; an error is recorded before anything is torn down, so that the rank at fault can be distinguished from its victims."""
     parser = argparse.ArgumentParser(prog=f"python -m {entrypoints.TRAIN}", description=__doc__)
     parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory with a run.json")
     run_dirs = parser.parse_args(arguments).run_dirs
@@ -71,7 +71,7 @@ def train_all(specs: Sequence[RunSpec], run_dirs: Sequence[Path], ranks: Ranks) 
 
     Raises:
         SpecError: the specs do not fit into one launch.
-        DiskFullError: there is no room to write; that ends the launch.
+        DiskFullError: the disk is full; that ends the launch.
         Exception: the error of a configuration that failed on some ranks only, while the others wait in a reduction.
     """
     for name in ("device", "backend", "nproc_per_node", "nnodes"):
@@ -117,7 +117,7 @@ def attempt(spec: RunSpec, run_dir: Path, ranks: Ranks) -> bool:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let the peak of the memory begin anew: on the GPU, or (on Linux) of what this process holds in main memory."""
+    """Reset the peak of memory: on the GPU, or (on Linux) of this process's main memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

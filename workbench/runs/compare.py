@@ -19,7 +19,7 @@ class Comparison(display.Shown):
 
     @property
     def labels(self) -> list[str]:
-        """What sets each run apart: the knobs that differ, or its name where none does."""
+        """The knobs in which each run differs, or its name where there are none."""
         specs = [run.spec.to_json() for run in self.runs]
         names = [name for name in specs[0] if any(spec.get(name) != specs[0][name] for spec in specs)]
         if not names or "kind" in names:  # equal specs, or a task beside a script

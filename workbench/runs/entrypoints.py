@@ -1,7 +1,7 @@
 """Names the programs that start in a process of their own, and gives the entrypoint that torchrun runs in each rank.
 
-A program and whoever starts it share no import, only the arguments, the run directory or JSON on a pipe. No other file writes these names
-down. Each module has a function `main`.
+A program and the code that starts it share no import, only arguments, the run directory or JSON on a pipe. Only this file has the
+programs' names. Each module has a function `main`.
 """
 
 import dataclasses

@@ -98,7 +98,7 @@ def symptom_of(message: str) -> Symptom | None:
 
 
 def is_consequence(message: str) -> bool:
-    """Is another rank the cause of this message: one that is gone, or did not come in time?
+    """Was another rank the cause of this message, because it was gone or too late?
 
     >>> is_consequence("RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:35211")
     True

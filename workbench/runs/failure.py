@@ -44,7 +44,7 @@ class Failure:
 
     @classmethod
     def of_launcher(cls, message: str) -> "Failure":
-        """A failure of no rank and without a record, such as a run that was stopped."""
+        """A failure that no rank recorded, such as a run that was stopped."""
         return cls(rank=None, kind="launcher", message=message, traceback=None, hint=None)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Failure:
 
 
 class RunError(RuntimeError):
-    """A run did not finish well. In a notebook it shows the traceback of the rank at fault, not ours.
+    """A run failed. In a notebook this shows the traceback of the rank at fault, not of the launching process.
 
     Attributes:
         failure: which rank, and why.
@@ -88,7 +88,7 @@ def record(
         error: what was raised. Call this before anything is torn down: peers fail as soon as a process group goes.
         run_dir: None = the one in the environment.
         rank: None = RANK of the environment, else 0.
-        held: gives what this rank holds; called if memory has run out.
+        held: gives the tensors that this rank holds; called if memory has run out.
     """
     now = time.monotonic_ns()
     path = _record_file(run_dir, rank)

@@ -28,7 +28,7 @@ class HeldBy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held(JsonDataclass):
-    """What was held, by looking at the living tensors: each storage counts once."""
+    """The memory of all tensors that existed; each storage counts once."""
 
     groups: Mapping[str, int]
     """Bytes per group (of `vocabulary.GROUPS`), those that hold nothing left out."""
@@ -88,8 +88,8 @@ _NUMBERS = {
     "private_pools": rf"with {_SIZE} allocated in private pools",
     "this_process": rf"this process has {_SIZE} memory in use",
 }
-"""Field → where it stands. In c10/cuda/CUDACachingAllocator.cpp since torch 2.1 as sentences, before as a list in brackets, in which what
-is reserved stands as a sum; aten/src/ATen/mps/MPSAllocator.mm has its own."""
+"""Field → its place in the text: in c10/cuda/CUDACachingAllocator.cpp since torch 2.1 sentences, before that a list in brackets, where the
+reserved memory is a sum; aten/src/ATen/mps/MPSAllocator.mm has a format of its own."""
 _RESERVED = re.compile(rf"{_SIZE} reserved in total")
 _BESIDE = re.compile(rf"other allocations: {_SIZE}")
 _PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
@@ -157,7 +157,7 @@ class OutOfMemory(JsonDataclass):
 
     @property
     def reserved(self) -> int | None:
-        """What PyTorch's allocator has from the driver."""
+        """Bytes that PyTorch's allocator has taken from the driver."""
         return None if self.allocated is None or self.unallocated is None else self.allocated + self.unallocated
 
     @property
@@ -184,14 +184,14 @@ class OutOfMemory(JsonDataclass):
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """What to do about it, from its numbers; what to change in a training stands in the symptom's hint."""
+        """What to do about it, by its numbers; the symptom's hint says what to change in the training."""
         hints = []
         if self.fragmented:
             hints.append(f"Against fragmentation: {EXPANDABLE} in the environment.")
         if self._crowded:
             hints.append("End the other processes on the device, or take another one (CUDA_VISIBLE_DEVICES); one rank per device.")
         if self._hopeless:
-            hints.append("No such tensor fits there: is its shape what was meant?")
+            hints.append("A tensor of this size cannot fit there: is its shape what you meant?")
         if self.allowed is not None and self.device != HOST and self.free is not None and self.free >= (self.asked or 0):
             hints.append("The limit is PyTorch's own (set_per_process_memory_fraction): raise it.")
         return tuple(hints)

@@ -94,7 +94,7 @@ def metrics(run: Run, ax: Axes | None = None) -> Axes:
 
 
 def _mark_evaluation(ax: Axes, rows: list[dict[str, float]]) -> None:
-    """A dotted line where the model was evaluated, with the figures in words beside it."""
+    """A dotted line where the model was evaluated, with the figures as text beside it."""
     last = max(row["step"] for row in rows if "step" in row)
     for row in rows:
         figures = {name: value for name, value in row.items() if name not in METRIC_KEYS}

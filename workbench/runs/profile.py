@@ -17,7 +17,7 @@ ALL: Literal["all"] = "all"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A stretch of a run that is traced.
+    """The steps of a run that are traced.
 
     >>> Profile.of(3).first(queue=0)
     9
@@ -96,11 +96,11 @@ class Profile:
         return self.last(queue) + 1
 
     def good(self, queue: int) -> int:
-        """Steps after which the traced ones have been compared with others on both sides: one of rest, and as many as before."""
+        """Steps of a run in which the traced steps can be compared with steps before and after them."""
         return self.least(queue) + 1 + min(PLAIN, self.steps)
 
     def trouble(self, *, steps: int | None, queue: int, ranks: int) -> str | None:
-        """Why a run cannot be traced so, if it cannot.
+        """Why a run cannot be traced like this; None if it can.
 
         Args:
             steps: of the run; None = not known.
@@ -109,7 +109,7 @@ class Profile:
         """
         if self.ranks != ALL and max(self.ranks) >= ranks:
             return (
-                f"profile of ranks {list(self.ranks)}, and there {'is one rank' if ranks == 1 else f'are {ranks} ranks'}, counted from 0: "
+                f"profile of ranks {list(self.ranks)}, but there {'is one rank' if ranks == 1 else f'are {ranks} ranks'}, counted from 0: "
                 'try "ranks": "all"'
             )
         if steps is None or steps >= (least := self.least(queue)):

@@ -1,4 +1,4 @@
-"""Finds the rank that failed first, and why.
+"""first_failure: finds the rank that failed first, and why.
 
 torchrun's own "Root Cause" often names a victim: it keeps whole seconds, and the rank at fault is slow to leave when it tears the process
 group down first (`try/finally: destroy_process_group()`), while its peers die at once of "Connection closed by peer". So every rank leaves
@@ -102,7 +102,7 @@ def _early_leavers(suspects: list[_Suspect], deaths: Mapping[int, int]) -> list[
 
 
 def _lost_machine(suspects: list[_Suspect], outcome: Mapping[str, Any]) -> Failure | None:
-    """The machine that has gone silent, or never came, where no rank failed by itself."""
+    """The machine that stopped sending heartbeats, or never joined, where no rank failed by itself."""
     nodes = {rank: node for rank, node in (outcome.get("nodes") or {}).items() if node["state"] in ("silent", "absent")}
     if not nodes or any(suspect.tier < 2 for suspect in suspects):
         return None
@@ -134,7 +134,7 @@ def _exit_codes(run_dir: Path) -> dict[int, int]:
 
 
 def _death(run_dir: Path, rank: int, code: int, outcome: Mapping[str, Any]) -> Failure:
-    """How a rank died that left no record."""
+    """How a rank ended that left no record."""
     hint = memory = None
     match -code:
         case signal.SIGKILL if outcome.get("oom_kills") or outcome.get("kernel"):
@@ -170,7 +170,7 @@ def _last_seen(run_dir: Path, rank: int, outcome: Mapping[str, Any]) -> "OutOfMe
 
 
 def _of_the_launch(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
-    """No rank is to blame, but the time limit, the launching process, the guard or torchrun."""
+    """The failure of a run that no rank caused, but the time limit, the launching process, the guard or torchrun."""
     kind, text, hint = "launcher", None, None
     lines = [line for path in run_directory.launcher_logs(run_dir) for line in run_directory.TextTail(path).read(last=True)]
     match outcome["state"]:

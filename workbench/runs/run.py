@@ -28,7 +28,7 @@ from workbench.runs.spec import AUTO, RunSpec, Spec, SpecError, spec_from_json
 from workbench.timeline.timeline import Timeline
 
 State = Literal["queued", "running", "finished", "failed", "stopped", "timeout", "abandoned", "lost"]
-"""How a run stands. `queued`: Slurm has not begun it yet. `abandoned`: the process that launched it went away. `lost`: its guard was
+"""The state of a run. `queued`: Slurm has not begun it yet. `abandoned`: the process that launched it went away. `lost`: its guard was
 killed, so nobody saw the end."""
 
 ACTIVE = ("queued", "running")
@@ -106,7 +106,7 @@ class Run:
             callback(run)
         return run
 
-    # --- how it stands
+    # --- its state
 
     def _take(self, info: Mapping[str, Any]) -> None:
         """Take what run.json says that changes when a run goes on from a checkpoint."""
@@ -128,7 +128,7 @@ class Run:
 
     @property
     def state(self) -> State:
-        """How the run stands at this moment."""
+        """The state of the run at this moment."""
         if self._job is not None and not is_final(self._outcome):
             state, self._outcome = self._job.standing(run_directory.read_json(self.path / RUN_JSON).get("outcome"))
             return cast(State, state)
@@ -167,7 +167,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Seconds from launch to end; so far, while it runs; to its last sign of life, where nobody saw its end.
+        """Seconds from launch to end, or until now while it runs, or until its last written step where its end was not recorded.
 
         Of a run that was resumed (`launch(resume=run)`) the sum over its attempts, without the time between them.
         """
@@ -228,7 +228,7 @@ class Run:
         """End all processes of the run and return when they are gone. A run that has ended is left as it is; one of a sweep ends it all.
 
         Raises:
-            TimeoutError: something still lives after `timeout` seconds.
+            TimeoutError: a process still runs after `timeout` seconds.
             ValueError: it runs on another machine, or Slurm does not let it be cancelled.
         """
         if self._job is not None:
@@ -282,12 +282,12 @@ class Run:
 
     @property
     def queue(self) -> str | None:
-        """What Slurm says of the run's job, in words; None for a run that Slurm does not have."""
+        """The state of the run's job in Slurm's queue, as text; None for a run without a job."""
         return self._job.words if self._job else None
 
     @property
     def nodes(self) -> list[dict[str, Any]]:
-        """The machines that have come so far, of a run on several: what each has said last (name, ranks by local rank, outcome)."""
+        """The machines that have joined so far, of a run on several: the last status of each (name, ranks by local rank, outcome)."""
         files = sorted(self.path.glob(f"{NODES}/*/{run_directory.NODE_JSON}"), key=lambda path: int(path.parent.name))
         return [run_directory.read_json(path) for path in files]
 
@@ -402,7 +402,7 @@ class Run:
         """
         if not getattr(self.spec, "noise_scale", False):
             raise ValueError(
-                f"{self!r} does not measure its noise scale: launch it with noise_scale=True, or ask wb.noise_scale(spec). In a loop of "
+                f"{self!r} does not measure its noise scale: launch it with noise_scale=True, or call wb.noise_scale(spec). In a loop of "
                 "your own: workbench.batch.measure.noise_watch.NoiseWatch"
             )
         ranks = [self._read(run_directory.noise_file(rank)) for rank in range(self.spec.world_size)]
@@ -456,7 +456,7 @@ class Run:
         return f"{have} of {want} machines are here; on each of the others: {self.join_command}" if have < want else ""
 
     def progress_words(self) -> str:
-        """How it gets on, in a line."""
+        """Its progress in a line."""
         done, steps = self.progress
         if waiting := str(self.queue) if (state := self.state) == "queued" else self._missing(state, done):
             return f"{self.name}: {waiting}"
@@ -487,7 +487,7 @@ class Run:
 def on_run_started(callback: Callable[[Run], None]) -> Iterator[None]:
     """While this context lasts, call `callback` with each run as soon as this thread has launched or loaded it.
 
-    A function that launches a run and waits for it, such as `diagnose`, returns it too late for somebody who wants to stop it. What the
+    A function that launches a run and waits for it, such as `diagnose`, returns it too late for a caller who wants to stop it. What the
     callback raises is raised by the launch.
     """
     token = _on_run_started.set(callback)

@@ -1,4 +1,4 @@
-"""Follows and cancels a run's job in Slurm's queue. Asks Slurm rarely, since its controller serves everybody."""
+"""Follows and cancels a run's job in Slurm's queue. Queries Slurm rarely, since all users share its controller."""
 
 import contextlib
 import math
@@ -19,7 +19,7 @@ POLL, POLL_LATER, LATER = 1.0, 10.0, 60.0
 PATIENCE = 30
 """Seconds that one of Slurm's programs may take to answer."""
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-_ASK_FOR_LESS = ": as it is asked for it can never run; see sinfo for what the partition has, and run.stop()"
+_ASK_FOR_LESS = ": as it was requested it can never run; see sinfo for what the partition has, and run.stop()"
 _NEVER = dict.fromkeys(("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints"), _ASK_FOR_LESS)
 """Slurm's reason → what to say of a job that waits for something that will never come."""
 RUNNING = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
@@ -69,7 +69,7 @@ class JobStatus:
 
 
 def is_final(outcome: Mapping[str, Any] | None) -> bool:
-    """Does nothing come after an outcome? A job that was stopped or has failed may be in the queue again."""
+    """Is an outcome final? A job that was stopped or has failed may be in the queue again."""
     return bool(outcome and (outcome["state"] == "finished" or outcome.get("settled")))
 
 
@@ -83,7 +83,7 @@ class Job:
 
     @classmethod
     def of(cls, run_dir: Path) -> "Job | None":
-        """Of a run directory; None = the run was given to no batch system, or has not come there."""
+        """The job of a run directory; None = the run was not submitted to a batch system."""
         path = run_dir / run_directory.JOB
         return cls(run_dir, str(run_directory.read_json(path)["job"])) if path.exists() else None
 
@@ -130,7 +130,7 @@ class Job:
         self._queried = -math.inf
 
     def standing(self, outcome: dict[str, Any] | None) -> tuple[str, dict[str, Any] | None]:
-        """How the run stands: its state, and its outcome where it has ended.
+        """The state of the run, and its outcome where it has ended.
 
         Args:
             outcome: what its guard has written, if it has.
@@ -190,7 +190,7 @@ def _why(number: str, seen: JobStatus) -> tuple[str, str | None]:
 
 
 def call(program: str, *words: str, **more: Any) -> tuple[int | None, str]:
-    """Exit status and output of one of Slurm's programs; None = it is not here, or does not answer."""
+    """Exit status and output of one of Slurm's programs; None = it is not installed, or does not answer."""
     path = shutil.which(program, path=os.environ.get("PATH"))
     if path is None:
         return None, ""

@@ -43,7 +43,7 @@ class SpecError(ValueError):
 
 
 class AutoBatch(str):
-    """AUTO in the place of a number: comparing it or computing with it raises an error that asks for a number."""
+    """The value of micro_batch="auto": comparing it or computing with it raises an error that says to give a number."""
 
     __slots__ = ()
 
@@ -90,7 +90,7 @@ class _Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """What the rest of the workbench knows of a field of RunSpec; it stands beside the field."""
+    """Metadata of a field of RunSpec, for panels, plans and the command line."""
 
     default: Any = None
     """Its value where nobody turns it."""
@@ -114,7 +114,7 @@ def knob(default: T, **about: Any) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec(_Spec):
-    """A run of a Task, with every knob a field.
+    """A run of a Task; every knob is a field.
 
     >>> spec = RunSpec(task="clipart-resnet", micro_batch=32, nproc_per_node=2)
     >>> spec.replace(accumulation=4).global_batch
@@ -271,7 +271,7 @@ class RunSpec(_Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptSpec(_Spec):
-    """A run of a script that knows nothing of us."""
+    """A run of an unedited script."""
 
     script: str
     """Path of the script."""
@@ -323,7 +323,7 @@ def spec_from_json(value: Mapping[str, Any]) -> Spec:
 
 
 def parse_knob(word: str) -> tuple[str, Any]:
-    """A knob as it is typed.
+    """A knob and its value, from text such as `micro_batch=16`.
 
     >>> parse_knob("micro_batch=16"), parse_knob("precision=amp_bf16")
     (('micro_batch', 16), ('precision', 'amp_bf16'))
@@ -336,7 +336,7 @@ def parse_knob(word: str) -> tuple[str, Any]:
 
 
 def check_names(cls: type, names: Mapping[str, Any]) -> None:
-    """Refuse knobs that `cls` does not have, and name the nearest one.
+    """Raise for a knob that `cls` does not have, and name the nearest one.
 
     Raises:
         SpecError: no such knob.
@@ -415,10 +415,10 @@ def _profile(spec: Spec) -> None:
 
 
 def check_profile(spec: Spec) -> None:
-    """Check that a run has the steps and ranks that are to be traced; when it is started, since knobs are turned one after the other.
+    """Check that a run has the steps and ranks that are to be traced. Called at the launch, since knobs are changed one by one before.
 
     Raises:
-        SpecError: it has not.
+        SpecError: it does not have them.
     """
     if spec.profile is None:
         return

@@ -1,4 +1,4 @@
-"""Tells apart what a user gives to a function of the workbench (a target), and refuses the rest with one set of messages.
+"""Checks what a public function is given as its target (step, spec, run, task or script), with the same messages everywhere.
 
 A function that runs a training step takes a step function with its loader, a RunSpec, or a run that it has made (`Measured.read`).
 One that works on a model without running it takes a RunSpec, a Task, or something that builds a model (`check_program`).
@@ -36,7 +36,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A function that takes a step with its loader, a RunSpec, or a run: how its messages name it.
+    """Reads the target of a function that takes a step with its loader, a RunSpec, or a run; has the names for its messages.
 
     >>> Measured(name="diagnose", verb="diagnosed", script="a script by a run of it").read("clipart-resnet")
     Traceback (most recent call last):
@@ -120,7 +120,7 @@ diagnose(wb.RunSpec(task="clipart-resnet")); a script by a run of it
 
 
 def check_step(name: str, step: Any, loader: Any, *, returns: str = "", others: str = "") -> None:
-    """Refuse what is no step function with its loader.
+    """Raise unless this is a step function with its loader.
 
     Args:
         name: of the function that was called.
@@ -130,7 +130,7 @@ def check_step(name: str, step: Any, loader: Any, *, returns: str = "", others: 
         others: what else is allowed in the step's place.
 
     Raises:
-        ValueError: a module, the two the other way round, no function, or no loader.
+        ValueError: a module, the two in the wrong order, no function, or no loader.
     """
     if hasattr(step, "state_dict") and hasattr(step, "parameters"):
         does = f"one whole optimizer step {returns}".rstrip()
@@ -144,7 +144,7 @@ def check_step(name: str, step: Any, loader: Any, *, returns: str = "", others: 
 
 
 def check_spec(name: str, spec: Any, *, because: str = "", instead: str = "", error: type[ValueError] = ValueError) -> None:
-    """Refuse what is no RunSpec.
+    """Raise unless this is a RunSpec.
 
     Args:
         name: of the function that was called.
@@ -159,7 +159,7 @@ def check_spec(name: str, spec: Any, *, because: str = "", instead: str = "", er
 
 
 def check_program(name: str, target: Any, batch: Any, *, others: str = "", error: type[ValueError] = ValueError) -> None:
-    """Refuse what is neither a RunSpec nor a Task nor builds a model, and a model without a batch.
+    """Raise unless this is a RunSpec, a Task, or builds a model and has a batch.
 
     Args:
         name: of the function that was called.
@@ -181,7 +181,7 @@ def check_program(name: str, target: Any, batch: Any, *, others: str = "", error
 
 
 def check_launchable(target: Any, *, error: type[ValueError] = ValueError) -> None:
-    """Refuse what is neither a RunSpec nor the path of a script.
+    """Raise unless this is a RunSpec or the path of a script.
 
     Args:
         target: as given.

@@ -29,7 +29,7 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is trained. Model and dataset are made by calling, so that each process makes its own."""
+    """What is trained. Model and dataset are given as functions, so that each process builds its own."""
 
     model: Callable[[], Any]
     """Builds the `torch.nn.Module`; takes no argument."""
@@ -77,7 +77,7 @@ def check(name: str) -> None:
     """Check that a task's file and function are there, without importing anything (the notebook's kernel stays free of torch).
 
     Raises:
-        TaskError: no such file or function, or the function takes arguments. What only an import can tell is not checked.
+        TaskError: no such file or function, or the function takes arguments. Nothing is checked that needs an import.
     """
     if name in SAMPLES:
         return
@@ -119,7 +119,7 @@ def check(name: str) -> None:
 
 
 def _set_to_tasks(tree: ast.AST, name: str) -> bool:
-    """Is all that a file ever calls so the result of a call of Task? Whatever else it may be, only an import can tell."""
+    """Is this name only ever assigned the result of a call of Task in the file? Otherwise only an import shows what it is."""
     stored = tasks = 0
     for node in ast.walk(tree):
         match node:
@@ -173,7 +173,7 @@ def resolve(name: str) -> Task:
 
 
 def label(name: str) -> str:
-    """A short word for a task's name, fit for a folder: `"my_task.py:build"` → `"my_task-build"`.
+    """A short form of a task's name, fit for a folder's name: `"my_task.py:build"` → `"my_task-build"`.
 
     >>> label("code/my_task.py:build"), label("package.module:build"), label("text-gpt")
     ('my_task-build', 'module-build', 'text-gpt')

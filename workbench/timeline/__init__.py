@@ -1,6 +1,6 @@
 """Where the time of each training step goes, measured inside the training process at a few microseconds per step.
 
-The noun is the `Timeline` (`timeline.py`): the steps of one rank, each in phases that sum to its length. How a loop becomes one:
+The result is a `Timeline` (`timeline.py`): the steps of one rank, each in phases that sum to its length. How it is made of a loop:
 
 * `marks.py`: where a phase begins or ends, a recorder notes a mark, which is a clock reading and a code. Nothing else happens in the loop.
   Recorders read the host's clock or, by CUDA events, the device's.
@@ -10,5 +10,5 @@ The noun is the `Timeline` (`timeline.py`): the steps of one rank, each in phase
 * `rank_log.py`: a background thread writes them to `rank<r>.jsonl` in the run directory, if there is one.
 
 Three ways to get the marks: by hand with `StepTimer` (`step_timer.py`); by hooks on the model and optimizer of one loop with `watch`
-(`watch.py`, `hooks.py`); and by hooks on whatever a script uses that nobody edited (`watch_script.py`).
+(`watch.py`, `hooks.py`); and by hooks on all loaders, models and optimizers of an unedited script (`watch_script.py`).
 """

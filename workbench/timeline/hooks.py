@@ -1,4 +1,4 @@
-"""Marks the phases of a loop that nobody edited: hooks on its model and optimizer, and functions of torch that are wrapped for a while."""
+"""Marks the phases of an unedited loop by hooks on its model and optimizer, and by wrappers around functions of torch."""
 
 import contextlib
 import os
@@ -73,7 +73,7 @@ _users: "weakref.WeakKeyDictionary[Callable[..., Any], int]" = weakref.WeakKeyDi
 
 
 class Patch:
-    """A function of torch, or the call of a module, wrapped while somebody needs it: once, however many need it. Keeps no module alive."""
+    """Wraps a function of torch, or the call of a module, once for all who need it, until nobody needs it. Keeps no module alive."""
 
     def __init__(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         ours = getattr(owner, name)

@@ -62,7 +62,7 @@ def expected_sizes(loader: Any) -> Iterator[int | None] | None:
 
 
 def check_loader(loader: object, caller: str) -> None:
-    """Refuse what is not an iterable of batches, before anything is measured.
+    """Raise unless this is an iterable of batches, before anything is measured.
 
     Raises:
         ValueError: it is not an iterable, or is measured already.
@@ -116,7 +116,7 @@ class Loop:
         Args:
             open_loops: the loops that are open; this one is among them while it runs.
             loader: gives the batches.
-            watching: entered as long as the loop is open.
+            watching: a context that is active as long as the loop is open.
             sized_by: the DataLoader that tells how many samples are in them, where `loader` is only its iterator.
         """
         now, marks = self.recorder.now, self.recorder.marks

@@ -53,7 +53,7 @@ class MarkRecorder(Protocol):
     marks: list[Any]
 
     def now(self) -> Any:
-        """The stamp of a mark. It is all that runs inside a step."""
+        """The stamp of a mark. Nothing else runs inside a step."""
 
     def read(self) -> None:
         """Read the times of the stamps that are known by now. Called once per step, on the training thread."""

@@ -126,7 +126,7 @@ class RankLog:
             self._recordings.append(recording)
 
     def detach(self, recording: Source) -> None:
-        """Write what a recording still has to say; without any other, close the file."""
+        """Write the remaining steps of a recording; close the file if it was the last one."""
         with self._lock:
             if recording in self._recordings:
                 self._recordings.remove(recording)
@@ -146,7 +146,7 @@ class RankLog:
                 self._write(self._header(recording) + self._text(rows, recording.device))
 
     def say(self, row: dict[str, Any]) -> None:
-        """Write a row that is no step."""
+        """Write a row that is not a step."""
         with self._lock, self._unless_it_fails():
             self._write(json.dumps(row) + "\n")
 
@@ -156,7 +156,7 @@ class RankLog:
             self._steps = done
 
     def forget(self) -> None:
-        """Be silent in a forked child, where the parent's thread does not exist and its lock may be held for ever."""
+        """Write nothing more in a forked child, where the parent's thread does not exist and its lock may be held for ever."""
         self._lock, self._recordings, self._writer = threading.Lock(), [], None
 
     def _follow(self, stop: threading.Event) -> None:
@@ -174,7 +174,7 @@ class RankLog:
         return json.dumps({"rank": rank(), "world_size": world_size, "clock": clock, "pid": os.getpid(), "device": device}) + "\n"
 
     def _text(self, rows: list[Row], device: int | None) -> str:
-        """Lines of steps, of which the last one says more."""
+        """Lines of steps; the last line also has the peak of memory and the CPU time."""
         lines = "".join([_LINE % (number, *row) for number, row in enumerate(rows, self._steps)]).replace("None", "null")
         self._steps += len(rows)
         more = f',"memory":{peak_bytes(device)},"cpu":{cpu_of_tree(os.getpid()):.3f}}}\n'
@@ -186,7 +186,7 @@ class RankLog:
 
     @contextlib.contextmanager
     def _unless_it_fails(self) -> Iterator[None]:
-        """Whatever goes wrong inside ends the file, is said once, and is no matter of the training."""
+        """An error inside ends the file and is printed once; the training goes on."""
         try:
             yield
         except Exception as error:

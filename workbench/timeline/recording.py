@@ -76,7 +76,7 @@ class Recording:
             self.harvest()
 
     def close(self) -> None:
-        """Settle, write what is left, and leave the file to others."""
+        """Settle, write what is left, and detach from the file."""
         self.settle()
         if self._log and self._logging:
             self._log.detach(self)
@@ -96,12 +96,12 @@ class Recording:
 
     @property
     def failed(self) -> Exception | None:
-        """Why the file is not written any more, if it is not."""
+        """Why the file is no longer written; None if it is."""
         return self._log.failed if self._log else None
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the measurement has to say about itself."""
+        """Notes on how the steps were measured."""
         notes = [*self._notes]
         if self._rows:
             notes += [note for phase, note in self._expected.items() if not any(row[phase] for row in self._rows)]

@@ -113,7 +113,7 @@ class StepTimer:
         return self._recording.failed
 
     def close(self) -> None:
-        """Write what is left to the file, and let go of it."""
+        """Write what is left to the file, and close it."""
         self._recording.close()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Turns marks into steps: pure arithmetic on nanoseconds. Phases are neighbouring intervals, so those of a step sum to its length exactly.
+"""Turns marks into steps by arithmetic on nanoseconds. Phases are neighbouring intervals, so they sum to a step's length exactly.
 
 The marks from one NEXT to the following one are an iteration of the loop. Almost all iterations have the same codes, so what the codes mean
 is worked out once per sequence of codes. For a run of equal iterations only subtractions and additions are left.

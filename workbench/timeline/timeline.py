@@ -21,7 +21,7 @@ MAX_WARMUP = 10
 
 
 def warmup_of(count: int) -> int:
-    """How many of `count` steps are warm-up, where nobody says: a fifth, at most MOST_WARMUP."""
+    """How many of `count` steps are warm-up by default: a fifth, at most MOST_WARMUP."""
     return min(MAX_WARMUP, count // 5)
 
 
@@ -34,7 +34,7 @@ class Step:
     phases: tuple[float, ...]
     """Seconds per phase, in the order of PHASES."""
     samples: int | None = None
-    """Samples this rank trained on in the step; None = could not be told from the batch."""
+    """Samples this rank trained on in the step; None = not known from the batch."""
     memory: int | None = None
     """Peak bytes of this process so far, where it was read (not at every step)."""
     cpu: float | None = None
@@ -45,7 +45,7 @@ class Step:
         """From a row of a `rank<r>.jsonl` file; a phase that is not in it took no time.
 
         Raises:
-            ValueError: its number is none, or a value is not a number.
+            ValueError: its number or a value is not a number.
         """
         if type(row["step"]) is not int or row["step"] < 0:
             raise ValueError(f"step is {row['step']!r}, expected a number from 0")
@@ -292,7 +292,7 @@ class Timeline(display.Shown):
         return "; ".join([text, *self.notes])
 
     def without(self, *phases: str) -> "Timeline":
-        """The same steps if these phases took no time: a prediction, and a ceiling, since what replaces them is never free.
+        """The same steps if these phases took no time: a predicted upper bound of the gain, since what replaces them also costs time.
 
         Raises:
             ValueError: no such phase.

@@ -97,7 +97,7 @@ class Watch(MeasuredBatches[T]):
         return self._recording.timeline
 
     def close(self) -> None:
-        """Write what is left to the rank's file, if there is one, and let go of it."""
+        """Write what is left to the rank's file, if there is one, and close it."""
         self._recording.close()
 
     def _make_recorder(self) -> MarkRecorder:

@@ -1,4 +1,4 @@
-"""Measures the phases of a whole script that nobody edited, by hooks on whatever loaders, models and optimizers it turns out to use."""
+"""Measures the phases of an unedited script, by hooks on the loaders, models and optimizers that it uses."""
 
 import contextlib
 import gc
@@ -43,7 +43,7 @@ class TracedSteps(Protocol):
         """An optimizer step was taken in a loop."""
 
     def reached(self, loop: Loop) -> bool:
-        """A loop is at a place where a step ends, if one was taken in it: did one?"""
+        """A loop is at a place where a step can end; did a step end here?"""
 
     def between(self, loop: Loop, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of a loop, with a border before each."""
@@ -230,7 +230,7 @@ class ScriptWatcher:
 
 
 def _modules(objects: list[object], kinds: set[type]) -> list[Any]:
-    """The modules among objects, by their classes: `isinstance` would ask proxies what they are."""
+    """The modules among objects, by their classes: `isinstance` would call into proxies."""
     return [candidate for candidate in compress(objects, map(kinds.__contains__, map(type, objects))) if "_parameters" in vars(candidate)]
 
 
@@ -241,7 +241,7 @@ def _has_weights(module: Any) -> bool:
 class _Batches(chain[Any]):
     """What an unedited script gets from `iter(loader)`: batches that are measured, and for all else the loader's own iterator.
 
-    It is a chain of one because that hands batches on without a line of Python.
+    It is an `itertools.chain` because that passes batches on without a line of Python.
     """
 
     _own: Iterator[Any]

@@ -35,7 +35,7 @@ def prepared(ax: Axes | None, width: float, height: float) -> Axes:
 
 
 def calm(ax: Axes) -> Axes:
-    """Mid-grey ink on a transparent ground, and no frame but the two axes."""
+    """Style an Axes: mid-grey on a transparent ground, without a frame but for the two axes."""
     ax.set_facecolor("none")
     for side, spine in ax.spines.items():
         spine.set_color(INK)
@@ -63,13 +63,13 @@ class Bar:
     """One bar, from left to right."""
 
     label: str
-    """What stands at its left."""
+    """Text at its left."""
     pieces: Sequence[float]
     """Seconds, one per colour."""
     end: str
-    """What stands at its right."""
+    """Text at its right."""
     reach: float = 0.0
-    """Seconds that something else in its row reaches to; the text stands behind it."""
+    """Seconds that something else in its row reaches to; the text goes behind it."""
     pale: bool = False
     """Drawn paler: a prediction beside a measurement."""
 
@@ -80,7 +80,7 @@ class Bar:
 
 
 def scale_of(longest: float) -> tuple[float, str]:
-    """What seconds are multiplied with on an axis that reaches to `longest`, and the unit that makes."""
+    """The factor from seconds to the unit of an axis that reaches to `longest` seconds, and that unit."""
     return (1e6, "µs") if longest < 1e-3 else (1e3, "ms") if longest < 1 else (1.0, "s")
 
 
@@ -102,7 +102,7 @@ def stacked(ax: Axes, bars: Sequence[Bar], what: str, colors: Mapping[str, str])
         colors: name → colour of the pieces.
 
     Returns:
-        What seconds are multiplied with to get places on the axis.
+        The factor from seconds to places on the axis.
     """
     scale, unit = scale_of(max(bar.seconds for bar in bars))
     reaches, texts = [max(bar.seconds, bar.reach) * scale for bar in bars], [bar.end for bar in bars]
@@ -171,7 +171,7 @@ def curves_over_time(
 
 
 def ends(ax: Axes, reaches: Sequence[float], texts: Sequence[str]) -> None:
-    """A text at the right of what each row shows, and an axis with room for all of them."""
+    """Write a text at the right of each row, and lengthen the axis until all of them fit."""
     for place, (reach, text) in enumerate(zip(reaches, texts, strict=True)):
         ax.annotate(text, (reach, place), (7, 0), textcoords="offset points", va="center", color=INK)
     ax.margins(x=0)
@@ -179,7 +179,7 @@ def ends(ax: Axes, reaches: Sequence[float], texts: Sequence[str]) -> None:
 
 
 def _room(reaches: Sequence[float], texts: Sequence[str]) -> float:
-    """Length of an axis that has room for a text behind each reach."""
+    """Length of an axis on which a text fits behind each reach."""
     return max(reach / (1 - min(0.6, 0.03 + _LETTER * len(text))) for reach, text in zip(reaches, texts, strict=True))
 
 
@@ -225,12 +225,12 @@ def lines_of(names: Sequence[str]) -> int:
 
 
 def shortened(name: str) -> str:
-    """A name of a kernel in one line of at most 34 letters: its beginning and its end."""
+    """A kernel's name cut to 34 letters: its beginning and its end."""
     return name if len(name) <= 34 else f"{name[:20]}…{name[-13:]}"
 
 
 def wrapped(label: str) -> str:
-    """A label in lines that leave room for the bars."""
+    """A label broken into lines, so that it leaves space for the bars."""
     return textwrap.fill(label, _LABEL, break_long_words=False, break_on_hyphens=False)
 
 

@@ -3,8 +3,8 @@
 Warm: the step waits for data or moves it. Blue: it computes. Purple: it updates the weights. Green: ranks exchange gradients. Brown: it is
 delayed. Grey: the rest. What clocks call a phase and experiments call a part has one colour. Any two phases, parts or groups of memory
 are at least 25 apart in CIE L*a*b* for normal, protanopic, deuteranopic and tritanopic eyes (a test measures it; Okabe and Ito's well-known
-palette, from which these were moved, comes down to 16 here, its green beside our grey). And a colour never stands alone: a legend, a label
-or a tooltip says the same in words.
+palette, from which these were moved, comes down to 16 here, its green beside our grey). No colour is the only sign: a legend, a label or
+a tooltip says the same in words.
 """
 
 PHASES = {"data_wait": "#da5300", "h2d": "#f0c93a", "forward": "#0957ae", "backward": "#62b2ee", "optimizer": "#9a5680", "other": "#bababa"}

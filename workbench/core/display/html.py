@@ -10,7 +10,7 @@ from workbench.core.display.colors import CSS, text_on
 from workbench.core.display.table import escape
 
 LABEL = 60
-"""Pixels of what stands at the left of a bar."""
+"""Pixels of the label at the left of a bar."""
 _WIDE_ENOUGH = 0.08  # of the bar: a share is written into a piece from here on
 
 
@@ -35,7 +35,7 @@ def bar(
         longest: the length that fills the whole width.
         end: what stands at its right.
         pale: hatched, for a prediction.
-        shares: each piece says what share of the bar it is, and for how many seconds it stands.
+        shares: each piece says what share of the bar it is, and how many seconds.
         wide: pixels of the label.
         room: pixels of the text at the end.
     """
@@ -80,7 +80,7 @@ def piece(share: float, color: str, text: str = "", *, title: str = "", style: s
     Args:
         share: of the whole width.
         color: its colour.
-        text: what stands in it.
+        text: written in it.
         title: what a pointer over it shows.
         style: name of a class of the style sheet.
     """
@@ -103,7 +103,7 @@ def legend(colors: Mapping[str, str], indent: int = LABEL, styles: Mapping[str, 
 
 
 def sheet() -> str:
-    """The style sheet of all panels, after the variables that name our colours."""
+    """The style sheet of all panels, with the variables that name the colours."""
     return CSS + Path(__file__).with_name("panels.css").read_text(encoding="utf-8")
 
 

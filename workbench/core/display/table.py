@@ -73,7 +73,7 @@ class Table:
 
 
 def frame(rows: Iterable[Mapping[str, object]], columns: Sequence[str] | None = None) -> Any:
-    """A DataFrame with one row per mapping. The home of pandas: it is imported at the first call."""
+    """A DataFrame with one row per mapping. Only this function imports pandas, at its first call."""
     import pandas as pd
 
     return pd.DataFrame(list(rows), columns=None if columns is None else list(columns))

@@ -1,4 +1,4 @@
-"""Prepares what a launch starts from: torchrun's command, the variables of the ranks, versions, git state, GPUs; never imports torch."""
+"""Builds torchrun's command and the environment of the ranks; reads versions, git state, cores and GPUs; never imports torch."""
 
 import functools
 import importlib.metadata
@@ -129,7 +129,7 @@ class GitQuery:
 
 
 def core_count() -> int | None:
-    """CPU cores that a process started here may use; None = not known."""
+    """CPU cores that a process started on this machine may use; None = not known."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 

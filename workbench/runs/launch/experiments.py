@@ -30,7 +30,7 @@ _TICK = 0.05
 
 
 def run_diagnosis(spec: RunSpec, *, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
-    """Find out what a step of a spec consists of; the run directory then holds `evidence.json`.
+    """Diagnose a step of a spec by experiments; the run directory then holds `evidence.json`.
 
     Args:
         spec: to launch.
@@ -45,7 +45,7 @@ def run_diagnosis(spec: RunSpec, *, budget_s: float, runs_dir: str | os.PathLike
 def run_ab_test(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
     """Time two specs against each other, interleaved in one launch; the run directory then holds `contest.json`.
 
-    The launch has as many ranks as the larger one; some rest while the smaller one runs.
+    The launch has as many ranks as the larger one; some idle while the smaller one runs.
 
     Args:
         spec: the baseline.
@@ -62,7 +62,7 @@ def run_ab_test(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, 
 
 
 def run_memory_measurement(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None = None) -> Run:
-    """Record what some steps of a spec hold in memory; the run directory then has a folder `memory` with a file of each rank."""
+    """Record the memory of some steps of a spec; the run directory then has a folder `memory` with a file of each rank."""
     check(spec)
     order = {"kind": "memory", "budget_s": STEP * steps, "steps": steps}
     return run_experiment(spec, f"{label(spec)} memory", order, runs_dir, program=entrypoints.MEMORY)
@@ -74,7 +74,7 @@ def run_communication(
     """Train each of several specs with and without its reduction of gradients, interleaved; the run directory then has
     `communication.json`.
 
-    All are measured in one launch of as many ranks as the largest needs, while the others rest. They must agree on the task, and on what
+    All are measured in one launch of as many ranks as the largest needs, while the others idle. They must agree on the task, and on what
     is fixed when the processes start.
 
     Args:
@@ -137,7 +137,7 @@ def run_experiment(
         name: of the run, for people.
         order: what to do; its `budget_s` is the seconds that it may take, about.
         runs_dir: see above.
-        program: of `runs.entrypoints`; it carries the order out.
+        program: of `runs/entrypoints.py`; it runs the experiment.
         show: the progress of a run, for a line in a terminal; None = nothing is shown.
         tick: called again and again meanwhile.
     """
@@ -188,7 +188,7 @@ def time_left(words: str) -> Callable[[Run], str]:
     """A function that gives the progress of a run and its time left, by the last row of its metrics (step, steps, seconds).
 
     Args:
-        words: with places for both, such as "{done} of {steps} rounds".
+        words: a format for both, such as "{done} of {steps} rounds".
     """
 
     def left(run: Run) -> str:

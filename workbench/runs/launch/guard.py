@@ -25,7 +25,7 @@ have. If the keeper is killed, the guard gets a signal (PDEATHSIG) and stops the
 
 Not covered: keeper and guard killed in the same instant end torchrun and its ranks (PDEATHSIG again), but not a rank's own children in a
 session of their own. macOS has no subreaper, no PDEATHSIG, no pidfd: there the processes of the run are found by the run's id in their
-environment, and nobody minds a killed guard but the end of the pipe (not tested).
+environment, and only the end of the pipe shows a killed guard (not tested).
 """
 
 import contextlib
@@ -172,7 +172,7 @@ class Deaths:
 
 
 class Peers:
-    """The guards of the other machines: what they write to files that all machines see. There are none where there is one machine."""
+    """The guards of the other machines, through files that all machines see. Empty for a run on one machine."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         node = config.get("node") or {"rank": 0, "count": 1, "silence": 0.0}
@@ -291,7 +291,7 @@ def memory_files(in_version_2: str, in_version_1: str) -> list[str]:
 
 
 def oom_kills() -> int | None:
-    """Processes that the kernel's out-of-memory killer has ended in our control group so far; None where nobody says."""
+    """Processes that the kernel's out-of-memory killer has ended in our control group so far; None where it is not counted."""
     for text in memory_files("memory.events", "memory.oom_control"):
         with contextlib.suppress(KeyError, ValueError):
             return int(dict(line.split() for line in text.splitlines())["oom_kill"])
@@ -299,7 +299,7 @@ def oom_kills() -> int | None:
 
 
 def memory_limit() -> int | None:
-    """Bytes of main memory that this run may take: of its control group, or of the machine where that is less."""
+    """Bytes of main memory that this run may use: of its control group, or of the machine where that is less."""
     limits = [int(text) for text in memory_files("memory.max", "memory.limit_in_bytes") if text.strip().isdigit()]
     with contextlib.suppress(OSError, ValueError, IndexError):
         limits.append(1024 * int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]))
@@ -395,7 +395,7 @@ def watch(torchrun: int, config: dict[str, Any], deaths: Deaths, woken: int, pee
 
 
 def guard(config: dict[str, Any], keeper: int) -> int:
-    """Start torchrun, see it to its end, leave nothing behind, write the outcome; the exit status, which a batch system looks at."""
+    """Start torchrun, wait for its end, leave no process behind, write the outcome; returns the exit status, for a batch system."""
     woken, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker)  # each signal arrives as a byte with its number

@@ -76,7 +76,7 @@ def kubernetes(
     cpu: str | None = None,
     shm: str = "2Gi",
 ) -> Manifest:
-    """A manifest that runs a spec under torchrun on several machines of a cluster. Nothing is asked of a cluster: this is text.
+    """A manifest that runs a spec under torchrun on several machines of a cluster. This only makes text and contacts no cluster.
 
     Each pod is a machine with `nproc_per_node` ranks. Pod 0 hosts the rendezvous, at a name that a headless Service gives it.
 
@@ -123,7 +123,7 @@ def kubernetes(
 
 
 def _named(spec: RunSpec | ScriptSpec, kind: str, name: str | None) -> str:
-    """A name for the objects, with room for what a pod's host name has behind it.
+    """A name for the objects, short enough for what a pod's host name appends to it.
 
     Raises:
         SpecError: the one that was given is none.
@@ -192,7 +192,7 @@ def _pod(
 
 
 def _indexed(nodes: int, pod: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> dict[str, Any]:
-    """The spec of an indexed Job: pod k is NAME-k.NAME to the others. One that fails ends all: no half of a run goes on."""
+    """The spec of an indexed Job: pod k is NAME-k.NAME to the others. A pod that fails ends all of them: a run does not go on in part."""
     return {
         "completionMode": "Indexed",
         "completions": nodes,

@@ -1,4 +1,4 @@
-"""Checks what `launch` was given, then starts it."""
+"""launch: checks a RunSpec or script, and starts it under torchrun."""
 
 import os
 from collections.abc import Sequence
@@ -96,7 +96,7 @@ def launch(
         batch = {"system": "slurm", "rdzv_timeout": rdzv_timeout} | on.kept
         return new.start(spec, spec_entrypoint(spec, new.path), timeout, submit=on.submit, batch=batch)
     if rdzv_endpoint is not None and spec.nnodes == 1:
-        raise LaunchError(f"rdzv_endpoint={rdzv_endpoint!r} with one machine: nobody has to be met; add nnodes=2 or more")
+        raise LaunchError(f"rdzv_endpoint={rdzv_endpoint!r} with one machine, which has no other to meet; add nnodes=2 or more")
     check(spec, alone=False)
     several = spec.nnodes > 1
     meeting = Rendezvous(nnodes=spec.nnodes, endpoint=rdzv_endpoint or free_endpoint(), timeout=rdzv_timeout) if several else None
@@ -105,7 +105,7 @@ def launch(
 
 
 def _refuse_changes(given: dict[str, Any], knobs: dict[str, Any]) -> None:
-    """Refuse what does not go with `resume`: any knob, and any argument that is not at its default.
+    """Raise for what does not go with `resume`: any knob, and any argument that is not at its default.
 
     Raises:
         LaunchError: there is one.
@@ -145,8 +145,8 @@ def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
 
     Args:
         spec: to run.
-        alone: on this machine alone.
-        here: on this machine at all.
+        alone: must it run on this machine alone?
+        here: does it run on this machine at all?
 
     Raises:
         TaskError: its task is not there.
@@ -173,7 +173,7 @@ def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
 
 
 def check_timeout(timeout: float | None, what: str = "timeout") -> None:
-    """Refuse a time limit that is no positive number.
+    """Raise unless a time limit is a positive number.
 
     Raises:
         LaunchError: it is not a positive number.

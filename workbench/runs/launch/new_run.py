@@ -34,11 +34,11 @@ TIMED = ("diagnose", "prove")
 
 
 class LaunchError(ValueError):
-    """Nothing was started: what was asked for cannot run here, or there is no place to write to."""
+    """Nothing was started: the run is not possible here, or its directory cannot be written."""
 
 
 class NewRun:
-    """A new, empty run directory, which turns into a run or goes away again."""
+    """A new, empty run directory, which becomes a run or is deleted again."""
 
     def __init__(self, runs_dir: str | os.PathLike[str] | None, name: str) -> None:
         self.id, self.name, self.created = uuid.uuid4().hex, name, time.time()
@@ -190,7 +190,7 @@ def open_lock(folder: Path, *, wait: bool = True) -> int:
 
     Args:
         folder: of the run.
-        wait: until nobody has it.
+        wait: wait until it is free.
 
     Raises:
         LaunchError: somebody has it, and `wait` is off.

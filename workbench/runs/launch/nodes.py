@@ -1,4 +1,4 @@
-"""Runs one machine's part of a run on several: the same guard and torchrun as on the first, in the run directory that all see.
+"""Runs one machine's part of a run on several machines: a guard and torchrun, in the run directory that all machines see.
 
 workbench join RUN_DIR                                  by hand, on each further machine
 python -m workbench.runs.launch.nodes begin RUN_DIR     when a job of Slurm begins: prints where its machines meet
@@ -65,7 +65,7 @@ def join(run_dir: str | os.PathLike[str]) -> int:
 
 
 def _take_place(path: Path, nnodes: int) -> int:
-    """The number of this machine: the first that nobody has.
+    """The number of this machine: the first free one.
 
     Raises:
         LaunchError: all are taken.

@@ -1,4 +1,4 @@
-"""Says where the machines of a run meet (Rendezvous, with torchrun's options for it), and by which address others reach this one."""
+"""Rendezvous: where the machines of a run meet, torchrun's options for it, and the address by which others reach this machine."""
 
 import fcntl
 import os
@@ -56,8 +56,8 @@ class Rendezvous:
     def flags(self, run_id: str, rank: int) -> list[str]:
         """torchrun's options on machine `rank`.
 
-        Which machine hosts the meeting is said, because torchrun's own guess compares host names; and the address by which others reach
-        this one, because a host name need not mean anything to them.
+        The options say which machine hosts the rendezvous, because torchrun's own guess compares host names; and the address of this
+        machine, because others may not know its host name.
         """
         conf = {
             "is_host": int(not rank),
@@ -70,9 +70,9 @@ class Rendezvous:
         return [*words, "--local-addr", address] if address else words
 
     def address(self) -> str | None:
-        """This machine's own address on the way to the endpoint; None = the endpoint's name means nothing here (yet).
+        """This machine's own address on the way to the endpoint; None = the endpoint's name is not known here (yet).
 
-        Many a machine calls itself 127.0.1.1, which is another one to everybody else: then it is the address that leads out of here.
+        Many machines call themselves 127.0.1.1, which means another machine elsewhere: then this is the address of the outgoing route.
         """
         address = _own_address(self.host, self.port)
         if address and address.startswith("127.") and not self.host.startswith(("127.", "localhost")):
@@ -85,7 +85,7 @@ class Rendezvous:
         return {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
 
     def node(self, run_dir: Path, rank: int, name: str | None = None) -> dict[str, Any]:
-        """What the guard of machine `rank` needs to know of the others; its folder is made."""
+        """What the guard of machine `rank` needs to know of the others; makes its folder."""
         (run_dir / run_directory.NODES / str(rank)).mkdir(parents=True, exist_ok=True)
         return {"rank": rank, "count": self.nnodes, "name": name or platform.node(), "silence": SILENCE}
 
@@ -99,7 +99,7 @@ def free_endpoint(host: str | None = None) -> str:
 
 
 def _own_address(host: str, port: int) -> str | None:
-    """This machine's address on the way to another; None = no way leads there."""
+    """This machine's address on the route to another; None = there is no route."""
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as route:
@@ -110,7 +110,7 @@ def _own_address(host: str, port: int) -> str | None:
 
 
 def _interface(address: str | None) -> str | None:
-    """The network interface that has an IPv4 address; None = none has, or not to be found out here."""
+    """The network interface that has an IPv4 address; None = no interface has it, or it cannot be found out."""
     if address is None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -77,7 +77,7 @@ PATIENCE = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A run that can go on, as it stood when it was looked at."""
+    """A run that can be resumed, as it was when it was read."""
 
     run: Run
     """The run."""
@@ -126,7 +126,7 @@ def go_on(ended: Ended, timeout: float | None = None) -> Run:
         timeout: seconds after which this attempt is stopped; None = never.
 
     Raises:
-        LaunchError: somebody else let it go on meanwhile, or there is no room. The run stays as it had ended.
+        LaunchError: another process resumed it meanwhile, or the disk is full. The run stays as it was.
     """
     run = ended.run
     lock = _lock(run.path)
@@ -134,7 +134,7 @@ def go_on(ended: Ended, timeout: float | None = None) -> Run:
         now = run_directory.read_json(run.path / run_directory.RUN_JSON)
         if now != ended.info:
             state = (now.get("outcome") or {"state": "lost"})["state"]
-            raise LaunchError(f"{run!r} has gone on meanwhile, by somebody else's resume, and is {state} now: look at it anew")
+            raise LaunchError(f"{run!r} was meanwhile resumed by another process, and is {state} now: look at it anew")
         _Attempt(run).start_again(ended, timeout, lock)
     finally:
         os.close(lock)
@@ -142,7 +142,7 @@ def go_on(ended: Ended, timeout: float | None = None) -> Run:
 
 
 def _lock(path: Path) -> int:
-    """The lock of a run that has ended. Its guard may be about to leave, and who asks whether anybody holds it does so for a moment."""
+    """The lock of a run that has ended. Its guard may still be about to exit, and testing the lock holds it for a moment."""
     limit = time.monotonic() + PATIENCE
     while True:
         try:
@@ -217,7 +217,7 @@ class _Attempt(NewRun):
         self.path, self.id, self.name, self.created = run.path, run.id, run.name, run.created
 
     def start_again(self, ended: Ended, timeout: float | None, lock: int) -> None:
-        """Start a guard in it, or leave everything as it was."""
+        """Start a guard in it; where that fails, leave everything as it was."""
         wait_for_reaped(self.id)
         info, environ = self._anew(ended, timeout)
         number, reserved = attempts(self.path), (self.path / run_directory.RESERVE).exists()

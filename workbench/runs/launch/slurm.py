@@ -24,7 +24,9 @@ _SET_HERE = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--output",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slurm:
-    """What to ask Slurm for; `wb.launch(spec, on=wb.Slurm(nodes=2))`. The run directory has to be on a file system that all machines see.
+    """The resources to request from Slurm: `wb.launch(spec, on=wb.Slurm(nodes=2))`.
+
+    The run directory has to be on a file system that all machines see.
 
     >>> spec = RunSpec(task="text-gpt", nnodes=2)
     >>> print(Slurm(nodes=2, partition="gpu", time="1:00:00").script(spec, "runs/x", "x", python="python"), end="")
@@ -49,7 +51,7 @@ class Slurm:
     time: str | None = None
     """Time limit as Slurm writes it: "30" (minutes), "2:00:00", "1-12:00:00"; None = the partition's."""
     gpus: int | None = None
-    """GPUs on each machine; None = as many as ranks for a spec with device="cuda", else none is asked for."""
+    """GPUs on each machine; None = as many as ranks for a spec with device="cuda", else none."""
     cpus: int | None = None
     """Cores on each machine; None = Slurm's default."""
     account: str | None = None
@@ -90,7 +92,7 @@ class Slurm:
         return {"requeue": self.requeue}
 
     def sized(self, spec: Spec, nnodes: int | None = None) -> Spec:
-        """The spec on as many machines as are asked for.
+        """The spec on as many machines as are requested.
 
         Raises:
             LaunchError: two numbers of machines were given, or requeue without checkpoints.
@@ -149,7 +151,7 @@ class Slurm:
         code, text = slurm_queue.call("sbatch", "--parsable", f"--chdir={Path.cwd()}", str(script), env=environ)
         if code is None:
             raise LaunchError(
-                f"Slurm cannot be asked: {text or 'there is no sbatch on PATH'}. Launch from a login node of the cluster; without Slurm, "
+                f"Slurm cannot be reached: {text or 'there is no sbatch on PATH'}. Launch from a login node of the cluster; without Slurm, "
                 "wb.launch(spec, nnodes=2) runs on machines that you start by hand"
             )
         if code:
@@ -176,4 +178,4 @@ def _advice(text: str) -> str:
         return 'Ask for less: Slurm(time="1:00:00"); sinfo shows the limit of each partition.'
     if "account" in text.lower():
         return "sacctmgr show associations user=$USER lists yours: Slurm(account=…)."
-    return "What was asked for is in the #SBATCH lines: see Slurm(…).script(spec, …)."
+    return "The requested resources are in the #SBATCH lines: see Slurm(…).script(spec, …)."

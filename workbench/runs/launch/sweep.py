@@ -1,4 +1,4 @@
-"""Runs every combination of some knobs' values, one run each, in as few launches as fairness allows."""
+"""sweep: runs every combination of some knobs' values, one run each, in as few launches as a fair comparison allows."""
 
 import contextlib
 import itertools
@@ -34,7 +34,7 @@ class Trial:
 
     @property
     def shared(self) -> tuple[Any, ...]:
-        """What runs of one launch have in common: it is fixed when the processes start."""
+        """What the runs of one launch must have in common, because it is fixed when the processes start."""
         return self.spec.nproc_per_node, self.spec.device, self.spec.backend, self.spec.threads
 
 
@@ -107,7 +107,7 @@ def in_turn(
         trials: checked already.
         runs_dir: where run directories go; None = `runs` in the current folder.
         tick: called again and again meanwhile, such as to show how far it is.
-        skip: asked of each trial before its launch, such as whether the same spec has failed already.
+        skip: called with each trial before its launch; true = leave it out, for instance because the same spec has failed.
     """
     for _, group in itertools.groupby(trials, key=lambda trial: trial.shared):
         waiting = list(group)
@@ -146,7 +146,7 @@ def combinations(spec: RunSpec, lists: Mapping[str, Sequence[Any]]) -> list[tupl
 
 
 def plan(specs: Sequence[tuple[str, RunSpec]], repeat: int) -> list[Trial]:
-    """The order of execution: what can share a launch side by side, then there and back again."""
+    """The order of execution: trials that can share a launch together, forwards, then backwards for the next repetition."""
     trials = [
         [Trial(place=place * repeat + repetition, name=words, spec=spec) for place, (words, spec) in enumerate(specs)]
         for repetition in range(repeat)
@@ -187,7 +187,7 @@ def _together(trials: Sequence[Trial], runs_dir: str | os.PathLike[str] | None, 
 
 
 def _never_begun(run: Run, launched: Run) -> bool:
-    """Did the launch break down before it came to this run, in a way that another launch need not?"""
+    """Did the launch fail before this run began, in a way that another launch may not?"""
     if any(run.path.glob("rank*.jsonl")) or run_directory.read_json(run.path / run_directory.RUN_JSON)["outcome"]:
         return False
     return launched.error is not None and launched.error.kind not in _SAME_FOR_ALL

@@ -1,4 +1,4 @@
-"""Follows a growing run directory and gives Snapshots of it. Each call reads only what is new, however long the run is."""
+"""Reads a growing run directory and returns Snapshots of it. Each call reads only what is new, however long the run is."""
 
 import math
 import re
@@ -45,7 +45,7 @@ class Snapshot:
     """A run at one moment, as a panel shows it."""
 
     state: State
-    """How the run stands."""
+    """The state of the run."""
     done: int
     """Optimizer steps done."""
     steps: int | None
@@ -73,7 +73,7 @@ class Snapshot:
 
     @property
     def left(self) -> float | None:
-        """Seconds until the last step if the slowest rank goes on as it did; None if that cannot be told."""
+        """Seconds until the last step if the slowest rank goes on as it did; None if not known."""
         step = max((rank.seconds for rank in self.ranks), default=math.nan)
         if self.state not in ACTIVE or self.steps is None or math.isnan(step):
             return None

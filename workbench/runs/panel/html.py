@@ -1,6 +1,6 @@
-"""Makes HTML of a Snapshot, for the live panel and for its static face.
+"""Makes HTML of a Snapshot, for the live panel and for its static form.
 
-What carries meaning is styled in place, so that it survives JupyterLab's sanitizer (which drops SVG, roles and style sheets from a
+Bars, tiles and texts are styled in place, so that it survives JupyterLab's sanitizer (which drops SVG, roles and style sheets from a
 notebook that is not trusted yet); the style sheet of the panel only adds comfort. No ids, addresses or moments in time.
 """
 
@@ -42,7 +42,7 @@ def essentials(spec: Spec) -> str:
 
 
 def status(run: Run, now: Snapshot) -> str:
-    """Title, state and progress bar. Holds nothing that ticks, so that a page replaces it only when there is progress."""
+    """Title, state and progress bar. Without the time, so that a page replaces it only when there is progress."""
     if now.steps:
         percent = 100 * min(1.0, now.done / now.steps)
         values = f' aria-valuenow="{percent:.0f}" aria-valuemin="0" aria-valuemax="100"'
@@ -145,12 +145,12 @@ def failure(error: Failure, traceback: bool = True) -> str:
 
 
 def alert(message: str, first: str = "", more: str = "") -> str:
-    """A message that is not to be missed: bold words first, more HTML below."""
+    """A prominent message: bold words first, more HTML below."""
     return f'<div class="wb-alert" role="alert"><strong>{escape(first)}</strong>{escape(message)}{more}</div>'
 
 
 def static(run: Run, now: Snapshot) -> str:
-    """The face that needs no kernel: state, figures and where the step went, as words, bars and a table."""
+    """The static form, without a kernel: state, figures and where the step went, as text, bars and a table."""
     if now.state in ACTIVE:
         return (
             f"<p><strong>{escape(run.name)}</strong>: {escape(essentials(run.spec))}<br><em>running: run this cell to see it live</em></p>"

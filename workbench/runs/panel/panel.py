@@ -22,7 +22,7 @@ TICK = 0.25
 
 
 class RunPanel:
-    """Progress, throughput, loss, where the steps go, what the ranks print, and a Stop button. Holds widgets, is none.
+    """Progress, throughput, loss, where the steps go, what the ranks print, and a Stop button. It holds widgets and is itself no widget.
 
     One thread looks at the run's directory until the run ends, and touches nothing but traits of the widgets.
 
@@ -55,7 +55,7 @@ class RunPanel:
 
     @property
     def live(self) -> bool:
-        """Does it go on looking at the run? Not after the run's end, nor once its directory could not be read."""
+        """Does it still follow the run? Not after the run's end, nor once its directory could not be read."""
         return self.now.state in ACTIVE and self._thread.is_alive()
 
     def refresh(self) -> Snapshot:
@@ -103,14 +103,14 @@ class RunPanel:
             self.stop.disabled, self.stop.description = False, "Stop"
 
     def _complain(self, message: str) -> None:
-        """Say what the panel itself met; the error of the run, once there is one, takes its place."""
+        """Show an error of the panel itself; the error of the run, once there is one, replaces it."""
         self.problem.value = self._complaint = faces.alert(message)
 
     def __repr__(self) -> str:
         return f"RunPanel({self.run!r})"
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        self.now = self.refresh()  # what is stored with the notebook is how it stands now
+        self.now = self.refresh()  # the notebook stores its present state
         bundle = self.widget._repr_mimebundle_(**options)
         return {**bundle, "text/plain": repr(self.run), "text/html": faces.static(self.run, self.now)}
 
@@ -119,7 +119,7 @@ _panels: dict[tuple[Path, str], RunPanel] = {}
 
 
 def run_panel(run: Run) -> RunPanel:
-    """The panel of a run: always the same one, however often the run is shown; a new one when that does not follow it any more."""
+    """The panel of a run: always the same one, however often the run is shown; a new one when that one no longer follows the run."""
     key = (run.path, run.id)
     if key not in _panels or (not _panels[key].live and run.state in ACTIVE):
         _panels[key] = RunPanel(run)
