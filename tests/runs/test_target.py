@@ -125,7 +125,7 @@ def test_a_program() -> None:
         (lambda run: ScriptSpec(script="a.py"), r"by its path, launch\(spec.script\)"),
         (lambda run: a_step, r"launch\(a_step\): .* is not launched: wb.watch\(loader\)"),
         (lambda run: 3, r"launch\(int\): expected a RunSpec or the path of a script$"),
-        (lambda run: None, r"launch\(\) of what\?"),
+        (lambda run: None, r"launch\(\) needs a RunSpec"),
     ],
 )
 def test_what_can_be_launched(by_hand: Any, given: Callable[[Any], Any], said: str) -> None:

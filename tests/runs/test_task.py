@@ -54,7 +54,11 @@ CASES = {
         r"build needs the arguments width, depth; a task's function has none.*def build_default",
     ),
     "syntax": ("def build(:", "my_task.py:build", "is not valid Python"),
-    "a task": ("import workbench as wb\nbuild = wb.Task(model=int)", "my_task.py:build", r"build is a Task, expected a function that returns one"),
+    "a task": (
+        "import workbench as wb\nbuild = wb.Task(model=int)",
+        "my_task.py:build",
+        r"build is a Task, expected a function that returns one",
+    ),
     "form": (GOOD, "my_task.py", r"no such task\. A task is named"),
     "sample": (GOOD, "clipart-resnt", r'no such task; did you mean "clipart-resnet"\?'),
 }
@@ -73,7 +77,7 @@ IMPORTS = {
     "no function": ("x = 1", "has no function 'build': It defines no function"),
     "arguments": ("def build(width): ...", r"build needs the argument width; .*def build_default\(\): return build\(width=…\)"),
     "raises": ("def build(): 1 / 0", r"build\(\) raised ZeroDivisionError: division by zero"),
-    "something else": ("def build(): return 5", r"build\(\) returned a int; a wb\.Task"),
+    "something else": ("def build(): return 5", r"build\(\) returned a int, expected a wb\.Task"),
     "a task": (
         "from workbench import Task\nbuild = Task(model=int, dataset=list, loss=max)",
         r"build is a Task, expected a function that returns one",
