@@ -112,7 +112,7 @@ def test_a_program() -> None:
     with pytest.raises(ValueError, match=r"guess\(Module\): a model needs a batch: guess\(model, batch=…\)"):
         check_program("guess", Module, None)
     with pytest.raises(
-        ValueError, match=r"guess\('text-gpt'\): a hat, a RunSpec, a Task.*not a str; .*guess\(wb.RunSpec\(task=\"text-gpt\"\)\)"
+        ValueError, match=r"guess\('text-gpt'\): expected a hat, a RunSpec, a Task.*not a str; .*guess\(wb.RunSpec\(task=\"text-gpt\"\)\)"
     ):
         check_program("guess", "text-gpt", None, others="a hat, ")
 
