@@ -206,7 +206,7 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, said: st
 
     monkeypatch.setattr(environment, "gpu_count", lambda: None)
     monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(ValueError, match=r"can be asked: `nvidia-smi .*` did not answer"):
+    with pytest.raises(ValueError, match=r"no NVIDIA GPU was found: `nvidia-smi .*` did not answer"):
         calibrating.look()
 
 

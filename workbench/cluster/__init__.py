@@ -12,5 +12,5 @@ Plans: `plan()` (`plan`, `analysis/plan`) lists the layouts of a model on a clus
 
 Energy: `energy()` (`plan`, `analysis/energy`) of a run or a plan: joules, money, carbon.
 
-Simulation: `ddp_twin()` (`api`, `estimate/ddp_twin`) runs DDP's real reducer over an emulated network and returns a `TwinRun`.
+Simulation: `ddp_twin()` (`api`, `estimate/ddp_twin`) runs DDP's real reducer over a simulated network and returns a `TwinRun`.
 """

@@ -178,7 +178,7 @@ def _run_step(trainer: "Trainer", run: Any, plan: "Plan", collector: "Collective
 def _calls_of_later_steps(
     trainer: "Trainer", collector: "CollectiveRecorder", order: Sequence[Any], layout: "Layout", find_unused: bool
 ) -> list[CollectiveCall]:
-    """The collectives of any later step; those during which nothing is computed are marked."""
+    """The collectives of a later step; those during which nothing is computed are marked as waited for."""
     from workbench.cluster.estimate.collectives import with_rebuilt_buckets
 
     names = {id(weight): name for name, part in trainer.module.named_modules() for weight in part.parameters(recurse=False)}

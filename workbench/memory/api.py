@@ -1,4 +1,4 @@
-"""The public functions of memory: predict a training step's memory, measure it, compare changes of the step, find what leaks.
+"""Public functions of memory: predict a training step's memory, measure it, compare changes of the step, find leaks.
 
 A prediction drives the Trainer of real runs on fake tensors, so every knob means the same, and it needs no GPU. A measurement takes real
 steps, in this process or in a launch of its own.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Watch = Callable[[], AbstractContextManager[Any]]
 NO_LOADER: Any = SimpleNamespace(pin_memory=False)
-"""Stands in the place of a Trainer's loader: its batches are made here."""
+"""Substitute for a Trainer's loader: batches are made here."""
 
 
 def estimate_memory(
@@ -106,7 +106,7 @@ def breakdown_of(plan: "Plan", log: MemoryLog, rank: int) -> MemoryBreakdown:
 
 
 def record(plan: "Plan", *, watch: Watch | None = None) -> tuple[MemoryLog, int]:
-    """The storages of a plan's steps, and the rank whose they are: the plan's, or the one with the most.
+    """The storages of a plan's steps, and their rank: the plan's, or the one with the most memory.
 
     Args:
         plan: what to run on fake tensors.
@@ -192,7 +192,7 @@ def _drive(trainer: "Trainer", run: "DryRun", plan: "Plan") -> None:
 
 
 def _fullest(optimizer: Any) -> int:
-    """The rank that has most of an optimizer's states; whole parameters are dealt out by ZeroRedundancyOptimizer."""
+    """The rank that has most of an optimizer's states: ZeroRedundancyOptimizer assigns whole parameters to ranks."""
     deal = getattr(optimizer, "_partition_parameters", None)
     if deal is None:
         return 0
@@ -224,7 +224,7 @@ def compare_memory(
     margin: float = MARGIN,
     **options: Any,
 ) -> MemoryComparison:
-    """Predict what each of several changes does to the memory of a step.
+    """Predict the memory of a step with each of several changes.
 
     Args:
         target: as `estimate_memory` takes it.
@@ -273,7 +273,7 @@ def _rows(changes: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]) ->
 
 
 STEPS = 3
-"""Steps that are measured where nobody says: the optimizer makes its states in the first; the second and the third should agree."""
+"""Steps that are measured by default: the optimizer makes its states in the first; the second and the third should agree."""
 
 
 def measure_memory(
@@ -285,11 +285,12 @@ def measure_memory(
     steps: int | None = None,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> "MemoryBreakdown":
-    """Find out what a training step holds in memory, by running it.
+    """Measure what a training step holds in memory, by running it.
 
     * `measure_memory(step, loader)` takes some steps in this process; `step(batch)` does one whole optimizer step. Model, optimizer, random
       generators and loader are left as they were. Counted is what the step reaches, not what else lives in the process.
-    * `measure_memory(spec)` takes them in a launch of its own, with as many ranks as the spec has, and gives the fullest rank's.
+    * `measure_memory(spec)` launches them, with as many ranks as the spec has, and returns the breakdown of the rank with the most
+      memory.
     * `measure_memory(run)` reads what such a launch has left; `run.memory_breakdown(rank)` has every rank's.
 
     Args:
@@ -321,7 +322,7 @@ def measure_memory(
 
 
 def find_leaks(step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any = None, optimizer: Any = None, steps: int = 8) -> "Leaks":
-    """Find memory that grows from step to step, and who holds it: operator, module, and the Python variable that keeps it alive.
+    """Find memory that grows from step to step: the operator and module that allocated it, and the Python variable that keeps it.
 
     It takes some steps in this process and leaves everything as it was, what has leaked meanwhile included.
 

@@ -1,4 +1,4 @@
-"""Calibrates a GPU: learns from a few runs on it what a process takes there beside what PyTorch's allocator reserves."""
+"""Calibrates a GPU: fits, from a few runs on it, the memory that a process takes outside of PyTorch's allocator."""
 
 import csv
 import os
@@ -28,7 +28,7 @@ MODELS = (
     "workbench.train.tasks:middle_gpt",
     "workbench.train.tasks:deep_resnet",
 )
-"""Tasks to run, in this order: what they reserve lies far apart."""
+"""Tasks to run, in this order; they reserve very different amounts."""
 BATCHES = (8, 32, 128)
 """Micro-batches of each."""
 STEPS = 3
@@ -43,7 +43,7 @@ class Gpu:
     """This machine's GPU, as its driver describes it."""
 
     name: str
-    """By its maker."""
+    """Name of the GPU, by its maker."""
     driver: str
     """Version of the driver."""
     used: int
@@ -52,34 +52,34 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What one run took."""
+    """The memory of one run."""
 
     task: str
-    """What was trained."""
+    """Task of the run."""
     micro_batch: int
-    """Samples."""
+    """Micro-batch."""
     reserved: int
     """Peak of the allocator's segments, in bytes."""
     used: int
-    """Of the device, in bytes, above what was in use before."""
+    """Memory of the device, in bytes, above what was in use before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration(display.Shown):
-    """What lies outside of the allocator on this machine's GPU, learned from runs; `estimate_memory(device=…)` uses it from now on."""
+    """The memory outside of the allocator on this machine's GPU, fitted from runs; `estimate_memory(device=…)` uses it from now on."""
 
     points: tuple[Point, ...]
-    """One per run."""
+    """The runs."""
     fit: NonPyTorchFit
-    """The line through them."""
+    """The line that fits them."""
     path: Path | None = None
-    """Where it is kept; None = it could not be."""
+    """File of the fit; None = it could not be written."""
     notes: tuple[str, ...] = field(default=())
-    """What a reader should know."""
+    """Notes for the reader."""
 
     @property
     def word(self) -> str:
-        """The line, and where it is kept."""
+        """The fit, and its file."""
         fit = self.fit
         line = f"device used = {units.bytes_(fit.base)} + {fit.slope:.4f} · reserved, at most {units.percent(fit.worst)} off"
         return f"{line}; {'not kept' if self.path is None else f'kept in {self.path}'}"
@@ -121,14 +121,14 @@ class Calibration(display.Shown):
 
 
 def calibrate(models: int = 4, *, tell: Callable[[str], None] | None = None) -> Calibration:
-    """Learn what a process takes on this machine's GPU beside what its allocator reserves: the context, the kernels' code, libraries.
+    """Fit what a process takes on this machine's GPU outside of PyTorch's allocator: the context, the kernels' code, libraries.
 
     Each of a few models takes some steps at three batch sizes, each in fresh processes; the line device used = a + b · reserved that is off
     by the least in relative terms is kept, with GPU, driver, torch and date. `estimate_memory(device=that GPU)` uses it from then on.
 
     Args:
         models: how many models, 1 … 6; half a minute each, about.
-        tell: is told what is about to run, in a line.
+        tell: called with a line of text before each run.
 
     Raises:
         ValueError: no NVIDIA GPU is here, or not such a number of models.
@@ -149,7 +149,7 @@ def calibrated(
     path: Path | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Calibration:
-    """Run specs, fit the line through what they took, and keep it.
+    """Run specs, fit the line through their memory, and write it to the file of fits.
 
     Args:
         specs: to run.
@@ -157,7 +157,7 @@ def calibrated(
         measure: runs one, as `measure_memory` does.
         torch: its version; None = of the one that is installed.
         path: file of the fits; None = the user's.
-        tell: is told what is about to run, in a line.
+        tell: called with a line of text before each run.
 
     Raises:
         ValueError: too few of them fit the GPU, or what was measured is not of a GPU.
@@ -200,7 +200,7 @@ def _point(spec: RunSpec, breakdown: MemoryBreakdown, before: int) -> Point:
 
 
 def _kept(fit: NonPyTorchFit, path: Path | None) -> tuple[Path | None, list[str]]:
-    """Where a fit is kept, and what is to be said about it; a file that cannot be written does not cost what was measured."""
+    """The file of a fit, and a note; if it cannot be written, the result is kept."""
     notes = []
     try:
         if aside := set_damaged_aside(path):
@@ -211,7 +211,7 @@ def _kept(fit: NonPyTorchFit, path: Path | None) -> tuple[Path | None, list[str]
 
 
 def specs_of(models: int) -> list[RunSpec]:
-    """What `calibrate` runs: the first so many models, each at all batch sizes, the small ones first.
+    """The specs that `calibrate` runs: the first models, each at all batch sizes, small ones first.
 
     Args:
         models: how many.
@@ -224,7 +224,7 @@ def specs_of(models: int) -> list[RunSpec]:
 
 
 def look() -> Gpu:
-    """The first GPU that a rank would see, asked of nvidia-smi.
+    """The first GPU that a rank would use, by nvidia-smi.
 
     Raises:
         ValueError: there is none, or nvidia-smi does not answer.
@@ -242,13 +242,13 @@ def look() -> Gpu:
         return next(_gpus(output))
     except (OSError, subprocess.SubprocessError, StopIteration, ValueError) as error:
         raise ValueError(
-            f"no NVIDIA GPU that can be asked: `{' '.join(command)}` did not answer ({type(error).__name__}: {error}). Is its driver "
+            f"no NVIDIA GPU was found: `{' '.join(command)}` did not answer ({type(error).__name__}: {error}). Is its driver "
             "installed, and does CUDA_VISIBLE_DEVICES name a whole GPU?"
         ) from error
 
 
 def _gpus(output: str) -> Iterator[Gpu]:
-    """What nvidia-smi says, in lines of comma-separated values.
+    """The output of nvidia-smi, in lines of comma-separated values.
 
     Raises:
         ValueError: it says something else.

@@ -1,4 +1,4 @@
-"""Curves: keeps what dry runs found, and gives everything between them: exact along numbers that memory depends on smoothly.
+"""Interpolates dry runs exactly along batch size, sequence length and image side, and keeps their results.
 
 Two runs of one program make every storage a line, three a parabola (`memory.analysis.family`). Where the program changes on the way (a
 kernel that sorts from some size on), the stretch is halved until its ends do the same.
@@ -14,11 +14,11 @@ from workbench.memory.analysis.replay import Replay
 from workbench.memory.estimator_process import AXES, Answer, Question
 
 LEAST = 2
-"""Between runs from here on everything is known; smaller ones are run themselves, since programs treat 1 specially."""
+"""Smallest value that is interpolated; smaller ones get a run of their own, since programs treat 1 specially."""
 SPLITS = 6
-"""How often a stretch is halved at most for one place, beyond which every place takes a run of its own."""
+"""How often a stretch between runs is halved at most; then each value gets a run of its own."""
 KEPT = 64
-"""Estimates that are kept as they are; others are made again of the runs."""
+"""Estimates that are kept in memory; others are computed again from the runs."""
 ROUNDED = 512
 """Bytes that CUDA rounds to; where a prediction is checked, peaks are compared."""
 
@@ -28,13 +28,13 @@ class Estimate:
     """The memory of a configuration."""
 
     breakdown: MemoryBreakdown
-    """It."""
+    """The breakdown."""
     between: bool
-    """It was made of runs at both sides, none was made for it."""
+    """Is it interpolated between runs, not from a run of its own?"""
 
 
 class Curves:
-    """Answers by question. Knows nothing of processes: `wanted` says what to ask next, `add` takes what came of it."""
+    """Answers by question. `wanted` returns the question to answer next, `add` takes its answer; neither starts a process."""
 
     def __init__(self) -> None:
         self._answers: dict[str, Answer] = {}
@@ -44,7 +44,7 @@ class Curves:
         self._estimates: dict[str, Estimate] = {}
 
     def add(self, question: Question, answer: Answer) -> None:
-        """Keep an answer; the sizes that its batch turned out to have are as good as asked for."""
+        """Keep an answer, also for the sizes that its batch turned out to have."""
         for known in (question, replace(question, sequence=answer.sequence, image=answer.image)):
             self._answers[known.key] = answer
             for axis in AXES:
@@ -57,15 +57,15 @@ class Curves:
         self._errors[question.key] = message
 
     def error(self, question: Question) -> str:
-        """Why it cannot be estimated; empty if that is not known."""
+        """Why it cannot be estimated; empty = no error is known."""
         return self._errors.get(question.key, "")
 
     def answer(self, question: Question) -> Answer | None:
-        """What a run for this very question found."""
+        """The answer of a run for this very question."""
         return self._answers.get(question.key)
 
     def knows(self, question: Question, axes: Sequence[str]) -> bool:
-        """It can be told without another run: there was one, or there were some at both sides along one of the axes."""
+        """Is it known without another run: from one for it, or from runs on both sides along an axis?"""
         return question.key in self._answers or any(self.family(question, axis) for axis in axes)
 
     def estimate(self, question: Question, axes: Sequence[str], title: str) -> Estimate | None:
@@ -101,7 +101,7 @@ class Curves:
     # --- between runs
 
     def family(self, question: Question, axis: str) -> Family | None:
-        """What tells the memory at the question's place on an axis; None where that takes a run.
+        """The source of the memory at the question's place on an axis; None = a run is needed.
 
         All runs along the axis if they are one program and one polynomial; else those next to the place, if they are.
         """
@@ -127,7 +127,7 @@ class Curves:
         return None
 
     def _right(self, family: Family, x: int, answer: Answer) -> bool:
-        """A family gives the peak of a run that it was not made of."""
+        """Does a family predict the peak of a run that it was not made of?"""
         return family.peak(x, ROUNDED) == int(Replay(answer.log, ROUNDED).total.max())
 
     def _family(self, rest: str, axis: str, values: tuple[int, ...], known: dict[int, Answer]) -> Family | None:
@@ -137,17 +137,17 @@ class Curves:
         return self._families[key]
 
     def _along(self, question: Question, axis: str) -> dict[int, Answer]:
-        """Place on an axis → what was found there, all else being equal."""
+        """Place on an axis → the answer there, all else being equal."""
         return self._lines.get((axis, _rest(question, axis)), {})
 
     # --- what to ask
 
     def wanted(self, question: Question, stops: dict[str, Sequence[int]]) -> Question | None:
-        """What to run next, so that a configuration and then its neighbours along some axes are known; None: nothing is missing.
+        """The next question to run, so that a configuration and then its neighbours along some axes are known; None = all are.
 
         Args:
             question: the configuration.
-            stops: axis → the places on it that may be asked for, in order; the first axes come first.
+            stops: axis → the values on it that may be needed, in order; the first axes come first.
         """
         if self.error(question):
             return None
@@ -182,7 +182,7 @@ class Curves:
         return question.key not in self._answers and question.key not in self._errors
 
     def _split(self, question: Question, axis: str, value: int, places: Sequence[int]) -> int:
-        """The place in the middle of the stretch around a value that no run has been made at."""
+        """The middle of the stretch around a value that has no run."""
         tried = [x for x in places if not self._open(question.at(axis, x))]
         low, high = max((x for x in tried if x < value), default=0), min((x for x in tried if x > value), default=places[-1] + 1)
         inside = [x for x in places if low < x < high]

@@ -1,8 +1,8 @@
-"""Estimator: makes dry runs in a process of its own (`python -m workbench.programs.estimate_worker`), for whoever must not wait for them.
+"""Estimator: makes dry runs in a worker process (`python -m workbench.programs.estimate_worker`), so that the caller does not wait.
 
-A dry run replaces functions of torch for the whole process while it lasts, and takes seconds: nothing for a notebook's kernel, where cells
-run beside it. The worker starts at the first Question, starts again after a crash, and ends with this process. A Question and its Answer,
-the log of a dry run, which numpy alone can read, are one line of JSON each.
+A dry run replaces functions of torch for the whole process while it lasts, and takes seconds, which would disturb other cells of a
+notebook. The worker starts at the first Question, starts again after a crash, and ends with this process. A Question and its Answer,
+the log of a dry run, are one line of JSON each; reading it needs numpy only.
 """
 
 import atexit
@@ -23,29 +23,29 @@ from workbench.runs.entrypoints import ESTIMATE_WORKER
 from workbench.runs.spec import RunSpec
 
 AXES = ("micro_batch", "sequence", "image")
-"""Numbers that memory depends on smoothly: it is known between the dry runs at some values of them."""
+"""Numbers along which memory is interpolated between dry runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question(JsonDataclass):
-    """What is to be run on fake tensors."""
+    """A dry run to make."""
 
     spec: RunSpec
-    """Every knob; its nproc_per_node are the ranks."""
+    """All knobs; nproc_per_node is the number of ranks."""
     device: str | Device = "cuda"
-    """Whose memory behaviour, as `estimate_memory` takes it."""
+    """Device whose memory behaviour is emulated, as in `estimate_memory`."""
     sequence: int | None = None
     """Length of the batch's sequences; None = the sample's own."""
     image: int | None = None
     """Side of the batch's images in pixels; None = the sample's own."""
 
     def along(self, axis: str) -> int | None:
-        """Its number on one of AXES."""
+        """Its value on one of AXES."""
         value: int | None = self.spec.micro_batch if axis == "micro_batch" else getattr(self, axis)
         return value
 
     def at(self, axis: str, value: int | None) -> "Question":
-        """The same with another number on one of AXES."""
+        """The same question with another value on one of AXES."""
         if axis == "micro_batch":
             return replace(self, spec=self.spec.replace(micro_batch=value))
         return replace(self, sequence=value) if axis == "sequence" else replace(self, image=value)
@@ -58,14 +58,14 @@ class Question(JsonDataclass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a dry run wrote."""
+    """The result of a dry run."""
 
     log: MemoryLog
     """Every storage of its steps."""
     device: str
     """"cpu", "cuda" or a device's name."""
     rank: int = 0
-    """Whose memory it is."""
+    """Rank whose memory it is."""
     world_size: int = 1
     """Ranks."""
     sequence: int | None = None
@@ -91,7 +91,7 @@ _NUMBERS = ("size", "step", "micro", "allocated_at", "freed_at")
 
 
 def log_to_json(log: MemoryLog) -> dict[str, Any]:
-    """A log in columns; words, of which there are few different ones, as places in a list."""
+    """A log in columns of JSON; texts are indices of a list."""
     places: dict[str | None, int] = {}
     records: dict[str, list[Any]] = {
         name: [places.setdefault(getattr(record, name), len(places)) for record in log.records] for name in _WORDS
@@ -123,13 +123,13 @@ def log_from_json(value: Mapping[str, Any]) -> MemoryLog:
 
 
 LINES = 12
-"""Of what a worker wrote before it ended, for its error."""
+"""Last lines of a worker's output that its error shows."""
 PATIENCE = 5.0
-"""Seconds that a worker has to end when asked to."""
+"""Seconds that a worker has to end after it was told to."""
 
 
 class EstimatorError(RuntimeError):
-    """The worker ended before it had answered; the message has its last words."""
+    """The worker ended before it had answered; the message has its last output."""
 
 
 class Estimator:
@@ -142,11 +142,11 @@ class Estimator:
 
     @property
     def pid(self) -> int | None:
-        """Of the worker; None while there is none."""
+        """Process ID of the worker; None = it is not running."""
         return None if self._process is None else self._process.pid
 
     def ask(self, question: Question) -> Answer:
-        """Make a dry run; returns when it has ended.
+        """Have a dry run made; returns when it has ended.
 
         Raises:
             ValueError: it cannot be estimated; the message says why.
@@ -177,7 +177,7 @@ class Estimator:
         return answer
 
     def _start(self) -> "subprocess.Popen[str]":
-        """In a session of its own: an interrupt is for the cell that runs, not for the worker."""
+        """Start the worker in a session of its own: an interrupt is for the running cell, not for the worker."""
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed by _end
         self._process = subprocess.Popen(
             [
@@ -211,7 +211,7 @@ class Estimator:
         return "\n".join([f"the process that estimates {how} before it answered; the next question starts another", *words])
 
     def close(self) -> None:
-        """End the worker, whatever it does."""
+        """End the worker at once."""
         self._end()
 
     def _end(self) -> None:
@@ -234,5 +234,5 @@ class Estimator:
 
 
 SHARED = Estimator()
-"""The one of this process: several would each hold torch in memory."""
+"""The estimator of this process; each would hold its own torch in memory."""
 atexit.register(SHARED.close)

@@ -1,4 +1,4 @@
-"""Searches the changes of a step that make it fit a device and cost the least time, one on top of another."""
+"""Searches the changes that make a step fit a device at the least cost in time (`memory_ladder`)."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ HALVINGS = 3
 
 
 NEGLIGIBLE = 1.03
-"""Times of two programs that differ by less count as the same: a roofline knows no better."""
+"""Times that differ by less count as equal: a roofline is not more exact."""
 
 
 def memory_ladder(
@@ -87,7 +87,7 @@ class _Climb:
         return smallest[1]
 
     def _hopeless(self, sets: list[tuple[int, ...]]) -> bool:
-        """Does nothing fit? Where each move alone saves memory, only the sets that no further move can join need be asked."""
+        """Does nothing fit? Where each move alone saves memory, only the sets that no further move can join need to be checked."""
         singles = [self._run((place,)) for place in range(len(self._moves))]
         least = needed(self._found(())[0])
         if any(run is None or needed(run[0]) > least for run in singles):

@@ -1,4 +1,4 @@
-"""Finds the largest micro-batch that fits a device, from two dry runs and what is exact between them."""
+"""Finds the largest micro-batch that fits a device, from dry runs at two sizes and exact interpolation between them."""
 
 import dataclasses
 import sys

@@ -1,4 +1,4 @@
-"""Draws memory: bars of breakdowns, bars of a ladder of changes, and stacked areas over the steps."""
+"""Draws memory: bars of breakdowns, bars of successive changes, and stacked areas over the steps."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _reach(breakdown: MemoryBreakdown) -> int:
 
 
 def _end(breakdown: MemoryBreakdown) -> str:
-    """What all of it is together, with its range where one is known."""
+    """The total in words, with its range where one is known."""
     if breakdown.outside is None or breakdown.reserved is None:
         return units.bytes_(_reach(breakdown))
     low, high = breakdown.reserved + breakdown.outside.low, breakdown.reserved + breakdown.outside.high
@@ -97,7 +97,7 @@ def _end(breakdown: MemoryBreakdown) -> str:
 
 
 def _share(text: str) -> float:
-    """Of the axis, that a bar may take beside its text."""
+    """Share of the axis that a bar may take beside its text."""
     return 0.96 - _LETTER * max(map(len, text.splitlines()))
 
 
@@ -220,7 +220,7 @@ def _bars(ax: Axes, shown: list[MemoryBreakdown], scale: float, most: float) -> 
 
 
 def _texts(result: MemoryLadder) -> list[str]:
-    """What each row needs, and what its change costs in time; at the end what is to spare."""
+    """The bytes that each row needs, the time that its change costs, and at the end the bytes left."""
     texts = [units.bytes_(needed(result.start))]
     for rung in result.rungs:
         time = "" if math.isnan(rung.slowdown) else f"  ·  {units.times(rung.slowdown)} time"
@@ -279,7 +279,7 @@ def memory_timeline(result: MemoryBreakdown | MemoryTimeline, ax: Axes | None = 
 
 
 def _phases(ax: Axes, timeline: MemoryTimeline) -> None:
-    """Shades behind the phases that compute, with their names above where there is room; a line where a step begins."""
+    """Shades behind the phases that compute, with their names above where they fit; a line where a step begins."""
     left, right = ax.get_xlim()
     seen: set[int] = set()
     widest: dict[tuple[str, int], tuple[float, float]] = {}
@@ -313,7 +313,7 @@ def _word(ax: Axes, place: float, word: str, side: str, height: float) -> None:
 
 
 def _peak(ax: Axes, place: float, height: float, words: str) -> None:
-    """A ring around the peak and its moment in words, on the side where there is room."""
+    """A ring around the peak, and its moment in words on the side with more space."""
     ax.plot([place], [height], marker="o", markersize=8, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.4)
     left, right = ax.get_xlim()
     on_the_left = place > (left + right) / 2

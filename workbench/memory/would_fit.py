@@ -1,4 +1,4 @@
-"""Says what would have fitted of a run that ran out of memory: the cheapest changes, and the largest micro-batch without any."""
+"""Finds, for a run that ran out of memory, the cheapest changes with which it would have fitted, and the largest micro-batch."""
 
 import os
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from workbench.runs.spec import AUTO, RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What one rank could have had."""
+    """Memory that was available to a rank."""
 
     bytes: int
-    """So much, in all."""
+    """Bytes."""
     source: str
-    """How that is known, in words."""
+    """Source of the number, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +32,15 @@ class WouldFit(display.Shown):
     """Which changes would have kept a run from running out of memory, predicted by dry runs."""
 
     run: str
-    """Its name."""
+    """Name of the run."""
     room: Room
-    """What one rank could have had."""
+    """Memory that was available to a rank."""
     ladder: MemoryLadder
     """The cheapest changes that make it fit; its start is the run as it was."""
     largest: MaxMicroBatch
     """The largest micro-batch, with nothing else changed."""
     micro_batch: int
-    """That of the run."""
+    """Micro-batch of the run."""
 
     @property
     def start(self) -> MemoryBreakdown:
@@ -49,12 +49,12 @@ class WouldFit(display.Shown):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Knobs to turn: `run.spec.replace(**found.changes)`; none where it should have fitted."""
+        """Knobs to change: `run.spec.replace(**found.changes)`; none where it should have fitted."""
         return self.ladder.changes
 
     @property
     def expected(self) -> bool:
-        """Does the prediction, too, say that it could not fit?"""
+        """Does the prediction agree that it could not fit?"""
         return needed(self.start) > self.ladder.capacity
 
     @property
@@ -81,12 +81,12 @@ class WouldFit(display.Shown):
 
     @property
     def table(self) -> display.Table:
-        """The ladder, rung by rung, and what it comes to."""
+        """The changes one by one, and the result."""
         ladder = self.ladder.table
         return display.Table(columns=ladder.columns, rows=ladder.rows, title=ladder.title, note=self.word)
 
     def to_frame(self) -> Any:
-        """A DataFrame with one row per rung, the start first, in bytes."""
+        """A DataFrame with one row per change, the start first, in bytes."""
         return self.ladder.to_frame()
 
     def plot(self, ax: Any = None) -> Any:
@@ -104,7 +104,7 @@ _SURPRISE = (
 
 
 def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> WouldFit:
-    """What would have kept a run from running out of memory: the cheapest changes by dry runs, and the largest micro-batch without any.
+    """Find what would have kept a run from running out of memory: the cheapest changes, by dry runs, and the largest micro-batch.
 
     What could be had is taken from the error: of a GPU its capacity, less what other processes had there; of main memory what the rank held
     in tensors and its share of what was left, else its share of the limit that the ranks had in common.
@@ -168,7 +168,7 @@ def _memory_limit(run: Run) -> int | None:
 
 
 def available_memory(reason: OutOfMemory, *, ranks: int, limit: int | None = None, gpu: int | None = None) -> Room:
-    """What one rank could have had when memory ran out.
+    """Memory that was available to a rank when it ran out.
 
     Args:
         reason: what the error said.

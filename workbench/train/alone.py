@@ -1,4 +1,4 @@
-"""Runs `programs.alone` under its former name, which Kubernetes manifests that users keep still have: `-m workbench.train.alone`."""
+"""Runs `programs.alone` under its former name, `-m workbench.train.alone`, which existing Kubernetes manifests have."""
 
 import runpy
 

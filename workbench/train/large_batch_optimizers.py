@@ -55,7 +55,7 @@ class LayerWise(Optimizer):
         """Take a step.
 
         Args:
-            closure: computes the loss anew; None = the gradients are there.
+            closure: computes the loss again; None = the gradients are there.
 
         Raises:
             ValueError: a gradient is sparse.
@@ -122,7 +122,7 @@ class LARS(LayerWise):
     Of `exclude_1d` parameters: rate = lr, weight_decay = 0.
 
     Source: You, Gitman and Ginsburg 2017, "Large Batch Training of Convolutional Networks", arXiv 1708.03888, algorithm 1. The learning
-    rate stands inside the momentum's average, as there.
+    rate is inside the momentum's average, as there.
     """
 
     MOMENTS = ("momentum_buffer",)
@@ -136,7 +136,7 @@ class LARS(LayerWise):
         trust_coefficient: float = 0.001,
         exclude_1d: bool = True,
     ) -> None:
-        """Take parameters.
+        """Create the optimizer for parameters.
 
         Args:
             params: as torch's optimizers take them.
@@ -195,7 +195,7 @@ class LAMB(LayerWise):
         weight_decay: float = 0.01,
         exclude_1d: bool = True,
     ) -> None:
-        """Take parameters.
+        """Create the optimizer for parameters.
 
         Args:
             params: as torch's optimizers take them.

@@ -1,4 +1,4 @@
-"""The models of the sample tasks: a small residual network for small images and a small GPT on bytes. Conventional on purpose."""
+"""The models of the sample tasks: a small residual network for small images and a small GPT on bytes."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

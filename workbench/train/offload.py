@@ -144,12 +144,12 @@ class HostOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the optimizer on the host."""
+        """State of the optimizer on the host."""
         self._copy_options()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Into the optimizer on the host."""
+        """Load the state into the optimizer on the host."""
         self.inner.load_state_dict(dict(state_dict))
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(_options(inner))

@@ -1,6 +1,7 @@
 """Builds a run's optimizer (`"sgd(momentum=0.9)"` → torch's, sharded as ZeRO-1 or on the host) and its learning-rate schedule.
 
-Options in a name are Python literals; they are never executed.
+Options in a name are Python literals; they are never executed. What the workbench knows of each optimizer (states, learning-rate rule) is a
+row of `core/optimizer_table.py`.
 """
 
 import ast

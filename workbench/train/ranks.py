@@ -28,11 +28,11 @@ class Ranks:
     """This process among those of the run."""
 
     rank: int
-    """From 0."""
+    """Its number, from 0."""
     world_size: int
-    """How many there are."""
+    """Number of ranks."""
     device: torch.device
-    """On which it computes."""
+    """Device on which it computes."""
     store: Any
     """A `torch.distributed` store for messages between ranks: it works whatever has become of a device or a reduction."""
     agreements: int = 0

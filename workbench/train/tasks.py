@@ -93,7 +93,7 @@ def _validated(model: nn.Module) -> dict[str, float]:
 
 @functools.cache
 def _validation_fashion() -> Fashion:
-    """Read once: an evaluation takes a millisecond, and there may be hundreds in a run."""
+    """The pictures, read once: an evaluation takes a millisecond, and there may be hundreds in a run."""
     return Fashion("validation")
 
 

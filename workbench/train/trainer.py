@@ -28,7 +28,7 @@ from workbench.train.split_on_oom import MicroBatchSplitter
 from workbench.train.tensor_parallel import split_layers
 
 COLLECT_EVERY = 1000
-"""Steps between two garbage collections with gc=False: reference cycles of a model must be freed at some time."""
+"""Steps between two garbage collections with gc=False: reference cycles of a model must be freed sometimes."""
 
 Phase = Callable[[str], AbstractContextManager[None]]
 _RESUMED = 1_000_003
@@ -139,7 +139,7 @@ class Trainer:
         return {name: part.state_dict() for name, part in parts.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Resume from a `state` after its `step` steps; random numbers are seeded anew."""
+        """Resume from a `state` after its `step` steps; random numbers are seeded again."""
         parts: dict[str, Any] = {"module": self.module, "optimizer": self.optimizer, "scheduler": self._scheduler}
         for name, part in parts.items():
             part.load_state_dict(state[name])

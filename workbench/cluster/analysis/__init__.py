@@ -1,1 +1,1 @@
-"""Results and closed forms; pure arithmetic, no torch."""
+"""Result types and closed forms; arithmetic without torch."""

@@ -23,7 +23,7 @@ ALGORITHMS = ("best", "ring", "tree")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall(JsonDataclass):
-    """One collective in which a rank takes part.
+    """One collective of a rank in a step.
 
     >>> call = CollectiveCall(kind="all_gather", size=2**20, ranks=8, phase="forward")
     >>> call.sent == 7 / 8 * 2**20, call.padding
@@ -41,14 +41,14 @@ class CollectiveCall(JsonDataclass):
     stride: int = 1
     """Distance between two of these ranks: 1 = neighbours, which fill a node first."""
     module: str = ""
-    """Whose parameters or activations; "" = the model itself."""
+    """Module whose parameters or activations are sent; "" = the model itself."""
     axis: str = "data"
     """The kind of group: "data" (copies of the model), "shard" (ranks of one sharded copy), "replica" (copies of a shard), "tensor" (ranks
     that split layers)."""
     micro: int = 0
     """Micro-batch of the step, from 0."""
     needed: int | None = None
-    """Bytes of `size` that are no padding; None = all."""
+    """Bytes of `size` without padding; None = all."""
     waited: bool = False
     """Does the rank wait for it? Others can be hidden behind computing, if that takes long enough."""
 

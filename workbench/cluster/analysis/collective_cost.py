@@ -2,7 +2,7 @@
 
 The model: every message takes α seconds plus its bytes over the bandwidth; all ranks send and receive at once. It is exact for rings of
 large messages; over all sizes from 32 KiB to 16 GiB of one published sweep (8 GPUs) it errs by 10 % in the median and 37 % at most.
-Left out: achieved bandwidth falls with the number of nodes, so that one measured on few is an upper bound.
+Left out: achieved bandwidth falls with the number of nodes, so a bandwidth measured on few nodes is an upper bound.
 """
 
 import math
@@ -76,7 +76,7 @@ class Link(display.Shown, JsonDataclass):
         return display.Table(columns=("link", ""), rows=rows)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Plain JSON values."""
         interval = {} if self.bandwidths is None else {"bandwidths": list(self.bandwidths)}
         return {"latency": self.latency, "bandwidth": self.bandwidth, **interval}
 

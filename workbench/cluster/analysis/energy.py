@@ -36,23 +36,23 @@ class Energy(display.Shown, JsonDataclass):
     """
 
     joules: float
-    """Of all devices together."""
+    """Joules of all devices together."""
     seconds: float
-    """Duration."""
+    """Duration in seconds."""
     gpus: int
-    """Devices that are paid."""
+    """Number of devices that are paid."""
     measured: bool
     """Measured by the hardware? Otherwise estimated."""
     source: str
     """Source of the joules."""
     low: float | None = None
-    """Joules at least; None = as `joules`."""
+    """Lower end of the joules; None = as `joules`."""
     high: float | None = None
-    """Joules at most; None = as `joules`."""
+    """Upper end of the joules; None = as `joules`."""
     price: float | None = None
     """Money per device and hour; None = not given."""
     electricity: float | None = None
-    """Money per kWh, where it is paid beside; None = it is not."""
+    """Money per kWh, if electricity is paid separately; None = it is not."""
     intensity: float | None = None
     """gCO2e per kWh of the grid; None = not given."""
     pue: float = 1.0
@@ -83,7 +83,7 @@ class Energy(display.Shown, JsonDataclass):
 
     @property
     def money(self) -> float | None:
-        """Rent, and electricity where it is paid beside; None without a price."""
+        """Rent, and electricity if it is paid separately; None without a price."""
         if self.price is None and self.electricity is None:
             return None
         return self.gpu_hours * (self.price or 0.0) + self.kwh * (self.electricity or 0.0)
@@ -217,7 +217,7 @@ def measured(counters: Mapping[str, Any], *, ranks: int, machines: int = 1, **in
     if gpus and not any(name.startswith("NVML") for name in joules):
         sources.append("the GPUs did not tell (package nvidia-ml-py), and are left out")
     if any(name.startswith("RAPL") for name in joules):
-        sources.append("CPU packages are counted whole, whoever used them")
+        sources.append("CPU packages are counted whole, other processes included")
     if lives > 1:
         sources.append(f"over the {lives} lives of the run, what was computed twice included")
     if machines > 1:

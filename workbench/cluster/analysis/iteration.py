@@ -117,7 +117,7 @@ class Rates:
     """Achieved rates of a GPU in this kind of program."""
 
     flops_per_sec: float
-    """While it computes; infinite if bytes alone explain the measured iterations."""
+    """FLOP/s while it computes; infinite if bytes alone explain the measured iterations."""
     bandwidth: float
     """Bytes per second of tensor parallelism, and of work that grows with its bytes; infinite if it takes no time."""
 

@@ -85,15 +85,15 @@ class Sweep(display.Shown, JsonDataclass):
         return display.Table(columns=("size", "measured", "bus bandwidth", "fitted"), rows=rows, title=title, note=note)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Plain JSON values."""
         interval = {} if self.bandwidths is None else {"bandwidths": list(self.bandwidths)}
         return {"points": [list(point) for point in self.points], "ranks": self.ranks, "collective": self.collective, **interval}
 
 
 BOOTSTRAP_DRAWS = 200
-"""Resamplings of the repeats for an interval."""
+"""Number of resamplings for an interval."""
 CONFIDENCE = 0.9
-"""Of the intervals."""
+"""Confidence of the intervals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +101,15 @@ class LinkPoint:
     """One collective at one size."""
 
     kind: str
-    """Such as "all_reduce"."""
+    """Kind, such as "all_reduce"."""
     size: int
     """Bytes, as `CollectiveCall.size`."""
     seconds: tuple[float, ...]
-    """Of one collective, for each repeat: the mean over a block of them on the slowest rank."""
+    """Seconds of one collective, per repeat: the mean over a block of them on the slowest rank."""
 
     @property
     def median(self) -> float:
-        """Of the repeats."""
+        """Median of the repeats."""
         return statistics.median(self.seconds)
 
 
@@ -118,17 +118,17 @@ class Links(display.Shown, JsonDataclass):
     """Measured collectives between some ranks. Get one from `wb.measure_collectives`; `links["all_reduce"]` is a `Sweep`."""
 
     points: tuple[LinkPoint, ...]
-    """By kind, by ascending size."""
+    """The measured points, by kind and ascending size."""
     ranks: int
     """Ranks that took part."""
     backend: str
-    """Such as "nccl"."""
+    """Backend, such as "nccl"."""
     device: str
-    """Of a rank."""
+    """Device of a rank."""
     host: str = ""
     """Name of the machine."""
     notes: tuple[str, ...] = ()
-    """What a reader should know."""
+    """Notes for the reader."""
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -23,13 +23,13 @@ class Row:
     """Sums over collectives that share a module or a kind."""
 
     name: str
-    """Of the module or kind."""
+    """Name of the module or kind."""
     calls: tuple[CollectiveCall, ...]
     """Its collectives."""
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of collectives."""
         return len(self.calls)
 
     @property
@@ -62,11 +62,11 @@ class Traffic(display.Shown, JsonDataclass):
     calls: tuple[CollectiveCall, ...]
     """In order: forward and backward of each micro-batch, then the optimizer's step."""
     world_size: int
-    """Ranks."""
+    """Number of ranks."""
     parameters: int
     """Elements of the whole model."""
     title: str = ""
-    """What was counted."""
+    """Title: the program that was counted."""
     parallel: str = "ddp"
     """As `RunSpec.parallel`."""
     blocks: int = 0
@@ -76,7 +76,7 @@ class Traffic(display.Shown, JsonDataclass):
     looks_for_unused: bool = False
     """`find_unused_parameters` of DDP."""
     notes: tuple[str, ...] = ()
-    """What a reader should know."""
+    """Notes for the reader."""
 
     def __iter__(self) -> Iterator[CollectiveCall]:
         return iter(self.calls)
@@ -204,24 +204,24 @@ class TrafficTime(display.Shown):
     """Seconds of a step's collectives on a cluster. Get one from `Traffic.on`."""
 
     calls: tuple[CollectiveCall, ...]
-    """In order."""
+    """The collectives in order."""
     each: tuple[float, ...]
-    """Seconds of each."""
+    """Seconds of each collective."""
     cluster: Cluster
-    """Where."""
+    """The cluster."""
     title: str = ""
-    """Of what."""
+    """The traffic."""
     notes: tuple[str, ...] = ()
     """What the numbers leave out."""
 
     @property
     def seconds(self) -> float:
-        """Of all of them, one after the other."""
+        """Seconds of all collectives, one after the other."""
         return sum(self.each)
 
     @property
     def waited(self) -> float:
-        """Of those that the rank waits for."""
+        """Seconds of the collectives that the rank waits for."""
         return sum(seconds for call, seconds in zip(self.calls, self.each, strict=True) if call.waited)
 
     def exposed(self, *, forward: float, backward: float) -> float:
@@ -314,26 +314,26 @@ def _exposed_buckets(buckets: Sequence[tuple[CollectiveCall, float]], backward: 
 
 
 MIN_PADDING = 0.05
-"""Least share of padding that is reported: many a careful optimization gains no more."""
+"""Least share of padding that is reported."""
 PER_BLOCK = 4
 """All-reduces of activations that a transformer layer needs under tensor parallelism, 2 in the forward and 2 in the backward.
 Source: Shoeybi et al. 2019, Megatron-LM, section 3."""
 NETWORK_BANDWIDTH = 400e9 / 8
 """Bytes per second of the network cards of current nodes (`cluster.CLUSTERS`)."""
 MAX_SMALL_CALLS = 8
-"""Up to so many small collectives are not reported."""
+"""Number of small collectives up to which they are not reported."""
 MAJORITY = 0.5
 """Least share that counts as most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something to change in a program's collectives."""
+    """Advice about a program's collectives."""
 
     kind: str
     """"unused", "padding", "needless", "small" or "waited"."""
     says: str
-    """What was seen, with its figures."""
+    """The observation, with its figures."""
     tries: str
     """What to try."""
 

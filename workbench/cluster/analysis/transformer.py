@@ -26,17 +26,17 @@ class Transformer:
     """
 
     layers: int
-    """l."""
+    """l, number of layers."""
     hidden: int
     """h, width of the residual stream."""
     vocabulary: int
-    """V."""
+    """V, words of the vocabulary."""
     sequence: int
     """s, tokens of a sample."""
     heads: int | None = None
     """a, of attention; None = not given (128 wide each, where it matters)."""
     kv_heads: int | None = None
-    """Heads of keys and values, where several heads share them (grouped queries); None = as many."""
+    """Heads of keys and values, if several query heads share them (grouped queries); None = as many as heads."""
     feed_forward: int | None = None
     """Width of the feed-forward; None = 4h."""
     gated: bool = False

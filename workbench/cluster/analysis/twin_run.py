@@ -1,4 +1,4 @@
-"""`TwinRun`: a simulated step of DDP's real reducer over an emulated network, bucket by bucket, next to the closed form."""
+"""`TwinRun`: a simulated step of DDP's real reducer over a simulated network, bucket by bucket, next to the closed form."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Network = Link | Sweep | Cluster | str | Callable[[float], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwinLayer:
-    """A layer with parameters, whose computing is emulated."""
+    """A layer with parameters, whose computing is simulated."""
 
     size: int
     """Bytes of its gradients: a whole number of fp32 numbers."""
@@ -54,9 +54,9 @@ class TwinRun(display.Shown, JsonDataclass):
     """A step of the DDP simulator. Get one from `wb.ddp_twin`."""
 
     ranks: int
-    """Emulated ranks."""
+    """Number of simulated ranks."""
     buckets: tuple[TwinBucket, ...]
-    """As the reducer made them, in order."""
+    """The buckets of the reducer, in order."""
     forward: float
     """Seconds of the forward."""
     backward: float
@@ -83,7 +83,7 @@ class TwinRun(display.Shown, JsonDataclass):
 
     @property
     def ratio(self) -> float:
-        """The twin's step over that of the closed form."""
+        """The simulated step over that of the closed form."""
         return self.step / self.closed_step
 
     @property

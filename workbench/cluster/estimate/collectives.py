@@ -19,7 +19,7 @@ from workbench.cluster.analysis.collective_call import CollectiveCall
 from workbench.cluster.analysis.iteration import CAP, FIRST
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-"""Of torch's operators that are collectives."""
+"""Namespaces of torch's operators that are collectives."""
 KINDS = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",

@@ -1,1 +1,1 @@
-"""Nouns of memory and their arithmetic, without torch."""
+"""Result types of memory and their arithmetic, without torch."""

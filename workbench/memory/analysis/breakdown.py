@@ -1,6 +1,7 @@
-"""MemoryBreakdown: what a training step's memory is made of at its peak, measured or predicted; both have this same type.
+"""MemoryBreakdown: what a training step's memory is made of at its peak, measured or predicted.
 
-MemoryDifference sets two of them side by side: a prediction less a measurement says how wrong the prediction was, group by group.
+MemoryDifference compares two of them: a prediction less a measurement is the error of the prediction, group by group. The groups
+(weights, gradients, activations, …) are defined in `core/vocabulary.py` (`MEMORY_PARTS`), their colours in `core/display/colors.py`.
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
     kind: Kind
     """Whether it was "measured", or "predicted" without running anything for real."""
     title: str
-    """What was run, in one line."""
+    """Program that was run, in one line."""
     device: str
     """Whose memory: "cpu", "cuda" (any GPU) or a device's name, such as "H200"."""
     rank: int = 0
@@ -47,19 +48,19 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
     parameters: int
     """Bytes at the peak, as is every group: weights, gathered ones included."""
     gradients: int
-    """Gradients and the buckets that they are reduced in."""
+    """Gradients, and the buckets in which they are reduced."""
     optimizer_states: int
     """Momenta, variances, master weights."""
     activations: int
     """Kept from forward for backward, or recomputed there."""
     temporaries: int
-    """Everything that lives inside one phase."""
+    """Temporary tensors of one phase."""
     inputs: int
     """The batch."""
     buffers: int
     """Running statistics and the like."""
     other: int
-    """The rest, never dropped."""
+    """All other tensors."""
     reserved: int | None = None
     """Peak of the allocator's segments, measured or simulated; None where there is no caching allocator (CPU)."""
     outside: NonPyTorchMemory | None = None
@@ -75,13 +76,13 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
     phases: Mapping[str, int]
     """Phase → its peak, all groups together."""
     holders: tuple[Holder, ...] = ()
-    """Who holds the memory at the peak, the largest first; they sum to `total`. Empty where nothing recorded them."""
+    """Holders of the memory at the peak, largest first; they sum to `total`. Empty if they were not recorded."""
     timeline: MemoryTimeline = EMPTY
     """All groups over the steps."""
     retries: int = 0
-    """Times that the allocator gave its cache back and asked again, at the limit."""
+    """How often the allocator, at its limit, freed its cache and tried again."""
     notes: tuple[str, ...] = ()
-    """What a reader should know."""
+    """Notes for the reader."""
 
     @classmethod
     def from_log(
@@ -100,7 +101,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
         world_size: int = 1,
         notes: tuple[str, ...] = (),
     ) -> "MemoryBreakdown":
-        """From the storages of some steps.
+        """A breakdown from the storages of some steps.
 
         Args:
             log: what a recorder wrote.
@@ -109,7 +110,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
             device: "cpu", "cuda" or a device's name.
             granularity: bytes that each storage is rounded up to a multiple of; None: 1 on a CPU, 512 elsewhere.
             reserved: the measured peak of the segments; None: simulated for a prediction on a GPU, else not known.
-            outside: what lies beside them; None: what is known of the device, nothing on a CPU.
+            outside: bytes outside the allocator; None = what is known of the device, nothing on a CPU.
             scratch: bytes of the measured peak above the log's: memory inside kernels, counted as temporaries.
             retries: measured retries of the allocator.
             rank: rank of the process.
@@ -214,7 +215,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
         return self._fit(outside, known.name, known.memory, margin)
 
     def _fit(self, outside: NonPyTorchMemory | None, name: str, capacity: int, margin: float) -> Fit:
-        """Of what is reserved and lies outside, where something is reserved; else of what is allocated."""
+        """Bytes reserved plus bytes outside the allocator, if any are reserved; else bytes allocated."""
         if self.reserved is None:
             return fit(self.total, None, name, capacity, margin)
         return fit(self.reserved, outside, name, capacity, margin)
@@ -232,7 +233,7 @@ class MemoryBreakdown(display.Shown, JsonDataclass):
 
     @property
     def caption(self) -> str:
-        """All there is to say about the numbers; where those of `outside` come from, its `source` says."""
+        """All notes on the numbers; `outside.source` is the source of the bytes outside."""
         text = f"{self.headline}; first step {units.bytes_(self.first_step)}, later steps {units.bytes_(self.steady)}"
         if self.outside:
             text += f"; outside of the allocator {units.bytes_(self.outside.low)} … {units.bytes_(self.outside.high)}"
@@ -330,7 +331,7 @@ def _read(
 
 
 def _moment(when: str, holders: tuple[Holder, ...]) -> str:
-    """The moment and what is telling about it."""
+    """The moment of the peak, and the holders that explain it."""
     largest = telling(holders, when)
     return f"{when}: {largest.words}" if largest else when
 

@@ -1,4 +1,4 @@
-"""CachingAllocator: simulates CUDA's caching allocator: from allocations and frees of storages to the segments taken from the driver.
+"""Simulates CUDA's caching allocator: from allocations and frees of storages to the segments taken from the driver.
 
 Source: c10/core/AllocatorConfig.h and c10/cuda/CUDACachingAllocator.cpp of torch 2.13. Left out: several streams (`record_stream` delays
 frees), private pools of CUDA graphs, `garbage_collection_threshold`. Addresses are not modelled between segments: where several free blocks
@@ -15,7 +15,7 @@ from workbench.memory.analysis.replay import canonical
 
 
 class Block:
-    """A piece of a segment. `key` orders free blocks by size, then age of the segment, then place in it; None: in use."""
+    """A piece of a segment. `key` orders free blocks by size, then age of the segment, then place in it; None = in use."""
 
     __slots__ = ("key", "next", "place", "previous", "segment", "size")
 
@@ -54,7 +54,7 @@ class Pool:
         return self.last if self.last and self.last.key else None
 
     def best(self, size: int) -> Block | None:
-        """The smallest block of at least `size` bytes, taken out; what can grow counts as the largest of all."""
+        """Remove and return the smallest block of at least `size` bytes; a block that can grow counts as the largest."""
         at = bisect.bisect_left(self._free, ((size, -1, -1),))
         if at == len(self._free):
             return None
@@ -63,19 +63,19 @@ class Pool:
         return self.take(self._free[at][1])
 
     def put(self, block: Block) -> None:
-        """A block is free."""
+        """Add a block that is free."""
         block.key = (block.size, block.segment, block.place)
         bisect.insort(self._free, (block.key, block))
 
     def take(self, block: Block) -> Block:
-        """A free block is in use."""
+        """Remove a free block, which is now in use."""
         assert block.key is not None
         del self._free[bisect.bisect_left(self._free, (block.key,))]
         block.key = None
         return block
 
     def release(self, block: Block) -> None:
-        """A block in use is free, together with its free neighbours."""
+        """Free a block, and merge it with its free neighbours."""
         if block.previous and block.previous.key:
             block = self._joined(block.previous, block)
         if block.next and block.next.key:
@@ -83,7 +83,7 @@ class Pool:
         self.put(block)
 
     def split(self, block: Block, size: int) -> None:
-        """What a block in use has beyond `size` bytes is free."""
+        """Split a block in use: what it has beyond `size` bytes is free."""
         rest = Block(block.size - size, block.segment, block.place + size)
         rest.previous, rest.next = block, block.next
         if block.next:
@@ -132,7 +132,7 @@ class Pool:
         return behind - first
 
     def _joined(self, left: Block, right: Block) -> Block:
-        """Two neighbours as one that is not in the pool."""
+        """Merge two neighbours into one block that is not in the pool."""
         for block in (left, right):
             if block.key:
                 self.take(block)
@@ -180,7 +180,7 @@ ROUND_LARGE = 2 * MIB
 
 
 class OutOfMemory(Exception):
-    """A request that did not fit under the limit, even after free segments were given back."""
+    """A simulated request that does not fit under the limit, even after free segments were returned to the driver."""
 
     def __init__(self, asked: int, allocator: "CachingAllocator") -> None:
         self.asked = asked
@@ -193,7 +193,7 @@ class OutOfMemory(Exception):
 
 
 class CachingAllocator:
-    """One device, one stream.
+    """Simulates the allocator of one device with one stream.
 
     Args:
         limit: bytes that the segments may take together; None: no limit.
@@ -231,11 +231,11 @@ class CachingAllocator:
 
     @property
     def fragmentation(self) -> int:
-        """Bytes that are reserved and not in use, now."""
+        """Bytes that are reserved and not in use."""
         return self.reserved - self.allocated
 
     def alloc(self, handle: int, size: int) -> None:
-        """Give `size` bytes to a handle; nothing for 0 bytes.
+        """Allocate `size` bytes for a handle; nothing for 0 bytes.
 
         Raises:
             OutOfMemory: it does not fit under the limit.
@@ -254,7 +254,7 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def release(self, handle: int) -> None:
-        """Take back what a handle has, and merge it with free neighbours; nothing for a handle that has none."""
+        """Free the bytes of a handle, and merge them with free neighbours; nothing for a handle without bytes."""
         if handle in self._owner:
             block, pool = self._owner.pop(handle)
             self.allocated -= block.size
@@ -290,7 +290,7 @@ class CachingAllocator:
         raise OutOfMemory(size, self)
 
     def _more(self, size: int, pool: Pool) -> int:
-        """Bytes to ask the driver for."""
+        """Bytes to request from the driver."""
         if pool.growing:
             return -(-size // self._page(pool)) * self._page(pool)
         if pool is self._small:
@@ -307,7 +307,7 @@ class CachingAllocator:
         return pool.grow(more, self._segments) if pool.growing else Block(more, self._segments, 0)
 
     def _give_back(self) -> None:
-        """Whole free segments to the driver; of growing ones the free pages."""
+        """Return free segments to the driver; of growing ones the free pages."""
         for pool in (self._small, self._large):
             for block in pool.free:
                 if pool.growing:

@@ -1,4 +1,4 @@
-"""Family: logs of one program that differ in one number (batch, sequence length, image side), read as polynomials: exact for any value.
+"""Interpolates logs of one program exactly along a number in which they differ: batch size, sequence length or image side.
 
 Within one program every storage's size is a polynomial of that number: a line in the batch, a parabola in the sequence where attention is
 explicit. Replaying the sizes gives the exact peak of any value. A line through *peaks* is not exact: the moment of the peak moves.
@@ -125,7 +125,7 @@ class Family:
         return np.where(self._table[:, 0] == MARK, 0, codes[np.where(self._table[:, 0] == MARK, 0, self._table[:, 1])])
 
     def moment(self, x: int, granularity: int = 1) -> str:
-        """When that is, in words."""
+        """That moment, in words."""
         return self._replay.moment(self._position(x, granularity))
 
     def _position(self, x: int, granularity: int) -> int:
@@ -155,7 +155,7 @@ class Family:
         return self.allocator(x, **options).peak_reserved
 
     def breakdown(self, x: int, **fields: Any) -> MemoryBreakdown:
-        """Everything about the value `x`.
+        """The breakdown at the value `x`.
 
         Args:
             x: the value.
@@ -223,7 +223,7 @@ def _newton(nodes: list[int], sizes: list[Any]) -> list[Any]:
 
 
 def _same(x: int, one: MemoryLog, events: list[Event], y: int, two: MemoryLog, others: list[Event]) -> None:
-    """Two runs did the same, sizes aside.
+    """Do two runs have the same events, apart from sizes?
 
     Raises:
         ValueError: they did not; it says where they part.

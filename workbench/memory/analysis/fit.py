@@ -1,4 +1,4 @@
-"""Fit: whether memory fits a device, with what is to spare and how sure that is; and how much of a device may be used."""
+"""Fit: whether memory fits a device, how much is left, and how certain that is; and how much of a device may be used."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from workbench.core.display import table as display
 from workbench.memory.analysis.non_pytorch import NonPyTorchMemory
 
 MARGIN = 0.05
-"""Share of a device that stays free unless said otherwise: fragmentation grows over a run, and a driver's share of the memory varies."""
+"""Share of a device that stays free by default: fragmentation grows over a run, and a driver's share of the memory varies."""
 
 
 _PLAIN = {"cuda": "the GPU", "cpu": "main memory"}
@@ -22,7 +22,7 @@ class Fit(display.Shown):
     """True if it fits: `if breakdown.fits("H200"): …`."""
 
     device: str
-    """Name of the device, or the bytes that were asked about."""
+    """Name of the device, or the given bytes in words."""
     capacity: int
     """Bytes of the device."""
     margin: float = 0.0
@@ -30,9 +30,9 @@ class Fit(display.Shown):
     needed: int
     """Bytes in use at the peak: reserved and what is outside the allocator, else allocated."""
     low: int
-    """The same with the least that may lie outside the allocator."""
+    """The same with the lowest estimate of bytes outside the allocator."""
     high: int
-    """The same with the most."""
+    """The same with the highest estimate."""
 
     @property
     def room(self) -> int:
@@ -41,12 +41,12 @@ class Fit(display.Shown):
 
     @property
     def spare(self) -> int:
-        """Bytes left; negative: missing."""
+        """Bytes left; negative = missing."""
         return self.room - self.needed
 
     @property
     def certain(self) -> bool:
-        """The answer is the same whatever lies outside the allocator, between least and most."""
+        """Is the answer the same for the lowest and the highest estimate of bytes outside the allocator?"""
         return (self.low <= self.room) == (self.high <= self.room)
 
     @property
@@ -93,7 +93,7 @@ def fit(held: int, outside: NonPyTorchMemory | None, name: str, capacity: int, m
     Args:
         held: bytes that the allocator reserves, else those that are allocated.
         outside: what lies outside the allocator there; None = nothing.
-        name: of the device; "" = bytes were asked about.
+        name: of the device; "" = a number of bytes was given.
         capacity: its bytes.
         margin: fraction 0..1 of the capacity that is to stay free.
 
@@ -113,7 +113,7 @@ def is_unnamed(device: str | Device) -> bool:
 
 
 def usable_memory(device: str | Device, capacity: int | None, margin: float) -> tuple[str, int]:
-    """What is to be fitted, in words, and the bytes of it that may be used."""
+    """The device in words, and its bytes that may be used."""
     if capacity is None:
         known = device_of(device)
         return known.name, usable_bytes(known, margin)

@@ -1,4 +1,4 @@
-"""Holder: who holds how much memory at one moment, by module and operator; Shares: holders summed by one of the two."""
+"""Holder: the bytes that a module and operator hold at one moment; Shares: holders summed by module or by operator."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ _OWN = {_SCRATCH: "scratch memory of kernels", _UNSPLIT: "rests of blocks that a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Storages at one moment that have everything but their bytes in common."""
+    """Storages at one moment with the same module, operator, group and phase."""
 
     module: str
-    """Name of the module whose forward made them; "" = outside of any, or the model itself."""
+    """Name of the module whose forward allocated them; "" = outside of all, or the model itself."""
     module_class: str
-    """Its class; "" where it is not known."""
+    """Class of the module; "" = not known."""
     op: str
     """Operator that made them, such as "aten.addmm.default"; "" = none."""
     group: str
@@ -33,11 +33,11 @@ class Holder:
     phase: str
     """Of `vocabulary.MEMORY_PHASES`, when they were allocated."""
     bytes: int
-    """Together."""
+    """Sum of their bytes."""
     count: int = 1
-    """How many storages."""
+    """Number of storages."""
     recomputed: bool = False
-    """Made again in backward, under activation checkpointing."""
+    """Were they recomputed in the backward, under activation checkpointing?"""
 
     @property
     def operator(self) -> str:
@@ -46,7 +46,7 @@ class Holder:
 
     @property
     def words(self) -> str:
-        """What they are, in a few words: "log_softmax of the loss", "gelu in blocks.3.mlp (GELU)", "optimizer states"."""
+        """Short description: "log_softmax of the loss", "gelu in blocks.3.mlp (GELU)", "optimizer states"."""
         part = _PARTS.get(self.group)
         if part and part.noun:
             return part.noun + (f" of {self.module}" if self.module and part.of_module else "")
@@ -76,13 +76,13 @@ def short(op: str) -> str:
 
 
 def holders_at(replay: Replay, position: int) -> tuple[Holder, ...]:
-    """Everything that holds bytes after the event at `position`, merged, the largest first."""
+    """The holders after the event at `position`, merged, largest first."""
     records, modules = replay.log.records, replay.log.modules
     return merged(_holder(records[index], held, modules) for index, held in replay.alive(position).items())
 
 
 def merged(holders: Iterable[Holder]) -> tuple[Holder, ...]:
-    """One holder for all that differ in bytes and count only, the largest first; equals stay in the order of their names."""
+    """Merge holders that differ in bytes and count only; largest first, equal ones by name."""
     sums_of: dict[tuple[Any, ...], list[int]] = {}
     for h in holders:
         sums = sums_of.setdefault((h.module, h.module_class, h.op, h.group, h.phase, h.recomputed), [0, 0])
@@ -99,12 +99,12 @@ def scratch_of(held: int, phase: str) -> Holder:
 
 
 def unsplit_of(held: int, phase: str) -> Holder:
-    """What large blocks are larger than their tensors: CUDA's allocator splits a rest off only if it is above 1 MiB."""
+    """Bytes by which large blocks are larger than their tensors: CUDA's allocator splits a rest off only if it is above 1 MiB."""
     return Holder(module="", module_class="", op=_UNSPLIT, group="other", phase=phase, bytes=held)
 
 
 def telling(holders: Iterable[Holder], moment: str) -> Holder | None:
-    """The largest of those that say why the moment is full: in forward and backward, what is not there all the time.
+    """The largest holders that explain a peak: in forward and backward, those that are not always there.
 
     Gradients are, from the second micro-step on, so they tell something at the end of a backward only.
     """
@@ -128,15 +128,15 @@ def _holder(record: Record, held: int, modules: Mapping[str, str]) -> Holder:
 
 
 SHOWN = 20
-"""Rows of a table; what is smaller is one row. `to_frame` has all."""
+"""Most rows of a table; all smaller holders share one row. `to_frame` has all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One row."""
+    """One row of Shares."""
 
     name: str
-    """What holds it."""
+    """Name of the module or operator."""
     held: Mapping[str, int]
     """Group → bytes."""
     count: int
@@ -150,16 +150,16 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares(display.Shown):
-    """Who holds how much, the largest first. Iterates over its rows; `shares["blocks.0"]` finds one."""
+    """Memory by module or operator, largest first. Iterates over its rows; `shares["blocks.0"]` finds one."""
 
     key: str
     """What the rows are: "module", "operator"."""
     rows: tuple[Share, ...]
     """The largest first."""
     title: str = ""
-    """One line above."""
+    """Title of the table."""
     note: str = ""
-    """One line below: what the numbers are."""
+    """Note below the table: what the numbers are."""
 
     @property
     def total(self) -> int:
@@ -209,7 +209,7 @@ class Shares(display.Shown):
 
 
 def shares(holders: Iterable[Holder], name: Callable[[Holder], str], key: str, title: str, note: str) -> Shares:
-    """Holders summed by what `name` says of each."""
+    """Sum holders by the result of `name`."""
     sums: dict[str, tuple[dict[str, int], list[int]]] = {}
     for h in holders:
         held, count = sums.setdefault(name(h), ({}, [0]))

@@ -27,22 +27,22 @@ class Record:
     module: str
     """Innermost module whose forward was running, by its name in the model; "" = the model itself or outside of it."""
     op: str
-    """Operator that made it, such as "aten.addmm.default"; "" = not made by one."""
+    """Operator that allocated it, such as "aten.addmm.default"; "" = none."""
     allocated_at: int
     """Position in the events."""
     freed_at: int | None = None
-    """Position in the events; None = it lives on."""
+    """Position of its free in the events; None = it was not freed."""
 
 
 class Event(NamedTuple):
-    """Something that happened to a storage; or a mark, at which a phase begins."""
+    """An allocation, resizing or free of a storage; or a mark, at which a phase begins."""
 
     kind: int
     """MARK, ALLOC, FREE or RESIZE."""
     index: int  # type: ignore[assignment]  # tuple.index is not missed
     """Of the record; of the mark in `MemoryLog.marks` if it is one."""
     size: int
-    """Bytes from now on (ALLOC, RESIZE); 0 otherwise."""
+    """Bytes after the event (ALLOC, RESIZE); 0 otherwise."""
 
 
 class Mark(NamedTuple):
@@ -55,7 +55,7 @@ class Mark(NamedTuple):
 
 @dataclass(slots=True)
 class MemoryLog:
-    """What a recorder writes."""
+    """The record of some training steps, as a Recorder writes it."""
 
     records: list[Record] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -63,4 +63,4 @@ class MemoryLog:
     modules: dict[str, str] = field(default_factory=dict)
     """Name of each module → its class."""
     notes: list[str] = field(default_factory=list)
-    """What a reader should know, such as that `.item()` was answered without a value."""
+    """Notes for the reader, such as that `.item()` was answered without a value."""

@@ -1,4 +1,4 @@
-"""Memory of a process on a GPU beside PyTorch's allocator (context, kernels' code, NCCL): ranges with a source, never a guess.
+"""Memory of a process on a GPU outside of PyTorch's allocator (context, kernels' code, NCCL): ranges, each with its source.
 
 device used = reserved + outside. Figures of one GPU are never used for another: where nothing was measured there is the stated range of
 what has been published for any, until `fit_non_pytorch` has learned the own GPU's from a few runs on it.
@@ -21,10 +21,10 @@ from workbench.core.device import Device
 MIB = 2**20
 ENV_CACHE = "WORKBENCH_CACHE"
 FEWEST = 3
-"""Runs that a fit needs; two make a line without residuals."""
+"""Runs that a fit needs at least; two make a line without residuals."""
 _GIB = 2**30
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
-"""What reading something else than fits raises."""
+"""Errors of reading a file that does not hold fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,13 @@ class NonPyTorchMemory(JsonDataclass):
     """Bytes on the device that are not in the caching allocator's segments."""
 
     low: int
-    """At least."""
+    """Lowest estimate."""
     mid: int
-    """What sums are made with."""
+    """Estimate that is used in sums."""
     high: int
-    """At most."""
+    """Highest estimate."""
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
 
     def __add__(self, other: "NonPyTorchMemory") -> "NonPyTorchMemory":
         return NonPyTorchMemory(
@@ -56,7 +56,7 @@ CONTEXT = NonPyTorchMemory(
     source="context of any GPU, as published: 274 MiB (pytorch #86509, modules loaded lazily), 426 MiB (unsloth-zoo #1053, torch 2.10), "
     "1.79 GiB (vllm #10511, with libraries)",
 )
-"""CUDA's context and the kernels' code, on a GPU of which nothing better is known; since torch 1.13 modules are loaded at first use."""
+"""CUDA's context and the kernels' code, on a GPU without better figures; since torch 1.13 modules are loaded at first use."""
 NCCL = NonPyTorchMemory(
     low=8 * MIB,
     mid=256 * MIB,
@@ -68,7 +68,7 @@ NCCL = NonPyTorchMemory(
 
 
 def non_pytorch_memory(device: str, world_size: int = 1, reserved: int = 0, path: Path | None = None) -> NonPyTorchMemory:
-    """What lies outside the allocator on a GPU: from the user's own fit if there is one, else as published.
+    """Bytes outside the allocator on a GPU: by the user's own fit if there is one, else as published.
 
     Args:
         device: name of a GPU; "cuda" or an unknown one: the range of any.
@@ -83,7 +83,7 @@ def non_pytorch_memory(device: str, world_size: int = 1, reserved: int = 0, path
 
 
 def is_known(device: str, path: Path | None = None) -> bool:
-    """Whether figures of this very GPU are used, fitted or published, and not the range of any."""
+    """Are figures of this very GPU used, fitted or published, and not the range of all GPUs?"""
     name = _known(device)
     return _published(name) is not CONTEXT or any(_known(fit.device) == name for fit in load_fits(path))
 
@@ -113,7 +113,7 @@ def cublas_workspace(capability: tuple[int, int] | None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonPyTorchFit(JsonDataclass):
-    """device used = base + slope · reserved, on one GPU with one driver and one torch. The slope is near 1; its excess grows along."""
+    """device used = base + slope · reserved, on one GPU with one driver and one torch. The slope is near 1."""
 
     device: str
     """Name of the GPU."""
@@ -138,7 +138,7 @@ class NonPyTorchFit(JsonDataclass):
         return max(abs(residual) for residual in self.residuals)
 
     def outside(self, reserved: int = 0) -> NonPyTorchMemory:
-        """What lies outside when so much is reserved."""
+        """Bytes outside when so many are reserved."""
         mid = self.base + (self.slope - 1) * reserved
         source = (
             f"fitted on {self.date or 'an unknown day'} to {len(self.residuals)} runs on {self.device}, "
@@ -203,7 +203,7 @@ def _read(path: Path) -> list[NonPyTorchFit]:
 
 
 def set_damaged_aside(path: Path | None = None) -> Path | None:
-    """Rename a file that holds something else than fits, so that nothing is written over it.
+    """Rename a file that holds something else than fits, so that it is not overwritten.
 
     Returns:
         Its new name; None where there is no such file or it can be read.

@@ -1,4 +1,4 @@
-"""MemoryTimeline: what each group held over some steps, thinned to what a picture can show; marks and peaks always stay."""
+"""MemoryTimeline: bytes per group over some steps, downsampled for a picture; marks and peaks are always kept."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from workbench.core.vocabulary import GROUPS
 from workbench.memory.analysis.replay import Numbers, Replay
 
 MOST = 2000
-"""Points that are kept, about: marks and the peaks between them always are."""
+"""Approximate number of points that are kept; marks and the peaks between them always are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +31,9 @@ class MemoryTimeline(JsonDataclass):
     held: Mapping[str, tuple[int, ...]]
     """Group → bytes after the event."""
     peak: int = 0
-    """Which point is the peak."""
+    """Index of the peak."""
     moment: str = ""
-    """The peak in words."""
+    """Moment of the peak, in words."""
 
     @classmethod
     def from_replay(cls, replay: Replay, peak: int | None = None, most: int = MOST) -> "MemoryTimeline":
@@ -95,7 +95,7 @@ class MemoryTimeline(JsonDataclass):
 
 
 EMPTY = MemoryTimeline(held=dict.fromkeys(GROUPS, ()))
-"""Of a measurement that has no log."""
+"""The timeline of a measurement that has no log."""
 
 
 def _kept(replay: Replay, peak: int, most: int) -> Numbers:

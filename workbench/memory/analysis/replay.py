@@ -1,4 +1,4 @@
-"""Replay: reads a MemoryLog from begin to end: what each group holds after every event, where the peak is and when that is, in words."""
+"""Replay: reads a MemoryLog from begin to end: bytes of each group after every event, the peak, and its moment in words."""
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -14,7 +14,7 @@ from workbench.memory.analysis.log import ALLOC, FREE, MARK, RESIZE, Event, Mark
 Numbers = NDArray[np.int64]
 
 BEGIN = Mark("init", 0, 0)
-"""Where a log is before its first mark."""
+"""Mark of the events before the first mark."""
 EDGE = 0.1
 """The first and last tenth of a phase's events are its start and its end."""
 _TIMES = {
@@ -28,7 +28,7 @@ _BY_PHASE = {"backward": "temp_backward", "between": "temp_optimizer", "optimize
 
 
 def classify(log: MemoryLog) -> None:
-    """Decide the categories that only the whole log knows, in place; those that are known stay.
+    """Decide, in place, the categories that follow only from the whole log; known ones are kept.
 
     Allocated in forward: an activation if it is alive when the backward of the same micro-step begins (or always, where there is none),
     else a temporary. Allocated in backward: recomputed if a module's forward was running, else a temporary. Allocated later, until the
@@ -183,7 +183,7 @@ class Replay:
         return {int(index): int(now[index]) for index in np.flatnonzero(now)}
 
     def moment(self, position: int) -> str:
-        """When that is, in words: "start of backward, step 2". In words steps count from 1; of several micro-steps it is named."""
+        """The moment in words, such as "start of backward, step 2". Steps count from 1; one of several micro-steps is named."""
         a, b, mark = self.stretch_of(position)
         when = _TIMES.get(mark.phase)
         if when is None:

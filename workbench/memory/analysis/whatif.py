@@ -17,14 +17,14 @@ SAME = "as it is"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """A change, and the memory it is predicted to lead to."""
+    """A change of knobs, and the memory that is predicted with it."""
 
     changes: Mapping[str, Any]
     """Knobs that are turned; empty = none."""
     breakdown: MemoryBreakdown | None
     """None if it could not be estimated."""
     complaint: str = ""
-    """Why it could not be."""
+    """Why it could not be estimated."""
 
     @property
     def label(self) -> str:
@@ -34,14 +34,14 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryComparison(display.Shown, JsonDataclass):
-    """What each of several changes does to the memory of a step. The first row is the step as it is."""
+    """The predicted memory of a step with each of several changes. The first row is the step as it is."""
 
     rows: tuple[WhatIf, ...]
     """The baseline, then one per change."""
     capacity: int | None = None
-    """Bytes of the device that it should fit; None = none was named."""
+    """Bytes of the device that it should fit; None = no device was named."""
     device: str = "cuda"
-    """Whose semantics the estimates have."""
+    """Device whose memory behaviour the estimates have."""
 
     def __getitem__(self, place: int) -> WhatIf:
         return self.rows[place]
@@ -88,7 +88,7 @@ class MemoryComparison(display.Shown, JsonDataclass):
 
 
 def needed(breakdown: MemoryBreakdown) -> int:
-    """Bytes that a device must have for it: what the allocator takes and what lies outside; without an allocator what tensors hold."""
+    """Bytes that a device must have: reserved by the allocator and outside of it; without an allocator those of the tensors."""
     used = breakdown.device_used
     return breakdown.total if used is None else used
 
@@ -109,14 +109,14 @@ def _row(row: WhatIf) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRung:
-    """One change on the way to a step that fits."""
+    """One entry of a MemoryLadder: a change on the way to a step that fits."""
 
     change: Mapping[str, Any]
-    """Knobs that this rung turns."""
+    """Knobs that it changes."""
     breakdown: MemoryBreakdown
-    """Predicted after it, with all rungs before it."""
+    """Predicted with this change and all before it."""
     slowdown: float
-    """Seconds per sample after it over those before, at the roofline of the device; nan where nothing can be said."""
+    """Seconds per sample after it over those before, at the roofline of the device; nan = not known."""
     price: str
     """What it costs besides time."""
 
@@ -128,14 +128,14 @@ class MemoryRung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLadder(display.Shown):
-    """The cheapest changes in time that make a step fit a device, one on top of another."""
+    """The changes that make a step fit a device at the least cost in time, added one by one."""
 
     start: MemoryBreakdown
     """Without any change."""
     rungs: tuple[MemoryRung, ...]
-    """In the order in which they are taken; the cheapest in time come first."""
+    """The changes in the order in which they are made; the cheapest in time come first."""
     device: str
-    """To be fitted."""
+    """Device that it should fit."""
     capacity: int
     """Its bytes, less the margin."""
     margin: float
@@ -155,7 +155,7 @@ class MemoryLadder(display.Shown):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """All knobs that are turned: `spec.replace(**ladder.changes)`."""
+        """All knobs that are changed: `spec.replace(**ladder.changes)`."""
         return {name: value for rung in self.rungs for name, value in rung.change.items()}
 
     @property
@@ -165,7 +165,7 @@ class MemoryLadder(display.Shown):
 
     @property
     def word(self) -> str:
-        """How it ends, in a line."""
+        """The result in a line."""
         if not self.rungs and self.fits:
             return f"it fits {self.device} as it is, with {units.bytes_(self.capacity - needed(self.start))} to spare"
         if not self.fits:
@@ -176,7 +176,7 @@ class MemoryLadder(display.Shown):
 
     @property
     def table(self) -> display.Table:
-        """One row per rung."""
+        """One row per change."""
         rows = [[SAME, units.bytes_(needed(self.start)), "", "", self.start.peak_moment]]
         rows += [
             [rung.label, units.bytes_(needed(rung.breakdown)), _time(rung.slowdown), rung.price, rung.breakdown.peak_moment]
@@ -190,7 +190,7 @@ class MemoryLadder(display.Shown):
         )
 
     def to_frame(self) -> Any:
-        """A DataFrame with one row per rung, the start first."""
+        """A DataFrame with one row per change, the start first."""
         start = {"change": SAME, "needed": needed(self.start), "total": self.start.total, "slowdown": 1.0, "price": ""}
         rows = [
             {"change": r.label, "needed": needed(r.breakdown), "total": r.breakdown.total, "slowdown": r.slowdown, "price": r.price}
@@ -211,7 +211,7 @@ def _time(slowdown: float) -> str:
 
 
 def combinations(moves: Iterable[Mapping[str, Any]]) -> list[tuple[int, ...]]:
-    """All sets of moves of which no two turn the same knob, as places in `moves`, the empty one included.
+    """All sets of moves of which no two change the same knob, as indices of `moves`; with the empty set.
 
     >>> combinations([{"precision": "amp_bf16"}, {"parallel": "zero1"}, {"parallel": "fsdp"}])
     [(), (0,), (1,), (0, 1), (2,), (0, 2)]
@@ -225,16 +225,16 @@ def combinations(moves: Iterable[Mapping[str, Any]]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaxMicroBatch:
-    """The largest micro-batch that fits a device, and what stands against the next larger one. `int()` of it is the number."""
+    """The largest micro-batch that fits a device, and why the next larger one does not. `int()` of it is the number."""
 
     micro_batch: int
-    """Samples; 0 = not even one fits."""
+    """Samples; 0 = not even one sample fits."""
     breakdown: MemoryBreakdown
-    """With that many; with one, where not even one fits."""
+    """Predicted with that many samples; with one sample, if not even that fits."""
     next: MemoryBreakdown
     """With one sample more, which is too much."""
     device: str
-    """To be fitted."""
+    """Device that it should fit."""
     capacity: int
     """Its bytes, less the margin."""
     runs: int
@@ -252,7 +252,7 @@ class MaxMicroBatch:
 
     @property
     def word(self) -> str:
-        """In a line."""
+        """The result in a line."""
         if not self.micro_batch:
             over = units.bytes_(-self.spare)
             return f"not even one sample fits {self.device}: {over} too much; try wb.memory_ladder(spec, device={self.device!r})"

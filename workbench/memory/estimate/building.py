@@ -66,7 +66,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def called(hook: Any) -> str:
-    """A hook's name, for people."""
+    """A hook's name, for messages."""
     return str(getattr(hook, "__qualname__", type(hook).__name__))
 
 
@@ -130,7 +130,7 @@ _FILLS = (
 
 _COMPILED = "torch.compile is left out: estimated is the module as it was before (model._orig_mod)"
 _NOTES: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
-"""Model that was built or copied → what was left out of it."""
+"""Model that was built or copied → notes on what was left out."""
 
 
 class BuildError(ValueError):
@@ -148,7 +148,7 @@ class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def build(make: Callable[[], Any], *, on_meta: bool = True) -> Any:
-    """What a function makes, without values where that is possible.
+    """The result of a function, without values where that is possible.
 
     Args:
         make: builds a model.
@@ -173,7 +173,7 @@ def build(make: Callable[[], Any], *, on_meta: bool = True) -> Any:
 
 
 def notes_of(model: nn.Module) -> list[str]:
-    """What was left out of a model of `build` or `copied`, in sentences."""
+    """Notes on what was left out of a model of `build` or `copied`."""
     return list(_NOTES.get(model, ()))
 
 
@@ -212,7 +212,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def _built(model: Any, left_out: list[str]) -> Any:
-    """What a user's function made."""
+    """The result of a user's function."""
     if isinstance(model, nn.Module):
         model, notes = _eager(model)
         if notes or left_out:

@@ -1,4 +1,4 @@
-"""Dry run: takes training steps on fake tensors, which a Recorder writes down; nothing is computed, and the process stays as it was."""
+"""Dry run: takes training steps on fake tensors, recorded in a MemoryLog; nothing is computed, and the process stays as it was."""
 
 import contextlib
 import operator
@@ -28,13 +28,13 @@ from workbench.memory.estimate.values import KnownValues
 from workbench.memory.measure.recorder import Recorder
 
 ENDLESS = 10_000
-"""Answers at one place in one forward or backward, from which on it is taken for a loop that a value has to end."""
+"""Answers at one line in one forward or backward, from which on it counts as a loop that a value has to end."""
 _OURS = ("torch", "workbench")
-"""Packages that are not the program."""
+"""Packages whose frames are not the user's program."""
 TRUE = ("all", "isfinite", "eq", "ge", "le", "lt", "isclose", "logical_and", "bitwise_and")
-"""Questions by the operator that asks them: "are all …", "is it finite", "is it equal". What is asserted is true, masks mask nothing."""
+"""Reductions to a truth value, by their operator: "are all …", "is it finite", "is it equal". Assertions hold, masks mask nothing."""
 FALSE = ("any", "isnan", "isinf", "isposinf", "isneginf")
-"""What is asked for because it is unusual."""
+"""Checks for unusual values, answered with no."""
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "ne": operator.ne,
     "ge": operator.ge,
@@ -42,7 +42,7 @@ COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "le": operator.le,
     "lt": operator.lt,
 }
-"""Questions about a number that is given: answered with 1 for what is asked about, so that 1 is below a number of classes."""
+"""Comparisons with a given number: the tensor's value counts as 1, so that it is below a number of classes."""
 
 
 def name_of(func: Any) -> str:
@@ -61,14 +61,14 @@ class AssumedValues:
     anything above, did any gradient overflow) is answered no: the step is an ordinary one.
 
     Attributes:
-        asked: how often a value was asked for.
+        asked: how often a value was requested.
         moment: tells the step and what is being done.
     """
 
     def __init__(self) -> None:
         self.asked = 0
         self.moment: Callable[[], object] = lambda: None
-        self._first = ""  # the place that asked first
+        self._first = ""  # the line that requested a value first
         self._places: Counter[tuple[str, int]] = Counter()  # file and line → questions there at this moment
         self._last: object = None
         self._truth: dict[int, bool] = {}  # address of a storage of truth values → what they say
@@ -76,7 +76,7 @@ class AssumedValues:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader should know, in sentences."""
+        """Notes for the reader."""
         if not self.asked:
             return ()
         times = "once" if self.asked == 1 else f"{self.asked} times"
@@ -87,7 +87,7 @@ class AssumedValues:
         """The value of a fake tensor with one element, of which nothing is known.
 
         Args:
-            tensor: asked for its value.
+            tensor: its value is requested.
             count: it is worth a note: the answer may decide what memory is needed.
 
         Raises:
@@ -102,7 +102,7 @@ class AssumedValues:
         return float(value) if tensor.dtype.is_floating_point else value
 
     def same(self, first: Tensor, second: Tensor) -> bool:
-        """Are two tensors equal? If they can be."""
+        """Are two tensors equal? Yes, if they can be."""
         self._count()
         return first.shape == second.shape
 
@@ -127,7 +127,7 @@ class AssumedValues:
             )
 
     def learn(self, name: str, args: Any, out: Any) -> None:
-        """See an operator that was run, and remember what it says of its result."""
+        """Remember what an operator that ran implies about its result."""
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             self._is_zero(args[1])  # found_inf of a GradScaler
         elif isinstance(out, Tensor) and out.dtype == torch.bool and out.layout == torch.strided:
@@ -154,12 +154,12 @@ class AssumedValues:
         self._zeros[storage._cdata] = weakref.ref(storage)
 
     def _number(self, tensor: Any) -> int:
-        """What numbers are."""
+        """Known values of numbers."""
         zero = self._zeros.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
         return 0 if zero is not None and zero() is not None else 1
 
     def _known(self, tensor: Any) -> bool | None:
-        """What truth values say, where that has been seen."""
+        """Meaning of truth values, where it is known."""
         strided = isinstance(tensor, Tensor) and tensor.dtype == torch.bool and tensor.layout == torch.strided
         return self._truth.get(tensor.untyped_storage()._cdata) if strided else None
 
@@ -172,7 +172,7 @@ _RECURRENT = "recurrent layers on the CPU: what oneDNN keeps for their backward 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """What a dry run has to know of the GPU that it pretends to be on."""
+    """The GPU that a dry run emulates."""
 
     precision: torch.dtype | None = None
     """Of autocast; None = no autocast."""
@@ -183,7 +183,7 @@ class Gpu:
 
 
 class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
-    """A Recorder of fake tensors, which answers where a value is asked for.
+    """A Recorder of fake tensors that also answers requests for values.
 
     Attributes:
         answers: what was said.
@@ -264,25 +264,25 @@ _AS_THEY_ARE: dict[str, Callable[[Any, Any, Any], Any]] = {
     "_grouped_mm": _product,
     "native_layer_norm_backward": _norms_gradient,
 }
-"""Operators of which fake tensors tell something else than what the real ones do."""
+"""Operators that return other shapes or strides for fake tensors than for real ones."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DryRun:
-    """A place where everything is fake."""
+    """The setting of a dry run: fake tensors, and the recorder."""
 
     recorder: FakeRecorder
-    """Active inside; enter its `hooks()` once the model stands."""
+    """Recorder, active inside; enter its `hooks()` once the model is built."""
 
     def model(self, model: nn.Module) -> None:
-        """Put fakes in the place of a model's tensors, in place; nothing of it is recorded yet."""
+        """Replace a model's tensors by fake ones, in place; they are not recorded yet."""
         self.recorder.captured.owned(model)
         with self.recorder.pause():
             building.materialise(model, building.fake_like)
 
     @contextlib.contextmanager
     def host(self, model: nn.Module) -> Iterator[None]:
-        """On entering, a model's parameters lie in the host's memory; on leaving, those that are still there come to the device.
+        """Inside, a model's parameters are in host memory; on leaving, those that are still there move to the device.
 
         In between they may have been replaced by parts of them, which are on the device.
         """

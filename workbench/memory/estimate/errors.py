@@ -24,24 +24,24 @@ DOING = {
     "optimizer": "optimizer step",
     "end": "optimizer step",
 }
-"""Phase of the log → what was being done."""
+"""Phase of the log → its name in messages."""
 
 
 _ARGUMENTS = re.compile(
     r"positional argument|keyword argument|required .*argument|multiple values for|argument .* must be|invalid combination"
 )
-"""In a TypeError about what was given to a function."""
+"""Texts of TypeErrors about the arguments of a function."""
 _TORCHS = re.compile(r"[\\/](torch|workbench[\\/](memory|harness|timeline|train|programs))[\\/]")
-"""In the path of a file that shapes are refused in."""
+"""Parts of paths of torch's files that check shapes."""
 _NOT_THEIRS = re.compile(r"[\\/](torch|workbench[\\/](memory|harness|timeline|train|cluster|programs))[\\/]")
-"""In the path of a file that is not the user's."""
+"""Parts of paths of files that are not the user's."""
 
 _FAKE_IS_MISSING = (
     r"no fake impl registered for \D*?(\w+::\w+)",
     r"(\w+::\w+)[^\n]*(?:fake impl|fake kernel|Meta|no fake)",
     r"Could not run '(\w+::\w+)",
 )
-"""In an error about an operator that does not say what comes out of it: of `torch.library.custom_op`, and of others."""
+"""Texts of errors about an operator without a fake implementation: of `torch.library.custom_op`, and of others."""
 
 
 class EstimateError(ValueError):
@@ -50,7 +50,7 @@ class EstimateError(ValueError):
 
 @contextlib.contextmanager
 def estimate_errors(recorder: Recorder, model: nn.Module, batch: Any) -> Iterator[None]:
-    """Inside, an error that is not in plain words yet becomes an EstimateError.
+    """Inside, other errors become EstimateErrors.
 
     Args:
         recorder: active inside.
@@ -127,7 +127,7 @@ def _where(module: str | None, kind: str, doing: str) -> str:
 
 
 def _about_arguments(error: BaseException) -> bool:
-    """Whether what was given does not fit: its number or kind of arguments, or its shapes; not an exception of the user's own."""
+    """Is an error about unsuitable arguments: their number or kind of arguments, or its shapes; not an exception of the user's own."""
     frames = traceback.extract_tb(error.__traceback__)
     text = str(error)
     if isinstance(error, TypeError):
@@ -160,7 +160,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _operator(error: BaseException) -> str | None:
-    """What an error of torch's fake tensors is about: `aten.nonzero.default` → "aten::nonzero"."""
+    """The operator in an error of torch's fake tensors: `aten.nonzero.default` → "aten::nonzero"."""
     func: Any = getattr(error, "func", None)
     if hasattr(func, "overloadpacket"):
         return str(func.name()).partition(".")[0]

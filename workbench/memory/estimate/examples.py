@@ -1,4 +1,4 @@
-"""Makes a batch whose shapes are those of a run, and a loss for a model that came without one."""
+"""Makes an example batch with the shapes of a run, and a loss for a model that has none."""
 
 import dataclasses
 import inspect
@@ -20,7 +20,7 @@ from workbench.runs.task import Task
 from workbench.timeline.loops import samples_in
 
 _TARGET = re.compile("target|label|class|^y$")
-"""In the name of an argument that means the right answers."""
+"""Parts of names of arguments that hold targets."""
 SAMPLES = 16
 """Different samples that are made for a batch; they repeat in it, since only shapes matter."""
 COLLATED = 1009
@@ -74,7 +74,7 @@ def resized(batch: Any, *, samples: int | None = None, sequence: int | None = No
     tensors = tensors_of(batch)
     count, length = samples_in(batch), _length(tensors)
     if samples is not None and count is None:
-        raise EstimateError(f"micro_batch={samples}: it cannot be told where the samples lie in the batch ({described(batch)})")
+        raise EstimateError(f"micro_batch={samples}: cannot determine which dimension of the batch counts samples ({described(batch)})")
     if sequence is not None and length is None:
         raise EstimateError(f"sequence={sequence}: the batch ({described(batch)}) has no tensor of shape (samples, sequence)")
     if image is not None and not any(tensor.dim() == 4 for tensor in tensors):
@@ -88,12 +88,12 @@ def resized(batch: Any, *, samples: int | None = None, sequence: int | None = No
             shape[1:] = [sequence if size == length else size for size in shape[1:]]
         if image is not None and len(shape) == 4:
             shape[2:] = [image, image]
-        told = tells(tensor)
-        if told and sequence is not None and length is not None and _is_lengths(tensor, length):
+        values_matter = tells(tensor)
+        if values_matter and sequence is not None and length is not None and _is_lengths(tensor, length):
             tensor = (tensor.long() * sequence // length).to(tensor.dtype)
         if shape == list(tensor.shape):
             return tensor
-        return _stretched(tensor, shape) if told else torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return _stretched(tensor, shape) if values_matter else torch.empty(shape, dtype=tensor.dtype, device="meta")
 
     return map_tensors(other, batch)
 
@@ -128,7 +128,7 @@ def _length(tensors: list[Tensor]) -> int | None:
 
 
 class DefaultLoss:
-    """A loss for a model that came without one.
+    """A loss for a model that has none.
 
     The model gets the batch as its arguments (a mapping by name) or, where it takes fewer, the first parts of it. The loss is `output.loss`
     or `output["loss"]` if there is one, the output itself if it is one number; the cross-entropy with whole numbers that are left over of

@@ -1,6 +1,6 @@
-"""CapturedTensors: real tensors that a program reaches in a dry run without being given them, such as the weights of a criterion.
+"""Replaces real tensors that a program reaches in a dry run through closures or globals, such as the weights of a criterion.
 
-A fake tensor stands in for each, so that nothing is written to it, and at the end it has the gradient that it had before.
+CapturedTensors has a fake tensor for each, so that nothing is written to it; at the end it has the gradient that it had before.
 """
 
 import weakref
@@ -24,24 +24,24 @@ Track = Callable[[Tensor, str], None]
 
 
 class CapturedTensors:
-    """The real tensors that a dry run meets, and their stand-ins.
+    """The real tensors that a dry run finds, and their fake substitutes.
 
     Attributes:
         leaves: those that get a gradient.
     """
 
     def __init__(self, blank: Callable[[Tensor], Tensor], track: Track, is_dry: Callable[[], bool]) -> None:
-        """Nothing was met yet.
+        """Nothing was found yet.
 
         Args:
             blank: makes a fake of one dimension that is as large as the storage of a tensor, of bytes.
             track: records a stand-in, as of the category that is given.
-            is_dry: are tensors fake here? Now and then torch is told otherwise, for numbers that it needs.
+            is_dry: are tensors fake here? For numbers that it needs, torch makes real ones for a moment.
         """
         self._blank, self._track, self._is_dry = blank, track, is_dry
         self._own: dict[int, tuple[str, weakref.ref[Any]]] = {}
         self._modules: list[tuple[nn.Module, type, dict[str, Any], list[tuple[dict[str, Any], dict[str, Any]]]]] = []
-        self._blanks: dict[int, Tensor] = {}  # address of a storage → bytes that stand in its place
+        self._blanks: dict[int, Tensor] = {}  # address of a storage → its substitute
         self._ends: list[Any] = []
         self._categories: dict[int, str] = {}  # address of a storage → what it is
         self._gradients: set[int] = set()  # addresses of the storages of gradients that were there before
@@ -56,7 +56,7 @@ class CapturedTensors:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader should know, in sentences."""
+        """Notes for the reader."""
         met = [category for category in self._categories.values() if category in _KINDS]
         if not met:
             return ()
@@ -78,7 +78,7 @@ class CapturedTensors:
             self._own[id(parameter)] = name, weakref.ref(parameter)
 
     def instead(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of an operator, with stand-ins for real tensors.
+        """The arguments of an operator, with substitutes for real tensors.
 
         Raises:
             EstimateError: one of them is a parameter of the model itself.
@@ -97,7 +97,7 @@ class CapturedTensors:
         return swapped, {key: swap(value, key in written) for key, value in kwargs.items()}
 
     def made(self, out: Any, args: Any) -> None:
-        """See what an operator made: real tensors made in here are torch's own."""
+        """Register the results of an operator: real tensors made in here are torch's own."""
         if type(out) is Tensor and out.layout == torch.strided:
             address = out.untyped_storage()._cdata
             if address not in [arg.untyped_storage()._cdata for arg in args if type(arg) is Tensor and arg.layout == torch.strided]:
@@ -112,7 +112,7 @@ class CapturedTensors:
                 self._remember(parameter)
 
     def put_back(self) -> None:
-        """Give every tensor that was met the gradient that it had, every optimizer its states and the model its tensors.
+        """Give every tensor that was found the gradient that it had, every optimizer its states and the model its tensors.
 
         Call it where tensors are real. The model may be one that was there before, or have parts of one.
         """
@@ -203,7 +203,7 @@ class CapturedTensors:
 
 
 def _is_real(value: Any) -> bool:
-    """Has it values? What is made of tensors (a DTensor) has what those have."""
+    """Does a tensor have values? One that wraps others (a DTensor) does if they do."""
     if type(value) is FakeTensor or not isinstance(value, Tensor) or isinstance(value, FakeTensor):
         return False
     return not is_traceable_wrapper_subclass(value)

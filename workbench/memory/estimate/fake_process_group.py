@@ -1,4 +1,4 @@
-"""Fake process group: this process is one of many ranks, of which no other exists; DDP, ZeroRedundancyOptimizer and FSDP2 work."""
+"""Fake process group: this process acts as one of many ranks that do not exist; DDP, ZeroRedundancyOptimizer and FSDP2 work in it."""
 
 import contextlib
 import sys
@@ -16,25 +16,25 @@ from torch.nn.parallel import DistributedDataParallel
 from workbench.memory.estimate.fake_tensors import real_tensors
 
 MOST_RANKS = 8192
-"""Ranks, up to which the fake process group has been tried."""
+"""Most ranks with which the fake process group was tested."""
 
 
 class ProcessGroupError(ValueError):
-    """A world that cannot be had; the message says why and what to try."""
+    """A process group that cannot be made; the message says why and what to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeRank:
-    """Of a rank in the world."""
+    """A rank of the fake process group."""
 
     rank: int
     """Its number."""
     world_size: int
     """Ranks."""
     device: torch.device
-    """Where its tensors are made."""
+    """Device on which it makes tensors."""
     store: Any
-    """A `torch.distributed` store of its own, in which nobody answers."""
+    """A `torch.distributed` store of its own, in which no other rank answers."""
 
 
 @contextlib.contextmanager
@@ -157,10 +157,10 @@ def real_device_meshes() -> Iterator[None]:
 
 
 class LazyChunks:
-    """What `torch.chunk` gives, empty tensors behind it up to `count`; each made when it is asked for.
+    """What `torch.chunk` gives, empty tensors behind it up to `count`; each made when it is used.
 
     >>> import torch
-    >>> [len(one) for one in (LazyChunks(torch.zeros(10), 4, 0)[place] for place in range(4))]
+    >>> [len(chunk) for chunk in (LazyChunks(torch.zeros(10), 4, 0)[place] for place in range(4))]
     [3, 3, 3, 1]
     """
 
@@ -183,7 +183,7 @@ class LazyChunks:
 
 @contextlib.contextmanager
 def lazy_chunks() -> Iterator[None]:
-    """Inside, FSDP2 takes no longer to deal a parameter out to 8,192 ranks than to 8; where torch has no such function, as always."""
+    """Inside, FSDP2 shards a parameter over 8,192 ranks as fast as over 8; does nothing in a torch without that function."""
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_param as home
     except ImportError:

@@ -15,7 +15,7 @@ from workbench.memory.estimate.cuda.overrides import replaced
 
 
 class _HiddenFakeTensor(type):
-    """Makes a stand-in for the class of fake tensors, which knows its own among strangers only when torch asks."""
+    """Makes a substitute for the class of fake tensors, of which tensors are instances only for torch itself."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         asks = str(sys._getframe(1).f_globals.get("__name__", ""))
@@ -40,7 +40,7 @@ def hidden_from_isinstance() -> Iterator[None]:
 def fake_tensors() -> Iterator[None]:
     """Inside, tensors have a shape and a type but no values; real ones, such as a mask that a module keeps, may take part.
 
-    Who asks whether a tensor is a fake one is told that it is not (see `hidden_from_isinstance`).
+    To code that checks for fake tensors they look like plain ones (see `hidden_from_isinstance`).
     """
     with (
         torch.inference_mode(False),
@@ -66,7 +66,7 @@ def no_autocast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, torch does not write a traceback to stderr where the shapes of an operator do not fit: the error itself says it."""
+    """Inside, torch does not write a traceback to stderr where the shapes of an operator do not fit: the error itself has it."""
 
     def wanted(record: logging.LogRecord) -> bool:
         return "failed while attempting to run" not in str(record.msg)
@@ -81,7 +81,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def formatted() -> Iterator[None]:
-    """Inside, `f"{loss:.3f}"` works on fake tensors: it asks for the value, as it does of real ones."""
+    """Inside, `f"{loss:.3f}"` works on fake tensors: formatting takes the tensor's value."""
     usual = Tensor.__format__
 
     def answer(self: Tensor, spec: str) -> str:

@@ -1,4 +1,4 @@
-"""Plan: what is estimated, with every choice made; built from whatever a user gives."""
+"""Plan: the complete configuration of an estimate, built from a RunSpec, a Task, a module or a function."""
 
 import dataclasses
 import inspect
@@ -24,19 +24,19 @@ from workbench.runs.task import Task
 from workbench.timeline.loops import samples_in
 
 PRECISIONS = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
-"""Precision → the type of autocast, unless FSDP2 stands in its place."""
+"""Precision → dtype of autocast, unless FSDP2's own policy replaces it."""
 STEPS = 2
-"""Optimizer steps that tell everything: the optimizer makes its states in the first."""
+"""Optimizer steps of an estimate: the optimizer makes its states in the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is estimated, with nothing left to choose."""
+    """The complete configuration of an estimate."""
 
     spec: RunSpec
-    """Every knob; its nnodes × nproc_per_node is the world size."""
+    """All knobs; nnodes × nproc_per_node is the world size."""
     task: Task
-    """Whose model, loss and optimizer."""
+    """The model, loss and optimizer."""
     example: Any
     """A batch; only its shapes count."""
     device: str
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def gpu(self) -> Gpu | None:
-        """Whose memory behaviour to have; None = a CPU's."""
+        """The GPU to emulate; None = a CPU."""
         if self.device == "cpu":
             return None
         device = Device.known(self.device)
@@ -90,7 +90,7 @@ def plan_of(
     asked: str = "estimate_memory",
     **knobs: Any,
 ) -> Plan:
-    """What `workbench.memory.api.estimate_memory` estimates, with its arguments; see there. `asked`: what a user called."""
+    """The Plan for the arguments of `workbench.memory.api.estimate_memory`; see there. `asked`: the function that the user called."""
     check_names(RunSpec, knobs)
     for what, value, least in (("steps", steps, 1), ("rank", rank, 0), ("sequence", sequence, 1), ("image", image, 1)):
         if value is not None:

@@ -71,7 +71,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_view(func: Any) -> bool:
-    """Does it only look at another tensor's memory?"""
+    """Is its result only a view of another tensor's memory?"""
     schema = getattr(func, "_schema", None)
     aliases = [result.alias_info for result in schema.returns] if schema is not None else []
     return any(alias is not None and not alias.is_write for alias in aliases)

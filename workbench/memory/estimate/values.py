@@ -1,4 +1,4 @@
-"""KnownValues: what a dry run knows of tensors that follow from the batch's whole numbers, such as its lengths and its masks."""
+"""KnownValues: tracks integer and boolean values in a dry run that follow from the batch, such as lengths and masks."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,12 +18,12 @@ LIMIT = 2**22
 MADE = 2**18
 """The same for what is made of nothing, such as positions or a triangle of ones: every layer may make one."""
 GREATEST = 2**31
-"""From here on a whole number is what lay in memory, as in `torch.empty`."""
+"""Integers from here on count as uninitialised memory, as of `torch.empty`."""
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 _aten = torch.ops.aten
 _AS_LONG_AS_THEY_ARE = (_aten.nonzero.default, _aten._unique2.default, _aten.unique_dim.default, _aten.unique_consecutive.default)
-"""Operators whose results are as long as values say, and no longer than what they are given."""
+"""Operators whose result's length depends on values, and is at most that of their argument."""
 
 
 def tells(example: Tensor) -> bool:
@@ -42,7 +42,7 @@ class _Known(NamedTuple):
 
 
 class KnownValues:
-    """The values of fake tensors that a program's own operators compute of what is known: whole numbers and truth values of the batch.
+    """Values of fake tensors that the program's own operators compute from known ones: integers and booleans of the batch.
 
     Nothing that the program has itself is ever written to: what is computed with is a copy.
     """
@@ -52,10 +52,10 @@ class KnownValues:
         self._storages: set[int] = set()  # addresses, those of the dead among them
 
     def know(self, fake: Tensor, example: Tensor) -> None:
-        """Learn that a fake tensor stands for an example, if that tells anything."""
+        """Keep the values of the example that a fake tensor replaces, if they matter."""
         with real_tensors():
-            told = type(example) is Tensor and tells(example)
-        if told:
+            values_matter = type(example) is Tensor and tells(example)
+        if values_matter:
             self._keep(fake, _copy(example))
 
     def of(self, tensor: Any) -> Tensor | None:
@@ -121,7 +121,7 @@ class KnownValues:
         return found
 
     def _positions(self, parts: Any, plainly: Callable[[Any, Any, Any], Any]) -> list[Any]:
-        """Masks that are known, as the positions that they pick, of which there is a number."""
+        """Replace known masks by the positions that they select, whose number is known."""
         positions: list[Any] = []
         for part in parts:
             known = part is not None and part.dtype == torch.bool and self.of(part) is not None
@@ -140,7 +140,7 @@ class KnownValues:
         return values
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Something unknown was written: nor is known what it was written to, by whatever view that is seen."""
+        """Forget the values of a storage to which something unknown was written, for all views of it."""
         if not self._storages:
             return
         written = {
@@ -166,7 +166,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 
 
 def _is_sized_by_values(func: Any, values: tuple[Any, Any]) -> bool:
-    """Is how much comes out known by values alone, and not too much?"""
+    """Is the length of the result known by values alone, and not too large?"""
     if func is _aten.repeat_interleave.Tensor:
         with real_tensors():
             return int(values[0][0].sum()) <= LIMIT
@@ -180,7 +180,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_small(out: Any, values: tuple[Any, Any]) -> bool:
-    """Is it worth knowing? What is made of nothing only where it is of whole numbers."""
+    """Is a tensor worth tracking? One that is made of no other tensor only if it has integers."""
     made = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
     if any(isinstance(leaf, Tensor) for leaf in tree_flatten(values)[0]):
         return bool(made) and all(leaf.numel() <= LIMIT for leaf in made)

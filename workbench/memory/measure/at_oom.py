@@ -1,4 +1,4 @@
-"""Says what this process holds in tensors, at the moment when memory ran out, and which tensors autograd keeps for a backward."""
+"""Describes what tensors this process holds when memory runs out, and which of them autograd keeps for a backward."""
 
 import contextlib
 import resource
@@ -21,12 +21,12 @@ from workbench.memory.measure.recorder import storages
 from workbench.runs.out_of_memory import Held, HeldBy
 
 MOST_HOLDERS = 40
-"""So many holders are written down, the largest."""
+"""Holders that are recorded, the largest."""
 _LIBRARIES = tuple({path for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_paths().get(name))})
 
 
 def held(error: BaseException) -> Held:
-    """Look at everything that lives: parameters, gradients, optimizer states, what autograd keeps, and all other tensors.
+    """Describe all live tensors: parameters, gradients, optimizer states, what autograd keeps, and all other tensors.
 
     Args:
         error: that memory has run out; it still keeps alive what lived then.
@@ -125,7 +125,7 @@ def _names(modules: list[nn.Module]) -> dict[nn.Module, str]:
 
 
 def _where(error: BaseException, names: dict[nn.Module, str]) -> tuple[str | None, str | None, str | None]:
-    """Phase, innermost module and line of the user's."""
+    """Phase, innermost module, and line of the user's code."""
     phase = module = None
     for frame in _frames(error):
         owner = frame.f_locals.get("self")
@@ -164,7 +164,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _available() -> int | None:
-    """Main memory that is left: of the machine, or of what this process may take where that is less."""
+    """Main memory that is left, of the machine or of this process's limit, whichever is less."""
     left: list[int] = []
     facts: dict[str, str] = {}
     for place in ("/proc/meminfo", "/proc/self/status"):
@@ -181,11 +181,11 @@ def _available() -> int | None:
 
 
 MOST_NODES = 200_000
-"""So many nodes of a graph are looked at."""
+"""Most nodes of a graph that are visited."""
 _RAW = "_raw_saved_"
 
 _saved_names: dict[type, tuple[str, ...]] = {}
-"""Kind of node → its attributes with what it keeps."""
+"""Kind of node → its attributes with saved tensors."""
 
 
 def saved(roots: Iterable[Tensor]) -> Iterator[tuple[Any, Tensor]]:

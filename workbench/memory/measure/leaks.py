@@ -1,4 +1,4 @@
-"""Leaks: finds memory that grows from step to step: who made it, and which Python variable keeps it alive."""
+"""Finds memory that grows from step to step: the operator and module that made it, and the Python variable that keeps it alive."""
 
 import gc
 import statistics
@@ -24,21 +24,21 @@ from workbench.memory.measure.memory import freed_by_collector, recorded
 from workbench.memory.measure.recorder import storages
 
 MOST_DEEP = 10
-"""How many containers inside each other are followed."""
+"""Depth to which nested containers are followed."""
 MOST_SEEN = 20_000
-"""So many objects are asked about."""
+"""Most objects whose referrers are searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What keeps something alive."""
+    """A variable that keeps tensors alive."""
 
     words: str
     """The variable, its kind and where it is."""
     bounded: bool = False
     """Is it a queue with a largest length?"""
     graph: bool = False
-    """Does what it holds lead to a graph, which lives as long as it does?"""
+    """Does it hold an autograd graph, which lives as long as it does?"""
 
 
 def living() -> list[Tensor]:
@@ -49,28 +49,28 @@ def living() -> list[Tensor]:
 
 @dataclass(slots=True)
 class _Trail:
-    """How an object was come to, from the tensors that it keeps alive. Holds none of them: that would be a referrer as well."""
+    """The path from tensors to an object that keeps them alive. It holds none of them: that would be a referrer as well."""
 
     roots: set[int]
     """The tensors, by id."""
     bounded: bool = False
     """Did it pass a queue with a largest length?"""
     kind: str = ""
-    """Of what a dictionary or a variable stands for."""
+    """Name of the object whose dictionary or variable it is."""
     key: str = ""
-    """Under which a dictionary has it."""
+    """Its key in a dictionary."""
     place: int = -1
     """Of a variable among those that a function shares."""
 
 
 class Referrers:
-    """Answers who holds tensors. Make it where the variables of the user's functions still live, and ask it there.
+    """Finds the variables that hold tensors. Create and use it while the user's functions are still running.
 
-    The garbage collector looks at everything that lives for one answer, so all tensors are asked about at once, level by level.
+    Each call of the garbage collector visits all live objects, so the referrers of all tensors are searched at once, level by level.
     """
 
     def __init__(self, names: Mapping[nn.Module, str] | None = None) -> None:
-        """Look at the variables that there are.
+        """Collect the present variables.
 
         Args:
             names: of a model's modules.
@@ -164,7 +164,7 @@ def _trail(value: Any, before: _Trail, referrer: Any) -> _Trail:
 
 
 def _frames() -> Iterator[types.FrameType]:
-    """Of the user's functions that are running."""
+    """Frames of the user's functions that are running."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(str(ROOT)):
@@ -197,7 +197,7 @@ OLD = 2
 REGULAR = 0.75
 """Fraction of the steps in which something has to be left behind to count as a leak: more than half, and one may be an exception."""
 SMALL = 1024
-"""Bytes per step below which only what drags a graph along is worth a word: a list of losses as numbers is no leak."""
+"""Bytes per step below which only leaks with a graph are reported: a list of losses as numbers is no leak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,11 +211,11 @@ class Leak:
     holder: str | None
     """The variable that keeps them, in words; None = none was found: it lies outside of Python's reach, or in a running frame's stack."""
     operator: str
-    """That made most of it."""
+    """Operator that allocated most of it."""
     module: str
-    """Whose forward that was; "" = the model itself or none."""
+    """Module in whose forward that was; "" = the model itself or none."""
     graph: bool
-    """Does what is held lead to a graph, which lives as long?"""
+    """Does it hold an autograd graph, which lives as long?"""
 
     def __str__(self) -> str:
         held = self.holder or "a holder that was not found"
@@ -227,10 +227,10 @@ class Leak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaks(display.Shown):
-    """What grows; nothing, if the step is healthy. It is true if something does."""
+    """The leaks of a step; empty, and false, if there are none."""
 
     title: str
-    """What was run."""
+    """The step that was run."""
     found: tuple[Leak, ...] = ()
     """The largest first."""
     after: Sequence[int] = field(default=())
@@ -248,7 +248,7 @@ class Leaks(display.Shown):
 
     @property
     def hint(self) -> str | None:
-        """What to do."""
+        """Advice."""
         if any(leak.graph for leak in self.found):
             return "Keep numbers, not tensors with a graph: loss.item() or tensor.detach(); evaluate under torch.no_grad()."
         if any(leak.holder for leak in self.found):
@@ -346,7 +346,7 @@ def held_after(log: MemoryLog) -> dict[int, int]:
 
 
 def leaks_of(log: MemoryLog, left: Mapping[int, Sequence[int]], holders: Mapping[int, Holding]) -> tuple[Leak, ...]:
-    """What is left behind regularly, by holder.
+    """The leaks, by holder.
 
     Args:
         log: of the steps.

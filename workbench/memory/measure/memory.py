@@ -50,7 +50,7 @@ class Stepping:
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """Inside, modules' calls and backwards are seen."""
+        """Inside, calls of modules and backwards are recorded."""
         handle = register_module_forward_pre_hook(self._called)
         patch = Patch(torch.autograd, "backward", self._wrap)
         try:
@@ -94,7 +94,7 @@ class Stepping:
             self._mark("forward")
 
     def _was_forward(self) -> None:
-        """Where no module has been called: what has happened since the batch was there was forward."""
+        """If no module was called, count all since the batch arrived as forward."""
         if self._phase != "data":
             return
         first, marked = self._began
@@ -130,9 +130,9 @@ def take_in(recorder: Recorder, batch: Any) -> None:
 
 
 STEPS = 3
-"""Steps that are measured where nobody says: the optimizer makes its states in the first; the second and the third should agree."""
+"""Steps that are measured by default: the optimizer makes its states in the first; the second and the third should agree."""
 APART = 0.01
-"""Fraction of the peak by which the record may lie above the allocator's word before a note says so."""
+"""Fraction of the peak by which the record may exceed the allocator's count before a note says so."""
 
 
 class Borders:
@@ -148,7 +148,7 @@ class Borders:
         self._truth.begin()
 
     def excess(self, replay: Replay, *, drifts: bool) -> dict[int, int]:
-        """Step → bytes by which the allocator's peak lies above the record's; of the steps in which it can be told."""
+        """Step → bytes by which the allocator's peak exceeds the record's; of the steps in which it is known."""
         ends = [position for position, _ in self._at[1:]] + [len(replay.total)]
         truth: dict[int, int] = {}
         record: dict[int, int] = {}
@@ -172,7 +172,7 @@ def breakdown(
     notes: Sequence[str] = (),
     cyclic: Collection[int] = (),
 ) -> MemoryBreakdown:
-    """What a recorder and the allocator have seen, as one.
+    """The record of the tensors and the allocator's counts, combined.
 
     Args:
         recorder: has recorded.
@@ -239,7 +239,7 @@ def measure(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     steps: int = STEPS,
 ) -> MemoryBreakdown:
-    """Take some real steps in this process and say what they held. Everything is left as it was.
+    """Take some real steps in this process, and return their breakdown. Everything is left as it was.
 
     Args:
         step: `step(batch)` does one optimizer step.
@@ -325,7 +325,7 @@ def freed_by_collector(recorder: Recorder) -> set[int]:
 
 
 def _take_stock(recorder: Recorder, found: ReachableState) -> None:
-    """What lives already, as far as the step reaches it."""
+    """Record the tensors that exist already, as far as the step references them."""
     for model in found.models:
         recorder.attach(model)
     for optimizer in found.optimizers:
@@ -338,7 +338,7 @@ def _take_stock(recorder: Recorder, found: ReachableState) -> None:
 
 
 def check_steps(steps: object) -> None:
-    """Refuse what is no number of steps.
+    """Check a number of steps.
 
     Raises:
         ValueError: not a whole number of at least 1.

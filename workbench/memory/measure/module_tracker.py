@@ -1,4 +1,4 @@
-"""ModuleTracker: which module is running: in forward by its calls, in backward by who made the autograd node that runs."""
+"""ModuleTracker: names the module that is running: in forward by its calls, in backward by the module that made the autograd node."""
 
 import bisect
 import contextlib
@@ -68,7 +68,7 @@ class ModuleTracker:
             self._leave(module, (), None)
 
     def begin_forward(self) -> None:
-        """A micro-step begins: the nodes of the last one are gone."""
+        """Begin a micro-step: the nodes of the last one are gone."""
         del self._numbers[1:], self._makers[1:]
 
     def hooks(self) -> list[Any]:
@@ -100,7 +100,7 @@ class ModuleTracker:
 
 
 def next_node() -> int | None:
-    """Number of the autograd node that this thread will make next; None where torch does not say."""
+    """Number of the autograd node that this thread will make next; None = not known."""
     ask = getattr(torch._C._autograd, "_get_sequence_nr", None)
     return None if ask is None else int(ask())
 

@@ -36,7 +36,7 @@ TRAINER_PHASES = {
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what happens to every storage while it is active; enter it, and `hooks()` inside of it.
+    """Records every storage while it is active; enter it, and `hooks()` inside of it.
 
     Say where the steps are with `mark`, or let a Trainer say it (`trainer.phase = recorder.phase`). Between steps count `step` up. Garbage
     collection should be off (`core.gc.collected_before`): storages that die in cycles would do so at moments that differ from run to run.
@@ -55,7 +55,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             model: whose modules are named and whose parameters and buffers are recognised; may be given later, by `attach`.
             device: only storages on devices of this type ("cuda") are recorded; None = all.
             host_counters: leave out the optimizers' step counters: those of an ordinary optimizer stay in the host's memory, and where
-                fake tensors on the CPU stand for a GPU's they cannot be told by their device.
+                fake CPU tensors replace a GPU's, they cannot be recognised by their device.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = MemoryLog()
@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.attach(model)
 
     def attach(self, model: nn.Module) -> None:
-        """Name the modules of a model, and recognise its parameters and buffers; again after they have been replaced."""
+        """Register a model's modules, parameters and buffers; call it again after they were replaced."""
         self.log.modules.update(self.tracker.name(model))
         self._parameters = list(model.parameters())
         for name, module in model.named_modules():
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.track(buffer, "buffer", module=name)
 
     def track(self, tensor: Tensor, category: str | None = None, op: str = "", module: str | None = None) -> None:
-        """Record the storages of a tensor, unless they are known; say what they are, if `category` is given.
+        """Record the storages of a tensor, unless they are known, and their `category`, if given.
 
         Args:
             tensor: of any kind; of a DTensor, its local part.
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._resized(index, size)
 
     def charge(self, size: int, category: str | None = None, op: str = "") -> int:
-        """Record bytes that are taken now and belong to no tensor that is seen, such as a library's workspace; the record's index."""
+        """Record bytes that are allocated now and belong to no known tensor, such as a workspace. Returns their record's index."""
         log, module = self.log, self.tracker.forward
         if category is None and self._phase == "backward":
             module, recomputed = self.tracker.backward()
@@ -199,17 +199,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return entered
 
     def _hand_over(self, tensor: Tensor, heir: Tensor) -> None:
-        """What was a tensor's storage is its heir's, as if that had none of its own."""
+        """Transfer a tensor's storage record to the tensor that replaces it."""
         if (index := self._live.pop(tensor.untyped_storage()._cdata, None)) is not None:
             self._follow(heir.untyped_storage(), index)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator; those who know better than it what comes out may do so here."""
+        """Run an operator; a subclass may return another result."""
         return func(*args, **kwargs)
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """Inside, modules, gradients, optimizer steps and resizings are seen."""
+        """Inside, modules, gradients, optimizer steps and resizings are recorded."""
         outer: list[str] = []  # a stack: ZeroRedundancyOptimizer steps the optimizer inside of it
 
         def begin(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -245,7 +245,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.log.records[index].category = "unsharded_parameter"
 
     def close(self) -> None:
-        """The steps are over: what dies from now on does not belong to them."""
+        """End the steps: later frees do not belong to them."""
         self._closed = True
 
     def _has_gradient(self, parameter: Tensor) -> None:
@@ -312,7 +312,7 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 Holders = tuple[int, int, int]
 NOBODY: Holders = (0, 0, 0)
-"""Where this torch does not say."""
+"""Value if this torch does not report it."""
 
 
 def holders_of(tensor: Any) -> Holders:
@@ -323,7 +323,7 @@ def holders_of(tensor: Any) -> Holders:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Do its elements lie side by side, in any order?
+    """Are its elements contiguous, in any order of dimensions?
 
     >>> is_dense(torch.zeros(2, 3).t()), is_dense(torch.zeros(2, 1).expand(2, 3))
     (True, False)
@@ -337,7 +337,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class GradientAccumulationProbe:
-    """Tells the sums that autograd's engine makes, and which of them would be in place."""
+    """Finds the sums that autograd's engine makes, and which of them would be in place."""
 
     def __init__(self) -> None:
         self._alone: Holders | None = None  # holders of a gradient that only the engine has

@@ -90,11 +90,11 @@ class MemoryExplorer:
         shown = [top, self.knobs.box, self.problem, self.verdict, self.bars, self.details, Style()]
         self.widget = ipywidgets.VBox(shown).add_class("wb-panel").add_class("wb-explorer")
 
-    # --- what is asked
+    # --- the question
 
     @property
     def chosen(self) -> RunSpec:
-        """The spec with the knobs as they stand.
+        """The spec with the present knobs.
 
         Raises:
             SpecError: they do not go together.
@@ -108,7 +108,7 @@ class MemoryExplorer:
 
     @property
     def _device(self) -> Device | None:
-        """What is to be fitted; None = a CPU."""
+        """The device that it should fit; None = a CPU."""
         chosen = self.knobs.device
         return None if chosen == "cpu" else chosen if isinstance(chosen, Device) else Device.named(chosen)
 
@@ -117,7 +117,7 @@ class MemoryExplorer:
         return Question(spec=self.chosen, device=self.knobs.device, **sizes)
 
     def _turned(self, knob: str) -> None:
-        """A knob was turned: draw at once if its place is known, else have it estimated."""
+        """Called when a knob was changed: draws at once if the result is known, else has it estimated."""
         with self._lock:
             self._crashed = ""
             if knob in self._axes or knob in LENGTHS:
@@ -126,7 +126,7 @@ class MemoryExplorer:
             self._redraw()
 
     def wait(self, timeout: float = 120.0) -> "MemoryExplorer":
-        """Wait until the knobs as they stand are estimated; returns the explorer itself.
+        """Wait until the present knobs are estimated; returns the explorer itself.
 
         Raises:
             TimeoutError: that took longer.
@@ -174,7 +174,7 @@ class MemoryExplorer:
         self._shown.set()
 
     def _show_waiting(self) -> None:
-        """What was there stays, paler; the device's line is where it belongs."""
+        """Show the last result paler while the next is estimated."""
         self._shown.clear()
         self.status.value, self.problem.value = explorer_faces.estimating(), ""
         self._drawn = self.result or self._drawn
@@ -206,7 +206,7 @@ class MemoryExplorer:
             self._thread.start()
 
     def _next(self) -> Question | None:
-        """What to run next; None: everything that the knobs may need is there."""
+        """The next question to run; None = all that the knobs may need is there."""
         try:
             question = self._question()
         except SpecError:
@@ -215,7 +215,7 @@ class MemoryExplorer:
         return self._curves.wanted(question, {axis: self.knobs.places(axis) for axis in axes})
 
     def _work(self) -> None:
-        """One dry run after another, for where the knobs stand when it begins."""
+        """Make one dry run after another, each for the knobs at its start."""
         while True:
             with self._lock:
                 question = self._next()
@@ -251,7 +251,7 @@ class MemoryExplorer:
 
     @property
     def title(self) -> str:
-        """What is explored, in a line."""
+        """The present configuration in a line."""
         return faces.essentials(self.spec)
 
     def __repr__(self) -> str:

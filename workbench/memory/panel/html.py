@@ -1,4 +1,4 @@
-"""Makes HTML of a step's memory, for the live explorer and its static face: bars, an icicle of modules, memory over the steps."""
+"""HTML of a step's memory, for the live explorer and its static form: bars, an icicle of modules, memory over the steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LETTERS = 120  # that fit into the whole width, about
 _COLUMNS = 240  # points of a timeline, at most
 _HIGH = 130  # pixels of the timeline
 NO_MODULE = "outside any module"
-"""What was made while no module ran: optimizer states, the loss, gradients."""
+"""Label of what was allocated while no module ran: optimizer states, the loss, gradients."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ def _strip(held: Mapping[str, int], towards: str = "to right") -> str:
 
 
 def _fitting(*texts: str, room: float) -> str:
-    """The first of some texts that there is room for; empty if there is none."""
+    """The first of some texts that fits the width; empty if none does."""
     return next((text for text in texts if len(text) <= room), "")
 
 
@@ -127,7 +127,7 @@ def _kept(total: Sequence[int], peak: int) -> list[int]:
 
 
 def _phases(result: MemoryTimeline, kept: Sequence[int]) -> str:
-    """A row of words: where each phase of each step is."""
+    """A row with the name of each phase of each step."""
     runs: list[tuple[str, int, int]] = []
     for point in kept:
         key = (result.phase[point], result.step[point])
@@ -164,9 +164,9 @@ class Row:
     """A bar of memory."""
 
     label: str
-    """What stands at its left: "predicted", "measured"."""
+    """Label at its left: "predicted", "measured"."""
     breakdown: MemoryBreakdown
-    """What it is made of."""
+    """Its pieces."""
 
     @property
     def pieces(self) -> dict[str, int]:
@@ -189,17 +189,17 @@ def color_of(piece: str) -> str:
 
 
 def head(title: str) -> str:
-    """What is explored."""
+    """Title: what is explored."""
     return f'<div class="wb-head"><strong class="wb-name">Memory explorer</strong><span class="wb-spec">{escape(title)}</span></div>'
 
 
 def estimating() -> str:
-    """That a dry run is made."""
+    """Status: a dry run is being made."""
     return '<span class="wb-what" role="status">estimating…</span>'
 
 
 def verdict(breakdown: MemoryBreakdown, fit: Fit | None) -> str:
-    """Whether it fits, with what is to spare; and when the peak is."""
+    """Whether it fits, the bytes left, and the moment of the peak."""
     if fit is None:
         badge, text = "", f"{units.bytes_(breakdown.total)} in tensors at the peak; what this machine's CPU has is not looked at"
     else:
@@ -257,7 +257,7 @@ _LINE = f'<div class="wb-capacity" style="width:3px;margin:-4px -1px;background-
 
 
 def _cut(at: int, size: int, capacity: int | None) -> list[int | str]:
-    """A piece, or where the capacity lies in its midst, what is before it, the line, and what is behind."""
+    """A piece; if the line of the capacity crosses it, its part before, the line, and its part behind."""
     if capacity is None or not at <= capacity < at + size:
         return [size]
     return [capacity - at, _LINE, at + size - capacity]
@@ -279,7 +279,7 @@ def _scale(capacity: int, whole: int, device: str) -> str:
 
 
 def difference(rows: Iterable[Row]) -> str:
-    """How far a prediction is from the measurement beside it, in words."""
+    """The difference of prediction and measurement, in words."""
     kinds = {row.breakdown.kind: row.breakdown for row in rows}
     if len(kinds) < 2:
         return ""
@@ -296,7 +296,7 @@ def difference(rows: Iterable[Row]) -> str:
 
 
 def details(breakdown: MemoryBreakdown, *, stale: bool = False) -> str:
-    """Who holds the peak, and memory over the steps."""
+    """The holders of the peak, and the memory over the steps."""
     dim = ' style="opacity:0.45"' if stale else ""
     modules = (
         f'<div class="wb-steps"><div class="wb-label">who holds it at the peak, by module</div>{icicle(breakdown)}</div>'
@@ -313,7 +313,7 @@ def details(breakdown: MemoryBreakdown, *, stale: bool = False) -> str:
 
 
 def static(title: str, rows: Iterable[Row], fit: Fit | None, capacity: int | None, device: str, problem: str) -> str:
-    """The face that needs no kernel."""
+    """The static form, which needs no kernel."""
     shown = list(rows)
     begin = f"<p><strong>Memory explorer</strong> · {escape(title)}"
     predicted = [row.breakdown for row in shown if row.breakdown.kind == "predicted"]

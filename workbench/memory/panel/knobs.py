@@ -11,16 +11,16 @@ from workbench.core.optimizer_table import OFFERED
 from workbench.runs.spec import KNOBS, RunSpec
 
 LENGTHS = ("sequence", "image")
-"""Sizes of a sample; a batch that has none of a kind has no such knob."""
+"""Knobs for sizes of a sample; one is shown only if the batch has such a size."""
 NAMES = tuple(name for name, about in KNOBS.items() if "memory" in about.panels)
 """Knobs of a RunSpec that are shown."""
 PARALLELS = {"zero1": "zero1 (ZeRO-1)", "zero2": "zero2 (ZeRO-2)", "fsdp": "fsdp (ZeRO-3)"}
-"""What the ranks share, by the names that people have for it."""
+"""`parallel` → its usual name."""
 IMPLEMENTED = (("the task's own", ""), ("the task's own, fused", "fused"), ("the task's own, foreach", "foreach"))
 ACCUMULATIONS = (1, 2, 4, 8, 16)
 RANKS = tuple(2**power for power in range(11))
 PER_OCTAVE = 4
-"""Places of a slider between a number and its double."""
+"""Values of a slider between a number and its double."""
 LARGEST_BATCH = 4096
 
 
@@ -37,7 +37,7 @@ def places(low: float, high: int, *own: int, unit: int = 1) -> list[int]:
 
 
 def places_of(axis: str, own: int) -> list[int]:
-    """Where the slider of a number can stand, whose own value is given."""
+    """The values of a number's slider, its own value included."""
     if axis == "micro_batch":
         return places(1, max(LARGEST_BATCH, 8 * own), own)
     if axis == "sequence":
@@ -115,7 +115,7 @@ class ExplorerKnobs:
 
     @property
     def spec(self) -> RunSpec:
-        """A spec with the knobs as they stand.
+        """The spec with the present knobs.
 
         Raises:
             SpecError: they do not go together.
@@ -131,11 +131,11 @@ class ExplorerKnobs:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Sizes of the batch as they stand, of those it has."""
+        """The present sizes of the batch, of those it has."""
         return {axis: self.widgets[axis].value for axis in self.own}
 
     def places(self, axis: str) -> Sequence[int]:
-        """Where the slider of a number can stand."""
+        """The values of a number's slider."""
         found: Sequence[int] = self.widgets[axis].options
         return found
 

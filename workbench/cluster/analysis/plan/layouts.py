@@ -1,4 +1,4 @@
-"""Lists all layouts of a model on given numbers of GPUs, as columns of numbers: a hundred thousand take a fraction of a second."""
+"""Lists all layouts of a model on given numbers of GPUs, as columns of numbers, so that 100,000 take a fraction of a second."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class Layouts:
         return Layouts(**{name: getattr(self, name)[rows] for name in self.__slots__})
 
     def share(self, layers: int) -> Floats:
-        """Share of all layers on the fullest stage, for which the others wait: 1/p where they divide evenly."""
+        """Share of all layers on the stage with most of them, for which the others wait: 1/p if they divide evenly."""
         pieces = self.pipeline * self.chunks
         share: Floats = -(-layers // pieces) * self.chunks / layers
         return share

@@ -1,4 +1,4 @@
-"""Predicts the memory of layouts: bytes of the fullest GPU by group, with their lower and upper ends."""
+"""Predicts the memory of layouts: bytes of the GPU that needs most, by group, with lower and upper ends."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _STAGE = {sharing: stage for stage, sharing in enumerate(("ddp", "zero1", "zero2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of each layout's fullest GPU."""
+    """Bytes of the GPU that needs most, for each layout."""
 
     groups: Mapping[str, Floats]
     """Group of `vocabulary.PLANNED` → bytes."""
@@ -34,7 +34,7 @@ class Memory:
 
 
 def memory(workload: Workload, layouts: Layouts, device: str, held: Interval = HELD) -> Memory:
-    """Memory of the fullest GPU: the first stage keeps the most micro-batches, the last has the logits.
+    """Memory of the GPU that needs most: the first stage keeps the most micro-batches, the last has the logits.
 
     Model states per parameter as in `Workload.states`, split by ZeRO's stages (Rajbhandari et al. 2020, figure 1); with ZeRO-3 also the
     weights of two layers that are gathered, and one layer's gradients. Activations: a stage of 1F1B keeps those of min(p, m) micro-batches

@@ -1,4 +1,4 @@
-"""Results: a `Plan` is one way to train a model on a cluster with predicted time, memory and energy; `Plans` is the short list."""
+"""`Plan`: one way to train a model on a cluster, with predicted time, memory and energy; `Plans`: the short list of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -118,14 +118,14 @@ class Plan(display.Shown):
     accumulation: int
     """Micro-batches per step."""
     sharing: str
-    """What copies share: "ddp", "zero1", "zero2", "fsdp" or "hsdp"."""
+    """How states are sharded: "ddp", "zero1", "zero2", "fsdp" or "hsdp"."""
     shard_ranks: int
-    """Ranks that share one copy of the states; 1 = nothing is shared."""
+    """Ranks over which one copy of the states is sharded; 1 = none."""
     checkpointing: str
     """What the backward recomputes."""
     precision: str
     seconds: Interval
-    """Of a step."""
+    """Seconds of a step."""
     parts: Mapping[str, float]
     """Parts of the middle of `seconds`: compute, exposed communication, bubble."""
     spans: Mapping[str, Interval]
@@ -135,9 +135,9 @@ class Plan(display.Shown):
     hidden: float
     """Seconds of communication hidden behind computing, per step."""
     memory: Mapping[str, float]
-    """Memory group → bytes of the fullest GPU."""
+    """Memory group → bytes of the GPU that needs most."""
     needed: Interval
-    """Bytes of the fullest GPU. The middle decides whether a plan fits; if the upper end does not fit, the plan is `tight`."""
+    """Bytes of the GPU that needs most. The middle decides whether a plan fits; if the upper end does not fit, the plan is `tight`."""
     capacity: float
     """Bytes that may be used of a GPU."""
     mfu: Interval
@@ -177,7 +177,7 @@ class Plan(display.Shown):
 
     @property
     def bytes(self) -> float:
-        """Of the fullest GPU: the middle of `needed`."""
+        """Bytes of the GPU that needs most: the middle of `needed`."""
         return self.needed.mid
 
     @property
@@ -336,7 +336,7 @@ class Front:
 
     gpus: int
     seconds: Interval
-    """Of a step."""
+    """Seconds of a step."""
     bound: str
     layout: str
     compute: float

@@ -114,7 +114,7 @@ class PlanSearch:
         return [seconds(self.workload, layouts, rates, self.cluster.gpus_per_node) for rates in all_rates]
 
     def memory(self, layouts: Layouts) -> Memory:
-        """Memory of the fullest GPU."""
+        """Memory of the GPU that needs most."""
         return memory(self.workload, layouts, self.cluster.device.name, self.held)
 
     def _plan(self, selection: "Selection", layouts: Layouts, row: int, parts: Seconds, held: Memory, fits: Any, total: Floats) -> Plan:

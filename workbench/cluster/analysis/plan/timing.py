@@ -29,7 +29,7 @@ class Seconds:
 
     @property
     def total(self) -> Floats:
-        """Of the step."""
+        """Seconds of the step."""
         return self.compute + self.communication + self.bubble
 
 
@@ -38,7 +38,7 @@ class HardwareRates:
     """What the hardware achieves."""
 
     flops_per_sec: float
-    """Of a GPU while it computes."""
+    """FLOP/s of a GPU while it computes."""
     memory: float
     """Bytes per second of its memory."""
     intra: Link
@@ -62,7 +62,7 @@ def seconds(workload: Workload, layouts: Layouts, rates: HardwareRates, per_node
     that micro-batch does not hide, and at least its last bucket or layer (`iteration.overlap`); ZeRO-1 and 2 gather the new weights
     exposed (torch's own ZeRO-1 broadcasts them one by one, after a whole all-reduce); under ZeRO-3 gathers and reductions hide behind the
     whole micro-batch, except the first layer's (`volumes.sharded_step`).
-    Stages with fewer layers wait for the fullest. Left out: what stages have besides layers, stragglers, the loader, checkpoints on disk.
+    Stages with fewer layers wait for the longest. Left out: what stages have besides layers, stragglers, the loader, checkpoints on disk.
     """
     kinds = list(workload.computed)
     t, p, m, b = layouts.tensor, layouts.pipeline, layouts.accumulation, layouts.micro_batch

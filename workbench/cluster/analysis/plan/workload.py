@@ -26,9 +26,9 @@ class Workload:
     """What is trained. "Per sample" is for one sample on a GPU that has the full model."""
 
     name: str
-    """For tables and messages."""
+    """Name, for tables and messages."""
     parameters: float
-    """Of the whole model."""
+    """Parameters of the whole model."""
     layers: int
     """Equal blocks, which pipelines divide and FSDP gathers one by one."""
     shared: float

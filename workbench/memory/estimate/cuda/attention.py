@@ -39,7 +39,7 @@ def choose(
     capability: tuple[int, int],
     prefer_cudnn: bool = False,
 ) -> Backend:
-    """Which backend CUDA takes: the first of flash, memory-efficient and math (cuDNN before them, if preferred) that can and may.
+    """The backend that CUDA takes: the first of flash, memory-efficient and math (cuDNN before them, if preferred) that can and may.
 
     `torch.nn.attention.sdpa_kernel` and `torch.backends.cuda.enable_…_sdp` are heeded. With grouped queries only flash (and cuDNN) is
     fused. Math wants no particular shape: it is what three-dimensional tensors and double precision get.
@@ -134,7 +134,7 @@ class Attention:
         self.taken: Counter[Backend] = Counter()
 
     def install(self, overrides: Overrides) -> None:
-        """Lay it over torch's own."""
+        """Override torch's own."""
         overrides.composite("scaled_dot_product_attention", self.attend)
         overrides.around("_scaled_dot_product_flash_attention_backward", flash_backward)
         overrides.around("_scaled_dot_product_efficient_attention", efficient_forward)

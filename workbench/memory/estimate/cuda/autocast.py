@@ -1,4 +1,4 @@
-"""Autocast: which operators run in which precision on CUDA, laid over `torch.autocast("cpu", …)`.
+"""Autocast: which operators run in which precision on CUDA, by overriding `torch.autocast("cpu", …)`.
 
 The lists are those of `torch/include/ATen/autocast_mode.h` (`AT_FORALL_LOWER_PRECISION_FP`, `…_FP32`, `…_FP32_SET_OPT_DTYPE`,
 `…_DIFFERENT_REDISPATCH_SIGNATURE`, `…_PROMOTE`), which CUDA uses whole (`aten/src/ATen/autocast_mode.cpp`, `TORCH_LIBRARY_IMPL(aten,
@@ -52,7 +52,7 @@ FULL_PRECISION_RESULT = _names(
     sum sum.dim_IntList
     """
 )
-"""Are told to return fp32, unless told otherwise; their arguments are not cast."""
+"""Return fp32 unless the caller gives a dtype; their arguments are not cast."""
 
 NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 """Likewise, by way of another overload, which takes the result's dtype last."""
@@ -65,14 +65,14 @@ PROMOTE = _names(
 """Run in the widest type among their arguments."""
 
 UNREACHED = ("cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn")
-"""Registered beside the lists, in lower precision; on CPU tensors nobody calls them."""
+"""Registered beside the lists, in lower precision; not called on CPU tensors."""
 
 NAMED = _names(
     """
     cumprod.dimname cumsum.dimname log_softmax.Dimname norm.names_ScalarOpt_dim prod.dim_Dimname softmax.Dimname sum.dim_DimnameList
     """
 )
-"""Of tensors whose dimensions have names, in full precision: torch 2.11 has them still, and nobody trains with them."""
+"""Of tensors with named dimensions, in full precision; rare, and in torch up to 2.11 only."""
 
 BANNED = ("binary_cross_entropy",)
 """Refused under CUDA's autocast."""
@@ -91,7 +91,7 @@ def on_cpu() -> frozenset[str]:
 
 
 def unlisted() -> frozenset[str]:
-    """Operators that this torch autocasts on CUDA and this module knows nothing of; they run uncast."""
+    """Operators that this torch autocasts on CUDA and that are not in this module; they run uncast."""
     return on_cuda() - {*LOWER_PRECISION, *FULL_PRECISION, *FULL_PRECISION_RESULT, *NORMS, *PROMOTE, *BANNED, *UNREACHED, *NAMED}
 
 
@@ -107,7 +107,7 @@ class Weights:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor in the given precision; a leaf that wants a gradient is cast once."""
+        """The tensor in the given precision; a leaf that requires a gradient is cast once."""
         if tensor.dtype is dtype:
             return tensor
         lasting = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
@@ -119,12 +119,12 @@ class Weights:
         return kept[1]
 
     def clear(self) -> None:
-        """Forget them all."""
+        """Drop all copies."""
         self._kept.clear()
 
 
 def _uncast(run: Callable[[], Any]) -> Any:
-    """Run something with autocast off, as all autocast kernels do."""
+    """Call a function with autocast off, as all autocast kernels do."""
     with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU)):
         return run()
 
@@ -177,7 +177,7 @@ def _norm(name: str) -> Callable[..., Any]:
 
 
 def _banned(name: str) -> Callable[..., Any]:
-    """A kernel that refuses, in CUDA's words."""
+    """A kernel that raises CUDA's error."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
@@ -194,7 +194,7 @@ def _widest(tensors: list[Tensor]) -> torch.dtype:
 
 
 def install(overrides: Overrides) -> Weights:
-    """Lay CUDA's lists over the CPU's autocast.
+    """Override the CPU's autocast by CUDA's lists.
 
     Returns:
         The cast copies it keeps, to be cleared when autocast ends.

@@ -1,4 +1,4 @@
-"""Lets a program that says "cuda" find the CPU's (fake) tensors; optimizers and gradient clipping choose what they choose on CUDA."""
+"""Redirects "cuda" to (fake) CPU tensors, and makes optimizers and gradient clipping take the implementations that they take on CUDA."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def _here(device: Any, home: torch.device = CPU) -> Any:
-    """The device that stands for the one named."""
+    """The device that replaces the named one."""
     return home if isinstance(device, torch.device) and device.type == "cuda" else device
 
 
@@ -49,7 +49,7 @@ def _moving(name: str) -> Callable[..., Tensor]:
 
 
 def install(overrides: Overrides) -> None:
-    """Lay the moves over torch's own: `Tensor.to`, `.cuda()`, `Module.to`, `.pin_memory()`."""
+    """Override torch's moves between devices: `Tensor.to`, `.cuda()`, `Module.to`, `.pin_memory()`."""
     overrides.composite("to.dtype_layout", _moving("to.dtype_layout"))
     overrides.composite("to.device", _moving("to.device"))
     overrides.composite("pin_memory", lambda tensor, device=None: tensor.view_as(tensor))
@@ -68,7 +68,7 @@ def _module_to(to: Callable[..., nn.Module], home: torch.device) -> Callable[...
 
 
 def _named(device: Any, home: torch.device) -> Any:
-    """The device that stands for the one given, which may be a string."""
+    """The device that replaces the given one, which may be a string."""
     return _here(torch.device(device), home) if isinstance(device, str) else _here(device, home)
 
 
@@ -79,7 +79,7 @@ def cuda_means_cpu(capability: tuple[int, int]) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def cuda_means(home: torch.device, capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
-    """Let the most usual calls of `torch.cuda` answer or do nothing. `torch.cuda.is_available()` stays False, as `tensor.is_cuda` does.
+    """Make usual functions of `torch.cuda` return a value or do nothing. `torch.cuda.is_available()` stays False, as `tensor.is_cuda` does.
 
     Args:
         home: where tensors are made that should be on "cuda".
@@ -110,7 +110,7 @@ def cuda_means(home: torch.device, capability: tuple[int, int] = (8, 0)) -> Iter
 
 
 class CallsMeanHome(TorchFunctionMode):
-    """`torch.tensor(…, device="cuda")`, `tensor.to("cuda")` and `tensor.cuda()` make tensors at home, where there are no `Overrides`."""
+    """`torch.tensor(…, device="cuda")`, `tensor.to("cuda")` and `tensor.cuda()` make tensors on the CPU, without `Overrides`."""
 
     def __init__(self, home: torch.device) -> None:
         super().__init__()

@@ -6,7 +6,7 @@
         loss.backward()
     print(emulation.notes)
 
-Enter it inside the fake mode. The overrides lie in the dispatcher, so it does not matter how a function was imported, and calls from C++,
+Enter it inside the fake mode. The overrides are in the dispatcher, so it does not matter how a function was imported, and calls from C++,
 from checkpointing's recomputation and from autograd's threads come through them. What is modelled is CUDA 11 and newer, eager, with the
 operators of the torch that is installed here:
 
@@ -52,13 +52,13 @@ AMPERE = (8, 0)
 """Compute capability taken where none is given: all of attention's backends, bf16."""
 
 MODULES: tuple[ModuleType, ...] = (operators, device_redirection, recurrent)
-"""Each has `install`, which takes nothing but the overrides."""
+"""Modules with overrides; each has a function `install(overrides)`."""
 
 _active: list["CudaEmulation"] = []
 
 
 class CudaEmulation:
-    """What `emulate_cuda` hands out: what was met while it was on.
+    """Returned by `emulate_cuda`: its options, and notes on the operators that ran.
 
     Attributes:
         precision: of autocast; None = the program opens none.
@@ -81,7 +81,7 @@ class CudaEmulation:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the estimate should know, in sentences."""
+        """Notes for a reader of the estimate."""
         notes = []
         if self.precision is torch.bfloat16 and self.capability < AMPERE:
             notes.append(

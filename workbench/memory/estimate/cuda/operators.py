@@ -99,7 +99,7 @@ def group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class _Ctc(torch.autograd.Function):
-    """The losses of a batch, by what they hold."""
+    """CTC loss: outputs and gradients by the memory they take."""
 
     @staticmethod
     def forward(ctx: Any, log_probs: Tensor, targets: Tensor, longest: int) -> Tensor:
@@ -184,7 +184,7 @@ def _sorting(original: Callable[..., Any], self: Tensor, indices: Sequence[Tenso
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Convolution:
-    """One run of a convolution, as cuDNN is asked for it."""
+    """One call of a convolution, with the arguments of cuDNN."""
 
     direction: Literal["forward", "backward"]
     input: tuple[int, ...]
@@ -201,7 +201,7 @@ class Convolution:
 
 
 def convolution_workspace(convolution: Convolution, capability: tuple[int, int]) -> int:
-    """Bytes of scratch that cuDNN takes for a convolution: 0, for it is not known without having been measured.
+    """Bytes of scratch that cuDNN takes for a convolution: 0, since it is known only by measuring.
 
     Pass a function of these arguments as `emulate_cuda(convolution_workspace=…)` where it has been.
     """
@@ -225,7 +225,7 @@ class Workspaces:
         self.convolutions = 0
 
     def install(self, overrides: Overrides) -> None:
-        """Lay it around torch's own."""
+        """Wrap torch's operators."""
         overrides.around("convolution", self._forward)
         overrides.around("convolution_backward", self._backward)
         overrides.around("embedding_dense_backward", embedding_backward)
@@ -315,7 +315,7 @@ def group_norm_backward(
 
 
 def install(overrides: Overrides) -> None:
-    """Lay CUDA's ways over torch's own."""
+    """Override torch's operators."""
     overrides.composite("dropout", dropout)
     overrides.composite("group_norm", group_norm)
     for name in ("softmax", "log_softmax"):

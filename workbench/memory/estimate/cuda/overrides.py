@@ -1,4 +1,4 @@
-"""Overrides: lays Python kernels over torch's own in the dispatcher for the time of a `with` block; attributes likewise."""
+"""Overrides torch's kernels in the dispatcher, and attributes of modules and classes, inside a `with` block."""
 
 import contextlib
 import inspect
@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 aten = torch.ops.aten
 
 _ALLOWED = {"allow_override": True} if "allow_override" in inspect.signature(torch.library.Library.impl).parameters else {}
-"""Older torch refuses to override what Python overrode before, unless told so."""
+"""Argument that lets older torch override a Python kernel again."""
 
 MISSING = object()
-"""Stands for an attribute that was not there, so that it can be taken away again."""
+"""Marks an attribute that did not exist, so that it is deleted again."""
 
 
 def operator(name: str) -> OpOverload:
@@ -44,7 +44,7 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 class Overrides:
-    """Kernels for tensors on the CPU, above torch's own; `close` takes them all away.
+    """Kernels for CPU tensors, in place of torch's own; `close` removes them all.
 
     They are keyed "AutogradCPU", which is reached by every call outside of inference mode, with gradients or without, from Python and
     from C++, in backward and in recomputation, whether a function was imported by name or not.
@@ -54,7 +54,7 @@ class Overrides:
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
     def composite(self, name: str, kernel: Callable[..., Any]) -> None:
-        """Replace an operator that torch composes of others (CompositeImplicitAutograd): the kernel composes it anew.
+        """Replace an operator that torch composes of others (CompositeImplicitAutograd): the kernel composes it again.
 
         Args:
             name: such as "dropout" or "lstm.input".
@@ -64,7 +64,7 @@ class Overrides:
             self._register(name, kernel, key)
 
     def around(self, name: str, kernel: Callable[..., Any]) -> None:
-        """Run something around an operator that has a derivative of its own.
+        """Wrap an operator that has a derivative of its own.
 
         Args:
             name: such as "convolution".
@@ -95,7 +95,7 @@ class Overrides:
             self._library.impl(name, kernel, key, **options, **_ALLOWED)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Give torch its own kernels back."""
+        """Restore torch's own kernels."""
         self._library._destroy()  # type: ignore[no-untyped-call]
 
 

@@ -24,7 +24,7 @@ STEPS = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """What a call of a recurrent operator asks for."""
+    """Arguments of a call of a recurrent operator."""
 
     mode: str
     """"lstm", "gru", "rnn_tanh" or "rnn_relu"."""
@@ -58,7 +58,7 @@ def reserve_bytes(layers: Layers, positions: int, hidden: int, output: int) -> i
 
 
 class _Recurrent(torch.autograd.Function):
-    """The operator and its derivative, by what they hold."""
+    """The operator and its derivative, by the memory they take."""
 
     @staticmethod
     def forward(ctx: Any, layers: Layers, states: int, input: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
@@ -106,7 +106,7 @@ def _sequence_first(tensor: Tensor, layers: Layers) -> Tensor:
 
 
 def _fill(results: Sequence[Tensor], layers: Layers, input: Tensor, rest: Sequence[Tensor], states: int) -> None:
-    """Values for real tensors, unseen by any log."""
+    """Values for real tensors, not recorded in a log."""
     with _disable_current_modes(), torch.no_grad():
         for result, value in zip(results, layers.values(input, rest[:states], rest[states:]), strict=True):
             result.copy_(value)
@@ -172,7 +172,7 @@ def _lstm_cell(
 
 
 def install(overrides: Overrides) -> None:
-    """Lay it over torch's own recurrent operators."""
+    """Override torch's recurrent operators."""
     for mode in STEPS:
         overrides.composite(f"{mode}.input", _kernel(mode, packed=False))
         overrides.composite(f"{mode}.data", _kernel(mode, packed=True))
