@@ -15,7 +15,7 @@ from scipy.optimize import minimize
 
 from workbench.scaling.analysis.law.fit import Columns, exponent, losses, misfit
 from workbench.scaling.analysis.law.law import ScalingLaw
-from workbench.scaling.analysis.law.points import Points, read
+from workbench.scaling.analysis.law.points import Points, read_points
 
 PUBLISHED = {"E": 1.817, "A": 482.0, "B": 2086.0, "alpha": 0.3478, "beta": 0.3659}
 """Besiroglu et al. 2024, table 1."""
@@ -45,7 +45,7 @@ def error(law: tuple[float, ...], points: Points) -> float:
 
 def main(path: str) -> None:
     """Print the tables of RESULTS.md."""
-    points = read(path)
+    points = read_points(path)
     began = time.perf_counter()
     law = ScalingLaw.fit(points, level=0.8)
     seconds = time.perf_counter() - began

@@ -323,7 +323,7 @@ def test_a_stored_diagnosis_predicts_and_has_nothing_to_measure() -> None:
 
 
 def test_something_else_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ThroughputDoctor\(str\): a RunSpec or a Diagnosis is wanted; try"):
+    with pytest.raises(ValueError, match=r"ThroughputDoctor\(str\): a RunSpec or a Diagnosis is needed; try"):
         Doctor("clipart-resnet")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="budget_s=0: seconds above 0"):
         Doctor(SPEC, budget_s=0)

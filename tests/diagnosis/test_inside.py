@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from workbench.diagnosis.analysis.evidence import Inside
-from workbench.diagnosis.measure.inside import Events, look, outermost, read, step_counts
+from workbench.diagnosis.measure.inside import Events, look, outermost, read_events, step_counts
 
 US = 1000
 """Nanoseconds."""
@@ -31,7 +31,7 @@ def trace(*rows: tuple[Any, ...], steps: int = 1, until: int = 1000, ranks: bool
     full = [(name, *(rest[0] if rest else "cpu_op",), start, end, rest[1] if len(rest) > 1 else 1) for name, start, end, *rest in rows]
     mark = ("window", "user_annotation", 0, until, 1)
     events = [(name, kind, start * US, end * US, thread) for name, kind, start, end, thread in [*full, mark]]
-    return read(Events.of(events, window="window"), steps, ranks=ranks)
+    return read_events(Events.of(events, window="window"), steps, ranks=ranks)
 
 
 def us(seconds: float | None) -> float:
@@ -199,7 +199,7 @@ def test_kinds_are_told_from_names_where_torch_does_not_tell_them() -> None:
         ],
         window="window",
     )
-    inside = read(events, 1)
+    inside = read_events(events, 1)
     assert round(inside.ops * 1e9) == 110
     assert inside.syncs == 1
 

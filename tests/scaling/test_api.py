@@ -47,15 +47,15 @@ def test_own_tasks_one_of_which_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({}, SpecError, r"neither of sizes= and tasks= given: one is wanted, sizes=\[16, 32, 64\] or tasks="),
+        ({}, SpecError, r"neither of sizes= and tasks= given: give one of them, sizes=\[16, 32, 64\] or tasks="),
         ({"sizes": [8], "tasks": TASKS}, SpecError, r"both of sizes= and tasks= given"),
         ({"sizes": [8, 20]}, SpecError, r"sizes=\[8, 20\]: widths that are multiples of 8"),
         ({"sizes": [8, 8]}, SpecError, r"has one twice: for several runs of each there is seeds=2"),
-        ({"tasks": [TASKS[0]] * 2}, SpecError, r"a list of different names is wanted"),
+        ({"tasks": [TASKS[0]] * 2}, SpecError, r"give a list of different names"),
         (
             {"sizes": [8, 16], "samples": [2, 40]},
             SpecError,
-            r"samples=\[2, 40\]: .* at least one batch \(4\) is wanted, such as \[200, 400, 800\]",
+            r"samples=\[2, 40\]: .* at least one batch \(4\) is needed, such as \[200, 400, 800\]",
         ),
         ({"sizes": [8, 16], "samples": [40, 41]}, SpecError, r"samples=\[40, 41\] are \[10, 10\] steps of 4: two are the same"),
         ({"sizes": [8, 16], "seeds": 0}, SpecError, r"seeds=0: a whole number"),
@@ -148,5 +148,5 @@ def test_runs_that_do_not_say_what_is_needed(by_hand: Callable[..., HandMade]) -
     with pytest.raises(PointsError, match=r"the runs report different losses \(training loss, validation_loss\)"):
         ScalingLaw.from_runs(mixed, parameters=[1, 2, 3, 4])
     lost = wb.Run.load(by_hand().losses(3).ended("failed").path)
-    with pytest.raises(PointsError, match=r"0 of 1 runs have a loss, and 5 are wanted: .* was failed and is left out"):
+    with pytest.raises(PointsError, match=r"0 of 1 runs have a loss, and 5 are needed: .* was failed and is left out"):
         ScalingLaw.from_runs([lost], parameters=[1])

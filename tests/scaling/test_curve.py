@@ -130,11 +130,11 @@ def test_a_frame_makes_a_curve() -> None:
     ("points", "options", "said"),
     [
         ([], {}, "a curve of no points"),
-        ([(4, 100, 0.1, 3)], {}, r"point 0, .* \(world_size, samples_per_sec\) is wanted.*repeats are several rows"),
+        ([(4, 100, 0.1, 3)], {}, r"point 0, .* give \(world_size, samples_per_sec\).*repeats are several rows"),
         (
             [(1, [100, 101])],
             {},
-            r"point 0, \(1, \[100, 101\]\): one throughput a row .* repeats are several rows: \(1, 100\), \(1, 101\)",
+            r"point 0, \(1, \[100, 101\]\): give one throughput per row; repeats are several rows: \(1, 100\), \(1, 101\)",
         ),
         ([(1, 9), {"world_size": 2, "samples_per_sec": (5, 6)}], {}, r"point 1, .*several rows: \(2, 5\), \(2, 6\)"),
         ([7], {}, "point 0, 7"),

@@ -25,7 +25,7 @@ from workbench.runs.launch.environment import versions
 from workbench.runs.spec import SpecError
 from workbench.runs.task import TaskError
 from workbench.scaling.analysis.curve.point import CurveError
-from workbench.scaling.api import crowded, missing
+from workbench.scaling.api import crowded, missing_trials
 from workbench.scaling.curve_directory import CurveDirectory, CurveSpec, Steps, exposed, in_launches, validate
 
 TASKS = Path(__file__).parents[1] / "scripts" / "tiny_task.py"
@@ -71,8 +71,8 @@ def test_weak_scaling_turns_one_knob_only() -> None:
         ({"over": "processes"}, SpecError, r"no knob 'processes'"),
         ({"kind": "both"}, CurveError, r"kind='both': allowed are \"weak\" \(each process keeps"),
         ({"kind": "strong", "over": "threads"}, CurveError, r"over threads: it is processes that share a batch"),
-        ({"values": 4}, CurveError, r"values=4: a list of what nproc_per_node is turned to"),
-        ({"values": ()}, CurveError, r"values=\(\): a list"),
+        ({"values": 4}, CurveError, r"values=4: give a list of values for nproc_per_node"),
+        ({"values": ()}, CurveError, r"values=\(\): give a list"),
         ({"values": (1, 2, 1)}, CurveError, r"has one twice: .* repeat=3"),
         ({"values": (1, 0)}, SpecError, r"nproc_per_node=0: .* \(at nproc_per_node=0\)"),
         ({"over": "precision", "values": ("fp8",)}, SpecError, r"precision='fp8': allowed are .* \(at precision='fp8'\)"),
@@ -154,12 +154,12 @@ def by_hand_in(folder: CurveDirectory, by_hand: Made, spec: wb.RunSpec, state: s
 
 def test_only_what_is_missing_is_run_and_there_and_back_again(tmp_path: Path, by_hand: Made) -> None:
     folder = CurveDirectory.new(curve_spec(values=(1, 2, 4)), tmp_path)
-    assert [trial.spec.nproc_per_node for trial in missing(folder)] == [1, 2, 4, 4, 2, 1]
+    assert [trial.spec.nproc_per_node for trial in missing_trials(folder)] == [1, 2, 4, 4, 2, 1]
     points = [spec for _, spec in folder.curve_spec.points]
     by_hand_in(folder, by_hand, points[1])
     by_hand_in(folder, by_hand, points[0], "failed")
     by_hand_in(folder, by_hand, points[2].replace(seed=7))
-    assert [trial.spec.nproc_per_node for trial in missing(folder)] == [1, 4, 4, 2, 1]
+    assert [trial.spec.nproc_per_node for trial in missing_trials(folder)] == [1, 4, 4, 2, 1]
     curve = wb.scaling_curve(folder.path)
     assert curve.world_sizes == [1, 2]
     assert curve.points[0].failed
@@ -182,9 +182,9 @@ def test_the_newest_curve_of_a_spec_is_gone_on_with(tmp_path: Path) -> None:
 def test_another_curve_is_not_gone_on_with(tmp_path: Path, by_hand: Made) -> None:
     folder = CurveDirectory.new(curve_spec(), tmp_path)
     for asked, said in (
-        (curve_spec(SPEC.replace(seed=5)), r"its seed is 0, and 5 is wanted"),
-        (curve_spec(kind="strong"), r"kind='weak', and kind='strong' is wanted"),
-        (curve_spec(over="threads"), r"over='nproc_per_node', and over='threads' is wanted"),
+        (curve_spec(SPEC.replace(seed=5)), r"its seed is 0, not 5"),
+        (curve_spec(kind="strong"), r"kind='weak', not kind='strong'"),
+        (curve_spec(over="threads"), r"over='nproc_per_node', not over='threads'"),
     ):
         with pytest.raises(CurveError, match=said):
             folder.continued(asked)
@@ -247,6 +247,6 @@ def test_an_interrupt_keeps_what_has_ended_and_says_where(tmp_path: Path) -> Non
     curve = wb.scaling_curve(folder)
     assert curve.values == [6]
     assert "1 of 2 points are not measured yet" in str(curve)
-    (trial,) = missing(CurveDirectory.load(folder))
+    (trial,) = missing_trials(CurveDirectory.load(folder))
     assert trial.spec.steps == 1_000_000
     assert run_directory.read_json(folder / run_directory.SCALING)["over"] == "steps"

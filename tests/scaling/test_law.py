@@ -19,7 +19,7 @@ from workbench.scaling.analysis.law import identifiability
 from workbench.scaling.analysis.law.fit import Columns, best, exponent, losses, misfit, optimum
 from workbench.scaling.analysis.law.forecast import Allocation, Forecast, HeldOut
 from workbench.scaling.analysis.law.law import ScalingLaw
-from workbench.scaling.analysis.law.points import Points, PointsError, read
+from workbench.scaling.analysis.law.points import Points, PointsError, read_points
 
 TRUE = (1.8, 480.0, 2100.0, 0.35, 0.37)
 SIZES = (1e6, 3e6, 1e7, 3e7, 1e8)
@@ -191,9 +191,9 @@ def test_a_law_that_is_determined_says_so(noisy: ScalingLaw) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"sizes": (1e6, 1e8)}, "only 2 different numbers of parameters: alpha cannot be told from E; 3 or more models"),
-        ({"amounts": (2e7, 2e9)}, "only 2 different numbers of tokens: beta cannot be told"),
-        ({"sizes": (1e6, 2e6, 3e6)}, "parameters vary by a factor of 3 only: alpha cannot be told; a factor of 4 or more"),
+        ({"sizes": (1e6, 1e8)}, "only 2 different numbers of parameters: alpha cannot be separated from E; 3 or more models"),
+        ({"amounts": (2e7, 2e9)}, "only 2 different numbers of tokens: beta cannot be determined"),
+        ({"sizes": (1e6, 2e6, 3e6)}, "parameters vary by a factor of 3 only: alpha cannot be determined; a factor of 4 or more"),
         ({"noise": 0.08}, "the exponent of the best size lies anywhere from"),
     ],
 )
@@ -275,13 +275,13 @@ def test_files_that_a_spreadsheet_saves(tmp_path: Path, separator: str) -> None:
         value = f"{loss:.6f}"
         lines.append(separator.join((f"{n:.0f}", f"{d:.0f}", value.replace(".", ",") if separator == ";" else value)))
     (tmp_path / "runs.csv").write_text("\r\n".join([*lines, separator * 2, ""]), encoding="utf-8-sig", newline="")
-    assert read(tmp_path / "runs.csv").loss == tuple(round(loss, 6) for _, _, loss in points())
+    assert read_points(tmp_path / "runs.csv").loss == tuple(round(loss, 6) for _, _, loss in points())
 
 
 def test_a_file_in_another_encoding(tmp_path: Path) -> None:
     (tmp_path / "runs.csv").write_text("parameters,tokens,loss\n", encoding="utf-16")
     with pytest.raises(PointsError, match=r'runs.csv is not UTF-8 text: save it as "CSV UTF-8"'):
-        read(tmp_path / "runs.csv")
+        read_points(tmp_path / "runs.csv")
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -292,7 +292,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     json.dumps(law.to_json(), allow_nan=False)
     json.dumps(law.predict(np.float32(1e7), np.int64(10**9)).to_json(), allow_nan=False)  # type: ignore[arg-type]
     with pytest.raises(PointsError, match=r"points=array\(3.\)"):
-        read(np.array(3.0))
+        read_points(np.array(3.0))
 
 
 def test_points_come_from_frames_columns_rows_mappings_and_files(tmp_path: Path) -> None:
@@ -321,11 +321,11 @@ def test_points_come_from_frames_columns_rows_mappings_and_files(tmp_path: Path)
         ([], r"0 points were given"),
         (points(sizes=[1e6]), r"all 5 points have the same number of parameters \(1,000,000\).*a smaller and a larger model"),
         (points(amounts=[1e6]), r"all 5 points have the same number of tokens .*shorter and longer runs"),
-        ([(1e6, 1e7)] * 6, r"point 0, .*: \(parameters, tokens, loss\) is wanted"),
-        ([(1e6, 1e7, 3.0), (1e6, 1e7, math.nan)], r"point 1: loss=nan: a finite number above 0 is wanted; a run that has diverged"),
+        ([(1e6, 1e7)] * 6, r"point 0, .*: give \(parameters, tokens, loss\)"),
+        ([(1e6, 1e7, 3.0), (1e6, 1e7, math.nan)], r"point 1: loss=nan: a finite number above 0 is needed; a run that has diverged"),
         ([(1e6, 0, 3.0)], r"point 0: tokens=0: a finite number above 0"),
         ([("many", 1, 3.0)], r"point 0: parameters='many' is not a number"),
-        ([3.0], r"point 0 is 3.0: \(parameters, tokens, loss\) is wanted"),
+        ([3.0], r"point 0 is 3.0: give \(parameters, tokens, loss\)"),
         (3.0, r"points=3.0: rows of \(parameters, tokens, loss\), a DataFrame"),
         ({"parameters": [1], "token": [2], "loss": [3]}, r'the table has no column tokens \(is it "token"\? then rename it\): it has'),
         ({"parameters": [1, 2], "tokens": [2], "loss": [3]}, r"the columns differ in length: parameters 2, tokens 1, loss 1"),

@@ -1,7 +1,7 @@
 """Finds out what limits a training step, predicts what would make it faster, and proves the prediction by running it.
 
-`measure/` experiments on a step: it takes one part away at a time (an ablation, stored as `VariantTimes`), traces a few steps, probes the
-loader and looks for stalls. What it measures is `Evidence` (`analysis/evidence.py`); `analysis/observed.py` makes Evidence of a run.
+`measure/` runs experiments on a step: it takes one part away at a time (an ablation, stored as `VariantTimes`), traces a few steps, probes
+the loader and looks for stalls. What it measures is `Evidence` (`analysis/evidence.py`); `analysis/observed.py` makes Evidence of a run.
 
 `analysis/` is arithmetic on Evidence:
 

@@ -54,13 +54,13 @@ def diagnose(
     budget_s: float = BUDGET,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Diagnosis:
-    """Find out what limits a training step, by experiment: parts of it are taken away one at a time, and the change of the step decides.
+    """Find out what limits a training step by experiments: its parts are removed one at a time, and the change of the step decides.
 
-    * `diagnose(step, loader)` tries in this process; `step(batch)` does one whole optimizer step. Model, optimizer, random generators,
-      loader and whatever else the step reaches are restored; a note says what could not be, such as a generator that is used up.
-    * `diagnose(spec)` tries in a launch of its own, with as many ranks as the spec has. They keep memory that was freed (see
+    * `diagnose(step, loader)` experiments in this process; `step(batch)` does one whole optimizer step. Model, optimizer, random
+      generators, loader and whatever else the step reaches are restored; a note says what could not be, such as a used-up generator.
+    * `diagnose(spec)` experiments in a launch of its own, with as many ranks as the spec has. They keep memory that was freed (see
       `runs.launch.environment.steady_malloc`): what glibc does with it otherwise is chance, and may take a third of a CPU's step.
-    * `diagnose(run)` goes by what was observed, tries nothing, and says what only an experiment could settle.
+    * `diagnose(run)` uses what the run recorded, runs no experiment, and says which questions only an experiment could settle.
 
     Args:
         target: a step function, a RunSpec, a run, or the path of a run directory.
@@ -90,7 +90,7 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
     """Run a remedy interleaved with the baseline, and keep the result for later predictions; see `Diagnosis.prove`.
 
     Raises:
-        ValueError: what was diagnosed is not here any more, or cannot be changed from here.
+        ValueError: what was diagnosed is no longer in this process, or cannot be changed from here.
         RunError: one of the two failed in its launch.
     """
     check_budget(budget_s)
@@ -135,7 +135,7 @@ def climb(
     Args:
         spec: where to begin.
         budget_s: seconds for all of it; nothing new is begun when they are over.
-        leave: knobs that are not to be turned, such as "micro_batch", which changes what is trained.
+        leave: knobs that stay as they are, such as "micro_batch", which changes what is trained.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
     Raises:
@@ -204,7 +204,7 @@ def read_ab_test(run: Run) -> VariantTimes:
 
 
 def check_budget(budget_s: float) -> None:
-    """Refuse a budget that is none.
+    """Refuse a budget that is no positive number.
 
     Raises:
         ValueError: it is not a positive number.
@@ -221,7 +221,7 @@ def _from_experiment(run: Run, subject: LaunchedSpec) -> Diagnosis:
 
 
 def _from_run(run: Run) -> Diagnosis:
-    """By what a run has left behind: the evidence of an experiment, or the timelines of a training.
+    """From what a run has left behind: the evidence of an experiment, or the timelines of a training.
 
     Raises:
         ValueError: it still runs, or has no measured step.

@@ -122,7 +122,7 @@ _THICK = 0.5  # of a row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A rung as it is drawn. Samples per second."""
+    """An attempt as it is drawn. Samples per second."""
 
     label: str
     before: float
@@ -133,7 +133,7 @@ class _Row:
 
 
 def ladder(result: Ladder, ax: Axes | None = None) -> Axes:
-    """Throughput after each rung: pale what was there before, solid what the remedy added, a hollow diamond where it was predicted to lead.
+    """Throughput after each attempt: pale what was there before, solid what the remedy added, a hollow diamond at the prediction.
     A remedy that did not help and was dropped is an empty frame.
 
     Raises:
@@ -187,7 +187,7 @@ def _rows(result: Ladder) -> Iterator[_Row]:
 
 
 def proof(result: Proof, ax: Axes | None = None) -> Axes:
-    """Predicted and measured speedup, one above the other, each with its interval; the line is a step that the remedy does nothing for."""
+    """Predicted and measured speedup, one above the other, each with its interval; the line is a speedup of 1."""
     labels = ["predicted", "measured"]
     ax = prepared(ax, WIDTH, height(labels))
     intervals = [result.predicted, result.measured]
@@ -204,14 +204,14 @@ def proof(result: Proof, ax: Axes | None = None) -> Axes:
 
 
 TERMS = {"in turn": "load, then train", "workers": "workers", "cores": "cores", "hand-over": "hand-over", "compute": "training"}
-"""What holds the step where it is, in few words, by what a CurvePoint says that binds."""
+"""What limits the step, in few words, by the `binds` of a CurvePoint."""
 
 
 def loader_curve(result: LoaderCurve, ax: Axes | None = None) -> Axes:
     """Seconds per step (blue), and per batch of the loader alone (orange), over the number of workers: lines predicted, diamonds measured.
 
-    The dashed line is the step on batches that are there already: no number of workers gets below it. The words at the top say what holds
-    the step where it is; a ring marks the number of workers that is recommended.
+    The dashed line is the step on batches that are there already: no number of workers gets below it. The words at the top say what limits
+    the step; a ring marks the number of workers that is recommended.
 
     Raises:
         ValueError: the curve has no point.
@@ -248,7 +248,7 @@ def loader_curve(result: LoaderCurve, ax: Axes | None = None) -> Axes:
 
 
 def _terms(ax: Axes, result: LoaderCurve) -> None:
-    """What holds the step where it is, above the numbers of workers it is true for."""
+    """What limits the step, above the numbers of workers for which it does."""
     for number, (term, group) in enumerate(itertools.groupby(result.points, key=lambda point: point.binds)):
         counts = [point.num_workers for point in group]
         left, right = counts[0] - 0.5, counts[-1] + 0.5
@@ -323,7 +323,7 @@ def unprepared(raw: LoaderModel, prepared: LoaderModel, *, num_workers: int = 0,
 
 
 def _speedup(raw: LoaderModel, prepared: LoaderModel, num_workers: int, compute: float, times: float) -> float:
-    """Of one place on the plane: another compute time, and making a batch from raw data `times` as expensive as measured."""
+    """At one point of the plane: another compute time, and making a batch from raw data `times` as expensive as measured."""
     busy = 1.0 if raw.compute_cpu is None else raw.compute_cpu / raw.compute
     worker = None if raw.worker_cpu is None else raw.worker_cpu + (times - 1) * raw.cpu
     slow = dataclasses.replace(

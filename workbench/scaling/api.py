@@ -35,7 +35,7 @@ from workbench.scaling.analysis.law.points import Points, PointsError
 from workbench.scaling.curve_directory import CurveDirectory, CurveSpec, in_launches, validate
 
 COMMUNICATION_SECONDS = 6.0
-"""For which each point trains with and without its reduction, interleaved: about ten pairs of blocks."""
+"""Seconds for which each point trains with and without its reduction, interleaved: about ten pairs of blocks."""
 LAUNCH_SECONDS = 8.0
 """Seconds that the start of a launch takes, about: the time left is estimated by it until one has ended."""
 _CELLS = 20
@@ -104,17 +104,17 @@ def _directory(curve_spec: CurveSpec, resume: bool | str | os.PathLike[str], run
 
 
 class _Measurement:
-    """A curve while it is measured."""
+    """Measures a curve."""
 
     def __init__(self, directory: CurveDirectory, quiet: bool) -> None:
-        """Nothing is started yet.
+        """Prepare; nothing is started yet.
 
         Args:
             directory: of the curve, with what it has already.
             quiet: show no progress.
         """
         self.directory, self.quiet = directory, quiet
-        self._trials = missing(directory)
+        self._trials = missing_trials(directory)
         self._done, self._failed = 0, set[RunSpec]()
         self._start = time.monotonic()
         self._doing = ""
@@ -138,7 +138,7 @@ class _Measurement:
             self._line.close(self._words())
 
     def communicate(self) -> tuple[str, ...]:
-        """Measure what is not known yet of exposed communication; what to keep in mind about it."""
+        """Measure the exposed communication that is not known yet; returns notes on it."""
         curve_spec, known = self.directory.curve_spec, {steps.spec for steps in self.directory.steps()}
         wanted = [spec for _, spec in curve_spec.points if self._measurable(spec)]
         if not any(spec.nproc_per_node > 1 for spec in wanted):
@@ -157,7 +157,7 @@ class _Measurement:
         return tuple(notes)
 
     def _measurable(self, spec: RunSpec) -> bool:
-        """Has it trained, and is it no matter of too few cores?"""
+        """Has it trained, and are there enough cores for it?"""
         return spec not in self._failed and not crowded(spec) and any(run.ok and run.spec == spec for run in self.directory.runs())
 
     @property
@@ -185,7 +185,7 @@ class _Measurement:
         )
 
 
-def missing(directory: CurveDirectory) -> list[Trial]:
+def missing_trials(directory: CurveDirectory) -> list[Trial]:
     """The trainings of the curve that are missing, in the order of a sweep."""
     done = [run.spec for run in directory.runs() if run.ok]
     have = {spec: done.count(spec) for _, spec in directory.curve_spec.points}
@@ -294,10 +294,10 @@ def count(tasks: Sequence[str]) -> dict[str, dict[str, int | None]]:
 def _tasks(spec: RunSpec, sizes: Sequence[int] | None, tasks: Sequence[str] | None) -> list[str]:
     if (sizes is None) == (tasks is None):
         given = "neither" if sizes is None else "both"
-        raise SpecError(f'{given} of sizes= and tasks= given: one is wanted, sizes=[16, 32, 64] or tasks=["my_task.py:small", …]')
+        raise SpecError(f'{given} of sizes= and tasks= given: give one of them, sizes=[16, 32, 64] or tasks=["my_task.py:small", …]')
     if tasks is not None:
         if isinstance(tasks, str) or len(set(tasks)) < len(tasks):
-            raise SpecError(f"tasks={tasks!r}: a list of different names is wanted, one for each size of the model")
+            raise SpecError(f"tasks={tasks!r}: give a list of different names, one for each size of the model")
         return list(tasks)
     assert sizes is not None
     if spec.task != SIZED_FROM and not spec.task.startswith(SIZED):
@@ -306,7 +306,7 @@ def _tasks(spec: RunSpec, sizes: Sequence[int] | None, tasks: Sequence[str] | No
         )
     for width in sizes:
         if not is_whole(width, least=8) or width % 8:
-            raise SpecError(f"sizes={list(sizes)!r}: widths that are multiples of 8 are wanted, such as [16, 32, 64]")
+            raise SpecError(f"sizes={list(sizes)!r}: widths that are multiples of 8 are needed, such as [16, 32, 64]")
     if len(set(sizes)) < len(sizes):
         raise SpecError(f"sizes={list(sizes)!r} has one twice: for several runs of each there is seeds=2")
     return [f"{SIZED}{width}" for width in sizes]
@@ -318,7 +318,7 @@ def _steps(spec: RunSpec, samples: Sequence[int]) -> list[int]:
     whole = not isinstance(samples, str | int) and all(isinstance(number, int) and not isinstance(number, bool) for number in samples)
     if not whole or not samples or min(samples) < batch:
         example = [batch * steps for steps in (50, 100, 200)]
-        raise SpecError(f"samples={samples!r}: a list of whole numbers of at least one batch ({batch}) is wanted, such as {example}")
+        raise SpecError(f"samples={samples!r}: a list of whole numbers of at least one batch ({batch}) is needed, such as {example}")
     steps = [number // batch for number in samples]
     if len(set(steps)) < len(steps):
         raise SpecError(f"samples={list(samples)!r} are {steps} steps of {batch}: two are the same")
@@ -326,7 +326,7 @@ def _steps(spec: RunSpec, samples: Sequence[int]) -> list[int]:
 
 
 def _plain(values: Any) -> Any:
-    """Whole numbers of numpy as those of Python; everything else as it was, to be judged as it was given."""
+    """Whole numbers of numpy as those of Python; everything else as it was, to be checked as it was given."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         return values
     return [int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value for value in values]
@@ -349,7 +349,7 @@ def _wide(planned: Points, sized: str, samples: Sequence[int]) -> None:
 
 
 def _notes(spec: RunSpec, steps: Sequence[int], sizes: Sequence[int | None], per: float) -> list[str]:
-    """What to keep in mind about runs like these."""
+    """Notes on runs like these."""
     notes = [] if per != 1 else ["data are counted in samples, so FLOPs are per parameter and sample"]
     if spec.schedule == "constant":
         notes.append('constant learning rate: with schedule="cosine" every run would end lower, long ones more so')

@@ -42,7 +42,7 @@ class CurveSpec(JsonDataclass):
 
     @property
     def points(self) -> list[tuple[str, RunSpec]]:
-        """Each point in words, and its spec.
+        """Each point as text, with its spec.
 
         >>> spec = RunSpec(task="text-gpt", micro_batch=8)
         >>> curve_spec = CurveSpec(spec=spec, over="nproc_per_node", values=(1, 2), kind="strong", repeat=1, communication=False)
@@ -61,7 +61,7 @@ class CurveSpec(JsonDataclass):
         return ""
 
     def continues(self, other: "CurveSpec") -> bool:
-        """Are the points of both on one curve?"""
+        """Do the points of both belong to one curve?"""
         return (self.spec.replace(**{self.over: getattr(other.spec, self.over)}), self.over, self.kind) == (
             other.spec,
             other.over,
@@ -89,7 +89,7 @@ def validate(spec: Any, *, over: str, values: Sequence[Any], kind: str, repeat: 
     if kind == "strong" and over != PROCESSES:
         raise CurveError(f'kind="strong" over {over}: it is processes that share a batch; leave kind out, or over')
     if isinstance(values, str | bytes) or not isinstance(values, Sequence) or not values:
-        raise CurveError(f"values={values!r}: a list of what {over} is turned to is wanted, such as (1, 2, 4)")
+        raise CurveError(f"values={values!r}: give a list of values for {over}, such as (1, 2, 4)")
     if any(value in values[:place] for place, value in enumerate(values)):
         raise CurveError(f"values={list(values)!r} has one twice: to measure each point several times there is repeat=3")
     whole_number("repeat", repeat, least=1, also="; with 1 no point has an interval", error=CurveError)
@@ -299,7 +299,7 @@ def _difference(old: CurveSpec, new: CurveSpec) -> str:
     for name in ("over", "kind"):
         here, there = getattr(old, name), getattr(new, name)
         if here != there:
-            return f"it is a curve with {name}={here!r}, and {name}={there!r} is wanted"
+            return f"it is a curve with {name}={here!r}, not {name}={there!r}"
     changed: dict[str, Any] = {name: pair for name, pair in old.spec.changes(new.spec).items() if name != old.over}
     name, (here, there) = next(iter(changed.items()))
-    return f"its {name} is {here!r}, and {there!r} is wanted"
+    return f"its {name} is {here!r}, not {there!r}"

@@ -18,7 +18,7 @@ from workbench.scaling.analysis.curve.point import PROCESSES, ScalingPoint
 from workbench.scaling.analysis.law.fit import losses
 from workbench.scaling.analysis.law.forecast import HeldOut
 from workbench.scaling.analysis.law.law import ScalingLaw
-from workbench.scaling.analysis.law.points import Points, read
+from workbench.scaling.analysis.law.points import Points, read_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -216,7 +216,7 @@ def _ticks(first: int, last: int) -> list[int]:
 
 
 LINES = 6
-"""Sizes that get a line and an entry of the legend; of more, these many are chosen from the smallest to the largest."""
+"""Sizes that get a line and an entry of the legend; of more, so many are chosen from the smallest to the largest."""
 BEYOND = 10.0
 """The frontier goes on to this many times the largest compute that is drawn."""
 FRONTIER = PHASES["data_wait"]
@@ -262,7 +262,7 @@ def _unseen(held_out: Any) -> Points | None:
         return Points.of(
             [(forecast.parameters, forecast.tokens, loss) for forecast, loss in zip(held_out.forecasts, held_out.measured, strict=True)]
         )
-    return read(held_out)
+    return read_points(held_out)
 
 
 def _chosen(sizes: Sequence[float]) -> list[float]:

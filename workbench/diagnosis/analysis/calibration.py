@@ -20,9 +20,9 @@ from workbench.diagnosis.analysis.remedy import Remedy
 
 ENV_CACHE = "WORKBENCH_CACHE"
 MIN_PROOFS = 3
-"""Proofs of one kind of remedy, from which on they say something about the next."""
+"""Proofs of one kind of remedy below which they say nothing about the next."""
 LATEST_PROOFS = 30
-"""Latest proofs of a kind that count: the library, torch and the machine change."""
+"""Only so many of the latest proofs of a kind count: the library, torch and the machine change."""
 COVERAGE = 0.9
 """Share of the earlier proofs that the widened interval would have held."""
 
@@ -50,7 +50,7 @@ class Calibration(display.Shown):
         return cls(rows=tuple(rows))
 
     def errors(self, name: str) -> list[float]:
-        """Natural logarithms of measured over predicted, of the latest proofs of a kind of remedy; ceilings, no forecasts, are left out.
+        """log(measured / predicted) of the latest proofs of a kind of remedy; ceilings are left out, since they are no forecasts.
 
         Args:
             name: of a remedy; what comes after "=" does not matter.
@@ -103,7 +103,7 @@ def keep(proof: Proof, *, task: str = "", path: Path | None = None) -> str | Non
     """Add a proof to this machine's file.
 
     Returns:
-        Why it could not be kept; None = it was.
+        Why it could not be written; None = it was.
     """
     remedy = proof.remedy
     row = {

@@ -18,7 +18,7 @@ SMALL_FILE_BYTES = 256 * 1024
 OPEN_FILE_SECONDS = 20e-6
 """Seconds of CPU to open, read and close a small file that is in the page cache: 14 + 6 µs on ext4."""
 CROWDED_SLOWDOWN = 1.2
-"""A loader this much slower than its formula is in its own way: workers start, switch and queue for cores."""
+"""A loader this much slower than its formula slows itself down: workers start, switch and queue for cores."""
 MANY_TENSORS = 200
 """Below, a loop over the tensors in Python takes at most a few milliseconds."""
 SMALL_TENSOR_NUMBERS = 50_000
@@ -76,7 +76,7 @@ def input_cause(e: Evidence, c: Costs) -> Cause:
 
 
 def _crowded(e: Evidence, c: Costs, loading: Loading) -> Cause | None:
-    """Workers that are in each other's way, or cost more than they take off."""
+    """Too many workers for the cores, or workers that cost more than they save."""
     if not loading.num_workers or loading.cpu is None:
         return None
     feeding = LoaderModel.of(e)
@@ -194,7 +194,7 @@ def communication_cause(e: Evidence, c: Costs) -> Cause:
 
 
 def straggler_cause(e: Evidence, c: Costs) -> Cause:
-    """Who is slow, and at what."""
+    """Which rank is slow, and in which part of the step."""
     slow = c.slow
     assert slow is not None
     what = "input" if slow.input >= slow.compute else "compute"
@@ -212,7 +212,7 @@ def straggler_cause(e: Evidence, c: Costs) -> Cause:
 
 
 def stalled_cause(e: Evidence, c: Costs) -> Cause:
-    """What stops the step now and then."""
+    """What stalls the step now and then."""
     s = e.stalls
     often = f"every {s.every:.0f} steps" if s.every else f"{len(s.at)} times in {s.steps} steps"
     where = f" in {s.where}" if s.where else ""
@@ -264,7 +264,7 @@ def growth(e: Evidence) -> float:
 
 
 def growth_interval(e: Evidence) -> Interval:
-    """`growth`, and between what it lies."""
+    """`growth` with its interval."""
     doubled = e.arm("doubled")
     if doubled is None or doubled.samples <= 1:
         return Interval(low=1.0, mid=1.0, high=1.0)
@@ -286,7 +286,7 @@ TINY_OPERATOR = 5e-6
 
 
 def oversubscription(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
-    """More threads than cores; proved by the arm with fewer threads."""
+    """More threads than cores; proved by the variant with fewer threads."""
     cores = e.noise.cores if e.noise else float("inf")
     if e.device != "cpu" or e.world_size * e.threads <= cores:
         return None

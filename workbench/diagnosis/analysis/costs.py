@@ -1,6 +1,6 @@
 """Computes the seconds of each part of a step from the evidence, and what the removal of each part would save.
 
-Every arm is a ratio to its baseline, measured pair by pair; here the ratios are chained to seconds of the step as it is. Verdict, remedies
+Every ablation is measured as a ratio to its baseline, pair by pair; here the ratios become seconds of the step as it is. Verdict, remedies
 and StepModel all start from these numbers.
 """
 
@@ -15,7 +15,7 @@ from workbench.diagnosis.analysis.evidence import Evidence, RankEvidence
 from workbench.harness.results import VariantTimes
 
 MIN_EXCESS_WAIT = 0.5
-"""Of its wait: a rank that waits by so much longer than the others is why the step waits."""
+"""Fraction of its wait by which a rank exceeds the others: from there on, it is the reason why the step waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class SlowRank:
     ranks: tuple[int, ...]
     """Those that are slow."""
     input: float
-    """What it waits longer for data."""
+    """How much longer it waits for data."""
     compute: float
-    """What it computes longer."""
+    """How much longer it computes."""
     alone: float
     """Its step."""
     typical: float
@@ -42,7 +42,7 @@ class SlowRank:
 
 
 def slow_rank(ranks: tuple[RankEvidence, ...]) -> SlowRank | None:
-    """Who is slow; None with one rank, if all are equal, or if they were not timed apart.
+    """The slow ranks; None with one rank, if all are equal, or if they were not timed separately.
 
     The others are represented by their lower median, so that half of the ranks may be slow without setting the standard.
     """
@@ -97,7 +97,7 @@ def subtract(interval: Interval, by: float) -> Interval:
 
 
 def add(first: Interval, two: Interval) -> Interval:
-    """The sum of two parts whose errors have nothing to do with each other."""
+    """The sum of two parts with independent errors."""
     down, up = math.hypot(first.mid - first.low, two.mid - two.low), math.hypot(first.high - first.mid, two.high - two.mid)
     mid = first.mid + two.mid
     return Interval(low=mid - down, mid=mid, high=mid + up)
@@ -139,7 +139,7 @@ def serial_loader(data: Interval, loader: float, clean: float) -> Interval:
 
 
 def between_sources(arm: Interval, traced: float) -> Interval:
-    """Two sources that noise keeps from agreeing: the truth lies somewhere between them.
+    """An interval that covers two sources which disagree because of noise.
 
     A trace is a share of its own steps, which noise changes little, but does not see what an optimizer's writes push out of the caches.
     To read that again takes no longer than the optimizer, which reads and writes it.
@@ -149,7 +149,7 @@ def between_sources(arm: Interval, traced: float) -> Interval:
 
 
 def widened(e: Evidence, arm: VariantTimes) -> Interval:
-    """The fraction that an arm saves, no more certain than equal blocks are equal: three pairs may agree by chance."""
+    """The fraction that an ablation saves, its interval at least as wide as the noise of equal blocks: three pairs may agree by chance."""
     saved = arm.saved
     block = (e.noise.spread if e.noise else 0.0) / IQR_SIGMAS
     loose = SIGMAS_90 * block * math.sqrt(1.5 / len(arm.pairs)) * max(0.0, 1 - saved.mid)  # one block beside the mean of two
@@ -177,12 +177,12 @@ class Costs:
     cached: float
     """Of it, without the loader."""
     replayed: float
-    """The same on a batch that is there already, without any stall: the baseline of most arms, and the step of the trace. Reductions of
+    """The same on a batch that is there already, without stalls: the baseline of most ablations, and the step of the trace. Reductions of
     fresh batches take longer, and stall now and then."""
     loader: float
     """What the loader takes for a step's batches, on its own."""
     overlap: float
-    """How far loader and training run side by side: 0 = in turn, 1 = wholly."""
+    """How far loader and training overlap: 0 = they take turns, 1 = completely."""
     data: Interval
     """What the loader adds, that of a slow rank alone left out."""
     transfer: Interval
@@ -202,7 +202,7 @@ class Costs:
 
     @classmethod
     def of(cls, e: Evidence) -> "Costs":
-        """Work them out."""
+        """Compute the costs of the parts from evidence."""
         if e.observed:
             return _observed(e)
         clean = e.step * (1 - e.stalls.share)
@@ -276,7 +276,7 @@ class Costs:
 
 
 def _observed(e: Evidence) -> Costs:
-    """From clocks alone: means of the phases over the ranks. Host and communication cannot be seen; `other` stands for the host."""
+    """From clocks alone: means of the phases over the ranks. Host and communication cannot be seen; `other` counts as host."""
     clean = e.step * (1 - e.stalls.share)
     slow = slow_rank(e.ranks)
     waits = sorted(rank.wait for rank in e.ranks)
@@ -309,18 +309,18 @@ def _observed(e: Evidence) -> Costs:
 
 
 def _roughly(seconds: float) -> Interval:
-    """What clocks saw: the true cost may be less, if something else hides behind it; seldom more."""
+    """The interval of a part that only clocks saw: it may cost less, if another part hides behind it, and seldom costs more."""
     return Interval(low=0.8 * seconds, mid=seconds, high=1.1 * seconds)
 
 
 def mean_saved(arm: VariantTimes) -> float:
-    """`arm.saved.mid`, without the trouble of its interval."""
+    """`arm.saved.mid`, without computing its interval."""
     base = sum(base for base, _ in arm.pairs)
     return 1 - sum(changed for _, changed in arm.pairs) / base if base else 0.0
 
 
 def saved_by(e: Evidence, arm: VariantTimes, replayed: float) -> Interval:
-    """Seconds that an arm saves of its baseline, the replayed step; negative where it costs time."""
+    """Seconds that an ablation saves of its baseline, the replayed step; negative where it costs time."""
     return scaled(widened(e, arm), replayed)
 
 
@@ -354,7 +354,7 @@ def _stalls(e: Evidence) -> Interval:
 def _met(e: Evidence, data: Interval, loader: float, noise: float) -> Interval:
     """Seconds by which the reductions of fresh batches take longer than those of a replayed one, with a loader in the ranks themselves.
 
-    Ranks that replay a batch find a rhythm. What a fresh one costs them beyond the slowest loader, and beyond what it costs a rank that
+    Ranks that replay a batch run in step. What a fresh one costs them beyond the slowest loader, and beyond what it costs a rank that
     waits for no other (it is not in the caches), they wait for each other.
     """
     if "no_sync" not in e.arms or e.loading is None or e.loading.num_workers or not e.ranks:

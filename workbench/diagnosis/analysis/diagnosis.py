@@ -21,7 +21,7 @@ from workbench.diagnosis.analysis.verdict import Judgement, judge
 from workbench.runs.spec import Spec
 
 MIN_FOREIGN_CORES = 0.1
-"""Cores taken by others that are not worth a word."""
+"""Cores taken by other processes below which the caption does not mention them."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -29,7 +29,7 @@ class Diagnosis(JsonDataclass):
     """Verdict, reason and remedies of one training step. Get one from `diagnose`."""
 
     evidence: Evidence
-    """What clocks and experiments found out."""
+    """What clocks and experiments measured."""
     judgement: Judgement
     """What follows from it."""
     remedies: tuple[Remedy, ...] = ()
@@ -50,7 +50,7 @@ class Diagnosis(JsonDataclass):
         subject: Any = None,
         adjust: Callable[[Remedy], Remedy] | None = None,
     ) -> "Diagnosis":
-        """Judge evidence.
+        """Judge evidence and derive remedies.
 
         Args:
             evidence: of one training step.
@@ -71,7 +71,7 @@ class Diagnosis(JsonDataclass):
 
     @property
     def cause(self) -> str:
-        """The same in finer words."""
+        """The cause under the verdict."""
         return self.judgement.cause
 
     @property
@@ -142,7 +142,7 @@ class Diagnosis(JsonDataclass):
             budget_s: seconds it may take.
 
         Raises:
-            ValueError: there is no such remedy, it is not ours to turn, or what was diagnosed is not here any more.
+            ValueError: there is no such remedy, it cannot be changed from here, or what was diagnosed is no longer in this process.
         """
         remedy = self.remedy(which)
         if not remedy.provable:

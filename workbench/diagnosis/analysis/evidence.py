@@ -34,7 +34,7 @@ ARMS = {
     "no_gc": "Python's cyclic garbage collector switched off",
     "trimmed": "batches cut to the mean length of their samples: no padding",
 }
-"""What an arm changes in the step, by name; a name that ends in "=" is followed by a value."""
+"""What each variant changes in the step, by name; a name that ends in "=" is followed by a value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Stalls:
     """Steps that took far longer than their neighbours, the waiting for data aside. Steps are counted by calls of step()."""
 
     steps: int = 0
-    """How many steps were looked at."""
+    """How many steps were examined."""
     at: tuple[int, ...] = ()
     """Which of them stalled."""
     extra: float = 0.0
@@ -120,7 +120,7 @@ class Inside:
     collectives: float | None = None
     """With a collective running and no other operator: exposed communication; None without several ranks."""
     syncs: float = 0.0
-    """`.item()` and the like, per step: each lets a GPU run dry."""
+    """`.item()` and the like, per step: at each the GPU runs out of work."""
     slowdown: float = 0.0
     """What the trace cost: 0.1 = the step took 10 % longer while it ran."""
     cpu: float = 0.0
@@ -171,7 +171,7 @@ class RankEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence(JsonDataclass):
-    """All that was found out about one training step."""
+    """All that was measured of one training step."""
 
     step: float
     """Mean seconds of a full step, stalls included: loader, transfer, compute, reductions."""
@@ -181,7 +181,7 @@ class Evidence(JsonDataclass):
     threads: int = 1
     """Threads per operator of each rank."""
     samples: float | None = None
-    """Samples per step over all ranks, where it could be told."""
+    """Samples per step over all ranks, where it is known."""
     parameters: int | None = None
     """Numbers in the model that are trained."""
     tensors: int | None = None
@@ -209,8 +209,8 @@ class Evidence(JsonDataclass):
     steps: int = 0
     """Calls of step()."""
     notes: tuple[str, ...] = ()
-    """What could not be done, and what was done instead."""
+    """What could not be measured, and what was done instead."""
 
     def arm(self, name: str) -> VariantTimes | None:
-        """The arm of that name, if it was run."""
+        """The variant of that name, if it was run."""
         return self.arms.get(name)

@@ -24,7 +24,7 @@ TERMS = {
     "hand-over": "taking batches from workers",
     "compute": "training: fed well",
 }
-"""What holds the step where it is, in words."""
+"""What limits the step, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class CurvePoint:
     step: float
     """Per step, predicted."""
     binds: str
-    """What holds it there, of TERMS."""
+    """What limits it, of TERMS."""
     measured_loader: float | None = None
     measured_step: float | None = None
 
@@ -55,7 +55,7 @@ class LoaderCurve(display.Shown, JsonDataclass):
     current: int | None = None
     """What the loader has now."""
     persistent_workers: bool = True
-    """Do those that it has now persist? Their point is predicted, and measured, as they are; those of all other points do persist."""
+    """Do the present workers persist? Their point is predicted and measured as they are; at all other points workers persist."""
 
     def with_measured(self, *, loader: Mapping[int, float] | None = None, step: Mapping[int, float] | None = None) -> Self:
         """The same curve with measurements beside the prediction.
@@ -115,9 +115,9 @@ class LoaderCurve(display.Shown, JsonDataclass):
 
 
 SIMULATED_BATCHES = 400
-"""Batches that are played through: the mean over them is within a few percent of that over many."""
+"""Batches that are simulated: their mean is within a few percent of that over many."""
 SLOW_SAMPLES = 0.05
-"""The samples whose share of the time is known: see `Loading.slow_share`."""
+"""The slowest samples, whose share of the time is known: see `Loading.slow_share`."""
 
 
 def delivery_seconds(making: Sequence[float], workers: int, queue: int, training: float) -> float:
@@ -168,14 +168,14 @@ SINGLE_THREAD_CPU = 1.2
 MIN_SLOW_SHARE = 0.1
 """A smaller share of slow samples is as good as none."""
 MAX_PACE = 1.5
-"""A machine is not that much faster or slower than a minute ago: then the probe saw something else."""
+"""A machine is not that much faster or slower than a minute ago: then the probe measured something else."""
 MIN_CORES = 0.25
-"""However busy the machine is, something is left for us."""
+"""However busy the machine is, so much of a core is left for the training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderModel:
-    """What decides how fast a loader feeds a step. Seconds per batch.
+    """Predicts how fast a loader feeds a step. Seconds per batch.
 
     With n workers, and w, d, h, C, K, R as named below:
 
@@ -185,14 +185,14 @@ class LoaderModel:
 
     `late` is what training loses to workers that run on its cores. It leaves them idle for `spare = K (C + h) − R (compute_cpu + h)`; what
     they need beyond that, R w − spare, is taken from it. If training computes on one thread, all K cores share the loss, so that
-    C + h + late = R (w + h + compute_cpu) / K. If its threads wait for each other at the end of every operator, they get on only while none
-    of them is put aside, half of the time beside each busy worker: b busy ones, which work at half speed, too, cost it 2 (1 − 2^−b) / b of
-    the time that they compute.
+    C + h + late = R (w + h + compute_cpu) / K. If its threads wait for each other at the end of every operator, they proceed only while
+    none of them is preempted, half of the time beside each busy worker: b busy ones, which work at half speed, too, cost it
+    2 (1 − 2^−b) / b of the time that they compute.
 
     Known error of the step, 36 settings with 1 to 4 workers on two cores (sleeping, computing and mixed loaders): 6.5 % in the median, 33 %
     at worst. The worst ones had probes that other processes disturbed. Where batches are cheap and training binds, it is 10 to 20 % too
     short: a batch that comes fresh from a worker costs training more than one that is replayed.
-    If some samples are far slower than others, batches are uneven, and max(loader, …) is played through batch by batch: `delivery_seconds`.
+    If some samples are far slower than others, batches are uneven, and max(loader, …) is simulated batch by batch: `delivery_seconds`.
     Left out: hyperthreads, memory bandwidth.
     """
 
@@ -257,7 +257,7 @@ class LoaderModel:
 
     def _at_the_pace_of(self, loader: float) -> Self:
         """The same with the CPU times of the probes scaled to a loader's measured seconds per batch: machines are faster or slower for
-        a while, and the loader's arm was measured beside the others.
+        a while, and the loader alone was measured interleaved with the other variants.
         """
         n = self.num_workers
         if n == 0:
@@ -301,7 +301,7 @@ class LoaderModel:
         return max(0.0, step - self.compute * self.accumulation)
 
     def binds(self, num_workers: int) -> str:
-        """Which term holds the step where it is: "in turn" (no workers), "workers", "cores", "hand-over" or "compute"."""
+        """Which term limits the step: "in turn" (no workers), "workers", "cores", "hand-over" or "compute"."""
         if num_workers == 0:
             return "in turn"
         late = self._training(num_workers) - self.compute - self.handover

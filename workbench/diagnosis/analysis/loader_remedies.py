@@ -14,7 +14,7 @@ predict too much more often than too little (facts: −14 … +6 %)."""
 DEEP_PREFETCH = 8
 """Batches per worker: enough for one slow batch in twenty, and four times the memory of torch's own 2."""
 LEFT_SHARE = 0.1
-"""Of a part that is mostly done beforehand, this much may stay; named in the formula."""
+"""Of a part that is mostly done beforehand, this fraction may remain; the formula names it."""
 
 
 def for_loader(case: Case) -> Iterator[Remedy | None]:
@@ -121,7 +121,7 @@ def _prefetch(case: Case, loading: Loading) -> Iterator[Remedy | None]:
 
 
 def _prepared(case: Case, loading: Loading) -> Iterator[Remedy | None]:
-    """Work done once, beforehand, instead of in every epoch. What it leaves to do is not known, so these are ceilings."""
+    """Work done once, beforehand, instead of in every epoch. What remains to be done is not known, so these are ceilings."""
     feeding, cause = case.model.feeding, case.judgement.cause
     if feeding is None:
         return

@@ -1,4 +1,4 @@
-"""Makes evidence of the timelines of a run. Nothing was tried, so every saving is a ceiling, and some questions stay open."""
+"""Makes evidence of the timelines of a run. No experiment was run, so every saving is a ceiling, and some questions stay open."""
 
 import dataclasses
 import math

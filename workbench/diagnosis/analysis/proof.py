@@ -14,7 +14,7 @@ from workbench.diagnosis.analysis.remedy import Remedy
 MAX_ERROR = 0.25
 """A prediction this far off did not hold: the choice of a remedy could have been another one."""
 MIN_GAIN = 1.02
-"""Least speedup that is called one: below it, drift between neighbouring blocks looks the same."""
+"""Least speedup that counts as a gain: below it, drift between neighbouring blocks looks the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +22,13 @@ class Proof(display.Shown, JsonDataclass):
     """A remedy's prediction beside what running it showed, interleaved with the baseline."""
 
     remedy: Remedy
-    """What was tried, with its prediction."""
+    """The remedy that was tried, with its prediction."""
     measured: Interval
     """Throughput in samples with the remedy over that without."""
     baseline: float = math.nan
-    """Samples per second without it (steps per second where a batch's samples are not known)."""
+    """Samples per second without it (steps per second where the samples of a batch are not known)."""
     notes: tuple[str, ...] = ()
-    """What the measurement has to say about itself."""
+    """Notes on the measurement."""
 
     @property
     def predicted(self) -> Interval:
@@ -121,12 +121,12 @@ def _between(interval: Interval) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung(JsonDataclass):
-    """One attempt to climb: what held the step back, what was tried, what came of it."""
+    """One entry of a Ladder: what limited the step, what was tried, and the result."""
 
     verdict: str
     """Before the attempt."""
     cause: str
-    """Before the attempt, in finer words."""
+    """The cause under it."""
     proof: Proof
     """The remedy that was tried."""
     samples_per_sec: float
@@ -134,22 +134,22 @@ class Rung(JsonDataclass):
 
     @property
     def kept(self) -> bool:
-        """Does the climb go on from here? A remedy that does not help is dropped."""
+        """Did the remedy help? Otherwise it is dropped, and the next is tried without it."""
         return self.proof.gained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder(display.Shown, JsonDataclass):
-    """Throughput after each proved remedy, from where the climb began to where nothing predicted to be worth it was left."""
+    """Throughput after each proved remedy, from the start of the climb until no remedy with a sufficient predicted gain is left."""
 
     start: float
-    """Samples per second before the first rung."""
+    """Samples per second before the first remedy."""
     rungs: tuple[Rung, ...] = ()
     """Every attempt, those that were dropped included."""
     verdict: str = "compute-bound"
     """At the end."""
     cause: str = "compute"
-    """At the end, in finer words."""
+    """The cause at the end."""
     changes: Mapping[str, Any] | None = None
     """All knobs that were turned and kept; None = nothing was."""
     stopped: str = ""
@@ -157,12 +157,12 @@ class Ladder(display.Shown, JsonDataclass):
 
     @property
     def kept(self) -> tuple[Rung, ...]:
-        """The rungs that helped."""
+        """The attempts that helped."""
         return tuple(rung for rung in self.rungs if rung.kept)
 
     @property
     def speedup(self) -> float:
-        """Throughput at the end over that at the start: the product of what was measured rung by rung, each against its own baseline."""
+        """Throughput at the end over that at the start: the product of the measured speedups, each against its own baseline."""
         return math.prod(rung.proof.measured.mid for rung in self.kept)
 
     @property
@@ -172,7 +172,7 @@ class Ladder(display.Shown, JsonDataclass):
 
     @property
     def table(self) -> display.Table:
-        """One row per rung, the start first."""
+        """One row per attempt, the start first."""
         rows: list[list[object]] = [["start", units.MISSING, units.MISSING, units.rate(self.start), "–"]]
         for rung in self.rungs:
             proof = rung.proof
@@ -194,7 +194,7 @@ class Ladder(display.Shown, JsonDataclass):
         )
 
     def to_frame(self) -> Any:
-        """A DataFrame with one row per rung: predicted and measured speedup, throughput after it."""
+        """A DataFrame with one row per attempt: predicted and measured speedup, throughput after it."""
         return display.frame(
             [
                 {**proof_row(r.proof), "kept": r.kept, "verdict": r.verdict, "cause": r.cause, "samples_per_sec": r.samples_per_sec}

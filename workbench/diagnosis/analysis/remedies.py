@@ -29,12 +29,12 @@ from workbench.runs.spec import Spec
 
 
 def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None = None) -> tuple[Remedy, ...]:
-    """What would help, best first.
+    """The remedies of a step, best first.
 
     Args:
         evidence: of one training step.
         judgement: what follows from it.
-        spec: what was diagnosed, if it was a spec or a run: its fields can be turned.
+        spec: what was diagnosed, if it was a spec or a run: its fields can be changed.
     """
     if judgement.verdict == "inconclusive":
         return ()
@@ -179,7 +179,7 @@ _MOVED = {
 
 
 def _stalls(case: Case) -> Iterator[Remedy | None]:
-    """Moving what stops the step now and then off the path."""
+    """Moving what stalls the step into the background."""
     e, c = case.evidence, case.costs
     if not e.stalls.at or pausing_rank(e) is not None or c.stalls.mid / c.step < 1 - 1 / MIN_SPEEDUP:
         return

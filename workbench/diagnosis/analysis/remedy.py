@@ -20,12 +20,12 @@ from workbench.runs.spec import IMPLEMENTATIONS, KNOBS, RunSpec, ScriptSpec, Spe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy(JsonDataclass):
-    """A change and its predicted gain. Gains of several remedies are not multiplied: what one frees, the other may no longer find."""
+    """A change and its predicted gain. Gains of several remedies do not multiply: they may remove the same waiting."""
 
     name: str
     """Short, and unique in a diagnosis: "num_workers=2"."""
     change: Mapping[str, Any] = field(default_factory=dict)
-    """Knobs to turn: fields of RunSpec, and `optimizer` ("fused", "foreach"), `channels_last`, `gc`; empty where it is not ours to turn."""
+    """Knobs to turn: fields of RunSpec, and `optimizer` ("fused", "foreach"), `channels_last`, `gc`; empty = a change of the program."""
     what: str
     """What to do, in a sentence."""
     speedup: OrInf
@@ -35,9 +35,9 @@ class Remedy(JsonDataclass):
     high: OrInf
     """The same, at most."""
     formula: str
-    """How the prediction was worked out, with the numbers that went in."""
+    """How the prediction was computed, with its inputs."""
     costs: str = ""
-    """What it costs: memory, accuracy, convenience; empty = nothing that we know of."""
+    """What it costs: memory, accuracy, convenience; empty = nothing that is known."""
     ceiling: bool = False
     """True: no more than this, since what replaces the removed part is taken to cost nothing."""
 
@@ -48,7 +48,7 @@ class Remedy(JsonDataclass):
 
     @property
     def provable(self) -> bool:
-        """Can it be tried by turning knobs?"""
+        """Can it be tried by changing knobs?"""
         return bool(self.change)
 
     def answers(self, verdict: str) -> bool:
@@ -98,7 +98,7 @@ class Case:
         return self.model.costs
 
     def turnable(self, change: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The change, if all of it can be turned from here; else nothing, and the remedy is for people."""
+        """The change, if all of it can be applied from here; else nothing, and people have to make it."""
         if isinstance(self.spec, ScriptSpec):
             return {}
         if isinstance(self.spec, RunSpec):
@@ -111,12 +111,12 @@ class Case:
 
 
 def if_worthwhile(remedy: Remedy, least: float = MIN_SPEEDUP) -> Remedy | None:
-    """The remedy, if it is predicted to help, and not only perhaps."""
+    """The remedy, if its predicted gain is large enough and certain."""
     return remedy if remedy.speedup >= least and remedy.low >= 1.0 else None
 
 
 def from_arm(case: Case, arm: str, change: Mapping[str, Any], what: str, costs: str) -> Remedy | None:
-    """A remedy that an experiment tried: what its arm saved, put into the full step."""
+    """A remedy that an experiment tried: what its variant saved, put into the full step."""
     e, model = case.evidence, case.model
     if arm not in e.arms:
         return None

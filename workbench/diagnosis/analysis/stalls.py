@@ -1,4 +1,4 @@
-"""Finds stalls: calls of step() that took far longer than their like, as distinct from noise and from steps of several lengths."""
+"""Finds stalls: calls of step() that took far longer than comparable calls, as distinct from noise and from steps of several lengths."""
 
 import statistics
 from collections import Counter
@@ -10,12 +10,12 @@ from workbench.diagnosis.analysis.evidence import Stalls
 from workbench.harness.results import Place
 
 EXCESS_LEVELS = (15.0, 7.0, 3.0, 1.5, 0.7)
-"""Normal lengths by which a call exceeds the normal one. Those above a level are looked at together, the highest level first, so that a
+"""Levels of a call's excess, in normal lengths. Calls above a level are examined together, the highest level first, so that a
 checkpoint shows among evaluations, and both among batches of different lengths."""
 MIN_IRREGULAR_EXCESS = 3.0
 """Without regularity a stall exceeds the normal length by so many of it: lengths of sequences vary by a factor of 3 in healthy training."""
 MIN_OVER_SLOWEST_TENTH = 2.0
-"""And it is so many times longer than the longest tenth of the other calls begins."""
+"""And it is so many times longer than the 90th percentile of the other calls."""
 MIN_STALL_SECONDS = 2e-3
 """Seconds: without regularity, less is what an operating system does now and then."""
 MAX_IRREGULAR_SHARE = 0.1
@@ -26,9 +26,9 @@ so if they exceed the normal length by no more than MIN_IRREGULAR_EXCESS."""
 MIN_PERIOD_HITS, MIN_PERIOD_PURITY = 0.8, 0.6
 """A period holds if so many of its turns are long calls, and so many of the long calls are its turns."""
 MIN_TURNS = 3
-"""Fewer turns show no period."""
+"""With fewer turns no period is recognised."""
 MIN_CALLS_OF_ARM = 4
-"""Fewer calls of an arm do not show its normal length."""
+"""With fewer calls, the normal length of a variant is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Call:
     """Which one it was: the user's own counter (`if step % 100 == 0`) goes by that."""
     seconds: float
     arm: str = "full"
-    """What ran: arms have different normal lengths."""
+    """Which variant ran: each has its own normal length."""
     delay: float = 0.0
     """Of it: the thread was ready, and waited for a core."""
     gc: float = 0.0
@@ -68,13 +68,13 @@ class _Group:
 
 
 def find_stalls(calls: Iterable[Call], *, wait: float = 0.0, places: Callable[[int], Mapping[Place, float]] | None = None) -> Stalls:
-    """Find the calls that took far longer than others of their arm, and what they have in common.
+    """Find the calls that took far longer than others of their variant, and what they have in common.
 
-    A call counts if what it has too much is neither waiting for a core nor usual for this step. It is one of a series at a regular distance
+    A call counts if its excess is neither waiting for a core nor usual for this step. It is one of a series at a regular distance
     (checkpoint, evaluation, log), or a pause of the garbage collector, or so long that no healthy step varies so much.
 
     Args:
-        calls: those that were timed, of all arms; untimed calls may be missing if the numbers are right.
+        calls: those that were timed, of all variants; untimed calls may be missing if the numbers are right.
         wait: mean seconds of waiting for data per step of the full loop.
         places: seconds that the thread was seen where, during the call of a number.
     """
@@ -108,7 +108,7 @@ def find_stalls(calls: Iterable[Call], *, wait: float = 0.0, places: Callable[[i
 
 
 def _normal(calls: Sequence[Call]) -> float:
-    """The usual length; where cores are always short, what is left of a call is not all that it takes."""
+    """The usual length of a call, waiting for cores left out, but where all calls wait for them."""
     return max(statistics.median(call.own for call in calls), statistics.median(call.seconds for call in calls) / 2)
 
 
@@ -172,7 +172,7 @@ def _even(calls: Sequence[Call]) -> float | None:
 
 
 def _named(group: _Group, usual: Sequence[Call], places: Callable[[int], Mapping[Place, float]] | None) -> _Group:
-    """The group with the line at which its calls spend what they have too much."""
+    """The group with the line at which its calls spend their excess."""
     if places is None:
         return group
     surplus = dict[Place, float]()

@@ -33,14 +33,14 @@ class Parts(display.Shown, JsonDataclass):
     straggler: float = 0.0
     stalls: float = 0.0
     samples: float | None = None
-    """Samples per step over all ranks, where it could be told."""
+    """Samples per step over all ranks, where it is known."""
     predicted: bool = False
     """True for a prediction; False for a measurement."""
     notes: tuple[str, ...] = ()
     """What a prediction leaves out."""
 
     def seconds(self, part: str) -> float:
-        """Of one part.
+        """Seconds of one part.
 
         Raises:
             ValueError: no such part.
@@ -105,7 +105,7 @@ two cores, with gloo, three programs: 0.96, 1.13 and 1.34, four micro-batches pe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """A step taken apart, to be put together again under other knobs. Everything that an experiment tried is taken from it as measured;
+    """Predicts the parts of a step under other knobs. Everything that an experiment tried is taken from it as measured;
     what was not tried follows formulas. Known errors: `LoaderModel` for the loader; the rest of the step is taken to scale as
 
         forward + backward = fixed + samples × the rest         (from the doubled batch)
@@ -116,14 +116,14 @@ class StepModel:
     evidence: Evidence
     costs: Costs
     feeding: LoaderModel | None
-    """The loader as it is, its times those of its own arm; None if it could not be probed."""
+    """The loader as it is, its times those of the loader alone; None if it could not be probed."""
     unexplained: float
     """Seconds of data wait that the formulas do not give for the loader as it is. Without workers, nothing runs beside anything, so it is
     what a fresh batch costs training more than a replayed one: no worker takes that off."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> "StepModel":
-        """Take a step apart."""
+        """The model of a step, from its evidence and costs."""
         costs = Costs.of(evidence)
         feeding = None if evidence.observed else LoaderModel.of(evidence)
         if feeding is None:
@@ -151,7 +151,7 @@ class StepModel:
         return {name: known[name] if name in known else spec.KNOBS[name].default for name in KNOBS}
 
     def parts(self, **changes: Any) -> Parts:
-        """What the step would be made of.
+        """The predicted parts of the step.
 
         Args:
             changes: knobs of KNOBS; without any, the step as it is, measured.
@@ -254,7 +254,7 @@ class StepModel:
         return inner, size * batches * knobs["nproc_per_node"] / e.world_size
 
     def _tried(self, name: str, value: Any, notes: list[str]) -> float:
-        """Seconds that a change saves of a cached step, where an arm tried it."""
+        """Seconds that a change saves of a cached step, where a variant tried it."""
         e = self.evidence
         arm = {"channels_last": "channels_last", "gc": "no_gc"}.get(name, f"{name}={value}")
         if arm not in e.arms:

@@ -34,7 +34,7 @@ VERDICTS = {
     "stalled": "stops now and then",
     "inconclusive": "too much noise to tell",
 }
-"""What holds a step back, in one word, and in a few."""
+"""What limits a step, in one word, and in a few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,11 @@ class Source:
     clocks: float | None = None
     """Time between marks in the loop, as `wb.watch` sees it."""
     arms: float | None = None
-    """What the step saved when the part was taken away."""
+    """What the step saved when the part was removed."""
     trace: float | None = None
     """Operators and Python stacks, from inside a cached step."""
     note: str = ""
-    """Why they differ, where they do; which one counts."""
+    """Where they differ: why, and which one counts."""
 
     @property
     def agree(self) -> bool | None:
@@ -70,19 +70,19 @@ class Judgement(JsonDataclass):
     verdict: str
     """Of VERDICTS."""
     cause: str
-    """In finer words."""
+    """The cause under the verdict."""
     why: str
     """One or two sentences with the numbers."""
     shares: Mapping[str, Interval] = field(default_factory=dict)
     """Part → the fraction of the step that its removal would save. A part that hides behind another one saves nothing."""
     sources: tuple[Source, ...] = ()
-    """The parts as clocks, arms and trace see them."""
+    """The parts as clocks, ablations and trace see them."""
     notes: tuple[str, ...] = ()
-    """What was close, or spoils the result."""
+    """Close decisions, and what makes the result uncertain."""
 
     @property
     def table(self) -> display.Table:
-        """One row per part: clocks beside arms beside trace."""
+        """One row per part, with a column each for clocks, ablations and trace."""
         word = {None: "one source only", True: "they agree", False: "they differ"}
         rows = [
             [
@@ -194,7 +194,7 @@ def _host(e: Evidence, c: Costs) -> Source | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """From which saving on a part is blamed."""
+    """The saving from which on a part is blamed."""
 
     least: float
     """Fraction of the step that its removal saves."""
@@ -246,7 +246,7 @@ class Candidate:
 
     @property
     def open(self) -> bool:
-        """Could it be one, as far as its interval goes?"""
+        """Does its interval reach the limit?"""
         return (
             not self.stands
             and self.saved.high >= self.limit.least
@@ -255,7 +255,7 @@ class Candidate:
 
 
 def judge(evidence: Evidence) -> Judgement:
-    """What holds the step back, and why.
+    """What limits the step, and why.
 
     Args:
         evidence: from experiments, or from observation alone, whose savings are ceilings.
@@ -317,7 +317,7 @@ def _input_limit(e: Evidence, c: Costs, cause: Cause) -> Limit:
 
 
 def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
-    """Every part that could be taken away, with what that saves."""
+    """Every part that could be removed, with what that saves."""
     cause = causes.input_cause(e, c)
     candidates = [Candidate(verdict="input-bound", part="data_wait", saved=c.share(c.data), cause=cause, limit=_input_limit(e, c, cause))]
     pausing = causes.pausing_rank(e)

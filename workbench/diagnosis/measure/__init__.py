@@ -1,1 +1,1 @@
-"""Experiments on a training step in this process, and returns Evidence."""
+"""Runs experiments on a training step in this process and returns Evidence."""

@@ -21,20 +21,20 @@ from workbench.harness.results import VariantTimes
 from workbench.timeline.timeline import Timeline
 
 UNSYNCED_ARMS = ("alone", "no_sync")
-"""Arms in which no rank waits for another."""
+"""Variants in which no rank waits for another."""
 NOT_FOR_STALLS = ("warm-up", "loader", "first", "threads=")
-"""Arms whose calls vary for reasons of their own: more threads than cores wait for each other."""
+"""Variants whose calls vary for reasons of their own: more threads than cores wait for each other."""
 MAX_CALLS = 20_000
-"""No more calls are searched for stalls: the last ones."""
+"""At most so many calls, the last ones, are searched for stalls."""
 MAX_STEPS = 400
 """Steps of the timeline of each rank that are kept."""
 
 
 class EvidenceBuilder:
-    """What was measured so far, summed up."""
+    """Turns what was measured into Evidence."""
 
     def __init__(self, bench: BlockTimer, feed: Feed, rounds: InterleavedRounds) -> None:
-        """Nothing is summed up yet.
+        """The sources of the timings.
 
         Args:
             bench: has the timings.
@@ -49,7 +49,7 @@ class EvidenceBuilder:
         return known_pairs(left[: len(right)], right[: len(left)])
 
     def arm(self, name: str) -> VariantTimes:
-        """One of the rounds' arms beside the full step."""
+        """One of the rounds' variants beside the full step."""
         return VariantTimes(name=name, baseline="full", pairs=self.pairs("full", name))
 
     def _with_passes(self, arm: str) -> list[float]:
@@ -75,7 +75,7 @@ class EvidenceBuilder:
         return max(0.0, cost) / self.rounds.steps_per_pass
 
     def spread(self) -> float:
-        """Middle half over median of a cached block over the one before: slow changes do no harm to pairs of neighbours."""
+        """Middle half over median of a cached block over the one before: slow changes do not affect pairs of neighbours."""
         values = [value for value in self.bench.timings.slowest("cached") if value == value]
         ratios = [after / before for before, after in pairwise(values)]
         if len(ratios) < 4:
@@ -84,7 +84,7 @@ class EvidenceBuilder:
         return (high - low) / mid / math.sqrt(2)
 
     def stalls(self, *, alone: bool = False) -> Stalls:
-        """Those of this rank, among the calls of all arms but those that differ from step to step.
+        """The stalls of this rank, among the calls of all variants but those that differ from step to step.
 
         Args:
             alone: only while no rank waits for another.
@@ -119,7 +119,7 @@ class EvidenceBuilder:
 
         Args:
             found: what is trained.
-            tried: the arms without a loader.
+            tried: the variants without a loader.
             inside: a look inside the step on this rank.
             loading: what batches take, on rank 0.
             samples: per step of this rank.

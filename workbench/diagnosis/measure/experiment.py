@@ -1,4 +1,4 @@
-"""Experiments on a training step: takes one part away at a time, and returns Evidence."""
+"""Runs the experiments on a training step: takes away one part at a time and returns Evidence."""
 
 import contextlib
 import statistics
@@ -54,7 +54,7 @@ def experiment(
     budget_s: float = 60.0,
     accumulation: int = 1,
 ) -> Evidence:
-    """Find out what holds a training step up, by experiments in this process. Everything is left as it was.
+    """Find out what limits a training step, by experiments in this process. Everything is restored afterwards.
 
     Where a process group is initialised, all of its ranks have to call it: they take part together.
 
@@ -67,11 +67,11 @@ def experiment(
         accumulation: batches per step.
 
     Returns:
-        What was found out; the same on all ranks.
+        The evidence, the same on all ranks.
 
     Raises:
-        DiagnoseError: step() cannot be called so, or raised an error.
-        ValueError: the loader is empty, or is none.
+        DiagnoseError: step() cannot be called with a batch, or raised an error.
+        ValueError: the loader is empty, or cannot be iterated over.
     """
     check_arguments(step, budget_s, accumulation)
     notes: list[str] = []
@@ -94,7 +94,7 @@ def experiment(
 
 
 def too_few(feed: Feed) -> str:
-    """The complaint about a loader that ended before anything was known."""
+    """The error about a loader that ended before anything was known."""
     return (
         f"the loader could be read only once, and gave {feed.batches} batches: too few to compare anything. Give a list, a "
         "DataLoader or another iterable that can be read again, or a generator of at least 30 batches"
@@ -102,7 +102,7 @@ def too_few(feed: Feed) -> str:
 
 
 class _Experiment:
-    """One experiment, on one rank. All ranks take the same way through it, by figures on which they agree."""
+    """One experiment, on one rank. All ranks take the same decisions, by figures on which they agree."""
 
     def __init__(self, bench: BlockTimer, feed: Feed, keep: SavedState, objects: ReachableState, budget: float, notes: list[str]) -> None:
         self.bench, self.feed, self.keep, self.found, self.budget, self.notes = bench, feed, keep, objects, budget, notes
@@ -149,7 +149,7 @@ class _Experiment:
     # The parts
 
     def _warm_up(self) -> None:
-        """First steps, and what can be seen of the step on the way."""
+        """Take the first steps, and observe the step meanwhile."""
         self.seen = run_first_steps(self.bench, self.feed, self.keep, self.found, self._until("warm-up"), self.notes)
         self.rounds = InterleavedRounds(self.bench, self.feed, self.keep, self.models, self.optimizers, written=self.seen.written)
         self.sums = EvidenceBuilder(self.bench, self.feed, self.rounds)
@@ -252,7 +252,7 @@ class _Experiment:
 
 
 def _clear(saved: Interval) -> bool:
-    """Is it known well enough what the loader costs?"""
+    """Is the cost of the loader known well enough?"""
     return saved.width <= NARROW_INTERVAL or saved.high < CHEAP_LOADER or (saved.low > CLEAR_LOADER and saved.width <= CLEAR_LOADER_WIDTH)
 
 

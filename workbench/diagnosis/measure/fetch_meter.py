@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from workbench.harness.stack_sampler import StackSampler
 
 LINES_EVERY = 0.1
-"""Seconds after which the lines are worth adding up again."""
+"""Seconds between two summaries of the sampled lines."""
 
 
 class BatchCost(NamedTuple):
-    """What one batch took. Seconds, bytes and counts; as plain as can be, as it travels with the batch."""
+    """What one batch took. Seconds, bytes and counts; plain numbers, since it is sent with the batch."""
 
     wall: float
     cpu: float
@@ -53,12 +53,12 @@ class FetchMeter:
     """Measures one of torch's fetchers, which make the batches of a DataLoader: its `fetch` then returns (batch, BatchCost)."""
 
     def __init__(self, fetcher: Any, sampler: StackSampler, *, alone: bool) -> None:
-        """Put itself into a fetcher.
+        """Replace the fetcher's `fetch`, dataset and collate function by timed ones.
 
         Args:
             fetcher: of a DataLoader's iterator, in this process.
             sampler: looks at the thread that fetches.
-            alone: does the process do nothing else? In a worker a thread sends the last batch while the next one is made.
+            alone: does nothing else run in the process? In a worker a thread sends the last batch while the next one is made.
         """
         self._fetch, self._collate, self._sampler, self._alone = fetcher.fetch, fetcher.collate_fn, sampler, alone
         self._again = not alone and _collates_as_torch(fetcher)
@@ -78,7 +78,7 @@ class FetchMeter:
             fetcher.dataset = _TimedItems(fetcher.dataset, self._samples)
 
     def fetch(self, index: Any) -> tuple[Any, BatchCost]:
-        """What the fetcher fetches, and what it took."""
+        """What the fetcher fetches, with its BatchCost."""
         self._samples.clear()
         start, self._read = clocks(), bytes_read()
         self._sampler.call = 0
@@ -128,7 +128,7 @@ class FetchMeter:
         return self._lines
 
     def _split(self, start: Clocks, end: Clocks) -> tuple[float, float]:
-        """CPU and blocked seconds of a stretch. Waiting for threads of its own that compute is computing."""
+        """CPU and blocked seconds of an interval. Waiting for its own computing threads counts as computing."""
         cpu = end.thread - start.thread
         rest = max(0.0, end.wall - start.wall - cpu - (end.delay - start.delay))
         others = end.process - start.process - cpu
@@ -189,7 +189,7 @@ class WorkerMeter:
         self.init = init
 
     def __call__(self, worker_id: int) -> None:
-        """Runs in the worker; nothing of it is seen by the training process."""
+        """Install the meter; called in the worker."""
         from torch.utils.data import _DatasetKind  # torch's own workers import it from there
 
         if self.init is not None:

@@ -1,6 +1,6 @@
 """Looks inside a step: operators, collectives and synchronisations from a short trace, lines of Python from samples of the stack.
 
-`Events` are the trace as columns; `read` computes from them what `Inside` says of a step.
+`Events` are the trace as columns; `read_events` computes from them what `Inside` says of a step.
 """
 
 import contextlib
@@ -94,16 +94,16 @@ def _category(event: Any) -> str:
     return "cuda_runtime" if re.match("cu(da)?[A-Z]|hip[A-Z]", name) else "cpu_op"
 
 
-def read(events: Events, steps: int, *, ranks: bool = False) -> Inside:
+def read_events(events: Events, steps: int, *, ranks: bool = False) -> Inside:
     """What a trace of some steps says.
 
-    On a CPU an operator is what torch records as one, in whatever thread, backward nodes included; what a Python function or hook does in
-    backward is none. On a GPU it is a kernel or a copy.
+    On a CPU an operator is what torch records as one, in whatever thread, backward nodes included; a Python function or hook in backward
+    is not one. On a GPU it is a kernel or a copy.
 
     Args:
         events: of the steps.
         steps: how many there were.
-        ranks: do others compute along?
+        ranks: do other ranks take part?
     """
     on_device = events.where(*DEVICE)
     optimizer = union(events.spans[events.where("optimizer", name=r"Optimizer\.step")])
@@ -162,11 +162,11 @@ def _around(ops: Spans, nodes: Spans) -> Spans:
 WINDOW = "workbench: look inside"
 """The mark in the trace around the steps that count."""
 MAX_EVENTS = 60_000
-"""More of them are not traced, unless one step has more: each takes 8 µs to write down and read."""
+"""At most so many events are traced, unless one step has more: each takes 8 µs to record and read."""
 
 
 def step_counts(seconds: float, *, budget_s: float = 2.0) -> tuple[int, int]:
-    """How many steps to trace, and how many to look at without a trace (`look`'s `traced` and `plain`), if a step takes so long.
+    """How many steps to trace, and how many to time without a trace (`look`'s `traced` and `plain`), if a step takes so long.
 
     Args:
         seconds: of a step.
@@ -187,10 +187,10 @@ def look(
         traced: steps to trace.
         plain: steps to time without a trace, half of them before it and half after it; and as many to sample afterwards.
         synchronize: waits for the device; None on a CPU.
-        ranks: do others compute along? Then collectives are looked for.
+        ranks: do other ranks take part? Then collectives are looked for.
 
     Returns:
-        What was seen, and why there was no trace, if there was none: then `ops` is nan.
+        What was measured, and why there was no trace, if there was none: then `ops` is nan.
     """
     wait = synchronize or (lambda: None)
     early, late = (plain + 1) // 2, plain // 2
@@ -203,7 +203,7 @@ def look(
         wait()
     clocks = {name: (before[name] + after[name]) / plain for name in before}
     usual = clocks.pop("step")
-    seen = read(events, steps, ranks=ranks) if events else Inside(step=usual, ops=math.nan)
+    seen = read_events(events, steps, ranks=ranks) if events else Inside(step=usual, ops=math.nan)
     slowdown = seconds / steps / usual - 1 if events and usual > 0 else 0.0
     return replace(seen, slowdown=slowdown, lines=sampler.lines(), **clocks), why
 

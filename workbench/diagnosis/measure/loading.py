@@ -38,7 +38,7 @@ PAGE = 4096
 def probe(loader: Any, feed: Feed, budget_s: float = 10.0) -> tuple[Loading, list[str]]:
     """What a loader's batches take.
 
-    Three looks: the loader as it is, from `feed`; for a DataLoader its batches made by one worker that measures itself; and if it has no
+    Three probes: the loader as it is, from `feed`; for a DataLoader its batches made by one worker that measures itself; and if it has no
     workers, made here. The dataset of a loader with workers is not used in this process, where it might open files that workers would
     then share.
 
@@ -48,7 +48,7 @@ def probe(loader: Any, feed: Feed, budget_s: float = 10.0) -> tuple[Loading, lis
         budget_s: seconds for all of it. A loader that starts or works slowly takes more: a few batches are needed.
 
     Returns:
-        What was found, and what could not be found, in words.
+        What was measured, and notes on what could not be measured.
 
     Raises:
         ValueError: the loader is empty.
@@ -195,7 +195,7 @@ class _LocalProbe:
             FetchMeter(self._fetcher, self._sampler, alone=True)
 
     def turn(self, seconds: float) -> None:
-        """Make some."""
+        """Make some batches."""
         if self._fetcher is None or self._source is None:
             return
         end = time.perf_counter() + seconds
@@ -205,12 +205,12 @@ class _LocalProbe:
             self.made.append(got if self.made or len(got) == 1 else got[1:])  # the first of all opens files, and fills caches
 
     def close(self) -> None:
-        """Drop it."""
+        """Drop the fetcher."""
         self._source = None
 
 
 class _WorkerProbe:
-    """Has batches made by one worker that measures itself. The pass is its own: nothing the loader shares with it is in the middle."""
+    """Has batches made by one worker that measures itself. The pass is its own: it shares no iterator with the loader."""
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self.made: list[list[BatchCost]] = []
@@ -231,7 +231,7 @@ class _WorkerProbe:
         self._clock: float | None = None
 
     def turn(self, seconds: float) -> None:
-        """Take some.
+        """Take some batches.
 
         Raises:
             Exception: whatever workers, or the dataset in them, raise.
@@ -263,7 +263,7 @@ class _WorkerProbe:
 
 
 def _until(source: Iterator[Any], deadline: float) -> Iterator[Any]:
-    """Batches until the time is up, but two of them, and not without end."""
+    """Batches until the time is up: at least two, and not endlessly."""
     for count, batch in enumerate(source, 1):
         yield batch
         if count >= MAX_BATCHES or (count > 1 and time.perf_counter() > deadline):

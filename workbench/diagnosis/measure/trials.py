@@ -21,32 +21,32 @@ from workbench.harness.results import VariantTimes
 BLOCK_SECONDS = 0.15
 """Seconds of a block, where steps are not longer than that."""
 MIN_PAIRS, FEW_PAIRS = 5, 3
-"""Pairs that an arm takes at least, and one that is clear, or for which there is no time."""
+"""Pairs that a variant takes at least; then those of a variant that is clear, or for which there is no time."""
 NARROW_INTERVAL = 0.06
-"""An interval of the fraction of the full step that is saved tells enough if it is no wider than this."""
+"""The interval of the saved fraction of the full step is narrow enough if it is no wider than this."""
 MIN_SAVING = 0.05
-"""An arm that saves no more than this fraction of the full step does not matter."""
+"""A variant that saves no more than this fraction of the full step does not matter."""
 MIN_BLAMED_SAVING = 0.1
-"""Nor does a part of it that takes no more: no verdict names one."""
+"""Nor does a part of the step that takes no more: no verdict names it."""
 VERDICT_ARMS = ("no_sync", "no_optimizer", "device_batch", "doubled")
-"""Arms that the verdict goes by. The others are remedies: whether they gain 10 or 15 % does not have to be known."""
+"""Variants that decide the verdict. The others are remedies: whether they gain 10 or 15 % does not have to be known."""
 NARROW_FOR_REMEDY = 0.1
-"""An interval of a remedy's saving tells enough if it is no wider."""
+"""The interval of a remedy's saving is narrow enough if it is no wider."""
 MAX_FOREIGN_CORES = 0.3
 """Cores that others take from which on more threads are not tried: they wait for each other, and for the others."""
 HOPELESS_SAVING = -0.5
-"""An arm that costs so much is not tried a third time."""
+"""A variant that costs so much is not tried a third time."""
 MAX_PAIRS, MAX_REMEDY_PAIRS = 16, 8
 CLEAR_INTERVAL_SHARE = 0.5
 """Fewer pairs than MIN_PAIRS are enough where their interval is so many times narrower: three agree by chance now and then."""
 SETTLING_STEPS = 2
-"""Steps after which idle threads have stopped looking for work."""
+"""Steps after which idle threads sleep."""
 MAX_WARM_UP_SLOWDOWN = 4.0
 """Steps that warm up so many times slower make shorter blocks, or two threads on a busy core could take a minute."""
 MAX_DOUBLED_BYTES = 2**29
 """Bytes: larger batches are not doubled."""
 MIN_GC_SHARE = 0.02
-"""Fraction of the step below which the garbage collector is not worth an arm."""
+"""Fraction of the step below which the garbage collector is not worth an ablation."""
 
 
 def treatments(
@@ -106,7 +106,7 @@ def has_convolutions(models: Sequence[nn.Module]) -> bool:
 
 
 def thread_counts() -> list[int]:
-    """Numbers of threads worth a try: 1, 2, and the cores; not the one in use."""
+    """Numbers of threads to try: 1, 2, and the cores; not the present one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return sorted({count for count in (1, 2, cores) if count <= cores} - {torch.get_num_threads()})
 
@@ -128,7 +128,7 @@ def _each(accumulation: int) -> Callable[[Callable[[Any], Any]], Callable[[Any],
 
 
 class Trials:
-    """Puts the cached step to each treatment in turn, between blocks without any, and keeps the pairs."""
+    """Runs the cached step under each variant in turn, between unchanged blocks, and keeps the pairs."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Trials:
         full: float,
         alone: ablations.Switch = contextlib.nullcontext,
     ) -> None:
-        """Nothing is tried yet.
+        """Prepare; nothing is run yet.
 
         Args:
             bench: times the blocks.
@@ -155,7 +155,7 @@ class Trials:
         self._treatments: dict[str, Variant] = {}
         step = bench.timings.typical("cached")
         self.worth = step / full
-        """Fraction of the full step that an arm has to do with."""
+        """Fraction of the full step that a variant affects."""
         least = 4 if step < 0.15 else 2 if step < 0.6 else 1
         count = steps_for(step, BLOCK_SECONDS, least=least)
         if bench.peers.agree(replay.varied):
@@ -194,7 +194,7 @@ class Trials:
                 break
 
     def results(self) -> dict[str, VariantTimes]:
-        """The arms that were tried."""
+        """The variants that were tried."""
         arms = {}
         for name in self._pairs:
             if pairs := self._seconds(name):
@@ -226,7 +226,7 @@ class Trials:
         return len(self.bench.timings.blocks["cached"]) - 1
 
     def _try(self, treatment: Variant) -> bool:
-        """A block of the arm; False if the step cannot be put to it."""
+        """Time a block of a variant; False if the step fails under it."""
         bench, step = self.bench, treatment.wrap(self.bench.step)
         change = None if treatment.batch is ablations.unchanged else treatment.batch
         warm = max(self.warm, 1) + 1 if treatment.name not in self._treatments else self.warm

@@ -18,7 +18,7 @@ from workbench.diagnosis.analysis.proof import Ladder
 from workbench.diagnosis.analysis.remedy import Remedy
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.panel import html
-from workbench.diagnosis.panel.knobs import Knobs, WhatIf, standing, what_if
+from workbench.diagnosis.panel.knobs import Knobs, WhatIf, knob_values, what_if
 from workbench.runs.failure import RunError
 from workbench.runs.panel import html as faces
 from workbench.runs.run import Run, on_run_started
@@ -26,20 +26,20 @@ from workbench.runs.spec import RunSpec
 from workbench.runs.target import Step
 
 CLIMB = 10
-"""A climb may take as many times the budget of a measurement: each of its rungs is a diagnosis and a proof."""
+"""A climb may take so many times the budget of a measurement: each of its attempts is a diagnosis and a proof."""
 
 
 class ThroughputDoctor:
     """Knobs with the step they are predicted to make, beside the measured one; a verdict, its reason, and remedies that can be proved.
 
-    Turning a knob asks a model and starts nothing. Measure, Prove and Climb run experiments, one at a time, in a thread of their own.
-    Stop ends what was launched for them.
+    Turning a knob computes a prediction and starts nothing. Measure, Prove and Climb run experiments, one at a time, in their own
+    thread. Stop ends what was launched for them.
 
     Attributes:
         spec: what is measured now; None if the diagnosis is of a step in this process.
         result: the Diagnosis; None before the first measurement.
-        what_if: the prediction for the knobs as they stand; None while none is turned.
-        ladder: what a climb found.
+        what_if: the prediction for the current knobs; None while all are as measured.
+        ladder: the result of a climb.
         num_workers, prefetch_factor, micro_batch, precision, nproc_per_node: the knobs; `.value` turns one.
         knobs: all of them.
         measure, climb, stop: buttons.
@@ -53,7 +53,7 @@ class ThroughputDoctor:
     ) -> None:
         """
         Args:
-            target: a spec, or what was found out about one (or about a step of this process) before.
+            target: a spec, or a diagnosis of one (or of a step of this process).
             budget_s: seconds that a measurement or a proof may take.
             runs_dir: where run directories go; None = `runs` in the current folder.
 
@@ -62,7 +62,7 @@ class ThroughputDoctor:
         """
         if not isinstance(target, RunSpec | Diagnosis):
             raise ValueError(
-                f"ThroughputDoctor({type(target).__name__}): a RunSpec or a Diagnosis is wanted; "
+                f"ThroughputDoctor({type(target).__name__}): a RunSpec or a Diagnosis is needed; "
                 'try ThroughputDoctor(wb.RunSpec(task="clipart-resnet")) or ThroughputDoctor(wb.diagnose(step, loader))'
             )
         api.check_budget(budget_s)
@@ -79,7 +79,7 @@ class ThroughputDoctor:
         if isinstance(target, Diagnosis):
             self._take(target)
         else:
-            self.knobs.set(standing(target))
+            self.knobs.set(knob_values(target))
             self.head.value = html.head(self.title)
             self._redraw()
         self._allow()
@@ -110,7 +110,7 @@ class ThroughputDoctor:
 
     @property
     def chosen(self) -> RunSpec | None:
-        """The spec with the knobs as they stand; None if there is no spec."""
+        """The spec with the current knobs; None if there is no spec."""
         return None if self.spec is None else self.knobs.turned(self.spec)
 
     def _turned(self) -> None:
@@ -120,7 +120,7 @@ class ThroughputDoctor:
     # --- what is shown
 
     def _redraw(self) -> None:
-        """The bars, for the knobs as they stand: arithmetic and text, no process and no clock."""
+        """Draw the bars for the current knobs: arithmetic and text only."""
         changes = self.knobs.changes
         self.what_if = None
         if changes and self._model is not None and self._now is not None:
@@ -131,7 +131,7 @@ class ThroughputDoctor:
     def _take(self, result: Diagnosis) -> None:
         """Show a diagnosis."""
         self.result, self._model, self._now = result, result.model, result.parts
-        self.knobs.set(standing(self.spec) if self.spec else self._model.knobs)
+        self.knobs.set(knob_values(self.spec) if self.spec else self._model.knobs)
         self.head.value = html.head(self.title)
         self._redraw()
         self.verdict.value = html.verdict(result)
@@ -202,7 +202,7 @@ class ThroughputDoctor:
         self._start("climbing: the best remedy is proved and kept, again and again", work, CLIMB * self._budget)
 
     def _start(self, what: str, work: Callable[[], None], budget_s: float, *, hold: bool = False) -> None:
-        """Run something, unless something runs; `hold`: the knobs stay where they are meanwhile."""
+        """Run something, unless something runs; `hold`: the knobs are locked meanwhile."""
         if self._background.busy:
             return
         self._holds = hold
@@ -231,17 +231,17 @@ class ThroughputDoctor:
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         bundle = self.widget._repr_mimebundle_(**options)
-        face = html.static(self.title, self.result, self.what_if, self.ladder)
-        return {**bundle, "text/plain": repr(self), "text/html": face}
+        static = html.static(self.title, self.result, self.what_if, self.ladder)
+        return {**bundle, "text/plain": repr(self), "text/html": static}
 
 
 TICK = 0.5
-"""Seconds between two words about what runs."""
+"""Seconds between two updates of the status."""
 STOP = "End all processes of what runs now, and forget what it found so far"
 
 
 class Stopped(BaseException):
-    """Stop was pressed. No Exception: else a climb would take it for a remedy that failed, and try the next one."""
+    """Stop was pressed. Not an Exception: a climb would take that for a remedy that failed, and try the next."""
 
 
 class Background:
@@ -269,8 +269,8 @@ class Background:
         """Run something, unless something runs.
 
         Args:
-            what: for people.
-            work: it.
+            what: shown in the status.
+            work: the function to run.
             budget_s: seconds it may take, about.
             endless: why it cannot be stopped; empty = it can.
         """
@@ -285,7 +285,7 @@ class Background:
         threading.Thread(target=self._run, args=(what, work, budget_s), name="doctor", daemon=True).start()
 
     def heed(self) -> None:
-        """To be called by what runs, where it can end.
+        """Raise Stopped if Stop was pressed; the work calls it where it can end.
 
         Raises:
             Stopped: Stop was pressed.
@@ -325,7 +325,7 @@ class Background:
                 self._changed()
 
     def _launched(self, run: Run) -> None:
-        """Remember what is to be stopped. Either this sees that Stop was pressed, or `_end` sees the run."""
+        """Remember the run that Stop has to end. Either this sees that Stop was pressed, or `_end` sees the run."""
         self._runs.append(run)
         if self._asked:
             run.stop()

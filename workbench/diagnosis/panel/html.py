@@ -33,9 +33,9 @@ def bars(now: Parts | None, then: WhatIf | None, *, earlier: WhatIf | None = Non
 
     Args:
         now: measured; None before there is a measurement.
-        then: predicted under the knobs as they stand; None = no knob is turned.
+        then: predicted for the current knobs; None = no knob is turned.
         earlier: what had been predicted for the step that is measured now, if it was.
-        observed: the measurement tried nothing.
+        observed: nothing but a run was observed; no experiment.
     """
     if now is None or not now.step > 0:
         return '<div class="wb-what">Nothing is measured yet: press Measure, and every knob shows what it would change.</div>'
@@ -111,7 +111,7 @@ def remedy(remedy: Remedy, proof: Proof | None, scale: float) -> str:
 
     Args:
         one: the remedy.
-        proof: what came of it.
+        proof: its proof, if there is one.
         scale: speedup that fills the whole width, the same for all remedies of a list.
     """
     rows = [_gain("predicted", remedy.speedup, remedy.gain, scale, pale=True)]
@@ -134,7 +134,7 @@ def _gain(label: str, speedup: float, words: str, scale: float, *, pale: bool) -
 
 
 def ladder(result: Ladder) -> str:
-    """Throughput after each rung, the start first."""
+    """Throughput after each attempt, the start first."""
     longest = max([result.start, *(rung.samples_per_sec for rung in result.rungs)], default=math.nan)
     if not longest > 0:
         return ""
@@ -166,7 +166,7 @@ def _rung(label: str, before: float, added: float, end: str, longest: float) -> 
 
 
 def waiting(what: str, seconds: float, budget_s: float) -> str:
-    """That something runs, for how long, and how long it may."""
+    """What runs, for how long, and its budget."""
     percent = min(100.0, 100 * seconds / budget_s)
     return (
         f'<div class="wb-what" role="status">{escape(what)}</div><div class="wb-progress" role="progressbar" aria-label="of its budget" '
@@ -177,12 +177,12 @@ def waiting(what: str, seconds: float, budget_s: float) -> str:
 
 
 def stopped(what: str) -> str:
-    """That somebody stopped what ran."""
+    """That Stop was pressed."""
     return f'<div class="wb-what" role="status">stopped while {escape(what)}</div>'
 
 
 def static(title: str, result: Diagnosis | None, then: WhatIf | None, climbed: Ladder | None) -> str:
-    """The face that needs no kernel."""
+    """The static form, which needs no kernel."""
     head = f"<p><strong>Throughput doctor</strong> · {escape(title)}"
     if result is None:
         return f"<div>{head}<br><em>nothing is measured yet: run this cell and press Measure</em></p></div>"

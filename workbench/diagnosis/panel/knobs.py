@@ -16,7 +16,7 @@ PREFETCH = 2
 NAMES = tuple(name for name, about in KNOBS.items() if "doctor" in about.panels)
 """Knobs that are shown."""
 _MOST = 8
-"""Sliders of whole numbers end here, or where the step has them."""
+"""Sliders of whole numbers end here, or at the measured step's value if that is larger."""
 _LARGEST_BATCH = 1024
 
 
@@ -43,7 +43,7 @@ class Knobs:
         self.starts: dict[str, Any] = {}
 
     def set(self, values: Mapping[str, Any]) -> None:
-        """Put the knobs where the measured step has them; one whose value is not known cannot be turned.
+        """Set the knobs to the values of the measured step; a knob whose value is not known is locked.
 
         Args:
             values: by name; None = not known.
@@ -76,7 +76,7 @@ class Knobs:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Name → value of each that stands elsewhere than it did."""
+        """Name → value of each knob that was changed."""
         workers = self.widgets["num_workers"].value
         return {
             name: knob.value
@@ -86,12 +86,12 @@ class Knobs:
 
     @property
     def samples(self) -> float:
-        """In a step, relative to where the knobs stood."""
+        """Samples of a step, relative to the measured one."""
         changes = self.changes
         return float(math.prod(changes[name] / self.starts[name] for name in ("micro_batch", "nproc_per_node") if name in changes))
 
     def turned(self, spec: RunSpec) -> RunSpec:
-        """A spec with the knobs as they stand now."""
+        """A spec with the current knobs."""
         changes = self.changes
         if changes.get("num_workers") == 0:
             changes |= {"prefetch_factor": None, "persistent_workers": False}
@@ -103,8 +103,8 @@ class Knobs:
             self._on_turn()
 
 
-def standing(spec: RunSpec) -> dict[str, Any]:
-    """Where a spec has the knobs."""
+def knob_values(spec: RunSpec) -> dict[str, Any]:
+    """The values that a spec has for the knobs."""
     return {name: getattr(spec, name) for name in NAMES} | {"prefetch_factor": spec.prefetch_factor or PREFETCH}
 
 
@@ -148,7 +148,7 @@ class WhatIf:
 
 
 def what_if(model: StepModel, now: Parts, changes: Mapping[str, Any], samples: float = 1.0) -> WhatIf:
-    """Ask the model, once; cheap enough to follow a slider.
+    """Predict once; fast enough to follow a slider.
 
     Args:
         model: of the step as it is.

@@ -1,1 +1,1 @@
-"""Curves of throughput and laws of loss: what was measured, and what is predicted from it."""
+"""Fits curves of throughput and laws of loss to measured runs, and predicts from them."""

@@ -1,1 +1,1 @@
-"""The ScalingExplorer panel."""
+"""The ScalingExplorer panel: a slider of GPUs with predicted throughput, limits, cost and energy."""

@@ -28,7 +28,7 @@ _PLAN_OPTIONS_LEFT_OUT = ("model", "gpus", "most_gpus", "top", "batch", "steps",
 
 
 def checked_options(target: Any, global_batch: object, options: Mapping[str, Any]) -> None:
-    """Refuse what would be ignored.
+    """Refuse options that would be ignored.
 
     Args:
         target: that is explored.
@@ -36,7 +36,7 @@ def checked_options(target: Any, global_batch: object, options: Mapping[str, Any
         options: whatever else was.
 
     Raises:
-        PlanError: a name that means nothing here, and what is allowed.
+        PlanError: a name that is not allowed here; the message lists those that are.
     """
     planned = isinstance(target, Transformer)
     if not planned and global_batch is not None:
@@ -62,7 +62,7 @@ class ScalingExplorer:
     Attributes:
         gpus: the slider; `.value` turns it.
         cluster: the picker, where a model is planned; of a curve it sets the power of a GPU only.
-        place: what the slider stands at, a Place.
+        place: the Place of the slider.
         head, light, figures, curve, limits: what is shown.
         widget: everything in one box.
     """
@@ -145,7 +145,7 @@ class ScalingExplorer:
 
     @property
     def place(self) -> Place:
-        """What the slider stands at."""
+        """The Place of the slider."""
         return self._sources[self._name].at(self.gpus.value)
 
     def _redraw(self) -> None:
@@ -169,7 +169,7 @@ class ScalingExplorer:
 
     @property
     def notes(self) -> str:
-        """What to keep in mind."""
+        """Notes on what is shown."""
         curve = isinstance(self._target, ScalingCurve | CurveFit)
         return "beyond what was measured, the band is the laws' spread" if curve else "predicted by closed forms; nothing was run"
 
@@ -181,8 +181,8 @@ class ScalingExplorer:
         places, measured = self._bands[self._name], self._sources[self._name].measured
         tiles = drawn.figures(place, self._samples, self._price, self._intensity)
         shown = tiles + drawn.picture(places, measured, place) + drawn.limits(places)
-        face = drawn.static(self.title, place, places, shown, self.notes)
-        return {**self.widget._repr_mimebundle_(**options), "text/plain": repr(self), "text/html": face}
+        static = drawn.static(self.title, place, places, shown, self.notes)
+        return {**self.widget._repr_mimebundle_(**options), "text/plain": repr(self), "text/html": static}
 
 
 def _own(target: Any, cluster: Cluster | str | None) -> Cluster | None:

@@ -19,7 +19,7 @@ COLORS = {
     LOST: PARTS["communication"],
     "": PHASES["other"],
 }
-"""What limits → colour; its name always stands beside."""
+"""What limits → colour; its name is always shown beside."""
 WIDE, HIGH, LEFT, LOW = 720, 260, 64, 34
 """Pixels of the picture, and of its left and lower margins."""
 
@@ -72,7 +72,7 @@ def _tile(label: str, value: str, small: str) -> str:
 
 
 def picture(places: Sequence[Place], measured: Sequence[tuple[int, float]], now: Place) -> str:
-    """Throughput against GPUs or processes, logarithmic: the band, the naive line dashed, measured points, and where the slider stands."""
+    """Throughput against GPUs or processes, logarithmic: the band, the naive line dashed, measured points, and the slider's place."""
     across, up = _scales(places, measured)
 
     def line(points: Sequence[tuple[float, float]]) -> str:
@@ -140,7 +140,7 @@ def _axes(places: Sequence[Place], measured: Sequence[tuple[int, float]], across
 
 
 def limits(places: Sequence[Place]) -> str:
-    """A row of colours: what limits from which number of GPUs on."""
+    """A row of colours: what limits, by number of GPUs."""
     pieces: list[tuple[str, list[int]]] = []
     for place in places:
         if not pieces or pieces[-1][0] != place.bound:
@@ -182,6 +182,6 @@ def table(places: Sequence[Place], rows: int = 8) -> Table:
 
 
 def static(title: str, place: Place, places: Sequence[Place], shown: str, notes: str) -> str:
-    """The face that needs no kernel."""
+    """The static form, which needs no kernel."""
     begin = f"<p><strong>Scaling explorer</strong> · {escape(title)}</p>"
     return f"<div>{begin}{light(place)}{shown}{table(places)._repr_html_()}<p><em>{escape(notes)}</em></p></div>"

@@ -1,4 +1,4 @@
-"""What a number of GPUs would bring, by a measured curve or by a plan: pure functions, fast enough to follow a slider."""
+"""Predicts what a number of GPUs brings, from a measured curve or from plans: pure functions, fast enough to follow a slider."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Place:
     mid: float
     high: float
     naive: float
-    """As the base's GPUs go on."""
+    """By the naive line: each GPU as fast as those of the base."""
     bound: str
     """"compute", "communication", "bubble" or "memory" of a plan; OWN or LOST of a curve; "" = not known."""
     sentence: str = ""
@@ -69,18 +69,18 @@ class Place:
 
 
 class Source(Protocol):
-    """Where places come from."""
+    """A curve or plans, from which Places are computed."""
 
     @property
     def kind(self) -> str:
-        """In words."""
+        """What it is, as text."""
 
     @property
     def measured(self) -> Sequence[tuple[int, float]]:
         """(GPUs, samples per second) that were measured."""
 
     def sizes(self) -> list[int]:
-        """GPUs at which the slider can stand."""
+        """Numbers of GPUs that the slider can have."""
 
     def at(self, gpus: int) -> Place:
         """One of them."""
@@ -108,7 +108,7 @@ class Curve:
         return self.all([gpus])[0]
 
     def all(self, sizes: Sequence[int]) -> list[Place]:
-        """Several at once, which costs little more than one."""
+        """Several at once, which takes little longer than one."""
         return [
             Place(
                 gpus=forecast.world_size,
@@ -138,7 +138,7 @@ class Planned:
     found: dict[int, Place] = field(default_factory=dict, init=False)
 
     def sizes(self) -> list[int]:
-        """GPUs on which it fits."""
+        """Numbers of GPUs on which it fits."""
         self._fill()
         return sorted(self.found)
 
@@ -178,7 +178,7 @@ def places_of(made: Plans) -> dict[int, Place]:
 
 
 def source_of(target: Any, cluster: Cluster | None, batch: int | None, options: dict[str, Any]) -> Source:
-    """What a target tells; a curve needs no cluster.
+    """The Source of a target; a curve needs no cluster.
 
     Raises:
         PlanError: something else was given, or a model without a batch.
@@ -195,7 +195,7 @@ def source_of(target: Any, cluster: Cluster | None, batch: int | None, options: 
             raise PlanError("ScalingExplorer(model): global_batch is needed, samples per step of all GPUs")
         return Planned(target, cluster, batch, options)
     raise PlanError(
-        f"ScalingExplorer({type(target).__name__}): a ScalingCurve or its fit, Plans, or a Transformer with global_batch is wanted"
+        f"ScalingExplorer({type(target).__name__}): a ScalingCurve or its fit, Plans, or a Transformer with global_batch is needed"
     )
 
 

@@ -43,9 +43,9 @@ class ScalingCurve(display.Shown, JsonDataclass):
     kind: Kind = "weak"
     """ "weak": each process keeps its batch. "strong": the global batch stays."""
     slots: int | None = None
-    """Cores (or GPUs) there were: points with more processes are oversubscribed. None = not known; a point says it of itself."""
+    """Cores (or GPUs) of the machine: points with more processes are oversubscribed. None = not known; a point says it of itself."""
     notes: tuple[str, ...] = field(default=(), kw_only=True)
-    """What to keep in mind about the measurement."""
+    """Notes on the measurement."""
     over: str = field(default=PROCESSES, kw_only=True)
     """The knob that was turned; fits are of processes alone."""
     grows: How = field(default=How(), kw_only=True)
@@ -59,7 +59,7 @@ class ScalingCurve(display.Shown, JsonDataclass):
         if callable(to_dict):  # a DataFrame
             object.__setattr__(self, "points", to_dict("records"))
         if isinstance(self.points, str | Mapping) or not isinstance(self.points, Iterable):
-            raise CurveError(f"points={self.points!r:.80}: a list of (world_size, samples_per_sec) is wanted")
+            raise CurveError(f"points={self.points!r:.80}: give a list of (world_size, samples_per_sec)")
         points = merged(self.points)
         if not points:
             raise CurveError("a curve of no points: give (world_size, samples_per_sec) of two or more numbers of processes")
@@ -86,16 +86,16 @@ class ScalingCurve(display.Shown, JsonDataclass):
         Args:
             runs: finished ones.
             over: the knob that was turned.
-            slots: cores (or GPUs) there were; None = what the runs say of their machine. A run is oversubscribed if its processes, or on
+            slots: cores (or GPUs) of the machine; None = what the runs say of it. A run is oversubscribed if its processes, or on
                 CPUs their threads, are more.
             exposed: share of the step that is nothing but communication, by the knob's value, where it was measured.
-            notes: what to keep in mind about the measurement.
+            notes: notes on the measurement.
 
         Raises:
             CurveError: no runs, one that still runs, or they differ in another field; the message names it.
         """
 
-        arguments = read(list(runs), over, slots, exposed or {})
+        arguments = curve_arguments(list(runs), over, slots, exposed or {})
         return cls(**{**arguments, "notes": (*arguments["notes"], *notes)})
 
     # --- what was measured
@@ -136,7 +136,7 @@ class ScalingCurve(display.Shown, JsonDataclass):
         return [point.per_process / self.base.per_process if self.base else math.nan for point in self.points]
 
     def fit(self, *, level: float = 0.9, noise: float | None = None) -> "CurveFit":
-        """Hold all laws against the usable points.
+        """Fit all laws to the usable points.
 
         Args:
             level: how often the intervals should hold what is measured later.
@@ -243,7 +243,7 @@ def _number(value: float | None) -> float:
 
 
 def _remarks(point: ScalingPoint) -> str:
-    """What to keep in mind about a point."""
+    """Notes on a point."""
     crowded = "oversubscribed: no scaling, left out of fits" if point.oversubscribed else ""
     apart = "repeats lie more than a factor of 2 apart: measure it again on a quieter machine" if point.unsteady else ""
     failed = f"{'a repeat ' if point.rates else ''}failed: {point.failed}" if point.failed else ""
@@ -253,10 +253,10 @@ def _remarks(point: ScalingPoint) -> str:
 _BATCH = ("micro_batch", "accumulation")
 """What strong scaling changes with the number of processes, so that the global batch stays."""
 _BEFORE = ("data_wait", "h2d", "forward")
-"""Phases that a rank is through before it meets the others."""
+"""Phases of a rank before it waits for the others."""
 
 
-def read(runs: Sequence[Any], over: str, slots: int | None, exposed: Mapping[Any, float]) -> dict[str, Any]:
+def curve_arguments(runs: Sequence[Any], over: str, slots: int | None, exposed: Mapping[Any, float]) -> dict[str, Any]:
     """The arguments of the curve. See `ScalingCurve.from_runs`.
 
     Raises:
@@ -265,7 +265,7 @@ def read(runs: Sequence[Any], over: str, slots: int | None, exposed: Mapping[Any
     example = f"wb.sweep(spec, {over}=[1, 2, 4])" if over == PROCESSES else f"wb.sweep(spec, {over}=[…])"
     for run in runs:
         if not isinstance(run, Run):
-            raise CurveError(f"from_runs() got a {type(run).__name__}: runs are wanted, such as those of {example}")
+            raise CurveError(f"from_runs() got a {type(run).__name__}: give runs, such as those of {example}")
         if run.state == "running":
             raise CurveError(f"{run!r} still runs: wait for it, run.wait()")
     if not runs:
@@ -324,7 +324,7 @@ def _kind(runs: Sequence[Run], over: str) -> str:
 
 
 def check_same_machine(runs: Sequence[Run]) -> None:
-    """See that runs can be on one curve.
+    """Refuse runs that cannot be on one curve.
 
     Raises:
         CurveError: they were made on different hosts or with different versions of torch.

@@ -60,7 +60,7 @@ class CurveForecast(display.Shown, JsonDataclass):
     level: float
     """How often the interval should hold what is measured, 0 … 1."""
     by_form: Mapping[str, float]
-    """What each law says by itself."""
+    """The prediction of each law alone."""
     narrow: tuple[str, ...] = ()
     """Measurements that would narrow the interval, the most useful first."""
     notes: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ def times(ratio: float) -> str:
 ASSUMED_NOISE = 0.02
 """Standard deviation of a throughput without repeats; points of published curves lie 0.5 to 2.5 % off their trend (not outliers)."""
 MIN_NOISE = 0.005
-"""Least standard deviation that few repeats are believed: two that happen to agree to the last digit prove nothing."""
+"""Least standard deviation that is taken from few repeats: two that happen to agree to the last digit prove nothing."""
 DRAWS = 300
 """Resamples of the measurement noise behind an interval."""
 
@@ -153,7 +153,7 @@ def last_point_error(form: Form, data: Data) -> float:
 def law_weights(errors: list[float], noise: float) -> list[float]:
     """The larger the error of a law at the last point, the smaller its weight; what noise alone explains (√2 of it) does not count.
 
-    A law that could not be tried counts as the average of those that were: without a trial, all the same.
+    A law that could not be tried has the average weight of those that were; if none could be tried, all weights are equal.
     """
     noise_error = math.sqrt(2) * noise
     tried = [1 / (error**2 + noise_error**2) for error in errors if not math.isnan(error)]
@@ -174,7 +174,7 @@ FAR_EXTRAPOLATION = 4.0
 
 
 def too_few(points: tuple[ScalingPoint, ...]) -> str:
-    """Why a curve of fewer than two points is not fitted."""
+    """The error for a curve of fewer than two points."""
     if not points:
         return "the curve has no usable point: all are oversubscribed or have failed. Measure at two or more numbers of processes that fit"
     only = points[0]
@@ -185,7 +185,7 @@ def too_few(points: tuple[ScalingPoint, ...]) -> str:
 
 
 def check_possible(points: tuple[ScalingPoint, ...]) -> None:
-    """Refuse points that no machine can have given; those of runs that differ in nothing else are noisy at worst.
+    """Refuse points that no machine can produce; those of runs that differ in nothing else are noisy at worst.
 
     Raises:
         CurveError: throughput per process doubles from one point to the next.
@@ -201,7 +201,7 @@ def check_possible(points: tuple[ScalingPoint, ...]) -> None:
 
 
 def notes(fit: "CurveFit", size: int) -> tuple[str, ...]:
-    """What to keep in mind about a prediction for `size` processes."""
+    """Notes on a prediction for `size` processes."""
     largest = fit.points[-1].world_size
     notes = []
     if size / largest >= FAR_EXTRAPOLATION:
@@ -272,12 +272,12 @@ class FittedForm:
     error: float
     """Predicted over measured of the largest point, less 1, when fitted to all others; nan where too few are left for it."""
     weight: float
-    """Its part in the middle of a prediction; all together 1."""
+    """Its weight in the middle of a prediction; all weights sum to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveFit(display.Shown):
-    """What a curve says of numbers of processes that were not measured. Get one from `ScalingCurve.fit`."""
+    """The laws fitted to a curve, and their predictions for other numbers of processes. Get one from `ScalingCurve.fit`."""
 
     points: tuple[ScalingPoint, ...]
     """What was fitted: usable points by ascending number of processes."""

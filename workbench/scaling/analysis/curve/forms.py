@@ -44,7 +44,7 @@ class Data:
         return Data(sizes=self.sizes[:-1], times=self.times[:-1], exposed=self.exposed[:-1], noise=self.noise)
 
     def shaken(self, chance: np.random.Generator, noise: Floats) -> "Data":
-        """The same points, measured once more."""
+        """The same points with new random noise."""
         times = self.times * np.exp(noise * chance.standard_normal(len(self.times)))
         return Data(sizes=self.sizes, times=times, exposed=self.exposed, noise=self.noise)
 
@@ -66,7 +66,7 @@ class How(JsonDataclass):
     def __post_init__(self) -> None:
         if self.pipeline is not None and not is_whole(self.pipeline, least=1, numpy=True):
             raise CurveError(
-                f"pipeline={self.pipeline!r}: the micro-batches of a step × chunks on each stage are wanted, a whole number of at least 1, "
+                f"pipeline={self.pipeline!r}: the micro-batches of a step × chunks on each stage are needed, a whole number of at least 1, "
                 "or None where the processes are no stages"
             )
         if not isinstance(self.sharded, bool):
@@ -169,7 +169,7 @@ class Form:
     """One law before it is fitted."""
 
     name: str
-    """In a word."""
+    """Its name."""
     words: str
     """Its formula and where it comes from."""
     fewest: int
@@ -291,5 +291,5 @@ def at(law: Law, size: float) -> float:
 
 
 def rates(law: Law, sizes: Floats) -> Floats:
-    """The same for several numbers of them."""
+    """The same for several numbers of processes."""
     return sizes / np.maximum(law(sizes), 1e-300)

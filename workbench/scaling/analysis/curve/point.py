@@ -39,7 +39,7 @@ class ScalingPoint(JsonDataclass):
     oversubscribed: bool = False
     """More processes than cores or GPUs: what is measured is how they wait for each other, and no fit uses it."""
     failed: str = ""
-    """Why an attempt failed, where one did."""
+    """Why an attempt failed, if one did."""
     value: Any = None
     """Of the knob that was turned, where it is not the number of processes."""
     straggling: float | None = None
@@ -55,12 +55,12 @@ class ScalingPoint(JsonDataclass):
             object.__setattr__(self, "value", str(self.value))
         for rate in self.rates:
             if not is_number(rate, above=0, numpy=True):
-                raise CurveError(f"{rate!r} samples/s with {self.world_size} processes: a finite number above 0 is wanted")
+                raise CurveError(f"{rate!r} samples/s with {self.world_size} processes: a finite number above 0 is needed")
         object.__setattr__(self, "rates", tuple(int(rate) if isinstance(rate, Integral) else float(rate) for rate in self.rates))
         if self.exposed is not None and not is_number(self.exposed, least=0, below=1, numpy=True):
             raise CurveError(
                 f"exposed={self.exposed!r} with {self.world_size} processes: the share of the step in which only communication "
-                "happens is wanted, from 0 to below 1 (seconds divided by the step's seconds)"
+                "happens is needed, from 0 to below 1 (seconds divided by the step's seconds)"
             )
         if self.exposed is not None:
             object.__setattr__(self, "exposed", float(self.exposed))
@@ -77,7 +77,7 @@ class ScalingPoint(JsonDataclass):
 
     @property
     def unsteady(self) -> bool:
-        """Do the repeats lie further apart than any one spec's should?"""
+        """Do the repeats lie further apart than repeats of one spec should?"""
         return bool(self.rates) and max(self.rates) > CONTRADICTION * min(self.rates)
 
     @property
@@ -123,10 +123,10 @@ def checked_size(value: Any) -> int:
     """A number of processes.
 
     Raises:
-        CurveError: it is none.
+        CurveError: it is no whole number of at least 1.
     """
     if not is_whole(value, least=1, numpy=True):
-        raise CurveError(f"{value!r} processes: a whole number of at least 1 is wanted")
+        raise CurveError(f"{value!r} processes: a whole number of at least 1 is needed")
     return int(value)
 
 
@@ -190,7 +190,7 @@ def _check_one(size: Any, rate: Any, place: int) -> None:
     if isinstance(rate, list | tuple):
         rows = ", ".join(f"({size!r}, {repeat!r})" for repeat in rate[:2])
         raise CurveError(
-            f"point {place}, ({size!r}, {rate!r:.60}): one throughput a row is wanted; repeats are several rows: {rows or '(1, 100.0)'}, …"
+            f"point {place}, ({size!r}, {rate!r:.60}): give one throughput per row; repeats are several rows: {rows or '(1, 100.0)'}, …"
         )
 
 
@@ -206,13 +206,13 @@ def _whole(value: Any) -> Any:
 
 def _no_row(row: Any, place: int) -> str:
     return (
-        f"point {place}, {row!r:.80}: (world_size, samples_per_sec) is wanted, or these and the "
+        f"point {place}, {row!r:.80}: give (world_size, samples_per_sec), or these and the "
         "exposed share of the step, a mapping with these names, or a ScalingPoint; repeats are several rows"
     )
 
 
 def _one(same: list[ScalingPoint]) -> ScalingPoint:
-    """Points of one size as one, with all their repeats (sorted: the order in which they were given says nothing)."""
+    """Merges points of one size into one with all their repeats (sorted: the order in which they were given says nothing)."""
 
     def middle(name: str) -> float | None:
         known = sorted(getattr(point, name) for point in same if getattr(point, name) is not None)

@@ -1,4 +1,4 @@
-"""Fits L(N, D) = E + A/N^α + B/D^β robustly, bootstraps the fit, and has the law's optimum in closed form.
+"""Fits L(N, D) = E + A/N^α + B/D^β robustly, bootstraps the fit, and computes the optimum in closed form.
 
 Minimised is the *sum* over the points of the Huber loss of log L̂ − log L, where log L̂ is a log-sum-exp of log E, log A − α·log N and
 log B − β·log D (Hoffmann et al. 2022, appendix D.3, arXiv 2203.15556). Source of the two traps that are avoided here: Besiroglu et al. 2024
@@ -21,7 +21,7 @@ DELTA = 1e-3
 EXPONENTS = (0.03, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5)
 """Starts of α and of β: all pairs are tried; E, A and B then follow by linear least squares."""
 BOUNDS = (1e-3, 4.0)
-"""Smallest and largest exponent that is looked for."""
+"""Smallest and largest exponent that a fit may find."""
 STARTS = 12
 """Of all pairs, this many are followed down to their minimum."""
 _SCALE = 1e4  # of what is minimised: L-BFGS's tolerances are meant for numbers near 1
@@ -87,7 +87,7 @@ def best(columns: Columns, *, delta: float = DELTA, near: Any = None, starts: in
     Args:
         columns: the points.
         delta: see `DELTA`.
-        near: a place to begin at as well.
+        near: another place to start from.
         starts: how many pairs of `EXPONENTS` are followed.
     """
     places = [*([] if near is None else [near]), *(grid(columns)[:starts] if starts else ())]
@@ -135,7 +135,7 @@ _TRIES = 20  # drawings in which something varies are looked for this many times
 def bootstrap(points: Points, law: Five, *, count: int, by: str = "pairs", seed: int = 0, delta: float = DELTA) -> tuple[Five, ...]:
     """Laws fitted to points drawn with replacement.
 
-    A drawing with only one size or one amount of data left is drawn again: it says nothing about the exponents.
+    A drawing with only one size or one amount of data is drawn again: it does not determine the exponents.
 
     Args:
         points: what the law was fitted to.

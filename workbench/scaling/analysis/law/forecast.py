@@ -51,7 +51,7 @@ class Forecast(display.Shown, JsonDataclass):
     level: float
     """How often the band should hold what comes, 0 … 1."""
     notes: tuple[str, ...] = ()
-    """What to keep in mind."""
+    """Notes on the prediction."""
 
     @property
     def table(self) -> display.Table:
@@ -84,7 +84,7 @@ class Allocation(display.Shown, JsonDataclass):
     flops: float
     """The budget."""
     parameters: Interval
-    """Of the model that a law thinks best."""
+    """Of the best model by the law."""
     tokens: Interval
     """To train it on."""
     loss: Interval
@@ -96,7 +96,7 @@ class Allocation(display.Shown, JsonDataclass):
     level: float
     """Of the intervals, 0 … 1."""
     notes: tuple[str, ...] = ()
-    """What to keep in mind; a "cannot tell" stands first."""
+    """Notes; a "cannot tell" comes first."""
 
     @property
     def tokens_per_parameter(self) -> float:

@@ -1,4 +1,4 @@
-"""Finds what a law cannot tell: too little was varied, or its intervals are too wide."""
+"""Finds what a law cannot tell, because too little was varied or its intervals are too wide."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,13 +15,13 @@ MIN_DISTINCT = 3
 MIN_RANGE = 4.0
 """Least ratio of largest to smallest: with an exponent of 0.35, a factor of 4 changes a part of the loss by a factor of 1.6."""
 MAX_EXPONENT_WIDTH = 0.25
-"""Widest interval of the exponent of N_opt that still tells something: over 100 times the compute, 0.25 is a factor of 3 in the size."""
+"""Widest interval of the exponent of N_opt that is still of use: over 100 times the compute, 0.25 is a factor of 3 in the size."""
 MIN_EFFECT_OVER_SCATTER = 5.0
 """Least effect of a factor over the scatter of single runs: the means of four sizes that make no difference lie up to 3 apart by chance."""
 MIN_EFFECT = 1e-4
 """Least effect as a share of the loss, however little the points scatter: exponents of less are the optimizer's, not the data's."""
 MAX_CUT_SHARE = 0.05
-"""Share of the drawings whose exponent ends at a bound, from which on it is not found but cut off."""
+"""Share of the drawings whose exponent ends at a bound, from which on it counts as cut off, not found."""
 FAR_EXTRAPOLATION = 10.0
 """Extrapolation from which on a note warns; the published checks that are known go to some 40 times the compute."""
 
@@ -42,7 +42,7 @@ def not_identified(
         bands: E, A, B, alpha, beta with their intervals.
         exponent: of N_opt over compute, with its interval.
         draws: laws of the bootstrap drawings that could be fitted.
-        wanted: how many were asked for.
+        wanted: number of drawings that were requested.
         residuals: of each point, in log loss.
     """
     problems = []
@@ -58,16 +58,17 @@ def not_identified(
         ratio = values[-1] / values[0]
         if len(values) < MIN_DISTINCT:
             problems.append(
-                f"only {len(values)} different numbers of {what}: {name} cannot be told from E; {MIN_DISTINCT} or more {remedy} are needed"
+                f"only {len(values)} different numbers of {what}: {name} cannot be separated from E; "
+                f"{MIN_DISTINCT} or more {remedy} are needed"
             )
         elif ratio < MIN_RANGE:
             problems.append(
-                f"{what} vary by a factor of {ratio:.2g} only: {name} cannot be told; a factor of {MIN_RANGE:.0f} or more is needed"
+                f"{what} vary by a factor of {ratio:.2g} only: {name} cannot be determined; a factor of {MIN_RANGE:.0f} or more is needed"
             )
         elif effect < max(MIN_EFFECT_OVER_SCATTER * scatter, MIN_EFFECT):
             problems.append(
                 f"from the fewest to the most {what} the loss falls by {_share(effect)}, and single runs scatter by {_share(scatter)}: "
-                f"{name}, and with it the best size, cannot be told; a wider range of {what} or several seeds of each are needed"
+                f"{name}, and with it the best size, cannot be determined; a wider range of {what} or several seeds of each are needed"
             )
         elif not _inside(power):
             problems.append(
@@ -98,7 +99,7 @@ def varied_too_little(points: Points) -> tuple[str, str, str] | None:
     for what, values, name in (("parameters", points.sizes, "alpha"), ("tokens", points.amounts, "beta")):
         if len(values) < MIN_DISTINCT or values[-1] / values[0] < MIN_RANGE:
             given = f"{', '.join(f'{value:,.0f}' for value in values)} (a factor of {values[-1] / values[0]:.2g})"
-            return what, given, f"{MIN_DISTINCT} or more over a factor of {MIN_RANGE:.0f} at least, or {name} cannot be told"
+            return what, given, f"{MIN_DISTINCT} or more over a factor of {MIN_RANGE:.0f} at least, or {name} cannot be determined"
     return None
 
 

@@ -15,7 +15,7 @@ from workbench.core.statistics import Interval
 from workbench.scaling.analysis.law import identifiability
 from workbench.scaling.analysis.law.fit import DELTA, Columns, Five, best, bootstrap, check_options, exponent, losses, optimum
 from workbench.scaling.analysis.law.forecast import Allocation, Forecast, HeldOut, flops
-from workbench.scaling.analysis.law.points import MIN_POINTS, Points, PointsError, points_of, positive, read
+from workbench.scaling.analysis.law.points import MIN_POINTS, Points, PointsError, points_of, positive, read_points
 
 PARTS = ("E", "A", "B")
 """Numbers that the table shows as 0 where they are negligible: the fit works in logarithms, and finds 1e-7 where a part is not needed."""
@@ -31,7 +31,7 @@ NAMES = ("E", "A", "B", "alpha", "beta")
 class ScalingLaw(display.Shown, JsonDataclass):
     """The final loss of a model with N parameters trained on D tokens: E + A/N^α + B/D^β (Hoffmann et al. 2022).
 
-    E is what no model of this kind gets below, A/N^α what the model lacks in size, B/D^β what it lacks in data.
+    E is the irreducible loss, A/N^α the loss from too small a model, B/D^β that from too few data.
     """
 
     E: float
@@ -45,7 +45,7 @@ class ScalingLaw(display.Shown, JsonDataclass):
     beta: float
     """Exponent of the tokens."""
     wanted: int = 200
-    """Drawings that were asked for."""
+    """Drawings that were requested."""
     level: float = 0.9
     """Of all intervals, 0 … 1."""
     by: str = "pairs"
@@ -61,7 +61,7 @@ class ScalingLaw(display.Shown, JsonDataclass):
     draws: tuple[Five, ...] = field(repr=False)
     """(E, A, B, alpha, beta) of each bootstrap drawing: every interval comes from them."""
     notes: tuple[str, ...] = ()
-    """What the points have to say about themselves."""
+    """Notes on the points."""
 
     # --- how one is made
 
@@ -89,12 +89,12 @@ class ScalingLaw(display.Shown, JsonDataclass):
             flops_per: training FLOPs per parameter and token.
             delta: of the Huber loss.
             seed: of the drawings.
-            notes: what to keep in mind about the points.
+            notes: notes on the points.
 
         Raises:
             PointsError: fewer than 5 points, one size or one amount of data only, a missing column, a value that is no number above 0.
         """
-        measured = read(points).check()
+        measured = read_points(points).check()
         if by is None:
             by = "run" if len(set(measured.run)) < len(measured) else "pairs"
         draws, level, seed = check_options(draws, level, by, seed)
@@ -121,7 +121,7 @@ class ScalingLaw(display.Shown, JsonDataclass):
             runs: of different models and numbers of steps.
             parameters: of each run's model, in the order of the runs, or by the name of its task; None = the figure "parameters" of the
                 runs' evaluation.
-            tokens_per_sample: what one sample counts; 1 = the law is one of samples.
+            tokens_per_sample: tokens of one sample; 1 = the law is about samples.
             loss: name of the evaluation's figure that is the loss; None = the one that ends in "loss", else the mean training loss of the
                 last tenth of the steps.
             **options: of `fit`.
@@ -163,7 +163,7 @@ class ScalingLaw(display.Shown, JsonDataclass):
 
     @property
     def cannot_tell(self) -> tuple[str, ...]:
-        """What these points do not say, and what would; empty where the law may be used."""
+        """What these points do not determine, and which runs would; empty where the law may be used."""
         return identifiability.not_identified(
             self.points, self.intervals, self.exponent, draws=self.draws, wanted=self.wanted, residuals=self.residuals
         )
@@ -174,7 +174,7 @@ class ScalingLaw(display.Shown, JsonDataclass):
         return not self.cannot_tell
 
     def band(self, mid: float, drawn: Iterable[float]) -> Interval:
-        """A number with the interval that holds `level` of what the drawings say of it."""
+        """A number with the interval that holds `level` of its bootstrap drawings."""
         values = [value for value in drawn if math.isfinite(value)]
         if not values:
             return Interval(low=-math.inf, mid=mid, high=math.inf)

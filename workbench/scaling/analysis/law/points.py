@@ -50,9 +50,7 @@ class Points(JsonDataclass):
         names = []
         for place, row in enumerate(rows):
             if len(row) not in (3, 4):
-                raise PointsError(
-                    f"point {place}, {tuple(row)!r:.80}: (parameters, tokens, loss) is wanted, or these and the name of its run"
-                )
+                raise PointsError(f"point {place}, {tuple(row)!r:.80}: give (parameters, tokens, loss), or these and the name of its run")
             for name, column, value in zip(("parameters", "tokens", "loss"), columns, row, strict=False):
                 try:
                     column.append(positive(value, name))
@@ -93,7 +91,7 @@ class Points(JsonDataclass):
         if len(self) < MIN_POINTS:
             raise PointsError(
                 f"{len(self)} points were given, and the law E + A/N^α + B/D^β has five numbers to find: at least {MIN_POINTS} points are "
-                "wanted, better 15 or more; add short runs of small models, such as 4 sizes × 4 amounts of data"
+                "needed, better 15 or more; add short runs of small models, such as 4 sizes × 4 amounts of data"
             )
         for what, values, remedy in (
             ("parameters", self.sizes, "runs of a smaller and a larger model"),
@@ -101,7 +99,7 @@ class Points(JsonDataclass):
         ):
             if len(values) < MIN_VARIED:
                 raise PointsError(
-                    f"all {len(self)} points have the same number of {what} ({values[0]:,.0f}), so its effect cannot be told: "
+                    f"all {len(self)} points have the same number of {what} ({values[0]:,.0f}), so its effect cannot be determined: "
                     f"add {remedy}, at least by a factor of 4"
                 )
         return self
@@ -119,7 +117,7 @@ def positive(value: Any, name: str) -> float:
         raise PointsError(f"{name}={value!r} is not a number") from None
     if not (math.isfinite(number) and number > 0):
         hint = "; a run that has diverged teaches the law nothing: leave it out" if name == "loss" else ""
-        raise PointsError(f"{name}={value!r}: a finite number above 0 is wanted{hint}")
+        raise PointsError(f"{name}={value!r}: a finite number above 0 is needed{hint}")
     return number
 
 
@@ -132,7 +130,7 @@ NAMES = {
 """What each column is called here, and what else it may be called; capitals do not matter."""
 
 
-def read(source: Any) -> Points:
+def read_points(source: Any) -> Points:
     """The points of a source.
 
     Args:
@@ -157,20 +155,20 @@ def read(source: Any) -> Points:
         return Points.of(_named([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)], "the table", names))
     if not isinstance(source, Iterable) or getattr(source, "ndim", 1) == 0:
         raise PointsError(
-            f"points={source!r:.80}: rows of (parameters, tokens, loss), a DataFrame with these columns or the path of a CSV file is wanted"
+            f"points={source!r:.80}: rows of (parameters, tokens, loss), a DataFrame with these columns or the path of a CSV file is needed"
         )
     rows = [row.tolist() if hasattr(row, "tolist") else row for row in source]  # those of a numpy array are arrays
     if rows and isinstance(rows[0], Mapping):
         return Points.of(_named(rows, "the first point"))
     for place, row in enumerate(rows):
         if not isinstance(row, Sequence) or isinstance(row, str):
-            raise PointsError(f"point {place} is {row!r:.80}: (parameters, tokens, loss) is wanted")
+            raise PointsError(f"point {place} is {row!r:.80}: give (parameters, tokens, loss)")
     return Points.of(rows)
 
 
 def _csv(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path.absolute()}: a CSV with columns parameters, tokens and loss is wanted")
+        raise FileNotFoundError(f"there is no file {path.absolute()}: a CSV with columns parameters, tokens and loss is needed")
     try:
         text = path.read_text(encoding="utf-8-sig")  # Excel begins a file with a mark of its own
     except UnicodeDecodeError:
@@ -198,7 +196,7 @@ def _named(rows: Sequence[Mapping[str, Any]], where: str, names: Sequence[Any] =
                 near = nearest(name, given, cutoff=0.5)
                 hint = f' (is it "{near}"? then rename it)' if near else ""
                 raise PointsError(
-                    f"{where} has no column {name}{hint}: it has {', '.join(given) or 'none'}; wanted are parameters, tokens, loss"
+                    f"{where} has no column {name}{hint}: it has {', '.join(given) or 'none'}; it needs parameters, tokens, loss"
                 )
     wanted = [column for column in columns.values() if column is not None]
     try:
@@ -221,14 +219,14 @@ TRAINING = "training loss"
 def points_of(
     runs: Sequence[Any], *, parameters: Mapping[str, float] | Sequence[float] | None, tokens_per_sample: float, loss: str | None
 ) -> tuple[Points, tuple[str, ...]]:
-    """A point per run, and what to keep in mind about them. See `ScalingLaw.from_runs`.
+    """A point per run, and notes on them. See `ScalingLaw.from_runs`.
 
     Raises:
         PointsError: a run has no loss, or its parameters are not known.
     """
     positive(tokens_per_sample, "tokens_per_sample")
     if parameters is not None and not isinstance(parameters, Mapping) and len(parameters) != len(runs):
-        raise PointsError(f"parameters has {len(parameters)} numbers for {len(runs)} runs: one for each is wanted, or a mapping by task")
+        raise PointsError(f"parameters has {len(parameters)} numbers for {len(runs)} runs: give one for each, or a mapping by task")
     rows, notes, used = [], [], set()
     for place, run in enumerate(runs):
         reported = run.metric_rows
@@ -247,7 +245,7 @@ def points_of(
     if len(used) > 1:
         raise PointsError(f"the runs report different losses ({', '.join(sorted(used))}): give loss= the name that all of them have")
     if notes and len(rows) < MIN_POINTS:
-        raise PointsError(f"{len(rows)} of {len(runs)} runs have a loss, and {MIN_POINTS} are wanted: {'; '.join(notes)}")
+        raise PointsError(f"{len(rows)} of {len(runs)} runs have a loss, and {MIN_POINTS} are needed: {'; '.join(notes)}")
     names = _apart([row[3] for row in rows])
     points = Points.of([(n, d, value, name) for (n, d, value, _), name in zip(rows, names, strict=True)])
     if used == {TRAINING}:
