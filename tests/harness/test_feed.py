@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from workbench.harness.feed import Exhausted, Feed
-from workbench.harness.loaders import shut_down, unpicklable
+from workbench.harness.loaders import shut_down, unpicklable_attribute
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -288,9 +288,9 @@ def test_workers_that_cannot_be_started_name_the_attribute() -> None:
 
 
 def test_the_attribute_that_cannot_be_pickled() -> None:
-    assert unpicklable(Holds(None)) is None
+    assert unpicklable_attribute(Holds(None)) is None
     with open(__file__, "rb") as file:
-        assert unpicklable(Subset(Holds(file), [1])) == ".dataset.transform (a BufferedReader) cannot be pickled"
+        assert unpicklable_attribute(Subset(Holds(file), [1])) == ".dataset.transform (a BufferedReader) cannot be pickled"
 
 
 class Own:

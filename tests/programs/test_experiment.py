@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests import toy_tasks
-from workbench.programs.experiment import Resting, Training, entered
+from workbench.programs.experiment import IdleTraining, Training, enter_training
 from workbench.runs.spec import RunSpec
 from workbench.train.ranks import Ranks
 
@@ -31,7 +31,7 @@ def alone() -> Iterator[Ranks]:
 
 def test_each_turn_has_the_knobs_of_its_contestant(alone: Ranks) -> None:
     task = toy_tasks.numbers()
-    with entered(spec_of(), task, alone, 0) as one, entered(spec_of(threads=2, gc=False), task, alone, 1) as other:
+    with enter_training(spec_of(), task, alone, 0) as one, enter_training(spec_of(threads=2, gc=False), task, alone, 1) as other:
         for contestant, threads, collects in ((one, 1, True), (other, 2, False), (one, 1, True)):
             contestant.drain()
             contestant.step()
@@ -42,7 +42,10 @@ def test_contestants_with_workers_and_accumulation(alone: Ranks) -> None:
     """Steps of both run, over the end of an epoch too, and no worker stays behind."""
     before = {child.pid for child in multiprocessing.active_children()}
     task = toy_tasks.numbers()
-    with entered(spec_of(num_workers=1), task, alone, 0) as one, entered(spec_of(accumulation=2, micro_batch=4), task, alone, 1) as other:
+    with (
+        enter_training(spec_of(num_workers=1), task, alone, 0) as one,
+        enter_training(spec_of(accumulation=2, micro_batch=4), task, alone, 1) as other,
+    ):
         assert isinstance(one, Training)
         assert isinstance(other, Training)
         for contestant in (one, other, one, other):
@@ -56,7 +59,7 @@ def test_contestants_with_workers_and_accumulation(alone: Ranks) -> None:
 
 def test_a_rank_that_is_not_wanted_rests(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alone, "rank", 1)
-    with entered(spec_of(), toy_tasks.numbers(), alone, 0) as contestant:
-        assert isinstance(contestant, Resting)
+    with enter_training(spec_of(), toy_tasks.numbers(), alone, 0) as contestant:
+        assert isinstance(contestant, IdleTraining)
         contestant.drain()
         contestant.step()

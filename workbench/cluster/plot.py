@@ -13,7 +13,20 @@ from workbench.cluster.analysis.plan.plans import Plan, Plans
 from workbench.cluster.analysis.traffic import Traffic
 from workbench.cluster.analysis.twin_run import TwinRun
 from workbench.core import units
-from workbench.core.display.axes import PALE, WIDTH, Bar, ends, height, legend, prepared, rows, scale_of, scale_of_bytes, stacked, wrapped
+from workbench.core.display.axes import (
+    PALE,
+    WIDTH,
+    Bar,
+    end_labels,
+    height,
+    legend,
+    prepared,
+    rows,
+    scale_of,
+    scale_of_bytes,
+    stacked,
+    wrapped,
+)
 from workbench.core.display.colors import GROUPS, INK, LINE, PARTS, PHASES
 from workbench.core.vocabulary import PLANNED
 
@@ -82,7 +95,7 @@ def plan_memory(result: Plan | Plans, ax: Axes | None = None) -> Axes:
         span = (candidate.needed.low / scale, candidate.needed.high / scale)
         ax.plot(span, (place, place), color=INK, linewidth=1.4, marker="|", markersize=9, label="_range")
     texts = [units.percent(candidate.bytes / capacity) + ", tight" * candidate.tight for candidate in plans]
-    ends(ax, [max(capacity, candidate.needed.high) / scale for candidate in plans], texts)
+    end_labels(ax, [max(capacity, candidate.needed.high) / scale for candidate in plans], texts)
     rows(ax, labels)
     ax.set_xlabel(f"predicted memory of the fullest GPU ({unit})")
     legend(ax, [*ax.containers, limit])

@@ -16,7 +16,21 @@ import numpy as np
 
 from workbench.core import units
 from workbench.core.display import axes
-from workbench.core.display.axes import PALE, WIDTH, Bar, ends, height, legend, lines_of, mark, prepared, rows, scale_of, stacked, wrapped
+from workbench.core.display.axes import (
+    PALE,
+    WIDTH,
+    Bar,
+    end_labels,
+    height,
+    legend,
+    lines_of,
+    mark,
+    prepared,
+    rows,
+    scale_of,
+    stacked,
+    wrapped,
+)
 from workbench.core.display.colors import INK, LINE
 from workbench.core.display.colors import PARTS as COLORS
 from workbench.core.statistics import Interval
@@ -158,7 +172,7 @@ def ladder(result: Ladder, ax: Axes | None = None) -> Axes:
             handles = [*handles[:2], drawn]
             reach = max(value for value in (row.after, row.predicted.mid, row.predicted.high) if math.isfinite(value))
         reaches.append(reach)
-    ends(ax, reaches, [row.end for row in rungs])
+    end_labels(ax, reaches, [row.end for row in rungs])
     rows(ax, [row.label for row in rungs])
     ax.set_xlabel("throughput (samples/s)")
     if result.rungs:
@@ -197,7 +211,7 @@ def proof(result: Proof, ax: Axes | None = None) -> Axes:
         mark(ax, place, interval, measured=bool(place))
     ax.axvline(1, color=INK, linestyle=":", linewidth=1.2)
     reaches = [max(value for value in (interval.mid, interval.high) if math.isfinite(value)) for interval in intervals]
-    ends(ax, reaches, [result.remedy.gain, f"{units.times(result.measured.mid)}: {result.word}"])
+    end_labels(ax, reaches, [result.remedy.gain, f"{units.times(result.measured.mid)}: {result.word}"])
     rows(ax, labels)
     ax.set_xlabel(f"throughput with {result.remedy.name} over that without")
     return ax

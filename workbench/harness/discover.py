@@ -53,7 +53,7 @@ class ReachableState:
     """Random generators of torch, numpy and Python."""
     arrays: list[np.ndarray[Any, Any]] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
-    """What has a state that cannot be read, in words."""
+    """Descriptions of what has a state that cannot be read."""
 
 
 def discover(*roots: Any, but: Iterable[Any] = (), data: bool = False) -> ReachableState:

@@ -101,7 +101,7 @@ def without_known_warnings() -> Iterator[None]:
 
 
 def inner_loaders(loader: Any) -> list[Any]:
-    """The DataLoaders inside a loader that is none itself."""
+    """The DataLoaders inside a loader that is not a DataLoader itself."""
     if isinstance(loader, DataLoader):
         return []
     return [part for part in getattr(loader, "__dict__", {}).values() if isinstance(part, DataLoader)]
@@ -118,18 +118,18 @@ def worker_error(loader: Any, error: Exception) -> str:
     """What keeps a DataLoader's worker from starting or from making a batch, in one line."""
     if isinstance(error, TypeError | AttributeError | pickle.PicklingError):
         for what in ("dataset", "collate_fn", "worker_init_fn"):
-            if why := unpicklable(getattr(loader, what, None)):
+            if why := unpicklable_attribute(getattr(loader, what, None)):
                 return f"{what}{why}"
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
 
 
-def unpicklable(value: Any) -> str | None:
+def unpicklable_attribute(value: Any) -> str | None:
     """The attribute of an object that cannot be pickled, as text to go behind the object's name; None if it can be pickled."""
     try:
         pickle.Pickler(_Nowhere()).dump(value)
     except Exception:
         for name, part in getattr(value, "__dict__", {}).items():
-            if deeper := unpicklable(part):
+            if deeper := unpicklable_attribute(part):
                 return f".{name}{deeper}"
         return f" (a {type(value).__name__}) cannot be pickled"
     return None

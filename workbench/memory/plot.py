@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from workbench.core import units
 from workbench.core.device import Device
-from workbench.core.display.axes import PALE, WIDTH, ends, height, legend, prepared, rows, scale_of_bytes, wrapped
+from workbench.core.display.axes import PALE, WIDTH, end_labels, height, legend, prepared, rows, scale_of_bytes, wrapped
 from workbench.core.display.colors import GROUPS as COLORS
 from workbench.core.display.colors import INK, LIMIT, text_on
 from workbench.core.vocabulary import GROUPS
@@ -66,7 +66,7 @@ def memory(
     if capacity:
         drawn.append(_line(ax, capacity / scale, f"{name or 'limit'}: {units.bytes_(capacity)}"))
     texts = [_end(breakdown) for breakdown in shown]
-    ends(ax, [reach / scale for reach in reaches], texts)
+    end_labels(ax, [reach / scale for reach in reaches], texts)
     ax.set_xlim(0, max(*(reach / scale / _share(text) for reach, text in zip(reaches, texts, strict=True)), 1.03 * (capacity or 0) / scale))
     rows(ax, names)
     ax.set_xlabel(f"memory at the peak, {' and '.join(sorted({breakdown.kind for breakdown in shown}))} ({unit})")
@@ -180,7 +180,7 @@ def memory_ladder(result: MemoryLadder, ax: Axes | None = None) -> Axes:
     ax = prepared(ax, WIDTH, height(labels) + 0.25)
     drawn = _bars(ax, shown, scale, most)
     line = ax.axvline(result.capacity / scale, color=LIMIT, linewidth=1.8, label=result.device)
-    ends(
+    end_labels(
         ax, [max(needed(breakdown), result.capacity) / scale for breakdown in shown], _texts(result)
     )  # behind the line, which would cross them
     rows(ax, labels)

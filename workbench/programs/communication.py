@@ -19,7 +19,7 @@ from workbench.core import run_directory
 from workbench.harness.ab_test import run_ab_test
 from workbench.harness.ablations import can_skip_reduction, without_reduction
 from workbench.harness.peers import Peers
-from workbench.programs.experiment import Assignment, Resting, Training, entered, run_program
+from workbench.programs.experiment import Assignment, IdleTraining, Training, enter_training, run_program
 from workbench.runs.entrypoints import COMMUNICATION
 from workbench.runs.spec import RunSpec
 from workbench.train.ranks import Ranks
@@ -83,7 +83,7 @@ def time_steps(assignment: Assignment) -> dict[str, Any]:
         spec = RunSpec.from_json(given)
         with (
             Peers.join() as peers,
-            entered(spec, assignment.task, assignment.ranks, index) as training,
+            enter_training(spec, assignment.task, assignment.ranks, index) as training,
             variants(training) as (reducing, silent),
         ):
             arm = run_ab_test(reducing, silent, budget_s=assignment.order["seconds"], peers=peers)
@@ -118,9 +118,9 @@ class Variant:
 
 
 @contextlib.contextmanager
-def variants(training: Training | Resting) -> Iterator[tuple[Variant, Variant] | tuple[Resting, Resting]]:
+def variants(training: Training | IdleTraining) -> Iterator[tuple[Variant, Variant] | tuple[IdleTraining, IdleTraining]]:
     """The two variants of a training. Afterwards its ranks no longer agree on the weights: only its speed means anything."""
-    if isinstance(training, Resting):
+    if isinstance(training, IdleTraining):
         yield training, training
         return
     assert can_skip_reduction([training.trainer.model]), "whoever asks has checked it"

@@ -10,7 +10,7 @@ from workbench.runs.task import Task, TaskError, resolve
 from workbench.train.trainer import build_model
 
 
-def counted(name: str) -> dict[str, int | None]:
+def count_task(name: str) -> dict[str, int | None]:
     """Parameters of a task's model (shared ones once), and samples of its dataset (None = a stream, which has no length).
 
     Raises:
@@ -39,7 +39,7 @@ def _model(task: Task) -> torch.nn.Module:
 def main() -> None:
     """Count all tasks that the command line names; print the counts, or an error."""
     try:
-        print(json.dumps({name: counted(name) for name in sys.argv[1:]}))
+        print(json.dumps({name: count_task(name) for name in sys.argv[1:]}))
     except Exception as error:
         print(json.dumps({"error": str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"}))
 

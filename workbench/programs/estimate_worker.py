@@ -37,7 +37,7 @@ def main() -> None:
     files = Files()
     while True:
         question = json.loads(questions.get())
-        answers.write(json.dumps({"edited": files.edited} if files.edited else answered(question)) + "\n")
+        answers.write(json.dumps({"edited": files.edited} if files.edited else answer_or_error(question)) + "\n")
         answers.flush()
         files.note()
 
@@ -54,7 +54,7 @@ def _watch(parent: int) -> None:
     os._exit(0)  # its children may hold our standard input open
 
 
-def answered(question: dict[str, Any]) -> dict[str, Any]:
+def answer_or_error(question: dict[str, Any]) -> dict[str, Any]:
     """The answer to a question, or {"error": message}."""
     try:
         os.chdir(question.pop("folder"))  # where relative paths of tasks begin

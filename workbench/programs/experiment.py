@@ -86,10 +86,10 @@ MIN_MEASURING = 0.5
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Do what run.json says."""
-    run_program(find_out, EXPERIMENT, __doc__, arguments)
+    run_program(run_experiment, EXPERIMENT, __doc__, arguments)
 
 
-def find_out(assignment: Assignment) -> dict[str, Any]:
+def run_experiment(assignment: Assignment) -> dict[str, Any]:
     """Evidence about a step, or the result of an A/B test; rank 0 writes it."""
     diagnosing = assignment.order["kind"] == "diagnose"
     result = diagnose(assignment) if diagnosing else prove(assignment)
@@ -114,7 +114,9 @@ def prove(assignment: Assignment) -> dict[str, Any]:
     """Time two specs in alternating blocks; the result is a `VariantTimes` whose baseline is the first spec."""
     specs = [RunSpec.from_json(assignment.order[name]) for name in ("baseline", "changed")]
     with contextlib.ExitStack() as stack, Peers.join() as peers:
-        trainings = [stack.enter_context(entered(spec, assignment.task, assignment.ranks, index)) for index, spec in enumerate(specs)]
+        trainings = [
+            stack.enter_context(enter_training(spec, assignment.task, assignment.ranks, index)) for index, spec in enumerate(specs)
+        ]
         arm = run_ab_test(*trainings, budget_s=_budget(assignment), peers=peers)
     return dataclasses.asdict(dataclasses.replace(arm, samples=specs[1].global_batch / specs[0].global_batch))
 
@@ -126,7 +128,7 @@ def _budget(assignment: Assignment) -> float:
     return min(map(float, assignment.ranks.share("budget", str(left).encode())))
 
 
-class Resting:
+class IdleTraining:
     """Takes the place of a training on a rank that it does not use."""
 
     def step(self) -> None:
@@ -165,7 +167,7 @@ class Training:
 
 
 @contextlib.contextmanager
-def entered(spec: RunSpec, task: Task, everyone: Ranks, number: int) -> Iterator[Training | Resting]:
+def enter_training(spec: RunSpec, task: Task, everyone: Ranks, number: int) -> Iterator[Training | IdleTraining]:
     """A contestant on this rank. It may use fewer ranks than there are; all must call this, to make its process group.
 
     Args:
@@ -180,7 +182,7 @@ def entered(spec: RunSpec, task: Task, everyone: Ranks, number: int) -> Iterator
     group = dist.new_group(members, backend=choose_backend(spec, device))
     if everyone.rank not in members:
         join_group_creation(spec, members)
-        yield Resting()
+        yield IdleTraining()
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -23,10 +23,10 @@ INTERVAL = 0.3
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Do what run.json says."""
-    run_program(find_out, LR_RANGE, __doc__, arguments)
+    run_program(find_learning_rate, LR_RANGE, __doc__, arguments)
 
 
-def find_out(assignment: Assignment) -> dict[str, Any]:
+def find_learning_rate(assignment: Assignment) -> dict[str, Any]:
     """Sweep and race with the very Trainer of a run; all ranks find the same rate, rank 0 writes it."""
     spec, ranks, order = assignment.spec, assignment.ranks, assignment.order
     if spec.micro_batch == AUTO:
@@ -42,13 +42,13 @@ def find_out(assignment: Assignment) -> dict[str, Any]:
         model=trainer.model,
         optimizer=trainer.optimizer,
         accumulation=spec.accumulation,
-        progress=reporting(assignment.run_dir) if ranks.rank == 0 else None,
+        progress=metrics_reporter(assignment.run_dir) if ranks.rank == 0 else None,
         **{name: order[name] for name in ("low", "high", "sweeps", "iterations", "race_steps")},
     )
     return {run_directory.LR_RANGE: lr_found.to_json()} if ranks.rank == 0 else {}
 
 
-def reporting(run_dir: Path, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int, float, float], None]:
+def metrics_reporter(run_dir: Path, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int, float, float], None]:
     """A function that writes a line of the run's `metrics.jsonl` every INTERVAL seconds of a clock."""
     writer = run_directory.LineWriter(run_dir / run_directory.METRICS)
     began = written = clock()

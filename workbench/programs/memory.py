@@ -25,10 +25,10 @@ from workbench.train.trainer import Trainer
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Do what run.json says."""
-    run_program(find_out, MEMORY, __doc__, arguments)
+    run_program(record_memory, MEMORY, __doc__, arguments)
 
 
-def find_out(assignment: Assignment) -> dict[str, Any]:
+def record_memory(assignment: Assignment) -> dict[str, Any]:
     """Take steps with the very Trainer of a run; gives the memory breakdown of this rank."""
     spec, ranks, steps = assignment.spec, assignment.ranks, int(assignment.order["steps"])
     recorder = Recorder(device=ranks.device.type)

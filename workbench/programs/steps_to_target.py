@@ -216,7 +216,7 @@ class Journal:
         """Write down what is planned, unless another rank has.
 
         Args:
-            order: what is wanted.
+            order: what to do, from run.json.
             rates: what the rules give each batch.
             spec: what all trials have in common.
             names: of the optimizers, for people.
@@ -287,7 +287,7 @@ def run_trials(spec: RunSpec, order: ExperimentPlan, task: Task, run_dir: Path) 
 
     Args:
         spec: what all trials have in common.
-        order: what is wanted.
+        order: what to do, from run.json.
         task: what is trained.
         run_dir: of the launch; the journal lies there.
 

@@ -116,7 +116,7 @@ def record(
 
 
 def _traceback(error: BaseException) -> str | None:
-    """The traceback of an error. One of ours that came from no line of the user's needs none: then that of its cause."""
+    """The traceback of an error. For an error of the workbench that no line of the user caused, the traceback of its cause."""
     ours = type(error).__module__.partition(".")[0] == "workbench"
     if not ours or any(_is_user_code(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
         return "".join(traceback.format_exception(error))

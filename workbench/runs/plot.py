@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from workbench.core import units
-from workbench.core.display.axes import WIDTH, Bar, bar_chart, calm, prepared
+from workbench.core.display.axes import WIDTH, Bar, bar_chart, prepared, style_axes
 from workbench.core.display.colors import INK, LINE
 from workbench.core.display.colors import PHASES as COLORS
 from workbench.core.run_directory import METRIC_KEYS
@@ -116,7 +116,7 @@ def _mark_evaluation(ax: Axes, rows: list[dict[str, float]]) -> None:
 
 def _draw_rates(ax: Axes, rates: list[tuple[float, float]]) -> None:
     """The learning rate, dashed, on an axis of its own at the right."""
-    twin = calm(ax.twinx())
+    twin = style_axes(ax.twinx())
     twin.plot(*zip(*rates, strict=True), color=INK, linewidth=1.2, linestyle="--", label="learning rate")
     twin.set_ylabel("learning rate")
     twin.set_ylim(bottom=0)

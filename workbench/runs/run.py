@@ -38,7 +38,7 @@ _CANCELLING = 60.0
 """Seconds that Slurm may take to end a job, at least."""
 _OUTPUT = f"{LOGS}/*/attempt_*/*/std*.log"
 _WRITTEN_BY_RANKS = ("*.jsonl", run_directory.ENERGY, f"{CHECKPOINTS}/*", f"{TRACES}/*", f"{ERRORS}/*", _OUTPUT, f"{NODES}/*/{_OUTPUT}")
-"""Files that only the ranks of a run write: all others change also when somebody tries to let it go on."""
+"""Files that only the ranks of a run write: all others change also when somebody tries to resume it."""
 
 guards: dict[str, "subprocess.Popen[bytes]"] = {}
 """Run id → the guard that this process has started, whose stdin it holds open. When this process ends, however it ends, the pipes end and

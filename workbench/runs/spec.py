@@ -93,7 +93,7 @@ class Knob:
     """Metadata of a field of RunSpec, for panels, plans and the command line."""
 
     default: Any = None
-    """Its value where nobody turns it."""
+    """Its default."""
     choices: tuple[str, ...] = ()
     """All of its values, where they are names."""
     turned_in: Literal["", "loader", "step"] = ""
@@ -183,10 +183,10 @@ class RunSpec(_Spec):
     tensor_parallel: int = 1
     """Ranks that split each layer of the Task's `tensor_parallel` plan; they work on the same samples."""
     checkpointing: str = knob("none", choices=CHECKPOINTINGS, panels=("memory",))
-    """What the backward computes anew instead of keeping it: "none", "full" each of the model's repeated blocks, or "selective" all of them
+    """What the backward recomputes instead of keeping it: "none", "full" each of the model's repeated blocks, or "selective" all of them
     but matrix products, convolutions and attention."""
     offload: str = knob("none", choices=OFFLOADS)
-    """What waits in the host's memory, on GPUs: "none", "activations" from forward to backward, or "optimizer": its states, and
+    """What is kept in the host's memory, on GPUs: "none", "activations" from forward to backward, or "optimizer": its states, and
     its steps are taken there."""
     channels_last: bool = knob(False, turned_in="step", predicted=True, shortens=("compute-bound",))
     """Weights and images in memory as (batch, height, width, channel), which many convolutions prefer; sharded weights stay as they are."""

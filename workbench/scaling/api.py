@@ -24,7 +24,7 @@ from workbench.runs.failure import RunError
 from workbench.runs.launch.environment import core_count, gpu_count
 from workbench.runs.launch.experiments import run_communication
 from workbench.runs.launch.launch import check, label
-from workbench.runs.launch.sweep import Trial, in_brief, in_turn, plan, sweep
+from workbench.runs.launch.sweep import Trial, in_turn, outcome_line, plan, sweep
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.target import check_spec
 from workbench.runs.task import TaskError
@@ -131,7 +131,7 @@ class _Measurement:
                     self._done += 1
                     if not run.ok:
                         self._failed.add(trial.spec)
-                    self._doing = f"{trial.name}: {in_brief(run)}"
+                    self._doing = f"{trial.name}: {outcome_line(run)}"
                     if not self.quiet:
                         print(f"[{self._done}/{total}] {self._doing} · about {units.seconds(self._left)} left", flush=True)
         finally:

@@ -31,10 +31,10 @@ def prepared(ax: Axes | None, width: float, height: float) -> Axes:
 
         figure, ax = pyplot.subplots(figsize=(width, height), layout="constrained")
         figure.set_facecolor("none")
-    return calm(ax)
+    return style_axes(ax)
 
 
-def calm(ax: Axes) -> Axes:
+def style_axes(ax: Axes) -> Axes:
     """Style an Axes: mid-grey on a transparent ground, without a frame but for the two axes."""
     ax.set_facecolor("none")
     for side, spine in ax.spines.items():
@@ -119,7 +119,7 @@ def stacked(ax: Axes, bars: Sequence[Bar], what: str, colors: Mapping[str, str])
                 share = units.percent(bar.pieces[column] / bar.seconds)
                 ax.text(start + width / 2, place, share, ha="center", va="center", fontsize=8.5, color=text_on(color))
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    ends(ax, reaches, texts)
+    end_labels(ax, reaches, texts)
     rows(ax, [bar.label for bar in bars])
     ax.set_xlabel(f"{what} ({unit})")
     return scale
@@ -170,7 +170,7 @@ def curves_over_time(
     return ax, unit
 
 
-def ends(ax: Axes, reaches: Sequence[float], texts: Sequence[str]) -> None:
+def end_labels(ax: Axes, reaches: Sequence[float], texts: Sequence[str]) -> None:
     """Write a text at the right of each row, and lengthen the axis until all of them fit."""
     for place, (reach, text) in enumerate(zip(reaches, texts, strict=True)):
         ax.annotate(text, (reach, place), (7, 0), textcoords="offset points", va="center", color=INK)

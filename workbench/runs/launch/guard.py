@@ -252,10 +252,10 @@ class Peers:
                 break
             time.sleep(0.1)
             others = {rank: self.read(rank) for rank in others}
-        return together(self._status | {"outcome": outcome}, others)
+        return combine_outcomes(self._status | {"outcome": outcome}, others)
 
 
-def together(mine: dict[str, Any], others: dict[int, dict[str, Any] | None]) -> dict[str, Any]:
+def combine_outcomes(mine: dict[str, Any], others: dict[int, dict[str, Any] | None]) -> dict[str, Any]:
     """The outcome of a run on several machines, on the monotonic clock of machine 0.
 
     Args:

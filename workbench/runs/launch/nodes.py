@@ -18,7 +18,7 @@ from workbench.core import run_directory
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import GRACE, LaunchError, open_lock
 from workbench.runs.launch.rendezvous import Rendezvous, free_endpoint
-from workbench.runs.launch.resume import attempts, put_away
+from workbench.runs.launch.resume import archive_attempt, attempts
 from workbench.runs.run import Run
 from workbench.runs.spec import Spec, spec_from_json
 
@@ -84,7 +84,7 @@ def begin(path: Path) -> str:
     on from there.
     """
     if (path / run_directory.NODES).exists():
-        put_away(path)
+        archive_attempt(path)
     run_directory.write_json(path / run_directory.RUN_JSON, run_directory.read_json(path / run_directory.RUN_JSON) | {"outcome": None})
     (path / run_directory.NODES).mkdir()
     return free_endpoint()

@@ -31,7 +31,7 @@ def attempts(path: Path) -> int:
     return max((int(folder.name) + 1 for folder in (path / ATTEMPTS).glob("*") if folder.name.isdecimal()), default=0)
 
 
-def put_away(path: Path, number: int | None = None) -> None:
+def archive_attempt(path: Path, number: int | None = None) -> None:
     """Move what processes of the last attempt wrote to `attempts/<n>`; steps, metrics and checkpoints stay, cut to whole lines.
 
     Args:
@@ -51,8 +51,8 @@ def put_away(path: Path, number: int | None = None) -> None:
         os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))  # when its rank wrote last
 
 
-def bring_back(path: Path, number: int) -> None:
-    """Undo `put_away`, even where it was interrupted.
+def restore_attempt(path: Path, number: int) -> None:
+    """Undo `archive_attempt`, even where it was interrupted.
 
     Args:
         path: of the run.
@@ -211,7 +211,7 @@ def _refuse_as_it_stands(run: Run, spec: RunSpec, host: str) -> None:
 
 
 class _Attempt(NewRun):
-    """Starts in the directory of an earlier run: nothing of it goes away."""
+    """Starts in the directory of an earlier run, and deletes nothing of it."""
 
     def __init__(self, run: Run) -> None:
         self.path, self.id, self.name, self.created = run.path, run.id, run.name, run.created
@@ -222,7 +222,7 @@ class _Attempt(NewRun):
         info, environ = self._anew(ended, timeout)
         number, reserved = attempts(self.path), (self.path / run_directory.RESERVE).exists()
         try:
-            put_away(self.path, number)
+            archive_attempt(self.path, number)
             (self.path / run_directory.RESERVE).write_bytes(os.urandom(run_directory.RESERVE_BYTES))
             run_directory.write_json(self.path / run_directory.RUN_JSON, info)
             self._start_guard(info, environ, lock)
@@ -230,7 +230,7 @@ class _Attempt(NewRun):
             end_guard(self.id)
             if not reserved:
                 run_directory.free_reserve(self.path)
-            bring_back(self.path, number)
+            restore_attempt(self.path, number)
             if run_directory.read_json(self.path / run_directory.RUN_JSON) != ended.info:
                 run_directory.write_json(self.path / run_directory.RUN_JSON, ended.info)
             if isinstance(error, OSError):

@@ -89,7 +89,7 @@ def run_all(
         for trial, run in ended:
             done[trial.place] = run
             if not quiet:
-                print(f"[{len(done)}/{len(trials)}] {trial.name}: {in_brief(run)}", flush=True)
+                print(f"[{len(done)}/{len(trials)}] {trial.name}: {outcome_line(run)}", flush=True)
     return [done[place] for place in sorted(done)]
 
 
@@ -193,7 +193,7 @@ def _never_begun(run: Run, launched: Run) -> bool:
     return launched.error is not None and launched.error.kind not in _SAME_FOR_ALL
 
 
-def in_brief(run: Run) -> str:
+def outcome_line(run: Run) -> str:
     """How a run ended, in one line."""
     how = units.rate(run.samples_per_sec) if run.ok else f"{run.state}: {run.error}".splitlines()[0]
     return f"{how} · {units.seconds(run.seconds)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workbench.core import units
-from workbench.core.display.axes import PALE, WIDTH, Bar, bar_chart, ends, height, legend, prepared, rows, scale_of, shortened
+from workbench.core.display.axes import PALE, WIDTH, Bar, bar_chart, end_labels, height, legend, prepared, rows, scale_of, shortened
 from workbench.core.display.colors import PARTS, PHASES
 from workbench.traces.analysis.bottleneck import Bottleneck
 from workbench.traces.analysis.critical_path import CriticalPath
@@ -50,7 +50,7 @@ def critical(result: Trace | Bottleneck, ax: Axes | None = None) -> Axes:
         alpha=PALE / 2,
         label="while another works too",
     )
-    ends(ax, [row.busy * scale for row in answer.rows], [f"step without it ≥ {units.seconds(row.ceiling)}" for row in answer.rows])
+    end_labels(ax, [row.busy * scale for row in answer.rows], [f"step without it ≥ {units.seconds(row.ceiling)}" for row in answer.rows])
     rows(ax, labels)
     ax.set_xlabel(f"at work in a mean step ({unit})")
     legend(ax, [alone, beside])
@@ -96,7 +96,7 @@ def critical_path(result: Trace | CriticalPath, ax: Axes | None = None) -> Axes:
         beside = max(0.0, row.own_seconds - row.seconds) * scale
         ax.barh([place], [beside], left=[row.seconds * scale], height=0.62, color=PATH_COLORS[row.part], alpha=PALE / 2)
     reaches = [left, *(max(row.own_seconds, row.seconds) * scale for row in most)]
-    ends(ax, reaches, [units.seconds(answer.step_seconds), *(f"{units.percent(row.on_path)} on the path" for row in most)])
+    end_labels(ax, reaches, [units.seconds(answer.step_seconds), *(f"{units.percent(row.on_path)} on the path" for row in most)])
     rows(ax, labels)
     ax.set_xlabel(f"mean traced step ({unit}); pale: beside the path")
     legend(ax, list(drawn.values()))
