@@ -15,7 +15,7 @@ from workbench import plot
 from workbench.batch.analysis.critical_batch import CriticalBatch
 from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.proof import Gain, LossCurve, PlanProof
-from workbench.batch.analysis.throughput import SLACK, BatchCandidate, Throughput, best_candidate, candidates, worth
+from workbench.batch.analysis.throughput import SLACK, BatchCandidate, Throughput, best_candidate, candidates, relative_sample_worth
 from workbench.batch.batch_plan import ProposedPlan, batch_plan, prove_plan
 from workbench.batch.facts import MAX_MICRO_BATCHES, TaskFacts, limit_warmup, measure_throughput, micro_batches_to_try
 from workbench.runs.spec import SpecError
@@ -121,8 +121,8 @@ def test_more_noise_asks_for_a_larger_batch() -> None:
 
 
 def test_worth_is_half_at_the_noise_scale() -> None:
-    assert worth(100, 100.0) == 0.5
-    assert math.isnan(worth(100, None))
+    assert relative_sample_worth(100, 100.0) == 0.5
+    assert math.isnan(relative_sample_worth(100, None))
 
 
 def test_there_must_be_one() -> None:

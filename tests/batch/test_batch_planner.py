@@ -11,7 +11,7 @@ from workbench.batch.analysis.critical_batch import CriticalBatch
 from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.throughput import Throughput
 from workbench.batch.batch_plan import batch_plan
-from workbench.batch.panel import html as planner_faces
+from workbench.batch.panel import html as planner_html
 from workbench.batch.panel.model import IMPOSSIBLE, PlannerInputs, TrainingCost, batches, planned
 from workbench.batch.panel.planner import BatchPlanner
 from workbench.runs.spec import RunSpec
@@ -102,7 +102,7 @@ def test_without_a_law_they_are_ratios() -> None:
     [
         (
             {"processes": 256, "accumulation": 2},
-            r"a batch of 256 cannot be made by 256 processes × 2 micro-batches: .* turn one of the three",
+            r"a batch of 256 cannot be made by 256 processes × 2 micro-batches: .* change one of the three",
         ),
         ({"rule": "damped"}, "needs the noise"),
         ({"rule": "adam"}, "the optimizer is sgd: try linear or damped"),
@@ -116,7 +116,7 @@ def test_what_cannot_be_is_red_with_the_reason(knobs: dict[str, Any], said: str)
     assert re.search(said, made.found.why)
     assert "wb-is-failed" in made.light.value
     assert made.figures.value == made.schedule.value == ""
-    assert "this cannot be" in made._repr_mimebundle_()["text/html"]
+    assert "impossible" in made._repr_mimebundle_()["text/html"]
 
 
 def test_memory_and_the_dataset_are_limits() -> None:
@@ -206,7 +206,7 @@ def test_what_it_shows_survives_as_text() -> None:
 
 def test_html_is_escaped() -> None:
     found = planned(PlannerInputs(plan=PLAN), batch=64, ranks=2, accumulation=1, rule="auto")
-    assert "<b>" not in planner_faces.static("<b>", found, ([0.1], [0.1]), 64)
+    assert "<b>" not in planner_html.static("<b>", found, ([0.1], [0.1]), 64)
 
 
 @pytest.mark.parametrize(

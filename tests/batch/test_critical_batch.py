@@ -195,7 +195,10 @@ def test_a_target_that_was_never_reached() -> None:
 def test_the_direction_of_a_figure_is_said() -> None:
     """An accuracy below the untrained model's would have to fall: who meant it to rise has to see that."""
     falling = Target(name="accuracy", value=0.05, rises=False, start=0.1)
-    said = "accuracy 0.05 was never reached (taken as one that falls, as the untrained model has 0.1; one that is to rise lies above that)"
+    said = (
+        "accuracy 0.05 was never reached (taken as a figure that falls, as the untrained model has 0.1; "
+        "a target for one that rises is above that)"
+    )
     assert f"{said}: nearest came batch 8" in str(made(trial(8, None, best=0.08), target=falling))
     rising = Target(name="accuracy", value=0.8, rises=True, start=0.1)
     assert "(taken as one that rises, as the untrained model has 0.1;" in str(made(trial(8, None, best=0.7), target=rising))

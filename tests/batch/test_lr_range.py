@@ -160,7 +160,7 @@ def test_without_a_race_nothing_is_verified() -> None:
     found = conclude([curve(seed) for seed in range(3)])
     assert not found.verified
     assert found.lr == next(one.lr for one in found.suggestions if one.rule == "minimum/10")
-    assert "no race has settled it" in found.why
+    assert "no race has verified it" in found.why
     assert repr(found).endswith("not verified)")
 
 

@@ -316,7 +316,7 @@ def test_momentum_and_decay_are_said() -> None:
     rooted = scale_lr(0.1, batch=32, to_batch=128, optimizer="sgd(weight_decay=0.0001)", rule="sqrt")
     assert "forgotten over 2 times as many samples" in str(rooted)
     assert "weight_decay=0.0002 would keep that time" in str(rooted)
-    assert "stands inside its average" in str(scale_lr(0.1, batch=32, to_batch=64, optimizer="lars"))
+    assert "is inside its average" in str(scale_lr(0.1, batch=32, to_batch=64, optimizer="lars"))
     assert "the rule was derived without it" in str(scale_lr(0.1, batch=32, to_batch=64, optimizer="rmsprop(momentum=0.9)"))
 
 

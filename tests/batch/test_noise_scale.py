@@ -297,7 +297,7 @@ def test_the_files_of_ranks_are_put_together() -> None:
     assert found.optimizer == {"name": "sgd"}
     found = noise_scale_of_ranks([rows(0, [(2.0, 0.5), (4.0, 1.0), (None, None)]), rows(1, [(4.0, 0.5), (2.0, 2.0), (1.0, 1.0)])])
     assert found.steps == 2
-    assert "1 steps left out: their micro-batches were taken in parts" in str(found)
+    assert "1 steps left out: their micro-batches were split" in str(found)
     with pytest.raises(NoiseScaleError, match="1 ranks have written gradient norms so far, and all are needed"):
         noise_scale_of_ranks([rows(0, [(2.0, 0.5)] * 3)])
     with pytest.raises(NoiseScaleError, match="0 ranks have written"):

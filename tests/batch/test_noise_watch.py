@@ -23,7 +23,7 @@ from workbench.batch import api
 from workbench.batch.analysis.noise_scale import NoiseScale, noise_scale_of_ranks
 from workbench.batch.analysis.noise_scale_estimator import NoiseScaleError
 from workbench.batch.api import noise_scale
-from workbench.batch.measure.gradient_norms import GroupNorms, SamplingInterval, norm, read
+from workbench.batch.measure.gradient_norms import GroupNorms, SamplingInterval, norm, read_norms
 from workbench.batch.measure.noise_watch import NoiseWatch
 from workbench.batch.measure.per_sample import exact_noise_of, exact_noise_scale, per_sample_gradients
 from workbench.core import run_directory
@@ -235,7 +235,7 @@ def test_layers_that_are_not_used_and_sparse_gradients() -> None:
     numbers = [torch.tensor([1, 2, 2]), torch.tensor([4, 5, 6])]
     for one in numbers:
         (model["head"](model["table"](one)).square().mean() / 2).backward()
-    ((small, big, count),) = read([row for row in [norms.step()] if row])
+    ((small, big, count),) = read_norms([row for row in [norms.step()] if row])
     norms.close()
     assert count == 2
     groups = []
@@ -256,7 +256,7 @@ def test_recomputed_activations(reentrant: bool) -> None:
     for inputs, targets in parts:
         hidden = checkpoint(model[1], model[0](inputs), use_reentrant=reentrant)
         ((checkpoint(model[2], hidden, use_reentrant=reentrant) - targets).square().mean() / 2).backward()
-    ((small, big, count),) = read([row for row in [norms.step()] if row])
+    ((small, big, count),) = read_norms([row for row in [norms.step()] if row])
     norms.close()
     whole = tuple(torch.cat([one[place] for one in parts]) for place in (0, 1))
     assert count == 2
@@ -543,7 +543,7 @@ def test_the_mean_is_not_looked_for_before_the_last_backward() -> None:
         for part in batches(2, 4):
             assert not norms._big or backwards == 1
             (error(model, part) / 2).backward()
-        found.append(read([row for row in [norms.step()] if row]))
+        found.append(read_norms([row for row in [norms.step()] if row]))
         norms.close()
     assert found[0] == found[1]
     assert len(found[0]) == 1
@@ -614,7 +614,7 @@ def test_a_launch_that_fails_keeps_what_it_saw(tmp_path: Path, by_hand: Make, mo
     found = noise_scale(spec, steps=20)
     assert found.steps == 7
     assert "the run ended early" in found.notes[0]
-    assert "this is what it had measured" in found.notes[0]
+    assert "this is the result so far" in found.notes[0]
     (tmp_path / "other.py").write_text(TASK.replace("{factor}", "(1 if len(seen) < 2 else 1 / 0)"))
     with pytest.raises(RunError, match="division by zero"):
         noise_scale(spec.replace(task=f"{tmp_path / 'other.py'}:build"), steps=20)
@@ -666,7 +666,7 @@ def test_knobs_that_do_not_go_together() -> None:
         (lambda: noise_scale(spec_of(), exact=True, steps=7), "no step is taken"),
         (lambda: noise_scale(lambda batch: None, exact=True), "expected a RunSpec"),
         (lambda: noise_scale(spec_of(), exact=True, samples=1), "a whole number of at least 2"),
-        (lambda: noise_scale(spec_of(micro_batch=1)), "one sample per step has nothing to be compared with"),
+        (lambda: noise_scale(spec_of(micro_batch=1)), "one sample per step cannot be compared with others"),
     ],
 )
 def test_what_is_refused(call: Callable[[], Any], message: str) -> None:

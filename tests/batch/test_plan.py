@@ -57,7 +57,7 @@ def test_another_global_batch() -> None:
 def test_more_ranks_go_on_as_before() -> None:
     wider = PLAN.scaled_to(world_size=8, noise_scale=500)
     assert (wider.micro_batch, wider.accumulation, wider.world_size, wider.global_batch) == (32, 2, 8, 512)
-    assert wider.reasons["micro_batch"] == "as before: each rank goes on as it was"
+    assert wider.reasons["micro_batch"] == "as before: each rank keeps its share"
     assert wider.lr == pytest.approx(0.1 * (1 + 500 / 128) / (1 + 500 / 512))
 
 

@@ -59,7 +59,7 @@ def test_an_interrupt_keeps_what_was_learnt(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert "KeyboardInterrupt" in done.stderr
     (run_dir,) = tmp_path.iterdir()
-    assert f'What was learnt so far is kept: wb.steps_to_target("{run_dir}")' in done.stderr
+    assert f'The results so far are kept: wb.steps_to_target("{run_dir}")' in done.stderr
     found = StepsToTarget.of(wb.Run.load(run_dir))
     assert found.trials
     assert found.trials[0].outcome == "reached"
@@ -92,7 +92,7 @@ def test_only_what_was_learnt_is_said_to_be_kept(tmp_path: Path) -> None:
     assert job is not None
     assert notes() == []  # begun only
     journal.add(here.run(job, {"warmup_steps": 0}, target, lambda: 100, 100), scheduler)
-    assert notes() == [f'What was learnt so far is kept: wb.steps_to_target("{tmp_path}")']
+    assert notes() == [f'The results so far are kept: wb.steps_to_target("{tmp_path}")']
     assert StepsToTarget.of(tmp_path).target.start == 1.0
     assert "cut off after 1 of 2 trials" in str(StepsToTarget.of(tmp_path))
 

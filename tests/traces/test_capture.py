@@ -29,9 +29,9 @@ from workbench.timeline.timeline import Step, Timeline
 from workbench.traces.analysis.captured import Captured
 from workbench.traces.analysis.loading import TRACES
 from workbench.traces.analysis.reading import TraceError
-from workbench.traces.measure.profiled_run import Profiled
-from workbench.traces.measure.profiled_script import Borders
-from workbench.traces.measure.profiler import hindrance, without_kineto_lines
+from workbench.traces.measure.profiled_run import RunProfiler
+from workbench.traces.measure.profiled_script import StepBoundaries
+from workbench.traces.measure.profiler import why_no_profiler, without_kineto_lines
 
 TOYS = Path(__file__).parents[1] / "toy_tasks.py"
 LATE = RunSpec(task=f"{TOYS}:late_data_on_rank_1", micro_batch=4, nproc_per_node=2, device="cpu")
@@ -137,7 +137,7 @@ class Loop:
 
     def __init__(self, folder: Path, profile: Profile, **about: Any) -> None:
         self.folder, self.left_out = folder, list[tuple[int, int]]()
-        self.profiled = Profiled(profile, folder, lambda *steps: self.left_out.append(steps), **about)
+        self.profiled = RunProfiler(profile, folder, lambda *steps: self.left_out.append(steps), **about)
         self.model = torch.nn.Linear(8, 8)
 
     def run(self, steps: int, begin: int = 0) -> None:
@@ -170,7 +170,7 @@ def test_the_steps_that_are_traced(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert trace.breakdown().mean("data_wait") > 0
     assert sorted(path.suffix for path in (tmp_path / "traces").iterdir()) == [".gz", ".json"]
     assert capfd.readouterr().err == ""
-    assert hindrance() is None
+    assert why_no_profiler() is None
 
 
 def test_from_the_first_step_to_the_last(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     loop = Loop(tmp_path / "file", Profile(steps=2, wait=2), steps=9)
     loop.run(9)
-    assert hindrance() is None
+    assert why_no_profiler() is None
 
 
 def test_a_run_that_goes_on_behind_the_window(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_training_that_ends_in_the_window(tmp_path: Path) -> None:
     loop = Loop(tmp_path, Profile(steps=5, wait=1), steps=20)
     loop.run(3)
     assert loop.captured.notes == ["rank 0 was not traced: the run ended after 3 steps, and the traced ones end after 7"]
-    assert hindrance() is None
+    assert why_no_profiler() is None
 
 
 def test_an_error_ends_the_profiler(tmp_path: Path) -> None:
@@ -261,14 +261,14 @@ def test_an_error_ends_the_profiler(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    assert hindrance() is None
+    assert why_no_profiler() is None
     assert not list(tmp_path.iterdir())  # the error is what is to be said
 
 
 def test_the_steps_of_an_unedited_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(run_directory.ENV_RUN_DIR, str(tmp_path))
     left_out: list[tuple[int, int]] = []
-    borders = Borders(Profile(steps=2, wait=3), lambda *steps: left_out.append(steps))
+    borders = StepBoundaries(Profile(steps=2, wait=3), lambda *steps: left_out.append(steps))
     without_loader, training, validation = (
         OtherLoop(new_recorder("cpu"), StepRules()),
         OtherLoop(new_recorder("cpu"), StepRules()),
@@ -294,7 +294,7 @@ def test_the_steps_of_an_unedited_script(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_script_that_leaves_its_last_loop_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step at which it does is one, and here the last of the traced ones."""
     monkeypatch.setenv(run_directory.ENV_RUN_DIR, str(tmp_path))
-    borders, training = Borders(Profile(steps=2, wait=3), lambda *steps: None), OtherLoop(new_recorder("cpu"), StepRules())
+    borders, training = StepBoundaries(Profile(steps=2, wait=3), lambda *steps: None), OtherLoop(new_recorder("cpu"), StepRules())
     borders.begin(None)
     for batch in borders.between(training, iter(range(9))):
         torch.ones(3).sum()

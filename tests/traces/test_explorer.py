@@ -11,7 +11,7 @@ from workbench.traces.analysis.event_kinds import KINDS
 from workbench.traces.analysis.reading import TraceError
 from workbench.traces.analysis.trace import Trace
 from workbench.traces.analysis.trace_set import TraceSet
-from workbench.traces.panel import html as trace_faces
+from workbench.traces.panel import html as trace_html
 from workbench.traces.panel.explorer import TraceExplorer
 from workbench.traces.plot.timeline import COLORS, kind_colors
 
@@ -102,7 +102,7 @@ def test_search_lights_up_and_goes_from_match_to_match(explorer: TraceExplorer) 
     assert "aten::linear" in words(explorer)
     explorer.search.value = "<nobody>"
     assert explorer.next() is None
-    assert "nothing has that in its name" in words(explorer)
+    assert "no name contains that" in words(explorer)
     assert sum(sent(explorer, "chosen")) == 0
     explorer.search.value = ""
     assert not explorer.view.tiles["choosing"]
@@ -192,7 +192,7 @@ def test_html_is_escaped(tmp_path: Path) -> None:
     assert "<b>" not in explorer._repr_mimebundle_()["text/html"]
     assert "<b>" not in words(explorer)
     assert "<i>" not in words(explorer)
-    assert "<u>" not in trace_faces.head("<u>") + trace_faces.notes(["<u>"])
+    assert "<u>" not in trace_html.head("<u>") + trace_html.notes(["<u>"])
 
 
 def test_files_without_steps_and_with_nothing_to_show(tmp_path: Path) -> None:

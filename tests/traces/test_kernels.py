@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.traced import event, launched, on_cpu, on_device, op, write
 from workbench.traces.analysis.copies import Copies, curve, kind_of
-from workbench.traces.analysis.kernels import Kernels, eligible, highest, uses
+from workbench.traces.analysis.kernels import Kernels, could_use_tensor_cores, highest, uses_tensor_cores
 from workbench.traces.analysis.trace import Trace
 
 US = 1e-6
@@ -137,20 +137,20 @@ def test_blocks_that_are_no_number(tmp_path: Path, value: Any) -> None:
     ],
 )
 def test_names_of_kernels_on_tensor_cores(name: str, on: bool) -> None:
-    assert uses(name) is on
+    assert uses_tensor_cores(name) is on
 
 
 @pytest.mark.parametrize("name", ["mm", "bmm", "addmm", "_scaled_mm", "convolution_backward", "cudnn_convolution", "linear", "_cudnn_rnn"])
 def test_operators_that_could(name: str) -> None:
-    assert eligible(f"aten::{name}")
-    assert not eligible(f"aten::{name}x mul")
+    assert could_use_tensor_cores(f"aten::{name}")
+    assert not could_use_tensor_cores(f"aten::{name}x mul")
 
 
 def test_attention_could_and_others_could_not() -> None:
-    assert eligible("aten::_scaled_dot_product_flash_attention_backward")
-    assert eligible("aten::_flash_attention_forward")
+    assert could_use_tensor_cores("aten::_scaled_dot_product_flash_attention_backward")
+    assert could_use_tensor_cores("aten::_flash_attention_forward")
     assert not any(
-        eligible(f"aten::{name}")
+        could_use_tensor_cores(f"aten::{name}")
         for name in ("_convert_weight_to_int4pack", "add", "sum", "comma", "addcmul", "native_layer_norm", "moveaxis")
     )
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.traced import on_cpu, on_device, torn, write
 from workbench.traces.analysis import loading
-from workbench.traces.analysis.loading import kept
+from workbench.traces.analysis.loading import load_cache
 from workbench.traces.analysis.reading import TraceError
 from workbench.traces.analysis.trace import Trace
 from workbench.traces.analysis.trace_set import TraceSet
@@ -76,7 +76,7 @@ def test_nothing_is_left_by_default(tmp_path: Path, home: Path) -> None:
 def test_the_text_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.json", on_cpu())
     Trace.load(path, cache=True)
-    monkeypatch.setattr(loading, "read", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr(loading, "read_trace_file", lambda path: pytest.fail("read again"))
     assert len(Trace.load(path, cache=True).steps) == 2
 
 
@@ -97,9 +97,9 @@ def test_another_version_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = write(tmp_path / "a.json", on_cpu())
     Trace.load(path, cache=True)
     monkeypatch.setattr(loading, "FORMAT", loading.FORMAT + 1)
-    assert kept(path) is None
+    assert load_cache(path) is None
     Trace.load(path, cache=True)
-    assert kept(path) is not None
+    assert load_cache(path) is not None
 
 
 def test_notes_of_a_damaged_file_are_kept(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_damaged_cache_is_none(tmp_path: Path, data: st.DataObject) -> None:
         text[at : at + data.draw(st.integers(0, 300))] = data.draw(st.binary(max_size=8))
     beside(path).write_bytes(bytes(text))
     check_same(fresh, Trace.load(path, cache=True))
-    assert kept(path) is not None
+    assert load_cache(path) is not None
 
 
 @pytest.mark.parametrize("change", [{"label": 99}, {"lane": -1}, {"end": -5}, {"start": None}])
@@ -131,7 +131,7 @@ def test_a_cache_with_numbers_that_cannot_be(tmp_path: Path, change: dict[str, i
     for name, value in change.items():
         arrays[name] = arrays[name][:-1] if value is None else np.full_like(arrays[name], value)
     np.savez(beside(path), **arrays)
-    assert kept(path) is None
+    assert load_cache(path) is None
     assert len(Trace.load(path, cache=True).steps) == 2
 
 
@@ -139,7 +139,7 @@ def test_a_cache_that_would_run_code(tmp_path: Path) -> None:
     """Pickles are not opened."""
     path = write(tmp_path / "a.json", on_cpu())
     np.savez(beside(path), head=np.array([{"key": 1}], dtype=object))
-    assert kept(path) is None
+    assert load_cache(path) is None
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, home: Path, monkeypatch
     assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
     (only,) = (home / "traces").iterdir()
     assert only.suffix == ".npz"
-    monkeypatch.setattr(loading, "read", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr(loading, "read_trace_file", lambda path: pytest.fail("read again"))
     assert len(Trace.load(path, cache=True).steps) == 2
 
 
@@ -185,16 +185,16 @@ def test_writing_that_fails_leaves_nothing(tmp_path: Path, home: Path, monkeypat
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.json", on_cpu())
-    read = loading.read
+    read = loading.read_trace_file
 
     def meanwhile(path: Path) -> loading.Loaded:
         found = read(path)
         write(path, on_device())
         return found
 
-    monkeypatch.setattr(loading, "read", meanwhile)
+    monkeypatch.setattr(loading, "read_trace_file", meanwhile)
     assert not Trace.load(path, cache=True).kinds.device
-    assert kept(path) is None
+    assert load_cache(path) is None
 
 
 def test_the_ranks_of_a_directory(tmp_path: Path) -> None:

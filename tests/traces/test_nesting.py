@@ -13,7 +13,7 @@ from tests.traced import BACKWARD, event, launched, on_cpu, on_device, op, step,
 from workbench.traces.analysis.flame import Flame
 from workbench.traces.analysis.memory_curve import MemoryCurve
 from workbench.traces.analysis.modules import Modules
-from workbench.traces.analysis.nesting import merged, named, nested
+from workbench.traces.analysis.nesting import merge_calls, name_numbers, nest_events
 from workbench.traces.analysis.trace import Trace
 
 US = 1e-6
@@ -39,7 +39,7 @@ def memory(at: float, size: int, total: int, address: int = 1, **args: Any) -> d
 def test_time_is_in_one_branch_only(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, int, int, int]]) -> None:
     """Each call lies within the one around it, none overlaps another of the same caller, and own times add up to the time of the roots."""
     trace = load(tmp_path_factory.mktemp("any"), *[event(name, "cpu_op", start, long, lane) for name, start, long, lane in rows])
-    calls = nested(trace.columns, trace.kinds.where("operator"))
+    calls = nest_events(trace.columns, trace.kinds.where("operator"))
     assert sorted(calls.events.tolist()) == list(range(len(rows)))
     inner = calls.parent >= 0
     around = calls.spans[calls.parent[inner]]
@@ -50,8 +50,8 @@ def test_time_is_in_one_branch_only(tmp_path_factory: pytest.TempPathFactory, ro
     total, own = calls.within(everything)
     assert (own >= 0).all()
     assert own.sum() == total[~inner].sum()
-    _, codes = named(trace.columns)
-    tree = merged(calls, codes[trace.columns.label[calls.events]])
+    _, codes = name_numbers(trace.columns)
+    tree = merge_calls(calls, codes[trace.columns.label[calls.events]])
     assert tree.summed(own).sum() == own.sum()
     assert (tree.rolled(tree.summed(own)) == tree.summed(total)).all()
     walked = [node for node, _ in tree.walk(tree.summed(total))]

@@ -206,7 +206,7 @@ def test_damage_in_the_middle(tmp_path: Path) -> None:
     path = torn(tmp_path / "a.json", lambda text: text.replace(b'"aten::addmm"', b'"aten::\x00\x00mm', 1), on_cpu())
     trace = Trace.load(path)
     assert len(trace.columns) == len(on_cpu()) - 1
-    assert trace.notes == ("the file is damaged at 1 place: what stands there is missing",)
+    assert trace.notes == ("the file is damaged at 1 place: the events there are missing",)
     assert trace.breakdown().notes[-1] == trace.notes[0]
 
 
@@ -222,7 +222,7 @@ def test_times_that_cannot_be(tmp_path: Path) -> None:
     odd += [{**op("a", 0, 0), "ts": "NaN"}, {**op("a", 0, 0), "dur": "inf"}, {**op("a", 0, 0), "ts": None}]
     trace = Trace.load(write(tmp_path / "a.json", [*odd, *on_cpu()]))
     assert len(trace.columns) == len(on_cpu())
-    assert trace.notes == ("7 events have times that cannot be (no number, or a negative length): they are left out",)
+    assert trace.notes == ("7 events have invalid times (no number, or a negative length): they are left out",)
 
 
 def test_values_of_other_types(tmp_path: Path) -> None:

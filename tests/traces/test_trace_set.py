@@ -252,7 +252,7 @@ def test_ranks_by_name(tmp_path: Path) -> None:
     assert (found.ranks, found.world_size) == ((0, 1), None)
     alone = TraceSet.load(tmp_path / "host_rank1.2.pt.trace.json.gz")
     assert alone.ranks == (1,)
-    assert alone.stragglers().verdict == "one rank has a trace: who waits for whom only several tell"
+    assert alone.stragglers().verdict == "one rank has a trace: waiting shows only in traces of several"
     assert alone.explain().verdict == alone[1].explain().verdict
 
 

@@ -85,9 +85,9 @@ def find_lr(
     given = _LR_TARGET.read(target, loader, model=model, optimizer=optimizer)
     if isinstance(given, RunSpec):
         check_options(**options)
-        return read(experiments.run_lr_range(given, options=options, runs_dir=runs_dir))
+        return read_lr_result(experiments.run_lr_range(given, options=options, runs_dir=runs_dir))
     if isinstance(given, Run):
-        return read(given)
+        return read_lr_result(given)
     from workbench.batch.measure.lr_range import find
 
     done, total = 0, 1
@@ -110,7 +110,7 @@ def find_lr(
         line.close(f"find_lr: {done} steps in {units.seconds(time.monotonic() - began)}")
 
 
-def read(run: Run) -> LrFound:
+def read_lr_result(run: Run) -> LrFound:
     """The result of `find_lr(spec)` in a run directory.
 
     Raises:
@@ -172,7 +172,7 @@ def noise_scale(
     if isinstance(given, RunSpec) and exact:
         return _exact(given, samples=samples, steps=steps)
     if samples is not None:
-        raise ValueError(f"noise_scale(…, samples={samples!r}): it goes with exact=True, which computes the gradients of so many samples")
+        raise ValueError(f"noise_scale(…, samples={samples!r}): it needs exact=True, which computes the gradients of that many samples")
     if isinstance(given, Run):
         measured: NoiseScale = given.noise_scale
         return measured
@@ -195,7 +195,7 @@ def _launched(spec: RunSpec, steps: int, runs_dir: str | os.PathLike[str] | None
             raise
         raise error from None
     if error is not None:
-        notes.append(f"the run ended early ({error.failure.message.splitlines()[0]:.100}): this is what it had measured")
+        notes.append(f"the run ended early ({error.failure.message.splitlines()[0]:.100}): this is the result so far")
     return dataclasses.replace(measured, notes=(*notes, *measured.notes))
 
 
@@ -209,7 +209,7 @@ def _with_groups(spec: RunSpec) -> tuple[RunSpec, list[str]]:
         ]
     if spec.micro_batch < 2:
         raise SpecError(
-            "micro_batch=1, accumulation=1 and one rank: one sample per step has nothing to be compared with; try micro_batch=32"
+            "micro_batch=1, accumulation=1 and one rank: one sample per step cannot be compared with others; try micro_batch=32"
         )
     half = spec.micro_batch // 2
     changed = spec.replace(micro_batch=half, accumulation=2, noise_scale=1)
@@ -218,7 +218,7 @@ def _with_groups(spec: RunSpec) -> tuple[RunSpec, list[str]]:
 
 def _exact(spec: RunSpec, *, samples: int | None, steps: int | None) -> "NoiseScale":
     if steps is not None:
-        raise ValueError(f"noise_scale(spec, exact=True, steps={steps!r}): no step is taken; samples=… says of how many samples")
+        raise ValueError(f"noise_scale(spec, exact=True, steps={steps!r}): no step is taken; set the number of samples by samples=…")
     from workbench.batch.measure.per_sample import exact_noise_of
 
     return exact_noise_of(spec, samples=samples)

@@ -12,7 +12,15 @@ from typing import Any
 
 from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.proof import Gain, LossCurve, PlanProof
-from workbench.batch.analysis.throughput import SLACK, BatchCandidate, Throughput, best_candidate, candidates, steady_step, worth
+from workbench.batch.analysis.throughput import (
+    SLACK,
+    BatchCandidate,
+    Throughput,
+    best_candidate,
+    candidates,
+    relative_sample_worth,
+    steady_step,
+)
 from workbench.batch.facts import (
     STAYS,
     TaskFacts,
@@ -70,12 +78,12 @@ class ProposedPlan(BatchPlan):
             else math.nan
             for plan in (self.before, self)
         ]
-        worths = [worth(plan.global_batch, self.noise) for plan in (self.before, self)]
+        worths = [relative_sample_worth(plan.global_batch, self.noise) for plan in (self.before, self)]
         return Gain(throughput=speeds[1] / speeds[0], samples=worths[0] / worths[1])
 
     @property
     def candidate_table(self) -> display.Table:
-        """The candidates, the fastest to a loss first."""
+        """The candidates, those that reach a loss soonest first."""
         ordered = sorted(self.candidates, key=lambda plan: -(plan.samples_per_sec if math.isnan(plan.worth) else plan.useful))
         rows = [
             [
@@ -90,7 +98,7 @@ class ProposedPlan(BatchPlan):
             columns=("batch", "throughput", "worth of a sample", "useful"),
             rows=rows,
             title="What it was chosen from",
-            note="worth: what a sample brings, of what it brings in a tiny batch, 1 / (1 + batch / noise scale)",
+            note="worth: progress by a sample, as a share of that in a tiny batch, 1 / (1 + batch / noise scale)",
         )
 
     def prove(
@@ -124,10 +132,10 @@ class ProposedPlan(BatchPlan):
             return "nothing to change: no other plan is predicted to be faster by more than throughput varies"
         gain = self.predicted
         if math.isnan(gain.throughput):
-            return "what it brings is not known without a throughput"
+            return "its gain is not known without a throughput"
         speed = f"{units.times(gain.throughput)} the samples per second"
         if math.isnan(gain.samples):
-            return f"predicted: {speed}; what samples are worth in a batch of {self.global_batch:,} is not known without a noise scale"
+            return f"predicted: {speed}; how much samples are worth in a batch of {self.global_batch:,} is not known without a noise scale"
         return f"predicted: {speed}, {units.times(gain.samples)} the samples to the same loss, {units.times(gain.time)} the time"
 
     def to_json(self) -> dict[str, Any]:
@@ -156,10 +164,10 @@ def batch_plan(
 
     A loss is reached soonest where samples per second times their worth 1/(1 + B/B_noise) are most (McCandlish and others 2018; goodput in
     Pollux). The largest micro-batch that fits comes from the memory estimate, samples per second from a short sweep over micro-batches,
-    the noise scale from a run. What is given is not measured.
+    the noise scale from a run. What the arguments give is not measured.
 
     Args:
-        spec: the plan before: its batch, its ranks and its learning rate, which should be a tuned one.
+        spec: the plan before: its batch, its ranks and its learning rate, which should be tuned.
         world_size: ranks that will work on different samples; None = as many as the spec has.
         device: whose memory sets the largest micro-batch: a name, such as "A100-80GB", or a Device; None = memory is not considered.
         largest: the largest micro-batch, if it is known; goes before `device`.
@@ -251,13 +259,13 @@ def _reasons(
         why = f"{rate}; with a {noise_name}, a sample in a batch of {chosen.global_batch:,} "
         why += f"is worth {units.percent(chosen.worth)} of one in a tiny batch"
         if top.global_batch > chosen.global_batch:
-            why += f"; a batch of {top.global_batch:,} gains {units.percent(top.useful / chosen.useful - 1)}, too little to ask for"
+            why += f"; a batch of {top.global_batch:,} gains {units.percent(top.useful / chosen.useful - 1)}, too little to recommend it"
     accumulation = "all of them at once"
     if chosen.accumulation > 1:
         accumulation = (
             f"{units.seconds(curve.per_step)} of a step are spent once" if curve.per_step and not fixed else "to make up the batch"
         )
-    ranks = "as before" if chosen.world_size == old.world_size else "as asked for"
+    ranks = "as before" if chosen.world_size == old.world_size else "as requested"
     return {"micro_batch": "; ".join(filter(None, [why, limit])), "accumulation": accumulation, "world_size": ranks}
 
 

@@ -129,12 +129,12 @@ def law_of(steps: Any) -> CriticalBatch | None:
 
 
 def noise_of(spec: RunSpec, given: Any, steps: Any, runs_dir: str | os.PathLike[str] | None) -> tuple[float | None, str, str]:
-    """The noise scale or critical batch in samples, its name with its value, and doubts about it."""
+    """The noise scale or critical batch in samples, its name with its value, and a note if it is uncertain."""
     law = law_of(steps)
     if law is not None:
         return law.b_crit, f"critical batch of {number(round(law.b_crit))} samples, from steps to a target", law.advice
     if given is False:
-        return None, "", f"no noise scale, so nothing says what a larger batch would be worth: {STAYS}"
+        return None, "", f"no noise scale, so the gain of a larger batch is not known: {STAYS}"
     if given is None:
         from workbench.batch.api import noise_scale
 
@@ -147,7 +147,7 @@ def noise_of(spec: RunSpec, given: Any, steps: Any, runs_dir: str | os.PathLike[
         return None, "", doubt
     low, high = getattr(given, "low", math.nan), getattr(given, "high", math.nan)
     between = f" ({number(round(low))} to {number(round(high))})" if math.isfinite(low) and math.isfinite(high) else ""
-    doubt = "" if getattr(given, "enough", True) else "the noise scale is not certain yet: wb.noise_scale says how many steps more it takes"
+    doubt = "" if getattr(given, "enough", True) else "the noise scale is not certain yet: wb.noise_scale says how many more steps it needs"
     return float(value), f"noise scale of {number(round(value, 1) if value < 100 else round(value))} samples{between}", doubt
 
 
@@ -205,7 +205,7 @@ def extrapolation_note(curve: Throughput, ranks: int) -> str:
         return ""
     return (
         f"throughput was {curve.kind} with {curve.world_size} rank{'s' * (curve.world_size != 1)}, and {ranks} are taken to be as fast, "
-        "each (the naive line: what ranks wait for each other is not in it)"
+        "each (the naive line, without waiting for each other)"
     )
 
 

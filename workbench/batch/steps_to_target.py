@@ -64,7 +64,7 @@ def steps_to_target(
         rules: that give each batch its learning rate, of "linear", "sqrt", "adam", "damped", "none", "auto"; with neither rules nor
             `retune`, learning rates are searched for.
         target_loss: loss on `probe` training samples, in evaluation mode.
-        target: instead, a figure of the task's evaluation: {"accuracy": 0.8}. It may have to rise or to fall: the untrained model tells.
+        target: instead, a figure of the task's evaluation: {"accuracy": 0.8}. The untrained model shows if it has to rise or fall.
         retune: search the learning rate of each batch: True, or factors around the centre that are tried first.
         optimizers: several, as a spec writes them, to be compared, each from its own learning rate: ["sgd(lr=0.1)", "lars(lr=1.0)"].
         seeds: trainings of each configuration; a search uses the first one, and all at its end.
@@ -87,7 +87,7 @@ def steps_to_target(
             path = spec.path if isinstance(spec, Run) else spec
             raise ValueError(f"steps_to_target({os.fspath(path)!r}, batches=…): a run has tried its batches; a RunSpec tries new ones")
         return StepsToTarget.of(spec)
-    check_spec("steps_to_target", spec, instead="a run that it has made is read")
+    check_spec("steps_to_target", spec, instead="its runs can be read")
     _check(spec)
     searched = retune is True or (retune is False and not rules)
     order = ExperimentPlan(
@@ -116,13 +116,13 @@ def steps_to_target(
 
 
 def _say_where(error: BaseException, run: Run) -> None:
-    """Add to an error where the trials are that have ended, if there are any."""
+    """Add the run directory with the finished trials to an error, if there are any."""
     try:
         trials = StepsToTarget.of(run).trials
     except ValueError:  # none has begun
         return
     if trials:
-        error.add_note(f'What was learnt so far is kept: wb.steps_to_target("{run.path}")')
+        error.add_note(f'The results so far are kept: wb.steps_to_target("{run.path}")')
 
 
 def _progress(run: Run) -> str:
@@ -151,8 +151,8 @@ def _check(spec: RunSpec) -> None:
         )
     if spec.schedule != "constant":
         raise ValueError(
-            f'schedule={spec.schedule!r}: it needs the number of steps beforehand, which is what is looked for; try schedule="constant", '
-            "with warmup_steps if you like"
+            f'schedule={spec.schedule!r}: it depends on the number of steps, which is measured here; try schedule="constant", '
+            "with warmup_steps if needed"
         )
 
 
@@ -180,7 +180,7 @@ def _batches(given: Any) -> tuple[int, ...]:
 def _rules(given: str | Sequence[str]) -> tuple[str, ...]:
     rules = (given,) if isinstance(given, str) else tuple(given)
     if unknown := [rule for rule in rules if rule not in RULES]:
-        hint = "; a search is asked for with retune=True" if unknown[0] == "tuned" else ""
+        hint = "; for a search set retune=True" if unknown[0] == "tuned" else ""
         raise ValueError(f"rules={given!r}: no rule {unknown[0]!r}; allowed are {', '.join(map(repr, RULES))}{hint}")
     return tuple(dict.fromkeys(rules))
 

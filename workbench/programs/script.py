@@ -115,10 +115,10 @@ def main() -> None:
         words.pop(0)
         borders = None
         if words[0] == "--profile":
-            from workbench.traces.measure.profiled_script import Borders
+            from workbench.traces.measure.profiled_script import StepBoundaries
 
             profile = Profile.of(json.loads(words[1]))
-            borders = functools.partial(Borders, profile) if profile else None
+            borders = functools.partial(StepBoundaries, profile) if profile else None
             del words[:2]
         from workbench.timeline import watch_script
 

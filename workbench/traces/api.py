@@ -65,7 +65,7 @@ def trace(
     flops: bool = False,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Take some steps under torch's profiler, and read what it wrote down.
+    """Trace some steps with torch's profiler, and read the trace.
 
     * `trace(step, loader)` traces in this process, after the prefetch queue was emptied, which would hide a slow loader. As many steps are
       taken without the profiler, before and after. Model, optimizer, random generators and loader are left as they were.
@@ -82,8 +82,8 @@ def trace(
         wait: with a spec: steps before the profiler; None = past warm-up and prefetch queue.
         into: with a step: the directory the file goes to, where `tensorboard --logdir` finds it with the plugin torch-tb-profiler; None =
             `traces` in the current folder. A run has a folder `traces` of its own.
-        model: with a step: the module, or several; None = found by looking at the step.
-        optimizer: with a step: the optimizer, or several; None = found as well.
+        model: with a step: the module, or several; None = those that the step uses.
+        optimizer: with a step: the optimizer, or several; None = likewise.
         shapes: record the shapes of operators' inputs.
         stacks: record Python's frames: expensive, but they name what the host does between operators.
         memory: record every request for memory.
@@ -91,7 +91,7 @@ def trace(
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:
-        A Trace; where several ranks were to be traced a TraceSet, whose notes say which have none.
+        A Trace, or for several ranks a TraceSet, whose notes say which ranks have no trace.
 
     Raises:
         ValueError: what was given cannot be traced; the message says why.

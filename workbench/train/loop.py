@@ -17,7 +17,7 @@ from workbench.runs.out_of_memory import Held
 from workbench.runs.spec import AUTO, RunSpec, check_profile
 from workbench.runs.task import Task, TaskError
 from workbench.timeline.step_timer import StepTimer
-from workbench.traces.measure.profiled_run import Profiled
+from workbench.traces.measure.profiled_run import RunProfiler
 from workbench.train.checkpoints import Checkpoints
 from workbench.train.choose_micro_batch import choose
 from workbench.train.ranks import Ranks
@@ -100,7 +100,7 @@ def train(
     profiled = None
     if spec.profile:
         about = {"rank": ranks.rank, "queue": spec.queue, "steps": spec.steps}
-        profiled = Profiled(spec.profile, run_dir / run_directory.TRACES, timer.leave_out, **about)
+        profiled = RunProfiler(spec.profile, run_dir / run_directory.TRACES, timer.leave_out, **about)
     step, waiting, loss_of_step = done, spec.accumulation, torch.zeros((), device=ranks.device)
     with (
         contextlib.closing(metrics) if metrics else contextlib.nullcontext(),

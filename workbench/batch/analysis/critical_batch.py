@@ -117,7 +117,7 @@ def best_fit(points: Sequence[Point], centre: float) -> GridFit:
 
 
 def quantiles(where: Any, scale: Any, fit: GridFit, degrees: float) -> tuple[float, float]:
-    """Ends of the interval of a mixture of t distributions, one per b_crit."""
+    """Quantiles of a mixture of t distributions, one per b_crit."""
     from scipy.optimize import brentq
     from scipy.special import stdtr
 
@@ -153,9 +153,9 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticalBatch(display.Shown, JsonDataclass):
-    """The fitted law. Below `b_crit` a larger batch saves steps nearly in proportion; beyond, it buys little.
+    """The fitted law. Below `b_crit` a larger batch saves steps nearly in proportion; above it, hardly any.
 
-    At it, training takes twice the fewest steps and twice the fewest samples.
+    At `b_crit` training takes twice the minimal steps and twice the minimal samples.
     """
 
     s_min: float
@@ -323,7 +323,7 @@ def _limit(value: float) -> str:
 
 
 def _rounded(value: float) -> float:
-    """Three significant digits, and no fraction from 10 on."""
+    """Rounded to three significant digits, without a fraction from 10 on."""
     if not value or not math.isfinite(value):
         return value
     return round(value, max(0, 2 - math.floor(math.log10(abs(value)))) if abs(value) < 10 else 0)

@@ -167,17 +167,17 @@ def conclude(
         return replace(result, why=why)
     if best is None:
         rule = next(rule for rule in rules if rule.rule == "minimum/10")
-        why = "a tenth of the learning rate at the lowest loss, median over the seeds; no race has settled it"
+        why = "a tenth of the learning rate at the lowest loss, median over the seeds; no race has verified it"
         return replace(result, lr=rule.lr, low=rule.low, high=rule.high, why=why)
     if not fell:
         why = (
             f"over {race_steps} steps none of {len(ran)} candidates from {lr_text(ran[0].lr)} to {lr_text(ran[-1].lr)} brought the loss "
-            f"below its start, {start:.4g}, though it falls in the sweeps. Try a warm-up, gradient clipping, or low= and high= yourself"
+            f"below its start, {start:.4g}, though it falls in the sweeps. Try a warm-up, gradient clipping, or set low= and high="
         )
         return replace(result, why=why)
     near = [candidate.lr for candidate in ran if start - candidate.scores[0] >= AS_GOOD * (start - best.scores[0])]
     rounds = len(best.scores)
-    how = "it lies between the best of them, and did as well" if best.name == INTERPOLATED else "it had the lowest loss"
+    how = "it is between the best candidates, and did as well" if best.name == INTERPOLATED else "it had the lowest loss"
     why = f"{len(ran)} candidates trained for {race_steps} steps each, over equal batches; {how} in {rounds} round{'s' * (rounds > 1)}"
     return replace(result, lr=best.lr, low=min(near), high=max(near), verified=True, why=why)
 
@@ -213,7 +213,7 @@ def never_falls(sweeps: Sequence[LrSweep], ran: Sequence[Candidate]) -> str:
     return (
         f"cannot tell: the loss never falls by more than its noise in {len(sweeps) - falling} of {len(sweeps)} sweeps{in_race} "
         f"({_range(sweeps)}; it starts at {start:.4g} and varies by {noise:.2g} from batch to batch). Try more iterations= or a larger "
-        "batch; else look whether labels belong to their inputs, and whether the model is trained already"
+        "batch; else check that labels match their inputs, and that the model is not trained already"
     )
 
 

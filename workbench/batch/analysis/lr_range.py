@@ -1,4 +1,4 @@
-"""Learning-rate range test: a sweep of growing learning rates, six published rules that read a learning rate out of it, and `LrFound`.
+"""Learning-rate range test: sweeps of growing learning rates, six published rules that choose a rate from their losses, and `LrFound`.
 
 Rules differ, and each differs from seed to seed, so there are several sweeps, and `lr_race` decides between the suggestions.
 """
@@ -194,7 +194,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 
 
 def suggestions(sweep: LrSweep) -> dict[str, float | None]:
-    """What each rule suggests by one sweep; None = it cannot tell. That of torch-lr-finder gets its own smoothing."""
+    """The suggestion of each rule from one sweep; None = it has none. torch-lr-finder's rule has its own smoothing."""
     kept = sweep.kept
     lrs, smoothed, coarse = sweep.lrs[kept], sweep.smoothed[kept], _from_first(sweep.losses)[kept]
     if len(lrs) < MIN_POINTS or max(smoothed) == min(smoothed):
@@ -301,7 +301,7 @@ class LrFound(JsonDataclass):
     """The learning rate that a search found, with its evidence."""
 
     lr: float | None
-    """The learning rate to use; None = cannot tell, and `why` says why."""
+    """The learning rate to use; None = the losses do not determine it, and `why` says why."""
     low: float | None = None
     """Smallest candidate that did about as well (see AS_GOOD); without a race the rule's smallest suggestion."""
     high: float | None = None
@@ -328,7 +328,7 @@ class LrFound(JsonDataclass):
     """Remarks."""
 
     def changes(self) -> dict[str, float]:
-        """The knob of a RunSpec, for `spec.replace(**found.changes())`; empty where there is none."""
+        """The change to a RunSpec, for `spec.replace(**found.changes())`; empty without a learning rate."""
         return {} if self.lr is None else {"lr": self.lr}
 
     @property

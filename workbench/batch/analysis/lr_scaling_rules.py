@@ -71,7 +71,7 @@ def damped_factor(batch: float, to_batch: float, noise: float, exponent: float =
 
 
 def rule_factor(rule: str, base: OptimizerDescription, batch: float, to_batch: float, noise: float | None) -> float:
-    """What a rule multiplies the learning rate with; "damped" needs the noise."""
+    """Factor of the learning rate by a rule; "damped" needs the noise."""
     ratio = to_batch / batch
     if rule == "damped":
         assert noise is not None
@@ -80,7 +80,7 @@ def rule_factor(rule: str, base: OptimizerDescription, batch: float, to_batch: f
 
 
 def rounded(value: float, digits: int = 14) -> float:
-    """Without the error of binary fractions: 1 - 4 × (1 - 0.9) is 0.6."""
+    """Round off the error of binary fractions: 1 - 4 × (1 - 0.9) becomes 0.6."""
     return float(f"{value:.{digits}g}")
 
 
@@ -100,7 +100,7 @@ def validity_of(excess: float) -> Validity:
 
 
 def worst_validity(*validities: Validity) -> Validity:
-    """The least favourable one; "unknown" only where none is worse than inside."""
+    """The least favourable validity; "unknown" only where all others are "inside"."""
     known = [validity for validity in validities if validity != "unknown"]
     worst: Validity = max(known, key=_ORDER.index) if known else "unknown"
     return "unknown" if worst == "inside" and len(known) < len(validities) else worst
@@ -181,7 +181,7 @@ def rule_validity(
 
 
 def validity_notes(rule: str, base: OptimizerDescription, batch: int, to_batch: int, noise: float | None, valid: Validity) -> Iterator[str]:
-    """Why a rule has its validity, and what else it leaves open."""
+    """Notes on why a rule has its validity, and on its limits."""
     ratio = to_batch / batch
     by_betas = betas_validity(base.betas or (), ratio) if base.family == "adam" else "inside"
     vanishing = (rule == "adam" and by_betas != "inside") or (rule == "sqrt" and by_betas == "outside")
@@ -249,7 +249,7 @@ def choose_rule(rule: str, base: OptimizerDescription, batch: int, to_batch: int
                 f"try {'linear or damped' if base.family == 'sgd' else 'sqrt or damped'}, or auto"
             )
         if defined:
-            return rule, "adam, as you asked: Malladi's square root rule, with betas and epsilon, keeps the dynamics"
+            return rule, "adam, as requested: Malladi's square root rule, with betas and epsilon, keeps the dynamics"
         ends = ", ".join(number(beta) for beta in base.betas or ())
         if strict:
             raise ValueError(
@@ -263,7 +263,7 @@ def choose_rule(rule: str, base: OptimizerDescription, batch: int, to_batch: int
             "(wb.steps_to_target finds it); without either try linear for SGD, adam or sqrt for Adam"
         )
     if rule != "auto":
-        return rule, f"{rule}, as you asked"
+        return rule, f"{rule}, as requested"
     return _choose_automatically(base, defined, batch, to_batch, noise)
 
 
@@ -293,8 +293,8 @@ def _choose_automatically(base: OptimizerDescription, defined: bool, batch: int,
 def scale_warmup(given: int | None, batch: int, to_batch: int, *, rises: bool, dataset_size: int | None) -> tuple[int, str]:
     """Steps of the warm-up at the new batch, and why.
 
-    A warm-up that there is keeps its length in samples. Where there is none and the learning rate rises it takes WARMUP_EPOCHS, if it is
-    known how long an epoch is.
+    An existing warm-up keeps its length in samples. Without one, if the learning rate rises, it takes WARMUP_EPOCHS where the length of an
+    epoch is known.
 
     Args:
         given: steps at the old batch; None or 0 = no warm-up.
@@ -318,12 +318,12 @@ def scale_warmup(given: int | None, batch: int, to_batch: int, *, rises: bool, d
 
 
 def momentum_notes(optimizer: OptimizerDescription, ratio: float) -> Iterator[str]:
-    """What becomes of momentum: nothing; but it averages over more samples."""
+    """Notes on momentum, which is kept and then averages over more samples."""
     kept = optimizer.get("momentum")
     if not kept or ratio == 1:
         return
     if optimizer.name == "lars":
-        yield f"momentum={number(kept)} is kept; the learning rate stands inside its average here, so a change takes some steps to arrive"
+        yield f"momentum={number(kept)} is kept; the learning rate is inside its average here, so a change takes some steps to arrive"
     elif optimizer.name == "sgd":
         yield (
             f"momentum={number(kept)} is kept: torch's SGD multiplies with the learning rate outside of the average, so no momentum "
@@ -335,7 +335,7 @@ def momentum_notes(optimizer: OptimizerDescription, ratio: float) -> Iterator[st
 
 
 def weight_decay_notes(optimizer: OptimizerDescription, ratio: float, factor: float) -> Iterator[str]:
-    """What becomes of the time over which weights are forgotten: batch / (lr × weight_decay) samples."""
+    """Notes on the timescale of weight decay, batch / (lr × weight_decay) samples."""
     kept, longer = optimizer.get("weight_decay"), ratio / factor
     if not kept or math.isclose(longer, 1, rel_tol=0.01):
         return
@@ -349,7 +349,7 @@ def weight_decay_notes(optimizer: OptimizerDescription, ratio: float, factor: fl
 
 
 def dataset_notes(batch: int, dataset_size: int | None) -> Iterator[str]:
-    """What a batch means beside the data."""
+    """Notes on a batch that is large compared with the dataset."""
     if dataset_size is None or batch * MIN_STEPS_PER_EPOCH <= dataset_size:
         return
     if batch > dataset_size:
@@ -387,11 +387,11 @@ def scale_lr(
       beta and noise dominates the gradient (Malladi et al. 2022, arXiv 2205.10287). It keeps the dynamics, sample for sample.
     * "damped": lr × (1 + noise / batch) / (1 + noise / to_batch), which is linear far below the noise scale and constant far above
       (McCandlish et al. 2018, arXiv 1812.06162); for Adam its square root.
-    * "none": lr as it is.
+    * "none": lr unchanged.
     * "auto": SGD "damped" where the noise is known, else "linear"; the Adam family "adam" where that is defined and a known noise does not
       forbid it; else "damped" or "sqrt".
 
-    Every rule carries the error of the learning rate it starts from: tune that first.
+    Every rule inherits the error of the learning rate it starts from: tune that first.
 
     >>> scale_lr(0.1, batch=32, to_batch=128, rule="linear").lr
     0.4
@@ -403,7 +403,7 @@ def scale_lr(
         lr: (peak) learning rate at `batch`.
         batch: samples per optimizer step over all ranks and micro-batches: micro_batch × accumulation × world_size.
         to_batch: the same, of the new batch.
-        optimizer: name with options, as a spec writes it, or a mapping of what a built one has.
+        optimizer: name with options, as in a RunSpec, or a mapping of an optimizer's settings.
         rule: one of RULES.
         noise_scale: the gradient noise scale, in samples: a number, or what `wb.noise_scale` gives. None = not known.
         critical_batch: B_crit, in samples, from `wb.steps_to_target`. Where both are known the smaller counts.

@@ -59,7 +59,7 @@ def _notes_on_steps(not_finite: int, start: int, count: int) -> list[str]:
 
 
 def _advice(result: "NoiseScale") -> list[str]:
-    """What makes the estimate better, and what limits it."""
+    """Notes on how to improve the estimate, and on its limits."""
     notes, known, now = [], math.isfinite(result.b_simple), result.micro_batch
     if not result.enough and (not known or result.b_simple > SMALL_GROUP * now):
         what = f"{samples(result.b_simple)} samples" if known else "still unknown"
@@ -138,7 +138,7 @@ class NoiseScale(display.Shown, JsonDataclass):
         optimizer: Mapping[str, Any] | None = None,
         notes: Sequence[str] = (),
     ) -> "NoiseScale":
-        """Estimate it from two norms per step.
+        """Estimate the noise scale from two norms per step.
 
         Args:
             pairs: per step, the mean square of a group's gradient, and the square of the mean gradient. Steps in which one of them is not
@@ -179,7 +179,7 @@ class NoiseScale(display.Shown, JsonDataclass):
 
     @property
     def enough(self) -> bool:
-        """Is it known well enough, to about 10 %?"""
+        """Is the estimate precise enough, to about 10 %?"""
         return self.exact or not self.steps_needed
 
     @property
@@ -188,7 +188,7 @@ class NoiseScale(display.Shown, JsonDataclass):
         return relative_width(NoiseBlock(first=1, last=self.steps, b_simple=self.b_simple, low=self.low, high=self.high))
 
     def steps_with(self, *, micro_batch: int | None = None, groups: int | None = None) -> int:
-        """About how many steps of the training it takes in all with other groups.
+        """Estimate the steps that a sufficient measurement takes in all with other groups.
 
         The variance goes with ((1 + B/b)² / (W − 1) + 1) / W, where the noise of single samples is nearly normal.
 
@@ -297,7 +297,7 @@ def noise_scale_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]]], *, notes:
     remarks = list(notes)
     if split := len(steps) - len(pairs):
         remarks.append(
-            f"{split} steps left out: their micro-batches were taken in parts, since memory ran out, or gradients came in parts (reentrant "
+            f"{split} steps left out: their micro-batches were split, since memory ran out, or gradients came in parts (reentrant "
             "checkpoints that share a weight, two backwards through one forward)"
         )
     return NoiseScale.of(

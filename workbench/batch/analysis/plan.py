@@ -80,7 +80,7 @@ _GIVEN = "as given"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan(display.Shown, JsonDataclass):
-    """A global batch, what it is made of, and its learning rate.
+    """A global batch, its micro-batch, accumulation and ranks, and its learning rate.
 
     >>> plan = BatchPlan(micro_batch=32, accumulation=1, world_size=2, lr=0.1, optimizer="sgd(momentum=0.9)")
     >>> bigger = plan.scaled_to(global_batch=512)
@@ -179,7 +179,7 @@ class BatchPlan(display.Shown, JsonDataclass):
     ) -> "BatchPlan":
         """The plan for another global batch, other ranks, or both.
 
-        With `world_size` alone each rank goes on as before, so the global batch grows with the ranks. A `global_batch` is divided over the
+        With `world_size` alone each rank keeps its share, so the global batch grows with the ranks. A `global_batch` is divided over the
         ranks exactly, in as few micro-batches as possible.
 
         Args:
@@ -193,10 +193,10 @@ class BatchPlan(display.Shown, JsonDataclass):
             strict: raise where the rule does not hold.
 
         Raises:
-            ValueError: neither batch nor ranks were given, the batch cannot be divided so, or what `scale_lr` refuses.
+            ValueError: neither batch nor ranks were given, the batch cannot be divided over the ranks, or `scale_lr` raises.
         """
         if global_batch is None and world_size is None:
-            raise ValueError("scaled_to() needs global_batch=…, world_size=… or both: what is the plan to be scaled to?")
+            raise ValueError("scaled_to() needs global_batch=…, world_size=… or both")
         ranks = self.world_size if world_size is None else world_size
         most = self.micro_batch if micro_batch is None else micro_batch
         check_arguments(self.lr, rule, world_size=ranks, micro_batch=most)
@@ -204,7 +204,7 @@ class BatchPlan(display.Shown, JsonDataclass):
         if global_batch is None:
             micro, accumulation = self.micro_batch, self.accumulation
             global_batch = micro * accumulation * ranks
-            reasons = dict.fromkeys(("micro_batch", "accumulation"), "as before: each rank goes on as it was")
+            reasons = dict.fromkeys(("micro_batch", "accumulation"), "as before: each rank keeps its share")
             hints: tuple[str, ...] = ()
         else:
             split = split_batch(global_batch, ranks, most)

@@ -140,12 +140,12 @@ def number(value: float | None) -> str:
 
 
 def numbers(values: Iterable[float]) -> str:
-    """Several of them as text, with commas between."""
+    """Several numbers as text, separated by commas."""
     return ", ".join(map(number, values))
 
 
 def noise_to_damp_by(noise_scale: Any, critical_batch: Any) -> tuple[float | None, str, tuple[str, ...]]:
-    """The noise to damp by, where it comes from, and doubts about it.
+    """The noise for the damped rule, its origin, and a note if it is uncertain.
 
     Args:
         noise_scale: samples, or an object with `b_simple`.

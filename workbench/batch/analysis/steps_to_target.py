@@ -174,13 +174,13 @@ def _get(source: Any, name: str) -> Any:
 
 
 def notes_of(trials: Sequence[Trial], target: Target, planned: int) -> tuple[str, ...]:
-    """What trials that did not go well say, most important first; `planned` is the number of all trials."""
+    """Notes on trials that failed or are missing, most important first; `planned` is the number of all trials."""
     if not trials:
         return ("no trial has ended yet",)
     notes = []
     if all(trial.at_once for trial in trials):
         notes.append(
-            "every trial's loss was not a number after the first step: nothing was learnt about batches. Look for infinities in the data, "
+            "every trial's loss was not a number after the first step: no batch was compared. Look for infinities in the data, "
             'try a learning rate 100 times smaller (lr=), clip_grad_norm=1.0, or precision="fp32"'
         )
     elif not any(trial.steps is not None for trial in trials):
@@ -188,7 +188,7 @@ def notes_of(trials: Sequence[Trial], target: Target, planned: int) -> tuple[str
     elif missed := sorted({trial.batch for trial in trials} - {trial.batch for trial in trials if trial.steps is not None}):
         notes.append(f"not reached at batch {', '.join(map(units.count, missed))}")
     if len(trials) < planned:
-        notes.append(f"cut off after {len(trials)} of {planned} trials: what was learnt so far")
+        notes.append(f"cut off after {len(trials)} of {planned} trials: the results so far")
     return tuple(notes)
 
 
@@ -204,11 +204,11 @@ def _never(trials: Sequence[Trial], target: Target) -> str:
 
 
 def _direction(target: Target) -> str:
-    """In which direction a figure's target was understood."""
+    """Says whether a figure's target was taken as a maximum or a minimum."""
     if target.name == "loss" or target.start is None:
         return ""
-    way, other, side = ("rises", "fall", "below") if target.rises else ("falls", "rise", "above")
-    return f" (taken as one that {way}, as the untrained model has {target.start:.4g}; one that is to {other} lies {side} that)"
+    way, other, side = ("rises", "falls", "below") if target.rises else ("falls", "rises", "above")
+    return f" (taken as a figure that {way}, as the untrained model has {target.start:.4g}; a target for one that {other} is {side} that)"
 
 
 TRIALS = "trials.jsonl"

@@ -21,7 +21,7 @@ SLOWEST = 0.1
 SLACK = 0.05
 """Share of the best speed given up for a smaller batch: throughput varies by as much, and a noise scale is known far less well."""
 ACCUMULATIONS = (1, 2, 4, 8, 16, 32)
-"""Tried where the batch is free."""
+"""Accumulations that are tried where the batch is free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +37,11 @@ class Throughput(display.Shown, JsonDataclass):
     """
 
     micro_batches: tuple[int, ...]
-    """Those with a known rate, ascending."""
+    """Micro-batches with a known rate, ascending."""
     rates: tuple[float, ...]
     """Samples per second of all ranks, without accumulation."""
     world_size: int = 1
-    """Ranks that reached these rates."""
+    """Ranks that reached these rates together."""
     per_step: float = 0.0
     """Seconds of a step that do not depend on accumulation: the optimizer's, and the reduction's."""
     kind: Literal["measured", "given"] = "given"
@@ -244,10 +244,10 @@ class BatchCandidate:
         return self.samples_per_sec * self.worth
 
 
-def worth(batch: int, noise: float | None) -> float:
+def relative_sample_worth(batch: int, noise: float | None) -> float:
     """Progress by a sample of a batch, as a share of that by a sample of a tiny batch; nan without a noise scale.
 
-    >>> worth(64, 64.0), worth(192, 64.0)
+    >>> relative_sample_worth(64, 64.0), relative_sample_worth(192, 64.0)
     (0.5, 0.25)
     """
     return float("nan") if noise is None else 1 / (1 + batch / noise)
@@ -273,7 +273,7 @@ def candidates(
             accumulation=accumulation,
             world_size=world_size,
             samples_per_sec=throughput.samples_per_sec(micro_batch=micro, accumulation=accumulation, world_size=world_size),
-            worth=worth(micro * accumulation * world_size, noise),
+            worth=relative_sample_worth(micro * accumulation * world_size, noise),
         )
         for micro, accumulation in ways
         if most is None or micro * accumulation * world_size <= most

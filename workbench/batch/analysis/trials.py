@@ -136,7 +136,7 @@ class Mark:
 
     @property
     def text(self) -> str:
-        """Steps, or how it ended: `315`, `> 300`, `∞`."""
+        """Steps, or how the trial ended: `315`, `> 300`, `∞`."""
         if self.reached:
             return units.count(round(self.steps))
         return "∞" if self.diverged else f"> {units.count(round(self.steps))}"

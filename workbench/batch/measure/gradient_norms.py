@@ -93,7 +93,7 @@ class GroupNorms:
         return self._looking
 
     def look(self, measured: bool) -> None:
-        """Say between two steps whether the next ones are measured."""
+        """Set, between two steps, whether the next steps are measured."""
         if measured is not self._looking and not self._closed:
             self._looking = measured
             self._attach() if measured else self._detach()
@@ -258,7 +258,7 @@ def _norm_of(norms: list[Tensor]) -> Tensor:
     return whole
 
 
-def read(rows: Iterable[Row]) -> list[tuple[float, float, int]]:
+def read_norms(rows: Iterable[Row]) -> list[tuple[float, float, int]]:
     """Per step: the mean square of a micro-batch's gradient on this rank, its share of the mean gradient's square, and the micro-batches.
 
     Waits for the device once. Assumes that the loss of a micro-batch is divided by their number.

@@ -138,7 +138,7 @@ def frozen_schedules(objects: Iterable[Any], notes: list[str]) -> Iterator[None]
             undo.enter_context(temporary_attribute(schedule, "step", lambda *_, **__: None))
         if schedules:
             names = ", ".join(dict.fromkeys(type(schedule).__name__ for schedule in schedules))
-            notes.append(f"the learning-rate schedule ({names}) stood still meanwhile: what is found is for its peak")
+            notes.append(f"the learning-rate schedule ({names}) was frozen during the search: the result is its peak")
         yield
 
 
@@ -247,7 +247,7 @@ def not_finite_message(loss: float, lr: float, step: int = 1) -> str:
     which = "the first step" if step == 1 else f"step {step}"
     return (
         f"the loss is {loss} in {which}, at a learning rate of {lr_text(lr)}, which changes nothing yet: no learning rate "
-        "mends that. Look for NaN or infinite values in the inputs (torch.isfinite(batch).all()) and in the weights, for log(0), "
+        "fixes that. Look for NaN or infinite values in the inputs (torch.isfinite(batch).all()) and in the weights, for log(0), "
         "0/0 or sqrt(0) in the loss, for labels that are all ignored, for targets out of range; in fp16 also for values beyond 65504. "
         "torch.autograd.set_detect_anomaly(True) names the operator"
     )
@@ -296,7 +296,7 @@ def find(
     notes: list[str] = []
     found = discover_training(step, model, optimizer, loader, notes)
     if not found.optimizers:
-        raise LrRangeError("no optimizer was found behind step, so there is no learning rate to turn: give it as optimizer=…")
+        raise LrRangeError("no optimizer was found behind step, so there is no learning rate to set: give it as optimizer=…")
     with Peers.join() as peers, contextlib.ExitStack() as undo:
         control = LrControl(found.optimizers, notes)
         undo.enter_context(frozen_schedules(found.objects, notes))
@@ -312,7 +312,7 @@ def find(
         driver = StepDriver(step, feed, control, peers, progress)
         search = _Search(driver, keep, notes, low, high, sweeps, iterations, race_steps)
         result = peers.gather(search.run())[0]
-    left_out = [f"could not be put back: {'; '.join(keep.left_out[:3])}"] if keep.left_out else []
+    left_out = [f"could not be restored: {'; '.join(keep.left_out[:3])}"] if keep.left_out else []
     return replace(result, notes=(*result.notes, *left_out))
 
 
@@ -384,10 +384,10 @@ class _Search:
         return low, high
 
     def _check_not_finite(self, sweep: LrSweep) -> None:
-        """See that a loss that became NaN or infinite without growing stays finite at far smaller learning rates.
+        """Check that a loss that became NaN or infinite without growing stays finite at far smaller learning rates.
 
         Raises:
-            LrRangeError: it does not.
+            LrRangeError: it is not finite there either.
         """
         if sweep.stopped != NOT_FINITE or not is_flat(sweep.losses[:-1]):
             return
@@ -468,7 +468,7 @@ class _Search:
     def _short(self, what: str) -> None:
         self.notes.append(
             f"the loader could be read only once and ended after {self.driver.feed.batches} batches, during {what}; a DataLoader, or a "
-            "list, tells more"
+            "list, has no such limit"
         )
 
     def _samples(self) -> int | None:

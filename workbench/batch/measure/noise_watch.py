@@ -32,7 +32,7 @@ from torch.utils.data import IterableDataset
 
 from workbench.batch.analysis.noise_scale import NoiseScale
 from workbench.batch.analysis.noise_scale_estimator import NoiseScaleError
-from workbench.batch.measure.gradient_norms import GroupNorms, Row, SamplingInterval, read
+from workbench.batch.measure.gradient_norms import GroupNorms, Row, SamplingInterval, read_norms
 from workbench.core import run_directory
 from workbench.harness.discover import describe
 from workbench.harness.feed import Exhausted, Feed
@@ -67,7 +67,7 @@ class NoiseWatch:
         scaler: Any = None,
         dataset_size: int | None = None,
     ) -> None:
-        """Nothing is watched before the `with` block.
+        """Prepare to watch; measuring begins with the `with` block.
 
         Args:
             model: in its DDP, sharded by FSDP2, or plain.
@@ -143,7 +143,7 @@ class NoiseWatch:
                 "the batch in two halves, whose losses are divided by 2 and go backward one after the other before the optimizer's step; "
                 "or train on several ranks"
             )
-        norms = read(self.rows)
+        norms = read_norms(self.rows)
         others = sum(count != usual for *_, count in norms)
         if world_size > 1 and norms:
             values = [(small, big) if count == usual else (math.nan, math.nan) for small, big, count in norms]
@@ -224,9 +224,7 @@ def _trained_model(models: Sequence[nn.Module]) -> nn.Module:
     outer = [model for model in trained if id(model) not in inner]
     if len(outer) != 1:
         names = ", ".join(map(describe, outer)) or "none"
-        raise ValueError(
-            f"one model that is trained is allowed, and behind the step there are {names}: try noise_scale(step, loader, model=…)"
-        )
+        raise ValueError(f"one model that is trained is allowed, and the step uses {names}: try noise_scale(step, loader, model=…)")
     return outer[0]
 
 
@@ -294,7 +292,7 @@ class NoiseLog:
 
     def flush(self) -> None:
         """Write the new rows. A step whose micro-batches were split has no norms."""
-        norms = read(row for _, row in self._rows)
+        norms = read_norms(row for _, row in self._rows)
         self._writer.write(
             {"step": step, "small": small, "big": big} if count == self._accumulation else {"step": step, "small": None, "big": None}
             for (step, _), (small, big, count) in zip(self._rows, norms, strict=True)

@@ -39,7 +39,7 @@ def scheduled(
     Args:
         scheduler: one of torch's that goes by steps, any with an `optimizer` and a `step()`, or a function that makes one for an
             optimizer: `lambda optimizer: CosineAnnealingLR(optimizer, 100)`.
-        steps: how many; None = as many as it is made for.
+        steps: how many; None = the number that it is made for.
         lr: base learning rate of the optimizer for such a function.
         batch: samples per optimizer step; None = not known.
         label: name; None = the scheduler's class.
@@ -108,7 +108,7 @@ def _walk(copied: Any, count: int, group: int) -> tuple[tuple[float, ...], str]:
                 raise ValueError(
                     f"the scheduler ({', '.join(parts)}) cannot take step {len(lrs)} by itself, here or in training: "
                     f"{type(error).__name__}: {error}; step() has to work without arguments, and some of torch's schedulers, "
-                    "ChainedScheduler above all, do not go inside of others: put them together in another order"
+                    "ChainedScheduler above all, cannot be nested in others: combine them in another order"
                 ) from error
             lrs.append(float(copied.optimizer.param_groups[group]["lr"]))
     return tuple(lrs), ""

@@ -22,7 +22,7 @@ COLORS = {
 """Validity → colour: green, amber, grey, red-brown."""
 TINTS = {"inside": "finished", "edge": "stopped", "unknown": "stopped", "outside": "failed", IMPOSSIBLE: "failed"}
 """Validity → the state of a run whose badge has the same colour: green, amber, red."""
-WORDS = {**VALIDITY_TEXT, IMPOSSIBLE: "this cannot be"}
+WORDS = {**VALIDITY_TEXT, IMPOSSIBLE: "impossible"}
 _HIGH = 84  # pixels of a picture
 _HATCHED = "background-image:repeating-linear-gradient(135deg,transparent 0 4px,#fff8 4px 6px);"
 
@@ -51,7 +51,7 @@ def _product(found: Planned) -> str:
 
 
 def figures(found: Planned) -> str:
-    """Learning rate, betas, warm-up; steps, samples and time to the target: what they become, and what they were."""
+    """Learning rate, betas, warm-up, and steps, samples and time to the target: new values with the present ones."""
     plan, old = found.plan, found.known.plan
     if plan is None:
         return ""
@@ -144,7 +144,7 @@ def _in_words(found: Planned) -> str:
 
 
 def schedule(found: Planned, curves: Sequence[Sequence[float]], samples: int) -> str:
-    """The learning rate over the samples of a run: columns as planned, a line as it is.
+    """The learning rate over the samples of a run: columns for the new plan, a line for the present one.
 
     Args:
         found: the plan.

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from workbench.batch.analysis.critical_batch import CriticalBatch
 from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.scaled_lr import VALIDITY_TEXT
-from workbench.batch.analysis.throughput import Throughput, worth
+from workbench.batch.analysis.throughput import Throughput, relative_sample_worth
 from workbench.batch.facts import limit_warmup
 
 IMPOSSIBLE = "impossible"
 """The validity of a batch that cannot be made, or of a rule that is not defined."""
 LADDER = range(-5, 9)
-"""Powers of two by which the batch can be turned."""
+"""Powers of two that the batch can be multiplied with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerInputs:
-    """What the planner knows; it never changes."""
+    """The planner's inputs, which never change."""
 
     plan: BatchPlan
     """The present plan."""
@@ -44,13 +44,13 @@ class PlannerInputs:
         """The plan for some knobs.
 
         Raises:
-            ValueError: the batch cannot be made so, or what `scale_lr` refuses.
+            ValueError: the batch is impossible with these knobs, or `scale_lr` raises.
         """
         micro, rest = divmod(batch, ranks * accumulation)
         if rest or not micro:
             raise ValueError(
                 f"a batch of {batch:,} cannot be made by {ranks} process{'es' * (ranks != 1)} × {accumulation} micro-batch"
-                f"{'es' * (accumulation != 1)}: that is {batch / (ranks * accumulation):.4g} samples each; turn one of the three"
+                f"{'es' * (accumulation != 1)}: that is {batch / (ranks * accumulation):.4g} samples each; change one of the three"
             )
         if self.largest is not None and micro > self.largest:
             more = math.ceil(micro / self.largest) * accumulation
@@ -84,11 +84,11 @@ class TrainingCost:
     rate: float = math.nan
     """Samples per second."""
     worth: float = math.nan
-    """What a sample brings, of what it brings in a tiny batch."""
+    """Progress by a sample, as a share of that by a sample of a tiny batch."""
 
     @classmethod
     def of(cls, known: PlannerInputs, plan: BatchPlan) -> "TrainingCost":
-        """Of a plan: steps by the law, seconds by the throughput."""
+        """Compute the cost of a plan: steps by the law, seconds by the throughput."""
         batch, rate, steps = plan.global_batch, math.nan, math.nan
         if known.throughput is not None:
             rate = known.throughput.samples_per_sec(
@@ -96,7 +96,9 @@ class TrainingCost:
             )
         if known.fit is not None:
             steps = known.fit.steps(batch)
-        return cls(steps=steps, samples=steps * batch, seconds=steps * batch / rate, rate=rate, worth=worth(batch, known.critical))
+        return cls(
+            steps=steps, samples=steps * batch, seconds=steps * batch / rate, rate=rate, worth=relative_sample_worth(batch, known.critical)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +108,11 @@ class Planned:
     known: PlannerInputs
     """Its inputs."""
     batch: int
-    """As the knob stands."""
+    """Value of the knob: samples per optimizer step."""
     rule: str
-    """As the knob stands."""
+    """Value of the knob."""
     plan: BatchPlan | None
-    """None = it cannot be."""
+    """The plan for the knobs; None = it is impossible."""
     light: str
     """The rule's validity, or IMPOSSIBLE."""
     why: str
@@ -124,7 +126,7 @@ class Planned:
 
     @property
     def gain(self) -> tuple[float, float]:
-        """Steps and seconds to a loss over those of the plan as it is; nan where they are not known."""
+        """Steps and seconds to a loss, divided by those of the present plan; nan where they are not known."""
         if self.plan is None:
             return math.nan, math.nan
         samples = self.before.worth / self.after.worth
@@ -132,7 +134,7 @@ class Planned:
 
 
 def batches(plan: BatchPlan, dataset: int | None = None) -> list[int]:
-    """Where the batch can stand: the plan's own, its doubles and its halves.
+    """Values of the batch knob: the plan's own batch, its doubles and its halves.
 
     >>> batches(BatchPlan(micro_batch=24, lr=0.1))[:4]
     [3, 6, 12, 24]
@@ -143,7 +145,7 @@ def batches(plan: BatchPlan, dataset: int | None = None) -> list[int]:
 
 
 def planned(known: PlannerInputs, *, batch: int, ranks: int, accumulation: int, rule: str) -> Planned:
-    """What becomes of the plan.
+    """Compute the plan for some knobs.
 
     Args:
         known: the planner's inputs.

@@ -8,11 +8,11 @@ from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.scaled_lr import RULES
 from workbench.batch.analysis.throughput import Throughput
 from workbench.batch.facts import TaskFacts, checked_number, law_of
-from workbench.batch.panel import html as planner_faces
+from workbench.batch.panel import html as planner_html
 from workbench.batch.panel.model import Planned, PlannerInputs, batches, planned
 from workbench.core.checks import is_number
 from workbench.core.display.html import Style
-from workbench.runs.panel import html as faces
+from workbench.runs.panel import html as runs_html
 from workbench.runs.spec import RunSpec
 
 POINTS = 120
@@ -24,15 +24,15 @@ WARMUPS = 5
 
 
 class BatchPlanner:
-    """Knobs with the plan that they make: its learning rate, whether the rule holds there, and steps and time as far as they are known.
+    """A panel of knobs, and the plan for them: its learning rate, whether the rule is valid, and steps and time where they are known.
 
     Attributes:
-        plan: as it is.
-        result: the BatchPlan for the knobs as they stand; None where it cannot be.
-        spec: the given spec, changed to it; None without a spec, or where it cannot be.
-        found: all that is shown, a Planned.
-        batch, processes, accumulation, rule: the knobs; `.value` turns one.
-        light, figures, ladder, schedule: what is shown.
+        plan: the present plan.
+        result: the BatchPlan for the current knobs; None if it is impossible.
+        spec: the given spec with that plan; None without a spec, or if the plan is impossible.
+        found: all numbers that are shown, a Planned.
+        batch, processes, accumulation, rule: the knobs; `.value` reads or sets each.
+        light, figures, ladder, schedule: the parts of the display.
         widget: everything in one box.
     """
 
@@ -48,12 +48,12 @@ class BatchPlanner:
     ) -> None:
         """
         Args:
-            target: the plan as it is, or a RunSpec, whose task then tells its learning rate, its optimizer and the size of its dataset.
+            target: the present plan, or a RunSpec; learning rate, optimizer and dataset size then come from its task.
             noise_scale: in samples, or what `wb.noise_scale` gave.
-            steps: a StepsToTarget or its fit: how many steps there are to the target.
+            steps: a StepsToTarget or its fit, for the number of steps to the target.
             throughput: a Throughput; micro-batch → samples per second of all ranks of the plan; one number; or the runs of a sweep.
             largest: the largest micro-batch that fits, a number or what `wb.max_micro_batch` gave.
-            dataset_size: samples of an epoch; None = as the spec's task has it.
+            dataset_size: samples of an epoch; None = that of the spec's task.
 
         Raises:
             ValueError: something else was given.
@@ -92,19 +92,19 @@ class BatchPlanner:
 
     @property
     def found(self) -> Planned:
-        """All there is to show for the knobs as they stand."""
+        """All that is shown for the current knobs."""
         return planned(
             self.known, batch=self.batch.value, ranks=self.processes.value, accumulation=self.accumulation.value, rule=self.rule.value
         )
 
     @property
     def result(self) -> BatchPlan | None:
-        """The plan for the knobs as they stand; None where it cannot be made."""
+        """The plan for the current knobs; None if it is impossible."""
         return self.found.plan
 
     @property
     def spec(self) -> RunSpec | None:
-        """The given spec, changed to the plan; None without one, or where the plan cannot be made."""
+        """The given spec with the plan's knobs; None without a spec, or if the plan is impossible."""
         plan = self.result
         return None if plan is None or self._given is None else self._given.replace(**plan.changes())
 
@@ -112,14 +112,14 @@ class BatchPlanner:
 
     def _redraw(self) -> None:
         found = self.found
-        self.head.value = planner_faces.head(self.title)
-        self.light.value = planner_faces.validity(found)
-        self.figures.value = planner_faces.figures(found)
-        self.ladder.value = planner_faces.ladder(found)
-        self.schedule.value = planner_faces.schedule(found, *self._curves(found))
+        self.head.value = planner_html.head(self.title)
+        self.light.value = planner_html.validity(found)
+        self.figures.value = planner_html.figures(found)
+        self.ladder.value = planner_html.ladder(found)
+        self.schedule.value = planner_html.schedule(found, *self._curves(found))
 
     def _curves(self, found: Planned) -> tuple[list[list[float]], int]:
-        """The learning rate over the samples of a run, as it is and as planned; and how many samples that are."""
+        """The learning rate over the samples of a run, before and as planned, and the number of these samples."""
         from workbench.train.optimizers import lr_factor
 
         plans = [self.plan, found.plan or self.plan]
@@ -135,20 +135,22 @@ class BatchPlanner:
             curves.append([plan.lr * lr_factor(step, **shape) for step in places])  # type: ignore[arg-type]
         return curves, samples
 
-    # --- how it shows itself
+    # --- display
 
     @property
     def title(self) -> str:
         """What is planned, in a line."""
-        return faces.essentials(self._given) if self._given is not None else repr(self.plan).removeprefix("BatchPlan(").removesuffix(")")
+        return (
+            runs_html.essentials(self._given) if self._given is not None else repr(self.plan).removeprefix("BatchPlan(").removesuffix(")")
+        )
 
     def __repr__(self) -> str:
         return f"BatchPlanner({self.title!r})"
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         found = self.found
-        face = planner_faces.static(self.title, found, *self._curves(found))
-        return {**self.widget._repr_mimebundle_(**options), "text/plain": repr(self), "text/html": face}
+        static = planner_html.static(self.title, found, *self._curves(found))
+        return {**self.widget._repr_mimebundle_(**options), "text/plain": repr(self), "text/html": static}
 
 
 def _plan_of(target: Any) -> tuple[BatchPlan, int | None]:

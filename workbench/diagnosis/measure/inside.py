@@ -21,7 +21,7 @@ from workbench.harness.stack_sampler import StackSampler
 from workbench.traces.analysis.columns import Label
 from workbench.traces.analysis.event_kinds import DEVICE, kind_of
 from workbench.traces.analysis.intervals import NONE, Spans, inside, length, union
-from workbench.traces.measure.profiler import hindrance, plain_profiler
+from workbench.traces.measure.profiler import plain_profiler, why_no_profiler
 
 OPERATORS = r"(?!autograd::engine::)(.*::|.*Backward\d+$|Torch-Compiled Region|CompiledFunctionBackward)"
 """The operators among what torch records as such: not the Python of an `autograd.Function`, which has no `::` and no number."""
@@ -225,7 +225,7 @@ def _trace(call: Callable[[], object], steps: int, wait: Callable[[], object]) -
     Returns:
         The events, the seconds and the number of the steps they are of, or why there are none.
     """
-    if why := hindrance():
+    if why := why_no_profiler():
         for _ in range(steps + 1):
             call()
         return None, 0.0, 0, why

@@ -13,7 +13,7 @@ from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.event_kinds import Kinds
 from workbench.traces.analysis.intervals import Numbers
-from workbench.traces.analysis.operators import clipped
+from workbench.traces.analysis.operators import clip
 from workbench.traces.analysis.windows import Windows
 
 AGREE = 1e-3
@@ -34,7 +34,7 @@ class Arrival:
     wait: float
     """What the rank that waits most has more."""
     skew: float
-    """From the first rank's beginning to the last one's."""
+    """From the first rank's beginning to the last rank's."""
     worst: float
     """The largest of these."""
     last: Mapping[int, int]
@@ -57,7 +57,7 @@ class Arrivals(display.Shown, JsonDataclass):
         """One row per name."""
         rows = [
             [
-                clipped(row.name, 49),
+                clip(row.name, 49),
                 f"{row.count:,}",
                 units.seconds(row.exchange),
                 units.seconds(row.wait),
@@ -78,7 +78,7 @@ class Arrivals(display.Shown, JsonDataclass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What one rank's trace has of collectives."""
+    """The collectives in the trace of one rank."""
 
     columns: Columns
     kinds: Kinds
@@ -137,10 +137,10 @@ def _times(seen: Mapping[int, Seen], events: list[Numbers], offsets: list[float]
 
 
 def _clocks(seen: Mapping[int, Seen], names: Mapping[str, list[Numbers]]) -> tuple[float | None, bool, list[float]]:
-    """How far apart the clocks are, whether they are one, and what to take off the times of each rank.
+    """The difference between the clocks, whether they are one clock, and what to subtract from the times of each rank.
 
-    All ranks end an all-reduce at about the same moment, whenever they came. Ranks of one machine have one clock; where the files do not
-    name it, they have if the ends agree at least once, or now this rank is ahead and now that (a busy machine lets one notice late).
+    All ranks end an all-reduce at about the same moment, whenever they arrived. Ranks of one machine have one clock. Where the files do not
+    name the machine, it is one if the ends agree at least once, or if different ranks are ahead at different times (on a busy machine).
     """
     none = [0.0] * len(seen)
     if not names:

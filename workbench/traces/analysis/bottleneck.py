@@ -26,9 +26,9 @@ class Resource:
 
     name: str
     busy: float
-    """It is at work, whatever else is."""
+    """Time in which it works, alone or not."""
     alone: float
-    """It is at work and no other is: what the step would be shorter by if it took no time, at best."""
+    """Time in which no other resource works: the step would be at most so much shorter if this one took no time."""
     ceiling: float
     """The step without that: no remedy for this resource alone makes it shorter."""
 
@@ -37,12 +37,12 @@ class Resource:
 class Bottleneck(display.Shown, JsonDataclass):
     """The resources of a step. Get it from `trace.critical()`.
 
-    A ceiling is no forecast: the others go on as they were in the trace, while in truth they may begin earlier, or get in each other's way.
+    A ceiling is no prediction: it leaves the other resources as they were in the trace, but they may begin earlier, or slow each other.
     Ceilings do not add up either: time in which two resources work is lost with neither.
     """
 
     rows: tuple[Resource, ...]
-    """That with the longest time alone first."""
+    """The resource with the longest time alone first."""
     step_seconds: float
     nothing: float
     """Mean seconds of a step in which none of them is at work."""
@@ -74,7 +74,7 @@ class Bottleneck(display.Shown, JsonDataclass):
 
     @property
     def caption(self) -> str:
-        """What the numbers are."""
+        """What the numbers mean."""
         if not self.name:
             return "; ".join(["no resource is ever alone at work in a step", *self.notes])
         first = f"{self.name} is critical: were it free, the step would be at most {units.times(self.speedup)} as fast"
@@ -135,7 +135,7 @@ def bottleneck(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Bot
 
 
 def resources(kinds: Kinds, windows: Windows) -> dict[str, Spans]:
-    """When each works. What the loader does inside `next()` is data's; a host that waits for the device or for others does not work."""
+    """The time in which each resource works. Work inside the loader's `next()` is data; a host that waits for others does not work."""
     data = kinds.cover("data_wait")
     if kinds.device:
         active = kinds.cover("operator", "backward", "optimizer", "runtime", "range", "collective_call")

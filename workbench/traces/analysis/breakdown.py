@@ -23,7 +23,7 @@ PARTS = ("data_wait", "h2d", "compute", "communication", "host", "idle", "other"
 * `communication`: collectives, as far as computing does not hide them.
 * `host`: Python or operators of the host, while the device has nothing to do; on a CPU all of the step outside of operators.
 * `idle`: the device has nothing to do, and the host shows nothing either (0 on a CPU, where a trace cannot tell it from Python).
-* `other`: the device's other copies; on a CPU, what lies outside of the steps' marks."""
+* `other`: the device's other copies; on a CPU, the time outside of the steps' marks."""
 
 ON_DEVICE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("compute", ("kernel",)),
@@ -33,7 +33,7 @@ ON_DEVICE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("other", ("copy",)),
     ("host", ("runtime", "wait", "operator", "backward", "optimizer", "collective_call", "range")),
 )
-"""Highest first. Waiting for data stands above collectives: a collective that runs meanwhile waits for the data of some rank.
+"""Highest priority first. Waiting for data comes before collectives: a collective that runs meanwhile waits for the data of some rank.
 Source: the order of openxla/xprof, utils/event_span.h."""
 
 ON_CPU: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -42,7 +42,7 @@ ON_CPU: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("communication", ("host_communication", "collective_call")),
     ("host", ("range", "step")),
 )
-"""Highest first. Data stands above computing, as the operators that collate a batch belong to the loader."""
+"""Highest priority first. Data comes before computing, as the operators that collate a batch belong to the loader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Breakdown(display.Shown, JsonDataclass):
 
     @property
     def caption(self) -> str:
-        """What the numbers are."""
+        """What the numbers mean."""
         what = "a device computes" if self.device == "device" else "the CPU computes"
         return "; ".join(
             [f"from a trace of {len(self.steps)} step{'s' * (len(self.steps) != 1)}, taken under the profiler; {what}", *self.notes]

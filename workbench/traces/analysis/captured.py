@@ -1,4 +1,4 @@
-"""Captured: what a trace file does not say, kept in a file beside it; above all how much the profiler slowed the steps down."""
+"""Captured: facts about a trace that its file lacks, kept in a file beside it, mainly how much the profiler slowed the steps down."""
 
 import json
 import math
@@ -82,12 +82,12 @@ class Captured:
 
     @staticmethod
     def beside(trace: Path) -> Path:
-        """The file that says this of a trace: `….pt.trace.json.gz` → `….capture.json`."""
+        """The file of these facts beside a trace: `….pt.trace.json.gz` → `….capture.json`."""
         return trace.with_name(trace.name.partition(".pt.trace.json")[0].removesuffix(".capture.json") + ".capture.json")
 
     @classmethod
     def of(cls, trace: Path) -> "Captured | None":
-        """What lies beside a trace; None without, or where it cannot be read."""
+        """Read the file beside a trace; None without one, or if it cannot be read."""
         try:
             return cls.from_json(json.loads(cls.beside(trace).read_text(encoding="utf-8")), trace)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -18,7 +18,7 @@ from workbench.traces.analysis.details import Details
 from workbench.traces.analysis.event_kinds import HOST_COLLECTIVE, Kinds
 from workbench.traces.analysis.event_schema import Args
 from workbench.traces.analysis.flops import WIDTHS
-from workbench.traces.analysis.operators import clipped
+from workbench.traces.analysis.operators import clip
 
 BYTES = {
     "float": 4, "half": 2, "bfloat16": 2, "double": 8, "long": 8, "int": 4, "short": 2, "byte": 1, "char": 1, "bool": 1,
@@ -59,7 +59,7 @@ class Collectives(display.Shown, JsonDataclass):
         """One row per kind and size."""
         cells = [
             [
-                clipped(row.name, 49),
+                clip(row.name, 49),
                 f"{row.count:,}",
                 units.bytes_(row.bytes),
                 row.ranks or units.MISSING,
@@ -91,7 +91,7 @@ def bus_factor(name: str, ranks: int) -> float:
 
 
 def collectives(columns: Columns, kinds: Kinds, details: Callable[[], Details], world_size: int | None) -> Collectives:
-    """Of a whole file. On a device its kernels, on a CPU what gloo or MPI ran in threads of their own.
+    """Count the collectives of a whole file: kernels on a device; on a CPU the work of gloo or MPI in threads of their own.
 
     NCCL's events say their sizes and ranks. gloo's have shapes and types of what goes in, and no group: it is taken for that of all ranks.
     """
@@ -140,7 +140,7 @@ def _shaped(name: str, dims: str, types: str, ranks: int | None) -> int | None:
         if not isinstance(names, list):
             return None
         sizes = [math.prod(shape) * WIDTHS[name] for shape, name in zip(json.loads(dims), names, strict=True)]
-    except (ValueError, KeyError, TypeError, RecursionError):  # a list of tensors, or a type that nobody knows
+    except (ValueError, KeyError, TypeError, RecursionError):  # a list of tensors, or an unknown type
         return None
     whole = sum(sizes)
     if "all_gather" not in name:

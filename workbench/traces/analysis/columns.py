@@ -96,8 +96,8 @@ class Columns:
         return np.array([test(label) for label in self.labels] or [False], dtype=np.bool_)[self.label]
 
 
-class Gathering:
-    """Makes columns of batches of events."""
+class ColumnsBuilder:
+    """Builds columns from batches of events."""
 
     def __init__(self) -> None:
         self._labels, self._lanes, self._shapes = Codes(), Codes(), Codes({b"": 0})
@@ -107,17 +107,17 @@ class Gathering:
         self._origin: float | None = None
         self._count = 0
         self.impossible = 0
-        """Events whose times cannot be: not a number, negative, out of any range."""
+        """Events with invalid times: not a number, negative, or out of range."""
         self.unpaired = 0
         """Events that are a beginning or an end only; torch.profiler writes none."""
 
     def add(self, batch: Sequence[Event]) -> None:
-        """Take in some events."""
+        """Add some events."""
         events = [e for e in batch if e.ph == "X"]
         if len(events) < len(batch):
             self._rest(batch)
         whole = len(events)
-        events, start, dur = possible(events)
+        events, start, dur = with_valid_times(events)
         self.impossible += whole - len(events)
         if not events:
             return
@@ -150,7 +150,7 @@ class Gathering:
                 self.unpaired += 1
 
     def columns(self) -> Columns:
-        """All that was taken in."""
+        """The columns of all events that were added."""
         empty = tuple(np.empty(0, dtype=kind) for kind in (np.int32, np.int32, np.int32, *[np.int64] * 4))
         parts = [np.concatenate(column) for column in zip(*self._parts, strict=True)] if self._parts else list(empty)
         self._parts.clear()
@@ -172,8 +172,8 @@ class Gathering:
         )
 
 
-def possible(events: list[B]) -> tuple[list[B], NDArray[np.float64], NDArray[np.float64]]:
-    """The events whose times can be, and their beginnings and lengths in microseconds."""
+def with_valid_times(events: list[B]) -> tuple[list[B], NDArray[np.float64], NDArray[np.float64]]:
+    """The events with valid times, and their beginnings and lengths in microseconds."""
     start, dur = floats([e.ts for e in events]), floats([e.dur for e in events])
     with np.errstate(invalid="ignore"):
         sound = (np.abs(start) < LATEST) & (dur >= 0) & (dur < LONGEST)
@@ -182,9 +182,9 @@ def possible(events: list[B]) -> tuple[list[B], NDArray[np.float64], NDArray[np.
     return [e for e, good in zip(events, sound.tolist(), strict=True) if good], start[sound], dur[sound]
 
 
-def gathered(batches: Iterable[list[Event]]) -> Gathering:
-    """Of all batches. The cyclic collector rests meanwhile: it would look at hundreds of thousands of objects again and again."""
-    gathering = Gathering()
+def gather_columns(batches: Iterable[list[Event]]) -> ColumnsBuilder:
+    """Build columns of all batches, without the garbage collector, which would visit hundreds of thousands of objects again and again."""
+    gathering = ColumnsBuilder()
     with without_gc():
         for batch in batches:
             gathering.add(batch)

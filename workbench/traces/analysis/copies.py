@@ -22,7 +22,7 @@ SPELT = re.compile(r"Copy(Host|Device)To(Host|Device)", re.IGNORECASE)
 """As older files of ROCm have it."""
 MEMORY = re.compile(r"\((.*)\)\s*$")
 NONE = "the trace has no copies of a device"
-WAITS = "a copy from or to pageable memory goes through a pinned buffer, and the host takes part in it: DataLoader(pin_memory=True)"
+WAITS = "a copy from or to pageable memory goes through a pinned buffer and occupies the host: DataLoader(pin_memory=True)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ def kind_of(name: str) -> tuple[str, str]:
 
 
 def copies(columns: Columns, kinds: Kinds) -> Copies:
-    """Of a whole file. A bandwidth is the file's own where it has one: in files of whole microseconds, lengths are worse."""
+    """Measure the copies of a whole file. A bandwidth is the file's own where it has one: lengths in whole microseconds are worse."""
     events = np.flatnonzero(kinds.where("h2d", "copy"))
     if not len(events):
         return Copies(rows=(), notes=(NONE,))

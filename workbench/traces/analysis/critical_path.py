@@ -13,10 +13,10 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.event_kinds import DEVICE, KINDS, Kinds, callers
-from workbench.traces.analysis.idle import trains
+from workbench.traces.analysis.idle import training_lane
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, union
-from workbench.traces.analysis.nesting import Nesting, named, nested
-from workbench.traces.analysis.operators import SHOWN, short
+from workbench.traces.analysis.nesting import Nesting, name_numbers, nest_events
+from workbench.traces.analysis.operators import SHOWN, short_name
 from workbench.traces.analysis.windows import Windows
 
 WAYS = {
@@ -78,8 +78,8 @@ class CriticalPath(display.Shown, JsonDataclass):
     """What each step's length consists of, from its end back to its beginning. Get it from `trace.critical_path()`.
 
     Of all that a piece of work waited for, the path goes on with what came last: the piece of work before it in its stream, its launch, or
-    what another stream did; for a host that waits, the work it waits for. So it says what was critical in the trace as it ran. It is no
-    forecast: with less on the path another chain may become the longest.
+    what another stream did; for a host that waits, the work it waits for. So it says what was critical in this trace. It is no prediction:
+    with less on the path another chain may become the longest.
     """
 
     parts: tuple[PathPart, ...]
@@ -109,7 +109,7 @@ class CriticalPath(display.Shown, JsonDataclass):
         for row in self.rows[:SHOWN]:
             share = row.seconds / self.step_seconds if self.step_seconds else None
             text = f"{row.part}; {units.percent(row.on_path)} of its {units.seconds(row.own_seconds)} is on the path"
-            rows.append([short(row.name), units.seconds(row.seconds), units.percent(share), text])
+            rows.append([short_name(row.name), units.seconds(row.seconds), units.percent(share), text])
         title = f"The critical path of the step of {units.seconds(self.step_seconds)}"
         return display.Table(columns=("on the path", "time", "share", "what"), rows=rows, title=title, note="; ".join(self.notes) or None)
 
@@ -140,7 +140,7 @@ PARTS = {
 
 @dataclass(slots=True)
 class Thread:
-    """Pieces of time in order, each in its innermost event; where there is none there is no piece."""
+    """Pieces of time in order, each in its innermost event; time outside of all events has no piece."""
 
     start: list[int]
     end: list[int]
@@ -179,8 +179,8 @@ def threads(columns: Columns, calls: Nesting, loader: NDArray[np.bool_]) -> dict
 
 
 @dataclass(slots=True)
-class Walk:
-    """The events of a trace, ready to be walked."""
+class PathFinder:
+    """The events of a trace, indexed to follow the critical path backwards."""
 
     lanes: dict[int, Thread]
     """Thread → what it is in."""
@@ -277,16 +277,16 @@ class Walk:
         last, to = max(own, first), lane
         for other, pieces in self.lanes.items() if time - own > PAUSE else ():
             at = pieces.before(time) if other != lane else -1
-            if at >= 0 and pieces.end[at] > time:  # it goes on: nobody waited for that
+            if at >= 0 and pieces.end[at] > time:  # it goes on: nothing waited for that
                 at -= 1
             if at >= 0 and pieces.end[at] > last:
                 last, to = pieces.end[at], other
         return -1, last, "python", -1, to
 
 
-def walk(columns: Columns, kinds: Kinds) -> Walk:
-    """Make a trace ready."""
-    calls = nested(columns, kinds.where(*HOST))
+def path_finder(columns: Columns, kinds: Kinds) -> PathFinder:
+    """Index the events of a trace."""
+    calls = nest_events(columns, kinds.where(*HOST))
     lengths = columns.lengths
     work = np.flatnonzero(kinds.where(*DEVICE) & (lengths > 0))
     order = work[np.lexsort((columns.start[work], columns.lane[work]))]
@@ -297,7 +297,7 @@ def walk(columns: Columns, kinds: Kinds) -> Walk:
     waits = columns.where(lambda label: "StreamWaitEvent" in label.name)
     copies = columns.where(lambda label: "Memcpy" in label.name)
     over = (call >= 0) & (columns.end[work] <= columns.end[call]) & copies[call]
-    return Walk(
+    return PathFinder(
         lanes=threads(columns, calls, kinds.where("data_wait")),
         kind=[KINDS[code] for code in kinds.codes.tolist()],
         start=columns.start.tolist(),
@@ -309,14 +309,14 @@ def walk(columns: Columns, kinds: Kinds) -> Walk:
         ends=columns.end[done],
         barriers=np.sort(columns.start[waits & kinds.where("runtime")]),
         blocking=set(call[over].tolist()),
-        main=trains(columns, kinds),
+        main=training_lane(columns, kinds),
         cpu=not kinds.device,
     )
 
 
 def critical_path(columns: Columns, kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> CriticalPath:
     """Walk each step back from its end."""
-    ready = walk(columns, kinds)
+    ready = path_finder(columns, kinds)
     count = max(1, len(windows.spans))
     steps: list[StepPath] = []
     whole: dict[str, int] = defaultdict(int)
@@ -348,9 +348,9 @@ def critical_path(columns: Columns, kinds: Kinds, windows: Windows, notes: Seque
     )
 
 
-def _named(columns: Columns, kinds: Kinds, ready: Walk, taken: dict[tuple[int, str], int], spans: Spans) -> tuple[OnPath, ...]:
+def _named(columns: Columns, kinds: Kinds, ready: PathFinder, taken: dict[tuple[int, str], int], spans: Spans) -> tuple[OnPath, ...]:
     """By name, with all the time that each has in the steps by itself."""
-    names, codes = named(columns)
+    names, codes = name_numbers(columns)
     cover, count = union(spans), max(1, len(spans))
     work = np.flatnonzero(kinds.where(*DEVICE))
     own = np.zeros(len(names), dtype=np.int64)

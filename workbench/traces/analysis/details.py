@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.core.gc import without_gc
-from workbench.traces.analysis.columns import Codes, Columns, floats, integers, possible
+from workbench.traces.analysis.columns import Codes, Columns, floats, integers, with_valid_times
 from workbench.traces.analysis.event_schema import DETAILS, NO_DETAIL, Detailed
 from workbench.traces.analysis.intervals import Numbers
 from workbench.traces.analysis.reading import Reading, TraceError
@@ -64,7 +64,7 @@ class Details:
 
 
 @dataclass(slots=True)
-class _Gathering:
+class _DetailsBuilder:
     lanes: dict[tuple[object, object], int]
     inputs: Codes = field(default_factory=lambda: Codes({(b"", b""): 0}))
     devices: Codes = field(default_factory=Codes)
@@ -74,8 +74,8 @@ class _Gathering:
     first: int = 2**62
 
     def add(self, batch: Sequence[Detailed]) -> None:
-        """Take in some events, as `columns.Gathering` does."""
-        events, start, _ = possible([e for e in batch if e.ph == "X"])
+        """Add some events, as `ColumnsBuilder.add` does."""
+        events, start, _ = with_valid_times([e for e in batch if e.ph == "X"])
         if events:
             if self.origin is None:
                 self.origin = float(start.min())
@@ -88,7 +88,7 @@ class _Gathering:
             self._requests([e for e in batch if e.name == "[memory]" and e.args and e.args.size is not None])
 
     def _requests(self, batch: list[Detailed]) -> None:
-        requests, start, _ = possible(batch)
+        requests, start, _ = with_valid_times(batch)
         args = [e.args or NO_DETAIL for e in requests]
         devices = [self.devices[_device(a.device_type, a.device)] for a in args]
         lanes = [self.lanes.get((e.pid, e.tid), -1) for e in requests]
@@ -108,9 +108,9 @@ class _Gathering:
 
 
 def read_details(path: Path, columns: Columns) -> Details:
-    """Read them. Where that is not possible any more there are none, and `notes` say why."""
+    """Read the details. If the file cannot be read any more there are none, and `notes` say why."""
     reading = Reading(path=path, words=DETAILS)
-    gathering = _Gathering({(lane.process, lane.thread): i for i, lane in enumerate(columns.lanes)})
+    gathering = _DetailsBuilder({(lane.process, lane.thread): i for i, lane in enumerate(columns.lanes)})
     why = "the file has changed since it was loaded, or is damaged"
     try:
         with without_gc():
@@ -118,7 +118,7 @@ def read_details(path: Path, columns: Columns) -> Details:
                 gathering.add(batch)
                 batch.clear()
     except TraceError as error:
-        gathering, why = _Gathering({}), str(error)
+        gathering, why = _DetailsBuilder({}), str(error)
     if sum(len(part[0]) for part in gathering.events) != len(columns):
         nothing, unknown = np.full(len(columns), -1, dtype=np.int64), np.full(len(columns), np.nan)
         note = f"shapes' types, sequence numbers, memory and occupancy could not be read ({why})"
@@ -127,7 +127,7 @@ def read_details(path: Path, columns: Columns) -> Details:
             sequence=nothing,
             input=np.zeros(len(columns), dtype=np.int32),
             inputs=bare,
-            requests=_Gathering({}).all_requests(),
+            requests=_DetailsBuilder({}).all_requests(),
             occupancy=unknown,
             blocks=unknown,
             notes=(note,),

@@ -7,7 +7,7 @@ from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
 from workbench.traces.analysis.breakdown import PARTS, Breakdown
-from workbench.traces.analysis.operators import SHOWN, short
+from workbench.traces.analysis.operators import SHOWN, short_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class TraceDifference(display.Shown, JsonDataclass):
 
     @property
     def speedup(self) -> float:
-        """Of the traced step."""
+        """Length of the traced step before, divided by that after."""
         total = self.changes[len(PARTS)]
         return total.before / total.after if total.after else float("nan")
 
@@ -44,7 +44,7 @@ class TraceDifference(display.Shown, JsonDataclass):
     def table(self) -> display.Table:
         """The parts, the step and the operators that changed most."""
         rows = [
-            [short(change.what), change.kind, units.seconds(change.before), units.seconds(change.after), units.seconds(change.change)]
+            [short_name(change.what), change.kind, units.seconds(change.before), units.seconds(change.after), units.seconds(change.change)]
             for change in self.changes[: len(PARTS) + 1 + SHOWN]
         ]
         note = "; ".join([f"mean seconds per step; the traced step is {units.times(self.speedup)} as fast as before", *self.notes])
@@ -63,7 +63,7 @@ Side = tuple[Breakdown, Mapping[str, float], Mapping[str, float]]
 
 
 def difference(before: Side, after: Side) -> TraceDifference:
-    """Compare, per step."""
+    """Compare two traces, per step."""
     parts = [Change(what=part, kind="part", before=before[0].mean(part), after=after[0].mean(part)) for part in (*PARTS, "total")]
     rows: list[Change] = []
     for kind, sides in (("operator", (before[1], after[1])), ("kernel", (before[2], after[2]))):

@@ -19,7 +19,7 @@ NO_SHAPES = msgspec.Raw(b"")
 
 
 class Args(msgspec.Struct, gc=False, frozen=True):
-    """Of an event's `args`, what answers need. Older and newer files write the same name; a missing one is None."""
+    """The fields of an event's `args` that every trace needs. Files of all versions use these names; a missing field is None."""
 
     correlation: int | None = None
     external: int | None = msgspec.field(default=None, name="External id")
@@ -39,7 +39,7 @@ NO_ARGS = Args()
 
 
 class Bare(msgspec.Struct, gc=False):
-    """An event whose args cannot be read; times in microseconds. It holds no container, so the cyclic collector need not know of it."""
+    """An event whose args cannot be read; times in microseconds. It holds no container, so the garbage collector need not track it."""
 
     ph: str = ""
     name: Name = ""
@@ -57,7 +57,7 @@ class Event(Bare, gc=False):
 
 
 class Detail(msgspec.Struct, gc=False, frozen=True):
-    """Of an event's `args`, what only some answers need; it is read when one of them is computed."""
+    """The fields of an event's `args` that only some answers need; they are read when one of these is computed."""
 
     sequence: int | None = msgspec.field(default=None, name="Sequence number")
     types: msgspec.Raw = msgspec.field(default=NO_SHAPES, name="Input type")
@@ -82,7 +82,7 @@ class Detailed(Bare, gc=False):
 
 
 class Header(msgspec.Struct):
-    """What stands around the events."""
+    """The fields of the file around its events."""
 
     version: Any = msgspec.field(default=None, name="schemaVersion")
     devices: Any = msgspec.field(default=None, name="deviceProperties")
@@ -94,8 +94,8 @@ E = TypeVar("E", Event, Detailed)
 
 
 @dataclass(frozen=True, slots=True)
-class Words(Generic[E]):
-    """How events are decoded: for what every trace needs, or for their details."""
+class EventDecoder(Generic[E]):
+    """Decodes events: the fields that every trace needs, or their details."""
 
     event: type[E]
     several: Callable[[bytes], list[E]]
@@ -117,10 +117,10 @@ class Words(Generic[E]):
             return self.event(bare.ph, bare.name, bare.cat, bare.ts, bare.dur, bare.pid, bare.tid), True
 
 
-EVENTS: Words[Event] = Words(
+EVENTS: EventDecoder[Event] = EventDecoder(
     Event, msgspec.json.Decoder(list[Event], strict=False).decode, msgspec.json.Decoder(Event, strict=False).decode
 )
-DETAILS: Words[Detailed] = Words(
+DETAILS: EventDecoder[Detailed] = EventDecoder(
     Detailed, msgspec.json.Decoder(list[Detailed], strict=False).decode, msgspec.json.Decoder(Detailed, strict=False).decode
 )
 header: Callable[[bytes], Header] = msgspec.json.Decoder(Header, strict=False).decode
@@ -146,17 +146,17 @@ NESTING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 """A string, or what opens or closes a value."""
 
 
-def nesting(text: bytes) -> int:
+def unclosed_brackets(text: bytes) -> int:
     """How many more values a text opens than it closes; brackets in strings are none.
 
-    >>> nesting(b'{"a[": {"b": [1, 2]')
+    >>> unclosed_brackets(b'{"a[": {"b": [1, 2]')
     2
     """
     return sum((token[:1] in b"[{") - (token[:1] in b"]}") for token in NESTING.findall(text))
 
 
 def end_behind(text: bytes) -> bytes | None:
-    """What stands behind the events, by the first of the last brackets behind which it can be the rest of a file; None if it has no end.
+    """The text behind the events: behind the first of the last brackets after which it can be the rest of a file; None without one.
 
     >>> end_behind(b'?, {"a": [1]}], "b": [2]}')
     b', "b": [2]}'
@@ -177,7 +177,7 @@ def end_behind(text: bytes) -> bytes | None:
 
 
 def boundary(text: bytes, before: int) -> int:
-    """Where the comma of the last `}, {"` before a position is; -1 if there is none near."""
+    """Where the comma of the last `}, {"` before a position is; -1 without one nearby."""
     at = before
     for _ in range(BRACES):
         at = text.rfind(b"{", 0, at)

@@ -1,4 +1,4 @@
-"""Says in words what the breakdown of a trace shows, and what a trace cannot show."""
+"""Explains in words what the breakdown of a trace shows, and what a trace cannot show."""
 
 import math
 from collections.abc import Mapping

@@ -13,8 +13,8 @@ from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.event_kinds import Kinds
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, mean_seconds, union
 from workbench.traces.analysis.modules import MODULE
-from workbench.traces.analysis.nesting import Merged, Nesting, merged, named, nested
-from workbench.traces.analysis.operators import CALLERS, SHOWN, short
+from workbench.traces.analysis.nesting import Merged, Nesting, merge_calls, name_numbers, nest_events
+from workbench.traces.analysis.operators import CALLERS, SHOWN, short_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Flame(display.Shown, JsonDataclass):
         most = sorted(self.nodes, key=lambda node: -node.self_seconds)[:SHOWN]
         rows = [
             [
-                short(" › ".join(self.path(node)[-3:])),
+                short_name(" › ".join(self.path(node)[-3:])),
                 units.seconds(node.self_seconds),
                 units.percent(node.self_seconds / self.step_seconds if self.step_seconds else None),
                 units.seconds(node.seconds),
@@ -112,9 +112,9 @@ def flame(columns: Columns, kinds: Kinds, steps: Spans, thread: str | None, stac
         notes.append("the trace has no calls of the host within a step")
         return Flame(nodes=(), thread="", threads=(), step_seconds=mean, notes=tuple(notes))
     lane = lanes[names.index(thread)] if thread is not None else _main(columns, kinds, lanes)
-    calls = nested(columns, chosen & (columns.lane == lane))
-    call_names, codes = named(columns)
-    nodes = _nodes(calls, merged(calls, codes[columns.label[calls.events]]), call_names, cover, max(1, len(steps)))
+    calls = nest_events(columns, chosen & (columns.lane == lane))
+    call_names, codes = name_numbers(columns)
+    nodes = _nodes(calls, merge_calls(calls, codes[columns.label[calls.events]]), call_names, cover, max(1, len(steps)))
     return Flame(nodes=nodes, thread=columns.lanes[lane].name, threads=tuple(names), step_seconds=mean, notes=tuple(notes))
 
 

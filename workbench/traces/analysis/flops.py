@@ -18,7 +18,7 @@ from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.details import Details
 from workbench.traces.analysis.event_kinds import Kinds, calling_places
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, union
-from workbench.traces.analysis.nesting import Nesting, nested
+from workbench.traces.analysis.nesting import Nesting, nest_events
 
 WIDTHS = {
     "float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "long": 8, "int": 4, "short": 2, "short int": 2,
@@ -34,7 +34,7 @@ Shape = list[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one call has to do."""
+    """FLOPs and bytes of one call."""
 
     flops: int
     elements: int
@@ -183,7 +183,7 @@ OTHERWISE = {"aten::linear": _linear}
 
 
 def work(name: str, dims: str, types: str, concrete: str) -> tuple[Work, Call] | None:
-    """What one call has to do; None where that is not known.
+    """Count FLOPs and bytes of one call; None where they are not known.
 
     Args:
         name: of the operator.
@@ -244,7 +244,7 @@ class RoofPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopCounts:
-    """All of them."""
+    """The counts of all operators."""
 
     rows: tuple[RoofPoint, ...]
     unaccounted: float | None
@@ -253,13 +253,13 @@ class FlopCounts:
 
 
 def count_flops(columns: Columns, kinds: Kinds, steps: Spans, details: Details) -> FlopCounts:
-    """Count what lies within the steps.
+    """Count FLOPs and bytes of the operators within the steps.
 
     Where operators with a formula call others with one, the outermost counts. On a device its time is that of the kernels it launched,
-    itself or by what it calls; communication counts for nobody.
+    itself or by what it calls; communication counts for no operator.
     """
     cover = union(steps)
-    calls = nested(columns, kinds.where(*BUSY, "data_wait", "runtime", "wait"))
+    calls = nest_events(columns, kinds.where(*BUSY, "data_wait", "runtime", "wait"))
     inside = covered(cover, calls.spans) > 0
     keys, code = _signatures(columns, details, calls)
     results = [work(*key) for key in keys]

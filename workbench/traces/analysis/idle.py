@@ -15,7 +15,7 @@ from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.event_kinds import DEVICE, Kinds, callers
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, intersection, length, mean_seconds, subtract, union
-from workbench.traces.analysis.operators import CALLERS, short
+from workbench.traces.analysis.operators import CALLERS, short_name
 from workbench.traces.analysis.windows import Windows
 
 GAP = 30e-6
@@ -42,7 +42,7 @@ class StreamIdle:
 
     @property
     def idle(self) -> float:
-        """All three."""
+        """The sum of all three."""
         return self.host_wait + self.kernel_wait + self.other
 
 
@@ -155,8 +155,8 @@ class Idle(display.Shown, JsonDataclass):
                 [stream.stream, units.seconds(stream.idle), units.percent(stream.idle / stream.seconds if stream.seconds else None), kinds]
             )
         for gap in self.gaps[:SHOWN]:
-            inside = f" in {short(gap.inside)}" if gap.inside else ""
-            around = f"{gap.cause}{inside}; {short(gap.before)} → {short(gap.after)}"
+            inside = f" in {short_name(gap.inside)}" if gap.inside else ""
+            around = f"{gap.cause}{inside}; {short_name(gap.before)} → {short_name(gap.after)}"
             rows.append([f"gap at {units.seconds(gap.start)}", units.seconds(gap.seconds), units.MISSING, around])
         title = f"{self.who} idles {units.percent(self.share)} of the step"
         note = "; ".join(["causes per step, streams over the whole trace", *self.notes] if self.streams else self.notes) or None
@@ -177,13 +177,13 @@ def idle(columns: Columns, kinds: Kinds, windows: Windows, notes: Sequence[str] 
     backward graph or optimizer's step; meanwhile other threads may well compute, such as autograd's.
 
     Raises:
-        ValueError: gap is no time.
+        ValueError: gap is not a number of seconds.
     """
     if not isinstance(gap, Real) or not 0 <= gap < float("inf"):
         raise ValueError(f"gap={gap!r}: seconds are allowed, from 0 on; 30e-6 is what HolisticTraceAnalysis has in effect")
     spans = windows.spans
     cover, count = union(spans), max(1, len(spans))
-    lane = trains(columns, kinds)
+    lane = training_lane(columns, kinds)
     who, busy, order = (
         ("device", np.flatnonzero(kinds.where(*DEVICE)), ON_DEVICE)
         if kinds.device
@@ -218,8 +218,8 @@ def idle(columns: Columns, kinds: Kinds, windows: Windows, notes: Sequence[str] 
     )
 
 
-def trains(columns: Columns, kinds: Kinds) -> int:
-    """The thread that marks the steps or, without marks, calls most operators."""
+def training_lane(columns: Columns, kinds: Kinds) -> int:
+    """Number of the lane that trains: it marks the steps or, without marks, calls most operators."""
     for chosen in (kinds.where("step"), kinds.where("operator"), np.ones(len(columns), dtype=np.bool_)):
         if chosen.any():
             return int(np.bincount(columns.lane[chosen]).argmax())

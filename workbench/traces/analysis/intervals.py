@@ -33,7 +33,7 @@ def union(*parts: Spans) -> Spans:
 
 
 def intersection(a: Spans, b: Spans) -> Spans:
-    """What two covers share.
+    """The time in both covers.
 
     >>> intersection(np.array([[0, 5]]), np.array([[1, 2], [4, 9]])).tolist()
     [[1, 2], [4, 5]]
@@ -42,7 +42,7 @@ def intersection(a: Spans, b: Spans) -> Spans:
 
 
 def subtract(a: Spans, b: Spans) -> Spans:
-    """What of the first cover is not in the second.
+    """The time of the first cover that is not in the second.
 
     >>> subtract(np.array([[0, 5]]), np.array([[1, 2], [4, 9]])).tolist()
     [[0, 1], [2, 4]]

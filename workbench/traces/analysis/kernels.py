@@ -22,8 +22,8 @@ from workbench.traces.analysis.details import Details
 from workbench.traces.analysis.event_kinds import Kinds, calling_places
 from workbench.traces.analysis.flops import FORMATS, WIDTHS
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, length, union
-from workbench.traces.analysis.nesting import named, nested
-from workbench.traces.analysis.operators import SHOWN, short
+from workbench.traces.analysis.nesting import name_numbers, nest_events
+from workbench.traces.analysis.operators import SHOWN, short_name
 from workbench.traces.analysis.windows import Windows
 
 USES = re.compile(
@@ -51,19 +51,19 @@ ELIGIBLE = re.compile(
 backward passes call, and without cells of recurrent nets, whose own kernels are elementwise."""
 
 
-def uses(kernel: str) -> bool:
-    """Does the name of a kernel say that it computes on tensor cores?
+def uses_tensor_cores(kernel: str) -> bool:
+    """Does a kernel compute on tensor cores, by its name?
 
-    >>> uses("ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_nn"), uses("ampere_sgemm_128x64_tn")
+    >>> uses_tensor_cores("ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_nn"), uses_tensor_cores("ampere_sgemm_128x64_tn")
     (True, False)
     """
     return bool(USES.search(kernel)) and not WITHOUT.search(kernel)
 
 
-def eligible(operator: str) -> bool:
-    """Could an operator use them: is it a product of matrices, a convolution, or attention?
+def could_use_tensor_cores(operator: str) -> bool:
+    """Could an operator use tensor cores: is it a product of matrices, a convolution, or attention?
 
-    >>> eligible("aten::addmm"), eligible("aten::add")
+    >>> could_use_tensor_cores("aten::addmm"), could_use_tensor_cores("aten::add")
     (True, False)
     """
     return bool(ELIGIBLE.match(operator))
@@ -90,12 +90,12 @@ class Products:
 
 def products(columns: Columns, kinds: Kinds, kernels: Numbers, details: Details) -> tuple[Products, ...]:
     """By operator and type: the innermost operator around the launch that could use tensor cores."""
-    calls = nested(columns, kinds.where("operator", "backward", "runtime", "wait"))
-    could = columns.where(lambda label: eligible(label.name))
+    calls = nest_events(columns, kinds.where("operator", "backward", "runtime", "wait"))
+    could = columns.where(lambda label: could_use_tensor_cores(label.name))
     owner = calls.nearest((could & kinds.where("operator"))[calls.events])
     of = calling_places(columns, kinds, calls, kernels)
     of = np.where(of >= 0, owner[np.maximum(of, 0)], -1) if len(owner) else np.full(len(of), -1, dtype=np.int64)
-    on = columns.where(lambda label: uses(label.name))
+    on = columns.where(lambda label: uses_tensor_cores(label.name))
     sums_of: dict[tuple[str, str], list[int]] = {}
     lengths = columns.lengths[kernels]
     for event, duration, at in zip(kernels[of >= 0].tolist(), lengths[of >= 0].tolist(), calls.events[of[of >= 0]].tolist(), strict=True):
@@ -196,12 +196,12 @@ class Kernels(display.Shown, JsonDataclass):
 
     @property
     def occupancy(self) -> float | None:
-        """Mean over the time of the kernels that tell; None where none does."""
+        """Mean over the time of the kernels with a known occupancy; None without any."""
         return _mean([(row.seconds, row.occupancy) for row in self.rows])
 
     @property
     def blocks_per_sm(self) -> float | None:
-        """Likewise."""
+        """Mean over the time of the kernels with known blocks; None without any."""
         return _mean([(row.seconds, row.blocks_per_sm) for row in self.rows])
 
     @property
@@ -216,7 +216,7 @@ class Kernels(display.Shown, JsonDataclass):
 
     @property
     def caption(self) -> str:
-        """What they are together."""
+        """All kernels in a line."""
         if not self.rows:
             return "; ".join(self.notes)
         parts = [
@@ -233,7 +233,7 @@ class Kernels(display.Shown, JsonDataclass):
         """The first 15 kernels, then the operators that could use tensor cores."""
         rows = [
             [
-                short(kernel.name),
+                short_name(kernel.name),
                 f"{kernel.count:,}",
                 units.seconds(kernel.seconds),
                 units.percent(kernel.share),
@@ -266,7 +266,7 @@ def _mean(rows: Sequence[tuple[float, float | None]]) -> float | None:
 
 
 def kernels(columns: Columns, kinds: Kinds, windows: Windows, details: Details) -> Kernels:
-    """Of a whole file; utilization and SM efficiency are of its steps."""
+    """Measure the kernels of a whole file; utilization and SM efficiency are those of its steps."""
     events = np.flatnonzero(kinds.where("kernel"))
     utilization, efficiency = _busy(columns, kinds, union(windows.spans), details)
     if not len(events):
@@ -277,7 +277,7 @@ def kernels(columns: Columns, kinds: Kinds, windows: Windows, details: Details) 
     with np.errstate(invalid="ignore"):
         failed = (occupancy == 0) & (blocks >= 1)
     occupancy[failed] = np.nan
-    names, codes = named(columns)
+    names, codes = name_numbers(columns)
     keys, at = np.unique(codes[columns.label[events]], return_inverse=True)
     sums = np.bincount(at, weights=lengths) / 1e9
     whole = float(lengths.sum()) / 1e9
@@ -291,7 +291,7 @@ def kernels(columns: Columns, kinds: Kinds, windows: Windows, details: Details) 
             share=float(sums[i]) / whole if whole else 0.0,
             occupancy=means[0][i],
             blocks_per_sm=means[1][i],
-            tensor_cores=uses(names[keys[i]]),
+            tensor_cores=uses_tensor_cores(names[keys[i]]),
         )
         for i in np.argsort(-sums, kind="stable").tolist()
     )
@@ -320,7 +320,7 @@ def _busy(columns: Columns, kinds: Kinds, steps: Spans, details: Details) -> tup
 
 
 def _known(values: NDArray[np.float64], whole: float) -> NDArray[np.float64]:
-    """What is below 0 the profiler could not tell either (it overflows there, in some versions)."""
+    """Values below 0 are unknown too (an overflow of some versions of the profiler)."""
     with np.errstate(invalid="ignore"):
         return np.where(np.isfinite(values) & (values >= 0), values / whole, np.nan)
 
@@ -338,7 +338,7 @@ def _failed(lost: int, whole: int) -> tuple[str, ...]:
     """An occupancy of 0 is wrong for a kernel with a block on each multiprocessor; it occurs with much shared memory."""
     if not lost:
         return ()
-    return (f"for {units.percent(lost / whole)} of kernel time the profiler's occupancy is 0, which cannot be: it counts as unknown",)
+    return (f"for {units.percent(lost / whole)} of kernel time the profiler's occupancy is 0, which is impossible: it counts as unknown",)
 
 
 def _notes(blocks: NDArray[np.float64], occupancy: NDArray[np.float64]) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ def queue(called: Numbers, started: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def launches(columns: Columns, kinds: Kinds, spans: Spans, notes: Sequence[str] = ()) -> Launches:
-    """Of a whole file; what the queues are like, over the steps."""
+    """Measure the launches of a whole file, and the queues over its steps."""
     if not kinds.device:
         return Launches(rows=(), notes=(NONE,))
     joined = pairs(columns, kinds)

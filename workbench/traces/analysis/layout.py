@@ -93,7 +93,7 @@ class Layout:
         return best[1] if best is not None and best[0] <= within else None
 
     def following(self, mask: NDArray[np.bool_], place: int | None, step: int = 1) -> int | None:
-        """The next of some events in the order of time, then of rows, or with -1 the one before; round and round. None without any.
+        """The next of some events in the order of time, then of rows, or with -1 the previous event; cyclic. None without any.
 
         Args:
             mask: which events.
@@ -179,7 +179,7 @@ def _rows(columns: Columns, events: NDArray[np.int64]) -> tuple[NDArray[np.int64
 
 
 def _ordered(trace: Trace) -> list[int]:
-    """Lanes that have something to show: streams of devices first, then the thread that marks steps, then those with most events."""
+    """Lanes with events: streams of devices first, then the thread that marks steps, then those with most events."""
     shown = trace.kinds.codes != KINDS.index("ignored")
     lane, count = trace.columns.lane, len(trace.columns.lanes)
     events = np.bincount(lane[shown], minlength=count)
@@ -211,7 +211,7 @@ class Tiles:
     """Of the last of its events, or where the window ends."""
     row: NDArray[np.int32]
     count: Numbers
-    """How many events it stands for."""
+    """Number of its events."""
     busy: Numbers
     """Nanoseconds inside the window in which they run."""
     lit: Numbers
@@ -219,7 +219,7 @@ class Tiles:
     chosen: Numbers
     """How many of its events are chosen."""
     place: Numbers
-    """Where the longest of its events (of the chosen ones, if it has any) stands in the layout."""
+    """Place in the layout of the longest of its events (of the chosen ones, if it has any)."""
     width: int
     """Nanoseconds of a piece of time: what is shorter may be put together with its neighbours."""
 
@@ -255,7 +255,7 @@ def tiles(
     most: int = MOST,
     chosen: NDArray[np.bool_] | None = None,
 ) -> Tiles:
-    """What a window shows.
+    """Make the rectangles that a window shows.
 
     The window is cut into pieces of time. An event as long as a piece is a rectangle of its own; shorter ones of a row that begin in the
     same piece, with no longer one between them, are one rectangle together. Rectangles of a row do not overlap, as its events do not. If

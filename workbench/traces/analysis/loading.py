@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.traces.analysis import event_schema
-from workbench.traces.analysis.columns import Columns, Label, Lane, Message, gathered
+from workbench.traces.analysis.columns import Columns, Label, Lane, Message, gather_columns
 from workbench.traces.analysis.event_schema import NO_SHAPES, Args
 from workbench.traces.analysis.reading import Reading, TraceError
 
@@ -31,7 +31,7 @@ NAMES = (".pt.trace.json", ".pt.trace.json.gz", "trace.json", "trace.json.gz")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A file that was read."""
+    """A trace file that was read."""
 
     path: Path
     columns: Columns
@@ -43,18 +43,18 @@ class Loaded:
     """What is missing of the file."""
 
 
-def read(path: Path) -> Loaded:
+def read_trace_file(path: Path) -> Loaded:
     """Read a file from its text.
 
     Raises:
-        TraceError: there is no such file, it is none, or it has no event that can be read.
+        TraceError: there is no such file, it is no trace, or it has no event that can be read.
     """
     reading = Reading(path=path, words=event_schema.EVENTS)
-    gathering = gathered(reading.batches())
+    gathering = gather_columns(reading.batches())
     columns = gathering.columns()
     notes = list(reading.notes)
     if gathering.impossible:
-        notes.append(f"{gathering.impossible:,} events have times that cannot be (no number, or a negative length): they are left out")
+        notes.append(f"{gathering.impossible:,} events have invalid times (no number, or a negative length): they are left out")
     if gathering.unpaired:
         notes.append(f"{gathering.unpaired:,} events are beginnings or ends only, which torch.profiler does not write: they are left out")
     if not len(columns):
@@ -116,8 +116,8 @@ FIELDS = [field.name for field in dataclasses.fields(Loaded) if field.name not i
 ARGS = [name for name in Args.__struct_fields__ if name != "shapes"]
 
 
-def key_of(path: Path) -> str:
-    """What a file's cache is true of.
+def cache_key(path: Path) -> str:
+    """The key of a file's cache, from its size, time of change and content.
 
     Raises:
         OSError: there is no such file.
@@ -131,25 +131,25 @@ def key_of(path: Path) -> str:
 
 
 def load(path: Path) -> Loaded:
-    """The trace from its cache, or from its file, and then it is kept.
+    """Load a trace from its cache, or from its file and then write the cache.
 
     Raises:
-        TraceError: there is no such file, it is none, or it has no event that can be read.
+        TraceError: there is no such file, it is no trace, or it has no event that can be read.
     """
-    if (loaded := kept(path)) is not None:
+    if (loaded := load_cache(path)) is not None:
         return loaded
     with contextlib.suppress(OSError):
-        key = key_of(path)
-        loaded = read(path)
-        keep(loaded, key)
+        key = cache_key(path)
+        loaded = read_trace_file(path)
+        write_cache(loaded, key)
         return loaded
-    return read(path)
+    return read_trace_file(path)
 
 
-def kept(path: Path) -> Loaded | None:
-    """The trace from its cache; None where there is none that can be read and is of this content."""
+def load_cache(path: Path) -> Loaded | None:
+    """The trace from its cache; None without a readable cache of this content."""
     try:
-        key = key_of(path)
+        key = cache_key(path)
     except OSError:
         return None
     for place in _places(path):
@@ -161,8 +161,8 @@ def kept(path: Path) -> Loaded | None:
     return None
 
 
-def keep(loaded: Loaded, key: str) -> Path | None:
-    """Write the cache, whole or not at all: beside the file or, where that cannot be written, into the user's cache.
+def write_cache(loaded: Loaded, key: str) -> Path | None:
+    """Write the cache atomically: beside the file or, where that cannot be written, into the user's cache.
 
     Args:
         loaded: the trace.
@@ -173,7 +173,7 @@ def keep(loaded: Loaded, key: str) -> Path | None:
     """
     for place in _places(loaded.path):
         with contextlib.suppress(OSError):
-            if key_of(loaded.path) != key:
+            if cache_key(loaded.path) != key:
                 return None
             place.parent.mkdir(parents=True, exist_ok=True)
             with _whole(place) as file:
@@ -192,7 +192,7 @@ def _places(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _whole(place: Path) -> Iterator[Any]:
-    """A file that is there when all of it was written."""
+    """A file that is renamed to its name when all of it was written."""
     handle, name = tempfile.mkstemp(prefix=f"{place.name}.", dir=place.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -232,7 +232,7 @@ def _loaded(path: Path, head: dict[str, Any], arrays: Any) -> Loaded:
     """The trace.
 
     Raises:
-        Exception: it cannot be one.
+        Exception: the arrays are no valid trace.
     """
     codes = {name: arrays[name].astype(np.int32) for name in CODES}
     numbers = {name: arrays[name].astype(np.int64) for name in NUMBERS}
@@ -249,7 +249,7 @@ def _loaded(path: Path, head: dict[str, Any], arrays: Any) -> Loaded:
     if {len(column) for column in (*codes.values(), *numbers.values())} != {len(columns)} or not len(columns):
         raise ValueError("columns of different lengths")
     if any(code.min() < 0 or code.max() >= len(of[name]) for name, code in codes.items()) or (columns.end < columns.start).any():
-        raise ValueError("numbers that cannot be")
+        raise ValueError("invalid numbers")
     if any(not 0 <= message.event < len(columns) for message in columns.messages):
         raise ValueError("messages of no event")
     stored = head["file"]

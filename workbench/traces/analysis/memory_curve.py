@@ -16,8 +16,8 @@ from workbench.traces.analysis.details import Details, Requests
 from workbench.traces.analysis.event_kinds import Kinds
 from workbench.traces.analysis.intervals import Numbers
 from workbench.traces.analysis.modules import MODULE
-from workbench.traces.analysis.nesting import Nesting, nested
-from workbench.traces.analysis.operators import CALLERS, short
+from workbench.traces.analysis.nesting import Nesting, nest_events
+from workbench.traces.analysis.operators import CALLERS, short_name
 
 POINTS = 1_500
 """Points of a curve: the highest of each piece of time."""
@@ -40,7 +40,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Of one device."""
+    """The allocated memory of one device over time."""
 
     device: str
     peak: int
@@ -78,7 +78,7 @@ class MemoryCurve(display.Shown, JsonDataclass):
             rows.append([device.device, "peak", units.bytes_(device.peak), when])
             for held in device.holders[:SHOWN]:
                 share = units.percent(held.bytes / device.peak if device.peak else None)
-                rows.append(["", short(held.name), units.bytes_(held.bytes), f"{share} of it, {held.requests:,} requests"])
+                rows.append(["", short_name(held.name), units.bytes_(held.bytes), f"{share} of it, {held.requests:,} requests"])
             rest = device.holders[SHOWN:]
             if rest:
                 rows.append(["", f"{len(rest)} others", units.bytes_(sum(held.bytes for held in rest)), ""])
@@ -106,7 +106,7 @@ def memory_curve(columns: Columns, kinds: Kinds, details: Details, steps: Sequen
     requests = details.requests
     if not len(requests):
         return MemoryCurve(devices=(), notes=details.notes or (NONE,))
-    calls = nested(columns, kinds.where(*CALLERS))
+    calls = nest_events(columns, kinds.where(*CALLERS))
     devices = [_device(columns, calls, requests, number, steps) for number in range(len(requests.devices))]
     notes = list(details.notes)
     if any(held.name == BEFORE for device in devices for held in device.holders):
@@ -173,7 +173,7 @@ def _holders(columns: Columns, calls: Nesting, times: Numbers, lanes: NDArray[np
 
 
 def _who(columns: Columns, calls: Nesting, place: int) -> str:
-    """The outermost operator around a request, which a program names, and the innermost module around that."""
+    """The outermost operator around a request, which is in the user's code, and the innermost module around that."""
     operator = module = ""
     while place >= 0:
         label = columns.labels[columns.label[calls.events[place]]]

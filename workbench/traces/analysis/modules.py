@@ -15,8 +15,8 @@ from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.details import Details
 from workbench.traces.analysis.event_kinds import DEVICE, Kinds, callers
 from workbench.traces.analysis.intervals import Numbers, Spans, covered, mean_seconds, union
-from workbench.traces.analysis.nesting import Merged, Nesting, merged, named, nested
-from workbench.traces.analysis.operators import CALLERS, short
+from workbench.traces.analysis.nesting import Merged, Nesting, merge_calls, name_numbers, nest_events
+from workbench.traces.analysis.operators import CALLERS, short_name
 
 MODULE = re.compile(r"nn\.Module: ")
 """What torch writes before the class of a module and a number that tells modules of one class apart, with_stack=True."""
@@ -48,7 +48,7 @@ class ModuleTime:
 
     @property
     def name(self) -> str:
-        """Without those around it."""
+        """The name without the modules around it."""
         return self.path.rpartition("/")[2]
 
 
@@ -68,7 +68,7 @@ class Modules(display.Shown, JsonDataclass):
         """The first 30, indented."""
         rows = [
             [
-                "  " * row.depth + short(row.name),
+                "  " * row.depth + short_name(row.name),
                 units.count(row.calls),
                 units.seconds(row.self_seconds),
                 units.seconds(row.total_seconds),
@@ -106,9 +106,9 @@ def modules(columns: Columns, kinds: Kinds, steps: Spans, details: Callable[[], 
     if not source:
         return Modules(rows=(), source="", step_seconds=mean, notes=(NONE,))
     cover = union(steps)
-    tree = nested(columns, mark)
-    event_names, codes = named(columns)
-    nodes = merged(tree, codes[columns.label[tree.events]])
+    tree = nest_events(columns, mark)
+    event_names, codes = name_numbers(columns)
+    nodes = merge_calls(tree, codes[columns.label[tree.events]])
     total, own = tree.within(cover)
     calls = nodes.summed((covered(cover, tree.spans) > 0).astype(np.int64))
     owner, backward, notes = _owners(columns, kinds, mark, tree, nodes, details())
@@ -151,7 +151,7 @@ def _owners(
     columns: Columns, kinds: Kinds, mark: NDArray[np.bool_], tree: Nesting, nodes: Merged, details: Details
 ) -> tuple[Numbers, NDArray[np.bool_], list[str]]:
     """Node of each event of the host, -1 where it has none; and which events of the backward pass could be given to one."""
-    inner = nested(columns, kinds.where(*CALLERS) & (mark | ~kinds.where("range")))
+    inner = nest_events(columns, kinds.where(*CALLERS) & (mark | ~kinds.where("range")))
     node_of = np.full(len(columns), -1, dtype=np.int64)
     node_of[tree.events] = nodes.node
     of_backward = kinds.where("backward")

@@ -46,8 +46,8 @@ class Nesting:
         return total, own
 
 
-def nested(columns: Columns, chosen: NDArray[np.bool_]) -> Nesting:
-    """Which of the chosen events are inside which."""
+def nest_events(columns: Columns, chosen: NDArray[np.bool_]) -> Nesting:
+    """Find which of the chosen events are inside which."""
     of = np.flatnonzero(chosen)
     events = of[np.lexsort((-columns.end[of], columns.start[of], columns.lane[of]))]
     spans = np.stack([columns.start[events], columns.end[events]], axis=1)
@@ -124,7 +124,7 @@ class Merged:
             open_ += [(child, depth + 1) for child in below.get(node, [])]
 
 
-def merged(nesting: Nesting, name: Numbers) -> Merged:
+def merge_calls(nesting: Nesting, name: Numbers) -> Merged:
     """Merge the events of a nesting by the path of their names."""
     node = np.full(len(name), -1, dtype=np.int64)
     parents, names = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
@@ -139,7 +139,7 @@ def merged(nesting: Nesting, name: Numbers) -> Merged:
     return Merged(node=node, parent=np.concatenate(parents), name=np.concatenate(names))
 
 
-def named(columns: Columns) -> tuple[list[str], Numbers]:
+def name_numbers(columns: Columns) -> tuple[list[str], Numbers]:
     """The different names of a file, and the number of its name for each label."""
     names = {name: code for code, name in enumerate(dict.fromkeys(label.name for label in columns.labels))}
     return list(names), np.array([names[label.name] for label in columns.labels] or [0], dtype=np.int64)

@@ -12,7 +12,7 @@ from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.event_kinds import DEVICE, Kinds
 from workbench.traces.analysis.intervals import Numbers, Spans, inside
-from workbench.traces.analysis.nesting import named, nested
+from workbench.traces.analysis.nesting import name_numbers, nest_events
 
 Which = Literal["operator", "kernel"]
 SHOWN = 15
@@ -57,8 +57,8 @@ class Operators(display.Shown, JsonDataclass):
         shaped, on_device = any(row.shapes for row in self.rows), any(row.device_seconds for row in self.rows)
         cells = [
             [
-                short(row.name),
-                *([short(row.shapes)] if shaped else []),
+                short_name(row.name),
+                *([short_name(row.shapes)] if shaped else []),
                 f"{row.count:,}",
                 units.seconds(row.self_seconds),
                 units.percent(row.share),
@@ -78,13 +78,13 @@ class Operators(display.Shown, JsonDataclass):
         return f"Operators({len(self.rows)} {self.which}s)"
 
 
-def short(name: str) -> str:
+def short_name(name: str) -> str:
     """A name that fits a table: on one line, and shortened in the middle."""
     name = " ".join(name.split())
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 16]}…{name[-15:]}"
 
 
-def clipped(text: str, letters: int) -> str:
+def clip(text: str, letters: int) -> str:
     """A text with at most so many letters, shortened at its end."""
     return text if len(text) <= letters else f"{text[: letters - 1]}…"
 
@@ -93,7 +93,7 @@ def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool, steps: Spa
     """Operators (`cpu_op` and the like), or kernels and copies, of a whole file; or with `steps` those that begin in one of them.
 
     Raises:
-        ValueError: neither.
+        ValueError: `which` has another value.
     """
     if which not in ("operator", "kernel"):
         raise ValueError(f"ops({which!r}): allowed are 'operator' (of the host) and 'kernel' (of the device)")
@@ -104,7 +104,7 @@ def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool, steps: Spa
     own = lengths[chosen] if which == "kernel" else self_times(columns, kinds)[chosen]
     device = lengths[chosen] if which == "kernel" else _launched(columns, kinds)[chosen]
     shape = columns.shape[chosen] if by_shape else np.zeros(len(chosen), dtype=np.int32)
-    names, codes = named(columns)
+    names, codes = name_numbers(columns)
     name = codes[columns.label[chosen]]
     keys, at = np.unique(name * len(columns.shapes) + shape, return_inverse=True)
 
@@ -135,7 +135,7 @@ def ops(columns: Columns, kinds: Kinds, which: Which, by_shape: bool, steps: Spa
 
 def self_times(columns: Columns, kinds: Kinds) -> Numbers:
     """Nanoseconds of each event of the host less those of the events directly inside it, on its own thread."""
-    calls = nested(columns, kinds.where(*CALLERS))
+    calls = nest_events(columns, kinds.where(*CALLERS))
     inner = calls.parent >= 0
     events, callers = calls.events[inner], calls.events[calls.parent[inner]]
     own = columns.lengths
@@ -179,7 +179,7 @@ class Ranking:
 
     def __init__(self, columns: Columns, kinds: Kinds) -> None:
         self._start, self._kinds = columns.start, kinds
-        self._names, codes = named(columns)
+        self._names, codes = name_numbers(columns)
         self._name = codes[columns.label]
         self._length = columns.lengths
         self._own = np.where(kinds.where(*DEVICE), self._length, self_times(columns, kinds))

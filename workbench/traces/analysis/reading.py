@@ -15,7 +15,7 @@ import msgspec
 
 from workbench.core import units
 from workbench.traces.analysis import event_schema as wire
-from workbench.traces.analysis.event_schema import E, Header, Words, boundary, end_behind, nesting
+from workbench.traces.analysis.event_schema import E, EventDecoder, Header, boundary, end_behind, unclosed_brackets
 
 BITES = (2**14, 2**7, 1)
 """Bytes of text that are unpacked at a time where a piece is damaged, finer and finer: an error loses the text of its call."""
@@ -111,7 +111,7 @@ class Reading(Generic[E]):
     """The reading of one file: its `batches`, and afterwards what was met on the way."""
 
     path: Path
-    words: Words[E]
+    words: EventDecoder[E]
     """What is read of an event."""
     header: Header = field(default_factory=Header)
     size: int = 0
@@ -145,14 +145,14 @@ class Reading(Generic[E]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is missing, in words."""
+        """Notes on what is missing."""
         notes = [self.cut] if self.cut else []
         if self.changed:
             notes.append("the checksum of the packed file does not fit its text: none of it is missing, but something in it was changed")
         if self.dropped:
-            notes.append(f"the file is damaged at {self.dropped:,} place{'s' if self.dropped > 1 else ''}: what stands there is missing")
+            notes.append(f"the file is damaged at {self.dropped:,} place{'s' if self.dropped > 1 else ''}: the events there are missing")
         if self.inner:
-            notes.append('"traceEvents" stands only within another value of the file: are these the events of its trace?')
+            notes.append('"traceEvents" occurs only within another value of the file: are these the events of its trace?')
         if self.bare:
             notes.append(f"the args of {self.bare:,} events could not be read: they count without them")
         return tuple(notes)
@@ -192,7 +192,7 @@ class Reading(Generic[E]):
             if text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 return b"", text[text.index(b"[") + 1 :]
             for match in BEGIN.finditer(text, seen):
-                depth += nesting(text[seen : match.start()])
+                depth += unclosed_brackets(text[seen : match.start()])
                 seen = match.start()
                 if depth == 1:
                     return text[: match.start()], text[match.end() :]

@@ -11,7 +11,7 @@ from workbench.core.codec import JsonDataclass
 from workbench.core.device import Device
 from workbench.core.display import table as display
 from workbench.traces.analysis.flops import FlopCounts, RoofPoint
-from workbench.traces.analysis.operators import SHOWN, short
+from workbench.traces.analysis.operators import SHOWN, short_name
 
 GIVE = "give one: device=wb.Device(name=…, memory=…, bandwidth=…, flops_per_sec={'fp32': …}, source=…)"
 """What to do about a device that is not known."""
@@ -19,7 +19,7 @@ GIVE = "give one: device=wb.Device(name=…, memory=…, bandwidth=…, flops_pe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline(display.Shown, JsonDataclass):
-    """Where each operator stands under the roof of the device. Get one from `trace.roofline()`."""
+    """The speed of each operator compared with the limits of the device. Get it from `trace.roofline()`."""
 
     points: tuple[RoofPoint, ...]
     """Those that take longest first."""
@@ -30,7 +30,7 @@ class Roofline(display.Shown, JsonDataclass):
     peaks: Mapping[str, float]
     """Number format → FLOP/s at best."""
     unaccounted: float | None
-    """Fraction 0..1 of the operators' time in which nobody counts FLOPs; None where they take no time."""
+    """Fraction 0..1 of the operators' time without a FLOP formula; None where they take no time."""
     notes: tuple[str, ...] = ()
 
     def attainable(self, point: RoofPoint) -> float | None:
@@ -46,7 +46,7 @@ class Roofline(display.Shown, JsonDataclass):
 
     @property
     def caption(self) -> str:
-        """What the numbers are."""
+        """What the numbers mean."""
         roof = f"the roof is that of {self.device}" if self.device else "no roof: what the device can do is not known"
         return "; ".join([roof, f"{units.percent(self.unaccounted)} of the operators' time has no formula", *self.notes])
 
@@ -58,7 +58,7 @@ class Roofline(display.Shown, JsonDataclass):
             reach = self.attainable(point)
             rows.append(
                 [
-                    f"{point.name.removeprefix('aten::')} {short(point.shapes)}",
+                    f"{point.name.removeprefix('aten::')} {short_name(point.shapes)}",
                     point.dtype or units.MISSING,
                     units.seconds(point.seconds),
                     units.count(point.flops, "FLOP"),
@@ -87,7 +87,7 @@ class Roofline(display.Shown, JsonDataclass):
 
 
 def roofline(counts: FlopCounts, device: Device | None, notes: tuple[str, ...] = ()) -> Roofline:
-    """Set what was counted under the roof of a device."""
+    """Compare counted FLOPs with the limits of a device."""
     peaks = dict(device.flops_per_sec) if device else {}
     points = [dataclasses.replace(point, peak=peaks.get(point.dtype)) for point in counts.rows]
     return Roofline(
@@ -106,7 +106,7 @@ def _format_notes(points: list[RoofPoint], device: Device | None) -> list[str]:
     remarks = []
     if device and "fp32" in used and "tf32" in device.flops_per_sec:
         remarks.append(
-            f"fp32 is held against the peak without tensor cores: whether TF32 was allowed (up to "
+            f"fp32 is compared with the peak without tensor cores: whether TF32 was allowed (up to "
             f"{units.count(device.flops_per_sec['tf32'], 'FLOP/s')}) a trace does not tell"
         )
     if device and (missing := sorted(dtype for dtype in used if dtype and dtype not in device.flops_per_sec)):
@@ -149,7 +149,7 @@ class Mfu(display.Shown, JsonDataclass):
     """In which the device could do them at its peak, each in its own number format; None where a peak is not known."""
     device: str | None
     unaccounted: float | None
-    """Fraction 0..1 of the operators' time in which nobody counts FLOPs; None where they take no time."""
+    """Fraction 0..1 of the operators' time without a FLOP formula; None where they take no time."""
     notes: tuple[str, ...] = ()
 
     @property

@@ -19,8 +19,8 @@ from workbench.core.display import table as display
 from workbench.traces.analysis.columns import Columns
 from workbench.traces.analysis.event_kinds import DEVICE, Kinds, callers, calling_places
 from workbench.traces.analysis.intervals import Numbers, Spans
-from workbench.traces.analysis.nesting import Nesting, named, nested
-from workbench.traces.analysis.operators import SHOWN, short
+from workbench.traces.analysis.nesting import Nesting, name_numbers, nest_events
+from workbench.traces.analysis.operators import SHOWN, short_name
 
 MIN_OCCURRENCES = 2
 """Times that a sequence has to occur."""
@@ -52,8 +52,8 @@ class Pattern:
 class Sequences(display.Shown, JsonDataclass):
     """Frequent sequences, those that take longest first. Get them from `trace.sequences()`.
 
-    Gaps are a ceiling of what launching a sequence as one (a CUDA graph, `torch.compile`) saves, not a forecast: some are there because the
-    host is late. Fused kernels save more than gaps, since what one writes the next need not read; how much, no trace tells.
+    Gaps are a ceiling of what launching a sequence as one (a CUDA graph, `torch.compile`) saves, not a prediction: some gaps exist because
+    the host is late. Fused kernels save more than gaps, since what one writes the next need not read; how much, no trace tells.
     """
 
     rows: tuple[Pattern, ...]
@@ -69,7 +69,7 @@ class Sequences(display.Shown, JsonDataclass):
         what = "kernels" if self.device == "device" else "operators"
         rows = [
             [
-                " › ".join(brief(name) for name in folded(pattern.names)),
+                " › ".join(short_kernel_name(name) for name in fold_repeats(pattern.names)),
                 f"{pattern.count:,}",
                 units.seconds(pattern.seconds),
                 units.percent(pattern.share),
@@ -94,21 +94,21 @@ class Sequences(display.Shown, JsonDataclass):
         return f"Sequences({len(self.rows)} of {self.operator or 'consecutive ones'})"
 
 
-def brief(name: str) -> str:
-    """The part of a name that tells most: no types of templates, no arguments, no namespaces."""
+def short_kernel_name(name: str) -> str:
+    """The essential part of a kernel's name: without template arguments, parameters and namespaces."""
     times, _, rest = name.partition(" × ")
     if rest and times.isdigit():
-        return f"{times} × {brief(rest)}"
+        return f"{times} × {short_kernel_name(rest)}"
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     outer, _, inner = plain.partition("<")
     if outer.endswith("::Kernel") and inner:  # CUTLASS: what it is says its first argument
         outer = inner
     outer = re.split(r"[<(>,]", outer)[0]
-    return short(outer.rpartition("::")[2] or outer)
+    return short_name(outer.rpartition("::")[2] or outer)
 
 
-def folded(names: Sequence[str]) -> list[str]:
-    """With a number before what comes several times in a row."""
+def fold_repeats(names: Sequence[str]) -> list[str]:
+    """The names, each run of equal names written as `n × name`."""
     runs: list[tuple[int, str]] = []
     for name in names:
         if runs and runs[-1][1] == name:
@@ -125,7 +125,7 @@ NEAR = 8
 
 
 def sequences(columns: Columns, kinds: Kinds, steps: Spans, operator: str | None, length: int) -> Sequences:
-    """Of a whole file.
+    """Find the sequences of a whole file.
 
     Without an operator: consecutive work of one stream (on a CPU consecutive outermost operators of one thread), exactly `length` of them,
     within one step. What takes longest is taken first, and no kernel is counted in two sequences, so that times and gaps add up. With an
@@ -160,13 +160,13 @@ class _Row:
 
 
 def _row(columns: Columns, kinds: Kinds, steps: Spans) -> _Row:
-    names, codes = named(columns)
+    names, codes = name_numbers(columns)
     if kinds.device:
         events = np.flatnonzero(kinds.where(*DEVICE))
         call = callers(columns, kinds, events)
         host = np.where(call >= 0, columns.lengths[call], 0)
     else:
-        calls = nested(columns, kinds.where("operator"))
+        calls = nest_events(columns, kinds.where("operator"))
         events = calls.events[calls.parent < 0]
         host = np.zeros(len(events), dtype=np.int64)
     order = np.lexsort((columns.start[events], columns.lane[events]))
@@ -254,8 +254,8 @@ def _apart(places: Numbers, used: NDArray[np.bool_], length: int) -> Numbers:
 
 
 def _of_calls(columns: Columns, kinds: Kinds, operator: str, length: int) -> Sequences:
-    names, codes = named(columns)
-    calls = nested(columns, kinds.where("operator", "backward", "optimizer", "collective_call", "runtime", "wait"))
+    names, codes = name_numbers(columns)
+    calls = nest_events(columns, kinds.where("operator", "backward", "optimizer", "collective_call", "runtime", "wait"))
     has = np.array([operator in name for name in names] or [False])[codes[columns.label[calls.events]]]
     allowed = ~kinds.where("runtime", "wait")[calls.events]
     matching = has & allowed

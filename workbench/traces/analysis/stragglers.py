@@ -56,7 +56,7 @@ class RankParts(display.Shown, JsonDataclass):
 
     @property
     def caption(self) -> str:
-        """What the numbers are."""
+        """What the numbers mean."""
         text = f"means of {len(self.steps)} steps that all {len(self.ranks)} ranks have, taken under the profiler"
         return "; ".join([text, *self.notes])
 
@@ -123,8 +123,8 @@ WHY = {
     "h2d": "its copies to the device take longer",
     "compute": "its operators take longer",
     "host": "Python or the operating system takes longer between its operators",
-    "idle": "its device and its operators rest longer",
-    "other": "what lies outside of every mark takes longer",
+    "idle": "its device and its operators are idle longer",
+    "other": "the time outside of every mark is longer",
 }
 
 
@@ -164,12 +164,12 @@ class Stragglers(display.Shown, JsonDataclass):
 
     @property
     def rank(self) -> int | None:
-        """The one that holds the others up most; None where none does."""
+        """The rank that holds the others up most; None where none does."""
         return max(self.ranks, key=lambda rank: self._row(rank).held_up, default=None)
 
     @property
     def seconds(self) -> float:
-        """What the others wait for `ranks`, per step."""
+        """Seconds per step that the others wait for `ranks`."""
         return sum(self._row(rank).held_up for rank in self.ranks)
 
     @property
@@ -188,7 +188,7 @@ class Stragglers(display.Shown, JsonDataclass):
     def verdict(self) -> str:
         """One sentence."""
         if len(self.rows) < 2:
-            return "one rank has a trace: who waits for whom only several tell"
+            return "one rank has a trace: waiting shows only in traces of several"
         if not self.steps:
             return "the traces have no step in common"
         if not self.ranks:
@@ -237,8 +237,7 @@ class Stragglers(display.Shown, JsonDataclass):
 def stragglers(parts: RankParts) -> Stragglers:
     """Judge the parts of all ranks.
 
-    With c the exposed time in collectives, the wait of a rank in a step is c − the least c of all ranks in it: what the last rank has too
-    is the exchange itself.
+    With c the exposed time in collectives, the wait of a rank in a step is c minus the least c of all ranks, which is the exchange itself.
     """
     collectives, totals = parts.values("communication"), parts.values()
     if not totals.size:
@@ -263,7 +262,7 @@ def stragglers(parts: RankParts) -> Stragglers:
     slow = _slow(waits, last, held, totals)
     excess, phase = _excess(parts, slow, np.isin(last, slow))
     alone = len(parts.ranks) > 1 and not collectives.any()
-    notes = ["no collective shows in these traces: ranks that never meet do not wait for each other"] if alone else []
+    notes = ["no collective shows in these traces: ranks without collectives do not wait for each other"] if alone else []
     return Stragglers(
         rows=rows,
         ranks=tuple(parts.ranks[place] for place in slow),
@@ -276,14 +275,13 @@ def stragglers(parts: RankParts) -> Stragglers:
 
 
 def _lower_median(values: Seconds) -> float:
-    """Of an even number the lower one of the two in the middle: of three ranks one that is faster than two makes nobody a straggler."""
+    """The median; of an even number the lower value in the middle, so that one rank faster than two others makes no straggler."""
     return float(np.sort(values)[(len(values) - 1) // 2])
 
 
 def _slow(waits: Seconds, last: NDArray[np.int64], held: Seconds, totals: Seconds) -> list[int]:
-    """Places of the ranks that the others wait for: they wait much less than whoever waits most, are not most of all, and it is they who
-    come last in the median step, by what is worth a name, and so in the mean of all. Single steps that were held up do not make a
-    straggler.
+    """Places of the ranks that the others wait for: they wait much less than the rank that waits most, are at most half of all ranks, and
+    the others wait for them for at least CLEAR of the step, in the median step and on average. Single slow steps do not make a straggler.
     """
     mean = waits.mean(axis=1)
     places = [place for place, wait in enumerate(mean.tolist()) if wait <= CLOSE * mean.max()]
@@ -296,8 +294,8 @@ def _slow(waits: Seconds, last: NDArray[np.int64], held: Seconds, totals: Second
 
 
 def _excess(parts: RankParts, slow: Sequence[int], when: NDArray[np.bool_]) -> tuple[dict[str, float], str | None]:
-    """By how much each part is longer on slow ranks than on the median of the others, in the steps in which one of them comes last; and
-    the part that is so in the median of these steps.
+    """Seconds by which each part is longer on slow ranks than on the median of the others, in the steps in which a slow rank comes last;
+    and the part that is longer in the median of these steps.
     """
     if not slow:
         return {}, None

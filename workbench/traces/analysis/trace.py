@@ -26,7 +26,7 @@ from workbench.traces.analysis.idle import GAP, Idle, idle
 from workbench.traces.analysis.intervals import Spans, mean_seconds
 from workbench.traces.analysis.kernels import Kernels, kernels
 from workbench.traces.analysis.launch_queue import Launches, launches
-from workbench.traces.analysis.loading import Loaded, files, load, read
+from workbench.traces.analysis.loading import Loaded, files, load, read_trace_file
 from workbench.traces.analysis.memory_curve import MemoryCurve, memory_curve
 from workbench.traces.analysis.modules import Modules, modules
 from workbench.traces.analysis.operators import Operators, Which, ops
@@ -71,7 +71,7 @@ class Trace(Shown):
                 of a second, and reading should not write files.
 
         Raises:
-            TraceError: there is no such file, it is none, or it has no event that can be read.
+            TraceError: there is no such file, it is no trace, or it has no event that can be read.
         """
         where = Path(path)
         if where.is_dir():
@@ -80,7 +80,7 @@ class Trace(Shown):
                 several: Trace = late.load("TraceSet").of(cls.load(path, cache=cache) for path in (first, *others))
                 return several
             where = first
-        return cls._of(load(where) if cache else read(where))
+        return cls._of(load(where) if cache else read_trace_file(where))
 
     @classmethod
     def _of(cls, loaded: Loaded) -> "Trace":
@@ -128,7 +128,7 @@ class Trace(Shown):
             by_shape: one row per shape of the inputs, where those were recorded.
 
         Raises:
-            ValueError: neither of them.
+            ValueError: `which` has another value.
         """
         return ops(self.columns, self.kinds, which, by_shape)
 
@@ -139,7 +139,7 @@ class Trace(Shown):
             which: "operator" or "kernel".
 
         Raises:
-            ValueError: neither of them.
+            ValueError: `which` has another value.
         """
         steps = self.windows.spans if which == "kernel" else self.host_steps
         count = max(1, len(steps))
@@ -250,7 +250,7 @@ class Trace(Shown):
             gap: seconds; shorter pauses between two pieces of a stream's work that were launched in time are called `kernel_wait`.
 
         Raises:
-            ValueError: gap is no time.
+            ValueError: gap is not a number of seconds.
         """
         return idle(self.columns, self.kinds, self.windows, self.notes, gap)
 
@@ -269,10 +269,10 @@ class Trace(Shown):
         return [(number, *span) for number, span in zip(numbers.tolist(), self.host_steps.tolist(), strict=False)]
 
     def diff(self, other: "Trace") -> TraceDifference:
-        """What the other trace changes, per step.
+        """Compare with another trace, per step.
 
         Raises:
-            ValueError: it is no trace.
+            ValueError: the argument is not a Trace.
         """
         if not isinstance(other, Trace):
             raise ValueError(f"diff({type(other).__name__}): a Trace is needed, such as wb.Trace.load(…) returns")
@@ -283,7 +283,7 @@ class Trace(Shown):
         return self.breakdown(), seconds[0], seconds[1]
 
     def explain(self) -> Explanation:
-        """What the trace says in words, and what it cannot say."""
+        """Explain in words where the step goes, and what a trace cannot show."""
         stacks = any(label.category == "python_function" for label in self.columns.labels)
         return explain(self.breakdown(), self.overlap(), marked=self.windows.marked, ranks=self.world_size, stacks=stacks)
 
@@ -291,7 +291,7 @@ class Trace(Shown):
 
     @property
     def table(self) -> display.Table:
-        """What the file is."""
+        """The main facts about the file."""
         rows = [
             ["events", f"{len(self.columns):,} on {len(self.columns.lanes)} threads and streams"],
             ["time", units.seconds(self.seconds)],

@@ -21,7 +21,7 @@ from workbench.traces.analysis.captured import SLOWED
 from workbench.traces.analysis.event_kinds import kind_of
 from workbench.traces.analysis.explanation import CLEAR, Explanation
 from workbench.traces.analysis.loading import files
-from workbench.traces.analysis.operators import short
+from workbench.traces.analysis.operators import short_name
 from workbench.traces.analysis.reading import TraceError
 from workbench.traces.analysis.stragglers import RankParts, Stragglers, rank_parts, stragglers
 from workbench.traces.analysis.trace import Trace
@@ -33,7 +33,7 @@ ALIKE = 0.1
 EXCHANGE = ("communication", "host_communication", "collective_call")
 """Kinds that are no computing."""
 TRIED = {
-    "data_wait": "the same number of workers and equally fast storage on every rank, and samples that are dealt out evenly",
+    "data_wait": "the same number of workers and equally fast storage on every rank, and samples that are divided evenly",
     "h2d": "pinned memory, and the same slot or link for every device",
     "compute": "equal shapes on every rank (lengths of sequences, sizes of pictures), and a device or core that nothing else uses",
     "host": "look for what only this rank does: logging, checkpoints, metrics, another program on its cores",
@@ -71,12 +71,12 @@ def slower(traces: Mapping[int, Trace], slow: Sequence[int]) -> tuple[str, ...]:
             break
         usual = float(np.median([calls[name].get(rank, 0.0) for rank in others]))
         often = "called as often" if abs(more(calls[name])) <= ALIKE * usual else f"{usual:.3g} calls a step on the others"
-        texts.append(f"{short(name)} +{units.seconds(extra)} ({often})")
+        texts.append(f"{short_name(name)} +{units.seconds(extra)} ({often})")
     return tuple(texts)
 
 
 def explain_ranks(parts: RankParts, straggler: Stragglers, each: Mapping[int, Explanation]) -> Explanation:
-    """A straggler first; else what the slowest rank's own trace says."""
+    """Explain a straggler, or else the trace of the slowest rank."""
     whole = float(parts.values().sum())
     shares = {part: float(parts.values(part).sum()) / whole for part in PARTS} if whole else {}
     cannot = tuple(
@@ -116,16 +116,16 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
 
     @classmethod
     def load(cls, where: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, cache: bool = False) -> TraceSet:
-        """Read the files of a directory, or those that are named.
+        """Read the traces of a directory, or of the given paths.
 
-        A file's rank is what it says of its job; where it says nothing, the number behind "rank" in its name.
+        A file's rank is read from its content, or else from the number behind "rank" in its name.
 
         Args:
             where: a directory, or paths of files.
             cache: as in `Trace.load`.
 
         Raises:
-            TraceError: there is none, one cannot be read or has no rank, or two are of the same rank.
+            TraceError: there is no trace, a file cannot be read or has no rank, or two are of the same rank.
         """
         paths = files(Path(where)) if isinstance(where, str | os.PathLike) else [Path(name) for name in where]
         if not paths:
@@ -136,10 +136,10 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
 
     @classmethod
     def of(cls, traces: Iterable[Trace]) -> TraceSet:
-        """Of traces that are read already.
+        """Make a set of traces that are already read.
 
         Raises:
-            TraceError: there is none, one has no rank, or two have the same.
+            TraceError: there is no trace, a trace has no rank, or two have the same.
         """
         by_rank: dict[int, Trace] = {}
         given = list(traces)
@@ -223,7 +223,7 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
         )
 
     def explain(self) -> Explanation:
-        """What the traces say together in words, and what they cannot say."""
+        """Explain in words what the traces show together, and what they cannot show."""
         return explain_ranks(self.breakdown(), self.stragglers(), {rank: trace.explain() for rank, trace in self.traces.items()})
 
     plot = display.plot_method("ranks")
@@ -264,7 +264,7 @@ def _merged_notes(notes: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
 
 
 def rank_of(trace: Trace) -> int | None:
-    """What the file says, or its name."""
+    """The rank from the file, or from its name."""
     if trace.rank is not None:
         return trace.rank
     match = RANK.search(trace.path.name)

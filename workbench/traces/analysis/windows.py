@@ -34,7 +34,7 @@ class Windows:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """As values."""
+        """The steps as values."""
         rows = zip(self.numbers.tolist(), self.spans.tolist(), strict=True)
         return tuple(Step(index=number, start=start / 1e9, seconds=(end - start) / 1e9) for number, (start, end) in rows)
 

@@ -19,7 +19,7 @@ from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.observe import check_arguments, device_of, discover_training
 from workbench.harness.restore import SavedState
 from workbench.traces.analysis.captured import Captured
-from workbench.traces.measure.profiler import hindrance, without_kineto_lines
+from workbench.traces.measure.profiler import why_no_profiler, without_kineto_lines
 
 SETTLING = 3
 """Steps after the queue was emptied, before anything counts."""
@@ -64,7 +64,7 @@ def capture(
         steps: how many are traced, and how many are timed without the profiler.
         into: the directory; the file has the name that TensorBoard's profiler plugin looks for.
         options: what is recorded.
-        model: the module, or several; None = found by looking at the step.
+        model: the module, or several; None = those that the step uses.
         optimizer: likewise.
 
     Raises:
@@ -72,7 +72,7 @@ def capture(
         ValueError: the loader is empty, or ends too early; a profiler is running already; the directory cannot be written.
     """
     check_arguments(step, 1.0)
-    if why := hindrance():
+    if why := why_no_profiler():
         raise ValueError(f"{why}. Try again when it has ended")
     notes: list[str] = []
     training = discover_training(step, model, optimizer, loader, notes)
@@ -89,7 +89,7 @@ def capture(
                 f"the loader could be read only once, and it ended after {run.feed.batches} batches: give one that has at least "
                 f"{2 * steps + SETTLING + 4}, or that can be read again"
             ) from None
-    keep(captured)
+    write_captured(captured)
     return captured
 
 
@@ -103,8 +103,8 @@ def _make(into: Path) -> None:
         raise ValueError(f"into={str(into)!r}: no traces can be put there ({why}): give a directory that can be made or written")
 
 
-def keep(captured: Captured) -> None:
-    """Write what is known of a trace beside it.
+def write_captured(captured: Captured) -> None:
+    """Write the facts about a trace into a file beside it.
 
     Raises:
         OSError: the disk is full.
@@ -113,7 +113,7 @@ def keep(captured: Captured) -> None:
 
 
 def file_name(prefix: str = "") -> str:
-    """Of a trace of this process: `host_pid.nanoseconds.pt.trace.json.gz`, as TensorBoard's profiler plugin wants it."""
+    """Of a trace of this process: `host_pid.nanoseconds.pt.trace.json.gz`, as TensorBoard's profiler plugin expects it."""
     host = re.sub(r"[^\w-]", "-", socket.gethostname())
     return f"{prefix}{host}_{os.getpid()}.{time.time_ns()}.pt.trace.json.gz"
 
@@ -138,7 +138,7 @@ def export(profiler: Any, path: Path) -> None:
 Mark = tuple[float, torch.cuda.Event | None]
 
 
-class Lap:
+class TimedStep:
     """One step, in pieces: each from where a batch is there to where the loop takes the next one, or to where the step ends.
 
     A device works later than the host that gives it its work, so that there its own events are the clock: from the end of the work before
@@ -156,7 +156,7 @@ class Lap:
         self._pieces: list[tuple[Mark, Mark]] = []
 
     def begin(self) -> None:
-        """A batch is there."""
+        """A batch was returned."""
         self._begun = self._mark()
 
     def pause(self) -> None:
@@ -167,7 +167,7 @@ class Lap:
 
     @property
     def seconds(self) -> float | None:
-        """Of all pieces, when the device is through with them; None without any."""
+        """Seconds of all pieces, when the device has finished them; None without any."""
         return sum(_between(*piece) for piece in self._pieces) if self._pieces else None
 
     def _mark(self) -> Mark:
@@ -178,8 +178,8 @@ class Lap:
         return time.perf_counter(), event
 
 
-def seconds_of(laps: list[Lap]) -> list[float]:
-    """Of those in which something was marked; waits for the device."""
+def seconds_of(laps: list[TimedStep]) -> list[float]:
+    """Seconds of the steps in which something was marked; waits for the device."""
     return [seconds for lap in laps if (seconds := lap.seconds) is not None]
 
 
@@ -200,9 +200,9 @@ class _Run:
     def __init__(self, step: Callable[[Any], Any], feed: Feed, device: torch.device) -> None:
         self._step, self.feed, self._device = step, feed, device
 
-    def once(self) -> Lap:
-        """One step."""
-        lap = Lap(self._device)
+    def once(self) -> TimedStep:
+        """Take one step."""
+        lap = TimedStep(self._device)
         with torch.profiler.record_function(FETCH):
             batch = self.feed.next()
         lap.begin()
@@ -211,7 +211,7 @@ class _Run:
         return lap
 
     def wait(self) -> None:
-        """For the device."""
+        """Wait for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -237,7 +237,7 @@ def _take(run: _Run, captured: Captured, steps: int, options: Options) -> None:
     plain = run.timed(early)
     traced = _profiled(run, captured, steps, options)
     captured.compare(plain, traced)
-    keep(captured)  # a later step may fail, and the trace is there
+    write_captured(captured)  # a later step may fail, and the trace is there
     run.once()  # the profiler's end frees much memory
     captured.compare([*plain, *run.timed(steps - early)], traced)
     if run.feed.queue:

@@ -11,11 +11,11 @@ import torch
 
 from workbench.runs.profile import PLAIN, Profile
 from workbench.traces.analysis.captured import Captured
-from workbench.traces.measure.capture import FETCH, Lap, Options, export, file_name, keep, profiling, seconds_of
-from workbench.traces.measure.profiler import hindrance, without_kineto_lines
+from workbench.traces.measure.capture import FETCH, Options, TimedStep, export, file_name, profiling, seconds_of, write_captured
+from workbench.traces.measure.profiler import why_no_profiler, without_kineto_lines
 
 
-class Profiled:
+class RunProfiler:
     """Starts and stops the profiler between steps, writes the trace, and keeps what it cost.
 
     On every rank of the run, traced or not, the steps that a profiler on any of them slows down are marked, so that no figure of the run
@@ -32,7 +32,7 @@ class Profiled:
         queue: int = 0,
         steps: int | None = None,
     ) -> None:
-        """Say which steps will not count.
+        """Mark the steps that will not count.
 
         Args:
             profile: what is traced.
@@ -55,9 +55,9 @@ class Profiled:
         self._finished = False
         self._done = 0
         self._steps, self._first_call = steps, True
-        self._laps: dict[str, list[Lap]] = {"plain": [], "traced": []}
+        self._laps: dict[str, list[TimedStep]] = {"plain": [], "traced": []}
         self._stretch = ""
-        self._lap = Lap()
+        self._lap = TimedStep()
         self._captured = Captured(path=folder / file_name(f"rank{rank}_"))
 
     @property
@@ -75,14 +75,14 @@ class Profiled:
                 self._lap.begin()
             yield batch
 
-    def step(self, done: int, lap: Lap | None = None) -> None:
+    def step(self, done: int, lap: TimedStep | None = None) -> None:
         """Before the first step, and after each.
 
         Args:
             done: how many there have been.
             lap: the step, timed; None = by its `batches`.
         """
-        lap, self._lap = lap or self._lap, Lap()
+        lap, self._lap = lap or self._lap, TimedStep()
         if self._first_call:
             self._first_call = False
             self._say_which(done)
@@ -108,13 +108,13 @@ class Profiled:
             self._leave_out(max(0, first - done), last - done)
 
     def _stretch_after(self, done: int) -> str:
-        """What the next step is measured for, if at all."""
+        """The purpose for which the next step is measured; "" = it is not."""
         if self._start - self._early <= done < self._start or self._end < done <= self._end + self._late:
             return "plain"
         return "traced" if self._start < done < self._end else ""
 
     def _say(self, why: str) -> None:
-        """Why there is no trace."""
+        """Write why there is no trace."""
         self._captured.notes.append(f"rank {self._rank} was not traced: {why}")
         print(f"workbench: {self._captured.notes[-1]}", file=sys.stderr, flush=True)
         self._write()
@@ -150,7 +150,7 @@ class Profiled:
             torch.cuda.synchronize()
 
     def _begin(self) -> None:
-        if why := hindrance():
+        if why := why_no_profiler():
             raise RuntimeError(why)
         options = Options(**{field.name: getattr(self._profile, field.name) for field in fields(Options)})
         self._profiler = self._undo.enter_context(profiling(self._profile.steps, options, self._wait, at=self._start))
@@ -168,4 +168,4 @@ class Profiled:
         """What is known so far, beside the trace."""
         self._captured.compare(*(seconds_of(self._laps[stretch]) for stretch in ("plain", "traced")))
         self._folder.mkdir(parents=True, exist_ok=True)
-        keep(self._captured)
+        write_captured(self._captured)

@@ -1,4 +1,4 @@
-"""Decides between which steps of an unedited script the profiler starts and stops; its loops show themselves only as they run."""
+"""Starts and stops the profiler between steps of an unedited script, whose loops are only known as they run."""
 
 import atexit
 from collections.abc import Callable, Iterator
@@ -11,27 +11,27 @@ from workbench.timeline import rank_log
 from workbench.timeline.loops import Loop
 
 if TYPE_CHECKING:
-    from workbench.traces.measure.capture import Lap
-    from workbench.traces.measure.profiled_run import Profiled
+    from workbench.traces.measure.capture import TimedStep
+    from workbench.traces.measure.profiled_run import RunProfiler
 
 
 T = TypeVar("T")
 
 
-class Borders:
+class StepBoundaries:
     """Counts the steps of a watched script as its timeline does: one is over when its loop asks for the next batch."""
 
     def __init__(self, profile: Profile, leave_out: Callable[[int, int], None]) -> None:
-        """Nothing is decided before the first loop: its loader says how many batches lie ready.
+        """The traced steps are chosen at the first loop, whose loader has the length of the prefetch queue.
 
         Args:
             profile: what is traced.
             leave_out: called with the first and the last step that will not count.
         """
         self._profile, self._leave_out = profile, leave_out
-        self._profiled: Profiled | None = None
+        self._profiled: RunProfiler | None = None
         self._in: Loop | None = None  # the loop in which an optimizer step was taken since its last border
-        self._lap: Lap | None = None  # of a loop without a loader: from border to border
+        self._lap: TimedStep | None = None  # of a loop without a loader: from border to border
         self._done = 0
 
     def begin(self, loader: Any = None) -> None:
@@ -40,11 +40,11 @@ class Borders:
             self._lap = None  # what came since its last batch may be anything
             self.reached(self._in)
         if self._profiled is None and (path := rank_log.default_path()):
-            from workbench.traces.measure.profiled_run import Profiled
+            from workbench.traces.measure.profiled_run import RunProfiler
 
             queue = int(getattr(loader, "num_workers", 0) or 0) * int(getattr(loader, "prefetch_factor", 0) or 0)
             folder = Path(path).parent / run_directory.TRACES
-            self._profiled = Profiled(self._profile, folder, self._leave_out, rank=rank_log.rank(), queue=queue)
+            self._profiled = RunProfiler(self._profile, folder, self._leave_out, rank=rank_log.rank(), queue=queue)
             atexit.register(self.close)
             self._profiled.step(0)
 
@@ -52,7 +52,7 @@ class Borders:
         """An optimizer step was taken in a loop."""
         self._in = loop
 
-    def reached(self, loop: Loop, lap: "Lap | None" = None) -> bool:
+    def reached(self, loop: Loop, lap: "TimedStep | None" = None) -> bool:
         """A loop is at a place where a step ends, if one was taken in it.
 
         Args:
@@ -75,16 +75,16 @@ class Borders:
                 self._lap.begin()
         return True
 
-    def _new_lap(self) -> "Lap | None":
+    def _new_lap(self) -> "TimedStep | None":
         if self._profiled is None or not self._profiled.measuring:
             return None
-        from workbench.traces.measure.capture import Lap
+        from workbench.traces.measure.capture import TimedStep
 
-        return Lap()
+        return TimedStep()
 
     def between(self, loop: Loop, batches: Iterator[T]) -> Iterator[T]:
         """The batches of a loop, with a border before each."""
-        lap: Lap | None = None
+        lap: TimedStep | None = None
         while True:
             if lap:
                 lap.pause()

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 
-def hindrance() -> str | None:
-    """Why a step cannot be traced, if it cannot."""
+def why_no_profiler() -> str | None:
+    """Why a step cannot be traced; None = it can."""
     autograd: Any = torch.autograd
     if not autograd.kineto_available():
         return "no trace of the step: this torch is built without Kineto"

@@ -1,1 +1,1 @@
-"""Notebook panels: the trace explorer (`model`, `html`, `explorer`) and Perfetto without a network."""
+"""Notebook panels: the trace explorer (`explorer` with `model` and `html`), and `perfetto`, which shows Perfetto without a network."""

@@ -22,7 +22,7 @@ _HERE = Path(__file__).parent
 
 
 class TraceView(anywidget.AnyWidget):
-    """Lanes of events. The page says where the reader looks (`window`), the kernel answers with what is to be drawn there (`tiles`)."""
+    """Lanes of events. The page sends the visible part (`window`), and the kernel answers with the rectangles in it (`tiles`)."""
 
     _esm = (_HERE / "trace_view.js").read_text(encoding="utf-8")
 
@@ -64,7 +64,7 @@ class RankedList(anywidget.AnyWidget):
     """The first cell of the chosen row; empty for none."""
 
     def show(self, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Show other rows. What was chosen stays so, whether it is among them or not."""
+        """Show other rows. The chosen row stays chosen, even if it is not among them."""
         self.heads, self.rows = list(heads), [list(row) for row in rows]
 
     def __repr__(self) -> str:
@@ -78,10 +78,10 @@ def _button(words: str, tooltip: str, action: Callable[[], object]) -> Any:
 
 
 class TraceExplorer:
-    """Lanes by thread, stream and rank; beside them where the chosen step goes and its operators, which light up in the lanes when chosen.
+    """Shows lanes by thread, stream and rank, with the parts of the chosen step and its operators, which a click highlights in the lanes.
 
-    Of any number of events a page gets some thousands of rectangles at most: what is too narrow to be seen is put together, and comes apart
-    when the reader zooms in.
+    A page gets some thousands of rectangles at most, however many events there are: events too narrow to be seen are merged, and
+    separated when the reader zooms in.
 
     Attributes:
         traces: what is shown, by rank; under None where it is a single one.
@@ -89,8 +89,8 @@ class TraceExplorer:
         search: text that a name must have; `.value` sets it.
         rank: whose step and operators; shown where there are several.
         which: "operator" or "kernel"; shown where a device computes.
-        operators: the table; `.chosen` is the name that is lit.
-        view: the lanes; `.window` is where the reader looks.
+        operators: the table; `.chosen` is the highlighted name.
+        view: the lanes; `.window` is the visible part.
         picked: the event that has a frame, a Described; None without one.
         widget: everything in one box.
     """
@@ -147,7 +147,7 @@ class TraceExplorer:
 
     @property
     def number(self) -> int | None:
-        """Of the chosen step; None for all."""
+        """Number of the chosen step; None for all."""
         return None if self.step.value == ALL else self.step.value
 
     @property
@@ -157,7 +157,7 @@ class TraceExplorer:
 
     @property
     def result(self) -> Breakdown:
-        """Where the chosen step goes, or all of them."""
+        """The breakdown of the chosen step, or of all."""
         return self._model.breakdown(self.rank.value, self.number)
 
     @property
@@ -231,17 +231,17 @@ class TraceExplorer:
             self._look(int(start * 1e9), int(end * 1e9))
 
     def go(self, by: int) -> None:
-        """To the next step, or with -1 to the one before; at the ends it stays."""
+        """Go to the next step, or with -1 to the previous step; at the ends nothing changes."""
         numbers = [value for _, value in self.step.options]
         here = numbers.index(self.step.value)
         self.step.value = numbers[min(max(here + by, 0), len(numbers) - 1)]
 
     def next(self) -> Described | None:
-        """To the next event that is lit; None without any."""
+        """Go to the next highlighted event; None without any."""
         return self._follow(1)
 
     def previous(self) -> Described | None:
-        """To the one before."""
+        """Go to the highlighted event before."""
         return self._follow(-1)
 
     def _follow(self, way: int) -> Described | None:
@@ -311,5 +311,5 @@ class TraceExplorer:
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         with self._lock:
             bundle = self.widget._repr_mimebundle_(**options)
-            face = html.static(self._model, self.rank.value, self.number, self.which.value)
-        return {**bundle, "text/plain": repr(self), "text/html": face}
+            static = html.static(self._model, self.rank.value, self.number, self.which.value)
+        return {**bundle, "text/plain": repr(self), "text/html": static}

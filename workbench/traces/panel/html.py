@@ -1,4 +1,4 @@
-"""Makes the HTML of the trace explorer: pure functions, for the live panel and for its static face."""
+"""Makes the HTML of the trace explorer, live and static, by pure functions."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from workbench.core.display.table import Table, escape
 from workbench.traces.analysis.breakdown import PARTS, Breakdown
 from workbench.traces.analysis.event_kinds import KINDS
 from workbench.traces.analysis.layout import Layout, Strip, tiles
-from workbench.traces.analysis.operators import Ranked, Which, short
+from workbench.traces.analysis.operators import Ranked, Which, short_name
 from workbench.traces.panel.model import WORDS, Described, Explored
 from workbench.traces.plot.timeline import COLORS, kind_colors
 
@@ -23,12 +23,12 @@ _LABEL, _ROOM, _NAME = 92, 76, 172
 
 
 def head(title: str) -> str:
-    """What is explored."""
+    """The heading: which trace is explored."""
     return f'<div class="wb-head"><strong class="wb-name">Trace explorer</strong> <span class="wb-spec">{escape(title)}</span></div>'
 
 
 def scene(model: Explored) -> dict[str, Any]:
-    """What a page has to know before it draws: see `TraceView.scene`."""
+    """The data that a page needs before it draws: see `TraceView.scene`."""
     colors = kind_colors(model.device)
     return {
         "strips": [{"name": _named(strip), "rows": strip.rows} for strip in model.layout.strips],
@@ -45,7 +45,7 @@ def _named(strip: Strip) -> str:
 
 
 def notes(lines: Iterable[str]) -> str:
-    """What is missing of the file, and the like."""
+    """Notes, such as what is missing from the file."""
     text = "; ".join(lines)
     return f'<div class="wb-what">{escape(text)}</div>' if text else ""
 
@@ -81,7 +81,7 @@ def parts(chosen_steps: Breakdown, everything: Breakdown) -> str:
 
 
 def cells(rows: Sequence[Ranked]) -> list[list[str]]:
-    """Of a table of operators: name, calls, time of their own, its share, time with what they call."""
+    """Cells of a table of operators: name, calls, own time, its share, time with what they call."""
     return [
         [row.name, f"{row.count:,}", units.seconds(row.self_seconds), units.percent(row.share), units.seconds(row.total_seconds)]
         for row in rows[:SHOWN]
@@ -89,13 +89,13 @@ def cells(rows: Sequence[Ranked]) -> list[list[str]]:
 
 
 HEADS = ("calls", "self", "share", "total")
-"""Of such a table, after the name."""
+"""Headings of a table of operators, after the name."""
 
 
 def label(which: str, number: int | None) -> str:
-    """Above such a table."""
+    """The label above a table of operators."""
     words = f"{which}s of {'all steps' if number is None else f'step {number}'}, by time of their own"
-    return f'<div class="wb-label">{words} <span class="wb-what">(choose one to light it up)</span></div>'
+    return f'<div class="wb-label">{words} <span class="wb-what">(choose a row to highlight it)</span></div>'
 
 
 def described(event: Described) -> str:
@@ -106,23 +106,23 @@ def described(event: Described) -> str:
     lane = event.lane if event.rank is None else f"rank {event.rank}, {event.lane}"
     calls = f"{event.calls:,} call{'s' * (event.calls != 1)} of this name in {'the step' if event.step is not None else 'the file'}"
     facts = [event.kind, units.seconds(event.seconds), f"{units.seconds(event.own)} of its own", where, lane, calls]
-    shapes = f'<div class="wb-what">inputs: {escape(short(event.shapes))}</div>' if event.shapes else ""
+    shapes = f'<div class="wb-what">inputs: {escape(short_name(event.shapes))}</div>' if event.shapes else ""
     return (
-        f'<div class="wb-said" role="status"><strong>{escape(short(event.name))}</strong> '
+        f'<div class="wb-said" role="status"><strong>{escape(short_name(event.name))}</strong> '
         f"{escape(' · '.join(fact for fact in facts if fact))}{shapes}</div>"
     )
 
 
 def found(text: str, calls: int) -> str:
-    """How much a search found."""
+    """The number of matches of a search."""
     if not text.strip():
         return ""
-    message = f"{calls:,} match{'es' * (calls != 1)} in the file" if calls else "nothing has that in its name"
+    message = f"{calls:,} match{'es' * (calls != 1)} in the file" if calls else "no name contains that"
     return f'<span class="wb-what" role="status">{message}</span>'
 
 
 def lanes(shown: Layout, start: int, end: int, device: bool) -> str:
-    """The picture that needs no kernel: the first rows of the first threads and streams, without anything to turn."""
+    """The static picture, which needs no kernel: the first rows of the first threads and streams, without controls."""
     drawn = "".join(_lane(shown, strip, start, end, kind_colors(device)) for strip in shown.strips[:_STRIPS])
     left = len(shown.strips) - _STRIPS
     more = f'<div class="wb-what">{left} more threads and streams in the live panel</div>' if left > 0 else ""
@@ -153,9 +153,9 @@ def _lane(shown: Layout, strip: Strip, start: int, end: int, colors: dict[str, s
 def _piece(shown: Layout, place: int, share: float, count: int, seconds: float, colors: dict[str, str]) -> str:
     name, kind = shown.names[int(shown.name[place])], KINDS[int(shown.kind[place])]
     color = colors[kind]
-    words = short(name) if count == 1 else f"{count:,} events, the longest {short(name)}"
+    words = short_name(name) if count == 1 else f"{count:,} events, the longest {short_name(name)}"
     title = f"{words}: {units.seconds(seconds)}, {WORDS.get(kind, kind)}"
-    text = escape(short(name)[: int(share * 120)]) if count == 1 and share > _NAMED else ""
+    text = escape(short_name(name)[: int(share * 120)]) if count == 1 and share > _NAMED else ""
     return (
         f'<div title="{escape(title)}" style="width:{100 * share:.2f}%;background-color:{color};color:{text_on(color)};font-size:10px;'
         f'line-height:15px;overflow:hidden;white-space:nowrap">{text}</div>'
@@ -163,13 +163,13 @@ def _piece(shown: Layout, place: int, share: float, count: int, seconds: float, 
 
 
 def operators(rows: Sequence[Ranked], which: str) -> str:
-    """The table that needs no kernel."""
-    named = [[short(name), *rest] for name, *rest in cells(rows)]
+    """The static table of operators, which needs no kernel."""
+    named = [[short_name(name), *rest] for name, *rest in cells(rows)]
     return Table(columns=(which, *HEADS), rows=named, title=f"{which.capitalize()}s of it, by time of their own")._repr_html_()
 
 
 def static(model: Explored, rank: int | None, number: int | None, which: Which) -> str:
-    """The face that needs no kernel: the lanes of a step, where it goes, its operators."""
+    """The static HTML, which needs no kernel: the lanes of a step, its parts, its operators."""
     step = model.step(rank, number)
     what = "all steps" if number is None else f"step {number}, {units.seconds(step.seconds)}"
     pieces = [

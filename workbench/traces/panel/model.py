@@ -122,7 +122,7 @@ class Explored:
 
     @property
     def title(self) -> str:
-        """What it is, in a line."""
+        """The traces in a line."""
         events = sum(len(trace.columns) for trace in self.traces.values())
         first = self.traces[self.first]
         name = first.path.name if len(self.traces) == 1 else f"{len(self.traces)} ranks"
@@ -130,13 +130,13 @@ class Explored:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is missing of the files, what the profiler cost, what cannot be compared."""
+        """Notes on what is missing from the files, what the profiler cost, and what cannot be compared."""
         notes = dict.fromkeys(note for trace in self.traces.values() for note in (*trace.windows.notes, *trace.notes))
         slowest = max((trace.slowdown for trace in self.traces.values() if trace.slowdown is not None), default=None)
         known = slowest is None or any("the profiler slows" in note for note in notes)
         slowed = [] if known else [f"a step under the profiler took {units.times(1 + (slowest or 0.0))} the time of one without it"]
         several = ["clocks of ranks are not compared: the first step that all have begins at one place"] if len(self.traces) > 1 else []
-        ahead = ["steps are the device's; the host runs ahead, so its marks lie elsewhere"] if self.device else []
+        ahead = ["steps are the device's; the host runs ahead, so its marks are at other times"] if self.device else []
         return (*slowed, *several, *ahead, *notes)
 
     def _shift(self, rank: int | None) -> int:
@@ -149,7 +149,7 @@ class Explored:
         return tuple(Stretch(number=number, start=start, end=end) for number, (start, end) in rows)
 
     def choices(self, rank: int | None) -> list[tuple[str, int | str]]:
-        """Words and number of each step of a rank, all of them first."""
+        """Label and number of each step of a rank; first the choice of all steps."""
         return [("all steps", ALL), *((f"step {step.number} · {units.seconds(step.seconds)}", step.number) for step in self.steps(rank))]
 
     def usual(self, rank: int | None) -> int | str:
@@ -196,7 +196,7 @@ class Explored:
         return self._rankings[rank]
 
     def drawn(self, window: Mapping[str, Any], lit: Iterable[str], *, choosing: bool) -> dict[str, Any]:
-        """What a page draws for a window (`TraceView.window`), as it wants it (`TraceView.tiles`).
+        """What a page draws for a window (`TraceView.window`), in the format of `TraceView.tiles`.
 
         Args:
             window: where the reader looks.

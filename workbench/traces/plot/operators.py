@@ -9,8 +9,8 @@ from workbench.core.display.axes import Bar, bar_chart, shortened
 from workbench.core.display.colors import PHASES
 from workbench.traces.analysis.kernels import Kernels
 from workbench.traces.analysis.modules import Modules
-from workbench.traces.analysis.operators import clipped
-from workbench.traces.analysis.sequences import Sequences, brief, folded
+from workbench.traces.analysis.operators import clip
+from workbench.traces.analysis.sequences import Sequences, fold_repeats, short_kernel_name
 from workbench.traces.analysis.trace import Trace
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def kernels(result: Trace | Kernels, ax: Axes | None = None) -> Axes:
         raise ValueError(f"{answer!r} has nothing to draw: {'; '.join(answer.notes)}")
     bars = [
         Bar(
-            label=shortened(brief(kernel.name)),
+            label=shortened(short_kernel_name(kernel.name)),
             pieces=[kernel.seconds, 0.0] if kernel.tensor_cores else [0.0, kernel.seconds],
             end=f"occupancy {units.percent(kernel.occupancy)}" if kernel.occupancy is not None else units.seconds(kernel.seconds),
         )
@@ -69,7 +69,7 @@ def modules(result: Trace | Modules, ax: Axes | None = None) -> Axes:
 
     longest = sorted(range(len(answer.rows)), key=lambda at: -sum(pieces(at)))[:MOST_MODULES]
     bars = [
-        Bar(label="  " * answer.rows[at].depth + clipped(answer.rows[at].name, 28), pieces=pieces(at), end=units.seconds(sum(pieces(at))))
+        Bar(label="  " * answer.rows[at].depth + clip(answer.rows[at].name, 28), pieces=pieces(at), end=units.seconds(sum(pieces(at))))
         for at in sorted(longest)
     ]
     ax = bar_chart(ax, bars, "mean step, with all that is called", ON_DEVICE if device else MODULE_COLORS, row=0.7, more=0.4)
@@ -100,6 +100,6 @@ def sequences(result: Trace | Sequences, ax: Axes | None = None) -> Axes:
 
 
 def _sequence_label(names: tuple[str, ...]) -> str:
-    lines = [brief(name) for name in folded(names)]
+    lines = [short_kernel_name(name) for name in fold_repeats(names)]
     lines = lines if len(lines) <= LINES else [*lines[: LINES - 1], f"… {len(lines) - LINES + 1} more"]
     return "\n".join(map(shortened, lines))

@@ -15,7 +15,7 @@ from workbench.core.display.colors import PHASES
 from workbench.traces.analysis.breakdown import ON_CPU, ON_DEVICE, PARTS, Breakdown
 from workbench.traces.analysis.event_kinds import KINDS
 from workbench.traces.analysis.intervals import Spans, covered, union
-from workbench.traces.analysis.operators import clipped
+from workbench.traces.analysis.operators import clip
 from workbench.traces.analysis.stragglers import RankParts
 from workbench.traces.analysis.trace import Trace
 from workbench.traces.analysis.trace_set import TraceSet
@@ -85,7 +85,7 @@ def breakdown(result: Trace | Breakdown, ax: Axes | None = None) -> Axes:
 def timeline(
     trace: Trace, ax: Axes | None = None, *, step: int | None = None, start: float | None = None, end: float | None = None
 ) -> Axes:
-    """Who was at work when: a lane per thread and stream, the busiest first, in the colours of the parts.
+    """Which thread or stream worked when: a lane for each, the busiest first, in the colours of the parts.
 
     The time is cut into BINS pieces; the height of a colour in a lane is the share of a piece in which that part runs there, so that a
     picture of 400,000 events takes hardly longer than one of 400. To zoom into it: `widgets.TraceExplorer(trace)`.
@@ -126,7 +126,7 @@ def timeline(
     for number in steps:
         if begin <= number.start <= until:
             ax.axvline((number.start - begin) * scale, color=PHASES["other"], linewidth=0.6, zorder=0)
-    rows(ax, [clipped(trace.columns.lanes[lane].name, 24) for lane in lanes])
+    rows(ax, [clip(trace.columns.lanes[lane].name, 24) for lane in lanes])
     ax.set_xlim(0, float(places[-1]))
     ax.set_xlabel(f"time of the trace ({unit})")
     if drawn:
