@@ -201,7 +201,7 @@ def test_the_direction_of_a_figure_is_said() -> None:
     )
     assert f"{said}: nearest came batch 8" in str(made(trial(8, None, best=0.08), target=falling))
     rising = Target(name="accuracy", value=0.8, rises=True, start=0.1)
-    assert "(taken as one that rises, as the untrained model has 0.1;" in str(made(trial(8, None, best=0.7), target=rising))
+    assert "(taken as a figure that rises, as the untrained model has 0.1;" in str(made(trial(8, None, best=0.7), target=rising))
 
 
 def test_losses_that_are_no_numbers() -> None:
