@@ -141,7 +141,7 @@ def test_a_loss_that_is_nan_from_the_first_step(training: Training) -> None:
 
 @pytest.mark.parametrize("span", [{}, {"low": 1e-4, "high": 1.0}])
 def test_a_loss_that_is_nan_whatever_the_rate(training: Training, span: dict[str, Any]) -> None:
-    """Every seventh loss: neither more iterations nor another learning rate mends that."""
+    """Every seventh loss: neither more iterations nor another learning rate fixes that."""
     calls = [0]
 
     def step(batch: Any) -> Any:

@@ -662,7 +662,7 @@ def test_knobs_that_do_not_go_together() -> None:
         (lambda: noise_scale(lambda batch: None), "a step needs the loader of its batches"),
         (lambda: noise_scale(network(), [1]), "a module goes into model="),
         (lambda: noise_scale(7), "allowed are a step function with its loader, a RunSpec"),  # type: ignore[arg-type]
-        (lambda: noise_scale(spec_of(), samples=7), "it goes with exact=True"),
+        (lambda: noise_scale(spec_of(), samples=7), "it needs exact=True"),
         (lambda: noise_scale(spec_of(), exact=True, steps=7), "no step is taken"),
         (lambda: noise_scale(lambda batch: None, exact=True), "expected a RunSpec"),
         (lambda: noise_scale(spec_of(), exact=True, samples=1), "a whole number of at least 2"),

@@ -105,12 +105,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no batches": ({}, {"target_loss": 1.0, "batches": []}, r"batches=\[\]: global batches in samples are allowed"),
     "half a sample": ({}, {"target_loss": 1.0, "batches": [0.5]}, r"batches=\[0\.5\]"),
     "no such rule": ({}, {"target_loss": 1.0, "rules": "cubic"}, "no rule 'cubic'; allowed are 'auto', 'linear'"),
-    "a search is no rule": ({}, {"target_loss": 1.0, "rules": ["tuned"]}, "a search is asked for with retune=True"),
+    "a search is no rule": ({}, {"target_loss": 1.0, "rules": ["tuned"]}, "for a search set retune=True"),
     "factors": ({}, {"target_loss": 1.0, "retune": [0.0]}, r"retune=\[0\.0\]: True, or factors above 0"),
     "impatient": ({}, {"target_loss": 1.0, "patience": 0.5}, "patience=0.5: a number above 1"),
     "no seeds": ({}, {"target_loss": 1.0, "seeds": 0}, "seeds=0: a whole number of at least 1"),
     "shared": ({"parallel": "fsdp"}, {"target_loss": 1.0}, "parallel='fsdp': each trial is trained by one rank"),
-    "cosine": ({"schedule": "cosine"}, {"target_loss": 1.0}, "schedule='cosine': it needs the number of steps beforehand"),
+    "cosine": ({"schedule": "cosine"}, {"target_loss": 1.0}, "schedule='cosine': it depends on the number of steps"),
     "auto": ({"micro_batch": "auto"}, {"target_loss": 1.0}, 'micro_batch="auto": steps to a target need a number'),
 }
 

@@ -74,7 +74,7 @@ def test_an_occupancy_that_cannot_be(tmp_path: Path) -> None:
     rows = [*launched("full", 0, 10, 30, 1, **told(2, 0)), *launched("small", 2, 50, 10, 2, **told(0.01, 0))]
     found = load(tmp_path, *rows).kernels()
     assert {one.name: one.occupancy for one in found.rows} == {"full": None, "small": 0}
-    assert "for 75 % of kernel time the profiler's occupancy is 0, which cannot be" in found.notes[0]
+    assert "for 75 % of kernel time the profiler's occupancy is 0, which is impossible" in found.notes[0]
 
 
 def test_collectives_and_copies_are_no_kernels(tmp_path: Path) -> None:
