@@ -241,10 +241,12 @@ def test_an_optimizer_that_cannot_be_dealt_out(alone: Ranks) -> None:
             return list(weights) if isinstance(weights, list) else []
 
     optimizer = build_optimizer(toy_tasks.network(), Stubborn)
-    with pytest.raises(TaskError, match=r'parallel="zero1": the Stubborn cannot be made anew .* no groups here; try another optimizer'):
+    with pytest.raises(
+        TaskError, match=r'parallel="zero1": the Stubborn cannot be built on a part .* no groups here; try another optimizer'
+    ):
         place_optimizer(optimizer, share=True)
     mixed = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double()])
-    with pytest.raises(TaskError, match="the SGD cannot be made anew"):
+    with pytest.raises(TaskError, match="the SGD cannot be built on a part"):
         place_optimizer(build_optimizer(mixed, "sgd"), share=True)
 
 

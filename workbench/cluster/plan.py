@@ -1,4 +1,4 @@
-"""`plan`: the layouts of a model on a cluster that fit and are fast, by closed forms; `energy`: of a run or of a plan. Nothing is run.
+"""`plan`: finds the layouts of a model on a cluster that fit and are fast, by closed forms; `energy`: energy of a run or a plan.
 
 The files of `analysis/plan`: `workload` (what is trained, by its sizes or counted by `read_model`), `layouts` (all layouts as columns of
 numbers), `memory` and `timing` (what each takes), `search` (filter, time, select), `plans` (the results), `ranges` (the shares of hardware

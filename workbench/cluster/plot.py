@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 PLAN_COLORS = {"compute": PARTS["compute"], "communication": PARTS["communication"], "bubble": PARTS["stalls"]}
-"""Part of a planned step → colour; communication is that which nothing hides."""
+"""Part of a planned step → colour; communication is the exposed part."""
 HELD = {name: GROUPS[part] for name, part in PLANNED.items()}
-"""What holds memory in a plan → colour."""
+"""Part of a plan's memory → colour."""
 
 
 def plan(result: Plan | Plans, ax: Axes | None = None) -> Axes:
-    """A bar per plan: computing, communication that nothing hides, the pipeline's bubble; a line from the low to the high end of the step.
+    """A bar per plan: computing, exposed communication, the pipeline's bubble; a line from the low to the high end of the step.
     Below it, thinner and from where each begins, how far communication and bubble may reach.
 
     Args:
@@ -174,7 +174,7 @@ TRAFFIC_COLORS = {
 }
 """Collective → colour."""
 MOST_BARS = 16
-"""Modules that get a bar of their own."""
+"""Most modules with a bar of their own."""
 
 
 def traffic(result: Traffic, ax: Axes | None = None, *, depth: int | None = 2) -> Axes:

@@ -54,7 +54,7 @@ def estimate_memory(
 
     The step runs on tensors that have a shape but no values, with the memory behaviour of a GPU: a second or so, whatever the sizes.
     Eager mode only. Of values, what follows from the batch's own whole numbers is known (lengths, masks, labels that are left out; of
-    tensors up to 4 million elements); where the program asks for another, it is told 1, and a note says so.
+    tensors up to 4 million elements); where the program reads another, it gets 1, and a note says so.
 
     Args:
         target: a RunSpec, a Task, a function that builds a model, or a model (which is not touched; one in
@@ -266,7 +266,7 @@ def _rows(changes: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]) ->
         rows = list(changes)
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         raise ValueError(
-            f"compare_memory(changes={changes!r:.80}): give what is to be compared: [{{'precision': 'amp_bf16'}}, {{'micro_batch': 8}}] "
+            f"compare_memory(changes={changes!r:.80}): give the changes to compare: [{{'precision': 'amp_bf16'}}, {{'micro_batch': 8}}] "
             "or {'micro_batch': [8, 16, 32]}"
         )
     return rows

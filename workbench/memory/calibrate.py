@@ -179,11 +179,11 @@ def calibrated(
             notes.append(f"left out, since memory ran out: {name}")
     if len(points) < FEWEST:
         raise ValueError(
-            f"only {len(points)} of {len(specs)} runs had enough memory on {gpu.name}, and a fit needs {FEWEST}: end what else is there "
+            f"only {len(points)} of {len(specs)} runs had enough memory on {gpu.name}, and a fit needs {FEWEST}: end other processes "
             f"({units.bytes_(busiest)}), or take more models"
         )
     if busiest > 100 * MIB:
-        notes.append(f"others had up to {units.bytes_(busiest)} of the GPU, which was subtracted: better nobody else is there")
+        notes.append(f"others had up to {units.bytes_(busiest)} of the GPU, which was subtracted: end other processes for an exact fit")
     version = environment.versions().get("torch", "") if torch is None else torch
     fit = fit_non_pytorch([(point.reserved, point.used) for point in points], gpu.name, driver=gpu.driver, torch=version)
     kept, more = _kept(fit, path)
@@ -193,7 +193,7 @@ def calibrated(
 def _point(spec: RunSpec, breakdown: MemoryBreakdown, before: int) -> Point:
     if breakdown.reserved is None or breakdown.outside is None or breakdown.kind != "measured":
         raise ValueError(
-            f"{breakdown.title}: {breakdown.kind} on {breakdown.device}; only what is measured on a GPU tells what lies outside there"
+            f"{breakdown.title}: {breakdown.kind} on {breakdown.device}; only measurements on a GPU show what is outside its allocator"
         )
     used = breakdown.reserved + max(0, breakdown.outside.mid - before)
     return Point(task=label(spec.task), micro_batch=spec.micro_batch, reserved=breakdown.reserved, used=used)
@@ -231,8 +231,8 @@ def look() -> Gpu:
     """
     if environment.gpu_count() == 0:
         raise ValueError(
-            "no NVIDIA GPU is visible here (/dev/nvidia0, CUDA_VISIBLE_DEVICES), and only runs on one tell what lies outside of its "
-            f"allocator: run `workbench calibrate` where it is, and copy {fits_file()} from there"
+            "no NVIDIA GPU is visible here (/dev/nvidia0, CUDA_VISIBLE_DEVICES), and only runs on one show the memory outside of its "
+            f"allocator: run `workbench calibrate` on the machine that has it, and copy {fits_file()} from there"
         )
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
     if first := os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip():

@@ -114,7 +114,7 @@ def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> W
         margin: share of the memory that is to stay free.
 
     Raises:
-        ValueError: it is a script's, did not run out of memory, or nobody knows how much there was; or its task cannot be estimated.
+        ValueError: it is a script's, did not run out of memory, or the memory that it had is not known; or its task cannot be estimated.
     """
     run = run if isinstance(run, Run) else Run.load(run)
     failure = run.error
@@ -135,7 +135,7 @@ def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> W
     spec, gpu = run.spec, _gpu_of(run, failure.rank or 0)
     if reason.device == HOST and (gpu or spec.device == "cuda"):
         raise ValueError(
-            f"would_fit({run!r}): main memory ran out, and its steps were on a GPU: not they filled it, but the loader and its workers. "
+            f"would_fit({run!r}): main memory ran out, and its steps were on a GPU: it was filled by the loader and its workers. "
             "Try fewer num_workers, a smaller prefetch_factor, or a dataset that is read piece by piece"
         )
     device: str | Device = "cpu" if reason.device == HOST else gpu or "cuda"
@@ -177,7 +177,7 @@ def available_memory(reason: OutOfMemory, *, ranks: int, limit: int | None = Non
         gpu: bytes of the GPU, for errors that do not say it.
 
     Raises:
-        ValueError: nobody knows.
+        ValueError: it is not known.
 
     >>> available_memory(OutOfMemory(device="GPU 0", capacity=8 * 2**30, this_process=2 * 2**30, processes={7: 3 * 2**30}), ranks=1).source
     'GPU 0 has 8.00 GiB, of which other processes had 3.00 GiB'

@@ -172,7 +172,7 @@ def place_optimizer(optimizer: Optimizer, *, share: bool, group: dist.ProcessGro
     except (TypeError, ValueError, RuntimeError) as error:
         how = 'parallel="zero1"' if share else 'offload="optimizer"'
         raise TaskError(
-            f"{how}: the {kind.__name__} cannot be made anew on a part of the parameters: {error}; try another optimizer"
+            f"{how}: the {kind.__name__} cannot be built on a part of the parameters: {error}; try another optimizer"
         ) from error
 
 

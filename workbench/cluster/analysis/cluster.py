@@ -48,7 +48,7 @@ class Cluster(display.Shown, JsonDataclass):
     source: str
     """Source of the figures."""
     measured_links: tuple[str, ...] = ()
-    """Those of LINKS that were measured. No program reaches a datasheet's bandwidth."""
+    """The LINKS that were measured. No program reaches a datasheet's bandwidth."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, Device):

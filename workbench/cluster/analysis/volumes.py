@@ -14,11 +14,11 @@ class Volume:
     """Bytes that each rank sends, and as many receives, per optimizer step."""
 
     gathered: float
-    """In all-gathers of parameters."""
+    """Bytes in all-gathers of parameters."""
     reduced: float
-    """In reduce-scatters (or the first half of all-reduces) of gradients."""
+    """Bytes in reduce-scatters (or the first half of all-reduces) of gradients."""
     returned: float
-    """In the second half of all-reduces of gradients."""
+    """Bytes in the second half of all-reduces of gradients."""
 
     @property
     def total(self) -> float:

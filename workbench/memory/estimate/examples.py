@@ -109,7 +109,7 @@ def _positions(new: int, old: int, *, repeat: bool) -> Tensor:
 
 
 def _stretched(tensor: Tensor, shape: list[int]) -> Tensor:
-    """Its rows over and over, each stretched to its new length; more than are worth knowing have shapes only."""
+    """Repeat its rows, each stretched to its new length; more than are worth tracking have shapes only."""
     if math.prod(shape) > LIMIT:
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
     sides = zip(shape, tensor.shape, strict=True)

@@ -56,7 +56,7 @@ def fake_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_autocast() -> Iterator[None]:
-    """Inside, an autocast that the caller is in does not count."""
+    """Inside, autocast is off, whatever the caller has set."""
     with contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):

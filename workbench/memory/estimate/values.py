@@ -14,9 +14,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from workbench.memory.estimate.fake_tensors import real_tensors
 
 LIMIT = 2**22
-"""Elements of a tensor of the batch, or of one that follows from it, up to which values are kept: more would make a dry run slow."""
+"""Most elements of a tensor of the batch, or of one that follows from it, whose values are kept: more would slow a dry run."""
 MADE = 2**18
-"""The same for what is made of nothing, such as positions or a triangle of ones: every layer may make one."""
+"""The same for tensors made of no other, such as positions or a triangle of ones: every layer may make one."""
 GREATEST = 2**31
 """Integers from here on count as uninitialised memory, as of `torch.empty`."""
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

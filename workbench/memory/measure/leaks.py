@@ -209,7 +209,7 @@ class Leak:
     tensors: float
     """Tensors that each step leaves behind."""
     holder: str | None
-    """The variable that keeps them, in words; None = none was found: it lies outside of Python's reach, or in a running frame's stack."""
+    """The variable that keeps them, in words; None = none was found: it is not a Python object, or on the stack of a running frame."""
     operator: str
     """Operator that allocated most of it."""
     module: str

@@ -136,14 +136,14 @@ APART = 0.01
 
 
 class Borders:
-    """Where a log and the allocator's record have been laid side by side: from each border on, both count from the same bytes."""
+    """The positions at which a log and the allocator's record were aligned: from each on, both count from the same bytes."""
 
     def __init__(self, log: MemoryLog, truth: Allocations) -> None:
         self._log, self._truth = log, truth
         self._at: list[tuple[int, int]] = []  # position of the next event, step
 
     def begin(self, step: int) -> None:
-        """Here, in a step, when its batch is there."""
+        """Called in a step when its batch has arrived."""
         self._at.append((len(self._log.events), step))
         self._truth.begin()
 
@@ -273,7 +273,7 @@ def measure(
 def recorded(
     step: Callable[[Any], Any], loader: Iterable[Any], *, model: Any, optimizer: Any, steps: int
 ) -> Iterator[tuple[Recorder, Borders, Allocations, ReachableState, list[str]]]:
-    """Take the steps; gives what was recorded while everything is still as the steps have left it, and puts it back on the way out.
+    """Take the steps; yields the record while everything is as the steps left it, and restores the state on leaving.
 
     Raises:
         DiagnoseError: step cannot be called so.

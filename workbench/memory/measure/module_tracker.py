@@ -30,7 +30,7 @@ class ModuleTracker:
         self._numbers, self._makers = [-1], [""]  # numbers of nodes, rising; the module that made those from there on
 
     def name(self, model: nn.Module) -> Iterator[tuple[str, str]]:
-        """Learn the names of a model's modules; gives each with its class."""
+        """Register the names of a model's modules; returns each with its class."""
         for name, module in model.named_modules():
             self._names[module] = name
             yield name, type(module).__name__
@@ -41,7 +41,7 @@ class ModuleTracker:
         return self._stack[-1]
 
     def backward(self) -> tuple[str, bool]:
-        """The module whose backward runs; and whether it is forward that runs there, once more, because of checkpointing."""
+        """The module whose backward runs; and whether its forward is being recomputed, under checkpointing."""
         node = running_node()
         if node is not None and (len(self._stack) > 1 or torch.is_grad_enabled()):
             return self._stack[-1], True

@@ -1,6 +1,6 @@
 """Recorder: writes every allocation, resizing and free of a training step's storages into a MemoryLog, on real or fake tensors.
 
-Gradients of a tensor that is used more than once are added up by autograd's engine. It does so in place if nobody else holds the first of
+Gradients of a tensor that is used more than once are added up by autograd's engine. It does so in place if nothing else holds the first of
 them and no dispatch mode is on; a Recorder is one, so the engine makes a new tensor for each sum, and holds one gradient too many.
 GradientAccumulationProbe finds these sums, and the log counts them as in place. Source: `InputBuffer::accumulate`,
 `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp; `isTensorSubclassLike` in aten/src/ATen/TensorSubclassLikeUtils.h.
@@ -257,7 +257,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.track(parameter.grad, "gradient", module=self._owners.get(id(parameter)))
 
     def _on_host(self, optimizer: Optimizer) -> bool:
-        """Is what it updates elsewhere, and so all that it makes?"""
+        """Does it update tensors that are left out, so that its results are as well?"""
         return any(self.is_elsewhere(parameter) for group in optimizer.param_groups for parameter in group["params"][:1])
 
     def _recognise_states(self, optimizer: Optimizer) -> None:
@@ -344,7 +344,7 @@ class GradientAccumulationProbe:
         self._learning = False
 
     def learn(self) -> None:
-        """See once, in a graph whose gradients nobody else holds, how many hold them; outside of operators, with nothing recorded."""
+        """Count the holders of gradients once, in a graph where nothing else holds them; outside of operators, and not recorded."""
         if self._alone is not None:
             return
         self._learning = True

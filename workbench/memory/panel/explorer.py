@@ -263,8 +263,8 @@ class MemoryExplorer:
             bundle = self.widget._repr_mimebundle_(**options)
             shown = faces.essentials(self.spec) if self.result is None else self.result.title
             said = self._last if self.problem.value else ""
-            face = explorer_faces.static(shown, self._rows(self.result), self.fit, self._capacity, self.device.value, said)
-        return {**bundle, "text/plain": repr(self), "text/html": face}
+            html = explorer_faces.static(shown, self._rows(self.result), self.fit, self._capacity, self.device.value, said)
+        return {**bundle, "text/plain": repr(self), "text/html": html}
 
 
 def _check(spec: object, measured: object) -> None:

@@ -133,7 +133,7 @@ class CallsMeanHome(TorchFunctionMode):
 
 @contextlib.contextmanager
 def foreach_by_default() -> Iterator[None]:
-    """Let optimizers and gradient clipping take their foreach ways on fake CPU tensors, where nobody chose otherwise, as on CUDA.
+    """Make optimizers and gradient clipping use foreach by default on fake CPU tensors, as on CUDA.
 
     Source: torch/optim/optimizer.py `_default_to_fused_or_foreach`, torch/utils/_foreach_utils.py `_has_foreach_support`.
     """

@@ -27,7 +27,7 @@ SORTED = 5
 """int64 per index while indices are sorted: sorted and original positions, and the sort's own two buffers and a range."""
 
 FEW_INDICES = 3072
-"""Up to so many indices an embedding's gradient is summed without sorting."""
+"""Most indices for which an embedding's gradient is summed without sorting."""
 
 ROWS = 10
 """Rows that one thread sums before partial sums are added (`NROWS_PER_THREAD`)."""
