@@ -162,7 +162,7 @@ def test_another_failure_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("found", [measured(GIB, MIB, kind="predicted")])
 def test_only_what_is_measured_counts(found: wb.MemoryBreakdown) -> None:
-    with pytest.raises(ValueError, match="predicted on cuda; only what is measured on a GPU"):
+    with pytest.raises(ValueError, match="predicted on cuda; only measurements on a GPU"):
         calibrated(specs_of(1), lambda: H100, lambda spec: found)
 
 
