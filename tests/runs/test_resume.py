@@ -157,7 +157,7 @@ def test_a_run_goes_on_as_it_was_launched(tmp_path: Path) -> None:
         wb.launch("train.py", resume=path)
     with pytest.raises(LaunchError, match="steps=900 with resume=…: a run goes on as it was launched"):
         wb.launch(resume=path, steps=900)
-    with pytest.raises(LaunchError, match=r"launch\(\) of what\?"):
+    with pytest.raises(LaunchError, match=r"launch\(\) needs a RunSpec"):
         wb.launch()
 
 
