@@ -174,7 +174,7 @@ def _draw_hidden(ax: Axes, points: Sequence[ScalingPoint], shown: Shown) -> None
 
 
 def _by_knob(curve: ScalingCurve, ax: Axes | None, to: int | None) -> Axes:
-    """Throughput over the values of a knob; texts stand side by side."""
+    """Throughput over the values of a knob; texts at equal distances."""
     if to is not None:
         raise ValueError(f"to={to!r}: a curve over {curve.over} has no law that could be drawn beyond its points; leave it out")
     _base(curve.points)

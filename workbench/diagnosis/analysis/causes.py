@@ -353,7 +353,7 @@ def between_operators(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
 
 
 def _flat(e: Evidence, c: Costs) -> bool:
-    """Does the step hardly grow with its batch? Where that is lost in noise, the trace tells how much of it is the calling of operators."""
+    """Does the step hardly grow with its batch? Where noise hides that, the trace says how much of it is the calling of operators."""
     grown = growth_interval(e)
     if grown.low <= FLAT_GROWTH < grown.high:
         return c.called.low >= MIN_EXPLAINED * c.replayed

@@ -337,7 +337,7 @@ def _loader(e: Evidence) -> float:
 
 
 def _overlap(clean: float, cached: float, loader: float) -> float:
-    """Serial: full = cached + loader. Side by side: full = the larger. Where between the two does the full step lie?"""
+    """Serial: full = cached + loader. Side by side: full = the larger. The overlap is where the full step is between the two."""
     smaller = min(cached, loader)
     if math.isnan(loader) or smaller <= 0:
         return 0.0

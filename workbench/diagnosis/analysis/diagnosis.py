@@ -188,7 +188,7 @@ class Diagnosis(JsonDataclass):
 
     @property
     def remedy_table(self) -> display.Table:
-        """One row per remedy, best first, proofs beside."""
+        """One row per remedy, best first, with its proof."""
         rows = []
         for i, remedy in enumerate(self.remedies, 1):
             proved = [proof for proof in self.proofs if proof.remedy.name == remedy.name]

@@ -107,7 +107,7 @@ def _loading(spec: RunSpec) -> Loading:
 
 
 def _notes(timelines: Sequence[Timeline]) -> tuple[str, ...]:
-    """What only an experiment could settle, beside what the timelines say about themselves."""
+    """Notes: those of the timelines, and the questions that only an experiment could settle."""
     notes = [note for timeline in timelines for note in timeline.notes]
     notes.append("only an experiment could settle: what the loader would take alone, how much of forward and backward is Python")
     if len(timelines) > 1:

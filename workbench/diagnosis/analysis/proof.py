@@ -19,7 +19,7 @@ MIN_GAIN = 1.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof(display.Shown, JsonDataclass):
-    """A remedy's prediction beside what running it showed, interleaved with the baseline."""
+    """A remedy's prediction and the measured speedup, interleaved with the baseline."""
 
     remedy: Remedy
     """The remedy that was tried, with its prediction."""

@@ -95,7 +95,7 @@ class ThroughputDoctor:
         self.remedies = ipywidgets.VBox().add_class("wb-remedies")
         self.proves: dict[str, ipywidgets.Button] = {}
         self.measure = ipywidgets.Button(
-            description="Measure", tooltip="Run the step under the knobs as they stand, take parts of it away in turn, and see what changes"
+            description="Measure", tooltip="Run the step with the current knobs, remove its parts in turn, and measure the change"
         )
         self.climb = ipywidgets.Button(
             description="Climb", tooltip="Prove the best remedy, keep it, diagnose again, and so on until nothing worth it is left"

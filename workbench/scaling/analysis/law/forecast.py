@@ -194,7 +194,7 @@ class HeldOut(display.Shown, JsonDataclass):
         """One line: the errors of the law and of the naive line, and how often the interval held."""
         errors = f"mean error {units.percent(self.error)}, naive {units.percent(self.naive_error)}"
         if not all(math.isfinite(forecast.loss.high - forecast.loss.low) for forecast in self.forecasts):
-            return f"{errors}; no intervals, for no drawings were asked for"
+            return f"{errors}; no intervals, since no drawings were requested"
         return f"{errors}; {units.percent(self.covered)} inside their {units.percent(self.forecasts[0].level)} interval"
 
     def to_frame(self) -> Any:

@@ -80,7 +80,7 @@ def not_identified(
                 f"a wider range of {what} or several seeds of each are needed"
             )
     if not wanted:
-        return (*problems, "no drawings were asked for, so there are no intervals: draws=200 makes some")
+        return (*problems, "no drawings were requested, so there are no intervals: draws=200 gives some")
     if drawn < wanted:
         problems.append(
             f"only {drawn} of {wanted} bootstrap drawings could be fitted: the intervals are not to be trusted; more points are needed"
