@@ -146,7 +146,7 @@ def minimum(lrs: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def valley(lrs: Sequence[float], losses: Sequence[float]) -> float:
-    """In the middle third of the longest valley (strictly falling subsequence of losses).
+    """The learning rate in the middle third of the longest valley (strictly falling subsequence of losses).
 
     Source: fastai `callback/schedule.py`, `valley` (its default).
     """

@@ -69,7 +69,7 @@ class OptimizerDescription:
 
     @property
     def text(self) -> str:
-        """As in a RunSpec, without the learning rate: `adamw(betas=(0.9, 0.95))`."""
+        """The text of a RunSpec, without the learning rate: `adamw(betas=(0.9, 0.95))`."""
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"{self.name}({options})" if options else self.name
 

@@ -29,7 +29,7 @@ class Gain:
         return self.samples / self.throughput
 
     def to_json(self) -> dict[str, float | str | None]:
-        """As plain JSON values; infinite is text."""
+        """The gain as plain JSON values; infinite is text."""
         return {name: _number_or_text(getattr(self, name)) for name in ("throughput", "samples")}
 
     @classmethod

@@ -57,7 +57,7 @@ class Bottleneck(display.Shown, JsonDataclass):
 
     @property
     def speedup(self) -> float:
-        """How much faster the step could be at most, were the critical resource free; nan without one."""
+        """How many times as fast the step could be at most if the critical resource took no time; nan without one."""
         first = self.rows[0] if self.name else None
         return self.step_seconds / first.ceiling if first and first.ceiling > 0 else float("inf") if first else float("nan")
 
@@ -110,7 +110,10 @@ class Bottleneck(display.Shown, JsonDataclass):
 
 
 def bottleneck(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Bottleneck:
-    """With U the union of all resources' times and U_r that without r: alone = |U| − |U_r| inside the steps, ceiling = step − alone."""
+    """Find the critical resource.
+
+    With U the union of all resources' times and U_r that without r: alone = |U| − |U_r| inside the steps, ceiling = step − alone.
+    """
     spans = windows.spans
     count = max(1, len(spans))
     step = int((spans[:, 1] - spans[:, 0]).sum())

@@ -64,7 +64,7 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown(display.Shown, JsonDataclass):
-    """Where the steps of a trace go. Get one from `trace.breakdown()`."""
+    """The parts of the steps of a trace. Get it from `trace.breakdown()`."""
 
     steps: tuple[StepParts, ...]
     device: str
@@ -206,7 +206,7 @@ WHAT_IT_CANNOT = (
 
 
 def overlap(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Overlap:
-    """Of every step: exposed = |A ∪ B| − |B|, with A the communication and B the computing."""
+    """Measure the overlap in every step: exposed = |A ∪ B| − |B|, with A the communication and B the computing."""
     layers = dict(ON_DEVICE if kinds.device else ON_CPU)
     busy = kinds.cover(*layers["compute"])
 

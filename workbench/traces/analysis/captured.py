@@ -23,7 +23,7 @@ SLOWED = "the profiler slows these steps down"
 
 @dataclass(slots=True, kw_only=True)
 class Captured:
-    """Where a trace was written, and what it cost."""
+    """The place of a trace file, and the cost of the profiler."""
 
     path: Path = field(default=Path(), metadata=NOT_STORED)
     traced: float = math.nan

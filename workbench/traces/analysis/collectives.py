@@ -79,7 +79,7 @@ class Collectives(display.Shown, JsonDataclass):
 
 
 def bus_factor(name: str, ranks: int) -> float:
-    """What the link carries over what the message has, per rank.
+    """Bytes that the link carries per byte of the message, per rank.
 
     Source: nccl-tests, doc/PERFORMANCE.md: all-reduce 2 (n − 1) / n; all-gather, reduce-scatter and all-to-all (n − 1) / n, with the size
     of the larger side; broadcast, reduce and point-to-point 1.

@@ -26,7 +26,7 @@ class Lane(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What an event is called."""
+    """The name and category of an event."""
 
     name: str
     category: str
@@ -197,7 +197,7 @@ def _codes(codes: Codes, keys: Iterable[Any], count: int) -> NDArray[np.int32]:
 
 
 def floats(values: Sequence[Number]) -> NDArray[np.float64]:
-    """As an array; nan for what is missing or no number.
+    """The values as an array; nan for what is missing or no number.
 
     >>> floats([1.5, None, "N/A", "2"]).tolist()
     [1.5, nan, nan, 2.0]
@@ -216,7 +216,7 @@ def _float(value: Number) -> float:
 
 
 def integers(values: list[int | None]) -> Numbers:
-    """As an array; -1 for what is missing or does not fit."""
+    """The values as an array; -1 for what is missing or does not fit."""
     try:
         return np.array([-1 if value is None else value for value in values], dtype=np.int64)
     except OverflowError:

@@ -132,7 +132,7 @@ def _row(
     rates: NDArray[np.float64],
     edges: NDArray[np.float64],
 ) -> tuple[Copy, NDArray[np.float64]]:
-    """Of copies of one kind, and their curve."""
+    """The numbers of copies of one kind, and their curve."""
     spans = columns.spans[events]
     lengths = (spans[:, 1] - spans[:, 0]) / 1e9
     has_size = sizes >= 0

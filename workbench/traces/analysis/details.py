@@ -19,7 +19,7 @@ DEVICE_TYPES = {0: "CPU", 1: "CUDA", 6: "HIP", 12: "XPU", 13: "MPS", 20: "Privat
 
 
 class Inputs(NamedTuple):
-    """What an operator was called with, as the file writes it; empty where it was not recorded."""
+    """The arguments of an operator, as in the file; empty where they were not recorded."""
 
     types: str
     concrete: str

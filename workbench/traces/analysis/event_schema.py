@@ -76,7 +76,7 @@ NO_DETAIL = Detail()
 
 
 class Detailed(Bare, gc=False):
-    """The same event, read for its details."""
+    """An event with its details."""
 
     args: Detail | None = None
 
@@ -131,7 +131,7 @@ FAILURES = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def end_of(error: Exception) -> int | None:
-    """Where the value ended, if what was wrong is only that text follows it."""
+    """The position where a value ended, if the only error is that text follows it."""
     message = str(error)
     if "trailing characters" not in message:
         return None

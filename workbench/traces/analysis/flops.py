@@ -52,7 +52,7 @@ class Call:
     concrete: Sequence[str]
 
     def shape(self, at: int) -> Shape:
-        """Of a tensor.
+        """The shape of a tensor argument.
 
         Raises:
             ValueError: there is none of known shape.
@@ -63,7 +63,7 @@ class Call:
         return shape
 
     def value(self, at: int) -> Any:
-        """Of what is no tensor: numbers, truth values, lists.
+        """The value of an argument that is no tensor: a number, a truth value or a list.
 
         Raises:
             ValueError: it was not recorded.
@@ -133,7 +133,7 @@ def _convolution(call: Call) -> Work:
 
 
 def _convolution_backward(call: Call) -> Work:
-    """As much again for the gradient of the input, and for that of the weights, as far as the mask needs them."""
+    """FLOPs of the forward once for the gradient of the input and once for that of the weights, where the mask requires them."""
     given, taken, weight = call.shape(0), call.shape(1), call.shape(2)
     mask = call.value(10)
     meets = math.prod(taken[2:] if bool(call.value(7)) else given[2:]) * given[0]

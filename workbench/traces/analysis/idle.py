@@ -94,7 +94,7 @@ ON_CPU = (("data", ("data_wait",)), ("communication", ("host_communication", "co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """What the host does meanwhile; mean seconds per step."""
+    """An activity of the host while the device idles; mean seconds per step."""
 
     cause: str
     seconds: float
@@ -104,7 +104,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """One pause."""
+    """One pause of the device."""
 
     start: float
     """Seconds from the first event of the file on."""
@@ -120,7 +120,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idle(display.Shown, JsonDataclass):
-    """Where nothing is computed. Get it from `trace.idle()`."""
+    """The time in which nothing is computed. Get it from `trace.idle()`."""
 
     who: str
     """Who idles: "device", or the name of the thread that trains."""
@@ -227,7 +227,7 @@ def training_lane(columns: Columns, kinds: Kinds) -> int:
 
 
 def _of(columns: Columns, kinds: Kinds, lane: int, layer: tuple[str, ...]) -> Spans:
-    """When a thread is in an event of some kinds; collectives that the CPU runs have threads of their own."""
+    """The time in which a thread is in an event of some kinds; collectives that the CPU runs have threads of their own."""
     of = kinds.where(*layer)
     if "host_communication" not in layer:
         of &= columns.lane == lane

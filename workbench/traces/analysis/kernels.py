@@ -112,7 +112,7 @@ def products(columns: Columns, kinds: Kinds, kernels: Numbers, details: Details)
 
 
 def _dtype(types: str) -> str:
-    """Of the first tensor, by "Input type" as the file has it."""
+    """The number format of the first tensor, by the "Input type" of the file."""
     try:
         recorded = json.loads(types) if types else []
     except (ValueError, RecursionError):

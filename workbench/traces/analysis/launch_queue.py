@@ -23,7 +23,7 @@ UNLINKED = "the file does not link work of the device to the calls that launch i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLaunches:
-    """What is launched into one stream; seconds."""
+    """The launches into one stream; seconds."""
 
     stream: str
     launches: int

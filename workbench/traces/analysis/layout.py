@@ -324,7 +324,7 @@ def _firsts(row: NDArray[np.int32], begin: Numbers, length: Numbers, width: int)
 
 
 def _longest(length: Numbers, picked: NDArray[np.bool_], first: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Of each rectangle the longest event, the first of equals; one that is chosen before all others."""
+    """The longest event of each rectangle, the first of equals; chosen events come before all others."""
     rank = np.where(picked, length + (int(length.max()) + 1), length)
     most = np.maximum.reduceat(rank, first)
     best = np.flatnonzero(rank == np.repeat(most, np.diff(np.append(first, len(length)))))

@@ -220,7 +220,7 @@ def _arrays(loaded: Loaded, key: str) -> dict[str, Any]:
 
 
 def _narrow(values: NDArray[Any]) -> NDArray[Any]:
-    """In as few bytes as they fit."""
+    """The integers in the smallest type that holds them."""
     if not len(values):
         return values
     low, high = int(values.min()), int(values.max())

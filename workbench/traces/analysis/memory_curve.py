@@ -186,7 +186,7 @@ def _who(columns: Columns, calls: Nesting, place: int) -> str:
 
 
 def _points(time: Numbers, held: Numbers) -> Numbers:
-    """Of each piece of time the highest point, and the first and the last of all."""
+    """The highest point of each piece of time, and the first and the last point of all."""
     if len(time) <= POINTS:
         return np.arange(len(time))
     piece = (time - time[0]) * POINTS // max(1, int(time[-1] - time[0]) + 1)

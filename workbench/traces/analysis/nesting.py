@@ -31,7 +31,7 @@ class Nesting:
             yield order[begin:end]
 
     def nearest(self, chosen: NDArray[np.bool_]) -> Numbers:
-        """Of each place the innermost chosen one around it, itself included; -1 where there is none."""
+        """The innermost chosen place around each place, itself included; -1 without one."""
         result = np.where(chosen, np.arange(len(chosen)), -1)
         for level in self.levels():
             result[level] = np.where(chosen[level], level, result[self.parent[level]])

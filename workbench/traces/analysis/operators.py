@@ -189,7 +189,7 @@ class Ranking:
         return float(self._own[event]) / 1e9
 
     def within(self, start: float, end: float, which: Which = "operator") -> tuple[Ranked, ...]:
-        """Those that begin in a part of the time, in nanoseconds from the first event on.
+        """Rank the calls that begin in a part of the time, in nanoseconds from the first event on.
 
         Args:
             start: where the part begins.

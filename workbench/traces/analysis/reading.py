@@ -242,7 +242,7 @@ class Reading(Generic[E]):
         return [], text[-1024:], None
 
     def _last(self, text: bytes) -> tuple[list[E], bytes, bytes | None]:
-        """The same for the end of the file."""
+        """The events at the end of the file, with the same results as `_piece`."""
         try:
             return self.words.several(b"[" + text), b"", b""
         except msgspec.DecodeError as error:
@@ -294,7 +294,7 @@ class Reading(Generic[E]):
         return events, None
 
     def _look_at_header(self, head: bytes, tail: bytes) -> None:
-        """Of the text around the events; without it the trace is as good, but less is known of where it comes from."""
+        """Read the header from the text around the events; without it only the origin of the trace is unknown."""
         for text in (head + b'"traceEvents":[]' + tail, head.rstrip().rstrip(b",") + b"}"):
             try:
                 self.header = wire.header(text)

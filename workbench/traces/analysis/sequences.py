@@ -241,7 +241,7 @@ def _greedy(at: Numbers, whole: NDArray[np.bool_], seconds: Numbers, used: NDArr
 
 
 def _apart(places: Numbers, used: NDArray[np.bool_], length: int) -> Numbers:
-    """Those of which nothing is used yet and that do not overlap, from the first on."""
+    """Occurrences that are not used yet and do not overlap, from the first on."""
     free: Numbers = places[~used[places[:, None] + np.arange(length)].any(axis=1)]
     if not (np.diff(free) < length).any():
         return free

@@ -174,7 +174,7 @@ class Stragglers(display.Shown, JsonDataclass):
 
     @property
     def share(self) -> float:
-        """The same as a fraction 0..1 of the step."""
+        """That time as a fraction 0..1 of the step."""
         return self._of_step(self.seconds)
 
     def _of_step(self, seconds: float) -> float:
@@ -186,7 +186,7 @@ class Stragglers(display.Shown, JsonDataclass):
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """The result in one sentence."""
         if len(self.rows) < 2:
             return "one rank has a trace: waiting shows only in traces of several"
         if not self.steps:

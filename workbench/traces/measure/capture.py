@@ -31,7 +31,7 @@ FETCH = "enumerate(DataLoader)#Feed.__next__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a profiler records beside operators."""
+    """Data that the profiler records in addition to operators."""
 
     shapes: bool = True
     """Of the inputs of operators."""
@@ -113,7 +113,7 @@ def write_captured(captured: Captured) -> None:
 
 
 def file_name(prefix: str = "") -> str:
-    """Of a trace of this process: `host_pid.nanoseconds.pt.trace.json.gz`, as TensorBoard's profiler plugin expects it."""
+    """File name of a trace of this process: `host_pid.nanoseconds.pt.trace.json.gz`, as TensorBoard's profiler plugin expects it."""
     host = re.sub(r"[^\w-]", "-", socket.gethostname())
     return f"{prefix}{host}_{os.getpid()}.{time.time_ns()}.pt.trace.json.gz"
 
@@ -139,7 +139,7 @@ Mark = tuple[float, torch.cuda.Event | None]
 
 
 class TimedStep:
-    """One step, in pieces: each from where a batch is there to where the loop takes the next one, or to where the step ends.
+    """Times a step, in pieces: each from a batch to the request for the next batch, or to the end of the step.
 
     A device works later than the host that gives it its work, so that there its own events are the clock: from the end of the work before
     the piece to the end of the work in it, or as long as the host takes where that is longer.
@@ -294,6 +294,6 @@ def profiling(steps: int, options: Options, wait: Callable[[], object], *, at: i
 
 
 def _schedule(steps: int, at: int) -> Callable[[int], torch.profiler.ProfilerAction]:
-    """One step of warm-up, then those that are recorded, once."""
+    """The profiler's schedule: one step of warm-up, then the recorded steps, once."""
     plan = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
     return lambda number: plan(max(0, number - at))  # a profiler asks for step 0 when it is made

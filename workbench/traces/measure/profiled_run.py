@@ -165,7 +165,7 @@ class RunProfiler:
         self._write()
 
     def _write(self) -> None:
-        """What is known so far, beside the trace."""
+        """Write the facts so far beside the trace."""
         self._captured.compare(*(seconds_of(self._laps[stretch]) for stretch in ("plain", "traced")))
         self._folder.mkdir(parents=True, exist_ok=True)
         write_captured(self._captured)

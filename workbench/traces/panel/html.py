@@ -99,7 +99,7 @@ def label(which: str, number: int | None) -> str:
 
 
 def described(event: Described) -> str:
-    """One event, in words."""
+    """Text for one event."""
     where = (
         f"step {event.step}, {units.seconds(event.at)} after its beginning" if event.step is not None else f"at {units.seconds(event.at)}"
     )

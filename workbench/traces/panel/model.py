@@ -57,7 +57,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """One event."""
+    """Facts about one event, for the page."""
 
     name: str
     kind: str
@@ -85,7 +85,7 @@ class Explored:
 
     @classmethod
     def of(cls, given: Any) -> "Explored":
-        """Of a trace, a set of traces, or a path.
+        """From a trace, a set of traces, or a path.
 
         Raises:
             ValueError: something else was given.
@@ -143,7 +143,7 @@ class Explored:
         return self.layout.shifts[list(self.traces).index(rank)]
 
     def steps(self, rank: int | None) -> tuple[Stretch, ...]:
-        """Of a rank."""
+        """The steps of a rank."""
         windows, shift = self.traces[rank].windows, self._shift(rank)
         rows = zip(windows.numbers.tolist(), (windows.spans + shift).tolist(), strict=True)
         return tuple(Stretch(number=number, start=start, end=end) for number, (start, end) in rows)
@@ -164,7 +164,7 @@ class Explored:
         return chosen or Stretch(number=-1, start=start, end=end)
 
     def breakdown(self, rank: int | None, number: int | None) -> Breakdown:
-        """Of a step, or of all."""
+        """The breakdown of a step, or of all."""
         if rank not in self._breakdowns:
             self._breakdowns[rank] = self.traces[rank].breakdown()
         whole = self._breakdowns[rank]

@@ -168,7 +168,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         return None
 
     def end_headers(self) -> None:
-        """With what the browser may load."""
+        """Add the header that says what the browser may load."""
         self.send_header("Content-Security-Policy", POLICY)
         self.send_header("Cache-Control", "no-store")
         super().end_headers()

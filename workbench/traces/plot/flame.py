@@ -68,7 +68,7 @@ def flame(result: Trace | Flame, ax: Axes | None = None) -> Axes:
 
 
 def _boxes(ax: Axes, nodes: Sequence[FlameNode], kind: tuple[str, str], scale: float) -> object:
-    """One collection per kind: thousands of boxes are as fast as one."""
+    """Draw the boxes as one collection per kind, which is fast for thousands."""
     from matplotlib.collections import PolyCollection
 
     corners = []
