@@ -221,7 +221,7 @@ def test_errors_say_what_to_try() -> None:
         wb.collectives(gpt, BATCH, loss=gpt_loss, world_size=10**6)
     with pytest.raises(ValueError, match=r"collectives\(Linear\): a model needs a batch"):
         wb.collectives(nn.Linear(8, 8))
-    with pytest.raises(ValueError, match=r"collectives\(3\): a RunSpec"):
+    with pytest.raises(ValueError, match=r"collectives\(3\): expected a RunSpec"):
         wb.collectives(3, (X,))
     with pytest.raises(ValueError, match="no knob 'paralel': did you mean 'parallel'"):
         wb.collectives(gpt, BATCH, paralel="fsdp")

@@ -184,7 +184,7 @@ def test_before_and_after(by_hand: Make) -> None:
 
 def test_what_cannot_be_compared(by_hand: Make) -> None:
     run = Run.load(by_hand().steps(20).ended("finished").path)
-    with pytest.raises(ValueError, match=r"compare\(\) got 1 run: two or more"):
+    with pytest.raises(ValueError, match=r"compare\(\) got 1 run: expected two or more"):
         compare(run)
     with pytest.raises(ValueError, match=r"compare\(\) got a list: expected runs, compare\(before, after\) or compare\(\*runs\)"):
         compare([run, run])  # type: ignore[arg-type]
