@@ -99,7 +99,7 @@ def test_a_sized_model_does_not_look_ahead() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("gpt_20", r"gpt_20: a width that is a multiple of 8 is wanted, such as gpt_16"), ("mlp_8", r"mlp_8")]
+    ("name", "said"), [("gpt_20", r"gpt_20: expected a width that is a multiple of 8, such as gpt_16"), ("mlp_8", r"mlp_8")]
 )
 def test_sizes_that_there_are_not(name: str, said: str) -> None:
     with pytest.raises(TaskError, match=said):
