@@ -74,7 +74,7 @@ slow-alone: setup ## of the slow tests, what judges times
 notebooks: setup ## execute the notebooks and compare what they show (strict nbval)
 	$(BIN)/python -m tests.notebooks $(ARGS)
 
-slow-notebooks: setup ## execute those that judge times by experiment
+slow-notebooks: setup ## execute those that take minutes or judge times by experiment
 	$(BIN)/python -m tests.notebooks --slow $(ARGS)
 
 browser: setup ## drive JupyterLab in Chromium; screenshots in shots/

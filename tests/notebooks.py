@@ -1,6 +1,6 @@
 """Execute notebooks and compare what they show (strict nbval): `make notebooks`, two at a time.
 
-Those whose claims are about time above all take minutes, one after another: `make slow-notebooks`. One that fails is executed once more,
+Those that take minutes: `make slow-notebooks`; of these, those whose claims are about time run alone. One that fails is executed once more,
 whole and alone, since others compute on the machine, too. The output names it; one that fails twice fails, and so does a process that is
 left behind, whatever the second time says.
 """
@@ -15,8 +15,10 @@ from tests.conftest import LEFT
 ROOT = Path(__file__).parents[1]
 NBVAL = ["--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
 TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile"]
-SLOW = ("02_", "03_")
-"""How the names of those begin that judge times by experiment: alone."""
+SLOW = ("04_", "05_")
+"""How the names of those begin that take three minutes or more."""
+ALONE = ("02_", "03_")
+"""How the names of those begin that judge times by experiment: slow, too, and nothing may run beside them."""
 LAST_FAILED = ROOT / ".pytest_cache/v/cache/lastfailed"
 NOTHING_CHOSEN = 5
 """pytest's exit status where the arguments choose nothing of these."""
@@ -42,10 +44,16 @@ def main(arguments: list[str]) -> int:
     """Execute the quick notebooks, or with --slow the slow ones, and those that fail once more; returns the exit status."""
     slow = "--slow" in arguments
     arguments = [argument for argument in arguments if argument != "--slow"]
-    paths = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "notebooks").glob("*.ipynb")) if path.name.startswith(SLOW) == slow]
-    status, again = execute(paths, arguments if slow else [*TWO_AT_A_TIME, *arguments])
+    paths = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    alone = [path for path in paths if Path(path).name.startswith(ALONE)]
+    shared = [path for path in paths if path not in alone and Path(path).name.startswith(SLOW) == slow]
+    results = [execute(shared, [*TWO_AT_A_TIME, *arguments]), *([execute(alone, arguments)] if slow else [])]
+    for status, failed in results:
+        if status and not failed:
+            return status
+    again = [path for _, failed in results for path in failed]
     if not again:
-        return status
+        return 0
     print(f"once more, alone: {', '.join(again)}", flush=True)
     return execute(again, arguments)[0]
 
