@@ -148,6 +148,7 @@ class Kept(Dataset[torch.Tensor]):
         return self.bank[index % 4]
 
 
+@pytest.mark.alone
 def test_what_a_batch_would_take_here_is_known_from_a_worker() -> None:
     """A worker collates into new shared memory, page by page; measured: 5 ms there and 0.3 ms here for 6 MB."""
     there = probed(loader_of(Kept(), num_workers=1), 1.0)

@@ -192,7 +192,7 @@ def test_a_law_that_is_determined_says_so(noisy: ScalingLaw) -> None:
     ("changes", "said"),
     [
         ({"sizes": (1e6, 1e8)}, "only 2 different numbers of parameters: alpha cannot be separated from E; 3 or more models"),
-        ({"amounts": (2e7, 2e9)}, "only 2 different numbers of tokens: beta cannot be determined"),
+        ({"amounts": (2e7, 2e9)}, "only 2 different numbers of tokens: beta cannot be separated from E"),
         ({"sizes": (1e6, 2e6, 3e6)}, "parameters vary by a factor of 3 only: alpha cannot be determined; a factor of 4 or more"),
         ({"noise": 0.08}, "the exponent of the best size lies anywhere from"),
     ],
