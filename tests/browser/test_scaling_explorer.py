@@ -12,7 +12,7 @@ from tests.browser.test_doctor import slider
 pytestmark = pytest.mark.browser
 Open = Callable[..., Notebook]
 LOAD = """import workbench as wb
-from workbench.cost import Transformer
+from workbench.cluster.analysis.transformer import Transformer
 model = Transformer(layers=80, hidden=8192, vocabulary=32_000, sequence=2048)"""
 SHOW = 'explorer = wb.widgets.ScalingExplorer(model, cluster="DGX-A100", global_batch=512, price=2.0)\nexplorer'
 
