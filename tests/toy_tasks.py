@@ -82,10 +82,10 @@ def parted_stream() -> Task:
 
 
 def too_large() -> Task:
-    """Asks for more memory than there is."""
+    """Asks its device for more memory than there is."""
 
     def loss(model: nn.Module, batch: Pair) -> Tensor:
-        return torch.zeros(2**60)
+        return torch.zeros(2**60, device=batch[0].device)
 
     return numbers(loss=loss)
 

@@ -13,6 +13,7 @@ import pytest
 import workbench as wb
 from workbench.core import run_directory
 from workbench.runs import errors, failure
+from workbench.runs.out_of_memory import HOST, OutOfMemory
 from workbench.runs.root_cause import first_failure
 from workbench.runs.spec import SpecError
 from workbench.runs.task import TaskError
@@ -123,6 +124,13 @@ def test_a_record_fits_on_a_full_disk(rank2: Path, monkeypatch: pytest.MonkeyPat
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …", "out-of-memory", "micro_batch"),
         ("RuntimeError: [enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory", "out-of-memory", "micro_batch"),
         ("MemoryError", "out-of-memory", "micro_batch"),
+        ("_ArrayMemoryError: Unable to allocate 8.00 EiB for an array with shape (2**60,)", "out-of-memory", "micro_batch"),
+        (
+            "DistBackendError: NCCL error in: …, invalid usage … Duplicate GPU detected : rank 1 and rank 0 both on …",
+            "exception",
+            "LOCAL_RANK",
+        ),
+        ("RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "exception", "CUDA_LAUNCH_BLOCKING=1"),
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ", "killed", "num_workers"),
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that …", "killed", "shm-size"),
         ("DistNetworkError: The server socket has failed to listen … EADDRINUSE", "address-in-use", "MASTER_PORT"),
@@ -144,6 +152,50 @@ def test_known_symptoms(message: str, kind: str, advice: str | None) -> None:
     assert symptom.kind == kind
     assert symptom.kind in errors.KINDS
     assert advice in symptom.hint if advice and symptom.hint else advice is symptom.hint
+
+
+FULL_DEVICES = [
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …",
+    "HIP out of memory. Tried to allocate 6.64 GiB.",
+    "XPU out of memory. Tried to allocate 2.00 GiB.",
+    "MPS backend out of memory (MPS allocated: 9.57 GiB, …)",
+    "Invalid buffer size: 24.00 GiB",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call …",
+    "CUDA driver error: out of memory",
+    "HIP error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "cudaErrorMemoryAllocation: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cuFFT error: CUFFT_ALLOC_FAILED",
+    "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+    "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:275, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL "
+    "version 2.20.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+]
+
+
+@pytest.mark.parametrize("text", FULL_DEVICES)
+def test_a_full_device_is_known_however_it_is_said(text: str) -> None:
+    assert errors.is_out_of_memory(RuntimeError(text))
+    symptom = errors.symptom_of(f"RuntimeError: {text}")
+    assert symptom is not None
+    assert symptom.kind == "out-of-memory"
+    memory = OutOfMemory.parse(f"RuntimeError: {text}")
+    assert memory is not None
+    assert memory.device != HOST
+
+
+def test_full_memory_as_an_exception() -> None:
+    assert errors.is_out_of_memory(MemoryError())
+    assert errors.is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory"))
+    assert errors.is_out_of_memory(type("OutOfMemoryError", (RuntimeError,), {})("whatever it says"))
+    assert not errors.is_out_of_memory(ValueError("a step that ran into CUDA out of memory"))
+    assert not errors.is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+    assert not errors.is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"))
+    assert not errors.is_out_of_memory(RuntimeError("NCCL error …, unhandled cuda error …\nCuda failure 1 'invalid argument'"))
 
 
 def test_an_ordinary_message_is_no_symptom() -> None:

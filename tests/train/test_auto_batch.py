@@ -35,7 +35,7 @@ from workbench.runs.task import Task
 from workbench.train import choose_micro_batch as choosing
 from workbench.train import loop, split_on_oom
 from workbench.train.ranks import Ranks
-from workbench.train.split_on_oom import MicroBatchSplitter, is_out_of_memory
+from workbench.train.split_on_oom import MicroBatchSplitter
 from workbench.train.trainer import Trainer
 
 train = functools.partial(loop.train, held=held, noise_log=NoiseLog)
@@ -212,7 +212,28 @@ def test_what_is_raised_as_before(alone: Ranks) -> None:
     with pytest.raises(ValueError, match="boom"):
         trained(spec_of(), toy_tasks.numbers(loss=_boom), alone, halve=True)
     assert Trainer(spec_of(parallel="fsdp"), toy_tasks.numbers(), alone, split_on_oom=True).splitter is None
-    assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+
+
+@pytest.mark.parametrize(
+    ("error", "splits"),
+    [
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (dist.DistBackendError("NCCL error …, unhandled cuda error …\nCuda failure 2 'out of memory'"), False),  # its peers are waiting
+    ],
+)
+def test_which_errors_split_a_batch(alone: Ranks, error: RuntimeError, splits: bool) -> None:
+    def loss(model: Any, batch: toy_tasks.Pair) -> Tensor:
+        if len(batch[0]) > 4:
+            raise error
+        return toy_tasks.squared_error(model, batch)
+
+    task = toy_tasks.numbers(loss=loss)
+    with contextlib.nullcontext() if splits else pytest.raises(type(error)):
+        trainer, _, _ = trained(spec_of(), task, alone, halve=True)
+        assert trainer.splitter is not None
+        assert trainer.splitter.largest == 4
 
 
 def _boom(model: nn.Module, batch: Any) -> Tensor:

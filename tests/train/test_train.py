@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -487,6 +487,80 @@ def test_a_script_is_not_for_this_program(by_hand: Make) -> None:
 def test_specs_of_one_launch_agree(alone: Ranks, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"backend='auto', 'gloo' in one launch: specs of one launch must agree on it"):
         program.train_all([spec_of(), spec_of(backend="gloo")], [tmp_path, tmp_path], alone)
+
+
+class OnGpus(Ranks):
+    """Ranks of which the others do as this one does."""
+
+    def agree(self, ok: bool) -> bool:
+        return ok
+
+
+@pytest.fixture
+def gpu_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces what the training program calls on a GPU, and lists the calls."""
+    calls: list[str] = []
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: calls.append(name))
+    return calls
+
+
+def trained_on_gpus(by_hand: Make, alone: Ranks, monkeypatch: pytest.MonkeyPatch, world_size: int, fails: Sequence[int]) -> list[str]:
+    """How each of four configurations ended, "" = it did not run, and the error of the launch. Those with the seeds in `fails` fail."""
+
+    def fake_train(spec: RunSpec, *_: Any, **__: Any) -> None:
+        if spec.seed in fails:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(program, "train", fake_train)
+    specs = [spec_of(seed=seed) for seed in range(4)]
+    paths = [by_hand(spec=spec.to_json()).path for spec in specs]
+    ranks = OnGpus(rank=0, world_size=world_size, device=torch.device("cuda", 0), store=alone.store)
+    error = ""
+    try:
+        program.train_all(specs, paths, ranks)
+    except program.LaunchOverError as raised:
+        error = str(raised)
+    outcomes = [run_directory.read_json(path / run_directory.RUN_JSON)["outcome"] or {"state": ""} for path in paths]
+    assert all(outcome["error"]["kind"] == "out-of-memory" for outcome in outcomes if outcome["state"] == "failed")
+    return [*(outcome["state"] for outcome in outcomes), error]
+
+
+def test_after_a_failure_a_single_gpu_goes_on(by_hand: Make, alone: Ranks, monkeypatch: pytest.MonkeyPatch, gpu_calls: list[str]) -> None:
+    assert trained_on_gpus(by_hand, alone, monkeypatch, 1, [1]) == ["finished", "failed", "finished", "finished", ""]
+    assert gpu_calls.count("empty_cache") == 5  # the failed one is followed by empty memory, too
+
+
+def test_after_a_failure_several_gpus_may_wait(by_hand: Make, alone: Ranks, monkeypatch: pytest.MonkeyPatch, gpu_calls: list[str]) -> None:
+    *states, error = trained_on_gpus(by_hand, alone, monkeypatch, 2, [1])
+    assert states == ["finished", "failed", "", ""]
+    assert error == (
+        "configuration 001 has failed, and other GPUs may wait for ever in a reduction that it did not join; these did not run in this "
+        "launch, and need a new one: 002, 003"
+    )
+    assert "synchronize" not in gpu_calls  # it would wait for ever, too
+
+
+def test_a_warm_up_that_fails_on_gpus_is_the_failure_of_the_first(
+    by_hand: Make, alone: Ranks, monkeypatch: pytest.MonkeyPatch, gpu_calls: list[str]
+) -> None:
+    assert trained_on_gpus(by_hand, alone, monkeypatch, 2, [0])[:4] == ["failed", "", "", ""]
+    assert trained_on_gpus(by_hand, alone, monkeypatch, 1, [0]) == ["failed", "finished", "finished", "finished", ""]
+
+
+def test_a_gpu_that_refuses_everything_after_a_failure(
+    by_hand: Make, alone: Ranks, monkeypatch: pytest.MonkeyPatch, gpu_calls: list[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be …")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    *states, error = trained_on_gpus(by_hand, alone, monkeypatch, 1, [2])
+    assert states == ["finished", "finished", "failed", ""]
+    assert "left the GPU unusable for this process (CUDA error: device-side assert triggered); these" in error
+    *states, error = trained_on_gpus(by_hand, alone, monkeypatch, 1, [3])
+    assert states == ["finished", "finished", "finished", "failed"]
+    assert error.endswith("it was the last one of this launch")
 
 
 def test_a_full_disk_fails_the_run_and_leaves_whole_lines(by_hand: Make, tmp_path: Path, forks: Forks) -> None:

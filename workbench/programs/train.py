@@ -72,6 +72,7 @@ def train_all(specs: Sequence[RunSpec], run_dirs: Sequence[Path], ranks: Ranks) 
     Raises:
         SpecError: the specs do not fit into one launch.
         DiskFullError: the disk is full; that ends the launch.
+        LaunchOverError: after a failed configuration the GPUs cannot be used any more by these processes.
         Exception: the error of a configuration that failed on some ranks only, while the others wait in a reduction.
     """
     for name in ("device", "backend", "nproc_per_node", "nnodes"):
@@ -80,18 +81,47 @@ def train_all(specs: Sequence[RunSpec], run_dirs: Sequence[Path], ranks: Ranks) 
             raise SpecError(f"{name}={', '.join(map(repr, sorted(values)))} in one launch: specs of one launch must agree on it")
     with tempfile.TemporaryDirectory() as nowhere:
         warm = specs[0].replace(steps=min(WARMUP_STEPS, specs[0].steps), evaluate=False, profile=None)
-        attempt(warm.replace(micro_batch=WARMUP_BATCH) if warm.micro_batch == AUTO else warm, Path(nowhere), ranks)
-    for spec, run_dir in zip(specs, run_dirs, strict=True):
+        warm = warm.replace(micro_batch=WARMUP_BATCH) if warm.micro_batch == AUTO else warm
+        on_gpus = ranks.device.type == "cuda"
         began = time.monotonic()
-        ok = attempt(spec, run_dir, ranks)
+        warmed = attempt(warm, Path(nowhere), ranks, errors=run_dirs[0] if on_gpus else None)
+    for index, (spec, run_dir) in enumerate(zip(specs, run_dirs, strict=True)):
+        tried = on_gpus and index == 0 and not warmed  # on GPUs a failure is not repeated: it may leave them waiting
+        began = began if tried else time.monotonic()
+        ok = not tried and attempt(spec, run_dir, ranks)
         if ranks.rank == 0:
             write_outcome(run_dir, ok, time.monotonic() - began)
-        if not ok and ranks.device.type == "cuda":
-            raise RuntimeError("a configuration has failed and may have left GPUs waiting in a reduction: the next ones need a new launch")
+        if not ok and on_gpus and (why := out_of_use(ranks)):
+            left = ", ".join(path.name for path in run_dirs[index + 1 :])
+            rest = f"these did not run in this launch, and need a new one: {left}" if left else "it was the last one of this launch"
+            raise LaunchOverError(f"configuration {run_dir.name} has failed, and {why}; {rest}")
 
 
-def attempt(spec: RunSpec, run_dir: Path, ranks: Ranks) -> bool:
-    """Train one spec; record its error, if any; leave no memory behind. Has it gone well on all ranks?"""
+class LaunchOverError(RuntimeError):
+    """A configuration failed in a way that leaves no GPU for the next ones in the same processes."""
+
+
+def out_of_use(ranks: Ranks) -> str:
+    """Why the GPUs cannot be used after a configuration failed; empty if they can, and then this rank's GPU is idle and empty."""
+    if ranks.world_size > 1:
+        return "other GPUs may wait for ever in a reduction that it did not join"
+    try:
+        torch.cuda.synchronize(ranks.device)
+        torch.cuda.empty_cache()
+    except RuntimeError as error:  # such as a failed assertion in a kernel: CUDA refuses everything that follows
+        return f"left the GPU unusable for this process ({str(error).splitlines()[0]})"
+    return ""
+
+
+def attempt(spec: RunSpec, run_dir: Path, ranks: Ranks, errors: Path | None = None) -> bool:
+    """Train one spec; record its error, if any; leave no memory behind. Has it gone well on all ranks?
+
+    Args:
+        spec: to train.
+        run_dir: its run directory.
+        ranks: this process among the others.
+        errors: run directory that gets the record of an error; None = `run_dir`.
+    """
     reset_peak(ranks.device)
     group = dist.new_group()  # its own: what a failed configuration has left unfinished disturbs no other
     error: Exception | None = None
@@ -101,7 +131,7 @@ def attempt(spec: RunSpec, run_dir: Path, ranks: Ranks) -> bool:
         raise
     except Exception as raised:
         error = raised
-        failure.record(error, run_dir=run_dir, rank=ranks.rank, held=held)
+        failure.record(error, run_dir=errors or run_dir, rank=ranks.rank, held=held)
     try:
         ok = ranks.agree(error is None)
     except RuntimeError:

@@ -20,6 +20,24 @@ _CONSEQUENCES = re.compile(
 )
 """Messages of ranks that fail because another rank is gone, or because they are stopped (gloo, the TCP store, NCCL, a DataLoader)."""
 
+OUT_OF_DEVICE_MEMORY = (
+    r"OutOfMemoryError|(CUDA|HIP|XPU|MPS|C10)(?: backend)? [Oo]ut of [Mm]emory"  # torch's caching allocators
+    r"|(CUDA|HIP|XPU)(?: driver)? error: out of memory|(CUDA|HIP)\]: out of memory"  # an allocation past them, and Triton's
+    r"|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|hipError(OutOfMemory|MemoryAllocation)"  # the runtimes and drivers
+    r"|(CUDA|Cuda|cuda|HIP|hip) failure(?: \d+)? '?out of memory|unhandled (cuda|hip) error[\s\S]*out of memory"  # NCCL, RCCL
+    r"|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS|HIPSOLVER|HIPSPARSE|MIOPEN)_STATUS_ALLOC_FAILED|(CUFFT|HIPFFT)_ALLOC_FAILED"
+    r"|CUDNN_STATUS_INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED|rocblas_status_memory_error|miopenStatusAllocFailed"
+    r"|_ERROR_OUT_OF_DEVICE_MEMORY|PI_ERROR_OUT_OF_RESOURCES"  # SYCL and Level Zero
+    r"|Invalid buffer size: [\d.]+ [KMGT]i?B|kIOGPUCommandBufferCallbackErrorOutOfMemory"  # Metal
+)
+"""How errors say that a device has no memory left: torch's allocator in its own class, the libraries below it in plain RuntimeErrors.
+Source: torch's c10/{cuda,xpu}, aten/src/ATen/{cuda,mps,native/cudnn}, NCCL's checks.h, cudnn_graph.h of cuDNN 9, hipify's tables."""
+OUT_OF_HOST_MEMORY = (
+    r"DefaultCPUAllocator|not enough memory|Cannot allocate|^MemoryError|bad_alloc|Unable to allocate [\d.]+ [KMGTPE]?i?B"
+    r"|_ERROR_OUT_OF_HOST_MEMORY"
+)
+"""How errors say that main memory has run out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
@@ -44,10 +62,12 @@ _SYMPTOMS = (
         "killed",
         "A worker of the loader was killed, most often because memory ran out: try fewer num_workers or a smaller prefetch_factor.",
     ),
+    Symptom(f"{OUT_OF_DEVICE_MEMORY}|{OUT_OF_HOST_MEMORY}", "out-of-memory", LESS_MEMORY),
     Symptom(
-        r"OutOfMemoryError|(CUDA|HIP) out of memory|DefaultCPUAllocator|not enough memory|Cannot allocate|^MemoryError|bad_alloc",
-        "out-of-memory",
-        LESS_MEMORY,
+        r"Duplicate GPU detected",
+        "exception",
+        "Two ranks use the same GPU, and NCCL takes one rank per GPU. Try as many ranks as there are visible GPUs, or in a script "
+        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init_process_group. backend="gloo" lets ranks share a GPU.',
     ),
     Symptom(
         r"EADDRINUSE|[Aa]ddress already in use",
@@ -64,7 +84,7 @@ _SYMPTOMS = (
         r"device-side assert", "exception", "Most often a label or index outside its range: the same run with device='cpu' names the line."
     ),
     Symptom(
-        r"illegal memory access|CUDA error|CUBLAS_STATUS",
+        r"illegal memory access|CUDA error|CUBLAS_STATUS|CUDNN_STATUS",
         "exception",
         "GPU errors are reported late: with the environment variable CUDA_LAUNCH_BLOCKING=1 the traceback is exact.",
     ),
@@ -95,6 +115,20 @@ def symptom_of(message: str) -> Symptom | None:
     'out-of-memory'
     """
     return next((symptom for symptom in _SYMPTOMS if re.search(symptom.pattern, message)), None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Does this error say that a device, or main memory, is full?
+
+    >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    True
+    """
+    if not isinstance(error, RuntimeError | MemoryError | OSError):
+        return False
+    if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+        return True
+    symptom = symptom_of(f"{type(error).__name__}: {error}")
+    return symptom is not None and symptom.kind == "out-of-memory"
 
 
 def is_consequence(message: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Self
 from workbench.core import units
 from workbench.core.codec import JsonDataclass, fields_from_json
 from workbench.core.vocabulary import GROUPS
+from workbench.runs.errors import OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY
 
 MOST_LISTED = 3
 """Holders that are named in text; all of them are in the record."""
@@ -76,8 +77,7 @@ class Held(JsonDataclass):
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "KB": 2**10, "MiB": 2**20, "MB": 2**20, "GiB": 2**30, "GB": 2**30, "TiB": 2**40, "TB": 2**40}
 """torch writes KB, MB and GB on Apple's GPUs and means binary units by them too."""
 _SIZE = r"(\d+(?:\.\d+)?) ?(bytes|B|[KMGT]i?B)\b"
-_DEVICE = re.compile(r"(CUDA|HIP|XPU|MPS)(?: backend)? out of memory|CUDA error: out of memory", re.IGNORECASE)
-_ON_HOST = re.compile(r"DefaultCPUAllocator|^MemoryError|Unable to allocate|bad_alloc|Cannot allocate memory|not enough memory")
+_DEVICE, _ON_HOST = re.compile(OUT_OF_DEVICE_MEMORY), re.compile(OUT_OF_HOST_MEMORY)
 _NUMBERS = {
     "asked": rf"[Tt]ried to allocate {_SIZE}|Unable to allocate {_SIZE}",
     "capacity": rf"total capac(?:i)?ty of {_SIZE}|{_SIZE} total capacity",
@@ -142,7 +142,7 @@ class OutOfMemory(JsonDataclass):
         """
         text = " ".join(message.split())
         on_device = _DEVICE.search(text)
-        if on_device is None and not _ON_HOST.search(text) and "OutOfMemoryError" not in text:
+        if on_device is None and not _ON_HOST.search(text):
             return None
         sizes = {name: _size(re.search(pattern, text)) for name, pattern in _NUMBERS.items()}
         if sizes["asked"] is None and (plain := re.search(r"tried to allocate (\d+) bytes", text)):
@@ -251,7 +251,7 @@ def _size(match: "re.Match[str] | None") -> int | None:
 
 
 def _device(text: str, on_device: bool) -> str:
-    if not on_device and "OutOfMemoryError" not in text:
+    if not on_device:
         return HOST
     number = re.search(r"GPU +(\d+)", text)
     return f"GPU {number[1]}" if number else "the GPU"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.core import run_directory
+from workbench.runs.errors import is_out_of_memory
 from workbench.train.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def is_damage(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.EINVAL  # a file so short that torch seeks before its beginning
     if isinstance(error, RuntimeError):
-        return _DAMAGE_PATTERN.search(str(error)) is not None and not isinstance(error, torch.OutOfMemoryError)
+        return _DAMAGE_PATTERN.search(str(error)) is not None and not is_out_of_memory(error)
     return isinstance(error, pickle.UnpicklingError | EOFError | ValueError | LookupError | TypeError | AttributeError)
 
 

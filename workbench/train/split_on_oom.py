@@ -22,10 +22,12 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.harness.batches import tensors_of
+from workbench.runs.errors import is_out_of_memory
 from workbench.timeline.loops import samples_in
 
 
@@ -126,7 +128,8 @@ class MicroBatchSplitter:
 
     def _check(self, error: RuntimeError, batch: Any, count: int, failed: int, *, others_wait: bool = False) -> None:
         """Raise the error if smaller parts do not help, or if other ranks wait in a reduction."""
-        if not is_out_of_memory(error) or failed < 2 or rows(batch, 0, 1, count) is None:
+        collective = isinstance(error, dist.DistError)  # its peers are not called again, and NCCL's communicator is broken
+        if collective or not is_out_of_memory(error) or failed < 2 or rows(batch, 0, 1, count) is None:
             raise error
         if others_wait:
             error.add_note('micro_batch="auto" cannot split it: other ranks wait in the reduction of gradients. Give a smaller number.')
@@ -148,11 +151,6 @@ class MicroBatchSplitter:
         if self._alone and isinstance(self._steps.model, DistributedDataParallel):
             self._steps.model.reducer._remove_autograd_hooks()
             self._steps.model = self._steps.module
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Is it torch's error that a GPU, or main memory, is full?"""
-    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
 def _unreduced(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

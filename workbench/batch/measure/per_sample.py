@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from workbench.batch.analysis.noise_scale import LEVEL, NoiseScale
 from workbench.batch.analysis.noise_scale_estimator import NoiseScaleError, fieller_interval
 from workbench.core.checks import whole_number
+from workbench.runs.errors import is_out_of_memory
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import resolve
 from workbench.train.loader import to_device
@@ -103,7 +104,7 @@ def per_sample_gradients(model: nn.Module, loss: Callable[[Any, Any], Tensor], b
         with sdpa_kernel(SDPBackend.MATH):  # the other backends do not support vmap
             gradients: Gradients = vmap(grad(loss_of_sample), in_dims=(None, 0), randomness="different")(weights, batch)
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise
         if notes is not None:
             notes.append(f"one sample after the other, since torch.func cannot take them together ({str(error).splitlines()[0]:.80})")

@@ -1,6 +1,7 @@
 """Describes what tensors this process holds when memory runs out, and which of them autograd keeps for a backward."""
 
 import contextlib
+import re
 import resource
 import sysconfig
 import traceback
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from workbench.core import gc as collector
 from workbench.core.package import ROOT
 from workbench.memory.measure.recorder import storages
+from workbench.runs.errors import OUT_OF_DEVICE_MEMORY
 from workbench.runs.out_of_memory import Held, HeldBy
 
 MOST_HOLDERS = 40
@@ -66,7 +68,7 @@ def held(error: BaseException) -> Held:
 
 def on_host(error: BaseException) -> bool:
     """Is it main memory that ran out, and not a device's?"""
-    return not isinstance(error, torch.OutOfMemoryError) and "CUDA" not in str(error)
+    return not isinstance(error, torch.OutOfMemoryError) and re.search(OUT_OF_DEVICE_MEMORY, str(error)) is None
 
 
 class _Stock:
