@@ -215,6 +215,14 @@ def test_a_job_is_indexed_and_its_pods_find_the_first_one() -> None:
     assert service["spec"]["ports"][0]["port"] == 29400
 
 
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_each_pod_knows_its_number_so_that_no_rendezvous_unpickles(kind: str) -> None:
+    container = pod_of(dict(wb.kubernetes(SPEC, image="i", kind=kind).objects[-1]))["spec"]["containers"][0]
+    assert "--rdzv-backend=static" in container["command"]
+    (rank,) = [entry for entry in container["env"] if entry["name"] == "PET_NODE_RANK"]
+    assert rank["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+
+
 def test_the_other_kinds() -> None:
     (jobset,) = wb.kubernetes(SPEC, image="i", kind="jobset").objects
     workers = jobset["spec"]["replicatedJobs"][0]

@@ -15,6 +15,7 @@ import pytest
 import workbench as wb
 from tests.conftest import processes_with
 from workbench.core import run_directory
+from workbench.runs import entrypoints
 from workbench.runs.launch import environment, launch
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.spec import SpecError
@@ -139,7 +140,7 @@ def test_a_script_runs_with_its_arguments(tmp_path: Path, monkeypatch: pytest.Mo
         "kind": "script", "script": str(HELLO), "args": ["--epochs", "1"], "nproc_per_node": 2, "nnodes": 1, "watch": False, "threads": 1,
         "profile": None,
     }  # fmt: skip
-    assert info["command"][:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert info["command"][:3] == [sys.executable, "-m", entrypoints.TORCHRUN]
     assert info["command"][-6:] == ["-m", "--", "workbench.programs.script", str(HELLO), "--epochs", "1"]
     assert info["environment"]["set"]["OMP_NUM_THREADS"] == "1"
     assert {"python", "platform", "torch", "workbench"} <= set(info["versions"])
@@ -200,9 +201,9 @@ def test_hostile_surroundings_do_no_harm(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_older_torchrun_gets_no_option_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--standalone" in environment._torchrun_source()  # the real one is found
+    assert "--rdzv-backend" in environment._torchrun_source()  # the real one is found
     monkeypatch.setattr(environment, "_torchrun_source", lambda: "")
-    assert "--shutdown-timeout" not in environment.torchrun(2, tmp_path, ["train.py"])
+    assert "--shutdown-timeout" not in environment.torchrun(2, tmp_path, ["train.py"], "id")
 
 
 def test_a_checkout_that_is_not_installed_reaches_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

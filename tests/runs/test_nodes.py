@@ -92,13 +92,12 @@ def test_what_works_on_one_machine_says_so(tmp_path: Path) -> None:
         wb.sweep(SPEC.replace(nnodes=2), micro_batch=[4, 8], runs_dir=tmp_path)
 
 
-def test_torchrun_is_told_who_hosts_and_by_which_address_others_come() -> None:
+def test_torchrun_is_told_who_hosts_and_where_it_listens() -> None:
     meeting = Rendezvous(nnodes=2, endpoint="127.0.0.1:29400", timeout=9)
-    words = meeting.flags("id", 1)
-    assert words[:8] == ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29400", "--rdzv-id", "id"]
-    assert "is_host=0,join_timeout=9,read_timeout=9" in words
-    assert words[-2:] == ["--local-addr", "127.0.0.1"]
-    assert "is_host=1,join_timeout=9,read_timeout=9" in meeting.flags("id", 0)
+    words = meeting.flags(1)
+    assert words[:6] == ["--nnodes", "2", "--rdzv-backend", "workbench", "--rdzv-endpoint", "127.0.0.1:29400"]
+    assert words[6:] == ["--rdzv-conf", "rank=1,timeout=9"]
+    assert meeting.flags(0)[-1] == "rank=0,timeout=9,listen=127.0.0.1"
     assert Rendezvous(nnodes=2, endpoint="[::1]:5").host == "::1"
     assert int(free_endpoint("x").removeprefix("x:")) > 0
 

@@ -15,6 +15,7 @@ import pytest
 import workbench as wb
 from tests.conftest import processes_with
 from workbench.core import run_directory
+from workbench.runs import entrypoints
 
 DEAF = Path(__file__).parents[1] / "scripts" / "deaf.py"
 LIMIT = 10.0
@@ -91,7 +92,7 @@ def test_time_limit(tmp_path: Path) -> None:
 
 def test_torchrun_killed(deaf: wb.Run) -> None:
     run = deaf
-    (torchrun,) = pids(run, "torch.distributed.run")
+    (torchrun,) = pids(run, entrypoints.TORCHRUN)
     os.kill(torchrun, signal.SIGKILL)
     report("torchrun killed", gone(run))
     assert run.state == "failed"

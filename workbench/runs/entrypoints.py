@@ -12,6 +12,8 @@ from workbench.runs.spec import RunSpec, Spec
 
 START = "workbench.programs.start"
 """Loads torch, then calls `main` of another program; each rank begins with it."""
+TORCHRUN = "workbench.programs.torchrun"
+"""torchrun with a rendezvous that listens on one address and unpickles nothing; it starts the ranks."""
 TRAIN = "workbench.programs.train"
 """Trains the specs of one or several run directories."""
 SCRIPT = "workbench.programs.script"

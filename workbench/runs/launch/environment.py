@@ -10,10 +10,13 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from workbench.core import run_directory
 from workbench.core.package import ROOT
+from workbench.runs.entrypoints import TORCHRUN
+from workbench.runs.launch.rendezvous import HERE
 
 SHUTDOWN = 4
 """Seconds that torchrun gives its ranks between SIGTERM and SIGKILL (torch's own default is 30)."""
@@ -28,23 +31,25 @@ inherited PET_NNODES=2 makes it wait for ever; an outer torchrun or Slurm step l
 _KEEP = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(4 * 2**30)}
 
 
-def torchrun(nproc_per_node: int, logs: Path, program: list[str], rendezvous: Sequence[str] = ("--standalone",)) -> list[str]:
+def torchrun(nproc_per_node: int, logs: Path, program: list[str], run_id: str, rendezvous: Sequence[str] = HERE) -> list[str]:
     """The command that starts `program` (`["-m", module, …]`) in `nproc_per_node` ranks on this machine.
 
     Args:
         nproc_per_node: ranks on this machine.
         logs: folder of what the ranks print.
         program: what each rank runs.
+        run_id: of the run.
         rendezvous: options that say how machines find each other; see `rendezvous.Rendezvous`.
 
-    Not the bare `torchrun`: a kernel started by its absolute path has no `bin` on PATH. `--standalone` finds a free port, so any number
-    of launches run at once. Without `--log-dir` a folder stays in the temporary directory. `--redirects`, not `--tee`: tee writes its
-    prefix into unfinished lines.
+    Not the bare `torchrun`: a kernel started by its absolute path has no `bin` on PATH; and `--standalone` listens on all network
+    interfaces, and unpickles what it is sent. The port is chosen as it is opened, so any number of launches run at once. Without
+    `--log-dir` a folder stays in the temporary directory. `--redirects`, not `--tee`: tee writes its prefix into unfinished lines.
     """
-    flags = [*rendezvous, "--nproc-per-node", str(nproc_per_node), "--max-restarts", "0", "--redirects", "3", "--log-dir", str(logs)]
+    flags = [*rendezvous, "--rdzv-id", run_id, "--nproc-per-node", str(nproc_per_node)]
+    flags += ["--max-restarts", "0", "--redirects", "3", "--log-dir", str(logs)]
     if "--shutdown-timeout" in _torchrun_source():
         flags += ["--shutdown-timeout", str(SHUTDOWN)]
-    return [sys.executable, "-m", "torch.distributed.run", *flags, *program]
+    return [sys.executable, "-m", TORCHRUN, *flags, *program]
 
 
 @functools.cache
@@ -55,8 +60,10 @@ def _torchrun_source() -> str:
     return Path(folders[0], "distributed", "run.py").read_text(encoding="utf-8") if folders else ""
 
 
-def for_ranks(run_dir: Path, run_id: str, threads: int) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """The environment of the ranks, and how it differs from ours: what was set, and which names were removed."""
+def for_ranks(
+    run_dir: Path, run_id: str, threads: int, more: Mapping[str, str] = MappingProxyType({})
+) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """The environment of the ranks, and how it differs from ours: what was set (`more` included), and which names were removed."""
     ours = {
         run_directory.ENV_RUN_DIR: str(run_dir),
         run_directory.ENV_RUN_ID: run_id,
@@ -66,6 +73,7 @@ def for_ranks(run_dir: Path, run_id: str, threads: int) -> tuple[dict[str, str],
         "MPLBACKEND": "Agg",
         "NO_COLOR": "1",
         "KINETO_LOG_LEVEL": "6",
+        **more,
     }
     if not _installed():  # imported from a checkout by way of sys.path, which the ranks do not share
         ours["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT.parent.resolve())]))

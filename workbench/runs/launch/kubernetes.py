@@ -31,6 +31,8 @@ _IMAGE = re.compile(
 _QUANTITY = re.compile(r"(?=[\d.]*[1-9])(\d+\.?\d*|\.\d+)([eE][+-]?\d+|m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi|E|Ei)?", re.ASCII)
 ENV_UID = "WORKBENCH_JOB_UID"
 """Inside a pod: what no other Job has, not even the next one of the same name."""
+_INDEX = "batch.kubernetes.io/job-completion-index"
+"""The annotation of a pod with its number in an indexed Job."""
 _PLAIN = re.compile(r"[A-Za-z_/][\w./-]*( [\w./=-]+)*")
 _WORDS_OF_YAML = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
@@ -151,7 +153,8 @@ def _program(spec: RunSpec | ScriptSpec) -> list[str]:
 
 
 def _command(spec: RunSpec | ScriptSpec, kind: str, name: str, program: list[str]) -> list[str]:
-    """torchrun in a pod. In "job" and "jobset" pod 0 has a name of its own; the operator of "pytorchjob" sets PET_… for torchrun.
+    """torchrun in a pod. In "job" and "jobset" pod 0 has a name of its own, and each knows its number (PET_NODE_RANK), so the rendezvous is
+    static, which unpickles nothing; the operator of "pytorchjob" sets PET_… for torchrun, of its own c10d rendezvous.
 
     Kubernetes reads `$(NAME)` in a word as a variable, and `$$` as `$`.
     """
@@ -160,7 +163,7 @@ def _command(spec: RunSpec | ScriptSpec, kind: str, name: str, program: list[str
         return ["torchrun", *program]
     host = f"{name}-0.{name}" if kind == "job" else f"{name}-workers-0-0.{name}"
     return [
-        "torchrun", f"--nnodes={spec.nnodes}", f"--nproc-per-node={spec.nproc_per_node}", "--rdzv-backend=c10d",
+        "torchrun", f"--nnodes={spec.nnodes}", f"--nproc-per-node={spec.nproc_per_node}", "--rdzv-backend=static",
         f"--rdzv-endpoint={host}:{PORT}", f"--rdzv-id={name}-$({ENV_UID})", "--max-restarts=0", *program,
     ]  # fmt: skip
 
@@ -174,6 +177,7 @@ def _pod(
     env: list[dict[str, Any]] = [{"name": "OMP_NUM_THREADS", "value": str(spec.threads)}, {"name": "PYTHONUNBUFFERED", "value": "1"}]
     if any(ENV_UID in word for word in command):  # a second Job of the same name is another run, with a directory of its own
         env.append({"name": ENV_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['controller-uid']"}}})
+        env.append({"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}})
     runs = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
     container = {
         "name": "pytorch",

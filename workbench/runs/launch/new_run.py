@@ -21,7 +21,7 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.runs.launch import environment
-from workbench.runs.launch.rendezvous import Rendezvous
+from workbench.runs.launch.rendezvous import BACKEND, Rendezvous, loopback_environ
 from workbench.runs.run import Run, guards
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 
@@ -114,15 +114,13 @@ class NewRun:
         for sub in (run_directory.ERRORS, run_directory.LOGS):
             (self.path / sub).mkdir()
         git = environment.GitQuery(Path(spec.script).parent if isinstance(spec, ScriptSpec) else Path.cwd())
-        environ, added, removed = environment.for_ranks(self.path, self.id, spec.threads)
+        more = {} if batch else rendezvous.environ() if rendezvous else loopback_environ()
         if experiment is not None and experiment["kind"] in TIMED:
-            malloc = environment.steady_malloc()
-            environ, added = environ | malloc, added | malloc
-        meeting = [rendezvous.flags(self.id, 0)] if rendezvous else []
+            more |= environment.steady_malloc()
+        environ, added, removed = environment.for_ranks(self.path, self.id, spec.threads, more)
+        meeting = [rendezvous.flags(0)] if rendezvous else []
         if batch:  # the endpoint is chosen when the job begins
-            meeting = [["--nnodes", str(spec.nnodes), "--rdzv-backend", "c10d"]]
-        if rendezvous:
-            environ, added = environ | rendezvous.environ(), added | rendezvous.environ()
+            meeting = [["--nnodes", str(spec.nnodes), "--rdzv-backend", BACKEND]]
         info = {
             "format": run_directory.FORMAT,
             "id": self.id,
@@ -133,7 +131,7 @@ class NewRun:
             "gpus": environment.gpu_count(),
             "spec": spec.to_json(),
             "launch_dir": ".",
-            "command": environment.torchrun(spec.nproc_per_node, self.path / run_directory.LOGS, program, *meeting),
+            "command": environment.torchrun(spec.nproc_per_node, self.path / run_directory.LOGS, program, self.id, *meeting),
             "timeout": timeout,
             "cwd": str(Path.cwd()),
             "environment": {"set": added, "removed": removed},

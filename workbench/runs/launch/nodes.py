@@ -115,18 +115,18 @@ def _prepared(
     node = rendezvous.node(path, rank, name)
     program = [str(path) if word == info["path"] else word for word in info["program"]]  # the shared folder may be mounted elsewhere
     logs = path / run_directory.NODES / str(rank) / run_directory.LOGS if rank else path / run_directory.LOGS
-    environ, _, _ = environment.for_ranks(path, info["id"], spec.threads)
+    environ, _, _ = environment.for_ranks(path, info["id"], spec.threads, rendezvous.environ())
     meeting = f"{info['id']}-{attempts(path)}" if info["batch"] else info["id"]
     config = {
         "run_dir": str(path),
         "id": info["id"],
-        "command": environment.torchrun(spec.nproc_per_node, logs, program, rendezvous.flags(meeting, rank)),
+        "command": environment.torchrun(spec.nproc_per_node, logs, program, meeting, rendezvous.flags(rank)),
         "nproc": spec.nproc_per_node,
         "grace": GRACE,
         "timeout": info["timeout"] if not rank else None,
         "node": node,
     }
-    return config, environ | rendezvous.environ()
+    return config, environ
 
 
 def _last_lines(log: Path) -> str:

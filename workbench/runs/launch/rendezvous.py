@@ -1,4 +1,4 @@
-"""Rendezvous: where the machines of a run meet, torchrun's options for it, and the address by which others reach this machine."""
+"""Rendezvous: where the machines of a run meet, torchrun's options for it, and the network interfaces on which the ranks listen."""
 
 import fcntl
 import os
@@ -15,6 +15,10 @@ TIMEOUT = 600.0
 """Default seconds in which all machines have to come; torchrun's own."""
 SILENCE = 60.0
 """Seconds without a heartbeat from a machine after which it counts as lost: a shared file system may be slow."""
+BACKEND = "workbench"
+"""The rendezvous of `workbench.programs.torchrun`."""
+HERE = ("--nnodes", "1", "--rdzv-backend", BACKEND, "--rdzv-endpoint", "127.0.0.1:0")
+"""torchrun's options for a run on this machine alone: its store listens on a free port that no other machine reaches."""
 _ANYWHERE = "192.0.2.1"
 """An address that nobody has (RFC 5737): the route to it is the route out of this machine."""
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -53,21 +57,20 @@ class Rendezvous:
         """Of the endpoint."""
         return int(self.endpoint.rpartition(":")[2])
 
-    def flags(self, run_id: str, rank: int) -> list[str]:
-        """torchrun's options on machine `rank`.
+    def flags(self, rank: int) -> list[str]:
+        """torchrun's options on machine `rank`. Machine 0 listens on its address in the endpoint's network; on all, if that is unclear."""
+        if self.nnodes == 1:
+            return list(HERE)
+        listen = {} if rank else {"listen": self._listen()}
+        conf = {"rank": rank, "timeout": max(1, round(self.timeout)), **listen}
+        words = ["--nnodes", str(self.nnodes), "--rdzv-backend", BACKEND, "--rdzv-endpoint", self.endpoint]
+        return [*words, "--rdzv-conf", ",".join(f"{name}={value}" for name, value in conf.items())]
 
-        The options say which machine hosts the rendezvous, because torchrun's own guess compares host names; and the address of this
-        machine, because others may not know its host name.
-        """
-        conf = {
-            "is_host": int(not rank),
-            "join_timeout": max(1, round(self.timeout)),
-            "read_timeout": max(1, round(min(60.0, self.timeout))),
-        }
-        words = ["--nnodes", str(self.nnodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", self.endpoint, "--rdzv-id", run_id]
-        words += ["--rdzv-conf", ",".join(f"{name}={value}" for name, value in conf.items())]
-        address = self.address()
-        return [*words, "--local-addr", address] if address else words
+    def _listen(self) -> str:
+        """The address where machine 0 listens; "*" where its own name does not say by which network the others come."""
+        address = _own_address(self.host, self.port)
+        local = address is not None and address.startswith("127.") and not self.host.startswith(("127.", "localhost"))
+        return "*" if address is None or local else address
 
     def address(self) -> str | None:
         """This machine's own address on the way to the endpoint; None = the endpoint's name is not known here (yet).
@@ -81,6 +84,8 @@ class Rendezvous:
 
     def environ(self) -> dict[str, str]:
         """Names gloo's network interface: by default it takes the one of the host's own name, often one that no other machine reaches."""
+        if self.nnodes == 1:
+            return loopback_environ()
         interface = _interface(self.address())
         return {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
 
@@ -88,6 +93,13 @@ class Rendezvous:
         """What the guard of machine `rank` needs to know of the others; makes its folder."""
         (run_dir / run_directory.NODES / str(rank)).mkdir(parents=True, exist_ok=True)
         return {"rank": rank, "count": self.nnodes, "name": name or platform.node(), "silence": SILENCE}
+
+
+def loopback_environ() -> dict[str, str]:
+    """Keeps the ranks of one machine from listening on a network: interfaces of gloo, NCCL and RPC, where the user has set none."""
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}", "TP_SOCKET_IFNAME": name} if name else {}
+    return {variable: str(value) for variable, value in wanted.items() if variable not in os.environ}
 
 
 def free_endpoint(host: str | None = None) -> str:

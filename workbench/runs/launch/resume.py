@@ -18,6 +18,7 @@ from workbench.core import run_directory
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import GIT_PATIENCE, LaunchError, NewRun, end_guard, open_lock, wait_for_reaped
+from workbench.runs.launch.rendezvous import loopback_environ
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import RunSpec
 
@@ -240,9 +241,10 @@ class _Attempt(NewRun):
     def _anew(self, ended: Ended, timeout: float | None) -> tuple[dict[str, Any], dict[str, str]]:
         """run.json's content for another attempt, and the environment of the ranks."""
         git = environment.GitQuery(ended.folder)
-        environ, added, removed = environment.for_ranks(self.path, self.id, ended.spec.threads)
+        environ, added, removed = environment.for_ranks(self.path, self.id, ended.spec.threads, loopback_environ())
         # not as it was launched: an older workbench may have had its programs, and Python itself, elsewhere
-        command = environment.torchrun(ended.spec.nproc_per_node, self.path / run_directory.LOGS, spec_entrypoint(ended.spec, self.path))
+        program = spec_entrypoint(ended.spec, self.path)
+        command = environment.torchrun(ended.spec.nproc_per_node, self.path / run_directory.LOGS, program, self.id)
         info = ended.info | {
             "command": command,
             "cwd": str(ended.folder),
