@@ -1,5 +1,6 @@
 """Blocks and trials by a fake clock: what counts, what is left out, who is compared with whom, and when it is enough."""
 
+import math
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from workbench.diagnosis.measure.evidence import EvidenceBuilder
 from workbench.diagnosis.measure.trials import FEW_PAIRS, MAX_PAIRS, MAX_REMEDY_PAIRS, MIN_PAIRS, Trials, thread_counts, treatments
 from workbench.harness.ablations import Variant
 from workbench.harness.batches import CachedBatches
-from workbench.harness.blocks import Block, BlockTimer, StepFailed, StepTimes, Timings, no_step
+from workbench.harness.blocks import Block, BlockTimer, StepFailed, StepTimes, Timings, common_length, no_step
 from workbench.harness.peers import Peers
 
 
@@ -63,7 +64,7 @@ def sums_of(first: StepTimes, *, forks: bool = False, start_up: float = 0.0, acc
             found.add(Block(arm=arm, first=start + 48 * i, laps=(some,)))
     peers = SimpleNamespace(rank=0, world_size=1)
     bench = SimpleNamespace(timings=found, peers=peers, sampler=SimpleNamespace(places=lambda _: {}))
-    rounds = SimpleNamespace(pairs=5, steps_per_pass=8, start_up=start_up)
+    rounds = SimpleNamespace(pairs=5, steps_per_pass=8, start_up=start_up, whole_passes=False)
     return EvidenceBuilder(bench, SimpleNamespace(forks=forks, accumulation=accumulation), rounds)  # type: ignore[arg-type]
 
 
@@ -85,6 +86,13 @@ def test_a_new_pass_that_no_block_saw_costs_what_starting_took_beyond_a_usual_wa
     assert [base for base, _ in sums.pairs("full", "cached")] == pytest.approx([0.012 + 0.08 / 8] * 5)
     sums = sums_of(laps(*[0.01] * 8, wait=0.004), start_up=0.082, accumulation=2)  # it gives one batch, and a step takes two
     assert [base for base, _ in sums.pairs("full", "cached")] == pytest.approx([0.014 + 0.08 / 8] * 5)
+
+
+def test_ranks_whose_passes_differ_take_blocks_of_one_length() -> None:
+    """Blocks that differed between ranks would leave one of them in a reduction."""
+    assert common_length(12, Peers()) == 12
+    assert common_length(12, SimpleNamespace(gather=lambda _: [12, 13])) == math.inf  # type: ignore[arg-type]
+    assert common_length(12, SimpleNamespace(gather=lambda _: [12, math.inf])) == 12  # type: ignore[arg-type]
 
 
 def test_calls_that_are_known_to_have_stalled_are_left_out() -> None:

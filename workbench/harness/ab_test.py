@@ -1,6 +1,7 @@
 """A/B tests: times two ways to do a training step in interleaved blocks, until it is clear by how much one is faster."""
 
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -8,12 +9,11 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Protocol, Self
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from workbench.harness import ablations
-from workbench.harness.blocks import DiagnoseError, StepFailed, steps_for
+from workbench.harness import ablations, device_clock
+from workbench.harness.blocks import MAX_PASS_SECONDS, DiagnoseError, StepFailed, common_length, steps_for
 from workbench.harness.discover import discover
 from workbench.harness.feed import Feed
 from workbench.harness.loaders import with_knobs
@@ -77,7 +77,7 @@ def run_ab_test(
 
 
 class _SideTimer:
-    """Times the blocks of one side."""
+    """Times the blocks of one side, on the clock of the device in use."""
 
     def __init__(self, side: Side, peers: Peers, clock: Callable[[], float]) -> None:
         """Warm up, and find out how many steps make a block."""
@@ -88,43 +88,51 @@ class _SideTimer:
         side.drain()
         for _ in range(WARM_UP_STEPS - 1):
             side.step()
-        _synchronize()
+        self._device = device_clock.current_device()  # in use now at the latest
+        device_clock.synchronize(self._device)
         before = clock()
         side.step()
-        _synchronize()
+        device_clock.synchronize(self._device)
         seconds = peers.agree(clock() - before)
         workers = self._feed.num_workers if self._feed else 0
         whole = workers if workers * seconds < 2 * BLOCK_SECONDS else 1
-        self._count = steps_for(seconds, BLOCK_SECONDS, least=2 if seconds < 1 else 1, most=MAX_STEPS, multiple=max(1, whole))
+        per_pass = common_length(self._steps_per_pass(), peers)
+        self._whole_passes = device_clock.is_asynchronous(self._device) and per_pass * seconds <= MAX_PASS_SECONDS
+        multiple = int(per_pass) if self._whole_passes else max(1, whole)
+        self._count = steps_for(seconds, BLOCK_SECONDS, least=2 if seconds < 1 else 1, most=MAX_STEPS, multiple=multiple)
         self._warm = max(2, whole) if seconds < 1 else 1
 
     def block(self) -> float:
         """Seconds per step of a block, of the slowest rank."""
-        side, now = self._side, self._clock
+        side = self._side
         side.drain()
         for _ in range(self._warm):
             side.step()
-        _synchronize()
         self._peers.barrier()
-        times: list[float] = []
-        begun: list[float] = []
-        passes, start = self._passes(), now()
-        for _ in range(self._count):
+        passes, begin = self._passes(), set[int]()
+        timer = device_clock.step_clock(self._device, self._clock)
+        for i in range(self._count):
             side.step()
-            end = now()
-            (times if self._passes() == passes else begun).append(end - start)  # some blocks would have such a step, others not
-            passes, start = self._passes(), end
-        _synchronize()
-        tail = (now() - start) / self._count
+            timer.mark()
+            if (so_far := self._passes()) != passes:  # some blocks would have such a step, others not
+                passes = so_far
+                begin.add(i)
+        parts, whole = timer.read()
+        steps = parts or [whole / self._count] * self._count
+        begun = [step for i, step in enumerate(steps) if i in begin]
+        others = [step for i, step in enumerate(steps) if i not in begin]
         self._begun += begun
-        self._others += times
-        mean = sum(times) / len(times) if times else sum(begun) / len(begun)
-        return self._peers.agree(mean + tail)
+        self._others += others
+        return self._peers.agree(statistics.fmean(others or begun))
+
+    def _steps_per_pass(self) -> float:
+        feed = self._feed
+        return feed.epoch // feed.accumulation if feed and feed.epoch else math.inf
 
     def _passes(self) -> int:
-        """How many passes over the loader have begun, unless they are so short that every block has some."""
+        """How many passes over the loader have begun, unless every block has the same number of beginnings."""
         feed = self._feed
-        return 0 if feed is None or (feed.epoch or MIN_STEPS_PER_PASS) // feed.accumulation < MIN_STEPS_PER_PASS else feed.passes
+        return 0 if feed is None or self._whole_passes or self._steps_per_pass() < MIN_STEPS_PER_PASS else feed.passes
 
     def per_step_of_passes(self) -> float:
         """Seconds per step that beginning new passes over the loader adds to the blocks' means."""
@@ -133,11 +141,6 @@ class _SideTimer:
             return 0.0
         extra = statistics.median(self._begun) - statistics.fmean(self._others or self._begun)
         return max(0.0, extra) / max(1, feed.epoch // feed.accumulation)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
 
 
 CHANGEABLE = {name: about.turned_in for name, about in KNOBS.items() if about.turned_in}

@@ -1,4 +1,4 @@
-"""Times blocks of successive training steps: each step by itself, the device synchronised only at both ends of a block."""
+"""Times blocks of successive training steps: each step by itself, on the clock of the device that computes it."""
 
 import contextlib
 import math
@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 
 from workbench.core.system_load import GcTimer, RunQueueDelay
+from workbench.harness import device_clock
 from workbench.harness.feed import Exhausted
 from workbench.harness.peers import Peers
 from workbench.harness.stack_sampler import StackSampler
@@ -23,6 +24,10 @@ STALL_SECONDS = 1e-3
 MAX_STALLED_SHARE = 0.15
 """Stalls are rare. Where a larger share of calls is so long, the step has two speeds, such as an update at every fourth call."""
 
+MAX_PASS_SECONDS = 1.0
+"""On a device that runs behind the host, blocks are whole passes where these are no longer: what a pass costs depends on the work queued
+when it begins, and a block of its own begins with less."""
+
 
 class DiagnoseError(ValueError):
     """Something that cannot be diagnosed; the message says what was given, what is allowed and what to try."""
@@ -30,7 +35,11 @@ class DiagnoseError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """The steps of one block on one rank. Seconds."""
+    """The steps of one block on one rank. Seconds.
+
+    Where the device runs behind the host, a step takes what passes on the device from the end of the one before to its own end. Of that,
+    `waits` is what the device waited for data, and `calls` the rest.
+    """
 
     waits: "array[float]"
     """In the loader."""
@@ -43,7 +52,7 @@ class StepTimes:
     fresh: tuple[int, ...] = ()
     """Steps at which the loader began a new pass."""
     tail: float = 0.0
-    """Until the device was done with all of them."""
+    """Until the device was done with all of them, where that is not in `calls`."""
 
     def mean(self, left_out: Iterable[int] = ()) -> float | None:
         """Mean seconds of a step, without those that are left out and those at which a pass began; None if none remains."""
@@ -196,7 +205,10 @@ class BlockTimer:
         waits, calls, delays, gcs, fresh = array("d"), array("d"), array("d"), array("d"), []
         begun = passes()
         batches = iter(source)
-        self.synchronize()
+        queued = step is not no_step and device_clock.is_asynchronous(self.device)
+        if not queued:
+            self.synchronize()
+        on_device = device_clock.DeviceClock(self.device) if queued else None
         waited, collected, start = delay(), collections.seconds, now()
         try:
             for i in range(count):
@@ -205,7 +217,11 @@ class BlockTimer:
                 except (StopIteration, Exhausted):
                     break
                 between = now()
+                if on_device:
+                    on_device.mark()
                 self._call(step, batch)
+                if on_device:
+                    on_device.mark()
                 end = now()
                 waits.append(between - start)
                 calls.append(end - between)
@@ -218,10 +234,15 @@ class BlockTimer:
                     fresh.append(i)
                 start = now()
             self.synchronize()
-            tail = now() - start
+            tail = 0.0 if on_device else now() - start
         finally:
             if close := getattr(batches, "close", None):
                 close()
+        if on_device and calls:
+            parts, whole = on_device.read()
+            steps = len(calls)
+            waits = array("d", parts[::2] or [0.0] * steps)
+            calls = array("d", parts[1::2] or [whole / steps] * steps)
         return StepTimes(waits=waits, calls=calls, delays=delays, gcs=gcs, fresh=tuple(fresh), tail=tail)
 
     def _call(self, step: Callable[[Any], Any], batch: Any) -> None:
@@ -238,8 +259,7 @@ class BlockTimer:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        device_clock.synchronize(self.device)
 
 
 def no_step(_: Any) -> None:
@@ -273,6 +293,12 @@ def steps_for(seconds: float, target: float, *, least: int = 1, most: int = 2000
         return least
     count = max(least, min(most, round(target / max(seconds, 1e-6))))
     return -(-count // multiple) * multiple
+
+
+def common_length(steps_per_pass: float, peers: Peers) -> float:
+    """The steps of a pass over the loader, where all ranks that know it have the same number; else infinite. Collective."""
+    lengths = {steps for steps in peers.gather(steps_per_pass) if steps < math.inf}
+    return lengths.pop() if len(lengths) == 1 else math.inf
 
 
 def known_pairs(base: Sequence[float], arm: Sequence[float]) -> tuple[tuple[float, float], ...]:

@@ -1,6 +1,7 @@
 """Times the loader alone, the full loop and the same batches cached, interleaved in rounds, so that neighbours are compared."""
 
 import contextlib
+import math
 import os
 import statistics
 from collections import deque
@@ -11,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.core import run_directory
-from workbench.harness import ablations
+from workbench.harness import ablations, device_clock
 from workbench.harness.batches import MAX_CACHED, MAX_CACHED_VARIED, CachedBatches
-from workbench.harness.blocks import Block, BlockTimer, no_step, steps_for
+from workbench.harness.blocks import MAX_PASS_SECONDS, Block, BlockTimer, common_length, no_step, steps_for
 from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.restore import SavedState
 from workbench.timeline.timeline import Timeline
@@ -58,6 +59,8 @@ class InterleavedRounds:
         self.pairs = 0
         """Rounds so far, each a pair of neighbouring blocks per variant."""
         self.steps = self.loads = self.warm = 1
+        self.whole_passes = False
+        """Is a block of the full loop a whole number of passes?"""
         self.recent: deque[Any] = deque(maxlen=MAX_CACHED)  # more of them may hold too many of the workers' file descriptors
         self._models, self._optimizers = models, optimizers
         self._watches = {arm: _watch(_Source(self, arm), models, optimizers) for arm in ("full", "cached")}
@@ -90,7 +93,9 @@ class InterleavedRounds:
         self.watched = step >= MIN_WATCHED_SECONDS
         least = 4 if step < 0.25 else 3 if step < 0.7 else 2 if step < 1.5 else 1
         whole = workers if workers * step < 3 * BLOCK_SECONDS else 1
-        self.steps = steps_for(step, BLOCK_SECONDS, least=least, multiple=whole)
+        per_pass = common_length(self.steps_per_pass, bench.peers) if device_clock.is_asynchronous(bench.device) else math.inf
+        self.whole_passes = per_pass * step <= MAX_PASS_SECONDS
+        self.steps = steps_for(step, BLOCK_SECONDS, least=least, multiple=int(per_pass) if self.whole_passes else whole)
         some = (min(least, 3), workers if workers * alone < 2 * BLOCK_SECONDS else 1) if feed.queue else (1, 1)
         self.loads = steps_for(alone, BLOCK_SECONDS / 2, least=some[0], most=self.steps, multiple=some[1])
         self.warm = 0 if least == 1 else max(1 if step > 0.25 else 2, whole if feed.queue and self.steps > whole else 1)
@@ -165,7 +170,7 @@ class InterleavedRounds:
     def full(self, count: int, arm: str = "full") -> Block:
         """The loop as it is."""
         source: Any = self._watches["full"] if self.watched and arm == "full" else self._taken(count)
-        return self.bench.run(arm, source, count, passes=self.passes)
+        return self.bench.run(arm, source, count, passes=int if self.whole_passes else self.passes)
 
     def cached(self, count: int) -> Block:
         """The batches of the last full block, again."""

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.core.checks import real_number, whole_number
 from workbench.core.interrupts import defer_interrupts, deliver_interrupt
-from workbench.harness import ablations
+from workbench.harness import ablations, device_clock
 from workbench.harness.ablations import DTYPES
 from workbench.harness.batches import padding_of, tensor_versions, tensors_of
 from workbench.harness.blocks import BlockTimer, DiagnoseError
@@ -193,8 +193,7 @@ def device_of(models: Sequence[nn.Module]) -> torch.device:
     weight = next((weight for model in models for weight in model.parameters()), None)
     if weight is not None:
         return weight.device
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.device("cuda", torch.cuda.current_device()) if in_use else torch.device("cpu")
+    return device_clock.current_device()
 
 
 def weights_of(models: Sequence[nn.Module]) -> list[nn.Parameter]:

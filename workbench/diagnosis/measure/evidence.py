@@ -63,6 +63,8 @@ class EvidenceBuilder:
         """
         if not MIN_STEPS_PER_PASS <= self.rounds.steps_per_pass < math.inf or arm not in ("full", "loader"):
             return 0.0
+        if arm == "full" and self.rounds.whole_passes:
+            return 0.0
         forks = self.feed.forks
         first, waits, calls = list[float](), list[float](), list[float]()
         for laps in (laps for block in self.bench.timings.blocks.get(arm, ()) for laps in block.laps):

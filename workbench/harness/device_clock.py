@@ -1,0 +1,115 @@
+"""Times steps on the clock of the device that computes them, and waits for it: where kernels are queued, the host's time is not the step's.
+
+A step on a GPU returns as soon as its kernels are queued. What the host's clock shows is then when the queue was full, or when a line such
+as `loss.item()` waited for all that was queued: that one call seems to take many steps, the others nothing. An event at the end of each
+step says when the device got there, and two of them how long a step took.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+COVERED, COVERED_SECONDS = 0.9, 1e-3
+"""The events of a block cover its time on the device. Where they cover less than this fraction, and so many seconds are missing, the work
+runs on streams that the current one does not wait for, and no single step can be timed."""
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Does the host run ahead of this device?"""
+    return device.type == "cuda"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was queued."""
+    if is_asynchronous(device):
+        torch.cuda.synchronize(device)
+
+
+class StepClock(Protocol):
+    """Times successive steps."""
+
+    def mark(self) -> None:
+        """A part of a step ends here."""
+
+    def read(self) -> tuple[list[float], float]:
+        """Seconds up to each mark from the one before, or from the start; none where they cannot be told apart. And the seconds of all."""
+
+
+class HostClock:
+    """Times steps of a device that does not run behind the host."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """Begin to time.
+
+        Args:
+            now: gives the time in seconds.
+        """
+        self._now, self._marks = now, [now()]
+
+    def mark(self) -> None:
+        """A part of a step ends here."""
+        self._marks.append(self._now())
+
+    def read(self) -> tuple[list[float], float]:
+        """Seconds up to each mark from the one before, and of all."""
+        return [end - start for start, end in pairwise(self._marks)], self._marks[-1] - self._marks[0]
+
+
+class DeviceClock:
+    """Times successive steps by events on the device's current stream. The host does not wait before `read`.
+
+    Time runs from where the device has done what was queued before: neither filling the queue nor emptying it counts. A wait for data that
+    is hidden behind queued work takes no time here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin to time.
+
+        Args:
+            device: a CUDA device.
+        """
+        self._device = device
+        self._stream = torch.cuda.current_stream(device)
+        self._events = [self._now()]
+
+    def _now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def mark(self) -> None:
+        """Let the device note the time when it has done what was queued so far."""
+        self._events.append(self._now())
+
+    def read(self) -> tuple[list[float], float]:
+        """Wait for the device.
+
+        Returns:
+            Seconds up to each mark from the one before, or from the start; none where the work ran on streams that the current one did not
+            wait for. And the seconds of all.
+        """
+        synchronize(self._device)
+        last = self._now()
+        last.synchronize()
+        *marks, whole = [self._events[0].elapsed_time(event) / 1e3 for event in [*self._events, last]]  # ms → s
+        if whole - marks[-1] > max((1 - COVERED) * whole, COVERED_SECONDS):
+            return [], whole
+        return [max(0.0, end - start) for start, end in pairwise(marks)], marks[-1]
+
+
+def current_device() -> torch.device:
+    """The CUDA device in use by this process, or the CPU."""
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda", torch.cuda.current_device()) if in_use else torch.device("cpu")
+
+
+def step_clock(device: torch.device, now: Callable[[], float]) -> StepClock:
+    """The clock that tells the truth about steps on this device.
+
+    Args:
+        device: on which they compute.
+        now: the host's clock, in seconds.
+    """
+    return DeviceClock(device) if is_asynchronous(device) else HostClock(now)
