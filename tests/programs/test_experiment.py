@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests import toy_tasks
 from workbench.programs.experiment import IdleTraining, Training, enter_training
 from workbench.runs.spec import RunSpec
+from workbench.train.device_turns import DeviceTurns, storages_of
 from workbench.train.ranks import Ranks
 
 
@@ -55,6 +56,75 @@ def test_contestants_with_workers_and_accumulation(alone: Ranks) -> None:
         assert one.feed.passes > 1
         assert other.feed.batches == 2 * 12
     assert {child.pid for child in multiprocessing.active_children()} == before
+
+
+class FakeMemory:
+    """A device with so much memory, on which each turn takes 1,000 bytes at its peak."""
+
+    def __init__(self, room: int) -> None:
+        self._room, self.released = room, 0
+
+    def peak(self) -> int:
+        return 1000
+
+    def reset(self) -> None: ...
+
+    def room(self) -> int:
+        return self._room
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def on_device(training: Any) -> int:
+    """Bytes that a training has on the device."""
+    return sum(storage.nbytes() for storage in storages_of(training.trainer, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(("room", "together"), [(1200, False), (10_000, True)])
+@pytest.mark.parametrize("knobs", [{"optimizer": "adamw(lr=0.1)"}, {"parallel": "zero1"}])
+def test_only_one_is_on_a_device_on_which_both_do_not_fit(alone: Ranks, room: int, together: bool, knobs: dict[str, Any]) -> None:
+    task, specs = toy_tasks.numbers(), [spec_of(**knobs), spec_of(micro_batch=4, **knobs)]
+
+    def weights_after(turns: DeviceTurns | None, most: list[int]) -> list[torch.Tensor]:
+        with enter_training(specs[0], task, alone, 0, turns) as one, enter_training(specs[1], task, alone, 1, turns) as other:
+            assert isinstance(one, Training)
+            assert isinstance(other, Training)
+            for training in (one, other, one, other):
+                training.drain()
+                most.append(min(on_device(one), on_device(other)))
+                for _ in range(3):
+                    training.step()
+            for training in (one, other):
+                training.drain()
+            one.drain()
+            values = [weight.detach().clone() for weight in one.trainer.module.parameters()]
+            other.drain()
+            return [*values, *(weight.detach().clone() for weight in other.trainer.module.parameters())]
+
+    memory, alternately, at_once = FakeMemory(room), list[int](), list[int]()
+    turns = DeviceTurns(torch.device("cpu"), memory)
+    found, expected = weights_after(turns, alternately), weights_after(None, at_once)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert min(at_once) > 0
+    assert alternately[:2] == [0, 0]  # each begins with all of the memory, however much there is
+    assert (min(alternately[2:]) > 0) == together
+    assert (turns.note is None) == together
+    if not together:
+        assert alternately == [0, 0, 0, 0]
+        assert turns.note is not None
+        assert "do not fit on the device together" in turns.note
+        assert "of 1.17 KiB" in turns.note
+    assert memory.released >= 2
+
+
+def test_on_the_cpu_nobody_moves(alone: Ranks) -> None:
+    turns = DeviceTurns(torch.device("cpu"))
+    with enter_training(spec_of(), toy_tasks.numbers(), alone, 0, turns) as one:
+        assert on_device(one) > 0
+        one.drain()
+        one.step()
+    assert turns.note is None
 
 
 def test_a_rank_that_is_not_wanted_rests(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

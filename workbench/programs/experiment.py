@@ -29,6 +29,7 @@ from workbench.runs import failure
 from workbench.runs.entrypoints import EXPERIMENT
 from workbench.runs.spec import RunSpec
 from workbench.runs.task import Task, resolve
+from workbench.train.device_turns import DeviceTurns
 from workbench.train.ranks import Ranks, choose_backend, choose_device, join_group_creation
 from workbench.train.trainer import Trainer
 
@@ -113,12 +114,13 @@ def diagnose(assignment: Assignment) -> dict[str, Any]:
 def prove(assignment: Assignment) -> dict[str, Any]:
     """Time two specs in alternating blocks; the result is a `VariantTimes` whose baseline is the first spec."""
     specs = [RunSpec.from_json(assignment.order[name]) for name in ("baseline", "changed")]
+    turns = DeviceTurns(assignment.ranks.device)
     with contextlib.ExitStack() as stack, Peers.join() as peers:
         trainings = [
-            stack.enter_context(enter_training(spec, assignment.task, assignment.ranks, index)) for index, spec in enumerate(specs)
+            stack.enter_context(enter_training(spec, assignment.task, assignment.ranks, index, turns)) for index, spec in enumerate(specs)
         ]
         arm = run_ab_test(*trainings, budget_s=_budget(assignment), peers=peers)
-    return dataclasses.asdict(dataclasses.replace(arm, samples=specs[1].global_batch / specs[0].global_batch))
+    return dataclasses.asdict(dataclasses.replace(arm, samples=specs[1].global_batch / specs[0].global_batch, note=turns.note))
 
 
 def _budget(assignment: Assignment) -> float:
@@ -143,8 +145,10 @@ class Training:
 
     _turn: "Training | None" = None
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, turns: DeviceTurns | None = None) -> None:
+        self.trainer, self._turns = trainer, turns
+        if turns is not None:
+            turns.add(trainer)
         self.feed = Feed(trainer.loader, trainer.spec.accumulation)
 
     def step(self) -> None:
@@ -153,10 +157,12 @@ class Training:
         self.trainer.step(batches if self.trainer.spec.accumulation > 1 else (batches,))
 
     def drain(self) -> None:
-        """Before its block: wait until the other training's workers idle and use no core, and empty this one's queue of batches."""
+        """Before its block: wait until the other training's workers idle and use no core, have the device, and empty the own queue."""
         if Training._turn not in (self, None):
             Training._turn.feed.wait_until_full(PATIENCE)
         Training._turn = self
+        if self._turns is not None:
+            self._turns.enter(self.trainer)
         self.trainer.apply_process_settings()
         self.feed.drain()
 
@@ -167,7 +173,9 @@ class Training:
 
 
 @contextlib.contextmanager
-def enter_training(spec: RunSpec, task: Task, everyone: Ranks, number: int) -> Iterator[Training | IdleTraining]:
+def enter_training(
+    spec: RunSpec, task: Task, everyone: Ranks, number: int, turns: DeviceTurns | None = None
+) -> Iterator[Training | IdleTraining]:
     """A contestant on this rank. It may use fewer ranks than there are; all must call this, to make its process group.
 
     Args:
@@ -175,6 +183,7 @@ def enter_training(spec: RunSpec, task: Task, everyone: Ranks, number: int) -> I
         task: what is trained.
         everyone: all ranks of the launch.
         number: its number among the contestants.
+        turns: in which contestants use the device; None = all stay on it.
     """
     members = list(range(spec.nproc_per_node))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -187,7 +196,7 @@ def enter_training(spec: RunSpec, task: Task, everyone: Ranks, number: int) -> I
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ranks = Ranks(rank=everyone.rank, world_size=len(members), device=device, store=PrefixStore(f"contestant {number}", everyone.store))
-    with contextlib.closing(Training(Trainer(spec, task, ranks, group))) as training:
+    with contextlib.closing(Training(Trainer(spec, task, ranks, group), turns)) as training:
         yield training
 
 

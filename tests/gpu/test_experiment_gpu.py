@@ -1,0 +1,59 @@
+"""A proof on a GPU on which both of its trainings do not fit at once."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests import toy_tasks
+from workbench.programs.experiment import Training, enter_training
+from workbench.runs.spec import RunSpec
+from workbench.runs.task import Task
+from workbench.train.device_turns import DeviceTurns
+from workbench.train.ranks import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")]
+
+SPEC = RunSpec(task="numbers", device="cuda", micro_batch=8, optimizer="adamw(lr=0.001)")
+GIB = 2**30
+
+
+def large() -> Task:
+    """0.5 GiB of weights, as much of gradients and of DDP's buckets, 1 GiB of Adam's state, and 0.5 GiB while the optimizer steps."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8192), nn.Linear(8192, 8192), nn.Linear(8192, 8192), nn.Linear(8192, 2))
+
+    return toy_tasks.numbers(model=model)
+
+
+@pytest.fixture
+def alone() -> Iterator[Ranks]:
+    """A process group of this process alone."""
+    threads = torch.get_num_threads()
+    yield Ranks.join(SPEC)
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("left", [None, 4.5])
+def test_two_trainings_take_turns_on_the_device(alone: Ranks, left: float | None) -> None:
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    ballast = torch.empty(free - int(left * GIB) if left else 0, dtype=torch.uint8, device="cuda")
+    turns = DeviceTurns(alone.device)
+    with enter_training(SPEC, large(), alone, 0, turns) as one, enter_training(SPEC, large(), alone, 1, turns) as other:
+        losses = []
+        for training in (one, other, one, other):
+            assert isinstance(training, Training)
+            training.drain()
+            for _ in range(2):
+                training.step()
+            torch.cuda.synchronize()
+            losses.append(sum(float(weight.detach().double().sum()) for weight in training.trainer.module.parameters()))
+    assert losses[:2] == pytest.approx(losses[0:1] * 2)  # both train alike
+    assert losses[2:] == pytest.approx(losses[2:3] * 2)
+    assert (turns.note is None) == (left is None)
+    del ballast

@@ -1,0 +1,154 @@
+"""Lets trainings of one process take turns on a device: tensors of those that rest lie in main memory, unless all fit together."""
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from workbench.core import units
+from workbench.train.trainer import Trainer
+
+MAX_FILL = 0.95
+"""All trainings stay on the device if they take no more than this share of it; the rest is lost to fragmentation."""
+
+
+class DeviceMemory(Protocol):
+    """What the device tells about its memory."""
+
+    def peak(self) -> int:
+        """Most bytes that tensors took since the last `reset`."""
+
+    def reset(self) -> None:
+        """Forget the peak."""
+
+    def room(self) -> int:
+        """Bytes that tensors of this process can take in all."""
+
+    def release(self) -> None:
+        """Give memory that no tensor uses back to the device."""
+
+
+class GpuMemory:
+    """The memory of a GPU, by torch's allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def peak(self) -> int:
+        """Most bytes that tensors took since the last `reset`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset(self) -> None:
+        """Forget the peak."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def room(self) -> int:
+        """Bytes that tensors of this process can take in all: ranks that share the GPU get equal parts of what is free."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        sharing = math.ceil(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / max(1, torch.cuda.device_count()))
+        return int(free) // sharing + torch.cuda.memory_reserved(self._device)
+
+    def release(self) -> None:
+        """Give memory that no tensor uses back to the device."""
+        torch.cuda.empty_cache()
+
+
+class DeviceTurns:
+    """Decides which trainings are on the device.
+
+    At first only one is, so that each can use all of the memory. Once all have had a turn, their peaks are known: if they fit together,
+    they stay there, and otherwise those that rest are moved to main memory between turns. Buckets of DDP stay on the device.
+
+    Attributes:
+        note: says that trainings are moved, and why; None as long as they are not.
+    """
+
+    def __init__(self, device: torch.device, memory: DeviceMemory | None = None) -> None:
+        """
+        Args:
+            device: on which the trainings compute.
+            memory: its memory; None = that of a GPU. Main memory does not need turns.
+        """
+        self._device = device
+        self._memory = memory or (GpuMemory(device) if device.type == "cuda" else None)
+        self._resting: dict[Trainer, list[tuple[torch.UntypedStorage, Tensor]]] = {}
+        self._peaks: dict[Trainer, int] = {}
+        self._sizes: dict[Trainer, int] = {}
+        self._active: Trainer | None = None
+        self._together: bool | None = None
+        self.note: str | None = None
+
+    def add(self, trainer: Trainer) -> None:
+        """Add a training, which was just built. It rests until its first turn."""
+        if self._memory is not None:
+            self._rest(trainer)
+
+    def enter(self, trainer: Trainer) -> None:
+        """Begin a training's turn."""
+        if self._memory is None or self._active is trainer:
+            return
+        if self._active is not None:
+            self._peaks[self._active] = max(self._peaks.get(self._active, 0), self._memory.peak())
+            self._sizes[self._active] = sum(storage.nbytes() for storage in storages_of(self._active, self._device))
+            if self._together is None and len(self._peaks) == len(self._peaks.keys() | self._resting.keys()):
+                self._decide()
+            if not self._together:
+                self._rest(self._active)
+        for storage, copy in self._resting.pop(trainer, []):
+            storage.resize_(copy.nbytes)
+            _bytes_of(storage).copy_(copy)
+        self._active = trainer
+        self._memory.reset()
+
+    def _decide(self) -> None:
+        """Do all fit together, each with its peak while the others rest there?"""
+        assert self._memory is not None
+        total, room = sum(self._sizes.values()), self._memory.room()
+        needed = max(peak + total - self._sizes[trainer] for trainer, peak in self._peaks.items())
+        self._together = needed <= MAX_FILL * room
+        if not self._together:
+            self.note = (
+                f"the two do not fit on the device together ({units.bytes_(needed)} of {units.bytes_(room)}): between blocks the one that "
+                "rests lay in main memory"
+            )
+
+    def _rest(self, trainer: Trainer) -> None:
+        assert self._memory is not None
+        copies = []
+        for storage in storages_of(trainer, self._device):
+            copies.append((storage, _bytes_of(storage).to("cpu", copy=True)))
+            storage.resize_(0)
+        self._resting[trainer] = copies
+        self._memory.release()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def storages_of(trainer: Trainer, device: torch.device) -> list[torch.UntypedStorage]:
+    """What a training keeps on a device between its steps: weights, buffers, gradients and the optimizer's states; each storage once."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    for tensor in _kept(trainer):
+        local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor: what lies here
+        if local.device.type == device.type and local.layout == torch.strided:
+            storage = local.untyped_storage()
+            storages[storage._cdata] = storage
+    return [storage for storage in storages.values() if storage.nbytes()]
+
+
+def _kept(trainer: Trainer) -> Iterator[Tensor]:
+    for weight in trainer.module.parameters():
+        yield weight.detach()
+        if weight.grad is not None:
+            yield weight.grad
+    yield from trainer.module.buffers()
+    optimizers: list[Any] = [trainer.optimizer, getattr(trainer.optimizer, "optim", None)]  # the latter: ZeRO-1's
+    for optimizer in optimizers:
+        for leaf in tree_leaves(list(optimizer.state.values())) if optimizer is not None else ():
+            if isinstance(leaf, Tensor):
+                yield leaf
