@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.core.gc import without_gc
+from workbench.diagnosis.measure.trials import treatments
 from workbench.harness import ablations
+from workbench.harness.batches import CachedBatches
 
 
 class Setup:
@@ -46,6 +48,10 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value.clone() for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
 def test_without_optimizer_the_weights_stay_and_gradients_come() -> None:
     setup = Setup()
     before = setup.weights
@@ -56,6 +62,42 @@ def test_without_optimizer_the_weights_stay_and_gradients_come() -> None:
     assert "step" not in vars(setup.optimizer)
     setup.step(setup.batch)
     assert not same(before, setup.weights)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_gradients_that_overflow_are_skipped_in_fp16(kind: str) -> None:
+    setup = Setup(kind)
+    scheduler = torch.optim.lr_scheduler.StepLR(setup.optimizer, 1)
+    setup.step(setup.batch)
+    before, state, own = setup.weights, states_of(setup.optimizer), vars(setup.optimizer)["step"]
+    with warnings.catch_warnings(), ablations.overflows_skipped([setup.optimizer], "amp_fp16"):
+        warnings.simplefilter("error")
+        setup.step(setup.batch * float("inf"))
+        scheduler.step()
+        assert same(before, setup.weights)
+        assert same(state, states_of(setup.optimizer))
+        setup.step(setup.batch)
+        assert not same(before, setup.weights)
+    assert all(values.isfinite().all() for values in (*setup.weights, *states_of(setup.optimizer)))
+    assert vars(setup.optimizer)["step"] is own
+    with ablations.overflows_skipped([setup.optimizer], "amp_bf16"):  # whose range is that of fp32
+        setup.step(setup.batch * float("inf"))
+    assert not all(weight.isfinite().all() for weight in setup.weights)
+
+
+def test_fp16_arms_and_changes_skip_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup()
+    setup.step(setup.batch)
+    before = setup.weights
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    replay = CachedBatches()
+    replay.hold([setup.batch])
+    arms = {"device": torch.device("cuda"), "precision": "fp32", "accumulation": 1, "world_size": 1, "gc_share": 0.0}
+    (variant,) = [one for one in treatments([setup.model], [setup.optimizer], replay, **arms) if one.name == "precision=amp_fp16"]
+    for context in (variant.on(), ablations.changed_step({"precision": "amp_fp16"}, [setup.model], [setup.optimizer])):
+        with context:
+            setup.step(setup.batch * float("nan"))
+        assert same(before, setup.weights)
 
 
 def test_without_optimizer_closures_and_schedulers_work() -> None:

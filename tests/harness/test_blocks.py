@@ -1,6 +1,10 @@
 """Blocks and trials by a fake clock: what counts, what is left out, who is compared with whom, and when it is enough."""
 
+<<<<<<< HEAD
 import math
+=======
+import contextlib
+>>>>>>> 45c8675 (An experiment for which memory runs out is left out wherever it does; fp16 skips steps that overflow)
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -209,6 +213,70 @@ def test_remedies_are_not_measured_as_closely_as_parts_of_the_step(clock: Clock)
     trials, _ = tried(clock, 0.06, {name: lambda name=name: 5 * next(numbers[name]) for name in numbers}, budget=1e6)  # type: ignore[misc]
     found = {name: len(arm.pairs) for name, arm in trials.results().items()}
     assert FEW_PAIRS <= found["optimizer=fused"] <= min(found["no_optimizer"], MAX_REMEDY_PAIRS)
+
+
+class Pair(Peers):
+    """Two ranks, of which the other one does well."""
+
+    def gather(self, value: Any) -> Any:
+        failed = isinstance(value, tuple) and isinstance(value[0], str)
+        return [value, "" if isinstance(value, str) else ("", *value[1:]) if failed else value]
+
+
+def full_device(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@contextlib.contextmanager
+def full_switch() -> Iterator[None]:
+    full_device()
+    yield
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant(name="doubled", batch=full_device),
+        Variant(name="doubled", on=full_switch),
+        Variant(name="doubled", wrap=lambda step: full_device),
+    ],
+    ids=["batch", "switch", "step"],
+)
+def test_a_variant_for_which_memory_runs_out_is_left_out(clock: Clock, variant: Variant, world_size: int) -> None:
+    """Wherever it does: on each rank the others hear of it, and the next variants are tried."""
+
+    def spend(_: Any) -> None:
+        clock.now += 0.01
+
+    peers = Peers() if world_size == 1 else Pair(world_size=2)
+    with BlockTimer(spend, peers, torch.device("cpu"), clock=clock) as bench:
+        replay = CachedBatches()
+        replay.hold([torch.zeros(2)] * 3)
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=0.01)
+        trials.run([variant, Variant(name="no_optimizer")], 1000)
+    assert list(trials.results()) == ["no_optimizer"]
+    assert trials.notes == ["doubled could not be tried: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."]
+
+
+def test_a_variant_for_which_memory_runs_out_later(clock: Clock) -> None:
+    calls = [0]
+
+    def step(_: Any) -> None:
+        clock.now += 0.01
+        calls[0] += 1
+        if calls[0] == 10:  # in a timed block
+            full_device()
+
+    with BlockTimer(lambda _: setattr(clock, "now", clock.now + 0.01), Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = CachedBatches()
+        replay.hold([torch.zeros(2)] * 3)
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=0.01)
+        trials.run([Variant(name="doubled", wrap=lambda _: step)], 1000)
+    assert calls == [10]
+    assert "OutOfMemoryError" in trials.notes[0]
 
 
 def test_after_threads_that_look_for_work_some_steps_do_not_count(clock: Clock) -> None:

@@ -65,6 +65,42 @@ def without_optimizer(optimizers: Sequence[Optimizer]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def overflows_skipped(optimizers: Sequence[Optimizer], precision: str) -> Iterator[None]:
+    """Inside, in "amp_fp16", the optimizers skip steps whose gradients are not finite, as with a GradScaler and at its cost.
+
+    Without this, the first overflow fills the weights and the optimizers' states with NaN for the rest of the experiment.
+    """
+
+    def step(optimizer: Optimizer, usual: Callable[..., Any], closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        if closure is not None:  # computes the gradients itself
+            return usual(closure, **options)
+        return usual(**options) if _finite(optimizer) else None
+
+    with ExitStack() as undo:
+        for optimizer in optimizers if precision == "amp_fp16" else ():
+            function = partial(step, optimizer, optimizer.step)
+            function._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or schedulers warn that it was replaced
+            undo.enter_context(temporary_attribute(optimizer, "step", function))
+            undo.enter_context(temporary_attribute(optimizer, "_opt_called", True))
+        yield
+
+
+def _finite(optimizer: Optimizer) -> bool:
+    """Are all gradients of an optimizer finite? Looks as a GradScaler does, and waits for the device as it does."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+        if weight.grad is not None:
+            gradient = getattr(weight.grad, "_local_tensor", weight.grad)
+            gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    bad = []
+    for (device, _), gradients in alike.items():
+        bad.append(torch.zeros(1, device=device))
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, bad[-1], torch.ones(1, device=device))
+    return not any(flag.item() for flag in bad)
+
+
+@contextlib.contextmanager
 def without_reduction(models: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, no gradient is reduced and no buffer sent, by DDP or by the step's own all_reduce: each rank runs at its own pace."""
     with ExitStack() as undo:
@@ -239,6 +275,8 @@ def changed_step(change: Mapping[str, Any], models: Sequence[nn.Module], optimiz
         for name, value in change.items():
             if name == "optimizer":
                 undo.enter_context(optimizer_implementation(optimizers, value))
+            elif name == "precision":
+                undo.enter_context(overflows_skipped(optimizers, value))
             elif name == "threads":
                 undo.enter_context(threads(value))
             elif name == "channels_last" and value:

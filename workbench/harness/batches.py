@@ -311,10 +311,15 @@ class CachedBatches:
         held = self._held
         if change is not None:
             if id(change) not in self._changed:
-                self._changed = {id(change): [change, *map(change, held)]}  # one at a time: they may be twice as large
+                self.forget_changed()  # one at a time: they may be twice as large
+                self._changed = {id(change): [change, *map(change, held)]}
             held = self._changed[id(change)][1:]
         copied = torch.clone if self.written else _unchanged
         return [map_tensors(copied, batch) for batch in islice(cycle(held), count)]
+
+    def forget_changed(self) -> None:
+        """Drop what `give` has made with a change."""
+        self._changed = {}
 
     def fitting(self, count: int) -> int:
         """How many of `count` batches may be given at a time, if copies are needed."""

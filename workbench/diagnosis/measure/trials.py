@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,7 +88,8 @@ def treatments(
     ]
     if precision == "fp32" and models:
         name = "amp_bf16" if device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False) else "amp_fp16"
-        treatments.append(Variant(name=f"precision={name}", wrap=partial(ablations.in_precision, name=name, device=device)))
+        wrap = partial(ablations.in_precision, name=name, device=device)
+        treatments.append(Variant(name=f"precision={name}", wrap=wrap, on=partial(ablations.overflows_skipped, optimizers, name)))
     if has_convolutions(models) and world_size == 1 and any(tensor.ndim == 4 for tensor in tensors_of(first)):
         treatments.append(
             Variant(name="channels_last", on=partial(ablations.channels_last, models, optimizers), batch=ablations.to_channels_last)
@@ -226,41 +227,68 @@ class Trials:
         return len(self.bench.timings.blocks["cached"]) - 1
 
     def _try(self, treatment: Variant) -> bool:
-        """Time a block of a variant; False if the step fails under it."""
+        """Time a block of a variant; False if it fails, such as for want of memory."""
         bench, step = self.bench, treatment.wrap(self.bench.step)
         change = None if treatment.batch is ablations.unchanged else treatment.batch
-        warm = max(self.warm, 1) + 1 if treatment.name not in self._treatments else self.warm
-        if treatment.name not in self._treatments and bench.peers.world_size > 1:
+        first = treatment.name not in self._treatments
+        warm = max(self.warm, 1) + 1 if first else self.warm
+        if first and bench.peers.world_size > 1:
             # once without a reduction: a rank that fails (out of memory) would leave the others waiting in it
-            with treatment.on(), self.alone():
-                if failure := self._failure(step, change):
-                    return self._cannot(treatment, failure)
-        with treatment.on():
-            failed, start = "", bench.clock()
-            try:
+            with self._switched_on(treatment, self.alone) as failed:
+                failed = failed or self._failure(lambda: bench.warm(self.replay.give(1, change), step))
+                if failures := [failed for failed in bench.peers.gather(failed) if failed]:
+                    return self._cannot(treatment, failures[0])
+        with self._switched_on(treatment) as failed:
+            batches: list[Any] = []
+
+            def prepare() -> None:
                 bench.warm(self.replay.give(warm, change), step)
-                bench.synchronize()
-            except StepFailed as error:
-                failed = f"{type(error.error).__name__}: {error.error}"
+                batches.extend(self.replay.give(self.count, change))
+
+            start = bench.clock()
+            failed = failed or self._failure(prepare)
             warmed = bench.peers.gather((failed, (bench.clock() - start) / warm if warm else 0.0))
             if failures := [failed for failed, _ in warmed if failed]:
                 return self._cannot(treatment, failures[0])
             self._treatments[treatment.name] = treatment
             slower = max(seconds for _, seconds in warmed) / bench.timings.typical("cached")
             count = self.count if slower < MAX_WARM_UP_SLOWDOWN else max(1, round(self.count * MAX_WARM_UP_SLOWDOWN / slower))
-            bench.run(treatment.name, self.replay.give(count, change), count, step=step)
+            try:
+                bench.run(treatment.name, batches[:count], count, step=step)
+            except StepFailed as error:
+                if bench.peers.world_size > 1:  # the others may wait in a reduction
+                    raise
+                return self._cannot(treatment, _described(error))
         return True
 
-    def _failure(self, step: Callable[[Any], Any], change: Callable[[Any], Any] | None) -> str:
-        """Why a single step fails on some rank; empty if it does not."""
-        failed = ""
+    @contextlib.contextmanager
+    def _switched_on(self, treatment: Variant, *more: ablations.Switch) -> Iterator[str]:
+        """Inside, the variant is on, unless switching it on fails on this rank: then gives why."""
+        with contextlib.ExitStack() as switches:
+            failed = ""
+            for switch in (treatment.on, *more):
+                failed = failed or self._failure(partial(_enter, switches, switch))
+            yield failed
+
+    def _failure(self, act: Callable[[], object]) -> str:
+        """Why something fails on this rank, whatever raises it: the step, the making of a batch, or the switch. Empty if it does not."""
         try:
-            self.bench.warm(self.replay.give(1, change), step)
+            act()
             self.bench.synchronize()
-        except StepFailed as error:
-            failed = f"{type(error.error).__name__}: {error.error}"
-        return next((failure for failure in self.bench.peers.gather(failed) if failure), "")
+        except Exception as error:
+            return _described(error)
+        return ""
 
     def _cannot(self, treatment: Variant, failure: str) -> bool:
+        self.replay.forget_changed()  # they may be as large as what did not fit
         self.notes.append(f"{treatment.name} could not be tried: {failure.splitlines()[0]:.200}")
         return False
+
+
+def _enter(switches: contextlib.ExitStack, switch: ablations.Switch) -> None:
+    switches.enter_context(switch())
+
+
+def _described(error: Exception) -> str:
+    cause = error.error if isinstance(error, StepFailed) else error
+    return f"{type(cause).__name__}: {cause}"
