@@ -1,10 +1,7 @@
 """Blocks and trials by a fake clock: what counts, what is left out, who is compared with whom, and when it is enough."""
 
-<<<<<<< HEAD
-import math
-=======
 import contextlib
->>>>>>> 45c8675 (An experiment for which memory runs out is left out wherever it does; fp16 skips steps that overflow)
+import math
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
