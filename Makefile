@@ -23,7 +23,7 @@ test test-slow unit together alone slow slow-alone notebooks slow-notebooks brow
 export PYTHONDONTWRITEBYTECODE =
 export KINETO_LOG_LEVEL ?= 6
 
-.PHONY: help setup lab test test-slow lint architecture unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu refresh bench coverage format clean
+.PHONY: help setup lab test test-slow lint architecture unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu gpu-check refresh bench coverage format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ browser: setup ## drive JupyterLab in Chromium; screenshots in shots/
 
 test-gpu: ## the tests that need an NVIDIA GPU, with whatever Python has torch (PYTHON=…)
 	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m pytest -m gpu tests/gpu $(ARGS)
+
+gpu-check: ## check on an NVIDIA GPU what only a GPU can tell, in about 15 minutes (ARGS="--parts timer,verdicts", PYTHON=…)
+	PYTHONPATH=. $(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check $(ARGS)
 
 refresh: setup ## execute the notebooks and store their outputs (then read the diff)
 	$(BIN)/python -m tests.refresh $(ARGS)
