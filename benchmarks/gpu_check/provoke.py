@@ -133,18 +133,14 @@ ON_CPU = ("main memory",)
 
 def classified(error: BaseException) -> dict[str, Any]:
     """What the library says of it."""
-    from workbench.runs.errors import symptom_of
+    from workbench.runs.errors import is_out_of_memory, symptom_of
     from workbench.runs.failure import describe
     from workbench.runs.out_of_memory import OutOfMemory
 
     message = describe(error)
     symptom, parsed = symptom_of(message), OutOfMemory.parse(message)
     answer = {"type": type(error).__name__, "message": message[:2000], "kind": symptom.kind if symptom else "", "parsed": str(parsed or "")}
-    try:
-        from workbench.train.split_on_oom import is_out_of_memory
-    except ImportError:
-        return answer
-    return answer | {"splits": is_out_of_memory(error)}
+    return answer | {"split": is_out_of_memory(error)}
 
 
 def main(name: str) -> None:
