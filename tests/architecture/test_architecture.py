@@ -101,7 +101,7 @@ BREACHES: list[tuple[str, dict[str, str], str]] = [
     # sizes
     ("sizes", {"runs/run.py": "\n" * 501}, "runs/run.py has 501 lines"),
     ("sizes", {f"runs/f{number}.py": "" for number in range(351)}, "files: 351"),
-    ("sizes", {f"runs/f{number}.py": "\n" * 500 for number in range(127)}, "lines: 63,500"),
+    ("sizes", {f"runs/f{number}.py": "\n" * 500 for number in range(130)}, "lines: 65,000"),
     ("sizes", {f"p{number}/a.py": "" for number in range(14)}, "packages: 14"),
     ("sizes", {"runs/a.py": "\n" * 99}, "the median file has 99 lines"),
 ]

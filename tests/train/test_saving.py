@@ -1,7 +1,9 @@
 """Checkpoints: a run that goes on ends where one that was never ended does, and no file is ever half there."""
 
+import dataclasses
 import errno
 import functools
+import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -256,3 +258,46 @@ def test_the_order_of_samples_goes_on(alone: Ranks, done: int) -> None:
 
     want, got = first(0, 2 * done + 4)[2 * done :], first(done, 4)
     assert all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
+
+
+def test_no_row_is_missing_where_the_run_was_killed_at_a_checkpoint(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, task, write = spec_of(noise_scale=1, accumulation=2, checkpoint_every=5), toy_tasks.numbers(), Checkpoints.write
+
+    def killed_after(checkpoints: Checkpoints, step: int, *arguments: Any) -> None:
+        write(checkpoints, step, *arguments)
+        shutil.copytree(tmp_path, tmp_path.with_name(f"killed{step}"))  # what would be there, had the machine been switched off now
+
+    monkeypatch.setattr(Checkpoints, "write", killed_after)
+    train(spec, task, alone, tmp_path)
+    monkeypatch.undo()
+    for step in (5, 10, 15):
+        killed = tmp_path.with_name(f"killed{step}")
+        train(spec, task, alone, killed)
+        rows = {name: run_directory.LineTail(killed / name).read() for name in (run_directory.METRICS, "rank0.jsonl", "noise0.jsonl")}
+        assert [row["step"] for row in rows[run_directory.METRICS]] == list(range(1, 21))
+        steps = Timeline.from_lines(rows["rank0.jsonl"]).steps
+        assert [(at.index, at.samples) for at in steps] == [(number, 16) for number in range(20)]
+        assert all(at.seconds > 0 for at in steps)
+        assert [row["step"] for row in rows["noise0.jsonl"] if "step" in row] == list(range(1, 21))
+
+
+def test_a_checkpoint_waits_for_the_rows_of_all_ranks(alone: Ranks, tmp_path: Path) -> None:
+    trainer = Trainer(spec_of(), toy_tasks.numbers(), alone)
+    ranks = [dataclasses.replace(alone, rank=rank, world_size=3) for rank in range(3)]
+    for rank in (2, 1):
+        Checkpoints(tmp_path, ranks[rank], 6).write(6, trainer, f"row of {rank}\n")
+        assert not (tmp_path / run_directory.CHECKPOINTS).exists()
+    Checkpoints(tmp_path, ranks[0], 6).write(6, trainer, "row of 0\n")
+    assert Checkpoints(tmp_path, alone, 6).read(tmp_path / run_directory.CHECKPOINTS / "step00000006.pt")["rows"] == {
+        rank: f"row of {rank}\n" for rank in range(3)
+    }
+
+
+def test_a_dataset_that_has_changed_is_said(alone: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(spec_of(), toy_tasks.numbers(), alone, tmp_path)
+    train(spec_of(steps=22), toy_tasks.numbers(), alone, tmp_path)
+    assert "note: the dataset" not in capsys.readouterr().out
+    train(spec_of(steps=24), toy_tasks.numbers(dataset=lambda: toy_tasks.Numbers(48)), alone, tmp_path)
+    words = "the dataset has 48 samples now, and had 64 samples before: the order of the samples is another"
+    assert f"note: {words}" in capsys.readouterr().out
+    assert [row["notes"] for row in run_directory.LineTail(tmp_path / run_directory.RESUMES).read()] == [[], [words]]

@@ -23,7 +23,8 @@ LAUNCHER_LOG, ERRORS, LOGS = "launcher.log", "errors", "logs"
 NODES, NODE_JSON, BEAT = "nodes", "node.json", "beat"
 """Of a run on several machines: `nodes/<k>/` holds what the guard of machine k writes, and its heartbeat."""
 JOB, JOB_SCRIPT, JOB_LOG, STOP = "slurm.json", "job.sh", "slurm.log", "stop"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, RESUMES = "checkpoints", "resumes.jsonl"
+"""Of a run that went on from a checkpoint: RESUMES has a row for each time, with what was passed over, and why."""
 EVIDENCE, CONTEST, MEMORY = "evidence.json", "contest.json", "memory"
 LR_RANGE = "lr_range.json"
 ENERGY = "energy.json"
@@ -71,8 +72,7 @@ def write_json(path: Path, value: object) -> None:
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        if error.errno in _FULL:
-            raise DiskFullError(error.errno, full_message(path, error.errno)) from error
+        raise_if_full(path, error)
         raise
 
 
@@ -93,7 +93,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def full_message(path: Path, code: int | None = None) -> str:
+def raise_if_full(path: Path, error: OSError, needed: str = "") -> None:
+    """Raise DiskFullError if an error means that `path` could not grow; `needed` says how much room it takes.
+
+    Raises:
+        DiskFullError: it names the path, what is free there, and what to do.
+    """
+    if error.errno in _FULL:
+        raise DiskFullError(error.errno, full_message(path, error.errno, needed)) from error
+
+
+def full_message(path: Path, code: int | None = None, needed: str = "") -> str:
     """The error message when `path` could not grow: how much is free, and what to do; `code` is the `errno` of the attempt, if known."""
     if code == errno.EFBIG:
         return f"{path} may not grow any more: files of this process have a limit (ulimit -f). Raise it before the program starts"
@@ -101,7 +111,7 @@ def full_message(path: Path, code: int | None = None) -> str:
     with contextlib.suppress(OSError):
         stat = os.statvfs(path.parent)
         free = f"{stat.f_bavail * stat.f_frsize:,} bytes"
-    return f"no space to write {path} (free there: {free}): make room, or start the run with runs_dir= on another disk"
+    return f"no space to write {path} (free there: {free}{needed}): make room, or start the run with runs_dir= on another disk"
 
 
 def free_reserve(run_dir: Path) -> None:
@@ -159,8 +169,7 @@ class LineWriter:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)
-            if error.errno in _FULL:
-                raise DiskFullError(error.errno, full_message(self.path, error.errno)) from error
+            raise_if_full(self.path, error)
             raise
         self._size += len(data)
 
@@ -192,8 +201,7 @@ def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], object]) -> None:
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        if error.errno in _FULL:
-            raise DiskFullError(error.errno, full_message(path, error.errno)) from error
+        raise_if_full(path, error)
         raise
 
 

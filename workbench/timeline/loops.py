@@ -160,6 +160,10 @@ class Loop:
         """The steps finished since the last harvest."""
         return self._builder.feed(*self.recorder.take(), self._next_size)
 
+    def unfinished(self) -> Row | None:
+        """The step that is under way, as far as it was harvested; None where no optimizer step is done."""
+        return self._builder.unfinished()
+
     @property
     def ended(self) -> bool:
         """Has its END been harvested?"""

@@ -145,6 +145,10 @@ class RankLog:
                 recording = next(r for r in self._recordings if r.clock)
                 self._write(self._header(recording) + self._text(rows, recording.device))
 
+    def line(self, row: Row) -> str:
+        """The line of a step that comes after all that were written; it is not written."""
+        return (_LINE % (self._steps, *row)).replace("None", "null")
+
     def say(self, row: dict[str, Any]) -> None:
         """Write a row that is not a step."""
         with self._lock, self._unless_it_fails():

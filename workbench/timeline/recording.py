@@ -82,6 +82,13 @@ class Recording:
             self._log.detach(self)
             self._logging = False
 
+    def unfinished_row(self, samples: int) -> str:
+        """Write the finished steps; the line of the step under way, if its optimizer step is done. See `StepTimer.unfinished_row`."""
+        self.settle()
+        with self._lock:
+            rows = [row for loop in self._loops if (row := loop.unfinished())]
+        return self._log.line((*rows[-1][:6], samples)) if rows and self._log and self._logging else ""
+
     def leave_out(self, first: int, last: int) -> None:
         """Let statistics leave out the steps from `first` to `last`."""
         self._profiled = tuple(range(first, last + 1))

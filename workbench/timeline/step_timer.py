@@ -107,6 +107,19 @@ class StepTimer:
         """Count the steps in the file on from `done`, of a run that goes on from a checkpoint; `leave_out` still counts from 0."""
         self._recording.go_on(done)
 
+    def unfinished_row(self, samples: int) -> str:
+        """Write the finished steps to the file, and return the line of the step that is under way, as if it ended with its optimizer.
+
+        For a checkpoint after that step: the line itself is written when the next step begins, which may never come. Waits for the device.
+
+        Args:
+            samples: of the step.
+
+        Returns:
+            "" without a file, or where no optimizer step is done.
+        """
+        return self._recording.unfinished_row(samples)
+
     @property
     def failed(self) -> Exception | None:
         """Why the steps are not written to their file any more, e.g. a full disk; None if they are."""

@@ -171,6 +171,13 @@ class StepBuilder:
         self._had_step |= bool(rows)
         return rows
 
+    def unfinished(self) -> Row | None:
+        """The step that is under way, up to its last mark; None where no optimizer step is done. Its samples are not known."""
+        if self.ended or not self._codes.startswith(_NEXT) or not (this := read_iteration(self._codes[1:])).updated:
+            return None
+        row = this.rows([*self._times, self._times[-1]], [None])[0]
+        return _sum([*filter(None, [self._startup]), *self._open, row])
+
     def _add(self, row: Row, updated: bool, rows: list[Row]) -> None:
         """A batch is over: it ends a step, or belongs to one that goes on."""
         if self._startup:

@@ -35,6 +35,9 @@ class GradientLog(Protocol):
     def step(self, step: int) -> None:
         """Called when the gradients of a step (from 1) are complete, before the optimizer uses them."""
 
+    def flush(self) -> None:
+        """Write the steps so far."""
+
     def close(self) -> None:
         """Write the rest."""
 
@@ -131,9 +134,11 @@ def train(
                 if profiled:
                     profiled.step(step)
                 if checkpoints and checkpoints.due(step):
-                    if metrics:  # else rows between the last ones on disk and this step would be missing when the run goes on
+                    if metrics:  # else rows before this step would be missing when the run goes on
                         metrics.flush()
-                    checkpoints.write(step, trainer)
+                    if noise:
+                        noise.flush()
+                    checkpoints.write(step, trainer, timer.unfinished_row(spec.micro_batch * spec.accumulation))
                 if step == spec.steps:
                     break
                 waiting, loss_of_step = spec.accumulation, torch.zeros_like(loss_of_step)

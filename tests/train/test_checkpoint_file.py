@@ -1,0 +1,267 @@
+"""Checkpoint files: whatever becomes of one, it is loaded as it was written, or passed over with the reason."""
+
+import errno
+import functools
+import json
+import os
+import random
+import resource
+import signal
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_flatten
+
+from tests import toy_tasks
+from workbench.core import run_directory
+from workbench.runs.spec import RunSpec
+from workbench.train import checkpoint_file
+from workbench.train.checkpoint_file import MARK, UnusableCheckpointError
+from workbench.train.checkpoints import Checkpoints
+from workbench.train.ranks import Ranks
+from workbench.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """A process group of this process alone."""
+    yield Ranks.join(RunSpec(task="toy", device="cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def trainer(alone: Ranks) -> Trainer:
+    return Trainer(RunSpec(task="toy", device="cpu", micro_batch=8, optimizer="adam(lr=0.01)"), toy_tasks.numbers(), alone)
+
+
+@pytest.fixture
+def checkpoints(alone: Ranks, trainer: Trainer, tmp_path: Path) -> Checkpoints:
+    """With those of steps 6 and 12."""
+    checkpoints = Checkpoints(tmp_path, alone, 6)
+    for step in (6, 12):
+        checkpoints.write(step, trainer)
+    return checkpoints
+
+
+def file_of(run_dir: Path, step: int) -> Path:
+    return run_dir / run_directory.CHECKPOINTS / f"step{step:08d}.pt"
+
+
+def without_checksum(data: bytes) -> bytes:
+    """The file as an earlier workbench wrote it."""
+    data = data[: data.index(MARK)]
+    return data[:-2] + b"\0\0"
+
+
+def same(one: Any, other: Any) -> bool:
+    (leaves, tree), (others, of_other) = tree_flatten(one), tree_flatten(other)
+    return tree == of_other and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(leaves, others, strict=True)
+    )
+
+
+def damaged(data: bytes, chance: random.Random) -> bytes:
+    """What may become of a file: an end that is missing, zeros, bits turned over, blocks of something else, text behind it."""
+    kind, size = chance.randrange(7), len(data)
+    at = chance.randrange(size)
+    length = min(size - at, chance.choice((1, 4, 512, 4096, size)))
+    if kind == 0:
+        return data[:at]
+    if kind == 1:
+        return data[:at] + bytes(size - at)  # the length was written, the content was not
+    if kind == 2:
+        return data[:at] + bytes(length) + data[at + length :]
+    if kind == 3:
+        return data[:at] + chance.randbytes(length) + data[at + length :]
+    if kind == 4:
+        return data + chance.randbytes(length)
+    if kind == 5:
+        return data[:at] + data[at + length :]
+    bits = bytearray(data)
+    for _ in range(chance.choice((1, 2, 32))):
+        bits[chance.randrange(size)] ^= 1 << chance.randrange(8)
+    return bytes(bits)
+
+
+def check_damage(checkpoints: Checkpoints, alone: Ranks, tmp_path: Path, trials: int) -> None:
+    """Damage the last checkpoint in many ways; neither is it loaded other than it was, nor does it stand in the way of the one before."""
+    last, before = (checkpoint_file.load(file_of(tmp_path, step), CPU) for step in (12, 6))
+    path = file_of(tmp_path, 12)
+    new = path.read_bytes()
+    chance, passed_over = random.Random(7), 0
+    for number in range(trials):
+        data = without_checksum(new) if number % 3 == 0 else new
+        path.write_bytes(damaged(data, chance))
+        latest = Checkpoints(tmp_path, alone, 6).latest()
+        assert latest
+        loaded, state = latest
+        assert same(state, last if loaded == path else before), number
+        passed_over += loaded != path
+    assert passed_over > 0.8 * trials  # a bit of padding that is another, or text behind an old file, harms nobody
+
+
+def test_a_damaged_one_is_never_loaded_and_never_in_the_way(checkpoints: Checkpoints, alone: Ranks, tmp_path: Path) -> None:
+    check_damage(checkpoints, alone, tmp_path, 30)
+
+
+@pytest.mark.slow
+def test_a_damaged_one_is_never_loaded_and_never_in_the_way_in_200_trials(checkpoints: Checkpoints, alone: Ranks, tmp_path: Path) -> None:
+    check_damage(checkpoints, alone, tmp_path, 200)
+
+
+def test_four_bytes_of_a_weight_that_have_changed_are_noticed(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    path = file_of(tmp_path, 12)
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        name = max(archive.infolist(), key=lambda part: part.file_size).filename
+        at = whole.index(archive.read(name)) + 8
+    changed = whole[:at] + b"\0\0\0\x3f" + whole[at + 4 :]
+    for data in (changed, without_checksum(changed)):
+        path.write_bytes(data)
+        torch.load(path, weights_only=True)  # which does not look
+        with pytest.raises(UnusableCheckpointError, match="content has changed since it was written"):
+            checkpoint_file.load(path, CPU)
+
+
+def test_the_checksum_is_in_the_file_and_others_read_it(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    path = file_of(tmp_path, 12)
+    with zipfile.ZipFile(path) as archive:
+        told = json.loads(archive.comment.removeprefix(MARK))
+        assert archive.testzip() is None
+        assert told.keys() == {"format", "bytes", "crc32"}
+        assert told["bytes"] == path.stat().st_size - len(archive.comment)
+    state = checkpoint_file.load(path, CPU)
+    assert same(torch.load(path, weights_only=True), state)
+    path.write_bytes(without_checksum(path.read_bytes()))
+    assert same(checkpoint_file.load(path, CPU), state)
+
+
+def of_format_2(data: bytes) -> bytes:
+    return data.replace(b'"format": 1', b'"format": 2')
+
+
+def saved(value: Any) -> Callable[[bytes], bytes]:
+    def of(_: bytes) -> bytes:
+        import io
+
+        file = io.BytesIO()
+        torch.save(value, file)
+        return file.getvalue()
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("become", "why", "kind"),
+    [
+        (lambda data: b"", "it is empty", "damaged"),
+        (lambda data: bytes(len(data)), "it is no file of torch.save, which is a zip file: it begins with zeros", "damaged"),
+        (lambda data: b"no checkpoint", "it begins with b'no c'", "damaged"),
+        (lambda data: data[: len(data) // 2], "its end is missing", "damaged"),
+        (lambda data: data[:-3], "its checksum is damaged", "damaged"),
+        (lambda data: data.replace(b"optimizer", b"0ptimizer", 1), "content has changed", "damaged"),
+        (lambda data: data[:100] + data[101:], "bytes, and was written with", "damaged"),
+        (of_format_2, "of format 2, of a newer workbench; this one reads formats up to 1", "newer"),
+        (saved({"weights": torch.ones(3)}), "it is no checkpoint of the workbench: it has no module, optimizer", "foreign"),
+        (saved(torch.ones(3)), "it is no checkpoint of the workbench: it holds a Tensor", "foreign"),
+        (saved({"step": Path("/")}), "it holds objects that are no tensors, numbers or texts", "foreign"),
+    ],
+)
+def test_what_is_passed_over_says_why(
+    checkpoints: Checkpoints, trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    become: Callable[[bytes], bytes], why: str, kind: str,
+) -> None:  # fmt: skip
+    path = file_of(tmp_path, 12)
+    path.write_bytes(become(path.read_bytes()))
+    latest = checkpoints.latest()
+    assert latest
+    assert path.exists()  # until the run goes on
+    assert checkpoints.resume(trainer, latest) == 6
+    assert path.with_name(f"{path.name}.{kind}").exists()
+    (row,) = run_directory.LineTail(tmp_path / run_directory.RESUMES).read()
+    assert (row["step"], row["checkpoint"]) == (6, "step00000006.pt")
+    assert why in row["passed_over"]["step00000012.pt"]
+    assert f"step00000012.pt is {kind} and passed over: " in capsys.readouterr().out
+
+
+def test_one_of_another_step_or_model_is_passed_over(checkpoints: Checkpoints, alone: Ranks, trainer: Trainer, tmp_path: Path) -> None:
+    file_of(tmp_path, 18).write_bytes(file_of(tmp_path, 12).read_bytes())
+    wider = toy_tasks.numbers(model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2)))
+    Checkpoints(tmp_path, alone, 6).write(12, Trainer(RunSpec(task="toy", device="cpu", micro_batch=8), wider, alone))
+    assert checkpoints.resume(trainer, checkpoints.latest()) == 6
+    (row,) = run_directory.LineTail(tmp_path / run_directory.RESUMES).read()
+    assert row["passed_over"] == {
+        "step00000018.pt": "it is of step 12",
+        "step00000012.pt": "it is of another model: its 0.weight has the shape (16, 4), that of this model (8, 4)",
+    }
+
+
+def test_where_none_fits_the_model_nothing_is_changed(checkpoints: Checkpoints, alone: Ranks, tmp_path: Path) -> None:
+    other = Trainer(RunSpec(task="toy", device="cpu"), toy_tasks.numbers(model=lambda: torch.nn.Linear(4, 2)), alone)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(run_directory.DamagedRunError, match=r"it has no weight\). Nothing of the run was changed"):
+        checkpoints.resume(other, checkpoints.latest())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# --- the disk
+
+
+class Disk:
+    """A file on a disk with room for some bytes; what did not fit is refused when it is written, or when it is flushed."""
+
+    def __init__(self, room: int, code: int, path: Path, mode: str) -> None:
+        self._file, self._room, self._code = open(path, mode), room, code  # noqa: SIM115
+
+    def write(self, data: Any) -> int:
+        self._room -= len(data)
+        if self._room < 0:
+            raise OSError(self._code, os.strerror(self._code))
+        return int(self._file.write(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> "Disk":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def test_a_full_disk_is_named_wherever_it_is_met_and_the_others_stay(
+    checkpoints: Checkpoints, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch reports its first failed write as "unexpected pos 3136 vs 3030"."""
+    size = file_of(tmp_path, 12).stat().st_size
+    for room in range(0, size, size // 20):
+        monkeypatch.setattr(checkpoint_file, "open", functools.partial(Disk, room, errno.ENOSPC), raising=False)
+        with pytest.raises(run_directory.DiskFullError, match=r"no space to write .*step00000018.pt \(free there: [\d,]+ bytes, and a ch"):
+            checkpoints.write(18, trainer)
+    monkeypatch.setattr(checkpoint_file, "open", functools.partial(Disk, size // 2, errno.EIO), raising=False)
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        checkpoints.write(18, trainer)
+    assert not isinstance(raised.value, run_directory.DiskFullError)
+    monkeypatch.undo()
+    assert sorted(path.name for path in (tmp_path / run_directory.CHECKPOINTS).iterdir()) == ["step00000006.pt", "step00000012.pt"]
+    assert checkpoints.latest()
+
+
+def test_a_real_limit_of_files_is_named(checkpoints: Checkpoints, trainer: Trainer, tmp_path: Path) -> None:
+    size, limits = file_of(tmp_path, 12).stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
+    try:
+        with pytest.raises(run_directory.DiskFullError, match="files of this process have a limit"):
+            checkpoints.write(18, trainer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert checkpoints.latest()

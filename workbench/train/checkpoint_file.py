@@ -1,0 +1,193 @@
+"""Writes and reads one checkpoint file: what `torch.save` writes, a zip file, with its length and checksum in the zip file's comment.
+
+A comment is part of the zip format, so torch and earlier workbenches read such a file as any other, and a checksum cannot be parted from
+its file. It is a CRC-32, summed up while the file is written: `benchmarks/checkpoints.py` says what it costs.
+Files of earlier workbenches have none. There the CRC-32 of each tensor is compared that is in every zip file; torch does not look at it.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import pickle
+import re
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+
+from workbench.runs.errors import is_out_of_memory
+
+FORMAT = 1
+"""Number of the format of checkpoints; a file with a larger one was written by a newer workbench."""
+MARK = b"workbench checkpoint "
+"""Begins the comment; `{"format": 1, "bytes": 12345, "crc32": "89abcdef"}` follows."""
+_END = b"PK\5\6"
+"""Begins the last record of a zip file, of 22 bytes and the comment; the record ends with the comment's length."""
+_END_BYTES = 22
+_PIECE = 1 << 20
+_PARTS = frozenset({"step", "module", "optimizer", "scheduler", "scaler"})
+"""What every checkpoint holds."""
+_DAMAGE_PATTERN = re.compile(r"PytorchStreamReader|inline_container|hasRecord|not resizable|record size|corrupt|unexpected EOF")
+"""Marks RuntimeErrors of torch.load that are about the file, unlike those about memory or a device."""
+_OF_TORCH = re.compile(r"PytorchStreamWriter|file write|unexpected pos")
+"""Marks RuntimeErrors of torch.save that are about the file."""
+
+
+class UnusableCheckpointError(ValueError):
+    """A file cannot be loaded as a checkpoint, however often it is tried.
+
+    Attributes:
+        kind: "damaged"; "newer": of a newer workbench; "foreign": of something else, or of another model.
+    """
+
+    def __init__(self, why: str, kind: str = "damaged") -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+class _Summed:
+    """A file for `torch.save`: it sums up what is written, and keeps the error of the disk, which torch replaces by one of its own."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._crc, self._size, self._end = file, 0, 0, b""
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            written = self._file.write(view)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self._crc, self._size = zlib.crc32(view, self._crc), self._size + len(view)
+        self._end = (self._end + bytes(view[-_END_BYTES:]))[-_END_BYTES:]
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def add_comment(self) -> None:
+        """Write length and checksum behind the zip file, which ends without a comment."""
+        if self._end.startswith(_END) and self._end.endswith(b"\0\0"):
+            comment = MARK + json.dumps({"format": FORMAT, "bytes": self._size, "crc32": f"{self._crc:08x}"}).encode()
+            self._file.seek(self._size - 2)
+            self._file.write(len(comment).to_bytes(2, "little") + comment)
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint; when this returns, it is on the disk.
+
+    Raises:
+        OSError: that of the disk.
+    """
+    with open(path, "wb") as file:
+        summed = _Summed(file)
+        try:
+            torch.save(state, cast(IO[bytes], summed))
+        except RuntimeError as error:  # "unexpected pos 3136 vs 3030": torch counts what it could not write
+            if summed.error:
+                raise summed.error from error
+            if _OF_TORCH.search(str(error)):
+                raise OSError(errno.ENOSPC, str(error)) from error  # nothing else is known to lead to it
+            raise
+        summed.add_comment()
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load(path: Path, device: torch.device) -> dict[str, Any]:
+    """The content of a checkpoint, on a device, after its checksum was compared.
+
+    Raises:
+        UnusableCheckpointError: it is damaged, or no checkpoint that this workbench reads.
+        OSError, MemoryError, RuntimeError: it could not be read now: the error of the disk, of memory or of the device.
+    """
+    with open(path, "rb") as file:  # torch's own reader would turn the disk's OSError into a RuntimeError
+        verify(file)
+        file.seek(0)
+        try:
+            state = torch.load(file, map_location=device, weights_only=True)
+        except Exception as error:
+            if isinstance(error, pickle.UnpicklingError):
+                raise UnusableCheckpointError("it holds objects that are no tensors, numbers or texts", "foreign") from error
+            if _is_damage(error):
+                why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+                raise UnusableCheckpointError(f"torch cannot read it: {why}") from error
+            raise
+    if not isinstance(state, dict) or not state.keys() >= _PARTS:
+        what = f"it has no {', '.join(sorted(_PARTS - state.keys()))}" if isinstance(state, dict) else f"it holds a {type(state).__name__}"
+        raise UnusableCheckpointError(f"it is no checkpoint of the workbench: {what}", "foreign")
+    return state
+
+
+def verify(file: BinaryIO) -> None:
+    """Compare the content of a checkpoint file with its checksum; of one without, that of each tensor.
+
+    Raises:
+        UnusableCheckpointError: it differs, or it is no whole file of `torch.save`, or the workbench that wrote it is newer.
+        OSError: the file could not be read now.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    head = file.read(4)
+    file.seek(max(0, size - _END_BYTES - 0xFFFF))
+    tail = file.read()
+    at = tail.rfind(_END)
+    if not size:
+        raise UnusableCheckpointError("it is empty")
+    if head != b"PK\3\4":
+        what = "zeros" if not any(head) else repr(head)
+        raise UnusableCheckpointError(f"it is no file of torch.save, which is a zip file: it begins with {what}")
+    if at < 0 or len(tail) - at < _END_BYTES:
+        raise UnusableCheckpointError("its end is missing")
+    comment = tail[at + _END_BYTES :]
+    if comment.startswith(MARK):
+        _compare(file, size - len(comment), comment)
+    else:
+        _compare_parts(file)
+
+
+def _compare(file: BinaryIO, size: int, comment: bytes) -> None:
+    """Compare the first `size` bytes, but for the length of the comment in the last two, with what the comment says."""
+    try:
+        told = json.loads(comment[len(MARK) :])
+        written, wanted, length = told["format"], told["crc32"], told["bytes"]
+    except (ValueError, LookupError, TypeError):
+        raise UnusableCheckpointError("its checksum is damaged") from None
+    if isinstance(written, int) and written > FORMAT:
+        text = f"it is of format {written}, of a newer workbench; this one reads formats up to {FORMAT}"
+        raise UnusableCheckpointError(text, "newer")
+    if length != size:
+        raise UnusableCheckpointError(f"it has {size:,} bytes, and was written with {length!r:.30}")
+    file.seek(0)
+    crc, left = 0, size - 2
+    while left:
+        piece = file.read(min(left, _PIECE))
+        if not piece:
+            raise UnusableCheckpointError("its end is missing")
+        crc, left = zlib.crc32(piece, crc), left - len(piece)
+    if f"{zlib.crc32(bytes(2), crc):08x}" != wanted:
+        raise UnusableCheckpointError("its content has changed since it was written: its checksum (CRC-32) is another")
+
+
+def _compare_parts(file: BinaryIO) -> None:
+    """Compare the parts of a zip file without a checksum of its own with theirs."""
+    try:
+        with contextlib.closing(zipfile.ZipFile(file)) as archive:
+            bad = archive.testzip()
+    except Exception as error:  # of a damaged file zipfile raises whatever its numbers lead to, such as places before its beginning
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno != errno.EINVAL):
+            raise
+        raise UnusableCheckpointError(f"its zip file is damaged: {error}") from error
+    if bad is not None:
+        raise UnusableCheckpointError(f"its content has changed since it was written: the checksum (CRC-32) of {bad} is another")
+
+
+def _is_damage(error: Exception) -> bool:
+    """Does an error of torch.load mean that the file is damaged, rather than that it could not be read now?"""
+    if isinstance(error, RuntimeError):
+        return _DAMAGE_PATTERN.search(str(error)) is not None and not is_out_of_memory(error)
+    return isinstance(error, EOFError | ValueError | LookupError | TypeError | AttributeError)
