@@ -18,12 +18,17 @@ TWO := -n 2 --dist loadfile
 MARKED = $(if $(ARGS),,$$(grep -rlE 'mark\.($(1))\b' --include='test_*.py' tests))
 # nbval takes seconds to import
 PYTEST = $(BIN)/python -m pytest -p no:nbval
-test test-slow unit together alone slow slow-alone notebooks slow-notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
+# the Python that the command line names, else the environment's, else any
+GIVEN = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)))
+CAN_TEST = @"$(GIVEN)" -c 'import torch, numpy, msgspec, scipy, pandas, matplotlib, PIL, pytest' || { \
+  echo 'The last line above names a package that $(GIVEN) lacks, and the tests need.'; \
+  echo 'Try: $(GIVEN) -m pip install -e . pytest, or another Python: make $@ PYTHON=/path/to/python, or make setup'; exit 1; }
+test test-slow test-core unit together alone slow slow-alone notebooks slow-notebooks browser refresh bench coverage: export OMP_NUM_THREADS = 1
 # where it is set, as in many containers, each of a thousand processes compiles all that it imports
 export PYTHONDONTWRITEBYTECODE =
 export KINETO_LOG_LEVEL ?= 6
 
-.PHONY: help setup lab test test-slow lint architecture unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu gpu-check refresh bench coverage format clean
+.PHONY: help setup lab test test-slow lint architecture unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check refresh bench coverage format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,10 +86,15 @@ browser: setup ## drive JupyterLab in Chromium; screenshots in shots/
 	$(PYTEST) -m browser tests/browser -n 2 --maxschedchunk 1 $(AGAIN) $(ARGS)
 
 test-gpu: ## the tests that need an NVIDIA GPU, with whatever Python has torch (PYTHON=…)
-	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m pytest -m gpu tests/gpu $(ARGS)
+	$(CAN_TEST)
+	$(GIVEN) -m pytest -m gpu tests/gpu $(ARGS)
+
+test-core: ## what needs no extra (no Jupyter, no dev tools but pytest), with whatever Python has torch (PYTHON=…)
+	$(CAN_TEST)
+	$(GIVEN) -m pytest -m "not gpu and not browser and not alone and not slow" $(ARGS)
 
 gpu-check: ## check on an NVIDIA GPU what only a GPU can tell, in about 15 minutes (ARGS="--parts timer,verdicts", PYTHON=…)
-	PYTHONPATH=. $(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check $(ARGS)
+	PYTHONPATH=. $(GIVEN) -m benchmarks.gpu_check $(ARGS)
 
 refresh: setup ## execute the notebooks and store their outputs (then read the diff)
 	$(BIN)/python -m tests.refresh $(ARGS)

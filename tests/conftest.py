@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import sys
@@ -13,22 +14,31 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import no_hypothesis
 from tests.forked import Forks
 from workbench.core import run_directory
 from workbench.runs.spec import RunSpec
 
-with contextlib.suppress(ImportError):  # make test-gpu does without
+OPTIONAL = ("hypothesis", "ipywidgets", "nbformat", "playwright", "kubernetes_validate", "transformers", "viztracer", "yaml")
+MISSING = [name for name in OPTIONAL if not find_spec(name)]
+"""Packages that the core library does without; the tests that need them are skipped, or left out as a whole."""
+collect_ignore = ["browser"] if "playwright" in MISSING else []
+
+if "hypothesis" not in MISSING:
     from hypothesis import HealthCheck, settings
 
     settings.register_profile(
         "shared", deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )  # no absolute times: others compute here
     settings.load_profile("shared")
+else:  # as where only the core library is tested
+    no_hypothesis.install()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under `nohup make test &`: then no child could be interrupted either
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -117,10 +127,24 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
             kill_all(MARK_OF_TEST, item.stash[TEST])
 
 
+def selects_gpu(expression: str, paths: list[str]) -> bool:
+    """Whether these options of pytest ask for the tests that need a GPU: `-m gpu`, or nothing but tests/gpu."""
+    by_mark = re.search(r"(?<!not )\bgpu\b", expression) is not None
+    return by_mark or (not expression and bool(paths) and all("tests/gpu" in path for path in paths))
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if not selects_gpu(config.option.markexpr, config.args):  # what tests expect without saying so is a CPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if MISSING:  # then `--doctest-modules` cannot import the panels
+        config.option.doctest_ignore_import_errors = True
     if not _is_worker(config):  # those of pytest-xdist carry the mark of their session
         os.environ[MARK] = SESSION  # every process started from here on carries it
     os.environ["WORKBENCH_CACHE"] = tempfile.mkdtemp(prefix="workbench-tests-")  # what tests prove says nothing about this machine
+
+
+def pytest_report_header() -> list[str]:
+    return [f"not installed, so what needs them is skipped: {', '.join(MISSING)}"] if MISSING else []
 
 
 def pytest_collection_finish() -> None:

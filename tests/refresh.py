@@ -1,5 +1,6 @@
 """Execute the notebooks from a fresh kernel, in their own folder, and store their outputs: `make refresh`. Read the diff afterwards."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -25,5 +26,6 @@ def refresh(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as `make notebooks` does: what they store is of a CPU
     for found in [Path(name) for name in sys.argv[1:]] or sorted(FOLDER.glob("*.ipynb")):
         refresh(found)

@@ -1,4 +1,4 @@
-"""What pytest keeps to here: no process is left behind, no test goes on for ever, and interrupts are heard wherever it was started."""
+"""What pytest keeps to here: no process is left behind, no test goes on for ever, interrupts are heard, GPUs are hidden."""
 
 import os
 import signal
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import selects_gpu
 from tests.forked import Forks
 
 ROOT = Path(__file__).parents[1]
@@ -107,3 +108,22 @@ def test_a_fork_starts_and_ends_as_a_new_process_does(tmp_path: Path, forks: For
     )
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ValueError: boom")
     assert forks.run(tmp_path, "-c", "import os; os.kill(os.getpid(), 9)").returncode == -9
+
+
+@pytest.mark.parametrize(
+    ("expression", "paths", "selected"),
+    [
+        ("gpu", [], True),
+        ("slow or gpu", [], True),
+        ("", ["tests/gpu"], True),
+        ("", ["tests/gpu/test_timer_gpu.py::test_x"], True),
+        ("", [], False),
+        ("", ["tests/gpu", "tests/core"], False),
+        ("not gpu and not browser", ["tests"], False),
+        ("not gpu", ["tests/gpu"], False),
+        ("slow", ["tests/gpu"], False),
+    ],
+)
+def test_gpus_are_seen_where_they_are_asked_for(expression: str, paths: list[str], selected: bool) -> None:
+    assert selects_gpu(expression, paths) is selected
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "this test asks for none"

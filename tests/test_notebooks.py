@@ -22,8 +22,7 @@ NEVER = {
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
 def notebook(request: pytest.FixtureRequest) -> "nbformat.NotebookNode":
-    import nbformat
-
+    nbformat = pytest.importorskip("nbformat", reason="needs Jupyter's packages (pip install '.[notebooks,dev]')")
     return nbformat.read(request.param, as_version=4)
 
 

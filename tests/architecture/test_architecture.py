@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ from tests.architecture.rules import LIMITS, RULES, Tree
 
 ROOT = Path(workbench.__file__).parent
 TREE = Tree.read(ROOT)
+
+JUPYTER = ["ipywidgets", "anywidget", "traitlets", "IPython", "ipykernel", "jupyter_client", "nbformat"]
 
 BREACHES: list[tuple[str, dict[str, str], str]] = [
     # order
@@ -215,12 +217,25 @@ def test_import_is_light() -> None:
     assert not loaded & {"torch", "numpy", "pandas", "matplotlib", "ipywidgets", "psutil", "PIL", "IPython", "msgspec", "scipy"}
 
 
-def test_what_is_outside_the_home_of_torch_loads_no_torch() -> None:
-    light = [path for path in TREE.files if not rules.within(path, rules.TORCH) and path != "__main__.py"]
-    modules = [
-        "workbench." + path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in light if path != "__init__.py"
-    ]
-    code = f"import sys, importlib\nfor name in {modules}: importlib.import_module(name)\nprint('torch' in sys.modules)"
+def modules(paths: Iterable[str]) -> list[str]:
+    """The dotted names of files."""
+    return ["workbench." + path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in paths]
+
+
+def test_what_is_outside_the_home_of_torch_loads_no_torch_and_panels_alone_need_jupyter() -> None:
+    light = [path for path in TREE.files if not rules.within(path, rules.TORCH) and path not in ("__main__.py", "__init__.py")]
+    panels = {path for path in light if rules.within(path, ("*/panel/", "core/display/html.py", "widgets.py"))}
+    code = f"""
+import sys, importlib
+sys.modules.update(dict.fromkeys({JUPYTER}))  # None = cannot be imported
+for name in {modules(sorted(set(light) - panels))}: importlib.import_module(name)
+print('torch' in sys.modules)
+import workbench as wb
+print(*(name for name in wb.__all__ if name != 'widgets' and not getattr(wb, name)))
+"""
+    assert printed(code) == ["False"]
+    pytest.importorskip("ipywidgets", reason="panels need Jupyter's packages (pip install '.[notebooks]')")
+    code = f"import sys, importlib\nfor name in {modules(light)}: importlib.import_module(name)\nprint('torch' in sys.modules)"
     assert printed(code) == ["False"]
 
 
@@ -236,6 +251,7 @@ def test_launching_loads_no_torch() -> None:
 
 
 def test_public_names_are_there() -> None:
+    pytest.importorskip("ipywidgets", reason="wb.widgets needs Jupyter's packages (pip install '.[notebooks]')")
     assert sorted(workbench.__all__) == sorted(workbench._HOMES)
     code = "import workbench as wb; [getattr(wb, name) for name in wb.__all__]; print(*map(callable, (wb.launch, wb.compare, wb.watch)))"
     assert printed(code) == ["True"] * 3
@@ -250,6 +266,7 @@ def test_type_checkers_see_the_same_public_names() -> None:
 
 def test_a_module_does_not_hide_a_public_name() -> None:
     """`workbench.cluster.plan` is a file and a function: whichever is imported first, `wb.plan` is the function."""
+    pytest.importorskip("ipywidgets", reason="wb.widgets needs Jupyter's packages (pip install '.[notebooks]')")
     paths = [path.removesuffix(".py") for path in TREE.files if path.split("/")[-1].removesuffix(".py") in workbench.__all__]
     modules = ["workbench." + path.replace("/", ".") for path in paths if path not in rules.FACES]
     code = f"import importlib, types, workbench as wb\nfor name in {modules}: importlib.import_module(name)\n"

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("ipywidgets", reason="panels need Jupyter's packages (pip install '.[notebooks]')")
+
 from workbench.batch.analysis.critical_batch import CriticalBatch
 from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.throughput import Throughput

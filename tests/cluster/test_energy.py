@@ -174,6 +174,7 @@ def test_visible_gpus() -> None:
     assert visible_gpus(2, {}) == [0, 1]
     assert visible_gpus(1, {"CUDA_VISIBLE_DEVICES": "3,1"}) == [3]
     assert visible_gpus(2, {"CUDA_VISIBLE_DEVICES": " GPU-a , 2"}) == ["GPU-a", 2]
+    assert visible_gpus(2, {"CUDA_VISIBLE_DEVICES": ""}) == visible_gpus(2, {"CUDA_VISIBLE_DEVICES": "-1"}) == []
 
 
 def test_steps_are_metered_by_the_first_rank_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

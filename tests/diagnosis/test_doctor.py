@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("ipywidgets", reason="panels need Jupyter's packages (pip install '.[notebooks]')")
+
 from tests.conftest import processes_with
 from tests.slow_loader import SPEC, diagnosis, evidence
 from workbench.core import run_directory, units

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("ipywidgets", reason="panels need Jupyter's packages (pip install '.[notebooks]')")
+
 from tests.memory_logs import Writer, training
 from workbench.core.device import Device
 from workbench.memory import api

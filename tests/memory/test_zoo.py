@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+
+pytest.importorskip("transformers", reason="needs transformers (pip install transformers)")
+import transformers
 
 import workbench as wb
 from workbench.memory.estimate.examples import DefaultLoss

@@ -16,12 +16,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+
+pytest.importorskip("kubernetes_validate", reason="needs its schemas (pip install kubernetes-validate)")
+import jsonschema
+import kubernetes_validate
+import yaml
 
 import workbench as wb
 from workbench.core import run_directory

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("ipywidgets", reason="panels need Jupyter's packages (pip install '.[notebooks]')")
+
 from tests.conftest import HandMade
 from workbench.core.run_directory import METRICS, RUN_JSON, DamagedRunError, LineWriter, keep_rows, rank_file
 from workbench.core.vocabulary import PHASES

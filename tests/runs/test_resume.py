@@ -22,7 +22,6 @@ from workbench.runs.entrypoints import TRAIN, entrypoint
 from workbench.runs.launch import environment, new_run
 from workbench.runs.launch.new_run import LaunchError, open_lock
 from workbench.runs.launch.resume import _Attempt
-from workbench.runs.panel.panel import run_panel
 from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
 
@@ -391,6 +390,9 @@ def test_who_asks_whether_a_run_lives_is_waited_for(tmp_path: Path, begun: list[
 
 def test_a_run_that_goes_on_has_a_panel_that_is_live_again(by_hand: Callable[..., HandMade]) -> None:
     made = by_hand().ended("stopped")
+    pytest.importorskip("ipywidgets", reason="a panel needs Jupyter's packages (pip install '.[notebooks]')")
+    from workbench.runs.panel.panel import run_panel
+
     before = run_panel(Run.load(made.path))
     run_directory.write_json(
         made.path / run_directory.RUN_JSON, run_directory.read_json(made.path / run_directory.RUN_JSON) | {"outcome": None}

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("ipywidgets", reason="panels need Jupyter's packages (pip install '.[notebooks]')")
+
 import workbench as wb
 from workbench.cluster.analysis.cluster import Cluster
 from workbench.cluster.analysis.collective_cost import Link

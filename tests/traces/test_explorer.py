@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("ipywidgets", reason="panels need Jupyter's packages (pip install '.[notebooks]')")
+
 from tests.traced import on_cpu, on_device, op, step, write
 from workbench.traces.analysis.event_kinds import KINDS
 from workbench.traces.analysis.reading import TraceError

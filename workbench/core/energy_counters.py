@@ -5,6 +5,7 @@ GPUs: NVML's total energy since the driver was loaded (Volta and later), by the 
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -103,8 +104,10 @@ def _gpus(count: int) -> Iterator[EnergyCounter]:
 
 def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[int | str]:
     """Indices or names, as NVML has them, of the first GPUs that this process sees."""
-    listed = [word.strip() for word in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
-    return [int(word) if word.isdigit() else word for word in listed][:count] or list(range(count))
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return list(range(count))
+    listed = itertools.takewhile(lambda word: word not in ("", "-1"), (word.strip() for word in visible.split(",")))
+    return [int(word) if word.isdigit() else word for word in listed][:count]
 
 
 class EnergyLog:

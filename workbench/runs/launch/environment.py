@@ -159,4 +159,4 @@ def gpu_count(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev"))
         return None if sys.platform != "linux" or (dev / "dxg").exists() or (dev / "kfd").exists() else 0
     if listed is None:
         return there
-    return listed if "MIG-" in str(visible) else min(listed, there)
+    return 1 if str(visible).lstrip().startswith("MIG-") else min(listed, there)  # a process sees one slice, however many are listed
