@@ -171,7 +171,7 @@ def train(
     return step
 
 
-def plain(sizes: Sizes, count: int = 100, **options: Any) -> Loop:
+def plain(sizes: Sizes, count: int = 60, **options: Any) -> Loop:
     """A loop with batches on the device, in which the GPU computes all the time."""
     model = sizes.model()
     return train(model, adamw(model), **options), Batches([resident(sizes)], count)
@@ -200,7 +200,7 @@ class Case:
 
 
 def _plain(item: int) -> Callable[[Sizes, bool], Loop]:
-    return lambda sizes, _: plain(sizes, item=item)
+    return lambda sizes, _: plain(sizes, max(60, item), item=item)
 
 
 def _prefetched(sizes: Sizes, _: bool) -> Loop:
@@ -218,7 +218,7 @@ def _uneven(sizes: Sizes, _: bool) -> Loop:
     batches = [whole[: int(sizes.rows * (0.3 + 1.4 * place / 11))] for place in range(12)]
     random.Random(7).shuffle(batches)
     model = sizes.model()
-    return train(model, adamw(model), item=10), Batches(batches, 96)
+    return train(model, adamw(model), item=10), Batches(batches, 72)
 
 
 def _hidden_loader(sizes: Sizes, planted: bool) -> Loop:
@@ -234,25 +234,25 @@ def _short_passes(sizes: Sizes, planted: bool) -> Loop:
 
 
 def _slow_loader(sizes: Sizes, planted: bool) -> Loop:
-    step, loader = plain(sizes, 50, item=10)
+    step, loader = plain(sizes, 30, item=10)
     loader.sleep = 2 * sizes.seconds * planted
     return step, loader
 
 
 def _computing_loader(sizes: Sizes, planted: bool) -> Loop:
-    step, loader = plain(sizes, 50, item=10)
+    step, loader = plain(sizes, 30, item=10)
     loader.work = 2 * sizes.seconds * planted
     return step, loader
 
 
 def _sleeping(sizes: Sizes, planted: bool) -> Loop:
     seconds = 2 * sizes.seconds
-    return plain(sizes, 50, item=10, host=(lambda: time.sleep(seconds)) if planted else None)
+    return plain(sizes, 30, item=10, host=(lambda: time.sleep(seconds)) if planted else None)
 
 
 def _python(sizes: Sizes, planted: bool) -> Loop:
     seconds = 2 * sizes.seconds
-    return plain(sizes, 50, item=10, host=(lambda: compute(seconds)) if planted else None)
+    return plain(sizes, 30, item=10, host=(lambda: compute(seconds)) if planted else None)
 
 
 def _small_kernels(sizes: Sizes, _: bool) -> Loop:
@@ -322,7 +322,7 @@ def _checkpoints(sizes: Sizes, planted: bool) -> Loop:
         if done % 10 == 0:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
 
-    return train(model, optimizer, item=10, after=save_checkpoint if planted else None), Batches([resident(sizes)], 100)
+    return train(model, optimizer, item=10, after=save_checkpoint if planted else None), Batches([resident(sizes)], 60)
 
 
 INPUT, HOST = "input-bound", "host-bound"

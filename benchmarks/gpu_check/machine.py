@@ -1,6 +1,7 @@
 """The machine that the parts run on: what it is (`facts`), and a Bench that synchronises and times work on its device."""
 
 import gc
+import itertools
 import os
 import platform
 import statistics
@@ -12,6 +13,9 @@ from datetime import date
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+WARM_UP = 3
+"""Steps before anything is timed."""
 
 
 def facts() -> dict[str, Any]:
@@ -104,25 +108,26 @@ class Bench:
         return time.perf_counter() - start
 
     def seconds_per_step(self, step: Callable[[Any], Any], loader: Iterable[Any], *, at_least: float = 1.2) -> float:
-        """Wall time of a step over whole passes, from sync to sync; the first pass only warms up and says how many are needed."""
+        """Wall time of a step over whole passes, from sync to sync, after a few steps to warm up.
 
-        def passes(count: int) -> int:
-            done = 0
-            for _ in range(count):
-                for batch in loader:
-                    step(batch)
-                    done += 1
-            return done
+        Args:
+            step: takes a batch.
+            loader: can be read again and again.
+            at_least: seconds; after that no further pass is begun.
+        """
+        for batch in itertools.islice(loader, WARM_UP):
+            step(batch)
+        steps, seconds = 0, 0.0
 
-        first = self.wall(lambda: passes(1))
-        count = max(1, min(40, round(at_least / first)))
-        steps = 0
-
-        def timed() -> None:
+        def one_pass() -> None:
             nonlocal steps
-            steps = passes(count)
+            for batch in loader:
+                step(batch)
+                steps += 1
 
-        return self.wall(timed) / steps
+        while seconds < at_least:
+            seconds += self.wall(one_pass)
+        return seconds / steps
 
 
 def percent(value: float, digits: int = 0) -> str:

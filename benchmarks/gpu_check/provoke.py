@@ -150,7 +150,7 @@ def main(name: str) -> None:
         {**SPELLINGS, "the first tensor": _first_tensor}[name]()
     except Exception as error:
         answer = classified(error)
-    print(json.dumps(answer))
+    print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
