@@ -125,6 +125,30 @@ def test_a_complete_part_of_the_same_code_is_kept(tmp_path: Path) -> None:
     assert runner.prepared(tmp_path, part, "v1", {}, again=True).rows == []
 
 
+def test_some_rows_are_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = report(tmp_path)
+    for name in ("healthy, one", "healthy, two", "slow"):
+        made.row(name, False)
+    made.complete = True
+    made.save()
+    assert [row.name for row in runner.prepared(tmp_path, PARTS["timer"], "v1", {}, again=False, rows="two").rows] == [
+        "healthy, one",
+        "slow",
+    ]
+    ran: list[str] = []
+
+    def run(made: Report, bench: Bench) -> None:
+        for name in made.todo(["healthy, one", "healthy, two", "slow", "new"]):
+            ran.append(name)
+            made.row(name, True)
+
+    monkeypatch.setitem(sys.modules, "benchmarks.gpu_check.timer", SimpleNamespace(run=run))
+    program.run_here("timer", tmp_path, "cpu", "two")
+    program.run_here("timer", tmp_path, "cpu")
+    assert ran == ["healthy, two", "new"]
+    assert runner.finished(tmp_path, PARTS["timer"], "v1") is not None
+
+
 def test_the_version_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runner.code_version("timer") == runner.code_version("timer")
     assert runner.code_version("timer") != runner.code_version("traces") != runner.code_version()
@@ -133,7 +157,7 @@ def test_the_version_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_all_parts_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ran: list[tuple[str, float]] = []
 
-    def run_part(part: Part, folder: Path, report: Report, *, device: str, seconds: float) -> Report:
+    def run_part(part: Part, folder: Path, report: Report, *, device: str, seconds: float, rows: str) -> Report:
         ran.append((part.name, seconds))
         report.row("a row", part.name != "oom")
         report.complete = part.name != "context"

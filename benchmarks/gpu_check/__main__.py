@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks.gpu_check [--parts timer,verdicts] [--out DIR] [--again] [--budget-s 540] [--list]`.
+"""The command line: `python -m benchmarks.gpu_check [--parts timer,verdicts] [--rows TEXT] [--out DIR] [--again] [--budget-s 540]`.
 
 On a machine with an NVIDIA GPU, torch, numpy, pandas and msgspec; nothing has to be installed: `PYTHONPATH=. python3 -m
 benchmarks.gpu_check`. About 15 minutes for all parts. Its result is Markdown, and a JSON file for each part in the folder of `--out`; a
@@ -33,6 +33,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder of the results (default: gpu-check)")
     parser.add_argument("--again", action="store_true", help="run parts again that are there already")
     parser.add_argument("--budget-s", type=float, help="seconds for all parts; what is left over waits for the next run")
+    parser.add_argument("--rows", default="", metavar="TEXT", help="only rows whose name contains this, made anew; the others stay")
     parser.add_argument("--list", action="store_true", help="list the parts and end")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)  # cpu: a trial, nothing is judged
     parser.add_argument("--facts", action="store_true", help=argparse.SUPPRESS)
@@ -44,11 +45,12 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def run_here(name: str, folder: Path, device: str) -> int:
+def run_here(name: str, folder: Path, device: str, rows: str = "") -> int:
     """Run a part in this process; what it raises is written into its report."""
     with contextlib.suppress(AttributeError, OSError):  # Linux: this process ends when the one that started it is killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     report = Report.load(folder / f"{name}.json") or Report(path=folder / f"{name}.json", part=name, title=PARTS[name].title)
+    report.only = rows
     try:
         PARTS[name].module.run(report, machine.Bench(device))
     except Exception as error:
@@ -56,7 +58,7 @@ def run_here(name: str, folder: Path, device: str) -> int:
         report.error = last_line(error)
         report.save()
         return 1
-    report.complete = True
+    report.complete, report.error = not rows, f"only rows with {rows!r} were made" if rows else ""
     report.save()
     return 0
 
@@ -85,15 +87,20 @@ def main(words: list[str] | None = None) -> int:
         return 0
     folder = given.out.expanduser().absolute()
     if given.run:
-        return run_here(given.run, folder, given.device)
+        return run_here(given.run, folder, given.device, given.rows)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the part that runs is ended, too
-    facts = runner.machine_facts()
+    try:
+        facts = runner.machine_facts()
+    except RuntimeError as error:
+        print(error)
+        return 1
     if (reason := no_gpu(facts)) and given.device == "cuda":
         print(reason)
         return NO_GPU
     folder.mkdir(parents=True, exist_ok=True)
     print(f"## GPU check\n\n{machine.headline(facts)}, code {runner.code_version()}\n", flush=True)
-    reports = runner.run_all(given.names, folder, facts, device=given.device, again=given.again, budget_s=given.budget_s)
+    options = {"device": given.device, "again": given.again, "budget_s": given.budget_s, "rows": given.rows}
+    reports = runner.run_all(given.names, folder, facts, **options)
     print(f"{runner.summary(reports, given.names)}\n\nDetails: {folder}/*.json")
     return 0 if len(reports) == len(given.names) and all(report.passed for report in reports) else 1
 

@@ -77,7 +77,7 @@ def _conv_estimate() -> None:
     import workbench as wb
 
     wb.estimate_memory(
-        lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.LazyLinear(10)),
+        lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 14 * 14, 10)),
         (torch.randn(4, 3, 16, 16), torch.zeros(4, dtype=torch.long)),
         device="H100",
         precision="amp_bf16",

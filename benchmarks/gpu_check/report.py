@@ -47,6 +47,8 @@ class Report:
     """What it took, all attempts together."""
     machine: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    only: str = ""
+    """Only rows are made whose name contains this; not kept."""
 
     @classmethod
     def load(cls, path: Path) -> "Report | None":
@@ -96,11 +98,11 @@ class Report:
         print(f"  {MARKS[self.rows[-1].ok]} {self.part}: {name}: {'; '.join(filter(None, cells.values()))}", file=sys.stderr, flush=True)
 
     def has(self, name: str) -> bool:
-        """Is there a row of that name already, from an attempt before?"""
-        return any(row.name == name for row in self.rows)
+        """Is a row of that name not needed, since it is there from an attempt before, or others were asked for?"""
+        return self.only not in name or any(row.name == name for row in self.rows)
 
     def todo(self, things: Iterable[T], name: Callable[[T], str] = str) -> Iterator[T]:
-        """Those things whose row is not there yet."""
+        """Those things whose row is still needed."""
         return (thing for thing in things if not self.has(name(thing)))
 
     @contextlib.contextmanager

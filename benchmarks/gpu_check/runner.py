@@ -72,19 +72,24 @@ def finished(folder: Path, part: Part, version: str) -> Report | None:
     return report if report and report.complete and report.version == version else None
 
 
-def prepared(folder: Path, part: Part, version: str, machine: dict[str, Any], *, again: bool) -> Report:
-    """The report that a part goes on with: that of an attempt with this code that was cut off, else an empty one."""
+def prepared(folder: Path, part: Part, version: str, machine: dict[str, Any], *, again: bool, rows: str = "") -> Report:
+    """The report that a part goes on with: that of an attempt with this code that was cut off, else an empty one.
+
+    With `rows` those whose name contains it are made anew, and the others stay.
+    """
     path = folder / f"{part.name}.json"
     report = None if again else Report.load(path)
-    if report is None or report.complete or report.version != version:
+    if report is None or report.version != version or (report.complete and not rows):
         report = Report(path=path, part=part.name)
+    if rows:
+        report.rows = [row for row in report.rows if rows not in row.name]
     report.title, report.version, report.machine = part.title, version, machine
     report.complete, report.error = False, ""
     report.save()
     return report
 
 
-def run_part(part: Part, folder: Path, report: Report, *, device: str, seconds: float) -> Report:
+def run_part(part: Part, folder: Path, report: Report, *, device: str, seconds: float, rows: str = "") -> Report:
     """Run a part in a process of its own, and return what it has written.
 
     Args:
@@ -93,9 +98,10 @@ def run_part(part: Part, folder: Path, report: Report, *, device: str, seconds: 
         report: prepared; its file is what the process goes on with.
         device: "cuda", or "cpu" for a trial.
         seconds: after which it is ended.
+        rows: only those whose name contains this.
     """
     before, start = report.seconds, time.monotonic()
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--run", part.name, "--out", str(folder), "--device", device]
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--run", part.name, "--out", str(folder), "--device", device, "--rows", rows]
     with (
         tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as scratch,
         (folder / f"{part.name}.log").open("w") as log,
@@ -138,14 +144,14 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def run_all(
-    names: Sequence[str], folder: Path, machine: dict[str, Any], *, device: str, again: bool, budget_s: float | None
+    names: Sequence[str], folder: Path, machine: dict[str, Any], *, device: str, again: bool, budget_s: float | None, rows: str = ""
 ) -> list[Report]:
     """Run parts in turn, print each one's table, and return their reports; those for which no time is left are missing."""
     start = time.monotonic()
     reports, left_over = [], []
     for part in (PARTS[name] for name in names):
         version = code_version(part.name)
-        if not again and (kept := finished(folder, part, version)):
+        if not again and not rows and (kept := finished(folder, part, version)):
             reports.append(kept)
             print(f"{kept.markdown()[:-1]}, kept from {kept.machine.get('date', 'before')})\n", flush=True)
             continue
@@ -153,9 +159,9 @@ def run_all(
         if left < part.seconds / 2:
             left_over.append(part.name)
             continue
-        report = prepared(folder, part, version, machine, again=again)
+        report = prepared(folder, part, version, machine, again=again, rows=rows)
         print(f"{part.name}: {part.title.lower()} …", file=sys.stderr, flush=True)
-        reports.append(run_part(part, folder, report, device=device, seconds=min(part.limit, left)))
+        reports.append(run_part(part, folder, report, device=device, seconds=min(part.limit, left), rows=rows))
         print(f"{reports[-1].markdown()}\n", flush=True)
     if left_over:
         print(f"No time was left for {', '.join(left_over)}: run again with the same --out, and the rest is kept.", flush=True)

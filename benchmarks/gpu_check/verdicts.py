@@ -32,7 +32,10 @@ def run(report: Report, bench: Bench) -> None:
         None,
         values={name: getattr(sizes, name) for name in names},
         step=f"{sizes.seconds * 1e3:.1f} ms",
+        planted="",
         result=f"{loops.LAYERS} layers of {sizes.width}², {sizes.rows:,} rows, fp32",
+        error="",
+        bar="",
     )
     for case in report.todo(CASES.values(), name=lambda case: case.name):
         with report.guard(case.name):
