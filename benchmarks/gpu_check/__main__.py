@@ -2,7 +2,8 @@
 
 On a machine with an NVIDIA GPU, torch, numpy, pandas and msgspec; nothing has to be installed: `PYTHONPATH=. python3 -m
 benchmarks.gpu_check`. About 15 minutes for all parts. Its result is Markdown, and a JSON file for each part in the folder of `--out`; a
-part that is there already, made by the same code, is not run again, and a part that was cut off goes on.
+part that is there already, made by the same code, is not run again, and a part that was cut off goes on. Nothing else should run on the
+GPU meanwhile: times are judged, and the part `oom` fills its memory for some seconds.
 
 Exit code: 0 all is right, 1 something is wrong or was not run, 2 there is no GPU.
 """

@@ -96,7 +96,7 @@ def _collectives() -> None:
     wb.collectives(wb.RunSpec(task="text-gpt"), world_size=8, parallel="fsdp")
 
 
-STAGES: dict[str, dict[str, Callable[[], None]]] = {
+STAGES: dict[str, dict[str, Callable[[], object]]] = {
     "outside": {
         "torch is imported": _nothing,
         "the context": _context,
@@ -106,6 +106,7 @@ STAGES: dict[str, dict[str, Callable[[], None]]] = {
         "a training under autocast": _training,
     },
     "estimates": {
+        "torch.cuda.is_available()": torch.cuda.is_available,
         "estimate, AdamW": _estimate(device="H100"),
         "estimate, AdamW fused": _estimate(optimizer="adamw(fused=True)", device="H100"),
         "estimate, AdamW without foreach": _estimate(optimizer="adamw(foreach=False)", device="H100"),
@@ -120,7 +121,7 @@ STAGES: dict[str, dict[str, Callable[[], None]]] = {
 
 def helper() -> None:
     """Do what the lines of standard input name."""
-    cpu = not torch.cuda.is_available()
+    cpu = "cpu" in sys.argv
     print("ready", flush=True)
     for line in sys.stdin:
         group, _, stage = line.strip().partition("/")
@@ -143,8 +144,8 @@ def helper() -> None:
 class Helper:
     """The process, and how much memory was free before it did anything."""
 
-    def __init__(self, free: Callable[[], int]) -> None:
-        command = [sys.executable, "-m", "benchmarks.gpu_check.context"]
+    def __init__(self, free: Callable[[], int], kind: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.gpu_check.context", kind]
         self.free, self.before = free, free()
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answer("ready")
@@ -192,8 +193,8 @@ def run(report: Report, bench: Bench) -> None:
 
 
 def _estimates(report: Report, bench: Bench, free: Callable[[], int]) -> None:
-    process = Helper(free)
-    before, cause = 0, False
+    process = Helper(free, bench.kind)
+    before = 0
     try:
         for stage in STAGES["estimates"]:
             taken, answer = process.do("estimates", stage)
@@ -206,7 +207,7 @@ def _estimates(report: Report, bench: Bench, free: Callable[[], int]) -> None:
                 or f"{units.bytes_(max(0, taken - before))} more of the device, CUDA {'' if answer['initialized'] else 'not '}initialised",
                 bar="no context, not initialised",
             )
-            before, cause = taken, cause or touched
+            before = taken
     finally:
         process.close()
 
@@ -216,7 +217,7 @@ def _outside(report: Report, bench: Bench, free: Callable[[], int]) -> None:
 
     name = torch.cuda.get_device_name() if bench.gpu else "cuda"
     assumed = non_pytorch_memory(name)
-    process = Helper(free)
+    process = Helper(free, bench.kind)
     reserved = 0
     try:
         for stage in STAGES["outside"]:

@@ -6,6 +6,7 @@ step takes about STEP seconds on any.
 
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from benchmarks.gpu_check.machine import Bench
 STEP = 0.02
 """Seconds of a plain step: long enough that launching its 60 kernels (about 1 ms) is nothing beside it, short enough for hundreds."""
 LAYERS = 4
+MIN_SHARED_MEMORY = 2**30
+"""Bytes; containers often have 64 MiB of it, and a checkpoint takes some 200."""
 Loop = tuple[Callable[[Any], None], Any]
 """A step, and its loader."""
 
@@ -311,7 +314,8 @@ def _many_tensors(sizes: Sizes, planted: bool) -> Loop:
 def checkpoint_file() -> Path:
     """Where a loop saves its checkpoints: in memory where that is possible, so that a slow disk is not measured."""
     folder = Path("/dev/shm")
-    return (folder if os.access(folder, os.W_OK) else Path(os.environ.get("GPU_CHECK_SCRATCH", "."))) / f"gpu-check-{os.getpid()}.pt"
+    in_memory = os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > MIN_SHARED_MEMORY
+    return (folder if in_memory else Path(os.environ.get("GPU_CHECK_SCRATCH", "."))) / f"gpu-check-{os.getpid()}.pt"
 
 
 def _checkpoints(sizes: Sizes, planted: bool) -> Loop:
