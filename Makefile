@@ -101,7 +101,7 @@ refresh: setup ## execute the notebooks and store their outputs (then read the d
 
 bench: setup ## print the ratios of benchmarks/RESULTS.md anew
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	for file in $(filter-out benchmarks/scaling_law.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file; done
+	for file in $(filter-out benchmarks/__init__.py benchmarks/scaling_law.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file; done
 
 coverage: setup ## unit tests with coverage of kernel, guard and ranks
 	$(BIN)/python -m coverage run -m pytest -m "not gpu and not browser" && $(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report

@@ -34,7 +34,7 @@ PARTS: dict[str, Part] = {
         Part(name="train", title="Launched trainings", seconds=60, limit=240),
         Part(name="nccl", title="Processes that communicate", seconds=50, limit=200),
         Part(name="verdicts", title="Verdicts against what was planted", seconds=330, limit=570),
-        Part(name="proofs", title="Predicted gains against proofs and the wall clock", seconds=200, limit=400),
+        Part(name="proofs", title="Predicted gains against proofs and the wall clock", seconds=240, limit=420),
     )
 }
 """Short parts come first: with a small budget most questions are answered."""
