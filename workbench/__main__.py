@@ -30,13 +30,15 @@ def doctor() -> table.Table:
             return "not installed"
 
     gpus = environment.gpu_count()
+    trouble = environment.gpu_trouble(gpus)
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     packages = ("training-workbench", "torch", "jupyterlab", "ipykernel", "ipywidgets", "anywidget")
     rows = [
         ["Python", sys.version.split()[0]],
         *([name, version(name)] for name in packages),
         ["CPU cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())],
-        ["NVIDIA GPUs", "unknown" if gpus is None else str(gpus)],
+        ["NVIDIA GPUs", "unknown" if gpus is None else f"{gpus}; not used: {trouble}" if trouble else str(gpus)],
+        ["torch computes on", f"CPU and GPU ({cuda})" if (cuda := environment.torch_cuda()) else "CPU only"],
         ["shared memory for loaders", units.bytes_(shm.f_bavail * shm.f_frsize) if shm else "–"],
     ]
     return table.Table(columns=("what", "here"), rows=rows, title="workbench doctor")

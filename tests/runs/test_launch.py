@@ -14,6 +14,7 @@ import pytest
 
 import workbench as wb
 from tests.conftest import processes_with
+from workbench.__main__ import main
 from workbench.core import run_directory
 from workbench.runs import entrypoints
 from workbench.runs.launch import environment, launch
@@ -95,6 +96,12 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, visible: str | None, dev
     assert environment.gpu_count(environ, tmp_path) == count
 
 
+def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """So many GPUs seem to be here, and torch to be able to use them."""
+    monkeypatch.setattr(environment, "gpu_count", lambda: count)
+    monkeypatch.setattr(environment, "gpu_trouble", lambda gpus: None)
+
+
 @pytest.mark.parametrize(
     ("gpus", "options", "said"),
     [
@@ -104,19 +111,88 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, visible: str | None, dev
             {"device": "cuda", "nproc_per_node": 4},
             r'nproc_per_node=4 on device="cuda": at most 2 here.* Try nproc_per_node=2, or device="auto"',
         ),
+        (2, {"device": "auto", "backend": "nccl", "nproc_per_node": 4}, r'nproc_per_node=4 on backend="nccl": at most 2 here'),
+        (0, {"device": "auto", "backend": "nccl"}, r'backend="nccl", and no NVIDIA GPU is visible here .* try backend="auto"'),
     ],
 )
 def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, options: dict[str, Any], said: str) -> None:
-    monkeypatch.setattr(environment, "gpu_count", lambda: gpus)
+    see_gpus(monkeypatch, gpus)
     with pytest.raises(LaunchError, match=said):
         wb.launch(SPEC, runs_dir=tmp_path / "runs", **options)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [{"device": "auto"}, {"device": "cuda", "backend": "gloo"}, {"device": "cpu"}])
+@pytest.mark.parametrize("options", [{"device": "auto", "backend": "gloo"}, {"device": "cuda", "backend": "gloo"}, {"device": "cpu"}])
 def test_more_ranks_than_gpus_where_they_need_none_each(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    monkeypatch.setattr(environment, "gpu_count", lambda: 1)
+    see_gpus(monkeypatch, 1)
     launch.check(SPEC.replace(nproc_per_node=2, **options))
+
+
+def test_ranks_that_go_to_the_cpu_for_want_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    see_gpus(monkeypatch, 1)
+    with pytest.warns(UserWarning, match=r"on the CPU: nproc_per_node=2 is more than the visible GPUs \(1\).*nproc_per_node=1; .*\"cpu\""):
+        launch.check(SPEC.replace(nproc_per_node=2, device="auto"))
+
+
+BUILDS = {
+    "": None,
+    "cuda: Optional[str] = None": None,
+    "cuda: str | None = '12.8'": "12.8",
+    "cuda = '11.8'": "11.8",
+    "hip = '6.2.4'": "6.2.4",
+}
+
+
+def test_what_torch_is_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, built in BUILDS.items():
+        source = f"__version__ = '2.13.0+cpu'\n{text}\ngit_version = '12.8'\n"
+        monkeypatch.setattr(environment, "_torch_source", lambda *_, source=source: source)
+        assert environment.torch_cuda() == built
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "said"),
+    [
+        (None, "535.104.05", "is built without CUDA"),
+        ("12.8", "470.57.02", "driver 470.57.02 is older than 525, the least for CUDA 12.8"),
+        ("13.0", "535.104.05", "driver 535.104.05 is older than 580, the least for CUDA 13.0"),
+        ("12.8", "535.104.05", None),
+        ("12.8", None, None),
+        ("99.0", "535.104.05", None),
+    ],
+)
+def test_gpus_that_torch_cannot_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: str | None, driver: str | None, said: str | None
+) -> None:
+    file = tmp_path / "version"
+    if driver:
+        file.write_text(
+            f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release Build  (dvs-builder)\nGCC version: 12.2\n"
+        )
+    monkeypatch.setattr(environment, "torch_cuda", lambda: cuda)
+    monkeypatch.setattr(environment, "_DRIVER", file)
+    trouble = environment.gpu_trouble(2, dev=tmp_path, driver=file)
+    assert said in trouble if said and trouble else said is trouble
+    assert environment.gpu_trouble(0, dev=tmp_path, driver=file) is None
+    assert environment.gpu_trouble(None, dev=tmp_path, driver=file) is None
+
+
+def test_a_launch_says_that_gpus_are_not_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(environment, "gpu_count", lambda: 2)
+    monkeypatch.setattr(environment, "gpu_trouble", lambda gpus: "torch 2.13 is built without CUDA")
+    monkeypatch.setattr(environment, "torch_cuda", lambda: None)
+    with pytest.warns(UserWarning, match=r"computes on the CPU, though 2 NVIDIA GPUs can be seen here: torch 2\.13 is built without CUDA"):
+        launch.check(SPEC.replace(device="auto"))
+    with pytest.raises(LaunchError, match=r'device="cuda", and torch 2\.13 is built without CUDA\. Without it: device="cpu"'):
+        launch.check(SPEC.replace(device="cuda"))
+    monkeypatch.setattr(environment, "torch_cuda", lambda: "12.8")
+    with pytest.warns(UserWarning, match="though 2 NVIDIA GPUs"):  # it may be mistaken about a driver
+        launch.check(SPEC.replace(device="cuda"))
+    launch.check(SPEC.replace(device="cpu"))
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "2; not used: torch 2.13 is built without CUDA" in shown
+    assert "CPU and GPU (12.8)" in shown
 
 
 # --- what is started

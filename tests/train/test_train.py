@@ -35,7 +35,7 @@ from workbench.train import loop, sharding
 from workbench.train.loader import to_device
 from workbench.train.optimizers import build_optimizer, build_scheduler, lr_factor, parse_optimizer
 from workbench.train.precision import Precision
-from workbench.train.ranks import Ranks, choose_backend, choose_device
+from workbench.train.ranks import Ranks, choose_backend, choose_device, why_no_gpu
 
 train = functools.partial(loop.train, held=held, noise_log=NoiseLog)
 
@@ -487,6 +487,25 @@ def test_a_script_is_not_for_this_program(by_hand: Make) -> None:
 def test_specs_of_one_launch_agree(alone: Ranks, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"backend='auto', 'gloo' in one launch: specs of one launch must agree on it"):
         program.train_all([spec_of(), spec_of(backend="gloo")], [tmp_path, tmp_path], alone)
+
+
+def test_a_rank_says_why_it_does_not_use_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update …")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert why_no_gpu(tmp_path) == ""
+    (tmp_path / "nvidia0").touch()
+    assert why_no_gpu(tmp_path).startswith("The NVIDIA driver on your system is too old (found version 11040). (torch 2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert why_no_gpu(tmp_path) == ""
+    monkeypatch.setattr("workbench.train.ranks.why_no_gpu", lambda: "too old")
+    assert choose_device(spec_of(device="auto"), 0, 1) == torch.device("cpu")
+    assert capsys.readouterr().out == "on the CPU, though this machine has NVIDIA GPUs: too old\n"
 
 
 class OnGpus(Ranks):

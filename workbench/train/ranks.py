@@ -5,6 +5,7 @@ import gc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -97,6 +98,8 @@ def choose_device(spec: RunSpec, local_rank: int, local_world_size: int) -> torc
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if spec.device == "cpu" or (spec.device == "auto" and count == 0):
+        if spec.device == "auto" and (why := why_no_gpu()):
+            print(f"on the CPU, though this machine has NVIDIA GPUs: {why}", flush=True)
         return torch.device("cpu")
     if count == 0:
         raise SpecError(
@@ -112,6 +115,18 @@ def choose_device(spec: RunSpec, local_rank: int, local_world_size: int) -> torc
             f'nproc_per_node={count}, or backend="gloo", which lets ranks share a GPU (to try things out: it is slow), or device="cpu"'
         )
     return torch.device("cuda", local_rank % count)
+
+
+def why_no_gpu(dev: Path = Path("/dev")) -> str:
+    """Why torch cannot use the NVIDIA GPUs that are here, in the words of torch; empty if there are none, or they are hidden on purpose."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if hidden or not any(dev.glob("nvidia[0-9]*")):
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return f"{str(error).strip().splitlines()[0]} (torch {torch.__version__}, built for CUDA {torch.version.cuda})"
+    return f"torch {torch.__version__} sees none of them"
 
 
 def choose_backend(spec: RunSpec, device: torch.device) -> str:

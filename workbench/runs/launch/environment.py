@@ -47,17 +47,17 @@ def torchrun(nproc_per_node: int, logs: Path, program: list[str], run_id: str, r
     """
     flags = [*rendezvous, "--rdzv-id", run_id, "--nproc-per-node", str(nproc_per_node)]
     flags += ["--max-restarts", "0", "--redirects", "3", "--log-dir", str(logs)]
-    if "--shutdown-timeout" in _torchrun_source():
+    if "--shutdown-timeout" in _torch_source("distributed", "run.py"):
         flags += ["--shutdown-timeout", str(SHUTDOWN)]
     return [sys.executable, "-m", TORCHRUN, *flags, *program]
 
 
 @functools.cache
-def _torchrun_source() -> str:
-    """The text of torchrun, to see which options it has: importing it would import torch."""
+def _torch_source(*path: str) -> str:
+    """The text of a file of torch: importing it would import torch. Empty where torch is not installed."""
     torch = importlib.util.find_spec("torch")
     folders = torch.submodule_search_locations if torch else None
-    return Path(folders[0], "distributed", "run.py").read_text(encoding="utf-8") if folders else ""
+    return Path(folders[0], *path).read_text(encoding="utf-8") if folders else ""
 
 
 def for_ranks(
@@ -160,3 +160,41 @@ def gpu_count(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev"))
     if listed is None:
         return there
     return 1 if str(visible).lstrip().startswith("MIG-") else min(listed, there)  # a process sees one slice, however many are listed
+
+
+MIN_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""CUDA's major version → the oldest driver branch that runs it. Source: NVIDIA, "CUDA Compatibility", minor version compatibility."""
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def torch_cuda() -> str | None:
+    """The version of CUDA (or ROCm) that the installed torch is built for; None = it computes on CPUs only."""
+    built = re.search(r"^(cuda|hip)\b[^=\n]*= *['\"]([\d.]+)", _torch_source("version.py"), re.MULTILINE)
+    return built[2] if built else None
+
+
+def gpu_trouble(gpus: int | None, dev: Path = Path("/dev"), driver: Path = _DRIVER) -> str | None:
+    """Why torch most likely cannot use the NVIDIA GPUs that are here; None where nothing speaks against it.
+
+    Args:
+        gpus: how many are visible; None = not known.
+        dev: folder of device files.
+        driver: file in which NVIDIA's driver says its version.
+    """
+    torch, cuda = versions().get("torch"), torch_cuda()
+    if not gpus or torch is None:
+        return None
+    if cuda is None:
+        return f"torch {torch} is built without CUDA; pytorch.org/get-started has the command that installs a build with it"
+    control = dev / "nvidiactl"
+    if control.exists() and not os.access(control, os.R_OK | os.W_OK):
+        return f"this user may not open {control}"
+    text = driver.read_text(encoding="utf-8", errors="replace") if driver.is_file() else ""
+    version = re.search(r"Kernel Module\b.*?\s(\d+)((?:\.\d+)+)", text)
+    least = MIN_DRIVERS.get(int(cuda.partition(".")[0]))
+    if version and least and int(version[1]) < least:
+        return (
+            f"NVIDIA's driver {version[1]}{version[2]} is older than {least}, the least for CUDA {cuda}, for which torch {torch} is built; "
+            "install a newer driver, or a torch for an older CUDA"
+        )
+    return None

@@ -1,6 +1,7 @@
 """launch: checks a RunSpec or script, and starts it under torchrun."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -162,13 +163,37 @@ def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
     task.check(spec.task)
     if not here:
         return
-    gpus = 0 if spec.device == "cpu" else environment.gpu_count()
-    if spec.device == "cuda" and gpus == 0:
-        raise LaunchError('device="cuda", and no NVIDIA GPU is visible here (/dev/nvidia0, CUDA_VISIBLE_DEVICES): try device="cpu"')
-    if gpus and spec.nproc_per_node > gpus and spec.device == "cuda" and spec.backend != "gloo":
+    if spec.device != "cpu":
+        _check_gpus(spec, environment.gpu_count())
+
+
+def _check_gpus(spec: RunSpec, gpus: int | None) -> None:
+    """Raise where the GPUs here cannot do what the spec demands, and warn where it will compute on the CPU for want of them.
+
+    Raises:
+        LaunchError: it cannot run here.
+    """
+    ranks, trouble = spec.nproc_per_node, environment.gpu_trouble(gpus)
+    must = next((f'{knob}="{value}"' for knob, value in (("device", "cuda"), ("backend", "nccl")) if getattr(spec, knob) == value), None)
+    if must and gpus == 0:
         raise LaunchError(
-            f'nproc_per_node={spec.nproc_per_node} on device="cuda": at most {gpus} here, one rank per visible GPU. '
+            f"{must}, and no NVIDIA GPU is visible here (/dev/nvidia0, CUDA_VISIBLE_DEVICES): try "
+            + ('device="cpu"' if spec.device == "cuda" else 'backend="auto"')
+        )
+    if must and trouble and environment.torch_cuda() is None:
+        raise LaunchError(f'{must}, and {trouble}. Without it: device="cpu"')
+    if trouble:
+        warnings.warn(f"the run computes on the CPU, though {gpus} NVIDIA GPU{'s' * (gpus != 1)} can be seen here: {trouble}", stacklevel=3)
+    elif gpus and ranks > gpus and must and spec.backend != "gloo":
+        raise LaunchError(
+            f"nproc_per_node={ranks} on {must}: at most {gpus} here, one rank per visible GPU. "
             f'Try nproc_per_node={gpus}, or device="auto", which takes the CPUs where ranks outnumber GPUs'
+        )
+    elif gpus and ranks > gpus and spec.backend != "gloo":
+        warnings.warn(
+            f"the run computes on the CPU: nproc_per_node={ranks} is more than the visible GPUs ({gpus}), each of which takes one rank. "
+            f'For the GPUs: nproc_per_node={gpus}; without this warning: device="cpu"',
+            stacklevel=3,
         )
 
 
