@@ -274,6 +274,7 @@ def test_a_directory_that_goes_away_ends_the_thread_with_a_word(by_hand: ByHand)
     shutil.rmtree(made.path)
     until(lambda: not followers(panel.run))
     assert "run.json is missing" in panel.problem.value
+    assert "was deleted or moved" in panel.problem.value
 
 
 def test_a_panel_whose_thread_has_ended_while_the_run_goes_on_is_replaced(by_hand: ByHand) -> None:

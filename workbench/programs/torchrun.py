@@ -12,7 +12,7 @@ import socket
 from typing import Any
 
 import torch
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore, run
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore, run  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,

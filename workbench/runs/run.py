@@ -10,8 +10,6 @@ import os
 import platform
 import re
 import shlex
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -22,6 +20,7 @@ from workbench.core import late, progress, run_directory, units
 from workbench.core.display import table
 from workbench.core.run_directory import CHECKPOINTS, ERRORS, LOCK, LOGS, METRICS, NODES, RUN_JSON, TRACES, DamagedRunError
 from workbench.runs.failure import Failure, RunError
+from workbench.runs.guards import end_guard, find_guard
 from workbench.runs.root_cause import first_failure
 from workbench.runs.slurm_queue import Job, is_final
 from workbench.runs.spec import AUTO, RunSpec, Spec, SpecError, spec_from_json
@@ -40,14 +39,15 @@ _OUTPUT = f"{LOGS}/*/attempt_*/*/std*.log"
 _WRITTEN_BY_RANKS = ("*.jsonl", run_directory.ENERGY, f"{CHECKPOINTS}/*", f"{TRACES}/*", f"{ERRORS}/*", _OUTPUT, f"{NODES}/*/{_OUTPUT}")
 """Files that only the ranks of a run write: all others change also when somebody tries to resume it."""
 
-guards: dict[str, "subprocess.Popen[bytes]"] = {}
-"""Run id → the guard that this process has started, whose stdin it holds open. When this process ends, however it ends, the pipes end and
-the guards stop their runs."""
 _on_run_started: ContextVar[Callable[["Run"], None] | None] = ContextVar("on_run_started", default=None)
 
 
 class RunFormatError(ValueError):
     """The directory was written by a newer workbench."""
+
+
+class RunGoneError(DamagedRunError):
+    """The directory of a run was deleted or moved."""
 
 
 class Run:
@@ -66,6 +66,10 @@ class Run:
         self.name: str = info["name"]
         self.created: float = info["created"]
         self.spec: Spec = spec_from_json(info["spec"])
+        if info["launch_dir"] not in (".", ".."):
+            raise DamagedRunError(
+                f"{path / RUN_JSON} is damaged: launch_dir={info['launch_dir']!r} leads out of it; a launch writes . or .."
+            )
         self._launch_dir = (path / info["launch_dir"]).resolve()
         self._host: str = info["host"]
         self._outcome: Mapping[str, Any] | None = None
@@ -117,7 +121,17 @@ class Run:
 
     def _read_info(self) -> None:
         self._written = self._last_written()  # before it is read: whatever is written later is read another time
-        self._take(run_directory.read_json(self.path / RUN_JSON))
+        try:
+            self._take(run_directory.read_json(self.path / RUN_JSON))
+        except DamagedRunError as error:
+            if (self.path / RUN_JSON).exists():
+                raise
+            since = "while it runs; its processes go on, and run.stop() ends them" if self._guard() else "before its end was seen"
+            raise RunGoneError(f"{self.path / RUN_JSON} is missing: the directory was deleted or moved {since}") from error
+
+    def _guard(self) -> int | None:
+        """The process that guards it on this machine."""
+        return find_guard(self._launch_dir, self.id if self._launch_dir == self.path.resolve() else None)
 
     def _last_written(self) -> tuple[int, int] | None:
         """Which run.json is there; None where none can be seen, as when it was deleted after the end."""
@@ -229,37 +243,23 @@ class Run:
 
         Raises:
             TimeoutError: a process still runs after `timeout` seconds.
-            ValueError: it runs on another machine, or Slurm does not let it be cancelled.
+            ValueError: it runs on another machine or in another container, or Slurm does not let it be cancelled.
         """
         if self._job is not None:
             return self._cancelled(max(timeout, _CANCELLING))
-        if not (self._launch_dir / RUN_JSON).exists() and self.id in guards:
-            return self._stopped_without_directory(timeout)
-        lock = self._launch_dir / LOCK
-        if self.state == "running" and self._host != platform.node():
+        lock, log = self._launch_dir / LOCK, self._launch_dir / run_directory.LAUNCHER_LOG
+        gone = self._outcome is None and not (self._launch_dir / RUN_JSON).exists()
+        if not gone and self.state == "running" and self._host != platform.node():
             raise ValueError(f"{self!r} runs on {self._host}, and this is {platform.node()}: stop it there")
-        limit = time.monotonic() + timeout
-        signalled = False
-        while self.state == "running" and run_directory.is_locked(lock):
-            if not signalled and (pid := lock.read_text().strip()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGTERM)
-                signalled = True
-            if time.monotonic() > limit:
-                log = self._launch_dir / run_directory.LAUNCHER_LOG
-                raise TimeoutError(f"{self!r} has not ended {units.seconds(timeout)} after stop(): see {log}")
-            time.sleep(_TICK)
-        return self
-
-    def _stopped_without_directory(self, timeout: float) -> "Run":
-        """Stop a run whose directory was deleted, through the guard that this process has started."""
-        guard = guards[self.id]
-        guard.terminate()
-        try:
-            guard.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"{self!r} has not ended {units.seconds(timeout)} after stop()") from None
-        self._outcome = {"state": "stopped", "returncode": None, "seconds": time.time() - self._begun}
+        was = self._guard() if gone else None
+        runs = (lambda: self._guard() == was is not None) if gone else (lambda: self.state == "running" and run_directory.is_locked(lock))
+        ended = end_guard(self._guard, runs, timeout)
+        if ended == "late":
+            raise TimeoutError(f"{self!r} has not ended {units.seconds(timeout)} after stop()" + ("" if gone else f": see {log}"))
+        if ended == "none":
+            raise ValueError(f"{self!r} has no guard among the processes here, though {lock} is locked: stop it in its own container")
+        if gone:
+            self._outcome = {"state": "stopped" if was else "lost", "returncode": None, "seconds": time.time() - self._begun}
         return self
 
     def _cancelled(self, timeout: float) -> "Run":
@@ -437,8 +437,11 @@ class Run:
     @property
     def summary(self) -> str:
         """One line: state, steps, throughput; the error, if there is one."""
+        try:
+            state = self.state
+        except RunGoneError as error:
+            return str(error)
         done, steps = self.progress
-        state = self.state
         parts = [state, f"{done} of {steps} steps" if steps else f"{done} steps"]
         if state == "queued":
             parts.insert(1, str(self.queue))
@@ -479,7 +482,7 @@ class Run:
     def _repr_mimebundle_(self, **options: Any) -> Any:
         try:
             return table.panel("run_panel")(self)._repr_mimebundle_(**options)
-        except ImportError:  # a machine without the notebooks extra
+        except (ImportError, RunGoneError):  # a machine without the notebooks extra, or nothing left to show
             return {"text/plain": str(self)}
 
 

@@ -85,7 +85,12 @@ class Job:
     def of(cls, run_dir: Path) -> "Job | None":
         """The job of a run directory; None = the run was not submitted to a batch system."""
         path = run_dir / run_directory.JOB
-        return cls(run_dir, str(run_directory.read_json(path)["job"])) if path.exists() else None
+        if not path.exists():
+            return None
+        number = str(run_directory.read_json(path)["job"])
+        if not re.fullmatch(r"\d+", number, re.ASCII):
+            raise run_directory.DamagedRunError(f"{path} is damaged: job={number!r} is no number of a job")
+        return cls(run_dir, number)
 
     @property
     def seen(self) -> JobStatus | None:
@@ -120,8 +125,12 @@ class Job:
         """Ask Slurm to end it.
 
         Raises:
-            ValueError: Slurm is not here, or refuses; in its own words.
+            ValueError: Slurm is not here, or refuses, in its own words; or the job is not that of this directory.
         """
+        code, text = call("scontrol", "show", "job", "-o", self.number)
+        script = re.search(r"\sCommand=(/.*?)(\sWorkDir=|$)", text) if code == 0 else None
+        if script and os.path.realpath(script[1]) != os.path.realpath(self._run_dir / run_directory.JOB_SCRIPT):
+            raise ValueError(f"Slurm job {self.number} is not that of {self._run_dir}: it runs {script[1]}. Nothing was cancelled")
         (self._run_dir / run_directory.STOP).touch()  # so that the end counts as stopped, not as a failure
         code, text = call("scancel", self.number)
         if code != 0:

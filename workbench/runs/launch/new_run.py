@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
+from workbench.runs.guards import guards
 from workbench.runs.launch import environment
 from workbench.runs.launch.rendezvous import BACKEND, Rendezvous, loopback_environ
-from workbench.runs.run import Run, guards
+from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 
 GRACE = environment.SHUTDOWN + 2
@@ -193,7 +194,7 @@ def open_lock(folder: Path, *, wait: bool = True) -> int:
     Raises:
         LaunchError: somebody has it, and `wait` is off.
     """
-    lock = os.open(folder / run_directory.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    lock = os.open(folder / run_directory.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -216,7 +217,7 @@ def _make_unique(runs: Path, base: str) -> Path:
     for number in itertools.count(1):
         path = runs / (base if number == 1 else f"{base}-{number}")
         with contextlib.suppress(FileExistsError):
-            path.mkdir()
+            path.mkdir(mode=0o700)  # what a run prints and learns is its user's
             break
     return path
 

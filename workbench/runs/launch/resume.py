@@ -105,17 +105,24 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None) -> Ended:
     run = Run.load(old.path if isinstance(old, Run) else old)
     info = run_directory.read_json(run.path / run_directory.RUN_JSON)
     spec = _checked_spec(run, info, target)
+    _refuse_foreign(run, spec)
     home = Path(info["command"][-1])
     if home != run.path:  # a link leads to it: its processes know it by one name
         run = Run.load(home)
     _refuse_as_it_stands(run, spec, info["host"])
     info = run_directory.read_json(run.path / run_directory.RUN_JSON)  # as it stands: it may have ended since
-    folder = Path(info.get("cwd") or Path.cwd())
+    folder = Path(info.get("cwd") or Path.cwd()).absolute()
     if not folder.is_dir():
         raise LaunchError(f"{run!r} was launched in {folder}, which is gone: its task and its files were found from there. Put it back")
     file, colon, function = spec.task.rpartition(":")
     if file.endswith(".py"):
         spec = spec.replace(task=f"{folder / file}{colon}{function}")
+    for code in (folder, folder / file if file.endswith(".py") else folder):
+        if code.resolve().is_relative_to(run.path.resolve()):
+            raise LaunchError(
+                f"{run!r} would run code from {code}, inside its own run directory, where no launch puts any. "
+                "Look at it; if it is yours, put it elsewhere and launch it: wb.launch(run.spec)"
+            )
     return Ended(run=run, spec=spec, info=info, folder=folder, seconds=run.seconds)
 
 
@@ -175,9 +182,38 @@ def _checked_spec(run: Run, info: dict[str, Any], target: Any) -> RunSpec:
 def _is_at(path: Path, command: Any) -> bool:
     """Does the command of a run train in this directory, by whatever name?"""
     try:
-        return isinstance(command, list) and os.path.samefile(command[-1], path)
+        known = isinstance(command, list) and os.path.isabs(command[-1]) and Path(command[-1]).parts[1:2] != ("proc",)
+        return known and os.path.samefile(command[-1], path)
     except (OSError, IndexError, TypeError):
         return False
+
+
+def _refuse_foreign(run: Run, spec: RunSpec) -> None:
+    """Refuse a run directory of another user: to resume it runs the task that it names, as oneself.
+
+    Raises:
+        LaunchError: it belongs to another user.
+    """
+    probe = run_directory.part_of(run.path / run_directory.RUN_JSON)
+    try:
+        probe.touch(exist_ok=False)
+        ours = probe.stat().st_uid  # on some shared file systems not our own number
+        probe.unlink()
+    except OSError:  # `go_on` says that it cannot be written to
+        return
+    for path in (run.path, run.path / run_directory.RUN_JSON):
+        if path.stat().st_uid != ours:
+            raise LaunchError(
+                f"{path} belongs to {_user(path)}: to resume the run would execute its task, {spec.task}, as you. "
+                "Look at run.spec, and launch it as a run of yours: wb.launch(run.spec)"
+            )
+
+
+def _user(path: Path) -> str:
+    try:
+        return f"the user {path.owner()}"
+    except (KeyError, OSError):
+        return f"another user (number {path.stat().st_uid})"
 
 
 def _difference(spec: RunSpec, target: Any) -> str:
@@ -224,6 +260,7 @@ class _Attempt(NewRun):
         number, reserved = attempts(self.path), (self.path / run_directory.RESERVE).exists()
         try:
             archive_attempt(self.path, number)
+            (self.path / run_directory.RESERVE).unlink(missing_ok=True)
             (self.path / run_directory.RESERVE).write_bytes(os.urandom(run_directory.RESERVE_BYTES))
             run_directory.write_json(self.path / run_directory.RUN_JSON, info)
             self._start_guard(info, environ, lock)

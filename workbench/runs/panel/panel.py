@@ -98,9 +98,12 @@ class RunPanel:
     def _stop_run(self) -> None:
         try:
             self.run.stop()
-        except (TimeoutError, OSError) as error:
+        except (TimeoutError, ValueError, OSError) as error:
             self._complain(str(error))
             self.stop.disabled, self.stop.description = False, "Stop"
+        else:
+            if not self.run.path.exists():
+                self.stop.description = "Stopped"
 
     def _complain(self, message: str) -> None:
         """Show an error of the panel itself; the error of the run, once there is one, replaces it."""
@@ -120,8 +123,8 @@ _panels: dict[tuple[Path, str], RunPanel] = {}
 
 def run_panel(run: Run) -> RunPanel:
     """The panel of a run: always the same one, however often the run is shown; a new one when that one no longer follows the run."""
-    key = (run.path, run.id)
-    if key not in _panels or (not _panels[key].live and run.state in ACTIVE):
+    key, state = (run.path, run.id), run.state
+    if key not in _panels or (not _panels[key].live and state in ACTIVE):
         _panels[key] = RunPanel(run)
     return _panels[key]
 

@@ -1,0 +1,205 @@
+"""Run directories from somebody else: what they say is shown, and neither executed, signalled nor followed out of them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.conftest import HandMade
+from tests.runs.test_resume import ended
+from workbench.core import run_directory
+from workbench.core.run_directory import DamagedRunError
+from workbench.runs import guards, slurm_queue
+from workbench.runs.launch import new_run
+from workbench.runs.launch.new_run import LaunchError
+from workbench.runs.run import Run, RunGoneError
+
+Make = Callable[..., HandMade]
+
+
+@pytest.fixture
+def victim() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that has nothing to do with any run."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    assert process.poll() is None, "it was ended"
+    process.kill()
+    process.wait()
+
+
+def pretended(run_dir: Path, run_id: str) -> "subprocess.Popen[bytes]":
+    """A process with the command of the guard of a run."""
+    config = json.dumps({"run_dir": str(run_dir), "id": run_id})
+    code = f"import sys, time; sys.argv; time.sleep(600)  # {config}"
+    process = subprocess.Popen([sys.executable, "-c", code, "/x/guard.py", config], start_new_session=True)
+    limit = time.monotonic() + 30
+    while b"guard.py" not in Path(f"/proc/{process.pid}/cmdline").read_bytes() and time.monotonic() < limit:
+        time.sleep(0.01)
+    return process
+
+
+def test_stop_signals_no_process_that_is_not_its_guard(
+    by_hand: Make, victim: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "_APPEARS", 0.2)
+    made = by_hand().alive()
+    for text in (f"{victim.pid}", "-1", "1 or 2"):
+        (made.path / run_directory.LOCK).write_text(text)
+        with pytest.raises(ValueError, match="has no guard among the processes here"):
+            Run.load(made.path).stop()
+
+
+def test_a_guard_is_known_by_its_run_and_directory(by_hand: Make) -> None:
+    run, other = Run.load(by_hand(id="a").path), Run.load(by_hand(id="b").path)
+    process = pretended(run.path, "a")
+    try:
+        assert guards.find_guard(run.path.resolve(), "a") == guards.find_guard(run.path.resolve(), None) == process.pid
+        assert guards.find_guard(run.path.resolve(), "b") is None
+        assert guards.find_guard(other.path.resolve(), "a") is None
+        assert guards.end_guard(lambda: guards.find_guard(run.path.resolve(), "a"), lambda: process.poll() is None, 20) == "ended"
+        assert process.poll() == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_directory_that_goes_away_while_the_run_goes_on(by_hand: Make) -> None:
+    made = by_hand(id="gone", name="vanished").alive()
+    run, again = Run.load(made.path), Run.load(made.path)
+    process = pretended(made.path, "gone")
+    try:
+        shutil.rmtree(made.path)
+        assert run.summary.endswith("was deleted or moved while it runs; its processes go on, and run.stop() ends them")
+        assert "run.stop() ends them" in str(run)
+        assert "run.stop() ends them" in run._repr_mimebundle_()["text/plain"]
+        with pytest.raises(RunGoneError, match=r"run\.stop\(\) ends them"):
+            run.wait()
+        stopping = threading.Thread(target=run.stop)
+        stopping.start()
+        process.wait(30)
+        stopping.join(30)
+        assert run.state == "stopped"
+        assert again.summary.endswith("was deleted or moved before its end was seen")
+        assert again.stop(5).state == "lost"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("outside", ["../../../etc", "/etc", "../..", "000/../..", 5])
+def test_no_path_leads_out_of_the_directory(by_hand: Make, outside: Any) -> None:
+    with pytest.raises(DamagedRunError, match=r"launch_dir=.* leads out of it"):
+        Run.load(by_hand(launch_dir=outside).path)
+
+
+@pytest.mark.parametrize("job", ["--user=me", "7 8", "all", "7;rm", -7])
+def test_a_job_is_a_number(by_hand: Make, job: Any) -> None:
+    made = by_hand(batch={"system": "slurm"})
+    run_directory.write_json(made.path / run_directory.JOB, {"job": job})
+    with pytest.raises(DamagedRunError, match="is no number of a job"):
+        Run.load(made.path)
+
+
+def test_the_job_of_another_directory_is_not_cancelled(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+
+    def call(program: str, *words: str, **more: Any) -> tuple[int, str]:
+        called.append(program)
+        return 0, f"JobId=7 JobState=RUNNING Command={script} WorkDir=/somewhere"
+
+    monkeypatch.setattr(slurm_queue, "call", call)
+    made = by_hand(batch={"system": "slurm"})
+    run_directory.write_json(made.path / run_directory.JOB, {"job": "7"})
+    script = "/home/you/your own/job.sh"
+    with pytest.raises(ValueError, match=r"job 7 is not that of .*: it runs /home/you/your own/job.sh. Nothing was cancelled"):
+        Run.load(made.path).stop()
+    assert "scancel" not in called
+    script = str(made.path / run_directory.JOB_SCRIPT)
+    slurm_queue.Job(made.path, "7").cancel()
+    assert "scancel" in called
+
+
+# --- to resume is to execute
+
+
+def test_the_command_is_made_anew_and_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ended(tmp_path / "run", cwd=str(tmp_path))
+    evil = ["/bin/sh", "-c", f"touch {tmp_path / 'executed'}", str(path)]
+    info = run_directory.read_json(path / run_directory.RUN_JSON)
+    run_directory.write_json(path / run_directory.RUN_JSON, info | {"command": evil, "environment": {"set": {"LD_PRELOAD": "evil.so"}}})
+    started: list[tuple[dict[str, Any], dict[str, str]]] = []
+    monkeypatch.setattr(new_run.NewRun, "_start_guard", lambda self, info, environ, lock: started.append((info, environ)))
+    wb.launch(resume=path)
+    ((info, environ),) = started
+    assert info["command"][0] == sys.executable
+    assert "sh" not in info["command"]
+    assert "LD_PRELOAD" not in environ
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("what", [".", run_directory.RUN_JSON])
+def test_a_run_of_another_user_is_not_executed(tmp_path: Path, what: str) -> None:
+    path = ended(tmp_path / "run")
+    os.chown(path / what, 12345, -1)
+    with pytest.raises(LaunchError, match=r"belongs to another user \(number 12345\).* would execute its task, text-gpt, as you"):
+        wb.launch(resume=path)
+
+
+@pytest.mark.parametrize(
+    ("task", "inside"), [("evil.py:build", "."), ("text-gpt", "."), ("text-gpt", "000"), ("{path}/evil.py:build", ".."), ("mod:build", ".")]
+)
+def test_code_that_came_with_the_directory_is_not_executed(tmp_path: Path, task: str, inside: str) -> None:
+    path = tmp_path / "run"
+    (path / "000").mkdir(parents=True)
+    (path / "evil.py").write_text("raise SystemExit('executed')")
+    spec = wb.RunSpec(task="text-gpt", device="cpu", checkpoint_every=5).replace(task=task.format(path=path))
+    ended(path, spec, cwd=str(path / inside))
+    with pytest.raises(LaunchError, match="inside its own run directory, where no launch puts any"):
+        wb.launch(resume=path)
+
+
+@pytest.mark.parametrize("name", ["{name}", "/proc/self/cwd/{name}", "./{name}"])
+def test_a_directory_is_known_by_the_name_that_its_launch_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = ended(tmp_path / "run", command=["torchrun", name.format(name="run")])
+    with pytest.raises(LaunchError, match="was not launched as a run of its own in this place"):
+        wb.launch(resume=path)
+
+
+@pytest.mark.parametrize("name", [run_directory.RESERVE, run_directory.LOCK, run_directory.RUN_JSON, "rank0.jsonl"])
+def test_no_file_outside_is_written_by_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path = ended(tmp_path / "run", cwd=str(tmp_path))
+    mine = tmp_path / "mine"
+    mine.write_bytes((path / name).read_bytes() if (path / name).exists() else b"{}\n")
+    before = mine.read_bytes()
+    (path / name).unlink(missing_ok=True)
+    (path / name).symlink_to(mine)
+    monkeypatch.setattr(new_run.NewRun, "_start_guard", lambda self, info, environ, lock: None)
+    if name == run_directory.LOCK:
+        with pytest.raises(LaunchError, match="cannot be written to"):
+            wb.launch(resume=path)
+    elif name == "rank0.jsonl":
+        with pytest.raises(OSError, match="symbolic links"):
+            run_directory.LineWriter(path / name)
+    else:
+        wb.launch(resume=path)
+    assert mine.read_bytes() == before
+
+
+def test_a_run_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0)
+    try:
+        made = new_run.NewRun(tmp_path / "runs", "x")
+    finally:
+        os.umask(before)
+    assert made.path.stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,86 @@
+"""Finds the guard of a run among the processes of this machine; what a run directory says of processes is not believed."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+guards: dict[str, "subprocess.Popen[bytes]"] = {}
+"""Run id → the guard that this process has started, whose stdin it holds open. When this process ends, however it ends, the pipes end and
+the guards stop their runs."""
+_APPEARS, _TICK = 2.0, 0.05
+"""Seconds that the guard of a run that is just being launched may need to appear; and between two looks."""
+_PROGRAM = "guard.py {"
+"""Before the configuration, which is the last word of a guard's command."""
+
+
+def find_guard(launch_dir: Path, run_id: str | None) -> int | None:
+    """The process that guards the run of a directory on this machine; None = there is none, or it lives in another container.
+
+    Args:
+        launch_dir: of the launch, without links; it may have been deleted.
+        run_id: of the run; None = of whichever runs in that directory.
+    """
+    for pid, config in _guards():
+        first = not (config.get("node") or {}).get("rank")  # those of further machines end with that of the first
+        if first and run_id in (None, config.get("id")) and os.path.realpath(str(config.get("run_dir"))) == str(launch_dir):
+            with contextlib.suppress(OSError):
+                if os.getsid(pid) == pid:  # the keeper, which passes signals on to the guard
+                    return pid
+    return None
+
+
+def end_guard(find: Callable[[], int | None], runs: Callable[[], bool], timeout: float) -> Literal["ended", "none", "late"]:
+    """Tell a guard to stop its run, and wait for both.
+
+    Args:
+        find: finds it.
+        runs: whether there is a run to be stopped.
+        timeout: seconds to wait at most.
+
+    Returns:
+        "ended"; "none": no guard was there to be told; "late": it takes longer.
+    """
+    began, last = time.monotonic(), None
+    while runs():
+        guard, waited = find(), time.monotonic() - began
+        if guard is not None and last is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(guard, signal.SIGTERM)
+        if guard is None and (last is None and waited > min(_APPEARS, timeout)):
+            return "none"
+        if waited > timeout:
+            return "late"
+        last = guard or last
+        time.sleep(_TICK)
+    return "ended"
+
+
+def _guards() -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every process that runs as a guard, with its configuration."""
+    for pid, command in _commands():
+        _, program, rest = command.partition(_PROGRAM)
+        if program:
+            with contextlib.suppress(ValueError):
+                config = json.loads("{" + rest)
+                if isinstance(config, dict):
+                    yield pid, config
+
+
+def _commands() -> Iterator[tuple[int, str]]:
+    """Every process that we may see, with its command in a line."""
+    if sys.platform != "linux":
+        table = subprocess.run(["ps", "-axww", "-o", "pid=,command="], capture_output=True, text=True, check=False).stdout
+        for line in table.splitlines():
+            pid, _, command = line.strip().partition(" ")
+            yield int(pid), command
+        return
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # ended while we looked
+            yield int(name), Path(f"/proc/{name}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
