@@ -129,7 +129,8 @@ def test_json_and_back() -> None:
 def test_adjusted_remedies_are_sorted_anew() -> None:
     plain = slow_loader()
     assert len(plain.remedies) > 1
-    last = plain.remedies[-1]
+    last = [one for one in plain.remedies if one.scope == "cause"][-1]
+    assert last != plain.remedies[0]
     lifted = slow_loader(
         adjust=lambda one: dataclasses.replace(one, speedup=9.0, high=9.0, ceiling=False) if one.name == last.name else one
     )
@@ -246,13 +247,14 @@ def test_a_proof_that_could_not_be_run_says_so_and_is_plain_json() -> None:
     assert repr(nothing) == "Proof('threads=2', predicted=1.50×, measured=–)"
 
 
-def test_next_names_what_answers_the_verdict_before_what_shortens_any_step() -> None:
+def test_next_names_what_takes_away_the_cause_before_what_shortens_any_step() -> None:
     found = slow_loader()
-    assert found.verdict == "input-bound"
-    faster = remedy(name="precision=amp_bf16", change={"precision": "amp_bf16"}, speedup=9.0, low=8.5, high=9.5)
-    both = dataclasses.replace(found, remedies=(faster, *found.remedies))
-    named = next(one for one in found.remedies if one.answers("input-bound"))
+    named = found.remedies[0]
+    faster = remedy(name="precision=amp_bf16", change={"precision": "amp_bf16"}, speedup=9.0, low=8.5, high=9.5, scope="general")
+    both = dataclasses.replace(found, remedies=(*found.remedies, faster))
     assert both.next.startswith(named.what)
     assert "Whatever the cause: precision=amp_bf16" in both.next
-    assert faster.answers("compute-bound")
-    assert not faster.answers("host-bound")
+    assert "Whatever" not in dataclasses.replace(found, remedies=(*found.remedies, dataclasses.replace(faster, speedup=1.05))).next
+    assert f"In general: {faster.what}" in str(both)
+    only = dataclasses.replace(found, remedies=(faster,))
+    assert only.next.startswith("In general: ")

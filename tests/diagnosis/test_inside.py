@@ -20,18 +20,24 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from workbench.diagnosis.analysis.evidence import Inside
-from workbench.diagnosis.measure.inside import Events, look, outermost, read_events, step_counts
+from workbench.diagnosis.measure.inside import OWN_WAIT, Events, look, outermost, read_events, step_counts, waiting_of
 
 US = 1000
 """Nanoseconds."""
 
 
+def events_of(*rows: tuple[Any, ...], until: int = 1000) -> Events:
+    """Rows are (name, start, end), or more: (…, category), (…, thread), (…, correlation); microseconds, from 0 to `until`."""
+    full = []
+    for name, start, end, *more in [*rows, ("window", 0, until, "user_annotation")]:
+        kind, thread, correlation = [*more, *("cpu_op", 1, 0)[len(more) :]]
+        full.append((name, kind, start * US, end * US, thread, correlation))
+    return Events.of(full, window="window")
+
+
 def trace(*rows: tuple[Any, ...], steps: int = 1, until: int = 1000, ranks: bool = False) -> Inside:
-    """What a trace says whose rows are (name, start, end) or (name, start, end, kind) or (…, thread); microseconds, from 0 to `until`."""
-    full = [(name, *(rest[0] if rest else "cpu_op",), start, end, rest[1] if len(rest) > 1 else 1) for name, start, end, *rest in rows]
-    mark = ("window", "user_annotation", 0, until, 1)
-    events = [(name, kind, start * US, end * US, thread) for name, kind, start, end, thread in [*full, mark]]
-    return read_events(Events.of(events, window="window"), steps, ranks=ranks)
+    """What a trace of such rows says."""
+    return read_events(events_of(*rows, until=until), steps, ranks=ranks)
 
 
 def us(seconds: float | None) -> float:
@@ -148,15 +154,105 @@ def test_on_a_gpu_kernels_and_copies_count_and_operators_do_not() -> None:
     )
     assert us(inside.ops) == 205 + 51
     assert inside.op_count == 4
-    assert us(inside.small_ops) == 15 + 1
+    assert inside.small_ops == 0
     assert us(inside.collectives) == 600 - 451
     assert us(inside.optimizer) == 100
     assert inside.syncs == 1
 
 
+def test_short_kernels_that_keep_a_device_busy_are_not_the_hosts() -> None:
+    """92 % busy with kernels of 9 µs: the launches were once taken for 93 % of the step."""
+    launches = [("cudaLaunchKernel", 10 * i, 10 * i + 4, "cuda_runtime", 1, i + 1) for i in range(92)]
+    kernels = [("elementwise", 20 + 10 * i, 30 + 10 * i, "kernel", 7, i + 1) for i in range(92)]
+    inside = trace(*launches, *kernels)
+    assert us(inside.ops) == 920
+    assert inside.small_ops == 0
+    assert us(inside.launching) == 2 * 4  # until the first kernel
+
+
+def test_the_own_wait_and_waits_for_copies_are_no_syncs() -> None:
+    def copy(at: int, name: str, number: int) -> list[tuple[Any, ...]]:
+        return [
+            ("cudaMemcpyAsync", at, at + 10, "cuda_runtime", 1, number),
+            (name, at + 10, at + 40, "gpu_memcpy", 7, number),
+            ("cudaStreamSynchronize", at + 10, at + 42, "cuda_runtime", 1, number + 100),
+        ]
+
+    to_device = copy(0, "Memcpy HtoD (Pageable -> Device)", 1)
+    own = [(OWN_WAIT, 900, 1000, "user_annotation"), ("cudaDeviceSynchronize", 901, 999, "cuda_runtime", 1, 9)]
+    inside = trace(*to_device, *copy(200, "Memcpy DtoH (Device -> Pageable)", 2), *own)
+    assert inside.syncs == 1
+    assert us(inside.waits) == 32 + 32 + 98
+    assert us(inside.sync_idle) == 1000 - 240
+    assert trace(*to_device, *own).syncs == 0
+    assert trace(*to_device, *own).sync_idle == 0
+    read = trace(*to_device, ("cudaLaunchKernel", 60, 65, "cuda_runtime", 1, 3), ("cudaStreamSynchronize", 70, 80, "cuda_runtime", 1, 4))
+    assert read.syncs == 1  # of what came after the copy
+
+
+def test_what_a_device_idles_is_told_apart() -> None:
+    inside = trace(
+        ("aten::mm", 0, 100),
+        ("cudaLaunchKernel", 50, 60, "cuda_runtime", 1, 1),
+        ("gemm", 60, 200, "kernel", 7, 1),
+        ("cudaStreamSynchronize", 110, 203, "cuda_runtime", 1, 2),  # the clocks differ a little
+        ("aten::mm", 500, 560),
+        ("autograd::engine::evaluate_function: MmBackward0", 700, 800, "cpu_op", 2),
+        ("gemm", 550, 600, "kernel", 7, 3),
+        ("gemm", 790, 1000, "kernel", 7, 4),
+        ("cudaGraphLaunch", 600, 610, "cuda_runtime", 1, 5),
+    )
+    assert us(inside.ops) == 140 + 50 + 210
+    assert us(inside.sync_idle) == 550 - 200
+    assert us(inside.launching) == 60 + 50 + 90 + 10
+    assert us(inside.waits) == 93
+    assert inside.syncs == 1
+    assert inside.graphs == 1
+
+
+def test_what_the_training_thread_waits_for_is_no_sleep() -> None:
+    """Backward has a thread of its own on a device, and the other one is blocked meanwhile."""
+    events = events_of(
+        ("aten::mm", 0, 100),
+        ("autograd::engine::evaluate_function: MmBackward0", 200, 300, "cpu_op", 2),
+        ("aten::mm", 210, 290, "cpu_op", 2),
+        ("aten::mm", 320, 500, "cpu_op", 2),
+        ("aten::mul", 0, 1000, "cpu_op", 3),  # a thread of the user's
+        ("aten::_foreach_add_", 500, 600),
+        ("cudaStreamSynchronize", 700, 900, "cuda_runtime"),
+    )
+    waiting = waiting_of(events)
+    assert (waiting.device, waiting.backward, waiting.unrecorded) == pytest.approx((0.2, 0.29, 0.31))
+    step = 2.0
+    assert waiting.asleep(0.29 * step, step, 1.0) == 0
+    assert waiting.asleep(0.49 * step, step, 1.0) == pytest.approx(0.2 * step)
+    assert waiting.asleep(0.49 * step, step, 0.0) == 0  # a thread that waits without polling is blocked as well
+    assert waiting.asleep(0.9 * step, step, 1.0) == pytest.approx(0.31 * step)
+    sleeps = waiting_of(events_of(("aten::mm", 0, 100), ("aten::mm", 700, 800, "cpu_op", 2)))
+    assert sleeps.asleep(0.9, 1.0, 1.0) == pytest.approx(0.9)
+    hook = events_of(
+        ("autograd::engine::evaluate_function: A", 0, 9000, "cpu_op", 2),
+        ("aten::mm", 10, 20, "cpu_op", 2),
+        ("aten::mm", 8900, 8950, "cpu_op", 2),
+        until=9000,
+    )
+    assert waiting_of(hook).backward < 0.07  # something sleeps in a hook of backward
+
+
+def test_a_device_whose_work_was_not_recorded_is_not_read_as_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUPTI gave nothing: the operators of the host are no work of the device."""
+    rows = [("aten::mm", 0, 900), ("cudaLaunchKernel", 10, 20, "cuda_runtime", 1, 1), ("cudaLaunchKernel", 30, 40, "cuda_runtime", 1, 2)]
+    monkeypatch.setattr("workbench.diagnosis.measure.inside._trace", lambda *_: (events_of(*rows), 0.001, 1, None))
+    inside, why = look(lambda: None, traced=1, plain=2, synchronize=lambda: None)
+    assert math.isnan(inside.ops)
+    assert why is not None
+    assert "2 launches per step were recorded, but no work of the device" in why
+    assert not math.isnan(look(lambda: None, traced=1, plain=2)[0].ops)
+
+
 def test_a_trace_without_its_mark_is_refused() -> None:
     with pytest.raises(ValueError, match="no annotation 'window'"):
-        Events.of([("aten::mm", "cpu_op", 0, 1, 1)], window="window")
+        Events.of([("aten::mm", "cpu_op", 0, 1, 1, 0)], window="window")
     with pytest.raises(ValueError, match="no annotation"):
         Events.of([], window="window")
 
@@ -178,6 +274,9 @@ class OldEvent:
 
     def start_thread_id(self) -> int:
         return 1
+
+    def correlation_id(self) -> int:
+        return 0
 
     def is_user_annotation(self) -> bool:
         return self._values[3]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.made import World
 from workbench.core.statistics import interval_of
 from workbench.core.system_load import Noise
-from workbench.diagnosis.analysis.costs import PYTHON_IN_OPTIMIZER, Costs
+from workbench.diagnosis.analysis.costs import PYTHON_IN_OPTIMIZER, Costs, noise_warnings
 from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Loading, Stalls
 from workbench.diagnosis.analysis.verdict import LIMITS, USUAL, VERDICTS, Judgement, judge
 
@@ -253,6 +253,60 @@ def test_ranks_that_share_their_cores_with_others_wait_in_reductions_for_that_al
     assert judge(busy).verdict == verdict
     room = dataclasses.replace(evidence, noise=Noise(cores=8.0, foreign=0.6, spread=0.1))
     assert judge(room).verdict == "communication-bound"
+
+
+def test_other_processes_are_noise_where_they_need_the_cores_that_are_free() -> None:
+    """On a node of 128 cores others always take 0.3 of one."""
+
+    def warns(cores: float, foreign: float, **more: object) -> bool:
+        return bool(noise_warnings(World().evidence(noise=Noise(cores=cores, foreign=foreign), **more)))
+
+    assert warns(2.0, 0.4)
+    assert not warns(2.0, 0.2)
+    assert not warns(128.0, 5.0)
+    assert warns(128.0, 60.0)
+    assert warns(64.0, 5.0, threads=64)
+    assert not warns(64.0, 5.0, threads=64, device="cuda")  # those of the CPU's operators have nothing to do then
+    loading = Loading(kind="DataLoader", num_workers=60)
+    assert warns(64.0, 5.0, loading=loading)
+
+
+def on_device(world: World, **inside: float) -> Evidence:
+    """Evidence of a GPU, whose idle time is the host's."""
+    evidence = world.evidence(device="cuda")
+    return inside_of(evidence, small_ops=0.0, optimizer_ops=None, **inside)
+
+
+def test_why_a_device_has_nothing_to_do() -> None:
+    world = World(work=0.010, host=0.010, optimizer=0.0, noise=0.0)
+
+    def cause(**inside: float) -> tuple[str, str]:
+        found = judge(on_device(world, **inside))
+        assert found.verdict == "host-bound"
+        return found.cause, found.why
+
+    name, why = cause(sync_idle=0.009, waits=0.012, syncs=4.0)
+    assert name == "syncs"
+    assert why.startswith("The host holds up 48 % (48 % … 48 %) of the step. 4 times per step Python asks for a number")
+    assert cause(sync_idle=0.009, waits=0.002, syncs=4.0)[0] == "python"  # it would be too slow without waiting, too
+    assert cause(sync_idle=0.004, waits=0.012, syncs=40.0)[0] == "python"
+    name, why = cause(launching=0.006)
+    assert name == "launches"
+    assert "300 kernels and copies per step take 10.0 ms, and the host takes longer to launch them" in why
+    assert cause(launching=0.002)[0] == "python"
+    assert cause(launching=0.006, blocked=0.009)[0] == "sleeping or I/O"
+
+
+def test_short_kernels_of_a_busy_device_are_computing() -> None:
+    found = judge(on_device(World(work=0.018, host=0.0015, optimizer=0.0005, fixed=0.018), op_count=2000.0, launching=0.0014, syncs=3.0))
+    assert found.verdict == "compute-bound"
+
+
+def test_small_kernels_that_a_host_launches_too_slowly() -> None:
+    """Measured on an H100: 60 layers of 128, a step of 9.8 ms of which the device computes 3.2; backward has a thread of its own."""
+    world = World(work=0.0021, fixed=0.0021, host=0.0064, optimizer=0.0011)
+    found = judge(on_device(world, op_count=310.0, launching=0.004, blocked=0.0004, slowdown=0.5))
+    assert (found.verdict, found.cause) == ("host-bound", "launches")
 
 
 def whole(c: Costs) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from workbench.core.system_load import Noise
 from workbench.diagnosis.measure.evidence import EvidenceBuilder
 from workbench.diagnosis.measure.trials import FEW_PAIRS, MAX_PAIRS, MAX_REMEDY_PAIRS, MIN_PAIRS, Trials, thread_counts, treatments
 from workbench.harness.ablations import Variant
@@ -301,9 +302,8 @@ def test_more_threads_are_not_tried_where_others_take_the_cores() -> None:
     replay.hold([torch.zeros(2)])
 
     def names(foreign: float) -> set[str]:
-        some = treatments(
-            [], [], replay, device=torch.device("cpu"), precision="fp32", accumulation=1, world_size=1, gc_share=0.0, foreign=foreign
-        )
+        noise, cpu = Noise(cores=2.0, foreign=foreign), torch.device("cpu")
+        some = treatments([], [], replay, device=cpu, precision="fp32", accumulation=1, world_size=1, gc_share=0.0, noise=noise)
         return {one.name for one in some}
 
     before = torch.get_num_threads()

@@ -23,6 +23,11 @@ MAX_READS_BETWEEN_LISTINGS = 256
 """New threads are looked for at least every so many readings."""
 
 
+MAX_FOREIGN_SHARE = 0.3
+"""Of the cores that our processes leave free (of one core, if they leave none): from there on others spoil a close decision. (Measured on
+two cores with one busy thread; the prediction errors of loaders explode there.)"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
     """What else the machine did during an experiment. Above the limits of the verdict it spoils the result."""
@@ -35,6 +40,14 @@ class Noise:
     """Fraction of the time that the training thread was ready and waited for a core."""
     spread: float = 0.0
     """Interquartile range over median of the cached blocks."""
+
+    def is_crowded(self, busy: float) -> bool:
+        """Do other processes take so many cores that ours have to wait for one now and then?
+
+        Args:
+            busy: cores that ours keep busy.
+        """
+        return self.foreign > MAX_FOREIGN_SHARE * max(1.0, self.cores - busy)
 
 
 def usable_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> float:

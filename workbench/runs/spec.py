@@ -100,8 +100,6 @@ class Knob:
     """Where an experiment can turn it without a RunSpec: in a user's own loader or step; empty = in neither."""
     predicted: bool = False
     """Does `diagnosis.model.StepModel` predict a step with another value of it?"""
-    shortens: tuple[str, ...] = ()
-    """Verdicts that a change of it answers: it shortens the part of a step that they blame, and so may shorten many a step."""
     panels: tuple[str, ...] = ()
     """Panels that let it be turned: "doctor" (what-if of a step's time), "memory" (the memory explorer)."""
 
@@ -127,16 +125,13 @@ class RunSpec(_Spec):
         32,
         turned_in="loader",
         predicted=True,
-        shortens=("compute-bound", "optimizer-bound", "communication-bound", "host-bound"),
         panels=("doctor", "memory"),
     )
     """Samples per rank in one forward and backward; or "auto": the largest that fits, chosen when the run starts, and split where memory
     runs out nevertheless (see `train.choose_micro_batch` and `train.split_on_oom`)."""
-    accumulation: int = knob(1, predicted=True, shortens=("compute-bound", "optimizer-bound", "communication-bound"), panels=("memory",))
+    accumulation: int = knob(1, predicted=True, panels=("memory",))
     """Micro-batches per optimizer step; gradients are reduced across ranks in the last one only."""
-    precision: str = knob(
-        "fp32", choices=PRECISIONS, turned_in="step", predicted=True, shortens=("compute-bound",), panels=("doctor", "memory")
-    )
+    precision: str = knob("fp32", choices=PRECISIONS, turned_in="step", predicted=True, panels=("doctor", "memory"))
     """"fp32", "amp_bf16" or "amp_fp16" (with a GradScaler)."""
     num_workers: int = knob(0, turned_in="loader", predicted=True, panels=("doctor",))
     """Processes of each rank's DataLoader; 0 = batches are made in the loop itself."""
@@ -152,7 +147,7 @@ class RunSpec(_Spec):
     """Machines; they share the run directory, and torchrun's rendezvous brings them together."""
     steps: int = 60
     """Optimizer steps."""
-    optimizer: str | None = knob(None, turned_in="step", predicted=True, shortens=("compute-bound", "optimizer-bound"), panels=("memory",))
+    optimizer: str | None = knob(None, turned_in="step", predicted=True, panels=("memory",))
     """Name with options, such as "sgd(momentum=0.9)"; "fused" or "foreach": its own in that implementation; None = the task's own."""
     lr: float | None = None
     """Peak learning rate; None = the optimizer's own."""
@@ -166,7 +161,11 @@ class RunSpec(_Spec):
     """"cpu", "cuda", or "auto": the GPUs if there is one for each rank."""
     backend: str = knob("auto", choices=BACKENDS)
     """"gloo", "nccl", or "auto": nccl on GPUs, gloo on CPUs."""
-    threads: int = knob(1, turned_in="step", predicted=True, shortens=("compute-bound", "host-bound"))
+    threads: int = knob(
+        1,
+        turned_in="step",
+        predicted=True,
+    )
     """Threads of each rank for one operator on the CPU (OMP_NUM_THREADS)."""
     bucket_cap_mb: float | None = knob(None, predicted=True)
     """Size of DDP's gradient buckets in MiB; None = torch's own 25."""
@@ -188,7 +187,11 @@ class RunSpec(_Spec):
     offload: str = knob("none", choices=OFFLOADS)
     """What is kept in the host's memory, on GPUs: "none", "activations" from forward to backward, or "optimizer": its states, and
     its steps are taken there."""
-    channels_last: bool = knob(False, turned_in="step", predicted=True, shortens=("compute-bound",))
+    channels_last: bool = knob(
+        False,
+        turned_in="step",
+        predicted=True,
+    )
     """Weights and images in memory as (batch, height, width, channel), which many convolutions prefer; sharded weights stay as they are."""
     gc: bool = knob(True, turned_in="step", predicted=True)
     """Python's cyclic garbage collector runs when it likes; False = in every thousandth step only."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.costs import NOTHING, Costs, capped, saved_by, widened
-from workbench.diagnosis.analysis.evidence import Evidence, Loading
+from workbench.diagnosis.analysis.evidence import Evidence, Inside, Loading
 from workbench.diagnosis.analysis.loader_model import LoaderModel
 
 MIN_EXPLAINED = 0.5
@@ -273,8 +273,6 @@ def growth_interval(e: Evidence) -> Interval:
     return Interval(low=low, mid=mid, high=high)
 
 
-MANY_SYNCS = 2.0
-"""Per step, on a GPU: one (the loss that is logged) is usual, and at the end of a step it is nearly free."""
 MAX_PYTHON_GAP = 25e-6
 """Seconds of Python from one operator to the next, where it only calls them: a module and a function or two."""
 SHORT_OPERATOR = 60e-6
@@ -331,8 +329,10 @@ def between_operators(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
             why=f"For {units.seconds(c.sleeping)} of each step the training thread neither computes nor waits for a core: it sleeps, "
             f"or reads or writes.{where}",
         )
-    if (e.device != "cpu" and inside.syncs >= MANY_SYNCS) or inside.syncs >= MANY_SYNCS_ON_CPU:
-        return c.called if e.device == "cpu" else c.host, Cause(
+    if e.device != "cpu":
+        return c.host, _idle_device(e, c, inside, gaps, where)
+    if inside.syncs >= MANY_SYNCS_ON_CPU:
+        return c.called, Cause(
             cause="syncs",
             why=f"{inside.syncs:.0f} times per step Python asks for a number (.item() and the like) and goes on only when it is there; "
             f"for {gaps} of the step no operator runs.{where}",
@@ -350,6 +350,27 @@ def between_operators(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
             f"Python; for {gaps} of the step no operator runs.{where}",
         )
     return c.host, Cause(cause="python", why=f"For {gaps} of the step no operator runs: Python is at work.{where}")
+
+
+def _idle_device(e: Evidence, c: Costs, inside: Inside, gaps: str, where: str) -> Cause:
+    """Why the device has nothing to do: what the host does meanwhile."""
+    idle = inside.step - inside.ops - (inside.collectives or 0.0)
+    works = (inside.step - inside.waits) / (1 + max(0.0, inside.slowdown))
+    hides = works <= inside.ops + (inside.collectives or 0.0)  # the host would keep up if it did not wait
+    if inside.sync_idle >= MIN_EXPLAINED * idle and hides:
+        often = f"{inside.syncs:.0f} times" if inside.syncs >= 1.5 else "Once" if inside.syncs >= 0.75 else f"{inside.syncs:.1f} times"
+        return Cause(
+            cause="syncs",
+            why=f"{often} per step Python asks for a number (.item() and the like) and goes on only when it is there; "
+            f"for {gaps} of the step the device has nothing to do.{where}",
+        )
+    if inside.launching >= MIN_EXPLAINED * idle or (_flat(e, c) and _short(e, c)):
+        return Cause(
+            cause="launches",
+            why=f"{inside.op_count:.0f} kernels and copies per step take {units.seconds(inside.ops)}, and the host takes longer to launch "
+            f"them: for {gaps} of the step the device has nothing to do.{where}",
+        )
+    return Cause(cause="python", why=f"For {gaps} of the step the device has nothing to do: Python is at work.{where}")
 
 
 def _flat(e: Evidence, c: Costs) -> bool:

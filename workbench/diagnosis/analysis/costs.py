@@ -69,8 +69,8 @@ def slow_rank(ranks: tuple[RankEvidence, ...]) -> SlowRank | None:
     )
 
 
-MAX_FOREIGN_CORES = 0.3
-"""Cores taken by others from which on noise may spoil a close decision; the prediction errors of loaders explode there."""
+THREADS_BESIDE_DEVICE = 2
+"""Threads of a rank that keep a core busy each where a GPU computes: the one that takes the steps, and autograd's."""
 MAX_BLOCK_SPREAD = 0.25
 """Middle half over median of equal blocks, likewise."""
 IQR_SIGMAS = 1.35
@@ -108,12 +108,19 @@ def capped(interval: Interval, most: float) -> Interval:
     return Interval(low=min(interval.low, most), mid=min(interval.mid, most), high=min(interval.high, most))
 
 
+def is_crowded(e: Evidence) -> bool:
+    """Do other processes take so many cores that noise may spoil a close decision?"""
+    threads = e.threads if e.device == "cpu" else THREADS_BESIDE_DEVICE
+    workers = e.loading.num_workers if e.loading else 0
+    return e.noise is not None and e.noise.is_crowded(e.world_size * (threads + workers))
+
+
 def noise_warnings(e: Evidence) -> list[str]:
     """What makes close decisions doubtful, in words."""
     if e.noise is None:
         return []
     warnings = []
-    if e.noise.foreign > MAX_FOREIGN_CORES:
+    if is_crowded(e):
         warnings.append(f"Other processes took {e.noise.foreign:.1f} of {e.noise.cores:.0f} cores.")
     if e.noise.spread > MAX_BLOCK_SPREAD:
         warnings.append(f"Equal blocks vary by {units.percent(e.noise.spread)}.")
@@ -125,7 +132,7 @@ def beside_others(e: Evidence, saved: Interval) -> Interval:
     wait for it in the reduction. That makes up to `crowded / cores × (1 − 1 / ranks)` of the rest of the step. (Measured: beside others
     that took 0.6 of 2 cores, the reductions of two ranks were 18 % of a step instead of 9 %; this gives 13.)
     """
-    if e.noise is None or e.device != "cpu" or e.noise.foreign <= MAX_FOREIGN_CORES:
+    if e.noise is None or e.device != "cpu" or not is_crowded(e):
         return saved
     crowded = max(0.0, min(e.noise.foreign, e.world_size * e.threads + e.noise.foreign - e.noise.cores))
     waited = crowded / e.noise.cores * (1 - 1 / e.world_size) * (1 - saved.mid)

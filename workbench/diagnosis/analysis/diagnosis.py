@@ -10,12 +10,12 @@ from workbench.core import late, units
 from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.vocabulary import PART_WORDS, PARTS
-from workbench.diagnosis.analysis.costs import MAX_FOREIGN_CORES
+from workbench.diagnosis.analysis.costs import is_crowded
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import LoaderCurve
 from workbench.diagnosis.analysis.proof import Proof
 from workbench.diagnosis.analysis.remedies import remedies_for
-from workbench.diagnosis.analysis.remedy import Remedy, sort_key
+from workbench.diagnosis.analysis.remedy import Remedy, gain_of, sort_key
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.analysis.verdict import Judgement, judge
 from workbench.runs.spec import Spec
@@ -33,7 +33,7 @@ class Diagnosis(JsonDataclass):
     judgement: Judgement
     """What follows from it."""
     remedies: tuple[Remedy, ...] = ()
-    """What would help, best first. Their gains do not multiply."""
+    """What would help: first what takes away the cause, the best first. Their gains do not multiply."""
     spec: Spec | None = None
     """What was diagnosed, if it was a spec or a run."""
     subject: Any = field(default=None, metadata=NOT_STORED)
@@ -89,11 +89,11 @@ class Diagnosis(JsonDataclass):
                 "inconclusive": "Measure again when the machine is quieter, or with a larger budget_s.",
                 "compute-bound": "Nothing we know of would make this step faster here: it computes. More or faster devices would.",
             }.get(self.verdict, "There is no remedy here whose gain could be predicted.")
-        best = next((remedy for remedy in self.remedies if remedy.answers(self.verdict)), self.remedies[0])
+        best, *others = self.remedies
         costs = f" It costs: {best.costs}." if best.costs else ""
-        more = self.remedies[0]
-        also = "" if more is best else f" Whatever the cause: {more.name}, {more.gain}."
-        return f"{best.what} Predicted: {best.gain}.{costs}{also}"
+        more = max(others, key=gain_of, default=best)
+        also = f" Whatever the cause: {more.name}, {more.gain}." if more.scope == "general" and gain_of(more) > gain_of(best) else ""
+        return f"{best.advice} Predicted: {best.gain}.{costs}{also}"
 
     @cached_property
     def model(self) -> StepModel:
@@ -166,7 +166,7 @@ class Diagnosis(JsonDataclass):
             text = f"observed in {e.steps} steps; nothing was tried"
         else:
             text = f"measured by {len(e.arms)} experiments in {units.seconds(e.seconds)}, {e.steps} calls of step()"
-        if e.noise and MIN_FOREIGN_CORES < e.noise.foreign <= MAX_FOREIGN_CORES:  # from there on, it is among the notes
+        if e.noise and e.noise.foreign > MIN_FOREIGN_CORES and not is_crowded(e):  # from there on, it is among the notes
             text += f"; other processes took {e.noise.foreign:.1f} of {e.noise.cores:.1f} cores"
         return "; ".join([text, *e.notes, *self.judgement.notes])
 
@@ -188,12 +188,12 @@ class Diagnosis(JsonDataclass):
 
     @property
     def remedy_table(self) -> display.Table:
-        """One row per remedy, best first, with its proof."""
+        """One row per remedy, with its proof: first those that take away the cause, the best first."""
         rows = []
         for i, remedy in enumerate(self.remedies, 1):
             proved = [proof for proof in self.proofs if proof.remedy.name == remedy.name]
             measured = units.times(proved[-1].measured.mid) if proved else ("not yet" if remedy.provable else units.MISSING)
-            rows.append([i, remedy.name, remedy.gain, measured, remedy.what])
+            rows.append([i, remedy.name, remedy.gain, measured, remedy.advice])
         return display.Table(
             columns=("", "remedy", "predicted", "measured", "what to do"),
             rows=rows,

@@ -112,7 +112,8 @@ class Inside:
     op_count: float = 0.0
     """Top-level operators (on a GPU: kernels)."""
     small_ops: float = 0.0
-    """In operators shorter than SMALL_OP, the optimizer's left out: what is left of them is mostly the cost of calling them."""
+    """In operators shorter than SMALL_OP, the optimizer's left out: what is left of them is mostly the cost of calling them. 0 on a GPU,
+    where a short kernel costs the host nothing as long as the queue is full."""
     optimizer: float | None = None
     """Inside Optimizer.step, as the trace sees it."""
     optimizer_ops: float | None = None
@@ -120,13 +121,22 @@ class Inside:
     collectives: float | None = None
     """With a collective running and no other operator: exposed communication; None without several ranks."""
     syncs: float = 0.0
-    """`.item()` and the like, per step: at each the GPU runs out of work."""
+    """`.item()` and the like, per step: at each the GPU runs out of work. Waits for copies to the device are the transfer's."""
+    sync_idle: float = 0.0
+    """On a GPU: it has nothing to do since such a wait, until the next kernel."""
+    launching: float = 0.0
+    """On a GPU: it has nothing to do, and a thread of the host is in an operator or in a call that launches."""
+    waits: float = 0.0
+    """On a GPU: the training thread waits for it."""
+    graphs: float = 0.0
+    """CUDA graphs that are launched per step."""
     slowdown: float = 0.0
     """What the trace cost: 0.1 = the step took 10 % longer while it ran."""
     cpu: float = 0.0
     """CPU of the process, all threads, per cached step outside the trace."""
     blocked: float = 0.0
-    """The training thread neither computes nor waits for a core (CPU training: sleeping, reading or writing files, waiting for others)."""
+    """The training thread neither computes nor waits for a core, for the device or for backward in another thread: it sleeps, reads or
+    writes files, or waits for other ranks."""
     waiting: float = 0.0
     """The training thread is ready and waits for a core."""
     gc: float = 0.0

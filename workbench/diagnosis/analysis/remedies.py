@@ -4,7 +4,8 @@ Where an experiment tried the change itself, its ratio is put into the full step
 an interval as wide as its known errors. Where nothing predicts what replaces a part, the removal of the part is the ceiling.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from workbench.core import units
 from workbench.core.statistics import Interval
@@ -27,9 +28,19 @@ from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.verdict import Judgement
 from workbench.runs.spec import Spec
 
+REMOVES = {
+    "precision": ("compute",),
+    "channels_last": ("compute",),
+    "threads": ("compute", "oversubscribed threads"),
+    "optimizer": ("optimizer", "many tensors"),
+    "gc": ("garbage collection",),
+    "micro_batch": ("small batch",),
+}
+"""Knob → the causes that a change of it takes away; other steps it shortens as well."""
+
 
 def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None = None) -> tuple[Remedy, ...]:
-    """The remedies of a step, best first.
+    """The remedies of a step: first those that take away the cause, the best first; there is one for every cause but computing.
 
     Args:
         evidence: of one training step.
@@ -39,12 +50,32 @@ def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None 
     if judgement.verdict == "inconclusive":
         return ()
     case = Case(evidence=evidence, judgement=judgement, model=StepModel.of(evidence), spec=spec)
-    sources = (_observed,) if evidence.observed else (for_loader, for_ranks, _arms, _batch, _host, _compute, _transfer, _stalls)
     remedies: dict[str, Remedy] = {}
-    for source in sources:
-        for remedy in filter(None, source(case)):
-            remedies.setdefault(remedy.name, remedy)
+    for remedy in _observed(case) if evidence.observed else _tried(case):
+        remedies.setdefault(remedy.name, remedy)
+    if judgement.verdict != "compute-bound" and not any(remedy.scope == "cause" for remedy in remedies.values()):
+        remedies |= {remedy.name: remedy for remedy in _without_part(case)}
     return tuple(sorted(remedies.values(), key=sort_key))
+
+
+def _tried(case: Case) -> Iterator[Remedy]:
+    """From experiments: what each source has."""
+    for source, verdict in SOURCES.items():
+        for remedy in filter(None, source(case)):
+            yield replace(remedy, scope=_scope(remedy, verdict, case.judgement))
+
+
+def _scope(remedy: Remedy, verdict: str, judgement: Judgement) -> str:
+    """Does a remedy of a source take away what the verdict names?
+
+    Args:
+        remedy: of the source.
+        verdict: that all of the source's remedies answer; empty = each shortens a step whatever limits it.
+        judgement: what the step was judged to be.
+    """
+    if verdict:
+        return "cause" if judgement.verdict == verdict else "part"
+    return "cause" if judgement.cause in REMOVES.get(remedy.name.partition("=")[0], ()) else "general"
 
 
 def _arms(case: Case) -> Iterator[Remedy | None]:
@@ -64,10 +95,11 @@ def _arms(case: Case) -> Iterator[Remedy | None]:
             what = "Keep weights and images in the channels_last layout: model.to(memory_format=torch.channels_last), and the images, too."
             yield from_arm(case, name, {kind: True}, what, "")
         elif kind == "no_gc":
-            what = "Switch Python's cyclic garbage collector off (gc.disable()) and collect every few hundred steps, or gc.freeze() first."
-            yield from_arm(case, name, {"gc": False}, what, "memory of reference cycles stays until it is collected")
+            yield from_arm(case, name, {"gc": False}, _GC_OFF, _GC_COSTS)
 
 
+_GC_OFF = "Switch Python's cyclic garbage collector off (gc.disable()) and collect every few hundred steps, or gc.freeze() first."
+_GC_COSTS = "memory of reference cycles stays until it is collected"
 _OPTIMIZER_COSTS = {
     "fused": "last digits of the weights differ",
     "foreach": "memory for a copy of the parameters during the step; last digits differ",
@@ -100,9 +132,15 @@ def _batch(case: Case) -> Iterator[Remedy | None]:
     )
 
 
+def _optimizer(case: Case) -> Iterator[Remedy | None]:
+    """The same optimizer, less often."""
+    if case.judgement.verdict == "optimizer-bound":
+        yield _accumulation(case)
+
+
 def _host(case: Case) -> Iterator[Remedy | None]:
     """Changes of the program that would relieve the host; people have to make them."""
-    c, cause = case.costs, case.judgement.cause
+    c, cause, device = case.costs, case.judgement.cause, case.evidence.device != "cpu"
     if case.judgement.verdict != "host-bound":
         return
     saved = case.judgement.shares["host"]
@@ -118,19 +156,32 @@ def _host(case: Case) -> Iterator[Remedy | None]:
     elif cause.startswith(("python", "launches")):
         what = f"Do on whole tensors what Python does piece by piece.{where}"
         spread = not lines or lines[0][1] < MIN_EXPLAINED * saved.mid  # one long piece of Python is none of the model's
+        follow = "kernels follow each other without a gap" if device else "operators follow each other without a gap"
         if spread or cause.startswith("launches"):
             yield ceiling(
                 case,
                 "torch.compile",
                 "Compile the model, model = torch.compile(model): fewer and larger operators, less Python between them.",
                 saved,
-                "operators follow each other without a gap",
+                follow,
                 "a minute or more at the first step, and again for each new shape; a C++ compiler",
             )
-        yield ceiling(case, "less Python in the step", what, saved, "operators follow each other without a gap")
+        if device and cause.startswith("launches"):
+            yield ceiling(
+                case,
+                "CUDA graphs",
+                "Record the kernels once and launch them all at once: torch.compile(model, mode='reduce-overhead'), or "
+                "torch.cuda.make_graphed_callables.",
+                saved,
+                follow,
+                "shapes and addresses stay as they are; memory that the graph keeps",
+            )
+        yield ceiling(case, "less Python in the step", what, saved, follow)
+    elif cause == "garbage collection":
+        yield ceiling(case, "gc=False", _GC_OFF, saved, "the collector never runs", _GC_COSTS, {"gc": False})
 
 
-def _compute(case: Case) -> Iterator[Remedy | None]:
+def _padding(case: Case) -> Iterator[Remedy | None]:
     """Less to compute: no padding."""
     e = case.evidence
     arm = e.arm("trimmed")
@@ -195,7 +246,35 @@ def _stalls(case: Case) -> Iterator[Remedy | None]:
     )
 
 
-def _observed(case: Case) -> Iterator[Remedy | None]:
+PART_OF = {
+    "input-bound": "data_wait",
+    "transfer-bound": "transfer",
+    "optimizer-bound": "optimizer",
+    "host-bound": "host",
+    "communication-bound": "communication",
+    "straggler": "straggler",
+    "stalled": "stalls",
+}
+"""Verdict → the part of the step that it blames."""
+
+
+def _without_part(case: Case) -> Iterator[Remedy]:
+    """The removal of the part that the verdict names, where nothing says how."""
+    words = {
+        "data_wait": ("no waiting for data", "Make batches beside training, in more workers, or prepare them beforehand."),
+        "transfer": ("copies beside training", "Put batches into page-locked memory and copy with non_blocking=True."),
+        "optimizer": ("a cheaper optimizer", "Use the optimizer's fused implementation, or let it step once per several batches."),
+        "host": ("less work of the host", "Move Python, logging and waiting out of the step, or do them less often."),
+        "communication": ("fewer reductions", "Reduce gradients less often, or in fewer bytes."),
+        "straggler": ("ranks equally fast", "Find out what holds the slowest rank up."),
+        "stalls": ("no stalls", "Move what stops the step now and then off the path."),
+    }
+    part = PART_OF[case.judgement.verdict]
+    if remedy := ceiling(case, *words[part], case.judgement.shares.get(part, 0.0), f"{part} is gone"):
+        yield remedy
+
+
+def _observed(case: Case) -> Iterator[Remedy]:
     """From observation alone: the parts that were seen, as ceilings without a knob."""
     words = {
         "data_wait": ("no waiting for data", "Find out by experiment what holds the loader up, and how many workers it needs."),
@@ -206,9 +285,9 @@ def _observed(case: Case) -> Iterator[Remedy | None]:
         "host": ("less work between the phases", "Move logging and Python work out of the loop, or do them less often."),
     }
     for part, saved in case.judgement.shares.items():
-        if part in words and saved.mid >= 1 - 1 / MIN_BATCH_SPEEDUP:
-            name, what = words[part]
-            yield ceiling(case, name, what, saved.mid, f"{part} is gone, as far as clocks can see")
+        large = part in words and saved.mid >= 1 - 1 / MIN_BATCH_SPEEDUP
+        if large and (remedy := ceiling(case, *words[part], saved.mid, f"{part} is gone, as far as clocks can see")):
+            yield replace(remedy, scope="cause" if PART_OF.get(case.judgement.verdict) == part else "part")
 
 
 REDUCTIONS_ERROR = (0.93, 1.12)
@@ -220,36 +299,35 @@ FEW_BUCKETS = 4
 MIB = 2**20
 
 
-def for_ranks(case: Case) -> Iterator[Remedy | None]:
-    """Fewer, larger or cheaper reductions, and balanced work."""
+def _reductions(case: Case) -> Iterator[Remedy | None]:
+    """Fewer, larger or cheaper reductions."""
     e, c = case.evidence, case.costs
-    if e.world_size < 2:
-        return
-    if c.communication.mid / c.step >= 1 - 1 / MIN_SPEEDUP:
-        yield from _accumulation(case)
+    if e.world_size > 1 and c.communication.mid / c.step >= 1 - 1 / MIN_SPEEDUP:
+        yield _accumulation(case)
         yield from _buckets(case)
         if e.device != "cpu":
-            yield from _compression(case)
-    if case.judgement.verdict == "straggler":
-        yield from _balance(case)
+            yield _compression(case)
 
 
-def _accumulation(case: Case) -> Iterator[Remedy | None]:
+def _accumulation(case: Case) -> Remedy | None:
     e, c = case.evidence, case.costs
     more = e.accumulation * ACCUMULATION_FACTOR
     speedup = case.model.speedup(accumulation=more)
     uncertainty = (case.model.without(c.communication.high) - 1) / max(1e-9, case.model.without(c.communication.mid) - 1)
-    yield from_formula(
+    reduces = e.world_size > 1
+    once = f"{units.seconds(c.optimizer.mid)}) per {more} micro-batches instead of per {e.accumulation}"
+    return from_formula(
         case,
         f"accumulation={more}",
         {"accumulation": more},
-        f"Reduce gradients once per {more} micro-batches: accumulation with no_sync() in between.",
+        f"Reduce gradients once per {more} micro-batches: accumulation with no_sync() in between."
+        if reduces
+        else f"Let the optimizer step once per {more} micro-batches: add up their gradients, each loss divided by {more}.",
         speedup,
         (REDUCTIONS_ERROR[0] / max(1.0, min(1.1, uncertainty)), REDUCTIONS_ERROR[1]),
-        f"one reduction ({units.seconds(c.communication.mid)}) and one optimizer step ({units.seconds(c.optimizer.mid)}) per {more} "
-        f"micro-batches instead of per {e.accumulation}",
+        (f"one reduction ({units.seconds(c.communication.mid)}) and " if reduces else "") + f"one optimizer step ({once}",
         f"a global batch {ACCUMULATION_FACTOR} times as large: learning rate and schedule have to follow",
-        MIN_BATCH_SPEEDUP,
+        MIN_SPEEDUP if case.judgement.verdict in ("communication-bound", "optimizer-bound") else MIN_BATCH_SPEEDUP,
     )
 
 
@@ -272,13 +350,13 @@ def _buckets(case: Case) -> Iterator[Remedy | None]:
     )
 
 
-def _compression(case: Case) -> Iterator[Remedy | None]:
+def _compression(case: Case) -> Remedy | None:
     c, g = case.costs, case.evidence.gradients
     volume = 1.0
     if g is not None and g.latency * g.buckets + g.size * g.per_byte:
         volume = g.size * g.per_byte / (g.latency * g.buckets + g.size * g.per_byte)
     saved = c.share(c.saves(c.communication))
-    yield ceiling(
+    return ceiling(
         case,
         "gradients in 16 bits",
         "Send gradients in half the bytes: model.register_comm_hook(None, bf16_compress_hook) on GPUs, or PowerSGD.",
@@ -290,6 +368,8 @@ def _compression(case: Case) -> Iterator[Remedy | None]:
 
 def _balance(case: Case) -> Iterator[Remedy | None]:
     e, c = case.evidence, case.costs
+    if case.judgement.verdict != "straggler":
+        return
     pausing = pausing_rank(e)
     if pausing is not None:
         stalls = next(rank.stalls for rank in e.ranks if rank.rank == pausing)
@@ -316,3 +396,18 @@ def _balance(case: Case) -> Iterator[Remedy | None]:
             c.share(late),
             "all ranks are as fast as a typical one",
         )
+
+
+SOURCES: dict[Callable[[Case], Iterator[Remedy | None]], str] = {
+    for_loader: "input-bound",
+    _reductions: "communication-bound",
+    _balance: "straggler",
+    _optimizer: "optimizer-bound",
+    _host: "host-bound",
+    _padding: "compute-bound",
+    _transfer: "transfer-bound",
+    _stalls: "stalled",
+    _arms: "",
+    _batch: "",
+}
+"""Where remedies come from → the verdict whose cause they take away; those of the last two shorten a step whatever limits it."""

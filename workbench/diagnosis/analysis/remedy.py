@@ -17,6 +17,10 @@ from workbench.diagnosis.analysis.step_model import StepModel
 from workbench.diagnosis.analysis.verdict import Judgement
 from workbench.runs.spec import IMPLEMENTATIONS, KNOBS, RunSpec, ScriptSpec, Spec, check_names
 
+SCOPES = {"cause": "", "part": "Another part: ", "general": "In general: "}
+"""Of a remedy, and how its advice begins: it takes away what the verdict names; or another part of the step; or it shortens a step whatever
+limits it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy(JsonDataclass):
@@ -40,6 +44,8 @@ class Remedy(JsonDataclass):
     """What it costs: memory, accuracy, convenience; empty = nothing that is known."""
     ceiling: bool = False
     """True: no more than this, since what replaces the removed part is taken to cost nothing."""
+    scope: str = "cause"
+    """Of SCOPES: does it take away what the verdict names?"""
 
     @property
     def interval(self) -> Interval:
@@ -51,10 +57,10 @@ class Remedy(JsonDataclass):
         """Can it be tried by changing knobs?"""
         return bool(self.change)
 
-    def answers(self, verdict: str) -> bool:
-        """Does it change what the verdict blames, and not only make the rest of the step shorter?"""
-        shortens = [KNOBS[name].shortens if name in KNOBS else () for name in self.change]
-        return not any(shortens) or all(verdict in verdicts for verdicts in shortens)
+    @property
+    def advice(self) -> str:
+        """What to do, marked where it does not take away what the verdict names."""
+        return f"{SCOPES[self.scope]}{self.what}"
 
     @property
     def gain(self) -> str:
@@ -66,16 +72,21 @@ class Remedy(JsonDataclass):
     def __str__(self) -> str:
         lines = [
             f"{self.name}: {self.gain}",
-            self.what,
+            self.advice,
             f"Predicted from: {self.formula}.",
             f"It costs: {self.costs or 'nothing we know of'}.",
         ]
         return "\n".join(lines)
 
 
-def sort_key(remedy: Remedy) -> float:
-    """By which remedies are sorted: the larger the gain, the earlier. Of a ceiling half is counted: what replaces the part is not free."""
-    return -(1 + (remedy.speedup - 1) / 2 if remedy.ceiling else remedy.speedup)
+def gain_of(remedy: Remedy) -> float:
+    """The predicted speedup by which remedies are compared. Of a ceiling half is counted: what replaces the part is not free."""
+    return 1 + (remedy.speedup - 1) / 2 if remedy.ceiling else remedy.speedup
+
+
+def sort_key(remedy: Remedy) -> tuple[bool, float]:
+    """By which remedies are sorted: first those that take away what the verdict names; of them the larger the gain, the earlier."""
+    return remedy.scope != "cause", -gain_of(remedy)
 
 
 MIN_SPEEDUP = 1.03

@@ -226,7 +226,7 @@ class _Experiment:
             accumulation=self.feed.accumulation,
             world_size=self.peers.world_size,
             gc_share=self.peers.agree(gc_share),
-            foreign=self.peers.agree(self.meter.noise().foreign),
+            noise=self.meter.noise(),
         )
         everywhere = set[str].intersection(*(set(names) for names in self.peers.gather([treatment.name for treatment in some])))
         everywhere -= set() if self.seen.reduces else {"no_sync"}  # it would say that communication costs nothing

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import itertools
 import math
 import re
 import time
@@ -20,7 +21,7 @@ from workbench.diagnosis.analysis.evidence import SMALL_OP, Inside
 from workbench.harness.stack_sampler import StackSampler
 from workbench.traces.analysis.columns import Label
 from workbench.traces.analysis.event_kinds import DEVICE, kind_of
-from workbench.traces.analysis.intervals import NONE, Spans, inside, length, union
+from workbench.traces.analysis.intervals import NONE, Spans, inside, intersection, length, subtract, union
 from workbench.traces.measure.profiler import plain_profiler, why_no_profiler
 
 OPERATORS = r"(?!autograd::engine::)(.*::|.*Backward\d+$|Torch-Compiled Region|CompiledFunctionBackward)"
@@ -38,7 +39,11 @@ class Events:
     codes: NDArray[np.int64]
     """Of each event: which of them."""
     threads: NDArray[np.int64]
+    correlations: NDArray[np.int64]
+    """The same number for a call and for the device's work that it launches; 0 = none."""
     spans: Spans
+    training: int
+    """The thread that takes the steps."""
     begin: int
     """Nanoseconds: where the steps that count begin."""
     end: int
@@ -47,13 +52,13 @@ class Events:
         return len(self.codes)
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[str, str, int, int, int]], *, window: str) -> Self:
-        """From rows (name, category, start, end, thread), cut to the annotation called `window`.
+    def of(cls, rows: Iterable[tuple[str, str, int, int, int, int]], *, window: str) -> Self:
+        """From rows (name, category, start, end, thread, correlation), cut to the annotation called `window`.
 
         Raises:
             ValueError: there is no such annotation.
         """
-        names, categories, starts, ends, threads = zip(*rows, strict=True) if (rows := list(rows)) else ((),) * 5
+        names, categories, starts, ends, threads, correlations = zip(*rows, strict=True) if (rows := list(rows)) else ((),) * 6
         known: dict[tuple[str, str], int] = {}
         codes = np.array([known.setdefault(pair, len(known)) for pair in zip(names, categories, strict=True)], dtype=np.int64)
         if (code := known.get((window, "user_annotation"))) is None:
@@ -66,7 +71,9 @@ class Events:
             labels=tuple(Label(name, category, False) for name, category in known),
             codes=codes[kept],
             threads=np.array(threads, dtype=np.int64)[kept],
+            correlations=np.array(correlations, dtype=np.int64)[kept],
             spans=spans[kept].clip(begin, end),
+            training=threads[at],
             begin=begin,
             end=end,
         )
@@ -75,7 +82,10 @@ class Events:
     def recorded(cls, events: Sequence[Any], *, window: str) -> Self:
         """From the events of Kineto's results."""
         category = (lambda event: event.activity_type()) if events and hasattr(events[0], "activity_type") else _category
-        rows = ((e.name(), category(e), (start := e.start_ns()), start + e.duration_ns(), e.start_thread_id()) for e in events)
+        rows = (
+            (e.name(), category(e), (start := e.start_ns()), start + e.duration_ns(), e.start_thread_id(), e.correlation_id())
+            for e in events
+        )
         return cls.of(rows, window=window)
 
     def where(self, *kinds: str, name: str = "") -> NDArray[np.bool_]:
@@ -94,6 +104,15 @@ def _category(event: Any) -> str:
     return "cuda_runtime" if re.match("cu(da)?[A-Z]|hip[A-Z]", name) else "cpu_op"
 
 
+LAUNCH = r"(cuda|hip|cu)(LaunchKernel|GraphLaunch|MemcpyAsync|MemsetAsync)"
+"""Calls that give a device work."""
+GRAPH_LAUNCH = r"(cuda|hip|cu)GraphLaunch"
+OWN_WAIT = "workbench: wait for the device"
+"""The mark in the trace around the wait at the end of the steps, which is not the loop's own."""
+CLOCK_ERROR = 5_000
+"""Nanoseconds by which the clocks of host and device may differ in a trace."""
+
+
 def read_events(events: Events, steps: int, *, ranks: bool = False) -> Inside:
     """What a trace of some steps says.
 
@@ -105,29 +124,74 @@ def read_events(events: Events, steps: int, *, ranks: bool = False) -> Inside:
         steps: how many there were.
         ranks: do other ranks take part?
     """
-    on_device = events.where(*DEVICE)
+    read = _read_device if events.where(*DEVICE).any() else _read_cpu
+    return read(events, steps, ranks)
+
+
+def _read_device(events: Events, steps: int, ranks: bool) -> Inside:
+    """The host is to blame for what the device idles, not for kernels that are short: the queue may be full of them.
+
+    An idle time that begins while the host waits for the device comes of that wait: the queue had run empty.
+    """
+    collective = events.where("communication")
+    work = events.spans[events.where(*DEVICE) & ~collective]
+    busy = union(work)
+    both = union(busy, events.spans[collective])
+    idle = subtract(np.array([[events.begin, events.end]], dtype=np.int64), both)
     optimizer = union(events.spans[events.where("optimizer", name=r"Optimizer\.step")])
-    if on_device.any():
-        collective = events.where("communication")
-        ops = events.spans[on_device & ~collective]
-        busy = union(ops)
-        syncs = events.where("wait").sum()
-    else:
-        collective = events.where("host_communication", "collective_call")  # gloo's run in threads of their own
-        operators = events.where("operator", name=OPERATORS)
-        nodes = events.where(name=ENGINE)
-        tops, around = [NONE], []
-        for thread in np.unique(events.threads[operators]):
-            here = events.threads == thread
-            tops.append(outermost(events.spans[operators & here]))
-            around.append(_around(tops[-1], outermost(events.spans[nodes & here])))
-        ops = np.concatenate(tops)
-        busy = union(ops, *around)
-        items = events.spans[events.where(name="aten::_local_scalar_dense$"), 0]
-        syncs = len(items) - inside(items, optimizer).sum()
-    own = optimizer if not on_device.any() else NONE  # on a GPU its kernels run later than its Python
-    lengths = (ops[:, 1] - ops[:, 0])[~inside(ops[:, 0], own)]
-    both = length(busy) + length(own) - length(union(busy, own))
+    waits = events.where("wait")
+    asked = waits & ~inside(events.spans[:, 0], union(events.spans[events.where(name=f"{OWN_WAIT}$")])) & ~_waits_for_copies(events, waits)
+    after = union(_extended(events.spans[asked], CLOCK_ERROR))
+    calling = union(events.spans[events.where("operator", "backward", "optimizer", "runtime", "collective_call")])
+    calling = intersection(idle, subtract(calling, union(events.spans[waits])))
+    nano = 1e-9 / steps
+    return Inside(
+        step=(events.end - events.begin) * nano,
+        ops=length(busy) * nano,
+        op_count=len(work) / steps,
+        optimizer=length(optimizer) * nano if len(optimizer) else None,
+        collectives=(length(both) - length(busy)) * nano if ranks else None,
+        syncs=int(asked.sum()) / steps,
+        sync_idle=length(idle[inside(idle[:, 0], after)]) * nano,
+        launching=length(calling) * nano,
+        waits=length(union(events.spans[waits & (events.threads == events.training)])) * nano,
+        graphs=int(events.where("runtime", name=GRAPH_LAUNCH).sum()) / steps,
+    )
+
+
+def _extended(spans: Spans, by: int) -> Spans:
+    """The spans with later ends."""
+    longer: Spans = spans + np.array([0, by], dtype=np.int64)
+    return longer
+
+
+def _waits_for_copies(events: Events, waits: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which waits end a copy to the device: PyTorch waits for every copy from pageable memory. They are the transfer's."""
+    calls = np.flatnonzero(events.where("runtime", "wait") & (waits | (events.correlations > 0)))
+    calls = calls[np.lexsort((events.spans[calls, 0], events.threads[calls]))]
+    to_device = set(events.correlations[events.where("h2d")].tolist())
+    answer = np.zeros(len(events), dtype=np.bool_)
+    for before, call in itertools.pairwise(calls.tolist()):
+        copied = events.correlations[before] > 0 and int(events.correlations[before]) in to_device
+        answer[call] = waits[call] and copied and events.threads[before] == events.threads[call]
+    return answer
+
+
+def _read_cpu(events: Events, steps: int, ranks: bool) -> Inside:
+    optimizer = union(events.spans[events.where("optimizer", name=r"Optimizer\.step")])
+    collective = events.where("host_communication", "collective_call")  # gloo's run in threads of their own
+    operators = events.where("operator", name=OPERATORS)
+    nodes = events.where(name=ENGINE)
+    tops, around = [NONE], []
+    for thread in np.unique(events.threads[operators]):
+        here = events.threads == thread
+        tops.append(outermost(events.spans[operators & here]))
+        around.append(_around(tops[-1], outermost(events.spans[nodes & here])))
+    ops = np.concatenate(tops)
+    busy = union(ops, *around)
+    items = events.spans[events.where(name="aten::_local_scalar_dense$"), 0]
+    lengths = (ops[:, 1] - ops[:, 0])[~inside(ops[:, 0], optimizer)]
+    both = length(busy) + length(optimizer) - length(union(busy, optimizer))
     exposed = length(union(busy, events.spans[collective])) - length(busy)
     nano = 1e-9 / steps
     return Inside(
@@ -136,9 +200,52 @@ def read_events(events: Events, steps: int, *, ranks: bool = False) -> Inside:
         op_count=len(ops) / steps,
         small_ops=int(lengths[lengths < SMALL_OP * 1e9].sum()) * nano,
         optimizer=length(optimizer) * nano if len(optimizer) else None,
-        optimizer_ops=both * nano if len(own) else None,
+        optimizer_ops=both * nano if len(optimizer) else None,
         collectives=exposed * nano if ranks else None,
-        syncs=int(syncs) / steps,
+        syncs=(len(items) - int(inside(items, optimizer).sum())) / steps,
+    )
+
+
+PYTHON_BETWEEN_NODES = 500_000
+"""Nanoseconds: so long the thread of backward may be in Python between two operators; beyond, it sleeps or computes something else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """What the training thread does in no operator of its own, as a trace shows it; fractions 0..1 of the steps."""
+
+    device: float
+    """It waits for the device: `cudaStreamSynchronize` and the like."""
+    backward: float
+    """It waits while autograd's thread works through the backward graph: on a device there is such a thread."""
+    unrecorded: float
+    """Neither: Python, sleep, I/O."""
+
+    def asleep(self, blocked: float, step: float, spinning: float) -> float:
+        """Seconds in which it sleeps, reads or writes: what it was blocked for less what it waited for device and backward.
+
+        Args:
+            blocked: seconds per step in which it neither computed nor waited for a core, by clocks and without a trace.
+            step: seconds of that step.
+            spinning: fraction 0..1 of a wait for the device in which the thread polls, and so computes.
+        """
+        explained = (self.backward + (1 - spinning) * self.device) * step
+        return max(0.0, min(blocked - explained, self.unrecorded * step))
+
+
+def waiting_of(events: Events) -> Waiting:
+    """What the training thread waits for."""
+    own = events.threads == events.training
+    calls = events.where("operator", "runtime", "wait", "collective_call")
+    engines = np.unique(events.threads[events.where("backward") & ~own])
+    longer = _extended(events.spans[calls & np.isin(events.threads, engines)], PYTHON_BETWEEN_NODES)
+    recorded = union(events.spans[calls & own])
+    backward = subtract(union(_extended(union(longer), -PYTHON_BETWEEN_NODES)), recorded)
+    whole = max(1, events.end - events.begin)
+    return Waiting(
+        device=length(union(events.spans[events.where("wait") & own])) / whole,
+        backward=length(backward) / whole,
+        unrecorded=1 - (length(recorded) + length(backward)) / whole,
     )
 
 
@@ -202,10 +309,29 @@ def look(
             call()
         wait()
     clocks = {name: (before[name] + after[name]) / plain for name in before}
-    usual = clocks.pop("step")
+    usual, waited, polled = (clocks.pop(name) for name in ("step", "waited", "polled"))
+    if events and synchronize and not events.where(*DEVICE).any():
+        why = _no_device(events, steps)
+        events = None
     seen = read_events(events, steps, ranks=ranks) if events else Inside(step=usual, ops=math.nan)
+    if events and synchronize:
+        spinning = min(1.0, polled / waited) if waited * plain >= MIN_WAIT else 1.0
+        clocks["blocked"] = waiting_of(events).asleep(clocks["blocked"], usual, spinning)
     slowdown = seconds / steps / usual - 1 if events and usual > 0 else 0.0
     return replace(seen, slowdown=slowdown, lines=sampler.lines(), **clocks), why
+
+
+MIN_WAIT = 1e-3
+"""Seconds of waiting for the device that tell whether the thread polls meanwhile; CUDA's default is that it does."""
+
+
+def _no_device(events: Events, steps: int) -> str:
+    """Why a trace of a device's steps says nothing about them."""
+    launches = events.where("runtime", name=LAUNCH).sum() / steps
+    return (
+        f"no trace of the device: {launches:,.0f} launches per step were recorded, but no work of the device (another profiler may have "
+        "it, or the driver does not let this user profile), so what the host holds up is not known"
+    )
 
 
 def _timed(call: Callable[[], object], steps: int, wait: Callable[[], object]) -> dict[str, float]:
@@ -214,9 +340,12 @@ def _timed(call: Callable[[], object], steps: int, wait: Callable[[], object]) -
     with contextlib.closing(LoadMeter()) as meter, GcTimer() as collections:
         for _ in range(steps):
             call()
+        start, busy = time.perf_counter(), time.thread_time()
         wait()
+        waited, polled = time.perf_counter() - start, time.thread_time() - busy
         lap = meter.lap()
-    return {"step": lap.seconds, "cpu": lap.cpu, "blocked": lap.blocked, "waiting": lap.waiting, "gc": collections.seconds}
+    clocks = {"step": lap.seconds, "cpu": lap.cpu, "blocked": lap.blocked, "waiting": lap.waiting, "gc": collections.seconds}
+    return {**clocks, "waited": waited, "polled": polled}
 
 
 def _trace(call: Callable[[], object], steps: int, wait: Callable[[], object]) -> tuple[Events | None, float, int, str | None]:
@@ -244,6 +373,7 @@ def _cycle(call: Callable[[], object], steps: int, wait: Callable[[], object]) -
         start = time.perf_counter()
         for _ in range(steps):
             call()
-        wait()
+        with torch.autograd.profiler.record_function(OWN_WAIT):
+            wait()
         seconds = time.perf_counter() - start
     return Events.recorded(profiler.kineto_results.events(), window=WINDOW), seconds

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from workbench.core.gc import without_gc
 from workbench.core.statistics import interval_of
+from workbench.core.system_load import Noise
 from workbench.harness import ablations
 from workbench.harness.ablations import Variant
 from workbench.harness.batches import CachedBatches, bytes_of, doubled, map_tensors, padding_of, tensors_of, trimmed
@@ -32,8 +33,6 @@ VERDICT_ARMS = ("no_sync", "no_optimizer", "device_batch", "doubled")
 """Variants that decide the verdict. The others are remedies: whether they gain 10 or 15 % does not have to be known."""
 NARROW_FOR_REMEDY = 0.1
 """The interval of a remedy's saving is narrow enough if it is no wider."""
-MAX_FOREIGN_CORES = 0.3
-"""Cores that others take from which on more threads are not tried: they wait for each other, and for the others."""
 HOPELESS_SAVING = -0.5
 """A variant that costs so much is not tried a third time."""
 MAX_PAIRS, MAX_REMEDY_PAIRS = 16, 8
@@ -59,7 +58,7 @@ def treatments(
     accumulation: int,
     world_size: int,
     gc_share: float,
-    foreign: float = 0.0,
+    noise: Noise,
 ) -> list[Variant]:
     """The ablations that are possible for this step, the most informative first."""
     first = replay.first
@@ -79,8 +78,9 @@ def treatments(
         treatments.append(Variant(name="no_gc", on=without_gc))
     if each(padding_of)(first) is not None and each(trimmed)(first) is not None:
         treatments.append(Variant(name="trimmed", batch=each(trimmed)))
-    if device.type == "cpu" and foreign <= MAX_FOREIGN_CORES:
-        treatments += [_with_threads(count) for count in thread_counts() if count > torch.get_num_threads()]
+    if device.type == "cpu":  # threads wait for each other, and where others have a core, for them
+        more = [count for count in thread_counts() if count > torch.get_num_threads()]
+        treatments += [_with_threads(count) for count in more if not noise.is_crowded(world_size * count)]
     treatments += [
         Variant(name=f"optimizer={name}", on=partial(ablations.optimizer_implementation, optimizers, name))
         for name in ("fused", "foreach")

@@ -120,7 +120,7 @@ def remedy(remedy: Remedy, proof: Proof | None, scale: float) -> str:
         rows.append(_gain("measured", proof.measured.mid, measured, scale, pale=False))
     notes = [f"costs: {remedy.costs}"] if remedy.costs else []
     notes += [] if proof is None else [proof.word, *proof.notes]
-    head = f"<strong>{escape(remedy.name)}</strong> <span>{escape(remedy.what)}</span>"
+    head = f"<strong>{escape(remedy.name)}</strong> <span>{escape(remedy.advice)}</span>"
     return f'<div class="wb-remedy">{head}{"".join(rows)}{_notes(notes)}</div>'
 
 
