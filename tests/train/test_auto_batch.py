@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from tests import toy_tasks
 from workbench.batch.measure.noise_watch import NoiseLog
 from workbench.core import run_directory
+from workbench.core.device import Device
 from workbench.memory.analysis.fit import MARGIN
 from workbench.memory.api import compare_memory, estimate_memory
 from workbench.memory.ladder import memory_ladder
@@ -394,6 +397,31 @@ def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "available_main_memory", lambda: None)
     with pytest.raises(SpecError, match="does not tell how much memory is free; give a number"):
         choosing.available_memory(CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "hip", "capability", "flops"),
+    [("NVIDIA A100-SXM4-40GB", None, (8, 0), 312e12), ("NVIDIA Z9", None, (8, 0), None), ("AMD Instinct MI300X", "6.4", None, 1307.4e12)],
+)
+def test_a_gpu_itself_says_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, name: str, hip: str | None, capability: tuple[int, int] | None, flops: float | None
+) -> None:
+    properties = SimpleNamespace(name=name, total_memory=42_000_000_000, major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    fields = json.loads(json.dumps(choosing.described_device(torch.device("cuda", 0))))
+    device = Device(**fields)
+    assert (device.memory, device.capability, device.flops_per_sec.get("bf16")) == (42_000_000_000, capability, flops)
+    assert choosing.described_device(CPU) == "cpu"
+
+
+def test_the_capability_of_a_gpu_that_no_table_has_counts() -> None:
+    given: dict[str, Any] = {"name": "NVIDIA Z9", "memory": 2**34, "bandwidth": 0.0, "flops_per_sec": {}, "source": "test"}
+    hopper, turing = (Device(**given, capability=capability) for capability in ((9, 0), (7, 5)))
+    spec = spec_of("text-gpt", micro_batch=2)
+    totals = [estimate_memory(spec, device=device).total for device in (hopper, "H200", turing, "T4")]
+    assert totals[0] == totals[1] > totals[2] == totals[3]
+    assert choose_micro_batch(auto_of("wide"), device=hopper, room=2**40)["micro_batch"] == 64
 
 
 # --- where a number is needed

@@ -9,6 +9,7 @@ import json
 import sys
 from typing import Any
 
+from workbench.core.device import Device
 from workbench.memory.analysis.fit import MARGIN, less_margin
 from workbench.memory.analysis.non_pytorch import non_pytorch_memory
 from workbench.memory.analysis.whatif import needed
@@ -18,12 +19,12 @@ from workbench.runs.spec import RunSpec
 from workbench.runs.task import resolve
 
 
-def choose_micro_batch(spec: RunSpec, *, device: str, room: int, margin: float = MARGIN) -> dict[str, Any]:
+def choose_micro_batch(spec: RunSpec, *, device: str | Device, room: int, margin: float = MARGIN) -> dict[str, Any]:
     """The largest micro-batch with which a run can start on this device, and for which its dataset has one optimizer step.
 
     Args:
         spec: of the run; its own `micro_batch` does not count.
-        device: "cpu", "cuda" or the name of a GPU: whose memory behaviour.
+        device: "cpu", "cuda", the name of a GPU or a Device: whose memory behaviour.
         room: bytes that a rank can have there; on a GPU beside its context.
         margin: share of them that stays free.
 
@@ -42,7 +43,9 @@ def choose_micro_batch(spec: RunSpec, *, device: str, room: int, margin: float =
         dataset = task.dataset()
         example = sample_batch(dataclasses.replace(task, dataset=lambda: dataset), NODES[0])
     most, stream = max_samples(dataset, spec)
-    context = 0 if device == "cpu" else non_pytorch_memory(device).mid  # a need on the device, but no part of `room`
+    context = (
+        0 if device == "cpu" else non_pytorch_memory(device if isinstance(device, str) else device.name).mid
+    )  # a need on the device, but no part of `room`
     limit = less_margin(room, margin) + context
     estimate, size = estimate_memory(spec, example, device=device, micro_batch=most), most
     if needed(estimate) > limit:
@@ -59,7 +62,8 @@ def main() -> None:
     given = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):  # what a task prints
         try:
-            answer = choose_micro_batch(RunSpec.from_json(given["spec"]), device=given["device"], room=given["room"])
+            device = given["device"] if isinstance(given["device"], str) else Device(**given["device"])
+            answer = choose_micro_batch(RunSpec.from_json(given["spec"]), device=device, room=given["room"])
         except ValueError as error:
             answer = {"error": str(error)}
     print(json.dumps(answer))

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def estimate_in_subprocess(spec: RunSpec, device: torch.device, room: int) -> di
         device: of this rank.
         room: bytes that are free there.
     """
-    question = json.dumps({"spec": spec.to_json(), "device": device_name(device), "room": room})
+    question = json.dumps({"spec": spec.to_json(), "device": described_device(device), "room": room})
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # it must not use the GPU's memory
     done = subprocess.run([sys.executable, "-m", CHOOSE_MICRO_BATCH], input=question, env=environment, capture_output=True, text=True)
     try:
@@ -114,14 +115,16 @@ def available_main_memory() -> int | None:
     return min(limits, default=None)
 
 
-def device_name(device: torch.device) -> str:
-    """Name of the device whose memory to predict: "cpu", a GPU in the table of `workbench.core.device`, or "cuda" for any other."""
+def described_device(device: torch.device) -> str | dict[str, Any]:
+    """The device whose memory to predict: "cpu", or the fields of a Device, with what the GPU itself says before what the table says."""
     if device.type == "cpu":
         return "cpu"
-    try:
-        return Device.named(torch.cuda.get_device_name(device)).name
-    except ValueError:
-        return "cuda"
+    gpu = torch.cuda.get_device_properties(device)
+    known = Device.known(gpu.name) or Device(
+        name=gpu.name, memory=0, bandwidth=0.0, flops_per_sec={}, source="torch, which asked its driver"
+    )
+    capability = None if torch.version.hip else (gpu.major, gpu.minor)  # AMD's numbers mean something else
+    return asdict(replace(known, memory=gpu.total_memory, capability=capability))
 
 
 @contextlib.contextmanager

@@ -41,6 +41,8 @@ class Plan:
     """A batch; only its shapes count."""
     device: str
     """"cpu", "cuda" (any GPU) or a device's name: whose memory behaviour."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of the GPU; None = not known."""
     rank: int | None = None
     """Rank that is reported; None = the one with the most."""
     steps: int = STEPS
@@ -58,10 +60,8 @@ class Plan:
         """The GPU to emulate; None = a CPU."""
         if self.device == "cpu":
             return None
-        device = Device.known(self.device)
-        capability = device.capability if device else None
         precision = None if self.spec.parallel in SHARDED else PRECISIONS[self.spec.precision]
-        return Gpu(precision=precision, capability=capability, workspace=cublas_workspace(capability))
+        return Gpu(precision=precision, capability=self.capability, workspace=cublas_workspace(self.capability))
 
     @property
     def title(self) -> str:
@@ -96,6 +96,7 @@ def plan_of(
         if value is not None:
             whole_number(what, value, least=least)
     name = device_name(device)
+    gpu = device if isinstance(device, Device) else Device.known(name)
     if world_size is not None:
         knobs |= {"nproc_per_node": world_size, "nnodes": 1}
     check_program(asked, target, batch)
@@ -107,7 +108,9 @@ def plan_of(
     if count and count != spec.micro_batch:
         spec = spec.replace(micro_batch=count)
     own_loop = not isinstance(target, RunSpec | Task) and spec.world_size == 1
-    return Plan(spec=spec, task=task, example=batch, device=name, rank=rank, steps=steps, own_loop=own_loop)
+    return Plan(
+        spec=spec, task=task, example=batch, device=name, capability=gpu and gpu.capability, rank=rank, steps=steps, own_loop=own_loop
+    )
 
 
 def device_name(device: str | Device) -> str:
