@@ -310,6 +310,23 @@ def test_how_a_silent_rank_died(run_dir: Path, code: int, oom_kills: int, kind: 
     assert found.traceback == "\n".join(f"line {i}" for i in range(10, 30))
 
 
+@pytest.mark.parametrize(("kills", "hint"), [(0, "The kernel counted no process that"), (None, "Nobody saw by whom; most often memory")])
+def test_memory_is_blamed_for_a_kill_only_where_no_count_says_otherwise(run_dir: Path, kills: int | None, hint: str) -> None:
+    table(run_dir, r1=-9)
+    why = first_failure(run_dir, failed(r1=1.0) | {"oom_kills": kills})
+    assert why
+    assert why.hint
+    assert why.hint.startswith(hint)
+
+
+def test_a_damaged_record_is_left_out(run_dir: Path) -> None:
+    recorded(run_dir, 0, 2.0, "ValueError: boom")
+    sound = json.loads((run_dir / run_directory.ERRORS / "rank0.json").read_text())
+    for text in ("{", "[]", "{}", '{"rank": 0, "time_ns": "x"}', json.dumps(sound | {"rank": 1, "time_ns": 1, "memory": {"x": 1}})):
+        (run_dir / run_directory.ERRORS / "rank1.json").write_text(text)
+        assert first(run_dir, failed()) == (0, "exception", "ValueError: boom")
+
+
 @pytest.mark.parametrize(
     ("outcome", "kind", "message"),
     [

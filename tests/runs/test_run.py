@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import random
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import HandMade
+from workbench.__main__ import report
 from workbench.core import run_directory
 from workbench.runs.compare import compare
 from workbench.runs.failure import RunError
+from workbench.runs.panel.follow import Follower
+from workbench.runs.panel.html import problem
 from workbench.runs.run import Run, RunFormatError
 from workbench.runs.spec import RunSpec
 
@@ -120,6 +125,9 @@ def test_a_newer_format_is_refused(by_hand: Make) -> None:
         Run.load(by_hand(format=99).path)
 
 
+INFO = '{"format": 1, "id": "a", "name": "b", "created": 0, "host": "h", "launch_dir": ".", "spec": %s}'
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -127,8 +135,13 @@ def test_a_newer_format_is_refused(by_hand: Make) -> None:
         ('{"format": 1, "outcome": {}}', "its outcome has no state"),
         ("{", "is damaged"),
         ("{}", "has no format number"),
-        ('{"format": 1}', "is damaged: KeyError"),
-        ('{"format": 1, "id": "a", "name": "b", "created": 0, "spec": {"kind": "task", "task": "x", "steps": -1}}', "steps=-1"),
+        ('{"format": 1}', "is damaged: it has no id"),
+        (INFO % '{"kind": "task", "task": "x", "steps": -1}', "steps=-1"),
+        (INFO % '"text-gpt"', "is damaged: its spec is 'text-gpt', expected an object"),
+        (INFO % ('{"kind": "task", "' + "k" * 10_000 + '": 1}'), "has no knob 'k{80}': It has"),
+        (INFO.replace('"created": 0', '"created": "now"') % "{}", "its created is 'now', expected a number"),
+        (INFO.replace('"created": 0', '"created": -Infinity') % "{}", "its created is -inf, expected a number"),
+        (INFO.replace('"created": 0', '"created": 1' + "0" * 400) % "{}", "its created is 1000.*, expected a number"),
     ],
 )
 def test_a_damaged_directory(tmp_path: Path, text: str | None, said: str) -> None:
@@ -138,20 +151,117 @@ def test_a_damaged_directory(tmp_path: Path, text: str | None, said: str) -> Non
         Run.load(tmp_path)
 
 
-@pytest.mark.parametrize("row", ['{"step": 3, "forward": "x"}', '{"step": "x"}', '{"profiled": 3}', '{"step": 3, "forward": null}'])
-def test_a_row_that_is_no_step(by_hand: Make, row: str) -> None:
-    made = by_hand().steps(3)
+@pytest.mark.parametrize(
+    "row",
+    ['{"step": 3, "forward": "x"}', '{"step": "x"}', '{"profiled": 3}', '{"step": 3, "forward": null}', '{"step": 3, "forward": -1}',
+     '{"step": 3, "forward": -Infinity}', '{"step": 3, "forward": 1' + "0" * 400 + "}", '{"step": 1' + "0" * 400 + "}",
+     '{"step": 3, "samples": NaN}',
+     '{"step": 1' + "0" * 5000 + "}", '{"profiled": [0, 99999999999]}', "garbage", "[" * 100_000],
+)  # fmt: skip
+def test_a_row_that_is_no_step_is_left_out_and_the_others_stand(by_hand: Make, row: str) -> None:
+    made = by_hand().steps(3).steps(3, rank=1).ended("finished")
     with open(made.path / "rank0.jsonl", "a") as file:
-        file.write(row + "\n")
-    with pytest.raises(run_directory.DamagedRunError, match=r"rank0\.jsonl is damaged: a row of it is no step"):
-        _ = Run.load(made.path).timelines
+        file.write(f'{row}\n{{"step": 4}}\n')
+    run = Run.load(made.path)
+    assert [[step.index for step in timeline.steps] for timeline in run.timelines] == [[0, 1, 2, 4], [0, 1, 2]]
+    (note,) = run.notes
+    assert re.match(r"rank 0: 1 row is no step and is left out: |rank0.jsonl: 1 damaged row is left out: ", note)
+    assert len(note) < 250
+    assert f"\nnote: {note}" in report(run)
+    assert "inf" not in run.summary.splitlines()[0]
 
 
-def test_a_row_of_figures_without_a_step(by_hand: Make) -> None:
-    made = by_hand()
-    (made.path / "metrics.jsonl").write_text('{"loss": 3.0}\n')
-    with pytest.raises(run_directory.DamagedRunError, match=r"metrics\.jsonl is damaged: a row of it has no number of its step: \{'loss'"):
-        _ = Run.load(made.path).metrics
+@pytest.mark.parametrize(
+    "row",
+    ['{"loss": 3.0}', '{"step": "x"}', '{"step": 3, "loss": "low"}', '{"step": 3, "steps": []}', '{"step": 3, "samples": -Infinity}',
+     '{"step": 3, "accuracy": [1]}', '{"step": 1' + "0" * 400 + "}", '{"step": 3, "loss": 1' + "0" * 400 + "}", "{}", "3"],
+)  # fmt: skip
+def test_a_row_of_figures_that_is_none_is_left_out(by_hand: Make, row: str) -> None:
+    made = by_hand().losses(2)
+    with open(made.path / "metrics.jsonl", "a") as file:
+        file.write(f'{row}\n{{"step": 4, "loss": 0.25}}\n')
+    run = Run.load(made.path)
+    assert list(run.metrics["step"]) == [1, 2, 4]
+    (note,) = run.notes
+    assert note.startswith("metrics.jsonl: 1 damaged row is left out: ")
+    assert run.progress[0] == 4
+    assert "loss 0.250" in run.progress_words()
+
+
+def test_whatever_is_damaged_the_rest_is_shown_or_the_file_is_named(by_hand: Make) -> None:
+    """Bytes of one file at a time are overwritten, at random places."""
+    chance, refused = random.Random(7), 0
+    made = by_hand().steps(12).steps(12, rank=1).losses(12).ended("failed", returncode=1)
+    (made.path / "errors").mkdir()
+    record = {"rank": 0, "time_ns": 1, "kind": "exception", "message": "ValueError: boom", "traceback": None, "consequence": False}
+    run_directory.write_json(made.path / "errors" / "rank0.json", record)
+    names = ("run.json", "rank0.jsonl", "rank1.jsonl", "metrics.jsonl", "errors/rank0.json")
+    for number in range(150):
+        path = made.path / names[number % len(names)]
+        whole = path.read_bytes()
+        data = bytearray(whole)
+        for _ in range(chance.choice((1, 3, 10))):
+            at = chance.randrange(len(data))
+            data[at : at + 1] = chance.choice([b"-Infinity", b"9" * 400, b"null", b"[]", b"{", b"\0", b'"', b"x", b"\n", b"\xff"])
+        path.write_bytes(bytes(data))
+        try:
+            text = report(run := Run.load(made.path))
+        except (run_directory.DamagedRunError, RunFormatError) as error:
+            text, refused = str(error), refused + 1
+            assert path.name == "run.json"
+        else:
+            assert "inf samples/s" not in text
+            _ = run.metrics, run.progress_words(), Follower(run).snapshot()
+        assert len(text) < 4000
+        path.write_bytes(whole)
+    assert refused > 5
+
+
+def test_losses_that_are_not_finite_are_said_and_written_as_json(by_hand: Make) -> None:
+    def strict(constant: str) -> None:
+        raise AssertionError(constant)
+
+    made = by_hand().losses(2)
+    writer = run_directory.LineWriter(made.path / "metrics.jsonl")
+    writer.write({"step": 3 + i, "loss": loss} for i, loss in enumerate((math.nan, math.inf, -math.inf)))
+    writer.close()
+    for line in (made.path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=strict)
+    run = Run.load(made.path)
+    assert [row["loss"] for row in run.metric_rows[3:]] == [math.inf, -math.inf]
+    assert math.isnan(run.metric_rows[2]["loss"])
+    (note,) = run.notes
+    assert note.startswith("the loss is NaN or infinite: a smaller learning rate, ")
+    assert note.endswith("It was so from step 3 on")
+    assert Follower(run).snapshot().notes == (note,)
+    (made.path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": NaN}\n')  # as earlier workbenches wrote it
+    assert "from the first step: look at the data" in Run.load(made.path).notes[0]
+    (made.path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": 2}\n')
+    assert "in 1 of 2 steps, first in 1" in Run.load(made.path).notes[0]
+
+
+def test_a_clock_that_was_set_back_is_said(by_hand: Make) -> None:
+    run = Run.load(by_hand(begun=time.time() + 3600).alive().path)
+    assert run.seconds == 0
+    assert "running · 0 of 20 steps · 0 s\nnote: the clock of this machine was set back" in run.summary
+
+
+def test_what_was_passed_over_when_a_run_went_on_is_said(by_hand: Make) -> None:
+    made = by_hand().steps(3)
+    writer = run_directory.LineWriter(made.path / run_directory.RESUMES)
+    writer.write([{"step": 6, "checkpoint": "step00000006.pt", "passed_over": {}, "notes": []}])
+    assert Run.load(made.path).notes == ()
+    words = "the dataset has 48 samples now"
+    writer.write([{"step": 6, "passed_over": {"step00000012.pt": "it is empty"}, "notes": [words]}, {"notes": 3}])
+    writer.close()
+    run = Run.load(made.path)
+    assert run.notes == (
+        "it went on from step 6, as a later checkpoint could not be used: step00000012.pt, it is empty",
+        f"when it went on from step 6, {words}",
+    )
+    now = Follower(run).snapshot()
+    assert now.notes == run.notes
+    assert "step00000012.pt, it is empty" in problem(now)
 
 
 def test_an_unfinished_last_line_is_not_read(by_hand: Make) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import platform
 import uuid
@@ -86,11 +87,44 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DamagedRunError(f"{path} is missing: {path.parent} is not a run directory, or its launch was cut off") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedRunError(f"{path} is damaged: {error}. The lines of rank*.jsonl beside it may still be whole") from error
     if not isinstance(value, dict):
         raise DamagedRunError(f"{path} is damaged: it holds a {type(value).__name__}, expected a JSON object")
     return value
+
+
+_INFO: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    **dict.fromkeys(("id", "name", "launch_dir", "host"), (str, "a text")),
+    **dict.fromkeys(("created", "begun", "seconds_before"), ((int, float), "a number")),
+    "spec": (dict, "an object"),
+}
+_OPTIONAL = ("begun", "seconds_before")
+
+
+def check_info(path: Path, info: Mapping[str, Any]) -> None:
+    """Check the values of a run.json that every reader needs.
+
+    Raises:
+        DamagedRunError: one is missing, or is not of its type.
+    """
+    outcome = info.get("outcome")
+    if outcome is not None and not (isinstance(outcome, dict) and isinstance(outcome.get("state"), str)):
+        raise DamagedRunError(f"{path} is damaged: its outcome has no state: {short(outcome)}")
+    for name, (kind, expected) in _INFO.items():
+        if name not in info and name not in _OPTIONAL:
+            raise DamagedRunError(f"{path} is damaged: it has no {name}")
+        value = info.get(name, 0 if name in _OPTIONAL else None)
+        if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int | float) and not abs(value) < 2**53):
+            raise DamagedRunError(f"{path} is damaged: its {name} is {short(value)}, expected {expected}")
+
+
+def short(value: object, most: int = 60) -> str:
+    """A value for a message, cut to some letters."""
+    try:
+        return f"{value!r:.{most}}"
+    except ValueError:  # a whole number of more digits than Python writes
+        return "a number of thousands of digits"
 
 
 def raise_if_full(path: Path, error: OSError, needed: str = "") -> None:
@@ -141,7 +175,11 @@ def launcher_logs(run_dir: Path) -> list[Path]:
 
 
 class LineWriter:
-    """Append-only JSON lines. Every call appends whole lines or none."""
+    """Append-only JSON lines. Every call appends whole lines or none.
+
+    JSON has no NaN and no infinity: as values of a row they are written as the texts "NaN", "Infinity" and "-Infinity", which LineTail
+    reads as numbers.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -154,7 +192,7 @@ class LineWriter:
         Raises:
             DiskFullError: there was no room; the file was cut back to its last whole line.
         """
-        self.append("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode())
+        self.append("".join(_line(row) for row in rows).encode())
 
     def append(self, data: bytes) -> None:
         """Append lines that are text already, each with its line feed.
@@ -205,13 +243,30 @@ def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], object]) -> None:
         raise
 
 
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_SPELLINGS = tuple(f'"{text}"'.encode() for text in _NOT_FINITE)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """A row as a line of strict JSON."""
+    try:
+        return json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n"
+    except ValueError:
+        row = {key: json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        return json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n"
+
+
 def _row(line: bytes) -> dict[str, Any] | None:
     """A line's JSON object; None = it holds none."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) else None
+    if not isinstance(row, dict):
+        return None
+    if any(text in line for text in _SPELLINGS):
+        row = {key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
+    return row
 
 
 class _Tail:
@@ -244,16 +299,29 @@ class _Tail:
 class LineTail(_Tail):
     """New whole lines of a growing JSON-lines file; a file that is not there yet has none."""
 
-    def read(self) -> list[dict[str, Any]]:
+    damaged, first_damage = 0, ""
+    """Lines that were left out so far, and the first of them."""
+
+    def read(self, salvage: bool = False) -> list[dict[str, Any]]:
         """The rows appended since the last call.
+
+        Args:
+            salvage: leave out what is no row, and count it in `damaged`.
 
         Raises:
             DamagedRunError: a whole line is not a JSON object; the message names the file and shows the line.
         """
         rows = []
         before = self._offset, self._rest
-        for line in self._lines():
+        lines = self._lines()
+        if self.anew:
+            self.damaged, self.first_damage = 0, ""
+        for line in lines:
             row = _row(line)
+            if row is None and salvage:
+                self.damaged += 1
+                self.first_damage = self.first_damage or f"{line[:80]!r} is not a JSON object"
+                continue
             if row is None:
                 self._offset, self._rest = before  # the next read says so again: no row is lost silently
                 raise DamagedRunError(f"{self.path} is damaged: {line[:80]!r} is not a JSON object")

@@ -48,7 +48,7 @@ def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
     state = outcome["state"]
     if state in ("finished", "stopped"):
         return None
-    records = [run_directory.read_json(path) for path in sorted((run_dir / run_directory.ERRORS).glob("rank*.json"))]
+    records = _records(run_dir)
     clocks = outcome.get("clocks") or {}  # of ranks on other machines, whose monotonic clocks began at another time
     records = [record | {"time_ns": record["time_ns"] + clocks.get(str(record["rank"]), 0)} for record in records]
     if stopped_ns := outcome.get("stopped_ns"):  # errors of ranks that are being stopped are not the cause
@@ -68,6 +68,31 @@ def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
     if not suspects:
         return _of_the_launch(run_dir, outcome)
     return min(suspects, key=lambda suspect: (suspect.tier, suspect.time_ns)).failure
+
+
+_RECORD: Mapping[str, Any] = {
+    "rank": int,
+    "time_ns": int,
+    "kind": str,
+    "message": str,
+    "traceback": str | None,
+    "consequence": bool,
+    "memory": dict | None,
+}
+"""Type of each value of a rank's record."""
+
+
+def _records(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of the ranks. One that is damaged is left out: how that rank ended, its exit code says."""
+    records = []
+    for path in sorted((run_dir / run_directory.ERRORS).glob("rank*.json")):
+        with contextlib.suppress(run_directory.DamagedRunError, OSError):
+            record = run_directory.read_json(path)
+            if all(isinstance(record.get(name), kind) for name, kind in _RECORD.items()):
+                with contextlib.suppress(ValueError, LookupError, TypeError):  # of what it says of memory, or a missing traceback
+                    _from_record(record)
+                    records.append(record)
+    return records
 
 
 def _from_record(record: Mapping[str, Any]) -> _Suspect:
@@ -142,7 +167,7 @@ def _death(run_dir: Path, rank: int, code: int, outcome: Mapping[str, Any]) -> F
             memory = _last_seen(run_dir, rank, outcome)
         case signal.SIGKILL:
             kind, message = "killed", "was killed (SIGKILL)"
-            hint = f"Most often memory ran out, of the machine or of its container. {LESS_MEMORY}"
+            hint = _NOT_FOR_MEMORY if outcome.get("oom_kills") == 0 else f"Nobody saw by whom; most often memory ran out. {LESS_MEMORY}"
         case signal.SIGTERM:
             kind, message = "killed", "was ended by SIGTERM"
         case number if number > 0:
@@ -153,6 +178,9 @@ def _death(run_dir: Path, rank: int, code: int, outcome: Mapping[str, Any]) -> F
     files = [path for path, number in run_directory.log_files(run_dir) if number == rank and path.name == "stderr.log"]
     lines = run_directory.TextTail(files[-1]).read(last=True) if files else []
     return Failure(rank=rank, kind=kind, message=message, traceback="\n".join(lines[-20:]) or None, hint=hint, memory=memory)
+
+
+_NOT_FOR_MEMORY = "The kernel counted no process that it killed because memory ran out: somebody, or another program, has sent the signal."
 
 
 def _last_seen(run_dir: Path, rank: int, outcome: Mapping[str, Any]) -> "OutOfMemory":

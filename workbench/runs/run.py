@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from workbench.core import late, progress, run_directory, units
+from workbench.core.checks import is_whole
 from workbench.core.display import table
 from workbench.core.run_directory import CHECKPOINTS, ERRORS, LOCK, LOGS, METRICS, NODES, RUN_JSON, TRACES, DamagedRunError
 from workbench.runs.failure import Failure, RunError
 from workbench.runs.guards import end_guard, find_guard
 from workbench.runs.root_cause import first_failure
+from workbench.runs.rows import RunRows, loss_note, losses_of, resume_notes
 from workbench.runs.slurm_queue import Job, is_final
 from workbench.runs.spec import AUTO, RunSpec, Spec, SpecError, spec_from_json
-from workbench.timeline.timeline import Timeline
+from workbench.timeline.timeline import LEFT_OUT, Timeline
 
 State = Literal["queued", "running", "finished", "failed", "stopped", "timeout", "abandoned", "lost"]
 """The state of a run. `queued`: Slurm has not begun it yet. `abandoned`: the process that launched it went away. `lost`: its guard was
@@ -68,7 +70,7 @@ class Run:
         self.spec: Spec = spec_from_json(info["spec"])
         if info["launch_dir"] not in (".", ".."):
             raise DamagedRunError(
-                f"{path / RUN_JSON} is damaged: launch_dir={info['launch_dir']!r} leads out of it; a launch writes . or .."
+                f"{path / RUN_JSON} is damaged: launch_dir={info['launch_dir']!r:.80} leads out of it; a launch writes . or .."
             )
         self._launch_dir = (path / info["launch_dir"]).resolve()
         self._host: str = info["host"]
@@ -79,8 +81,8 @@ class Run:
         if info.get("batch"):  # an outcome may be that of an attempt before the job went back into the queue
             self._outcome = None
         self._meeting: Mapping[str, Any] | None = info.get("rendezvous")
-        self._tails: dict[Path, run_directory.LineTail] = {}
-        self._rows: dict[Path, list[dict[str, Any]]] = {}
+        self._files = RunRows(path)
+        self._read = self._files.read
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Run":
@@ -92,7 +94,7 @@ class Run:
         """
         file = Path(path).expanduser().absolute() / RUN_JSON
         info = run_directory.read_json(file)
-        written, outcome = info.get("format"), info.get("outcome")
+        written = info.get("format")
         if not isinstance(written, int):
             raise DamagedRunError(f"{file} is damaged: it has no format number")
         if written > run_directory.FORMAT:
@@ -100,12 +102,11 @@ class Run:
                 f"{file.parent} was written in format {written} by a newer workbench; this one reads formats up to {run_directory.FORMAT}. "
                 "Try: pip install --upgrade training-workbench"
             )
-        if outcome is not None and not (isinstance(outcome, dict) and "state" in outcome):
-            raise DamagedRunError(f"{file} is damaged: its outcome has no state: {outcome!r:.80}")
+        run_directory.check_info(file, info)
         try:
             run = cls(file.parent, info)
         except (KeyError, TypeError, AttributeError, SpecError) as error:
-            raise DamagedRunError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+            raise DamagedRunError(f"{file} is damaged: {type(error).__name__}: {error!s:.500}") from error
         if callback := _on_run_started.get():
             callback(run)
         return run
@@ -186,7 +187,7 @@ class Run:
         Of a run that was resumed (`launch(resume=run)`) the sum over its attempts, without the time between them.
         """
         if self.state in ACTIVE:
-            return self._before + time.time() - self._begun
+            return self._before + max(0.0, time.time() - self._begun)
         if self._outcome is not None and self._outcome.get("seconds", math.nan) is not None:
             return self._before + float(self._outcome.get("seconds", math.nan))
         return self._before + self._last_sign() - self._begun
@@ -205,8 +206,8 @@ class Run:
         rows = self._read(METRICS)
         if rows:
             return rows[-1]["step"], rows[-1].get("steps")
-        done = next((row["step"] + 1 for row in reversed(self._read(run_directory.rank_file(0))) if "step" in row), 0)
-        return done, getattr(self.spec, "steps", None)
+        numbers = (row.get("step") for row in reversed(self._read(run_directory.rank_file(0))))
+        return next((step + 1 for step in numbers if is_whole(step)), 0), getattr(self.spec, "steps", None)
 
     # --- what it does
 
@@ -293,37 +294,17 @@ class Run:
 
     # --- what it has measured
 
-    def _read(self, name: str) -> list[dict[str, Any]]:
-        """All whole rows of a JSON-lines file; each call reads only what is new."""
-        path = self.path / name
-        rows = self._rows.setdefault(path, [])
-        tail = self._tails.setdefault(path, run_directory.LineTail(path))
-        new = tail.read()
-        if tail.anew:  # the run went on from a checkpoint, and what came after that is taken again
-            rows.clear()
-        rows += new
-        return rows
-
     @property
     def timelines(self) -> list[Timeline]:
         """One Timeline per rank, by rank; those of ranks that have not written yet are missing."""
         numbers = sorted(int(m[1]) for path in self.path.glob("rank*.jsonl") if (m := re.fullmatch(r"rank(\d+)\.jsonl", path.name)))
-        return [self._timeline(run_directory.rank_file(rank)) for rank in numbers]
-
-    def _timeline(self, name: str) -> Timeline:
-        rows = self._read(name)
-        try:
-            return Timeline.from_lines(rows)
-        except (TypeError, ValueError) as error:
-            raise DamagedRunError(f"{self.path / name} is damaged: a row of it is no step: {error}") from error
+        return [self._files.timeline(run_directory.rank_file(rank)) for rank in numbers]
 
     @property
     def metrics(self) -> Any:
         """A DataFrame of what rank 0 reported: step, loss, lr, samples, seconds, and evaluation figures where there are any."""
         rows: dict[int, dict[str, Any]] = {}
         for row in self.metric_rows:  # the evaluation after a step goes into that step's row
-            if not isinstance(row.get("step"), int):
-                raise DamagedRunError(f"{self.path / METRICS} is damaged: a row of it has no number of its step: {row!r:.80}")
             rows.setdefault(row["step"], {}).update(row)
         return table.frame(rows.values(), columns=None if rows else sorted(run_directory.METRIC_KEYS))
 
@@ -337,6 +318,19 @@ class Run:
         """Samples per second over all ranks, warm-up left out; nan before there is a measured step."""
         rates = [timeline.samples_per_sec for timeline in self.timelines if timeline.count]
         return sum(rates) if rates else math.nan
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know about its figures: losses that are NaN, checkpoints that were passed over, damaged rows that were left out."""
+        timelines = self.timelines
+        left_out = [f"rank {t.rank}: {note.removeprefix(LEFT_OUT)}" for t in timelines for note in t.notes if note.startswith(LEFT_OUT)]
+        resumes = resume_notes(self._read(run_directory.RESUMES))
+        clock = (
+            None
+            if self.state not in ACTIVE or time.time() >= self._begun
+            else "the clock of this machine was set back: its seconds are not known"
+        )
+        return tuple(filter(None, [loss_note(losses_of(self._read(METRICS))), *resumes, clock, *left_out, *self._files.notes]))
 
     @property
     def memory(self) -> list[int | None]:
@@ -436,7 +430,7 @@ class Run:
 
     @property
     def summary(self) -> str:
-        """One line: state, steps, throughput; the error, if there is one."""
+        """One line: state, steps, throughput; then the error, if there is one, and a line per note."""
         try:
             state = self.state
         except RunGoneError as error:
@@ -449,7 +443,8 @@ class Run:
             parts.insert(1, missing)
         if not math.isnan(self.samples_per_sec):
             parts.append(units.rate(self.samples_per_sec))
-        return " · ".join([*parts, units.seconds(self.seconds)]) + (f"\n{self.error}" if self.error else "")
+        lines = [" · ".join([*parts, units.seconds(self.seconds)]), *(f"note: {note}" for note in self.notes)]
+        return "\n".join(lines if (error := self.error) is None else [lines[0], str(error), *lines[1:]])
 
     def _missing(self, state: str, done: int) -> str:
         """What the run still waits for: machines that have to join it; "" for nothing."""

@@ -322,7 +322,7 @@ def spec_from_json(value: Mapping[str, Any]) -> Spec:
     for cls, kind in _KINDS.items():
         if value.get("kind") == kind:
             return cls.from_json(value)  # type: ignore[attr-defined,no-any-return]
-    raise SpecError(f"a spec of kind {value.get('kind')!r}: allowed are {', '.join(_KINDS.values())}")
+    raise SpecError(f"a spec of kind {value.get('kind')!r:.80}: allowed are {', '.join(_KINDS.values())}")
 
 
 def parse_knob(word: str) -> tuple[str, Any]:
@@ -347,7 +347,7 @@ def check_names(cls: type, names: Mapping[str, Any]) -> None:
     known = [field.name for field in dataclasses.fields(cls)]
     for name in names:
         if name not in known:
-            raise SpecError(f"{cls.__name__} has no knob {name!r}: {did_you_mean(name, known)}It has {', '.join(known)}")
+            raise SpecError(f"{cls.__name__} has no knob {name[:80]!r}: {did_you_mean(name[:80], known)}It has {', '.join(known)}")
 
 
 KNOBS: Mapping[str, Knob] = {

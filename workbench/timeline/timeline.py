@@ -9,13 +9,21 @@ from typing import Any, Literal
 
 from workbench.core import units
 from workbench.core.display import table as display
+from workbench.core.run_directory import short
 from workbench.core.vocabulary import PHASES as PHASES
 
 _READINGS = ("samples", "memory", "cpu")
 """What a step may have besides its phases."""
 
+_LARGEST = 2**53
+"""Larger whole numbers are not exact as floats."""
+LEFT_OUT = "damaged: "
+"""Begins a note on rows that were left out."""
+
 Clock = Literal["host", "device"]
 
+MAX_PROFILED = 1_000_000
+"""The most steps that a profiler can have traced at a time."""
 MAX_WARMUP = 10
 """The most first steps that statistics leave out by themselves."""
 
@@ -45,14 +53,16 @@ class Step:
         """From a row of a `rank<r>.jsonl` file; a phase that is not in it took no time.
 
         Raises:
-            ValueError: its number or a value is not a number.
+            ValueError: its number or a value is not a number, or none that was ever measured: infinite, negative, of 400 digits.
         """
-        if type(row["step"]) is not int or row["step"] < 0:
-            raise ValueError(f"step is {row['step']!r}, expected a number from 0")
+        number = row["step"]
+        if type(number) is not int or not 0 <= number < _LARGEST:
+            raise ValueError(f"step is {short(number)}, expected a number from 0")
         for name in (*PHASES, *_READINGS):
             value = row.get(name)
-            if type(value) not in (int, float) and (value is not None or (name in PHASES and name in row)):
-                raise ValueError(f"{name} of step {row['step']} is {value!r}, expected a number")
+            sound = name not in PHASES or name not in row if value is None else type(value) in (int, float) and 0 <= value < _LARGEST
+            if not sound:
+                raise ValueError(f"{name} of step {number} is {short(value)}, expected a number from 0")
         phases = tuple(float(row.get(phase, 0.0)) for phase in PHASES)
         return cls(index=row["step"], phases=phases, **{name: row.get(name) for name in _READINGS})
 
@@ -60,6 +70,12 @@ class Step:
     def seconds(self) -> float:
         """Length of the step, waiting for data included."""
         return sum(self.phases)
+
+
+def _is_span(value: Any) -> bool:
+    """Is it the first and the last of some steps, and of not too many?"""
+    whole = isinstance(value, list | tuple) and len(value) == 2 and all(type(number) is int for number in value)
+    return whole and 0 <= value[0] <= value[1] + 1 and value[1] - value[0] < MAX_PROFILED and value[1] < _LARGEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +140,22 @@ class Timeline(display.Shown):
 
     @classmethod
     def from_lines(cls, rows: Iterable[Mapping[str, Any]], warmup: int | None = None) -> "Timeline":
-        """From the rows of a `rank<r>.jsonl` file, in any state of being written; steps of a run that went on are counted on."""
+        """From the rows of a `rank<r>.jsonl` file, in any state of being written; steps of a run that went on are counted on.
+
+        A row that is no step is left out; a note says so.
+        """
         head: Mapping[str, Any] = {}
         steps, notes, profiled = [], [], list[int]()
         pending: list[tuple[int, int]] = []
+        damage = list[str]()
         last, before = -1, 0
         for row in rows:
             if "step" in row:
-                step = Step.of(row)
+                try:
+                    step = Step.of(row)
+                except ValueError as error:
+                    damage.append(str(error))
+                    continue
                 if step.index <= last:  # a run that went on from a checkpoint: its process counts anew
                     before += last + 1
                     profiled = [number for number in profiled if number < before]  # it ended before the others
@@ -140,15 +164,23 @@ class Timeline(display.Shown):
                 pending.clear()
                 steps.append(dataclasses.replace(step, index=before + last) if before else step)
             elif "profiled" in row:
-                pending.append(tuple(row["profiled"]))  # before the first step of its process, or among them
+                if _is_span(row["profiled"]):
+                    pending.append(tuple(row["profiled"]))  # before the first step of its process, or among them
+                else:
+                    damage.append(f"profiled is {short(row['profiled'])}, expected the first and the last step")
             elif "note" in row:
                 notes.append(str(row["note"]))
             elif "rank" in row:
                 head = row
         profiled += [before + number for pair in pending for number in range(pair[0], pair[1] + 1)]
+        if damage:
+            rows_are = (
+                "1 row is no step and is left out" if len(damage) == 1 else f"{len(damage)} rows are no steps and are left out, the first"
+            )
+            notes.append(f"{LEFT_OUT}{rows_are}: {damage[0]}")
         return cls(
-            rank=head.get("rank", 0),
-            clock=head.get("clock", "host"),
+            rank=head.get("rank", 0) if type(head.get("rank", 0)) is int else 0,
+            clock="device" if head.get("clock") == "device" else "host",
             steps=tuple(steps),
             warmup=warmup,
             notes=tuple(notes),
@@ -159,6 +191,8 @@ class Timeline(display.Shown):
     def from_json(cls, value: Mapping[str, Any]) -> "Timeline":
         """Inverse of `to_json`."""
         parsed = cls.from_lines(value["steps"], value["warmup"])
+        if parsed.notes:
+            raise ValueError(parsed.notes[0])
         return cls(
             rank=value["rank"],
             clock=value["clock"],

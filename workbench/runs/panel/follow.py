@@ -9,6 +9,7 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.runs.failure import Failure
+from workbench.runs.rows import Rows, check_metric, loss_note, losses_of, resume_notes
 from workbench.runs.run import ACTIVE, Run, State
 from workbench.timeline.timeline import MAX_WARMUP, Step, StepSums, warmup_of
 
@@ -60,6 +61,8 @@ class Snapshot:
     """What an evaluation found."""
     error: Failure | None = None
     """Why it failed."""
+    notes: tuple[str, ...] = ()
+    """What to know about its figures: see `Run.notes`."""
 
     @property
     def samples_per_sec(self) -> float:
@@ -84,21 +87,16 @@ class _RankSums:
     """Running sums of one rank's steps; its first ones are kept, because how many are left out grows with the number of steps."""
 
     def __init__(self, path: Path) -> None:
-        self._tail = run_directory.LineTail(path)
+        self._rows = Rows(path)
         self._first: list[Step] = []
         self._sums = StepSums()
         self._memory: int | None = None
-        self._damage = ""
 
-    def read(self) -> None:
-        """Take the steps that are new.
-
-        Raises:
-            DamagedRunError: a row of the file is no step, now or before; all others count.
-        """
-        rows = self._tail.read()
-        if self._tail.anew:  # the run went on from a checkpoint: its file begins anew, without what came after that
-            self._first, self._sums, self._damage = [], StepSums(), ""
+    def read(self) -> str:
+        """Take the steps that are new; returns a note on damaged rows, which are left out."""
+        rows = self._rows.read()
+        if self._rows.anew:  # the run went on from a checkpoint: its file begins anew, without what came after that
+            self._first, self._sums = [], StepSums()
         steps = list[Step]()
         for row in rows:
             if "step" not in row:
@@ -106,13 +104,12 @@ class _RankSums:
             try:
                 steps.append(Step.of(row))
             except ValueError as error:
-                self._damage = self._damage or f"{self._tail.path} is damaged: a row of it is no step: {error}"
+                self._rows.leave_out(str(error))
         self._first += steps[: MAX_WARMUP - len(self._first)]
         self._sums += StepSums.of(steps)
         peaks = [memory for memory in (self._memory, *(step.memory for step in steps)) if memory is not None]
         self._memory = max(peaks, default=None)
-        if self._damage:
-            raise run_directory.DamagedRunError(self._damage)
+        return self._rows.note
 
     def share(self, rank: int) -> RankShare:
         left_out = warmup_of(self._sums.count)
@@ -132,13 +129,13 @@ class Follower:
 
     def __init__(self, run: Run) -> None:
         self._run = Run.load(run.path)
-        self._metrics = run_directory.LineTail(run.path / run_directory.METRICS)
+        self._metrics = Rows(run.path / run_directory.METRICS, check_metric)
+        self._resumes, self._resume_notes = Rows(run.path / run_directory.RESUMES), list[str]()
         self._sums = {rank: _RankSums(run.path / run_directory.rank_file(rank)) for rank in range(run.spec.world_size)}
         self._logs: dict[Path, run_directory.TextTail] = {}
         self._losses: list[tuple[int, float]] = []
         self._figures: dict[str, float] = {}
         self._progress: tuple[int, int | None] = (0, getattr(run.spec, "steps", None))
-        self._damage = ""
 
     def snapshot(self) -> Snapshot:
         """The run as it is now.
@@ -150,13 +147,10 @@ class Follower:
         rows = self._metrics.read()
         if self._metrics.anew:
             self._losses.clear()
-            self._damage = ""
         for row in rows:
             self._take(row)
-        if self._damage:
-            raise run_directory.DamagedRunError(self._damage)
-        for sums in self._sums.values():
-            sums.read()
+        self._resume_notes += resume_notes(self._resumes.read())
+        damage = [self._metrics.note, *[sums.read() for sums in self._sums.values()]]
         ranks = [sums.share(rank) for rank, sums in self._sums.items()]
         done, steps = self._progress
         return Snapshot(
@@ -168,20 +162,13 @@ class Follower:
             losses=tuple(self._losses),
             figures=dict(self._figures),
             error=self._run.error,
+            notes=tuple(filter(None, [loss_note(self._losses), *self._resume_notes, *damage])),
         )
 
     def _take(self, row: Mapping[str, Any]) -> None:
-        step, loss, steps = (row.get(name) for name in ("step", "loss", "steps"))
-        numbered = type(step) is int or (step is None and loss is None)
-        if not numbered or not all(value is None or type(value) in (int, float) for value in (loss, steps)):
-            damage = f"{self._metrics.path} is damaged: the number of a step, or its loss, is no number: {row!r:.80}"
-            self._damage = self._damage or damage
-            return
-        if "step" in row:
-            self._progress = row["step"], row.get("steps")
-        if row.get("loss") is not None:
-            self._losses.append((row["step"], row["loss"]))
-        self._figures |= {name: value for name, value in row.items() if name not in run_directory.METRIC_KEYS}
+        self._progress = row["step"], row.get("steps")
+        self._losses += losses_of([row])
+        self._figures |= {name: value for name, value in row.items() if name not in run_directory.METRIC_KEYS and value is not None}
 
     def log_lines(self, last: bool = False) -> list[tuple[int, str]]:
         """(rank, line) of what was printed since the last call; with `last`, unfinished lines too."""

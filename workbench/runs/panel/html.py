@@ -131,8 +131,9 @@ def phases(now: Snapshot) -> str:
 
 
 def problem(now: Snapshot, traceback: bool = True) -> str:
-    """What went wrong, if anything did: see `failure`."""
-    return "" if now.error is None else failure(now.error, traceback)
+    """What went wrong, if anything did, see `failure`; and what to know about the figures."""
+    notes = "".join(f'<div class="wb-hint">note: {escape(note)}</div>' for note in now.notes)
+    return ("" if now.error is None else failure(now.error, traceback)) + notes
 
 
 def failure(error: Failure, traceback: bool = True) -> str:

@@ -75,7 +75,7 @@ class RunPanel:
         self.words.value = faces.words(now)
         self.figures.value = faces.figures(now)
         self.phases.value = faces.phases(now)
-        self.problem.value = faces.problem(now) or self._complaint
+        self.problem.value = faces.problem(now) + (self._complaint if now.error is None else "")
         if not running:
             self.stop.layout.display = "none"
             self.log.failed = now.error.rank if now.error else None

@@ -1,0 +1,141 @@
+"""Reads the JSON lines of a run as they grow. A damaged row is left out and counted, and the others stand, as in a damaged trace."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from workbench.core import run_directory
+from workbench.core.checks import is_number, is_whole
+from workbench.core.run_directory import METRIC_KEYS, METRICS, short
+from workbench.timeline.timeline import Timeline
+
+
+class Rows:
+    """The sound rows of one file, as they come.
+
+    Attributes:
+        anew: has the last read begun anew, because the file was replaced (a run that went on from a checkpoint)?
+    """
+
+    def __init__(self, path: Path, check: Callable[[Mapping[str, Any]], str] = lambda row: "") -> None:
+        """Read nothing yet.
+
+        Args:
+            path: of the file.
+            check: says what is wrong with a row; "" = nothing.
+        """
+        self.anew = False
+        self._tail, self._check = run_directory.LineTail(path), check
+        self._left_out, self._first = 0, ""
+
+    def read(self) -> list[dict[str, Any]]:
+        """The sound rows that are new."""
+        new = self._tail.read(salvage=True)
+        self.anew = self._tail.anew
+        if self.anew:
+            self._left_out, self._first = 0, ""
+        sound = []
+        for row in new:
+            if why := self._check(row):
+                self.leave_out(f"{why}: {short(row, 80)}")
+            else:
+                sound.append(row)
+        return sound
+
+    def leave_out(self, why: str) -> None:
+        """Count a damaged row."""
+        self._left_out += 1
+        self._first = self._first or why
+
+    @property
+    def note(self) -> str:
+        """What was left out; "" for nothing."""
+        count = self._left_out + self._tail.damaged
+        if not count:
+            return ""
+        rows = "1 damaged row is left out" if count == 1 else f"{count} damaged rows are left out, the first"
+        return f"{self._tail.path.name}: {rows}: {self._tail.first_damage or self._first}"
+
+
+class RunRows:
+    """The files of rows of one run; each call reads only what is new."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._files: dict[str, tuple[Rows, list[dict[str, Any]]]] = {}
+        self._timelines: dict[str, tuple[int, Timeline]] = {}
+
+    def read(self, name: str) -> list[dict[str, Any]]:
+        """All sound rows of a file."""
+        if name not in self._files:
+            self._files[name] = Rows(self._run_dir / name, *([check_metric] if name == METRICS else [])), []
+        file, rows = self._files[name]
+        new = file.read()
+        if file.anew:  # the run went on from a checkpoint, and what came after that is taken again
+            rows.clear()
+            self._timelines.pop(name, None)
+        rows += new
+        return rows
+
+    def timeline(self, name: str) -> Timeline:
+        """The timeline of a rank's file; the same object until there are more rows."""
+        rows = self.read(name)
+        count, timeline = self._timelines.get(name, (-1, None))
+        if timeline is None or count != len(rows):
+            timeline = Timeline.from_lines(rows)
+            self._timelines[name] = len(rows), timeline
+        return timeline
+
+    @property
+    def notes(self) -> list[str]:
+        """What was left out of the files that were read."""
+        return [file.note for _, (file, _) in sorted(self._files.items()) if file.note]
+
+
+def check_metric(row: Mapping[str, Any]) -> str:
+    """What is wrong with a row of METRICS: its step is a whole number, all else a number. A loss, or a figure, may be NaN or infinite."""
+    if not is_whole(row.get("step"), least=0, most=2**53):
+        return "it has no number of its step"
+    if not is_whole(row.get("steps", 0), least=0, most=2**53) and row["steps"] is not None:
+        return "steps is no whole number"
+    for name, least in (("lr", -1e300), ("samples", 0), ("seconds", 0)):
+        if row.get(name) is not None and not is_number(row[name], least=least, most=1e300):
+            return f"{name} is no number" + " from 0" * (not least)
+    for name in row.keys() - (METRIC_KEYS - {"loss"}):
+        value = row[name]
+        if value is not None and not isinstance(value, float) and not is_number(value, least=-1e300, most=1e300):
+            return f"{name} is no number"
+    return ""
+
+
+def losses_of(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """(step, loss) of the rows of METRICS that have one."""
+    return [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
+
+
+def loss_note(losses: Sequence[tuple[int, float]]) -> str:
+    """A note on losses that are NaN or infinite, by step; "" where there is none."""
+    bad = [step for step, loss in losses if not math.isfinite(loss)]
+    if not bad:
+        return ""
+    what = "NaN or infinite: a smaller learning rate, a warm-up, clip_grad_norm=1.0, or for fp16 precision='amp_bf16' may help"
+    if len(bad) == len(losses):
+        return f"the loss is {what}. It was so from the first step: look at the data, too"
+    later = sum(step >= bad[0] for step, _ in losses)
+    return f"the loss is {what}. " + (
+        f"It was so from step {bad[0]} on" if later == len(bad) else f"It was so in {len(bad)} of {len(losses)} steps, first in {bad[0]}"
+    )
+
+
+def resume_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Notes on what was passed over, or has changed, when a run went on; from the rows of RESUMES."""
+    notes = []
+    for row in rows:
+        passed_over = row.get("passed_over")
+        if isinstance(passed_over, Mapping) and passed_over:
+            each = "; ".join(f"{name}, {why!s:.200}" for name, why in passed_over.items())
+            notes.append(f"it went on from step {row.get('step')}, as a later checkpoint could not be used: {each}")
+        more = row.get("notes")
+        notes += [f"when it went on from step {row.get('step')}, {note}" for note in (more if isinstance(more, list) else [])]
+    return notes
