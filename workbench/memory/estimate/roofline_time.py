@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from workbench.core.device import Device
+from workbench.harness.tf32 import uses_tf32
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -64,8 +65,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peaks = self._device.flops_per_sec
         widest = max(tensors, key=Tensor.numel, default=None)
         name = _NAMES.get(widest.dtype, "fp32") if widest is not None else "fp32"
-        convolves = "convolution" in func.__name__
-        if name == "fp32" and (torch.backends.cudnn.allow_tf32 if convolves else torch.backends.cuda.matmul.allow_tf32):
+        if name == "fp32" and uses_tf32(convolution="convolution" in func.__name__):
             name = "tf32"
         return peaks.get(name) or peaks.get("fp32") or max(peaks.values())
 
