@@ -13,10 +13,20 @@ import torch
 
 from workbench.core.system_load import Noise
 from workbench.diagnosis.measure.evidence import EvidenceBuilder
-from workbench.diagnosis.measure.trials import FEW_PAIRS, MAX_PAIRS, MAX_REMEDY_PAIRS, MIN_PAIRS, Trials, thread_counts, treatments
+from workbench.diagnosis.measure.trials import (
+    FEW_PAIRS,
+    MAX_PAIRS,
+    MAX_REMEDY_PAIRS,
+    MIN_PAIRS,
+    Trials,
+    reaching,
+    thread_counts,
+    treatments,
+)
 from workbench.harness.ablations import Variant
 from workbench.harness.batches import CachedBatches
 from workbench.harness.blocks import Block, BlockTimer, StepFailed, StepTimes, Timings, common_length, no_step
+from workbench.harness.observe import Replays, recorded_replays
 from workbench.harness.peers import Peers
 
 
@@ -315,3 +325,31 @@ def test_more_threads_are_not_tried_where_others_take_the_cores() -> None:
         assert "threads=1" in names(0.6)  # fewer may help then
     finally:
         torch.set_num_threads(before)
+
+
+def test_what_cuda_graphs_hold_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer and autocast that were captured stay as they are: their variants had saved 0 %."""
+
+    class Graph:
+        def replay(self) -> str:
+            return "done"
+
+    replay = Graph.replay
+    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+    with recorded_replays() as whole:
+        assert Graph().replay() == Graph().replay() == "done"
+    assert Graph.replay is replay
+    assert whole == Replays(graphs=2, optimizer=False)
+    weight = torch.nn.Parameter(torch.ones(1))
+    with recorded_replays() as partial:
+        Graph().replay()
+        torch.optim.SGD([weight]).step()
+    assert partial == Replays(graphs=1, optimizer=True)
+    names = ["no_sync", "no_optimizer", "device_batch", "doubled", "optimizer=fused", "precision=amp_bf16", "channels_last"]
+    variants = [Variant(name=name) for name in names]
+    left, note = reaching(variants, whole)
+    assert [variant.name for variant in left] == ["device_batch", "doubled"]
+    assert note.startswith("step() launches 2 captured CUDA graphs, which no experiment can change, so no_sync, no_optimizer, ")
+    assert [variant.name for variant in reaching(variants, partial)[0]] == ["no_optimizer", "device_batch", "doubled", "optimizer=fused"]
+    assert reaching(variants, Replays()) == (variants, "")
+    assert reaching(variants[2:4], whole)[1] == ""

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import math
+import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from workbench.traces.analysis.loading import TRACES
 from workbench.traces.analysis.reading import TraceError
 from workbench.traces.measure.profiled_run import RunProfiler
 from workbench.traces.measure.profiled_script import StepBoundaries
-from workbench.traces.measure.profiler import why_no_profiler, without_kineto_lines
+from workbench.traces.measure.profiler import keep_cupti_for_graphs, plain_profiler, why_no_profiler, without_kineto_lines
 
 TOYS = Path(__file__).parents[1] / "toy_tasks.py"
 LATE = RunSpec(task=f"{TOYS}:late_data_on_rank_1", micro_batch=4, nproc_per_node=2, device="cpu")
@@ -558,3 +559,25 @@ def test_what_a_run_and_a_step_do_not_take(tmp_path: Path) -> None:
         wb.trace(print, [1], ranks="all")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="a task is traced by its spec"):
         wb.trace(ScriptSpec(script="a.py"))  # type: ignore[call-overload]
+
+
+def test_cupti_stays_where_a_program_has_captured_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.profiler sees to that for inductor's graphs only."""
+
+    class Graph:
+        pass
+
+    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+    for name in ("TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT"):
+        monkeypatch.setenv(name, "as it was")
+    graph = Graph()
+    keep_cupti_for_graphs()
+    assert os.environ["TEARDOWN_CUPTI"] == "as it was"  # nothing was done on a GPU
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    with plain_profiler():
+        pass
+    assert (os.environ["TEARDOWN_CUPTI"], os.environ["DISABLE_CUPTI_LAZY_REINIT"]) == ("0", "1")
+    del graph
+    os.environ["TEARDOWN_CUPTI"] = "as it was"
+    keep_cupti_for_graphs()
+    assert os.environ["TEARDOWN_CUPTI"] == "as it was"

@@ -90,6 +90,40 @@ def on_new_optimizer(known: Sequence[Optimizer], meet: Callable[[Optimizer], Non
             handle.remove()
 
 
+@dataclass(slots=True)
+class Replays:
+    """What a step does that no change of its Python can reach."""
+
+    graphs: int = 0
+    """CUDA graphs that the program captured and launches again."""
+    optimizer: bool = False
+    """Does an optimizer step beside them?"""
+
+
+@contextlib.contextmanager
+def recorded_replays() -> Iterator[Replays]:
+    """Inside, launches of CUDA graphs are counted. While compiled models run eagerly, these are the program's own.
+
+    torch.compile's are no obstacle: it captures anew what has changed.
+    """
+    seen, replay = Replays(), torch.cuda.CUDAGraph.replay
+
+    def counted(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.graphs += 1
+        return replay(graph, *args, **kwargs)
+
+    def stepped(*_: Any) -> None:
+        seen.optimizer = True
+
+    handle = register_optimizer_step_pre_hook(stepped)
+    torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+        handle.remove()
+
+
 COLLECTIVES = {
     "allgather": "all_gather",
     "reducescatter": "reduce_scatter",
@@ -258,6 +292,8 @@ class StepFacts:
     """Does the step write into its batch?"""
     reduces: bool
     """Does the variant without reductions take any communication away?"""
+    replays: Replays
+    """CUDA graphs that one step launches."""
 
 
 def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: ReachableState, until: float, notes: list[str]) -> StepFacts:
@@ -283,7 +319,7 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
         saved.add(discover(optimizer))
 
     with recorded_precisions(state.models, bench.device) as precisions:
-        with on_new_optimizer(state.optimizers, meet):
+        with on_new_optimizer(state.optimizers, meet), recorded_replays() as replays:
             bench.warm([batch], _watching_use(bench.step, notes))
         written = tensor_versions(batch) != before
         times = [_seconds(bench, feed.next() if written else batch)]
@@ -297,6 +333,7 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
         padding=padding,
         precision=precisions[-1] if precisions else dtype_of(state.models),
         written=written,
+        replays=replays,
         reduces=bench.peers.world_size > 1 and _reduces(bench, feed, state, notes),
     )
 

@@ -141,6 +141,7 @@ def _optimizer(case: Case) -> Iterator[Remedy | None]:
 def _host(case: Case) -> Iterator[Remedy | None]:
     """Changes of the program that would relieve the host; people have to make them."""
     c, cause, device = case.costs, case.judgement.cause, case.evidence.device != "cpu"
+    graphs = bool(case.evidence.inside and case.evidence.inside.graphs)
     if case.judgement.verdict != "host-bound":
         return
     saved = case.judgement.shares["host"]
@@ -166,7 +167,7 @@ def _host(case: Case) -> Iterator[Remedy | None]:
                 follow,
                 "a minute or more at the first step, and again for each new shape; a C++ compiler",
             )
-        if device and cause.startswith("launches"):
+        if device and cause.startswith("launches") and not graphs:
             yield ceiling(
                 case,
                 "CUDA graphs",

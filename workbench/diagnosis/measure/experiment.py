@@ -19,7 +19,7 @@ from workbench.core.system_load import LoadMeter
 from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Inside, Loading
 from workbench.diagnosis.measure import inside, loading
 from workbench.diagnosis.measure.evidence import EvidenceBuilder
-from workbench.diagnosis.measure.trials import MIN_PAIRS, NARROW_INTERVAL, Trials, treatments
+from workbench.diagnosis.measure.trials import MIN_PAIRS, NARROW_INTERVAL, Trials, reaching, treatments
 from workbench.harness import ablations
 from workbench.harness.blocks import BlockTimer, DiagnoseError, steps_for
 from workbench.harness.discover import ReachableState
@@ -228,6 +228,8 @@ class _Experiment:
             gc_share=self.peers.agree(gc_share),
             noise=self.meter.noise(),
         )
+        some, note = reaching(some, self.seen.replays)
+        self.notes += [note] if note else []
         everywhere = set[str].intersection(*(set(names) for names in self.peers.gather([treatment.name for treatment in some])))
         everywhere -= set() if self.seen.reduces else {"no_sync"}  # it would say that communication costs nothing
         self.trials.run([treatment for treatment in some if treatment.name in everywhere], self._until("trials"))

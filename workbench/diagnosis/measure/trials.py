@@ -17,6 +17,7 @@ from workbench.harness import ablations
 from workbench.harness.ablations import Variant
 from workbench.harness.batches import CachedBatches, bytes_of, doubled, map_tensors, padding_of, tensors_of, trimmed
 from workbench.harness.blocks import BlockTimer, StepFailed, known_pairs, steps_for
+from workbench.harness.observe import Replays
 from workbench.harness.results import VariantTimes
 
 BLOCK_SECONDS = 0.15
@@ -95,6 +96,24 @@ def treatments(
             Variant(name="channels_last", on=partial(ablations.channels_last, models, optimizers), batch=ablations.to_channels_last)
         )
     return treatments
+
+
+CAPTURED = ("no_sync", "precision=", "channels_last")
+"""Variants that change how Python calls forward and backward."""
+OPTIMIZER_ARMS = ("no_optimizer", "optimizer=")
+
+
+def reaching(variants: Sequence[Variant], replays: Replays) -> tuple[list[Variant], str]:
+    """The variants that have an effect on a step that launches captured CUDA graphs, and a note on the others: they would save 0 %."""
+    out_of_reach = (CAPTURED if replays.optimizer else CAPTURED + OPTIMIZER_ARMS) if replays.graphs else ()
+    left = [variant for variant in variants if not variant.name.startswith(out_of_reach)]
+    lost = ", ".join(variant.name for variant in variants if variant.name.startswith(out_of_reach))
+    if not lost:
+        return left, ""
+    return left, (
+        f"step() launches {replays.graphs} captured CUDA graph{'s' * (replays.graphs != 1)}, which no experiment can change, so {lost} "
+        "could not be tried: diagnose the step without graphs, or capture them with the change"
+    )
 
 
 def _with_threads(count: int) -> Variant:

@@ -19,7 +19,7 @@ from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.observe import check_arguments, device_of, discover_training
 from workbench.harness.restore import SavedState
 from workbench.traces.analysis.captured import Captured
-from workbench.traces.measure.profiler import why_no_profiler, without_kineto_lines
+from workbench.traces.measure.profiler import keep_cupti_for_graphs, why_no_profiler, without_kineto_lines
 
 SETTLING = 3
 """Steps after the queue was emptied, before anything counts."""
@@ -271,6 +271,7 @@ def profiling(steps: int, options: Options, wait: Callable[[], object], *, at: i
         wait: waits for the device.
         at: the number of the step that comes next, of which marks of steps go on.
     """
+    keep_cupti_for_graphs()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -1,6 +1,7 @@
 """Checks whether torch's profiler can start here, and starts and ends it without Kineto's lines on stderr."""
 
 import contextlib
+import gc
 import os
 import re
 import sys
@@ -29,6 +30,7 @@ def why_no_profiler() -> str | None:
 @contextlib.contextmanager
 def plain_profiler() -> Iterator[Any]:
     """The profiler with nothing but operators and kernels."""
+    keep_cupti_for_graphs()
     profiler: Any = torch.autograd.profiler
     profile = profiler.profile(use_kineto=True, use_device="cuda" if torch.cuda.is_available() else None)
     with without_kineto_lines():
@@ -38,6 +40,20 @@ def plain_profiler() -> Iterator[Any]:
     finally:
         with without_kineto_lines():
             profile.__exit__(None, None, None)
+
+
+def keep_cupti_for_graphs() -> None:
+    """Have Kineto leave CUPTI in place after a trace if there are CUDA graphs: their next launch, or the next trace, crashes otherwise.
+
+    torch.profiler does so where inductor makes the graphs, but not for those that a program captures itself. (CUDA 11, 12 up to 12.5.)
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    kind = torch.cuda.CUDAGraph
+    if (inductor is not None and inductor.triton.cudagraphs) or any(issubclass(type(thing), kind) for thing in gc.get_objects()):
+        os.environ["DISABLE_CUPTI_LAZY_REINIT"] = "1"
+        os.environ["TEARDOWN_CUPTI"] = "0"
 
 
 KINETO_LINE = re.compile(rb"(USDT|VERBOSE|INFO|WARNING|ERROR|STAGE):\d{4}-\d\d-\d\d .*\.(cpp|h|cu):\d+\] ")
