@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as program
-from benchmarks.gpu_check import loops, restore, runner, verdicts
+from benchmarks.gpu_check import live_memory, loops, restore, runner, verdicts
 from benchmarks.gpu_check.machine import Bench, headline
 from benchmarks.gpu_check.parts import PARTS, Part
 from benchmarks.gpu_check.report import Report
@@ -226,6 +226,29 @@ def test_what_has_changed_is_seen_bit_for_bit() -> None:
     assert restore.changed(before, {**before, "nan": nan.clone()}) == []
     after = {"weights": torch.tensor([0.0, -0.0]), "nan": nan, "calls": 3.0, "new": 1}
     assert restore.changed(before, after) == ["calls", "gone", "new", "weights"]
+
+
+def test_what_lives_at_the_peak_is_read_from_the_allocators_history() -> None:
+    stack = [
+        {"name": "at::_ops::mm::call(at::Tensor const&)", "filename": "??", "line": 0},
+        {"name": "torch::autograd::generated::MmBackward0::apply(…)", "filename": "??", "line": 0},
+        {"name": "step", "filename": "/here/train.py", "line": 7},
+    ]
+    events = [
+        {"action": "segment_alloc", "addr": 0, "size": 8 << 20, "frames": []},
+        {"action": "alloc", "addr": 0, "size": 4 << 20, "frames": stack},
+        {"action": "alloc", "addr": 1, "size": 2 << 20, "frames": stack[2:]},
+        {"action": "alloc", "addr": 2, "size": 512, "frames": []},
+        {"action": "free_requested", "addr": 1, "size": 2 << 20, "frames": []},
+        {"action": "free_completed", "addr": 1, "size": 2 << 20, "frames": []},
+        {"action": "free_completed", "addr": 9, "size": 2 << 20, "frames": []},
+        {"action": "alloc", "addr": 3, "size": 1 << 20, "frames": []},
+    ]
+    assert live_memory.pieces(events) == [
+        (4 << 20, "mm < MmBackward0 < train.py:7 step"),
+        (2 << 20, "no operator < train.py:7 step"),
+        (512, "1 small pieces"),
+    ]
 
 
 def test_steps_are_timed_over_whole_passes() -> None:

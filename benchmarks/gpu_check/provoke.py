@@ -17,7 +17,9 @@ if __name__ == "__main__" and EXPANDABLE in sys.argv:  # before torch reads it
 import torch  # noqa: E402
 
 HUGE = 2**46
-"""Bytes that no machine has."""
+"""Bytes that no GPU and no page-locked memory has."""
+BEYOND = 2**60
+"""Bytes that no process can address: with overcommitment, less of main memory is granted."""
 MIB = 2**20
 
 
@@ -100,7 +102,7 @@ def _pinned() -> None:
 
 
 def _host() -> None:
-    torch.empty(HUGE, dtype=torch.uint8)
+    torch.empty(BEYOND, dtype=torch.uint8)
 
 
 def _reduction() -> None:
