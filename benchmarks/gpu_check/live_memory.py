@@ -1,12 +1,13 @@
 """What lives on the GPU at the fullest moment of some steps, by the allocator's own history: it explains where an estimate is off."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 OPERATOR = re.compile(r"at::_ops::(\w+)::")
+KERNEL = re.compile(r"at::native::(?:\(anonymous namespace\)::)?(\w+)")
 NODE = re.compile(r"(\w+Backward\d*)::apply|(AccumulateGrad)::apply")
 MAX_EVENTS = 500_000
 SMALL = 2**20
@@ -47,16 +48,11 @@ def pieces(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, str]]:
     return [*sorted(large, reverse=True), (sum(small), f"{len(small)} small pieces")]
 
 
-def origin(frames: Iterable[Mapping[str, Any]]) -> str:
-    """Operator, node of the backward graph and function of Python that a stack names, the innermost of each."""
-    operator = node = function = ""
-    for frame in frames:
-        name = str(frame.get("name", ""))
-        if not operator and (match := OPERATOR.search(name)):
-            operator = match[1]
-        if not node and (match := NODE.search(name)):
-            node = match[1] or match[2]
-        file = str(frame.get("filename", ""))
-        if not function and file.endswith(".py"):
-            function = f"{file.rpartition('/')[2]}:{frame.get('line')} {name}"
-    return " < ".join(filter(None, (operator or "no operator", node, function)))
+def origin(frames: Sequence[Mapping[str, Any]]) -> str:
+    """What a stack names, the innermost of each: function of a kernel, operator, node of the backward graph, function of Python."""
+    names = [str(frame.get("name", "")) for frame in frames]
+    parts = [next((match for name in names if (match := pattern.search(name))), None) for pattern in (KERNEL, OPERATOR, NODE)]
+    words = [next(filter(None, match.groups())) for match in parts if match]
+    python = [frame for frame in frames if str(frame.get("filename", "")).endswith(".py")]
+    words += [f"{str(frame['filename']).rpartition('/')[2]}:{frame.get('line')} {frame.get('name')}" for frame in python[:1]]
+    return " < ".join(words) or "unknown"
