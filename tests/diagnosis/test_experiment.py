@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.measure.experiment import experiment
+from workbench.harness.ab_test import measure_change
 from workbench.harness.blocks import DiagnoseError, StepFailed
 
 BUDGET = 4.0
@@ -247,6 +250,24 @@ def test_a_generator_that_can_be_read_once() -> None:
     assert evidence.loading.kind == "once"
     assert any("can be read only once" in note for note in evidence.notes)
     assert evidence.arms["no_optimizer"].pairs
+
+
+class Elsewhere(nn.Linear):
+    """Its weight is on a device that this machine lacks."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        yield SimpleNamespace(device=torch.device("mps:0"), is_cuda=False)
+
+
+@pytest.mark.parametrize(
+    "measure", [partial(experiment, accumulation=1), partial(measure_change, change={"threads": 1})], ids=["diagnose", "prove"]
+)
+def test_a_device_whose_clock_is_not_read_is_refused(measure: Callable[..., object]) -> None:
+    def step(batch: Tensor) -> None:
+        pytest.fail("it was called")
+
+    with pytest.raises(DiagnoseError, match=r"the model is on mps:0: .* The host runs ahead of MPS.* Try model and batches on a CPU"):
+        measure(step, [torch.ones(2, 8)] * 4, model=Elsewhere(8, 1), budget_s=1.0)
 
 
 def test_a_generator_that_ends_too_soon() -> None:

@@ -8,6 +8,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -528,6 +529,20 @@ def test_a_compiled_model_is_compiled_as_without_us(clock: Clock, in_place: bool
 
 
 # What is refused
+
+
+def test_times_of_the_host_are_called_that_where_the_device_has_another_clock(
+    clock: Clock, model: Net, optimizer: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Net, "parameters", lambda self: iter([SimpleNamespace(device=torch.device("xpu", 0))]))
+        loop = wb.watch([torch.ones(4, 2)] * 2, model=model, optimizer=optimizer)
+        for _ in range(2):
+            for x in loop:
+                update(model, optimizer, x)
+    assert loop.timeline.clock == "host"
+    (note,) = loop.timeline.notes
+    assert "the model is on xpu:0, and times are of the host's clock, which runs ahead of that device" in note
 
 
 def test_what_is_refused(clock: Clock, model: Net, optimizer: Slow) -> None:

@@ -17,7 +17,7 @@ from workbench.harness.blocks import MAX_PASS_SECONDS, DiagnoseError, StepFailed
 from workbench.harness.discover import discover
 from workbench.harness.feed import Feed
 from workbench.harness.loaders import with_knobs
-from workbench.harness.observe import check_arguments, device_of, discover_training, on_new_optimizer, samples_of
+from workbench.harness.observe import check_arguments, discover_training, on_new_optimizer, samples_of, timed_device_of
 from workbench.harness.peers import Peers
 from workbench.harness.restore import SavedState
 from workbench.harness.results import VariantTimes
@@ -183,7 +183,7 @@ def measure_change(
         raise DiagnoseError(f"optimizer={change['optimizer']!r}: the step's optimizer has no such implementation, or uses it already")
     names = {"micro_batch": "batch_size"}  # what a DataLoader calls it
     knobs = {names.get(name, name): value for name, value in change.items() if CHANGEABLE[name] == "loader"}
-    device = device_of(state.models)
+    device = timed_device_of(state.models)
     with Peers.join() as peers, ExitStack() as undo:
         saved = SavedState(state)
         undo.callback(saved.restore)

@@ -230,6 +230,21 @@ def device_of(models: Sequence[nn.Module]) -> torch.device:
     return device_clock.current_device()
 
 
+def timed_device_of(models: Sequence[nn.Module]) -> torch.device:
+    """Where the models are, if steps can be timed there.
+
+    Raises:
+        DiagnoseError: the host runs ahead of that device, and its clock is not read here (MPS, XPU and others).
+    """
+    device = device_of(models)
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise DiagnoseError(
+            f"the model is on {device}: experiments compare the times of steps, and read the clocks of CUDA devices and of the host. The "
+            f"host runs ahead of {device.type.upper()}, so its times say nothing. Try model and batches on a CPU; wb.watch works anywhere"
+        )
+    return device
+
+
 def weights_of(models: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Their parameters, each once."""
     return list({id(weight): weight for model in models for weight in model.parameters()}.values())

@@ -106,6 +106,15 @@ class Recording:
         """Why the file is no longer written; None if it is."""
         return self._log.failed if self._log else None
 
+    def note_device(self, device: str) -> None:
+        """Say so if the host runs ahead of a device, such as "mps:0", and no clock of the device is read."""
+        if device.partition(":")[0] not in ("cpu", "cuda", "meta"):
+            note = (
+                f"the model is on {device}, and times are of the host's clock, which runs ahead of that device: the line that waits for it "
+                "(.item(), printing the loss) seems to take what was queued before. Only CUDA's clock is read; the mean step is right"
+            )
+            self._notes = tuple(dict.fromkeys((*self._notes, note)))
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on how the steps were measured."""

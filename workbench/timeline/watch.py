@@ -102,7 +102,9 @@ class Watch(MeasuredBatches[T]):
 
     def _make_recorder(self) -> MarkRecorder:
         weight = next((p for model in self._models for p in model.parameters()), None)
-        return new_recorder(None if weight is None else weight.device)
+        device = None if weight is None else weight.device
+        self._recording.note_device(str(device or "cpu"))
+        return new_recorder(device)
 
     def __repr__(self) -> str:
         return "wb.watch(…)"

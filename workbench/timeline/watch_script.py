@@ -213,6 +213,7 @@ class ScriptWatcher:
         for module in modules:
             if id(module) not in inner and module not in self._models and _has_weights(module):
                 self._models.add(module)
+                self._recording.note_device(str(next(module.parameters()).device))
                 self._undo.callback(hooks.on_model(module, self._forward_alone).remove)
 
     def _forward_alone(self) -> None:

@@ -25,7 +25,7 @@ from workbench.harness.blocks import BlockTimer, DiagnoseError, steps_for
 from workbench.harness.discover import ReachableState
 from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.interleave import InterleavedRounds
-from workbench.harness.observe import StepFacts, check_arguments, device_of, discover_training, run_first_steps
+from workbench.harness.observe import StepFacts, check_arguments, discover_training, run_first_steps, timed_device_of
 from workbench.harness.peers import Peers
 from workbench.harness.restore import SavedState
 
@@ -80,7 +80,7 @@ def experiment(
         keep = SavedState(objects)
         undo.callback(keep.restore)
         feed = undo.enter_context(Feed(loader, accumulation))
-        bench = undo.enter_context(BlockTimer(step, peers, device_of(objects.models)))
+        bench = undo.enter_context(BlockTimer(step, peers, timed_device_of(objects.models)))
         undo.enter_context(ablations.frozen_schedules(objects.objects))
         if peers.world_size > 1 and max(peers.gather(feed.kind == "once")):
             raise DiagnoseError(
