@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-OPERATOR = re.compile(r"at::_ops::(\w+)::")
-KERNEL = re.compile(r"at::native::(?:\(anonymous namespace\)::)?(\w+)")
+OPERATOR = re.compile(r"at::_ops::(?!empty|resize)(\w+)::")
+KERNEL = re.compile(r"at::native::(?:\(anonymous namespace\)::)?(?!empty|resize)(\w+)")
 NODE = re.compile(r"(\w+Backward\d*)::apply|(AccumulateGrad)::apply")
 MAX_EVENTS = 500_000
 SMALL = 2**20
