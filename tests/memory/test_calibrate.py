@@ -187,7 +187,7 @@ def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **_: Any) -> Any:
         asked.append(command)
         return subprocess.CompletedProcess(
-            command, 0, stdout="NVIDIA H100 80GB HBM3, 570.124.06, 17\nNVIDIA H100 80GB HBM3, 570.124.06, 0\n"
+            command, 0, stdout="NVIDIA H100 80GB HBM3, 570.124.06, 17, 582\nNVIDIA H100 80GB HBM3, 570.124.06, 0, 582\n"
         )
 
     monkeypatch.setattr(environment, "gpu_count", lambda: 2)
@@ -195,6 +195,26 @@ def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-123,GPU-7")
     assert calibrating.look() == Gpu(name="NVIDIA H100 80GB HBM3", driver="570.124.06", used=17 * MIB)
     assert "--id=GPU-123" in asked[0]
+
+
+@pytest.mark.parametrize("unknown", ["error", "[N/A]"])
+def test_an_older_driver_counts_as_used_what_it_reserves(monkeypatch: pytest.MonkeyPatch, unknown: str) -> None:
+    """CUDA does not: what processes have is subtracted, and not the driver's part."""
+
+    def run(command: list[str], **_: Any) -> Any:
+        if "compute-apps" in command[1]:
+            said = "300\n[N/A]\n40\n"
+        elif "reserved" in command[1]:
+            if unknown == "error":
+                raise subprocess.CalledProcessError(2, command, output='Field "memory.reserved" is not a valid field to query.')
+            said = "Tesla V100-SXM2-16GB, 470.57.02, 650, [N/A]\n"
+        else:
+            said = "Tesla V100-SXM2-16GB, 470.57.02\n"
+        return subprocess.CompletedProcess(command, 0, stdout=said)
+
+    monkeypatch.setattr(environment, "gpu_count", lambda: 1)
+    monkeypatch.setattr(subprocess, "run", run)
+    assert calibrating.look() == Gpu(name="Tesla V100-SXM2-16GB", driver="470.57.02", used=340 * MIB)
 
 
 @pytest.mark.parametrize("said", ["", "[N/A]\n", "No devices were found\n", "a, b, [N/A]\n", None])

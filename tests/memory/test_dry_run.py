@@ -56,6 +56,18 @@ def test_who_asks_for_fakes_finds_none() -> None:
     assert isinstance(fake, within), "who kept the class is told the truth afterwards"
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_an_optimizer_does_not_ask_the_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Whether a graph is being captured: the answer takes a context there, of half a GiB."""
+    asked: list[str] = []
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        monkeypatch.setattr(torch.optim.Optimizer, name, lambda self, name=name: asked.append(name), raising=False)
+    own = vars(torch.optim.Optimizer).copy()
+    wb.estimate_memory(nn.Linear(4, 2), torch.zeros(3, 4), optimizer="adam", device=device)
+    assert not asked
+    assert vars(torch.optim.Optimizer) == own
+
+
 def test_it_is_put_back_after_an_error() -> None:
     before = torch._subclasses.FakeTensor
     with pytest.raises(ZeroDivisionError), fake_tensors():

@@ -7,6 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 import workbench as wb
 from workbench.memory.analysis.breakdown import MemoryBreakdown
 from workbench.memory.api import measure_memory
+from workbench.memory.measure import memory
 from workbench.memory.measure.allocator_counters import OnHost, peaks_of
 from workbench.memory.measure.memory import measure
 
@@ -190,6 +192,21 @@ def test_micro_batches_do_not_add_up() -> None:
         model = Decoder()
         activations.append(measure(stepping(model, adam(model), parts=parts), Made(tokens, 16)).activations)
     assert activations[1] == pytest.approx(activations[0] / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(("device", "ranks", "drifts"), [("cpu", 2, True), ("cpu", 1, False), ("cuda", 2, False)])
+def test_the_counters_of_a_gpu_are_exact(monkeypatch: pytest.MonkeyPatch, device: str, ranks: int, drifts: bool) -> None:
+    """On a CPU threads of the communication give memory back unseen; on a GPU no step has to be left out for that."""
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(memory.dist, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(memory.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(memory.dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(memory, "recorded", lambda *_, **__: contextlib.nullcontext((None, None, None, SimpleNamespace(models=[]), [])))
+    monkeypatch.setattr(memory, "freed_by_collector", lambda recorder: set())
+    monkeypatch.setattr(memory, "device_of", lambda models: torch.device(device))
+    monkeypatch.setattr(memory, "breakdown", lambda *_, **given: seen.update(given))
+    measure(lambda batch: None, [])
+    assert seen["drifts"] == drifts
 
 
 def test_a_step_that_calls_no_module() -> None:

@@ -327,6 +327,43 @@ def test_a_damaged_record_is_left_out(run_dir: Path) -> None:
         assert first(run_dir, failed()) == (0, "exception", "ValueError: boom")
 
 
+WATCHDOG = (
+    "[rank1]:[E1123 07:21:55.1 ProcessGroupNCCL.cpp:685] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=41, "
+    "OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600029 milliseconds before timing out.\n"
+    "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+    "  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: …\n"
+)
+REMOTE = (
+    "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+    "  what():  [Rank 1] Watchdog thread terminated with exception: NCCL error: remote process exited or there was a network error …\n"
+)
+FULL = "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: out of memory\nException raised from …\n"
+
+
+@pytest.mark.parametrize(
+    ("stderr", "kind", "message"),
+    [
+        (
+            WATCHDOG,
+            "timeout",
+            "was ended by NCCL's watchdog: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=41, OpType=ALLREDUCE",
+        ),
+        (REMOTE, "crash", "crashed (SIGABRT): [Rank 1] Watchdog thread terminated with exception: NCCL error: remote process exited"),
+        (FULL, "out-of-memory", "crashed (SIGABRT): CUDA error: out of memory"),
+    ],
+)
+def test_an_abort_that_says_why(run_dir: Path, stderr: str, kind: str, message: str) -> None:
+    table(run_dir, r1=-6)
+    log = run_dir / run_directory.LOGS / "none" / "attempt_0" / "1" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(f"some warning\n{stderr}")
+    found = first(run_dir, failed(r1=1.0))
+    assert found[:2] == (1, kind)
+    assert found[2].startswith(message)
+    recorded(run_dir, 0, 2.0, "ValueError: boom")  # the other ranks waited for this one, however long it took to say so
+    assert first(run_dir, failed(r0=2.1, r1=1.0))[0] == (1 if stderr is FULL else 0)
+
+
 @pytest.mark.parametrize(
     ("outcome", "kind", "message"),
     [

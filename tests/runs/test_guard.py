@@ -133,6 +133,63 @@ def test_the_three_ways_to_end_a_deaf_run(guarded: Callable[..., Guarded], tmp_p
         assert outcome["stopped_ns"] < time.monotonic_ns()
 
 
+class FakeTime:
+    """Time that passes in `sleep` only."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("gone_after", "ours", "spent"),
+    [(0.0, True, 0.0), (10.0, True, 10.0), (1e9, True, guard_program.END_LIMIT), (1e9, False, guard_program.FOREIGN_LIMIT)],
+)
+def test_what_was_killed_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gone_after: float, ours: bool, spent: float
+) -> None:
+    """The driver of a GPU takes seconds to free a large process's memory, and the next launch needs it."""
+    clock = FakeTime()
+
+    def kill(pid: int, number: int) -> None:
+        if not ours:
+            raise PermissionError
+
+    monkeypatch.setattr(guard_program, "time", clock)
+    monkeypatch.setattr(guard_program, "descendants", lambda *_: [7] if clock.now < gone_after else [])
+    monkeypatch.setattr(guard_program, "reap", lambda wanted: None)
+    monkeypatch.setattr(guard_program.os, "kill", kill)
+    beats: list[float] = []
+    assert guard_program.end_all(1, "x", lambda: beats.append(clock.now)) is None
+    assert clock.now == pytest.approx(spent, abs=0.3)
+    assert ("these processes still run" in capsys.readouterr().out) == (gone_after == 1e9)
+    assert len(beats) >= clock.now  # other machines see that this one lives
+
+
+def test_a_zombie_whose_threads_run_is_not_gone(tmp_path: Path) -> None:
+    """Its files, such as those of a GPU, stay open until the last thread ends."""
+    code = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(30,)).start(); ctypes.CDLL(None).pthread_exit(None)"
+    process = subprocess.Popen([sys.executable, "-I", "-c", code])
+    try:
+        limit = time.monotonic() + 10
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < limit:
+            time.sleep(0.02)
+        assert Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        assert process.pid in dict(guard_program.processes())
+    finally:
+        process.kill()
+    limit = time.monotonic() + 10
+    while process.pid in dict(guard_program.processes()) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert process.pid not in dict(guard_program.processes())  # not even before it is reaped
+    process.wait()
+
+
 def test_who_ends_well_by_itself_has_finished_even_if_asked_to_stop(guarded: Callable[..., Guarded]) -> None:
     code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up', flush=True); time.sleep(60)"
     each = guarded(code).up()

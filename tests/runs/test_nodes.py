@@ -458,6 +458,22 @@ def test_what_slurm_is_not_asked_for(fields: dict[str, Any], said: str) -> None:
         wb.Slurm(**fields)
 
 
+@pytest.mark.parametrize(
+    ("asked", "cores"),
+    [
+        (wb.Slurm(), 12),
+        (wb.Slurm(cpus=5), 5),
+        (wb.Slurm(cpus=0), None),
+        (wb.Slurm(options=["--exclusive"]), None),
+        (wb.Slurm(options=["--cpus-per-gpu=8"]), None),
+    ],
+)
+def test_a_job_gets_the_cores_that_its_ranks_and_workers_need(asked: wb.Slurm, cores: int | None) -> None:
+    spec = wb.RunSpec(task="text-gpt", nproc_per_node=2, threads=2, num_workers=4)
+    script = asked.script(spec, "runs/x", "x")
+    assert re.findall(r"--cpus-per-task=(\d+)", script) == ([] if cores is None else [str(cores)] * 2)  # for sbatch, and for srun
+
+
 def test_the_script_asks_for_what_was_said() -> None:
     asked = wb.Slurm(partition="gpu", cpus=8, account="me", requeue=True, setup=["module load cuda"], options=["--mem=64G"])
     spec = SPEC.replace(device="cuda", nproc_per_node=4, nnodes=2)

@@ -489,6 +489,19 @@ def test_specs_of_one_launch_agree(alone: Ranks, tmp_path: Path) -> None:
         program.train_all([spec_of(), spec_of(backend="gloo")], [tmp_path, tmp_path], alone)
 
 
+@pytest.mark.parametrize(("backend", "minutes"), [("nccl", 10), ("gloo", 30)])
+def test_nccl_knows_its_gpu_and_every_collective_has_a_limit(monkeypatch: pytest.MonkeyPatch, backend: str, minutes: int) -> None:
+    options: dict[str, Any] = {}
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **given: options.update(given))
+    monkeypatch.setattr("workbench.train.ranks.choose_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr("workbench.train.ranks.choose_backend", lambda *_: backend)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    Ranks.join(spec_of(device="cuda"))
+    assert options["timeout"].total_seconds() == 60 * minutes
+    assert options.get("device_id") == (torch.device("cuda", 0) if backend == "nccl" else None)
+
+
 def test_a_rank_says_why_it_does_not_use_the_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,7 +33,9 @@ BATCHES = (8, 32, 128)
 """Micro-batches of each."""
 STEPS = 3
 """Optimizer steps of each run; all memory that a step needs has been taken after two."""
-_QUERY = ("name", "driver_version", "memory.used")
+_QUERY = ("name", "driver_version", "memory.used", "memory.reserved")
+"""Drivers that tell what they reserve for themselves (since 510) do not count it as used, as CUDA's `mem_get_info` does not."""
+_OLD_QUERY = ("name", "driver_version")
 _PATIENCE = 30.0
 """Seconds within which nvidia-smi answers."""
 
@@ -47,7 +49,7 @@ class Gpu:
     driver: str
     """Version of the driver."""
     used: int
-    """Bytes of its memory that are in use now."""
+    """Bytes of its memory that processes use now, without what the driver reserves for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,17 +236,29 @@ def look() -> Gpu:
             "no NVIDIA GPU is visible here (/dev/nvidia0, CUDA_VISIBLE_DEVICES), and only runs on one show the memory outside of its "
             f"allocator: run `workbench calibrate` on the machine that has it, and copy {fits_file()} from there"
         )
-    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
-    if first := os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip():
-        command.append(f"--id={first}")
+    command = _nvidia_smi("gpu", _QUERY)
     try:
-        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE).stdout
-        return next(_gpus(output))
+        try:
+            return next(_gpus(_answer(command)))
+        except (subprocess.CalledProcessError, ValueError):  # an older driver, which counts as used what it reserves
+            (name, driver), *_ = csv.reader(_answer(_nvidia_smi("gpu", _OLD_QUERY)).splitlines(), skipinitialspace=True)
+            apps = _answer(_nvidia_smi("compute-apps", ("used_memory",))).split()
+            return Gpu(name=name.strip(), driver=driver.strip(), used=sum(int(size) for size in apps if size.isdigit()) * MIB)
     except (OSError, subprocess.SubprocessError, StopIteration, ValueError) as error:
         raise ValueError(
             f"no NVIDIA GPU was found: `{' '.join(command)}` did not answer ({type(error).__name__}: {error}). Is its driver "
             "installed, and does CUDA_VISIBLE_DEVICES name a whole GPU?"
         ) from error
+
+
+def _nvidia_smi(what: str, fields: Sequence[str]) -> list[str]:
+    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    return [*command, f"--id={first}"] if first else command
+
+
+def _answer(command: Sequence[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE).stdout
 
 
 def _gpus(output: str) -> Iterator[Gpu]:
@@ -253,5 +267,6 @@ def _gpus(output: str) -> Iterator[Gpu]:
     Raises:
         ValueError: it says something else.
     """
-    for name, driver, used in csv.reader(output.splitlines(), skipinitialspace=True):
+    for name, driver, used, reserved in csv.reader(output.splitlines(), skipinitialspace=True):
+        int(reserved)  # else the driver does not tell, and counts it as used
         yield Gpu(name=name.strip(), driver=driver.strip(), used=int(used) * MIB)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.core import run_directory
-from workbench.runs.errors import LESS_MEMORY, symptom_of
+from workbench.runs.errors import LESS_MEMORY, is_consequence, symptom_of
 from workbench.runs.failure import Failure
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ def _from_record(record: Mapping[str, Any]) -> _Suspect:
 
 def _from_death(failure: Failure, code: int, time_ns: int | None, late: float) -> _Suspect:
     by_torchrun = code == -signal.SIGTERM or (time_ns is not None and time_ns > late)
-    tier = 3 if by_torchrun else 1 if time_ns is None else 0
+    waited = code == -signal.SIGABRT and is_consequence(failure.message)  # NCCL's watchdog ends the ranks that wait for another one
+    tier = 3 if by_torchrun else 2 if waited else 1 if time_ns is None else 0
     return _Suspect(tier=tier, time_ns=float("inf") if time_ns is None else time_ns, failure=failure)
 
 
@@ -149,6 +150,15 @@ def _lost_machine(suspects: list[_Suspect], outcome: Mapping[str, Any]) -> Failu
 _SAME_BRANCHES = "All ranks must take the same number of steps: do they all get as many batches?"
 
 
+_WAITED = (
+    "It waited for something that another rank did not do: do all ranks take the same branches, and as many steps? Did one wait for its "
+    "data, or run out of memory? run.logs(rank) shows how far each came."
+)
+_WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: .*?(?=before timing out|$)")
+_THROWN = re.compile(r"^\s*what\(\):\s+(.*\S)")
+"""What NCCL's watchdog writes before it ends the process, and C++ about an exception that nobody caught."""
+
+
 def _exit_codes(run_dir: Path) -> dict[int, int]:
     """Exit codes of the ranks that did not end well (a signal as its negative number), from the table that torchrun prints last."""
     text = ""
@@ -161,7 +171,15 @@ def _exit_codes(run_dir: Path) -> dict[int, int]:
 def _death(run_dir: Path, rank: int, code: int, outcome: Mapping[str, Any]) -> Failure:
     """How a rank ended that left no record."""
     hint = memory = None
+    files = [path for path, number in run_directory.log_files(run_dir) if number == rank and path.name == "stderr.log"]
+    lines = run_directory.TextTail(files[-1]).read(last=True) if files else []
     match -code:
+        case signal.SIGABRT if watchdog := next(filter(None, map(_WATCHDOG.search, lines)), None):
+            kind, message, hint = "timeout", f"was ended by NCCL's watchdog: {watchdog[0].strip()}", _WAITED
+        case signal.SIGABRT if thrown := next(filter(None, map(_THROWN.search, lines)), None):
+            symptom = symptom_of(thrown[1])
+            kind, message = symptom.kind if symptom else "crash", f"crashed (SIGABRT): {thrown[1]}"
+            hint = symptom.hint if symptom else "The stack of every thread is at the end of its stderr."
         case signal.SIGKILL if outcome.get("oom_kills") or outcome.get("kernel"):
             kind, message, hint = "killed", "was killed by the kernel because memory ran out (SIGKILL)", LESS_MEMORY
             memory = _last_seen(run_dir, rank, outcome)
@@ -175,8 +193,6 @@ def _death(run_dir: Path, rank: int, code: int, outcome: Mapping[str, Any]) -> F
             kind, message, hint = "crash", f"crashed ({name})", "The stack of every thread is at the end of its stderr."
         case _:
             kind, message = "exit", f"ended with exit code {code}, without an exception"
-    files = [path for path, number in run_directory.log_files(run_dir) if number == rank and path.name == "stderr.log"]
-    lines = run_directory.TextTail(files[-1]).read(last=True) if files else []
     return Failure(rank=rank, kind=kind, message=message, traceback="\n".join(lines[-20:]) or None, hint=hint, memory=memory)
 
 

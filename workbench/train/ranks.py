@@ -20,6 +20,8 @@ from workbench.runs.spec import SHARDED, RunSpec, SpecError, ranks_per_shard
 
 FAILED_TIMEOUT = datetime.timedelta(seconds=60)
 """How long a failed rank waits for the others, which may be waiting for it in a reduction that it will never join."""
+NCCL_TIMEOUT, GLOO_TIMEOUT = datetime.timedelta(minutes=10), datetime.timedelta(minutes=30)
+"""How long a collective waits for a rank that does not come, such as one that waits for its data; then the waiting ones fail."""
 TIMEOUT = datetime.timedelta(days=7)
 """How long the others wait: an evaluation may be slow, and if a rank dies, torchrun ends them."""
 
@@ -55,7 +57,8 @@ class Ranks:
             store, rank, world_size = next(rendezvous("env://"))
         else:
             store, rank, world_size = HashStore(), 0, 1
-        dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=world_size)
+        bound = {"timeout": NCCL_TIMEOUT, "device_id": device} if backend == "nccl" else {"timeout": GLOO_TIMEOUT}
+        dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=world_size, **bound)  # type: ignore[arg-type]
         return cls(rank=rank, world_size=world_size, device=device, store=PrefixStore("ranks", store))
 
     @staticmethod

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from workbench.harness.batches import map_tensors
 from workbench.memory.estimate import building
 from workbench.memory.estimate.cuda.emulation import emulate_cuda
+from workbench.memory.estimate.cuda.overrides import replaced
 from workbench.memory.estimate.errors import EstimateError
 from workbench.memory.estimate.external_tensors import CapturedTensors
 from workbench.memory.estimate.fake_tensors import fake_tensors, foreach_on_fakes, movable_modules
@@ -319,7 +320,7 @@ def dry_run(gpu: Gpu | None) -> Iterator[DryRun]:
     """
     with contextlib.ExitStack() as stack:
         afterwards = stack.enter_context(contextlib.ExitStack())  # left last, where tensors are real again
-        for change in (fake_tensors(), movable_modules(), foreach_on_fakes()):
+        for change in (fake_tensors(), movable_modules(), foreach_on_fakes(), no_graph_capture()):
             stack.enter_context(change)
         semantics = emulate_cuda(gpu.precision, gpu.capability) if gpu else contextlib.nullcontext()
         with semantics as met:
@@ -329,6 +330,19 @@ def dry_run(gpu: Gpu | None) -> Iterator[DryRun]:
             with recorder:
                 yield DryRun(recorder=recorder)
             recorder.log.notes += [*(met.notes if met else ()), *recorder.assumed.notes, *recorder.captured.notes]
+
+
+@contextlib.contextmanager
+def no_graph_capture() -> Iterator[None]:
+    """Make optimizers not ask whether a CUDA graph is being captured, which makes a context on the GPU, where this machine has one.
+
+    Source: torch/optim/optimizer.py `_accelerator_graph_capture_health_check`, before torch 2.10 `_cuda_graph_capture_health_check`.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+            if hasattr(torch.optim.Optimizer, name):
+                stack.enter_context(replaced(torch.optim.Optimizer, name, lambda self: None))
+        yield
 
 
 @contextlib.contextmanager

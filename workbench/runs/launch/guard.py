@@ -38,7 +38,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,12 @@ LOOK_FOR_RANKS = 0.1
 """Seconds between two looks for ranks, until all are known; none after that."""
 START_OF_ALL = 5.0
 """Seconds after the first rank has started in which the others do; who has not been seen by then ended unseen."""
-END_TRIES, END_PAUSE = 100, 0.02
+END_PAUSES = 0.02, 0.2
+"""Seconds between two looks at what was killed: in the first second, and afterwards."""
+END_LIMIT = 30.0
+"""Seconds from SIGKILL within which a process is gone: one with a GPU takes until the driver has freed its memory."""
+FOREIGN_LIMIT = 2.0
+"""Seconds that those are waited for that may not be killed."""
 HEARTBEAT = 1.0
 """Seconds between two heartbeats of a guard, where there are several machines."""
 QUIET = 8.0
@@ -72,13 +77,16 @@ def end_with_parent(parent: int) -> None:
 
 
 def processes() -> Iterator[tuple[int, int]]:
-    """(pid, pid of its parent) of every process; zombies are left out, they hold nothing any more and their children have a new parent."""
+    """(pid, pid of its parent) of every process. Zombies are left out: they hold nothing any more, and their children have a new parent.
+
+    Not so a zombie with other threads, such as one in the driver of a GPU: files and memory are freed when the last thread ends.
+    """
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            state, parent, *_ = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+            state, parent, *more = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
         except OSError:  # ended while we looked
             continue
-        if state != "Z":
+        if state != "Z" or int(more[15]) > 1:
             yield int(name), int(parent)
 
 
@@ -113,20 +121,31 @@ def reap(wanted: int) -> int | None:
             code = os.waitstatus_to_exitcode(status)
 
 
-def end_all(wanted: int, run_id: str) -> int | None:
-    """Kill every descendant and reap it; the exit code of `wanted` if it was reaped here."""
-    code = None
-    for _ in range(END_TRIES):
-        left = descendants(os.getpid(), run_id)
+def end_all(wanted: int, run_id: str, beat: Callable[[], object] = int) -> int | None:
+    """Kill every descendant, and wait until it is gone; the exit code of `wanted` if it was reaped here.
+
+    Args:
+        wanted: process number of torchrun, or of the guard.
+        run_id: of the run.
+        beat: called again and again meanwhile.
+    """
+    code, began = None, time.monotonic()
+    while True:
+        left, limit = descendants(os.getpid(), run_id), FOREIGN_LIMIT
         for pid in left:
             with contextlib.suppress(OSError):  # gone already, or not ours to kill (setuid)
                 os.kill(pid, signal.SIGKILL)
+                limit = END_LIMIT
         ended = reap(wanted)
         code = ended if code is None else code
+        spent = time.monotonic() - began
         if not left:
-            break
-        time.sleep(END_PAUSE)
-    return code
+            return code
+        if spent > limit:
+            print(f"these processes still run {spent:.0f} s after SIGKILL: {', '.join(map(str, left))}", flush=True)
+            return code
+        beat()
+        time.sleep(END_PAUSES[spent > 1])
 
 
 class Deaths:
@@ -214,14 +233,19 @@ class Peers:
             self._beats[rank] = beat, now
         return now - self._beats[rank][1]
 
+    def beat(self, now: float) -> None:
+        """Write a heartbeat, if it is time for one."""
+        if now >= self.next:
+            self.next = now + HEARTBEAT
+            self._beat += 1
+            with contextlib.suppress(OSError):
+                (self._folder(self._me) / BEAT).write_text(f"{self._beat}\n")
+
     def look(self, now: float, deaths: Deaths) -> str:
         """Write a heartbeat and read those of the others; returns why to stop, "" = go on."""
         if now < self.next:
             return ""
-        self.next = now + HEARTBEAT
-        self._beat += 1
-        with contextlib.suppress(OSError):
-            (self._folder(self._me) / BEAT).write_text(f"{self._beat}\n")
+        self.beat(now)
         if deaths.places != self._status["ranks"]:
             self.publish(ranks=dict(deaths.places))
         for rank in set(range(self.count)) - {self._me}:
@@ -248,7 +272,7 @@ class Peers:
         while True:
             now = time.monotonic()
             running = [rank for rank, there in others.items() if there and not there["outcome"] and self.silent_for(rank, now) < QUIET]
-            if not running or now - began > 3 * QUIET:
+            if not running or now - began > END_LIMIT + 3 * QUIET:
                 break
             time.sleep(0.1)
             others = {rank: self.read(rank) for rank in others}
@@ -411,7 +435,7 @@ def guard(config: dict[str, Any], keeper: int) -> int:
     code, why, stopped_ns = watch(torchrun, config, deaths, woken, peers)
     peers.publish(ranks=dict(deaths.places))
     seconds = time.monotonic() - started
-    ended = end_all(torchrun, config["id"])
+    ended = end_all(torchrun, config["id"], lambda: peers.beat(time.monotonic()))
     code = ended if code is None else code
     if os.getppid() != keeper:
         return 1  # the keeper was killed: how this run ended is nobody's decision

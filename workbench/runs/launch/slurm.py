@@ -36,12 +36,13 @@ class Slurm:
     #SBATCH --ntasks-per-node=1
     #SBATCH --partition=gpu
     #SBATCH --time=1:00:00
+    #SBATCH --cpus-per-task=1
     #SBATCH --output=runs/x/slurm.log
     #SBATCH --open-mode=append
     #SBATCH --no-requeue
     # One task per machine: a guard, which starts torchrun there, watches it, and leaves nothing behind.
     export WORKBENCH_RUN_RDZV="$(python -m workbench.runs.launch.nodes begin runs/x)" || exit 1
-    srun --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 python -m workbench.runs.launch.nodes step runs/x
+    srun --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --kill-on-bad-exit=0 python -m workbench.runs.launch.nodes step runs/x
     """
 
     nodes: int | None = None
@@ -53,7 +54,7 @@ class Slurm:
     gpus: int | None = None
     """GPUs on each machine; None = as many as ranks for a spec with device="cuda", else none."""
     cpus: int | None = None
-    """Cores on each machine; None = Slurm's default."""
+    """Cores on each machine; None = those that its ranks need, threads + num_workers each; 0 = Slurm's default, which usually is one."""
     account: str | None = None
     """Whose account pays; None = the default."""
     requeue: bool = False
@@ -65,7 +66,7 @@ class Slurm:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus", "cpus"):
-            value, least = getattr(self, name), 0 if name == "gpus" else 1
+            value, least = getattr(self, name), 1 if name == "nodes" else 0
             if value is not None and not is_whole(value, least=least):
                 raise SpecError(f"Slurm({name}={value!r}): a whole number of at least {least} is allowed, or None")
         for name in ("setup", "options"):
@@ -118,9 +119,12 @@ class Slurm:
         gpus = self.gpus
         if gpus is None and isinstance(spec, RunSpec) and spec.device == "cuda":
             gpus = spec.nproc_per_node
+        cpus = self.cpus
+        if cpus is None and not any(re.match(r"(-c|--cpus-per-|--exclusive)", option) for option in self.options):
+            cpus = spec.nproc_per_node * (spec.threads + (spec.num_workers if isinstance(spec, RunSpec) else 0))
         options = {
             "job-name": re.sub(r"[^\w.-]+", "-", name), "nodes": spec.nnodes, "ntasks-per-node": 1, "partition": self.partition,
-            "time": self.time, "gpus-per-node": gpus or None, "cpus-per-task": self.cpus, "account": self.account,
+            "time": self.time, "gpus-per-node": gpus or None, "cpus-per-task": cpus or None, "account": self.account,
             "output": os.path.join(run_dir, run_directory.JOB_LOG), "open-mode": "append",
         }  # fmt: skip
         lines = ["#!/bin/bash", *(f"#SBATCH --{option}={value}" for option, value in options.items() if value is not None)]
@@ -132,9 +136,9 @@ class Slurm:
         lines.append("# One task per machine: a guard, which starts torchrun there, watches it, and leaves nothing behind.")
         here = shlex.quote(str(run_dir))
         program = f"{shlex.quote(python)} -m {NODE}"
-        cpus = f" --cpus-per-task={self.cpus}" if self.cpus else ""
+        each = f" --cpus-per-task={cpus}" if cpus else ""
         lines.append(f'export {ENV_ENDPOINT}="$({program} begin {here})" || exit 1')
-        lines.append(f"srun --ntasks={spec.nnodes} --ntasks-per-node=1{cpus} --kill-on-bad-exit=0 {program} step {here}")
+        lines.append(f"srun --ntasks={spec.nnodes} --ntasks-per-node=1{each} --kill-on-bad-exit=0 {program} step {here}")
         return "\n".join(lines) + "\n"
 
     def submit(self, run_dir: Path, run_id: str) -> None:
@@ -174,6 +178,8 @@ def _advice(text: str) -> str:
         code, partitions = slurm_queue.call("sinfo", "-h", "-o", "%R")
         if not code and partitions.split():
             return f"Its partitions are {', '.join(dict.fromkeys(partitions.split()))}."
+    if "node configuration" in text.lower() or "cpu" in text.lower():
+        return "Has a machine so many cores and GPUs? sinfo -N -o '%N %c %G' lists them: Slurm(cpus=…, gpus=…)."
     if "time limit" in text.lower():
         return 'Ask for less: Slurm(time="1:00:00"); sinfo shows the limit of each partition.'
     if "account" in text.lower():
