@@ -19,6 +19,7 @@ from pathlib import Path
 
 import workbench as wb
 from workbench.core import run_directory, units
+from workbench.runs import entrypoints
 from workbench.runs.launch import environment
 
 SCRIPT = Path(__file__).parents[1] / "tests" / "scripts" / "hello.py"
@@ -46,7 +47,7 @@ def bare_training(order: Path) -> Launch:
     def train(folder: Path) -> None:
         here = Path(tempfile.mkdtemp(dir=folder))
         shutil.copy(order / run_directory.RUN_JSON, here)
-        torchrun("-m", "workbench.train", str(here), **{run_directory.ENV_RUN_DIR: str(here)})
+        torchrun("-m", entrypoints.TRAIN, str(here), **{run_directory.ENV_RUN_DIR: str(here)})
 
     return train
 

@@ -1,19 +1,58 @@
-"""How a rank of ours starts: what is there before the task is out of the collector's way, and nothing else is."""
+"""How a rank of ours starts: what is there before the task is out of the collector's way, and torch's compiler is not there."""
 
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from workbench.core import run_directory
+from workbench.programs import lazy_dynamo
+from workbench.programs.start import libraries
 from workbench.runs.entrypoints import entrypoint
+from workbench.runs.spec import RunSpec
 
 PROGRAM = """
 import gc, json, sys, weakref
 import torch
 
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
 class Task: ...
+
+class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        return operator(*args, **(kwargs or {}))
+
+def trained(kind, compiled):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(3, 2))
+    optimizer = kind(model.parameters(), lr=0.1)
+    forward = torch.compile(model, backend="eager") if compiled else model
+    update = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = forward(torch.ones(4, 3)).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        update()
+        assert not model.module.weight.grad.requires_grad and torch.is_grad_enabled()
+        optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    return [*map(float, model.module.weight.flatten())]
+
+def losses(compiled):
+    # compiled, AdamW calculates in another order
+    return [trained(torch.optim.SGD, compiled), trained(torch.optim.AdamW, False)]
+
+def code():
+    return [function.__code__.co_filename for function in (torch.optim.SGD.step.__wrapped__, torch.optim.Optimizer.zero_grad)]
 
 def main():
     task = Task()
@@ -23,11 +62,18 @@ def main():
     del task
     swept = len(gc.get_objects())
     gc.collect()
-    print(json.dumps([sys.argv, gc.isenabled(), frozen, swept, seen, dead() is None, "torch._dynamo" in sys.modules]))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with Mode():
+        before = losses(False)
+    loaded, replaced = "torch._dynamo" in sys.modules, code()
+    after = losses(True)
+    dist.destroy_process_group()
+    collector = [gc.isenabled(), frozen, swept, seen, dead() is None]
+    print(json.dumps([sys.argv, collector, loaded, before, after, replaced, code(), torch._dynamo is sys.modules["torch._dynamo"]]))
 """
 
 
-def test_libraries_are_frozen_and_what_a_task_makes_is_collected(tmp_path: Path) -> None:
+def test_the_first_things_of_a_rank(tmp_path: Path) -> None:
     (tmp_path / "program_of_a_rank.py").write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, *entrypoint("program_of_a_rank", tmp_path / "one", tmp_path / "two")],
@@ -36,13 +82,56 @@ def test_libraries_are_frozen_and_what_a_task_makes_is_collected(tmp_path: Path)
         text=True,
         check=True,
     )
-    argv, enabled, frozen, swept, seen, dead, loaded = json.loads(done.stdout)
+    argv, (enabled, frozen, swept, seen, dead), loaded, before, after, replaced, code, same = json.loads(done.stdout)
     assert argv == ["program_of_a_rank", f"{tmp_path / 'one'}", f"{tmp_path / 'two'}"]
+    # libraries are frozen, and what a task makes is collected
     assert enabled
     assert frozen > 100 * swept
     assert seen
     assert dead
-    assert loaded
+    # a training loads no compiler; compiled, it does the same, and torch's functions are its own again
+    assert not loaded
+    assert before == after
+    assert {Path(name).name for name in replaced} == {"lazy_dynamo.py"}
+    assert {Path(name).name for name in code} == {"optimizer.py", "_compile.py"}
+    assert same
+
+
+def test_functions_of_a_torch_that_is_different_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def disable(fn: Any, recursive: Any) -> Any:
+        def inner(*args: Any) -> Any:
+            return fn(recursive, *args)
+
+        return inner
+
+    changed, plain = disable(max, 2), (lambda: lambda: 0)
+    own = changed.__code__
+    monkeypatch.setattr(lazy_dynamo, "_compile", types.SimpleNamespace(_disable_dynamo=disable))
+    monkeypatch.setattr(lazy_dynamo, "optimizer", types.SimpleNamespace(_use_grad_for_differentiable=plain))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(torch, "_dynamo", None, raising=False)
+    lazy_dynamo.defer()  # loaded: nothing to do
+    assert torch._dynamo is None
+    monkeypatch.delitem(sys.modules, lazy_dynamo.NAME)
+    lazy_dynamo.defer()
+    assert changed.__code__ is own
+    assert torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
+
+
+def test_what_a_training_loads_anyway_is_loaded_first(tmp_path: Path) -> None:
+    def of(**knobs: Any) -> set[str]:
+        spec = RunSpec(task="clipart-resnet", nproc_per_node=4, **knobs).to_json()
+        run_directory.write_json(tmp_path / run_directory.RUN_JSON, {"spec": spec})
+        return set(libraries([str(tmp_path)]))
+
+    compiler = "torch._dynamo"
+    assert of() == set(libraries([str(tmp_path / "missing")])) == set()
+    assert of(parallel="zero1") == {"torch.distributed.optim"}
+    assert of(parallel="fsdp") == of(parallel="zero2") == {compiler, "torch.distributed.fsdp"}
+    assert of(tensor_parallel=2) == {compiler, "torch.distributed.tensor.parallel"}
+    assert of(checkpointing="full") == {compiler}
+    run_directory.write_json(tmp_path / run_directory.RUN_JSON, {"spec": {"kind": "script"}})
+    assert not [*libraries([str(tmp_path)])]
 
 
 def test_an_import_that_fails_is_on_record(tmp_path: Path) -> None:

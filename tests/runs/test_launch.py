@@ -216,7 +216,7 @@ def test_a_script_runs_with_its_arguments(tmp_path: Path, monkeypatch: pytest.Mo
         "kind": "script", "script": str(HELLO), "args": ["--epochs", "1"], "nproc_per_node": 2, "nnodes": 1, "watch": False, "threads": 1,
         "profile": None,
     }  # fmt: skip
-    assert info["command"][:3] == [sys.executable, "-m", entrypoints.TORCHRUN]
+    assert info["command"][:4] == [sys.executable, "-m", entrypoints.START, entrypoints.TORCHRUN]
     assert info["command"][-6:] == ["-m", "--", "workbench.programs.script", str(HELLO), "--epochs", "1"]
     assert info["environment"]["set"]["OMP_NUM_THREADS"] == "1"
     assert {"python", "platform", "torch", *(["workbench"] if environment._installed() else [])} <= set(info["versions"])

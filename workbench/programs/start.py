@@ -1,17 +1,25 @@
 """Starts another program in a rank, after loading torch and excluding its objects from garbage collection (`gc.freeze`).
 
-torchrun starts `python -m workbench.programs.start MODULE …` once per rank; only a user's script and `alone`, in a pod, start without it.
+torchrun, which itself starts this way, starts `python -m workbench.programs.start MODULE RUN_DIR …` once per rank; only a user's script and
+`alone`, in a pod, start without it.
 
-Torch brings 300,000 objects that live as long as the process. Python's cyclic garbage collector walks over them several times while they
+Torch brings 250,000 objects that live as long as the process. Python's cyclic garbage collector walks over them several times while they
 are made, again during the training, and when the process ends: a quarter of a short run. Here the collector is off while torch is loaded,
 and leaves these objects out later (`gc.freeze`); those of a task are not left out.
 """
 
+import contextlib
 import gc
 import importlib
 import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
+from workbench.core import run_directory
 from workbench.runs import failure
+from workbench.runs.entrypoints import TORCHRUN
+from workbench.runs.spec import SHARDED
 
 
 def main() -> None:
@@ -20,13 +28,35 @@ def main() -> None:
     del sys.argv[0]
     try:
         program = importlib.import_module(sys.argv[0])
-        import torch._dynamo  # noqa: F401  # the first optimizer and DistributedDataParallel load it
+        if sys.argv[0] != TORCHRUN:
+            for library in libraries(sys.argv[1:]):
+                importlib.import_module(library)
+            from workbench.programs import lazy_dynamo  # here, since it loads torch
+
+            lazy_dynamo.defer()
     except BaseException as error:
         failure.record(error)
         raise
     gc.freeze()
     gc.enable()
     program.main()
+
+
+def libraries(run_dirs: Sequence[str]) -> Iterator[str]:
+    """The further parts of torch that trainings will load."""
+    spec: dict[str, Any]
+    for run_dir in run_dirs:
+        with contextlib.suppress(run_directory.DamagedRunError, KeyError):  # the program says so
+            spec = run_directory.read_json(Path(run_dir) / run_directory.RUN_JSON)["spec"]
+            sharded, split = spec.get("parallel") in SHARDED, spec.get("tensor_parallel", 1) > 1
+            if sharded or split or spec.get("checkpointing", "none") != "none":
+                yield "torch._dynamo"
+            if sharded:
+                yield "torch.distributed.fsdp"
+            if split:
+                yield "torch.distributed.tensor.parallel"
+            if spec.get("parallel") == "zero1":
+                yield "torch.distributed.optim"
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from workbench.runs.spec import RunSpec, SpecError
-from workbench.train.sharded_tensors import from_local_part
+from workbench.train.sharded_tensors import from_local_part, is_dtensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ def _pack(tensor: Tensor) -> Any:
     source = tensor if tensor._base is None else tensor._base
     if isinstance(source, nn.Parameter):
         return tensor
-    if isinstance(tensor, DTensor):  # of a layer under tensor parallelism
+    if is_dtensor(tensor):  # of a layer under tensor parallelism
         return tensor.device, to_host(tensor.to_local()), tensor._spec
     return tensor.device, to_host(tensor), None
 

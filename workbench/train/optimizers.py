@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -25,6 +24,7 @@ from workbench.runs.spec import IMPLEMENTATIONS, RunSpec, SpecError
 from workbench.runs.task import TaskError
 from workbench.train.large_batch_optimizers import LAMB, LARS
 from workbench.train.offload import HostOptimizer
+from workbench.train.sharded_tensors import is_dtensor
 
 _OURS: dict[str, type[Optimizer]] = {"LAMB": LAMB, "LARS": LARS}
 OPTIMIZERS: dict[str, type[Optimizer]] = {
@@ -177,7 +177,7 @@ def place_optimizer(optimizer: Optimizer, *, share: bool, group: dist.ProcessGro
 
 
 def _check_fused(optimizer: Optimizer) -> None:
-    sharded = any(isinstance(weight, DTensor) for group in optimizer.param_groups for weight in group["params"])
+    sharded = any(is_dtensor(weight) for group in optimizer.param_groups for weight in group["params"])
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if sharded and fused and not isinstance(optimizer, torch.optim.Adam):
         raise SpecError(

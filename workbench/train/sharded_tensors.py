@@ -1,18 +1,27 @@
 """Sharded tensors (torch's DTensor): this rank's part, the full tensor, parameters broadcast to all ranks, and gradient clipping."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: Any) -> "TypeGuard[DTensor]":
+    """Is it a DTensor? Before torch has loaded their module there is none, and a training that needs none does without: that takes long."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor; any other tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -25,14 +34,16 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return from_local_part(part, spec).full_tensor()
 
 
-def from_local_part(part: Tensor, spec: Any) -> DTensor:
+def from_local_part(part: Tensor, spec: Any) -> "DTensor":
     """The sharded tensor whose part on this rank is `part`; `spec` is torch's DTensorSpec."""
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
 def dtensor_spec(tensor: Tensor) -> Any:
     """How a tensor is sharded (torch's DTensorSpec); None = it is not."""
-    return tensor._spec if isinstance(tensor, DTensor) else getattr(tensor, "_dtensor_spec", None)
+    return tensor._spec if is_dtensor(tensor) else getattr(tensor, "_dtensor_spec", None)
 
 
 def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -60,7 +71,7 @@ def use_local_parameters(module: nn.Module) -> None:
     loses the parameters in the first forward.
     """
     for layer in module.modules():
-        sharded: dict[str, Any] = {name: weight for name, weight in layer._parameters.items() if isinstance(weight, DTensor)}
+        sharded: dict[str, Any] = {name: weight for name, weight in layer._parameters.items() if is_dtensor(weight)}
         for name, weight in sharded.items():
             plain = nn.Parameter(weight.to_local().detach(), requires_grad=weight.requires_grad)
             plain._dtensor_spec = weight._spec  # type: ignore[attr-defined]
@@ -120,5 +131,7 @@ def shard_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
     """The process groups over which a parameter is sharded."""
     if (spec := dtensor_spec(parameter)) is None:
         return ()
+    from torch.distributed.tensor import Partial, Replicate
+
     assert not any(isinstance(placement, Partial) for placement in spec.placements)
     return tuple(spec.mesh.get_group(axis) for axis, placement in enumerate(spec.placements) if not isinstance(placement, Replicate))

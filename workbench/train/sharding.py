@@ -9,13 +9,13 @@ reduced in fp32, and the model's output is cast to fp32, so that a loss outside 
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,6 +53,8 @@ def distribute(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.d
 
 
 def _sharded(module: nn.Module, spec: RunSpec, layout: Layout, device: torch.device) -> nn.Module:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard  # takes long
+
     kind = TYPES[spec.precision]
     fp32 = torch.float32 if kind else None
     of_blocks = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=fp32)
@@ -77,13 +79,14 @@ def accumulating(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]
     """Context of a micro-batch's forward and backward: gradients are reduced across the ranks after the `last` of a step only."""
     if isinstance(model, DistributedDataParallel):
         return contextlib.nullcontext() if last else model.no_sync()
-    if isinstance(model, FSDPModule):
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # only where models are sharded: it takes long to load
+    if fsdp and isinstance(model, fsdp.FSDPModule):
         return _unreduced(model, last)
     return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _unreduced(model: FSDPModule, last: bool) -> Iterator[None]:
+def _unreduced(model: Any, last: bool) -> Iterator[None]:
     model.set_is_last_backward(last)
     model.set_requires_gradient_sync(last)
     yield

@@ -4,28 +4,29 @@ import difflib
 from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from workbench.runs.spec import SpecError
 from workbench.runs.task import Task, TaskError
 from workbench.train.ranks import Layout
 from workbench.train.sharded_tensors import broadcast_parameters
 
-STYLES: dict[str, Any] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+STYLES: dict[str, tuple[str, str | None]] = {
+    "colwise": ("ColwiseParallel", None),
+    "rowwise": ("RowwiseParallel", None),
+    "colwise_rep": ("ColwiseParallel", "output_layouts"),
+    "colwise_gather_output": ("ColwiseParallel", "output_layouts"),
+    "embedding_rowwise": ("RowwiseParallel", "input_layouts"),
 }
 """How a layer can be split: "colwise" by its outputs, which stay split; "rowwise" by its inputs, which are already split, and the partial
 results are summed; "colwise_rep" (newer Hugging Face plans: "colwise_gather_output") by its outputs, which are gathered;
-"embedding_rowwise" by the vocabulary."""
+"embedding_rowwise" by the vocabulary. Values are torch's class and which side of the layer is not split."""
 
 
 def split_layers(module: nn.Module, task: Task, layout: Layout, device: torch.device) -> None:
@@ -43,6 +44,8 @@ def split_layers(module: nn.Module, task: Task, layout: Layout, device: torch.de
     """
     if layout.tensor is None:
         return
+    from torch.distributed.tensor import parallel  # takes long
+
     plan = task.tensor_parallel or _own_plan(module)
     if not plan:
         raise SpecError(
@@ -52,7 +55,7 @@ def split_layers(module: nn.Module, task: Task, layout: Layout, device: torch.de
         )
     styles = styles_of(module, plan, layout.tensor.size())
     broadcast_parameters(module, layout.tensor.get_group(), device)
-    parallelize_module(module, layout.tensor, styles)
+    parallel.parallelize_module(module, layout.tensor, styles)
 
 
 def _own_plan(module: nn.Module) -> dict[str, str]:
@@ -65,7 +68,7 @@ def _own_plan(module: nn.Module) -> dict[str, str]:
     }
 
 
-def styles_of(module: nn.Module, plan: Mapping[str, str], ranks: int) -> dict[str, ParallelStyle]:
+def styles_of(module: nn.Module, plan: Mapping[str, str], ranks: int) -> "dict[str, ParallelStyle]":
     """The plan with its patterns resolved: name of a module → how it is split.
 
     Args:
@@ -79,7 +82,7 @@ def styles_of(module: nn.Module, plan: Mapping[str, str], ranks: int) -> dict[st
     named = dict(module.named_modules())
     uses = Counter(weight for part in named.values() for weight in part._parameters.values() if weight is not None)
     shared = {id(weight) for weight, count in uses.items() if count > 1}
-    styles: dict[str, ParallelStyle] = {}
+    styles = dict[str, Any]()
     for pattern, style in plan.items():
         if style not in STYLES:
             raise TaskError(f"tensor_parallel plan {pattern!r}: {style!r}: allowed are {', '.join(map(repr, STYLES))}")
@@ -89,8 +92,15 @@ def styles_of(module: nn.Module, plan: Mapping[str, str], ranks: int) -> dict[st
             raise TaskError(f"tensor_parallel plan {pattern!r}: the model has no such module; near are {', '.join(map(repr, near))}")
         for name in names:
             _check(name, named[name], style, ranks, shared)
-            styles[name] = STYLES[style]()
+            styles[name] = _torch_style(style)
     return styles
+
+
+def _torch_style(name: str) -> Any:
+    from torch.distributed.tensor import Replicate, parallel
+
+    kind, whole = STYLES[name]
+    return getattr(parallel, kind)(**{whole: Replicate()} if whole else {})
 
 
 def _check(name: str, part: nn.Module, style: str, ranks: int, shared: set[int]) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.batch.analysis.noise_scale_estimator import NoiseScaleError
 from workbench.harness.peers import wait_for_gloo_at_exit
 from workbench.memory.measure.recorder import is_dense
+from workbench.train.sharded_tensors import is_dtensor
 
 LARGE_TENSOR, ROW = 2**14, 1024
 """Elements from which on a CPU the squares of a tensor are added up row by row, and elements of a row."""
@@ -130,7 +130,7 @@ class GroupNorms:
                 "this model is watched already: leave the other watch (its with block, or watch.close()) before a new one"
             )
         for weight in self._weights:
-            split = isinstance(weight, DTensor) and weight.device_mesh.size() != self._world_size
+            split = is_dtensor(weight) and weight.device_mesh.size() != self._world_size
             if split or hasattr(weight, "_dtensor_spec"):
                 raise NoiseScaleError(
                     "a layer is split over ranks (tensor parallel), and its gradient is on no single one of them: the noise scale is "
@@ -140,9 +140,9 @@ class GroupNorms:
     def _attach(self) -> None:
         self._handles.append(self._model.register_forward_pre_hook(self._forward))
         for weight in self._weights:
-            if not isinstance(weight, DTensor):
+            if not is_dtensor(weight):
                 self._hook(weight)
-        if any(isinstance(weight, DTensor) for weight in self._weights):
+        if any(is_dtensor(weight) for weight in self._weights):
             self._handles += [part.register_forward_pre_hook(self._gathered) for part in self._model.modules()]
 
     def _detach(self) -> None:
@@ -160,7 +160,7 @@ class GroupNorms:
     def _gathered(self, part: nn.Module, *_: Any) -> None:
         """Before a module's forward: FSDP2 has replaced its shards by whole tensors."""
         for weight in part._parameters.values():
-            if weight is not None and weight.requires_grad and not isinstance(weight, DTensor):
+            if weight is not None and weight.requires_grad and not is_dtensor(weight):
                 self._hook(weight)
 
     def _hook(self, weight: Tensor) -> None:
@@ -207,8 +207,10 @@ class GroupNorms:
 
     def _holders(self, weight: Tensor) -> float:
         """The number of ranks that hold the same part of a gradient."""
-        if not isinstance(weight, DTensor):
+        if not is_dtensor(weight):
             return float(self._world_size)
+        from torch.distributed.tensor import Partial, Replicate
+
         holders = 1
         for size, placement in zip(weight.device_mesh.shape, weight.placements, strict=True):
             assert not isinstance(placement, Partial)
@@ -218,7 +220,7 @@ class GroupNorms:
 
 def _values(gradient: Tensor) -> Tensor:
     """The part of a gradient on this rank, without zeros of a sparse one."""
-    mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    mine = gradient.to_local() if is_dtensor(gradient) else gradient
     return mine.coalesce().values() if mine.is_sparse else mine
 
 

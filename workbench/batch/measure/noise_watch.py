@@ -25,7 +25,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
@@ -41,6 +40,7 @@ from workbench.harness.restore import SavedState
 from workbench.timeline.loops import samples_in
 from workbench.train.loop import REPORT_INTERVAL_S
 from workbench.train.optimizers import described
+from workbench.train.sharded_tensors import is_dtensor
 from workbench.train.trainer import Trainer
 
 IN_PARTS = (
@@ -165,7 +165,7 @@ class NoiseWatch:
 
 def reduces(model: nn.Module) -> bool:
     """Do ranks reduce the gradients of this model?"""
-    return isinstance(model, DistributedDataParallel) or any(isinstance(weight, DTensor) for weight in model.parameters())
+    return isinstance(model, DistributedDataParallel) or any(is_dtensor(weight) for weight in model.parameters())
 
 
 def measure(

@@ -15,7 +15,7 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.core.package import ROOT
-from workbench.runs.entrypoints import TORCHRUN
+from workbench.runs.entrypoints import START, TORCHRUN
 from workbench.runs.launch.rendezvous import HERE
 
 SHUTDOWN = 4
@@ -49,7 +49,7 @@ def torchrun(nproc_per_node: int, logs: Path, program: list[str], run_id: str, r
     flags += ["--max-restarts", "0", "--redirects", "3", "--log-dir", str(logs)]
     if "--shutdown-timeout" in _torch_source("distributed", "run.py"):
         flags += ["--shutdown-timeout", str(SHUTDOWN)]
-    return [sys.executable, "-m", TORCHRUN, *flags, *program]
+    return [sys.executable, "-m", START, TORCHRUN, *flags, *program]
 
 
 @functools.cache
