@@ -277,8 +277,8 @@ def test_hostile_surroundings_do_no_harm(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_older_torchrun_gets_no_option_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--rdzv-backend" in environment._torchrun_source()  # the real one is found
-    monkeypatch.setattr(environment, "_torchrun_source", lambda: "")
+    assert "--rdzv-backend" in environment._torch_source("distributed", "run.py")  # the real one is found
+    monkeypatch.setattr(environment, "_torch_source", lambda *_: "")
     assert "--shutdown-timeout" not in environment.torchrun(2, tmp_path, ["train.py"], "id")
 
 
