@@ -18,6 +18,7 @@ from tests.traced import event, on_cpu, on_device, op, profiled, step, torn, wri
 from workbench.traces.analysis import reading
 from workbench.traces.analysis.reading import TraceError
 from workbench.traces.analysis.trace import Trace
+from workbench.traces.analysis.trace_set import TraceSet
 
 
 def test_a_real_trace(tmp_path: Path) -> None:
@@ -88,6 +89,18 @@ def test_one_file_in_a_directory(tmp_path: Path) -> None:
         Trace.load(tmp_path)
 
 
+def test_a_directory_of_ordinary_names(tmp_path: Path) -> None:
+    """What other programs call their files: what is a trace, their text tells."""
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    (tmp_path / "broken.json.gz").write_bytes(b"nonsense")
+    write(tmp_path / "rank_0.json.gz", on_cpu())
+    assert Trace.load(tmp_path).path.name == "rank_0.json.gz"
+    (tmp_path / "rank_1.json").write_text(json.dumps(on_cpu()))
+    found = Trace.load(tmp_path)
+    assert isinstance(found, TraceSet)
+    assert list(found) == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -116,7 +129,7 @@ def test_what_is_no_trace(tmp_path: Path, content: bytes, message: str) -> None:
 def test_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"No such file.*torch.profiler exported"):
         Trace.load(tmp_path / "a.json")
-    with pytest.raises(TraceError, match=r"has no traces: such files end in \.pt\.trace\.json"):
+    with pytest.raises(TraceError, match=r"has no traces: such files end in \.json or \.json\.gz"):
         Trace.load(tmp_path)
 
 

@@ -1,6 +1,7 @@
 """What a trace answers: exact on files written by hand, and planted costs found in real ones."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -379,3 +380,47 @@ def test_a_real_trace_without_marks(tmp_path: Path) -> None:
     trace = Trace.load(profiled(tmp_path / "real.json", marks=False))
     assert "end of one Optimizer.step" in trace.breakdown().notes[0]
     assert len(trace.steps) == 4
+
+
+def host_only() -> list[dict[str, Any]]:
+    """What is left of a device's trace where CUPTI failed: the calls of the host."""
+    return [one for one in on_device() if one["tid"] != DEVICE]
+
+
+def test_launches_without_work_are_no_cpu_that_computes(tmp_path: Path) -> None:
+    """Only the host was profiled: it was once said that the CPU computes 99 %."""
+    trace = Trace.load(write(tmp_path / "a.json", host_only(), deviceProperties=[{"name": "NVIDIA A100-SXM4-80GB"}]))
+    said = "15 launches, and no work of the device recorded: what it computes is not known"
+    assert trace.kinds.unrecorded == 15
+    assert "NVIDIA A100-SXM4-80GB (not recorded)" in str(trace.table)
+    assert trace.breakdown().mean("compute") == 0
+    for answer in (trace, trace.breakdown(), trace.critical(), trace.critical_path(), trace.idle(), trace.launches(), trace.overlap()):
+        assert said in str(answer), type(answer)
+    assert trace.explain().verdict == "inconclusive"
+    assert "15 launches, and no work of the device recorded" in trace.explain().why
+    assert trace.critical().name == ""
+    assert math.isnan(trace.idle().share)
+    for quiet in (trace.kernels(), trace.modules(), trace.sequences(), trace.roofline(), trace.copies(), trace.collectives()):
+        str(quiet)
+    again = Breakdown.from_json(json.loads(json.dumps(trace.breakdown().to_json())))
+    assert again.unrecorded == 15
+    cpu = Trace.load(write(tmp_path / "b.json", on_cpu(), deviceProperties=[{"name": "NVIDIA A100-SXM4-80GB"}]))
+    assert "the CPU" in str(cpu.table)
+    assert cpu.explain().verdict == "data-bound"
+
+
+def test_a_copy_that_blocks_on_rocm_is_a_wait(tmp_path: Path) -> None:
+    """`.item()` calls hipMemcpyWithStream, which returns when all before it and the copy are over: 26 % were once the host's."""
+    rows: list[dict[str, Any]] = []
+    for number, at in ((1, 0), (2, 1000)):
+        call, copy = launched("CopyDeviceToHost", at + 20, at + 905, 5, 10 * number + 1, "gpu_memcpy")
+        launch, kernel = launched("Cijk_Ailk_Bljk_BBS_BH", at + 5, at + 20, 870, 10 * number)
+        launch["name"] = "hipLaunchKernel"
+        rows += [step(number, at, 1000), op("aten::mm", at, 10), launch, kernel, {**call, "name": "hipMemcpyWithStream", "dur": 900}, copy]
+    trace = Trace.load(write(tmp_path / "a.json", rows))
+    path = trace.critical_path()
+    assert path.share("host") < 0.03
+    assert path.share("launch") < 0.03
+    assert path.share("compute") == pytest.approx(0.87, abs=0.02)
+    assert trace.critical().name == "device"
+    assert next(cause.seconds for cause in trace.idle().causes if cause.cause == "waiting") == pytest.approx(25 * US)

@@ -274,7 +274,7 @@ def test_files_of_several_jobs(tmp_path: Path) -> None:
     [
         ([], "names none"),
         (["nothing"], "nothing"),
-        (["."], "has no traces: such files end in .pt.trace.json or .pt.trace.json.gz"),
+        (["."], "has no traces: such files end in .json or .json.gz, and have traceEvents"),
         (["rank0.json", "rank0b.json"], "two traces of rank 0: rank0.json and rank0b.json"),
         (["rank0.json", "other.json"], "other.json does not say of which rank it is"),
     ],

@@ -126,7 +126,9 @@ def bottleneck(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Bot
         if busy:
             rows.append(Resource(name=name, busy=busy / 1e9 / count, alone=alone / 1e9 / count, ceiling=(step - alone) / 1e9 / count))
     remarks = list(windows.notes)
-    if kinds.device and not kinds.where("operator", "runtime").any():
+    if kinds.unrecorded:
+        rows.clear()
+    elif kinds.device and not kinds.where("operator", "runtime").any():
         remarks.append("the file has no events of the host: whether it holds the device back is not known")
     return Bottleneck(
         rows=tuple(sorted(rows, key=lambda row: -row.alone)),

@@ -71,6 +71,8 @@ class Breakdown(display.Shown, JsonDataclass):
     """Who computes: "device" or "cpu"."""
     notes: tuple[str, ...] = ()
     """What is missing, and what the numbers cannot say."""
+    unrecorded: int = 0
+    """Launches of which the file has no work."""
 
     def mean(self, part: str = "total") -> float:
         """Mean seconds of a part, or of the step.
@@ -138,7 +140,7 @@ def breakdown(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Brea
         StepParts(step=number, total=total / 1e9, **dict(zip(PARTS, parts, strict=True)))
         for number, total, *parts in zip(windows.numbers.tolist(), lengths.tolist(), *columns, strict=True)
     )
-    return Breakdown(steps=steps, device="device" if kinds.device else "cpu", notes=(*windows.notes, *notes))
+    return Breakdown(steps=steps, device="device" if kinds.device else "cpu", notes=(*windows.notes, *notes), unrecorded=kinds.unrecorded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

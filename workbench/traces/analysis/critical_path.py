@@ -232,7 +232,8 @@ class PathFinder:
         """What a piece of work waited for last: the next piece of work (-1: the host), from when on, as what, and the host's thread."""
         begin, ahead, call = self.start[work], self.ahead[work], self.call[work]
         before = min(self.end[ahead], begin) if ahead >= 0 else -1
-        launched = min(self.end[call], begin) if call >= 0 else -1
+        waits = call >= 0 and (self.kind[call] == "wait" or call in self.blocking)  # it launches, and then waits for what it launched
+        launched = min(self.start[call] if waits else self.end[call], begin) if call >= 0 else -1
         other = self._other_stream(work, max(before, launched))
         if other >= 0:
             return other, self.end[other], "queue", lane
@@ -336,7 +337,7 @@ def critical_path(columns: Columns, kinds: Kinds, windows: Windows, notes: Seque
     total = sum(whole.values())
     rows = sorted(whole.items(), key=lambda item: -item[1])
     remarks = list(windows.notes)
-    if kinds.device and all(call < 0 for call in ready.call.values()):
+    if kinds.device and not kinds.unrecorded and all(call < 0 for call in ready.call.values()):
         remarks.append("the file does not link work of the device to the calls that launch it: the path does not come back to the host")
     return CriticalPath(
         parts=tuple(PathPart(part=part, seconds=length / 1e9 / count, share=length / total) for part, length in rows),

@@ -41,7 +41,9 @@ COLLECTIVE_KERNEL = re.compile(r"nccl|rccl|nvshmem|multimem_|_shot_all_reduce|cr
 """Kernels that carry no "Collective name": every file before torch 2.1, and libraries beside NCCL."""
 HOST_COLLECTIVE = re.compile(r"(gloo|mpi|ucc):")
 COLLECTIVE_CALL = re.compile(r"c10d::|record_param_comms$")
-WAITS = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize|(cuda|hip)Memcpy$")
+WAITS = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize|(cuda|hip)Memcpy$|hipMemcpyWithStream$|cu(Ctx|Stream|Event)Synchronize")
+"""`hipMemcpyWithStream` is ROCm's blocking copy: what `.item()` calls there."""
+LAUNCHES = re.compile(r"(cuda|hip|cu)(Ext)?(Module)?(Launch(Cooperative)?Kernel|GraphLaunch)")
 
 
 def kind_of(label: Label) -> str:
@@ -84,8 +86,19 @@ class Kinds:
         self._code = self._of[columns.label]
         self._codes = codes
         self._covers: dict[str, Spans] = {}
-        self.device = bool(np.isin(self._code, [codes[kind] for kind in DEVICE]).any())
+        recorded = np.isin(self._code, [codes[kind] for kind in DEVICE]).any()
+        self.unrecorded = 0 if recorded else int(columns.where(lambda label: bool(LAUNCHES.match(label.name))).sum())
+        """Launches of work of which the file has nothing: CUPTI failed, or only the host was profiled."""
+        self.device = bool(recorded or self.unrecorded)
         """Did a device other than the CPU work?"""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the file lacks."""
+        if not self.unrecorded:
+            return ()
+        count = f"{self.unrecorded:,} launch{'es' * (self.unrecorded > 1)}"
+        return (f"{count}, and no work of the device recorded: what it computes is not known",)
 
     @property
     def codes(self) -> NDArray[np.int8]:

@@ -70,6 +70,14 @@ def explain(breakdown: Breakdown, overlap: Overlap, *, marked: bool, ranks: int 
             cannot=cannot,
             shares={},
         )
+    if breakdown.unrecorded:
+        return Explanation(
+            verdict="inconclusive",
+            why=f"{breakdown.unrecorded:,} launches, and no work of the device recorded: only the host was profiled, or CUPTI failed",
+            next="trace with ProfilerActivity.CUDA, where no other profiler runs and the driver lets users profile: wb.trace(step, loader)",
+            cannot=cannot,
+            shares=shares,
+        )
     part = max(VERDICTS, key=lambda name: shares[name])
     seconds = f"{units.seconds(breakdown.mean(part))} of {units.seconds(breakdown.mean())}, {units.percent(shares[part])}"
     if not marked and part in ("idle", "other", "host"):

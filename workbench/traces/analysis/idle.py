@@ -182,6 +182,8 @@ def idle(columns: Columns, kinds: Kinds, windows: Windows, notes: Sequence[str] 
     if not isinstance(gap, Real) or not 0 <= gap < float("inf"):
         raise ValueError(f"gap={gap!r}: seconds are allowed, from 0 on; 30e-6 is what HolisticTraceAnalysis has in effect")
     spans = windows.spans
+    if kinds.unrecorded:
+        return Idle(who="device", step_seconds=float("nan"), causes=(), gaps=(), notes=(*windows.notes, *notes))
     cover, count = union(spans), max(1, len(spans))
     lane = training_lane(columns, kinds)
     who, busy, order = (

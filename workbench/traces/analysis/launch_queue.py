@@ -137,8 +137,8 @@ def queue(called: Numbers, started: Numbers) -> tuple[Numbers, Numbers]:
 
 def launches(columns: Columns, kinds: Kinds, spans: Spans, notes: Sequence[str] = ()) -> Launches:
     """Measure the launches of a whole file, and the queues over its steps."""
-    if not kinds.device:
-        return Launches(rows=(), notes=(NONE,))
+    if not kinds.device or kinds.unrecorded:
+        return Launches(rows=(), notes=kinds.notes or (NONE,))
     joined = pairs(columns, kinds)
     if not len(joined.work):
         return Launches(rows=(), notes=(UNLINKED,))

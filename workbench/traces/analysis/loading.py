@@ -6,10 +6,12 @@ that does not fit, is damaged or was written by something else is ignored and wr
 
 import contextlib
 import dataclasses
+import gzip
 import hashlib
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,11 @@ from workbench.traces.analysis.reading import Reading, TraceError
 TRACES = "traces"
 """Folder of a run directory."""
 NAMES = (".pt.trace.json", ".pt.trace.json.gz", "trace.json", "trace.json.gz")
-"""How files of traces end."""
+"""How files of traces usually end."""
+OTHER_NAMES = (".json", ".json.gz")
+"""How others end: whether these are traces their text tells."""
+HEADER = 2**20
+"""Bytes of a file in which its events begin, if it is a trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +91,22 @@ def files(where: Path) -> list[Path]:
         return [where]
     paths = _traces_in(where) or (_traces_in(where / TRACES) if (where / TRACES).is_dir() else [])
     if not paths:
-        raise TraceError(f"{where} has no traces: such files end in {' or '.join(NAMES[:2])}")
+        raise TraceError(f"{where} has no traces: such files end in {' or '.join(OTHER_NAMES)}, and have traceEvents")
     return paths
 
 
 def _traces_in(folder: Path) -> list[Path]:
-    """The files of a directory that are traces by their names; hidden ones are not."""
-    return sorted(path for path in folder.iterdir() if path.name.endswith(NAMES) and not path.name.startswith("."))
+    """The files of a directory that are traces by their names or else, if there are none, by their text; hidden ones are not."""
+    paths = sorted(path for path in folder.iterdir() if path.name.endswith(OTHER_NAMES) and not path.name.startswith("."))
+    return [path for path in paths if path.name.endswith(NAMES)] or [path for path in paths if _has_events(path)]
+
+
+def _has_events(path: Path) -> bool:
+    """Does a file begin as a trace does?"""
+    with contextlib.suppress(OSError, EOFError, zlib.error), gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as file:
+        text = file.read(HEADER)
+        return b'"traceEvents"' in text or (text.lstrip().startswith(b"[") and b'"ph"' in text)
+    return False
 
 
 def _ranks(value: object) -> tuple[int | None, int | None]:

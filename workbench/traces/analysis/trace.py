@@ -296,7 +296,7 @@ class Trace(Shown):
             ["events", f"{len(self.columns):,} on {len(self.columns.lanes)} threads and streams"],
             ["time", units.seconds(self.seconds)],
             ["steps", f"{len(self.steps)}" if self.windows.marked else "no marks"],
-            ["computes", ", ".join(dict.fromkeys(self.devices)) or ("a device" if self.kinds.device else "the CPU")],
+            ["computes", self._computes],
         ]
         if self.rank is not None:
             rows.append(["rank", f"{self.rank} of {self.world_size or units.MISSING}"])
@@ -304,6 +304,12 @@ class Trace(Shown):
             rows.append(["slowed down", f"by {units.percent(self.slowdown)}, against steps of the same run without the profiler"])
         note = "; ".join([*self.windows.notes, *self.notes]) or None
         return display.Table(columns=("trace", self.path.name), rows=rows, note=note)
+
+    @property
+    def _computes(self) -> str:
+        if not self.kinds.device:
+            return "the CPU"
+        return f"{', '.join(dict.fromkeys(self.devices)) or 'a device'}{' (not recorded)' * bool(self.kinds.unrecorded)}"
 
     def __repr__(self) -> str:
         return f"Trace({self.path.name!r}, {len(self.columns):,} events, {len(self.steps)} steps)"

@@ -52,8 +52,9 @@ def windows(columns: Columns, kinds: Kinds) -> Windows:
     marks, numbers, notes = _marks(columns, kinds)
     if not len(marks):
         return _unmarked(columns, kinds)
+    notes += kinds.notes
     host = np.stack([marks[:, 0], np.append(marks[1:, 0], max(marks[-1, 1], marks[-1, 0]))], axis=1)
-    if not kinds.device:
+    if not kinds.device or kinds.unrecorded:
         return Windows(spans=host, numbers=numbers, marked=True, notes=notes)
     return _on_device(columns, kinds, host, numbers, notes)
 
@@ -82,16 +83,16 @@ def _unmarked(columns: Columns, kinds: Kinds) -> Windows:
         return Windows(spans=NONE, numbers=np.empty(0, dtype=np.int64), marked=False, notes=("the trace has no events",))
     steps = np.array([label.name.startswith("Optimizer.step#") for label in columns.labels])[columns.label] & kinds.where("optimizer")
     ends = np.unique(columns.end[steps])
-    if len(ends) >= 3 and len(np.unique(columns.label[steps])) == 1 and not kinds.device:
+    if len(ends) >= 3 and len(np.unique(columns.label[steps])) == 1 and (not kinds.device or kinds.unrecorded):
         return Windows(
             spans=np.stack([ends[:-1], ends[1:]], axis=1),
             numbers=np.arange(1, len(ends)),
             marked=False,
-            notes=("the trace has no step marks: a step goes from the end of one Optimizer.step to the end of the next",),
+            notes=("the trace has no step marks: a step goes from the end of one Optimizer.step to the end of the next", *kinds.notes),
         )
     whole = np.array([[columns.start.min(), columns.end.max()]])
     note = "the trace has no step marks (a profiler without a schedule writes none): all of it counts as one step"
-    return Windows(spans=whole, numbers=np.zeros(1, dtype=np.int64), marked=False, notes=(note,))
+    return Windows(spans=whole, numbers=np.zeros(1, dtype=np.int64), marked=False, notes=(note, *kinds.notes))
 
 
 def _on_device(columns: Columns, kinds: Kinds, host: Spans, numbers: Numbers, notes: tuple[str, ...]) -> Windows:
