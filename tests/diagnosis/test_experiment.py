@@ -298,6 +298,19 @@ def test_what_is_refused_before_anything_is_called(step: Any, options: dict[str,
         experiment(step, [1], **options)
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_model_without_values_is_refused_and_its_step_not_blamed(given: bool) -> None:
+    model, called = nn.Linear(4, 4, device="meta"), []
+
+    def step(batch: Any) -> None:
+        called.append(batch)
+        model(batch).sum().backward()
+
+    with pytest.raises(DiagnoseError, match=r"the weights of Linear.* are on the device meta: .* wb\.estimate_memory"):
+        experiment(step, [torch.zeros(2, 4, device="meta")] * 9, model=model if given else None, budget_s=1)
+    assert called == []
+
+
 def test_not_even_a_model_is_needed() -> None:
     evidence = experiment(lambda batch: sum(range(2000)), [[1, 2]] * 30, budget_s=1)
     assert (evidence.parameters, evidence.optimizer, evidence.samples) == (None, None, None)

@@ -98,7 +98,7 @@ def test_a_directory_that_goes_away_while_the_run_goes_on(by_hand: Make) -> None
 
 @pytest.mark.parametrize("outside", ["../../../etc", "/etc", "../..", "000/../..", 5])
 def test_no_path_leads_out_of_the_directory(by_hand: Make, outside: Any) -> None:
-    with pytest.raises(DamagedRunError, match=r"launch_dir=.* leads out of it"):
+    with pytest.raises(DamagedRunError, match="launch_dir"):
         Run.load(by_hand(launch_dir=outside).path)
 
 
@@ -203,3 +203,27 @@ def test_a_run_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     finally:
         os.umask(before)
     assert made.path.stat().st_mode & 0o777 == 0o700
+
+
+class Executed:
+    """What a pickle of this would do to who unpickles it."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def test_a_checkpoint_is_never_unpickled(tmp_path: Path) -> None:
+    import torch
+
+    from workbench.train import checkpoint_file
+
+    path, mark = tmp_path / "step00000001.pt", tmp_path / "executed"
+    torch.save({"step": 1, "model": Executed(mark)}, path)
+    with pytest.raises(checkpoint_file.UnusableCheckpointError):
+        checkpoint_file.load(path, torch.device("cpu"))
+    assert not mark.exists()
+    torch.load(path, weights_only=False)
+    assert mark.exists()  # it would have

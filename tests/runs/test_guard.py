@@ -103,6 +103,24 @@ def test_outcome(guarded: Callable[..., Guarded], code: str, state: str, returnc
     assert 0 < outcome["seconds"] < 30
 
 
+FOLDER = """
+import os
+from workbench.core.temporary import use_multiprocessing_folder
+use_multiprocessing_folder()
+import multiprocessing.util, pathlib, sys
+pathlib.Path(sys.argv[1]).write_text(multiprocessing.util.get_temp_dir())
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_no_folder_of_multiprocessing_stays(guarded: Callable[..., Guarded], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert guarded(FOLDER, f"{tmp_path / 'folder'}", run_dir=tmp_path / "run").outcome()["returncode"] == -9
+    folder = Path((tmp_path / "folder").read_text())
+    assert folder.name.startswith("pymp-")
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize(("code", "status"), [("pass", 0), ("raise SystemExit(7)", 1)])
 def test_the_step_of_a_job_ends_as_the_run_does(guarded: Callable[..., Guarded], code: str, status: int) -> None:
     each = guarded(code, launcher=None)

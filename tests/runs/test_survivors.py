@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,7 @@ def gone(run: wb.Run) -> float:
         assert time.monotonic() - start < LIMIT, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
         time.sleep(0.02)
     run.wait(timeout=5)  # the very last one may still be closing its files
+    assert not list(Path(tempfile.gettempdir()).glob(f"pymp-{run.id[:12]}*"))  # of multiprocessing
     return time.monotonic() - start
 
 

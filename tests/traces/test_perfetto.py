@@ -68,12 +68,22 @@ def test_nobody_outside_is_asked(shown: Perfetto) -> None:
 
 
 def test_it_answers_by_its_own_name_only_and_leaves_its_folder_to_nobody(shown: Perfetto) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", int(shown.url.rsplit(":", 1)[1].strip("/")), timeout=30)
-    connection.request("GET", "/localtrace", headers={"Host": "elsewhere.example"})
-    answer = connection.getresponse()
-    assert answer.status == 403
-    answer.read()
-    connection.close()
+    host, secret = shown.url.removeprefix("http://").strip("/").split("/")
+    for method in ("GET", "HEAD"):
+        for path, headers in (
+            (f"/{secret}/localtrace", {"Host": "elsewhere.example"}),
+            (f"/{secret}/index.html", {"Host": "elsewhere.example:80"}),
+            ("/localtrace", {}),
+            ("/", {}),
+            ("/v1/frontend_bundle.js", {}),  # it has the secret
+            (f"/{secret[:-1]}/localtrace", {}),
+        ):
+            connection = http.client.HTTPConnection(host, timeout=30)
+            connection.request(method, path, headers=headers)
+            assert connection.getresponse().status == 403, (method, path)
+            connection.close()
+    with urllib.request.urlopen(urllib.request.Request(shown.url, method="HEAD"), timeout=30) as answer:
+        assert answer.status == 200
     with pytest.raises(urllib.error.HTTPError, match="404"):
         asked(shown, "../__init__.py")
     shown.path.unlink()

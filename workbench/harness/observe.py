@@ -195,7 +195,7 @@ def discover_training(step: Any, model: Any, optimizer: Any, loader: Any, notes:
     """The models and optimizers that are given, and everything else that the step reaches; what was found without being given is noted.
 
     Raises:
-        DiagnoseError: no module, no optimizer.
+        DiagnoseError: no module, no optimizer; or a model whose weights have no values.
     """
     models = _several(model, nn.Module, "model", "a torch.nn.Module")
     optimizers = _several(optimizer, Optimizer, "optimizer", "a torch.optim.Optimizer")
@@ -206,6 +206,12 @@ def discover_training(step: Any, model: Any, optimizer: Any, loader: Any, notes:
         notes.append(f"found behind step: the model {', '.join(map(describe, state.models))}")
     else:
         notes.append("no model was found behind step: it could not be put back to what it was before. Try model=…")
+    meta = [model for model in state.models if any(weight.is_meta for weight in model.parameters())]
+    if meta and (models or len(meta) == len(state.models)):
+        raise DiagnoseError(
+            f"the weights of {describe(meta[0])} are on the device meta: they have shapes and no values: no step can be measured. "
+            'Build the model on a real one, such as torch.device("cpu"); from shapes alone wb.estimate_memory(model, batch=…) predicts'
+        )
     if optimizers:
         state.optimizers[:] = [*optimizers, *(found for found in state.optimizers if found not in optimizers)]
     elif state.optimizers:
@@ -270,7 +276,7 @@ def recorded_precisions(models: Sequence[nn.Module], device: torch.device) -> It
     names = {dtype: name for name, dtype in DTYPES.items()}
 
     def called(*_: Any) -> None:
-        if torch.is_autocast_enabled(device.type):
+        if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
             seen.append(names.get(torch.get_autocast_dtype(device.type), "fp32"))
 
     handles = [

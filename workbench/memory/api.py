@@ -265,7 +265,7 @@ def _rows(changes: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]) ->
         }
         rows: list[Mapping[str, Any]] = [{name: value} for name, values in listed.items() for value in values]
     else:
-        rows = list(changes)
+        rows = list(changes) if isinstance(changes, Iterable) else []
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         raise ValueError(
             f"compare_memory(changes={changes!r:.80}): give the changes to compare: [{{'precision': 'amp_bf16'}}, {{'micro_batch': 8}}] "

@@ -116,6 +116,9 @@ def would_fit(run: Run | str | os.PathLike[str], *, margin: float = MARGIN) -> W
     Raises:
         ValueError: it is a script's, did not run out of memory, or the memory that it had is not known; or its task cannot be estimated.
     """
+    if not isinstance(run, Run | str | os.PathLike):
+        instead = " Of a spec: wb.max_micro_batch(spec, …)." if isinstance(run, RunSpec) else ""
+        raise ValueError(f"would_fit({run!r:.80}): expected a run whose memory ran out, or the path of its directory.{instead}")
     run = run if isinstance(run, Run) else Run.load(run)
     failure = run.error
     reason = failure and (failure.memory or OutOfMemory.parse(failure.message))

@@ -21,6 +21,7 @@ import types
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from workbench.core.temporary import use_multiprocessing_folder
 from workbench.runs import failure
 from workbench.runs.profile import Profile
 
@@ -110,6 +111,7 @@ def _as_from(script: str, error: BaseException) -> BaseException:
 def main() -> None:
     """Read the command line, prepare what it asks for, and run the script."""
     words = sys.argv[1:]
+    use_multiprocessing_folder()
     sys.meta_path.insert(0, _TeardownWatch())  # before anything imports torch
     if words[0] == "--watch":
         words.pop(0)

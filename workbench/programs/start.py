@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
+from workbench.core.temporary import use_multiprocessing_folder
 from workbench.runs import failure
 from workbench.runs.entrypoints import TORCHRUN
 from workbench.runs.spec import SHARDED
@@ -29,6 +30,7 @@ def main() -> None:
     try:
         program = importlib.import_module(sys.argv[0])
         if sys.argv[0] != TORCHRUN:
+            use_multiprocessing_folder()
             for library in libraries(sys.argv[1:]):
                 importlib.import_module(library)
             from workbench.programs import lazy_dynamo  # here, since it loads torch

@@ -433,8 +433,8 @@ class Run:
         """One line: state, steps, throughput; then the error, if there is one, and a line per note."""
         try:
             state = self.state
-        except RunGoneError as error:
-            return str(error)
+        except RunGoneError as gone:
+            return str(gone)
         done, steps = self.progress
         parts = [state, f"{done} of {steps} steps" if steps else f"{done} steps"]
         if state == "queued":

@@ -34,9 +34,11 @@ import errno
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -146,6 +148,12 @@ def end_all(wanted: int, run_id: str, beat: Callable[[], object] = int) -> int |
             return code
         beat()
         time.sleep(END_PAUSES[spent > 1])
+
+
+def remove_temporary(config: dict[str, Any]) -> None:
+    """Delete the folder that multiprocessing had in the processes of the run; see `core/temporary.py`."""
+    machine = (config.get("node") or {}).get("rank", 0)
+    shutil.rmtree(os.path.join(tempfile.gettempdir(), f"pymp-{config['id'][:12]}-{machine}"), ignore_errors=True)
 
 
 class Deaths:
@@ -436,6 +444,7 @@ def guard(config: dict[str, Any], keeper: int) -> int:
     peers.publish(ranks=dict(deaths.places))
     seconds = time.monotonic() - started
     ended = end_all(torchrun, config["id"], lambda: peers.beat(time.monotonic()))
+    remove_temporary(config)
     code = ended if code is None else code
     if os.getppid() != keeper:
         return 1  # the keeper was killed: how this run ended is nobody's decision
@@ -476,6 +485,7 @@ def main() -> int:
         pass
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the pid it would be passed on to is free now
     end_all(child, config["id"])
+    remove_temporary(config)
     return 0 if config["launcher"] else int(ended[1] != 0)
 
 

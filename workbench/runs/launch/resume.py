@@ -102,6 +102,8 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None) -> Ended:
     Raises:
         LaunchError: it cannot go on, and why.
     """
+    if not isinstance(old, Run | str | os.PathLike):
+        raise LaunchError(f"resume={old!r:.80}: expected a run that has ended, or the path of its directory")
     run = Run.load(old.path if isinstance(old, Run) else old)
     info = run_directory.read_json(run.path / run_directory.RUN_JSON)
     spec = _checked_spec(run, info, target)

@@ -210,7 +210,7 @@ class Reading(Generic[E]):
         if not text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
             return "is no JSON: a trace is what torch.profiler exports with export_chrome_trace or tensorboard_trace_handler"
         return (
-            'has no "traceEvents": it is other JSON, or was cut before them. '
+            'has no list of "traceEvents": it is other JSON, or was cut before them. '
             "A trace is what torch.profiler exports with export_chrome_trace or tensorboard_trace_handler"
         )
 

