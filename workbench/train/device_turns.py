@@ -76,6 +76,7 @@ class DeviceTurns:
         self._device = device
         self._memory = memory or (GpuMemory(device) if device.type == "cuda" else None)
         self._resting: dict[Trainer, list[tuple[torch.UntypedStorage, Tensor]]] = {}
+        self._copies: dict[int, Tensor] = {}  # in main memory, by storage: they serve each turn, since new memory is slow at first
         self._peaks: dict[Trainer, int] = {}
         self._sizes: dict[Trainer, int] = {}
         self._active: Trainer | None = None
@@ -101,6 +102,8 @@ class DeviceTurns:
         for storage, copy in self._resting.pop(trainer, []):
             storage.resize_(copy.nbytes)
             _bytes_of(storage).copy_(copy)
+        if self._together:
+            self._copies.clear()
         self._active = trainer
         self._memory.reset()
 
@@ -118,11 +121,15 @@ class DeviceTurns:
 
     def _rest(self, trainer: Trainer) -> None:
         assert self._memory is not None
-        copies = []
+        resting = []
         for storage in storages_of(trainer, self._device):
-            copies.append((storage, _bytes_of(storage).to("cpu", copy=True)))
+            size, copy = storage.nbytes(), self._copies.get(storage._cdata)
+            if copy is None or copy.nbytes != size:
+                copy = self._copies[storage._cdata] = torch.empty(size, dtype=torch.uint8)
+            copy.copy_(_bytes_of(storage))
             storage.resize_(0)
-        self._resting[trainer] = copies
+            resting.append((storage, copy))
+        self._resting[trainer] = resting
         self._memory.release()
 
 

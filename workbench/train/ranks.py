@@ -58,7 +58,7 @@ class Ranks:
         else:
             store, rank, world_size = HashStore(), 0, 1
         bound = {"timeout": NCCL_TIMEOUT, "device_id": device} if backend == "nccl" else {"timeout": GLOO_TIMEOUT}
-        dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=world_size, **bound)  # type: ignore[arg-type]
+        dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=world_size, **bound)
         return cls(rank=rank, world_size=world_size, device=device, store=PrefixStore("ranks", store))
 
     @staticmethod
