@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import workbench as wb
 from workbench.core import run_directory
 from workbench.core.vocabulary import PHASES
-from workbench.timeline import rank_log
+from workbench.timeline import marks, rank_log
 from workbench.timeline.loops import samples_in
 from workbench.timeline.marks import DeviceRecorder, HostRecorder, new_recorder
 from workbench.timeline.steps import StepBuilder, read_iteration
@@ -533,6 +533,24 @@ def test_events_go_to_the_stream_of_the_device_of_the_recorder() -> None:
         with timer("forward"):
             device.work(1)
     assert device.streams == {"stream of 3"}
+
+
+def test_a_stream_is_made_once_and_the_current_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, now = list[tuple[int, int, int]](), (0, 3, 1)
+
+    def stream(*, stream_id: int, device_index: int, device_type: int) -> str:
+        made.append((stream_id, device_index, device_type))
+        return f"stream {stream_id}"
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda device: now if device == 3 else (9, device, 1), raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    current = marks._current_stream(torch)
+    assert [current(3), current(3)] == ["stream 0"] * 2
+    now = (7, 3, 1)
+    assert [current(3), current(3)] == ["stream 7"] * 2
+    assert made == [(0, 3, 1), (7, 3, 1)]
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentStream")  # another torch
+    assert marks._current_stream(torch) is torch.cuda.current_stream
 
 
 @pytest.mark.parametrize(("given", "index"), [("cuda:1", 1), (torch.device("cuda", 2), 2), ("cuda", 3), (None, 3)])

@@ -172,6 +172,23 @@ class DeviceRecorder:
             self._done.extend((self._time, code))
 
 
+def _current_stream(torch: Any) -> "Callable[[int | None], torch.cuda.Stream | None]":
+    """`torch.cuda.current_stream`, with each stream made once: making it anew is half the cost of a mark."""
+    raw = getattr(torch._C, "_cuda_getCurrentStream", None)
+    if raw is None:
+        return torch.cuda.current_stream  # type: ignore[no-any-return]
+    known: dict[tuple[int, int, int], Any] = {}
+
+    def current(device: int | None) -> Any:
+        key = raw(torch.cuda.current_device() if device is None else device)
+        stream = known.get(key)
+        if stream is None:
+            stream = known[key] = torch.cuda.Stream(stream_id=key[0], device_index=key[1], device_type=key[2])
+        return stream
+
+    return current
+
+
 def new_recorder(device: "torch.device | str | None" = None) -> MarkRecorder:
     """A recorder for work on `device`, without an index the current one; None = on the device's clock if this process uses CUDA already."""
     torch = sys.modules.get("torch")
@@ -182,6 +199,6 @@ def new_recorder(device: "torch.device | str | None" = None) -> MarkRecorder:
     return DeviceRecorder(
         lambda: cuda.Event(enable_timing=True),
         cuda.is_current_stream_capturing,
-        stream=cuda.current_stream,
+        stream=_current_stream(torch),
         device=cuda.current_device() if index is None else index,
     )

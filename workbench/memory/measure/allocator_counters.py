@@ -127,6 +127,8 @@ class OnDevice(Allocations):
     def begin(self) -> None:
         self._close()
         torch.cuda.synchronize(self._device)
+        if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):
+            clear()  # or what cuBLAS keeps since an earlier step would be in no peak
         torch.cuda.reset_peak_memory_stats(self._device)
         self._floor = torch.cuda.memory_allocated(self._device)
 

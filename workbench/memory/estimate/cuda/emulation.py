@@ -22,6 +22,7 @@ operators of the torch that is installed here:
 | LSTM cell | fused, saves the gates | recurrent |
 | embedding | sorting scratch in backward (distinct rows: as if drawn uniformly); bags of indices kept | operators |
 | indexing, gather, max, topk, … | sorting scratch in backward; gradients in place also for fake tensors | operators |
+| sum, mean | partial sums in global memory where few outputs are summed over many rows, as a bias's gradient is | reductions |
 | CTC loss | runs on fake tensors; targets as long as their tensor is wide | operators |
 | convolution | no scratch of the CPU; cuDNN's by `convolution_workspace`, 0 unless given | operators |
 | optimizers, clip_grad_norm_ | foreach by default | device_redirection |
@@ -45,7 +46,7 @@ from types import ModuleType
 
 import torch
 
-from workbench.memory.estimate.cuda import attention, autocast, device_redirection, operators, recurrent
+from workbench.memory.estimate.cuda import attention, autocast, device_redirection, operators, recurrent, reductions
 from workbench.memory.estimate.cuda.overrides import Overrides
 
 AMPERE = (8, 0)
@@ -142,6 +143,7 @@ def emulate_cuda(
             module.install(overrides)
         emulation.attention.install(overrides)
         emulation.workspaces.install(overrides)
+        reductions.install(overrides, given)
         weights = autocast.install(overrides)
         for change in (autocast.cuda_means_cpu(weights), device_redirection.cuda_means_cpu(given), device_redirection.foreach_by_default()):
             stack.enter_context(change)
