@@ -58,8 +58,13 @@ def test_a_part_of_the_time(trace: Trace) -> None:
     assert {str(area.get_label()) for area in ax.collections} == {"compute"}
     with pytest.raises(ValueError, match="has to end after it begins"):
         plot.timeline(trace, start=1.0, end=0.5)
+    assert ax.get_xlim() == pytest.approx((150, 160))
     one = plot.timeline(trace, step=4)
-    assert one.get_xlim()[1] == pytest.approx(100)  # µs
+    assert one.get_xlim() == pytest.approx((120, 220))  # µs
+    gap = trace.idle().gaps[0]  # of the same origin: what a table names can be found in the picture
+    assert plot.timeline(trace, start=gap.start, end=gap.start + gap.seconds).get_xlim()[0] == pytest.approx(gap.start * 1e6)
+    assert all(round(line.get_xdata()[0]) in (120, 220) for line in plot.timeline(trace).lines)
+    assert one.get_xlabel() == "time from the first event of the trace on (µs)"
     with pytest.raises(ValueError, match=r"timeline\(step=7\): the trace has the steps 4, 5"):
         plot.timeline(trace, step=7)
     with pytest.raises(ValueError, match="one trace is drawn"):

@@ -174,6 +174,35 @@ def test_ranks_that_take_turns(tmp_path: Path) -> None:
     assert "they take turns" in found.explain().why
 
 
+def test_the_last_of_many_ranks_in_one_step(tmp_path: Path) -> None:
+    """One came first, and most waited less than half as long: no rank was named, and they were said to take turns in one step."""
+    ranks = [{"compute": [own]} for own in (100, 1300, 1300, 1350, 1400, 2000)]
+    found = TraceSet.load(world(tmp_path, ranks))
+    late = found.stragglers()
+    assert late.ranks == (5,)
+    assert late.verdict == "rank 5: the others wait 700 µs a step, 34 % of it"
+    assert found.explain().verdict == "straggler"
+    (tmp_path / "even").mkdir()
+    early = TraceSet.load(world(tmp_path / "even", [{"compute": [own]} for own in (100, 1995, 1990, 2000, 2000, 2000)])).stragglers()
+    assert early.ranks == ()
+    assert early.verdict.startswith("none: ")
+
+
+def test_waiting_is_told_from_exchanging(tmp_path: Path) -> None:
+    """Ranks that take turns in coming late were advised to send fewer bytes, where the exchange took 50 of 850 µs."""
+    slow, fast = [900, 100, 900, 100], [100, 900, 100, 900]
+    found = TraceSet.load(world(tmp_path, [{"compute": slow}, {"compute": fast}]))
+    told, met = found.explain(), found.arrivals()
+    assert (met.exchanging, met.waiting) == (pytest.approx(200e-6), pytest.approx(3200e-6))
+    assert told.verdict == "communication-bound"
+    assert "of all collectives the exchange takes 200 µs, and waiting for the last rank 3.20 ms" in told.why
+    assert "fewer bytes would not help" in told.next
+    (tmp_path / "even").mkdir()
+    exchange = TraceSet.load(world(tmp_path / "even", [even(compute=5, data_wait=0), even(compute=5, data_wait=0)])).explain()
+    assert exchange.verdict == "communication-bound"
+    assert "larger buckets" in exchange.next
+
+
 def test_one_bad_step_makes_no_straggler(tmp_path: Path) -> None:
     found = TraceSet.load(world(tmp_path, [even(), {"data_wait": [100] * 5, "compute": [500, 500, 9000, 500, 500]}])).stragglers()
     assert found.ranks == ()

@@ -53,6 +53,16 @@ class Arrivals(display.Shown, JsonDataclass):
     notes: tuple[str, ...] = ()
 
     @property
+    def exchanging(self) -> float:
+        """Seconds of all of them in which numbers are exchanged."""
+        return sum(row.exchange * row.count for row in self.rows)
+
+    @property
+    def waiting(self) -> float:
+        """Seconds of all of them in which the rank that waits most waits for the last one."""
+        return sum(row.wait * row.count for row in self.rows)
+
+    @property
     def table(self) -> display.Table:
         """One row per name."""
         rows = [

@@ -193,8 +193,10 @@ class Stragglers(display.Shown, JsonDataclass):
             return "the traces have no step in common"
         if not self.ranks:
             lost = f"{units.seconds(self.lost)} a step, {units.percent(self._of_step(self.lost))}"
-            turns = "no rank in particular: they take turns in coming last, which costs" if self._of_step(self.lost) >= CLEAR else "none:"
-            return f"{turns} {lost}" if turns != "none:" else f"none: waiting for the last rank costs {lost}"
+            if self._of_step(self.lost) < CLEAR:
+                return f"none: waiting for the last rank costs {lost}"
+            turns = sum(row.last > 0 for row in self.rows) > 1
+            return f"no rank in particular: {'they take turns in coming last' if turns else 'several come late'}, which costs {lost}"
         who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))}"
         often = sum(self._row(rank).last for rank in self.ranks)
         when = "" if often == self.steps else f", last in {often} of {self.steps} steps"
@@ -282,10 +284,15 @@ def _lower_median(values: Seconds) -> float:
 def _slow(waits: Seconds, last: NDArray[np.int64], held: Seconds, totals: Seconds) -> list[int]:
     """Places of the ranks that the others wait for: they wait much less than the rank that waits most, are at most half of all ranks, and
     the others wait for them for at least CLEAR of the step, in the median step and on average. Single slow steps do not make a straggler.
+
+    Where most ranks wait much less than one does, only the one that comes last in most steps may be blamed.
     """
     mean = waits.mean(axis=1)
     places = [place for place, wait in enumerate(mean.tolist()) if wait <= CLOSE * mean.max()]
-    if len(mean) < 2 or len(places) > len(mean) / 2:
+    if len(places) > len(mean) / 2:
+        least = int(mean.argmin())
+        places = [least] if (last == least).sum() > last.size / 2 else []
+    if len(mean) < 2 or not places:
         return []
     theirs = np.isin(last, places)
     usual = float(np.median(np.where(theirs, held, -held)))

@@ -75,8 +75,8 @@ def slower(traces: Mapping[int, Trace], slow: Sequence[int]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def explain_ranks(parts: RankParts, straggler: Stragglers, each: Mapping[int, Explanation]) -> Explanation:
-    """Explain a straggler, or else the trace of the slowest rank."""
+def explain_ranks(parts: RankParts, straggler: Stragglers, each: Mapping[int, Explanation], met: Arrivals) -> Explanation:
+    """Explain a straggler, or else the trace of the slowest rank; of its time in collectives, what is waiting is told from the exchange."""
     whole = float(parts.values().sum())
     shares = {part: float(parts.values(part).sum()) / whole for part in PARTS} if whole else {}
     cannot = tuple(
@@ -92,12 +92,16 @@ def explain_ranks(parts: RankParts, straggler: Stragglers, each: Mapping[int, Ex
             shares=shares,
         )
     slowest = max(parts.ranks, key=lambda rank: parts.mean(rank) if parts.steps else 0.0)
-    own = each[slowest]
-    waiting = f"Straggler: {straggler.verdict}" if len(parts.ranks) > 1 else ""
+    own, next_ = each[slowest], each[slowest].next
+    waiting = [f"Straggler: {straggler.verdict}"] if len(parts.ranks) > 1 else []
+    if own.verdict == "communication-bound" and met.waiting > met.exchanging:
+        each_way = f"the exchange takes {units.seconds(met.exchanging)}, and waiting for the last rank {units.seconds(met.waiting)}"
+        waiting.insert(0, f"of all collectives {each_way}")
+        next_ = f"Commonly tried: {TRIED['compute']}; fewer bytes would not help. arrivals() says who comes last where"
     return Explanation(
         verdict=own.verdict,
-        why="; ".join(filter(None, [f"rank {slowest}: {own.why}" if len(parts.ranks) > 1 else own.why, waiting])),
-        next=own.next,
+        why="; ".join([f"rank {slowest}: {own.why}" if len(parts.ranks) > 1 else own.why, *waiting]),
+        next=next_,
         cannot=cannot,
         shares=shares,
     )
@@ -224,7 +228,8 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
 
     def explain(self) -> Explanation:
         """Explain in words what the traces show together, and what they cannot show."""
-        return explain_ranks(self.breakdown(), self.stragglers(), {rank: trace.explain() for rank, trace in self.traces.items()})
+        each = {rank: trace.explain() for rank, trace in self.traces.items()}
+        return explain_ranks(self.breakdown(), self.stragglers(), each, self.arrivals())
 
     plot = display.plot_method("ranks")
 

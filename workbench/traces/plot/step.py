@@ -123,7 +123,7 @@ def idle(result: Trace | Idle, ax: Axes | None = None) -> Axes:
         ValueError: there is no step with a length.
     """
     answer = result.idle() if isinstance(result, Trace) else result
-    if not answer.step_seconds:
+    if not answer.step_seconds > 0:
         raise ValueError(f"{answer!r} has no step with a length to draw: trace some with a schedule, wb.trace(step, loader)")
     seconds = {cause.cause: cause.seconds for cause in answer.causes}
     used = {name: color for name, color in IDLE_COLORS.items() if seconds.get(name)}

@@ -111,7 +111,7 @@ def timeline(
     lanes = _busiest(trace, int(edges[0]), int(edges[-1]))
     ax = prepared(ax, WIDTH, 1.1 + 0.42 * max(1, len(lanes)))
     scale, unit = scale_of(until - begin)
-    places = (edges - edges[0]) / 1e9 * scale
+    places = edges / 1e9 * scale
     drawn: dict[str, object] = {}
     for row, lane in enumerate(lanes):
         base = np.full(BINS, row + 0.36)
@@ -125,10 +125,10 @@ def timeline(
                 base = top
     for number in steps:
         if begin <= number.start <= until:
-            ax.axvline((number.start - begin) * scale, color=PHASES["other"], linewidth=0.6, zorder=0)
+            ax.axvline(number.start * scale, color=PHASES["other"], linewidth=0.6, zorder=0)
     rows(ax, [clip(trace.columns.lanes[lane].name, 24) for lane in lanes])
-    ax.set_xlim(0, float(places[-1]))
-    ax.set_xlabel(f"time of the trace ({unit})")
+    ax.set_xlim(float(places[0]), float(places[-1]))
+    ax.set_xlabel(f"time from the first event of the trace on ({unit})")
     if drawn:
         legend(ax, [drawn[part] for part in PARTS if part in drawn])  # type: ignore[misc]
     return ax
