@@ -50,6 +50,8 @@ class World:
     """Seconds, one in how many steps, kind."""
     bf16: float | None = None
     """Factor of `work` in mixed precision."""
+    tf32: float | None = None
+    """Factor of `work` with products in TF32."""
     cores: float = 8.0
     threads: int = 1
     crowd: float = 1.0
@@ -109,6 +111,8 @@ class World:
             changed["optimizer=fused"] = self.without(optimizer=self.fused).cached
         if self.bf16 is not None:
             changed["precision=amp_bf16"] = self.without(work=self.work * self.bf16).cached
+        if self.tf32 is not None:
+            changed["tf32"] = self.without(work=self.work * self.tf32).cached
         if self.threads > 1:
             changed["threads=1"] = self.without(crowd=1.0).cached
         arms = {

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.made import World
+from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis.costs import Costs
@@ -108,6 +109,20 @@ def test_what_an_arm_measured_is_put_into_the_whole_step() -> None:
     assert fused.change == {"optimizer": "fused"}
     assert "digits" in bf16.costs
     assert bf16.high - bf16.low < 0.1
+
+
+def test_products_in_tf32_are_a_remedy_beside_mixed_precision() -> None:
+    world = World(bf16=0.25, tf32=0.4, noise=0.004)
+    found = remedies(world.evidence(), SPEC)
+    tf32, bf16 = found["tf32=True"], found["precision=amp_bf16"]
+    assert tf32.speedup == pytest.approx(world.step / world.without(work=world.work * 0.4).step, rel=0.02)
+    assert (tf32.change, tf32.scope) == ({"tf32": True}, "cause")
+    assert "torch.set_float32_matmul_precision('high')" in tf32.what
+    assert f"against strict fp32, as the step computes now: TF32 alone makes it {units.times(tf32.speedup)} as fast" in bf16.costs
+    assert "TF32" not in remedies(World(bf16=0.25).evidence(), SPEC)["precision=amp_bf16"].costs
+    both = StepModel.of(world.evidence()).parts(precision="amp_bf16", tf32=True)
+    assert both.step == StepModel.of(world.evidence()).parts(precision="amp_bf16").step
+    assert both.notes == ("tf32 beside mixed precision: its products are in 16 bits already",)
 
 
 def test_an_arm_that_does_not_help_is_no_remedy() -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from workbench.harness import ablations
 from workbench.harness.ab_test import MAX_PAIRS, MIN_PAIRS, measure_change, run_ab_test
+from workbench.harness.blocks import DiagnoseError
 from workbench.harness.peers import Peers
 
 
@@ -212,3 +213,9 @@ def test_an_optimizer_that_is_found_only_as_it_steps_is_put_back() -> None:
     measure_change(step, [torch.ones(3, 4)] * 10, {"threads": 1}, budget_s=0.5)
     assert not hidden.optimizer.state
     assert torch.equal(model.weight, before)
+
+
+def test_tf32_is_refused_where_there_is_none() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(DiagnoseError, match=r"tf32=True: the model is on cpu, which has no TF32; NVIDIA GPUs have it from Ampere on"):
+        measure_change(lambda batch: model(batch).sum().backward(), [torch.ones(1, 2)], {"tf32": True}, model=model, budget_s=1)

@@ -28,6 +28,7 @@ from workbench.harness.batches import CachedBatches
 from workbench.harness.blocks import Block, BlockTimer, StepFailed, StepTimes, Timings, common_length, no_step
 from workbench.harness.observe import Replays, recorded_replays
 from workbench.harness.peers import Peers
+from workbench.harness.tf32 import set_tf32, uses_tf32
 
 
 class Clock:
@@ -327,6 +328,42 @@ def test_more_threads_are_not_tried_where_others_take_the_cores() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "precision", "setting", "tried"),
+    [
+        (True, "fp32", None, True),
+        (True, "amp_bf16", None, False),
+        (True, "fp32", True, False),
+        (False, "fp32", None, False),
+    ],
+    ids=["strict", "mixed", "in TF32 already", "no TF32"],
+)
+def test_tf32_is_tried_where_products_are_strict(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, precision: str, setting: bool | None, tried: bool
+) -> None:
+    """Or mixed precision would seem to gain what TF32 gains alone: on an H100 a third of the step is left with it."""
+    monkeypatch.setattr("workbench.diagnosis.measure.trials.has_tf32", lambda device: gpu)
+    replay, model = CachedBatches(), torch.nn.Linear(2, 2)
+    replay.hold([torch.zeros(2)])
+    options: dict[str, Any] = {
+        "device": torch.device("cpu"),
+        "accumulation": 1,
+        "world_size": 1,
+        "gc_share": 0.0,
+        "noise": Noise(cores=2.0),
+    }
+    try:
+        set_tf32(setting)
+        variants = {variant.name: variant for variant in treatments([model], [], replay, precision=precision, **options)}
+    finally:
+        set_tf32(None)
+    assert ("tf32" in variants) is tried
+    if tried:
+        with variants["tf32"].on():
+            assert uses_tf32()
+        assert not uses_tf32()
+
+
 def test_what_cuda_graphs_hold_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer and autocast that were captured stay as they are: their variants had saved 0 %."""
 
@@ -345,7 +382,7 @@ def test_what_cuda_graphs_hold_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> 
         Graph().replay()
         torch.optim.SGD([weight]).step()
     assert partial == Replays(graphs=1, optimizer=True)
-    names = ["no_sync", "no_optimizer", "device_batch", "doubled", "optimizer=fused", "precision=amp_bf16", "channels_last"]
+    names = ["no_sync", "no_optimizer", "device_batch", "doubled", "optimizer=fused", "precision=amp_bf16", "tf32", "channels_last"]
     variants = [Variant(name=name) for name in names]
     left, note = reaching(variants, whole)
     assert [variant.name for variant in left] == ["device_batch", "doubled"]

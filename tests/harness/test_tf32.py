@@ -26,7 +26,7 @@ SETTINGS |= NEWER if hasattr(torch.backends, "fp32_precision") else {}
 CODE = """
 import json, os, sys, warnings
 import torch
-from workbench.harness.tf32 import set_tf32, tf32_products, uses_tf32
+from workbench.harness.tf32 import set_tf32, tf32, uses_tf32
 matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
 def both(): return [uses_tf32(), uses_tf32(convolution=True)]
 for setting in json.loads(sys.argv[1]):
@@ -38,10 +38,11 @@ for setting in json.loads(sys.argv[1]):
         exec(setting)
     warnings.simplefilter("error")
     seen = [both()]
-    with tf32_products():
+    for on in (True, False):
+        with tf32(on):
+            seen.append(both())
         seen.append(both())
-    seen.append(both())
-    for on in (True, False, True):
+    for on in (True, False, None, True, None):
         set_tf32(on)
         seen.append(both())
     print(json.dumps([setting, seen]), flush=True)
@@ -52,11 +53,9 @@ for setting in json.loads(sys.argv[1]):
 def test_it_is_read_and_switched_whatever_was_set_before() -> None:
     done = subprocess.run([sys.executable, "-c", CODE, json.dumps([*SETTINGS])], capture_output=True, text=True, check=True)
     seen = dict(json.loads(line) for line in done.stdout.splitlines())
-    for setting, (products, convolutions) in SETTINGS.items():
-        before, inside, after, *switched = seen[setting]
-        assert before == after == [products, convolutions], setting
-        assert inside == [True, convolutions], setting
-        assert switched == [[True, True], [False, False], [True, True]], setting
+    on, off = [True, True], [False, False]
+    for setting, own in SETTINGS.items():
+        assert seen[setting] == [[*own], on, [*own], off, [*own], on, off, [*own], on, [*own]], setting
 
 
 @pytest.mark.skipif(not NEWER.keys() <= SETTINGS.keys(), reason="this torch has only the older way")

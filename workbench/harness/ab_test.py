@@ -21,6 +21,7 @@ from workbench.harness.observe import check_arguments, discover_training, on_new
 from workbench.harness.peers import Peers
 from workbench.harness.restore import SavedState
 from workbench.harness.results import VariantTimes
+from workbench.harness.tf32 import has_tf32
 from workbench.runs.spec import KNOBS
 
 WARM_UP_STEPS = 3
@@ -164,7 +165,7 @@ def measure_change(
         step: `step(batch)` does one optimizer step.
         loader: gives the batches.
         change: num_workers, prefetch_factor, persistent_workers, pin_memory, micro_batch of the loader; precision ("amp_bf16",
-            "amp_fp16"), optimizer ("fused", "foreach"), channels_last, threads, gc (False) of the step.
+            "amp_fp16"), optimizer ("fused", "foreach"), channels_last, tf32, threads, gc (False) of the step.
         model: what is trained; None = discovered from the step.
         optimizer: likewise.
         budget_s: seconds that it may take, about.
@@ -184,6 +185,8 @@ def measure_change(
     names = {"micro_batch": "batch_size"}  # what a DataLoader calls it
     knobs = {names.get(name, name): value for name, value in change.items() if CHANGEABLE[name] == "loader"}
     device = timed_device_of(state.models)
+    if change.get("tf32") and not has_tf32(device):
+        raise DiagnoseError(f"tf32=True: the model is on {device}, which has no TF32; NVIDIA GPUs have it from Ampere on (A100, RTX 3090)")
     with Peers.join() as peers, ExitStack() as undo:
         saved = SavedState(state)
         undo.callback(saved.restore)

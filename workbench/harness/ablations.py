@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from workbench.core.gc import without_gc
 from workbench.harness.batches import map_tensors
+from workbench.harness.tf32 import tf32
 
 Step = Callable[[Any], Any]
 Switch = Callable[[], AbstractContextManager[Any]]
@@ -281,6 +282,8 @@ def changed_step(change: Mapping[str, Any], models: Sequence[nn.Module], optimiz
                 undo.enter_context(threads(value))
             elif name == "channels_last" and value:
                 undo.enter_context(channels_last(models, optimizers))
+            elif name == "tf32" and value is not None:
+                undo.enter_context(tf32(value))
             elif name == "gc" and not value:
                 undo.enter_context(without_gc())
         yield

@@ -145,7 +145,7 @@ def _attempt(plan: "Plan", rank: int, *, on_meta: bool, watch: Watch | None) -> 
     from workbench.train.ranks import Layout, Ranks
     from workbench.train.trainer import Trainer, build_model
 
-    spec = plan.spec.replace(gc=False, device="cpu", backend="auto")
+    spec = plan.spec.replace(gc=False, tf32=None, device="cpu", backend="auto")
     dealt = plan.gpu is not None and (spec.parallel in SHARDED or spec.tensor_parallel > 1)
     with fake_process_group(plan.world_size, rank, bucket_seen=lambda bucket: recorder.track(bucket, "bucket")) as here:
         ranks = Ranks(rank=here.rank, world_size=here.world_size, device=here.device, store=here.store)

@@ -133,6 +133,9 @@ class RunSpec(_Spec):
     """Micro-batches per optimizer step; gradients are reduced across ranks in the last one only."""
     precision: str = knob("fp32", choices=PRECISIONS, turned_in="step", predicted=True, panels=("doctor", "memory"))
     """"fp32", "amp_bf16" or "amp_fp16" (with a GradScaler)."""
+    tf32: bool | None = knob(None, turned_in="step", predicted=True)
+    """Products of fp32 matrices and convolutions run in TF32 (True; NVIDIA GPUs from Ampere on) or in strict fp32 (False); None = as torch
+    is set up, by default strict products and convolutions in TF32."""
     num_workers: int = knob(0, turned_in="loader", predicted=True, panels=("doctor",))
     """Processes of each rank's DataLoader; 0 = batches are made in the loop itself."""
     prefetch_factor: int | None = knob(None, turned_in="loader", predicted=True, panels=("doctor",))
@@ -231,6 +234,10 @@ class RunSpec(_Spec):
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"{name}={getattr(self, name)!r}: True or False is allowed")
+        if self.tf32 not in (None, True, False) or isinstance(self.tf32, int) != isinstance(self.tf32, bool):
+            raise SpecError(f"tf32={self.tf32!r}: True, False or None (as torch is set up) is allowed")
+        if self.tf32 and self.device == "cpu":
+            raise SpecError('tf32=True with device="cpu": only GPUs compute in TF32; leave tf32 out, or try device="cuda"')
         if self.optimizer is not None and (not isinstance(self.optimizer, str) or not self.optimizer):
             raise SpecError(f'optimizer={self.optimizer!r}: a name with options is allowed, such as "sgd(momentum=0.9)", or None')
         whole_number("seed", self.seed, least=0, most=2**32 - 1, error=SpecError)

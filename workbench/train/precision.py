@@ -8,11 +8,26 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from workbench.harness.tf32 import has_tf32
 from workbench.runs.spec import SpecError
 from workbench.train.sharded_tensors import clip_gradients
 
 TYPES = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 """Precision → dtype of the computation; None = that of the weights."""
+
+
+def check_tf32(on: bool | None, device: torch.device) -> None:
+    """Check that a device can compute in TF32 where a run is to.
+
+    Raises:
+        SpecError: it cannot.
+    """
+    if on and not has_tf32(device):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"this rank's device, {device},"
+        raise SpecError(
+            f"tf32=True: {name} has no TF32, which NVIDIA GPUs have from Ampere on (such as A100, RTX 3090); leave tf32 out, or try "
+            'precision="amp_fp16" on a GPU'
+        )
 
 
 class Precision:

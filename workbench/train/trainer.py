@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from workbench.harness.batches import map_tensors
+from workbench.harness.tf32 import set_tf32
 from workbench.runs.spec import SHARDED, RunSpec
 from workbench.runs.task import Task, TaskError
 from workbench.train.activation_checkpointing import apply_checkpointing
 from workbench.train.loader import build_loader, micro_batches, to_device
 from workbench.train.offload import activations_on_host, check_offload, host_computes, mark_on_host
 from workbench.train.optimizers import build_optimizer, build_scheduler, place_optimizer
-from workbench.train.precision import Precision
+from workbench.train.precision import Precision, check_tf32
 from workbench.train.ranks import Layout, Ranks
 from workbench.train.sharded_tensors import local_part
 from workbench.train.sharding import accumulating, distribute, gathered
@@ -81,6 +82,7 @@ class Trainer:
         """
         _ = spec.global_batch  # refuses "auto"
         check_offload(spec, ranks.device)
+        check_tf32(spec.tf32, ranks.device)
         self.spec, self.task, self.ranks = spec, task, ranks
         self._updates = 0
         self.phase: Phase = _unmarked
@@ -112,8 +114,9 @@ class Trainer:
         self.loader = build_loader(task, spec, readers, own_seed) if loader is None else loader
 
     def apply_process_settings(self) -> None:
-        """Set threads and garbage collection of the process; another Trainer in it may have set others."""
+        """Set threads, garbage collection and TF32 of the process; another Trainer in it may have set others."""
         torch.set_num_threads(self.spec.threads)
+        set_tf32(self.spec.tf32)
         if self.spec.gc:
             gc.enable()
         else:

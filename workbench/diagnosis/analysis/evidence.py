@@ -27,6 +27,7 @@ ARMS = {
     "doubled": "batches twice as large",
     "precision=amp_bf16": "forward and backward in mixed precision with bf16",
     "precision=amp_fp16": "forward and backward in mixed precision with fp16",
+    "tf32": "products of fp32 matrices, and convolutions, in TF32",
     "optimizer=fused": "the optimizer's fused implementation",
     "optimizer=foreach": "the optimizer's foreach implementation",
     "channels_last": "weights and images in the channels_last layout",

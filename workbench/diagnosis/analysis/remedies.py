@@ -31,6 +31,7 @@ from workbench.runs.spec import Spec
 REMOVES = {
     "precision": ("compute",),
     "channels_last": ("compute",),
+    "tf32": ("compute",),
     "threads": ("compute", "oversubscribed threads"),
     "optimizer": ("optimizer", "many tensors"),
     "gc": ("garbage collection",),
@@ -86,11 +87,17 @@ def _arms(case: Case) -> Iterator[Remedy | None]:
             costs = "fewer digits in activations and gradients: watch the loss" + (
                 "; fp16 skips steps whose gradients overflow" if value == "amp_fp16" else ""
             )
+            if tf32 := case.evidence.arm("tf32"):  # else the gain seems to be all of 16 bits
+                gained = case.model.without(saved_by(case.evidence, tf32, case.costs.replayed).mid, tf32=True)
+                costs += f"; against strict fp32, as the step computes now: TF32 alone makes it {units.times(gained)} as fast"
             yield from_arm(case, name, {kind: value}, f"Compute forward and backward in mixed precision ({value[4:]}).", costs)
         elif kind == "optimizer":
             yield from_arm(case, name, {kind: value}, f"Use the optimizer's {value} implementation: {value}=True.", _OPTIMIZER_COSTS[value])
         elif kind == "threads":
             yield from_arm(case, name, {kind: int(value)}, f"Use {value} thread{'s' * (value != '1')} per operator on each rank.", "")
+        elif kind == "tf32":
+            what = "Let products of fp32 matrices run in TF32: torch.set_float32_matmul_precision('high')."
+            yield from_arm(case, name, {kind: True}, what, "products have 10 bits of mantissa instead of 23: watch the loss")
         elif kind == "channels_last":
             what = "Keep weights and images in the channels_last layout: model.to(memory_format=torch.channels_last), and the images, too."
             yield from_arm(case, name, {kind: True}, what, "")

@@ -225,7 +225,9 @@ class StepModel:
         transfer = 0.0 if new.get("pin_memory") else c.transfer.mid * size * batches
         optimizer, communication = c.optimizer.mid, c.communication.mid
         for name, value in new.items():
-            if name in ("precision", "channels_last") or (name == "gc" and not value):
+            if name == "tf32" and new.get("precision", "fp32") != "fp32":
+                notes.append("tf32 beside mixed precision: its products are in 16 bits already")
+            elif name in ("precision", "channels_last", "tf32") or (name == "gc" and not value):
                 ratio = 1 - self._tried(name, value, notes) / max(c.compute + c.host.mid, 1e-12)
                 compute, host = compute * max(0.05, ratio), host * max(0.05, ratio)
             elif name == "optimizer":
@@ -256,7 +258,7 @@ class StepModel:
     def _tried(self, name: str, value: Any, notes: list[str]) -> float:
         """Seconds that a change saves of a cached step, where a variant tried it."""
         e = self.evidence
-        arm = {"channels_last": "channels_last", "gc": "no_gc"}.get(name, f"{name}={value}")
+        arm = {"channels_last": "channels_last", "tf32": "tf32" if value else "", "gc": "no_gc"}.get(name, f"{name}={value}")
         if arm not in e.arms:
             notes.append(f"{name}={value} was not tried: its effect is not known and left out")
             return 0.0

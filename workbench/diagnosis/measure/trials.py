@@ -19,6 +19,7 @@ from workbench.harness.batches import CachedBatches, bytes_of, doubled, map_tens
 from workbench.harness.blocks import BlockTimer, StepFailed, known_pairs, steps_for
 from workbench.harness.observe import Replays
 from workbench.harness.results import VariantTimes
+from workbench.harness.tf32 import has_tf32, tf32, uses_tf32
 
 BLOCK_SECONDS = 0.15
 """Seconds of a block, where steps are not longer than that."""
@@ -87,6 +88,9 @@ def treatments(
         for name in ("fused", "foreach")
         if ablations.has_unused_implementation(optimizers, name)
     ]
+    if precision == "fp32" and models and has_tf32(device):
+        strict = not uses_tf32() or (has_convolutions(models) and not uses_tf32(convolution=True))
+        treatments += [Variant(name="tf32", on=tf32)] if strict else []
     if precision == "fp32" and models:
         name = "amp_bf16" if device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False) else "amp_fp16"
         wrap = partial(ablations.in_precision, name=name, device=device)
@@ -98,7 +102,7 @@ def treatments(
     return treatments
 
 
-CAPTURED = ("no_sync", "precision=", "channels_last")
+CAPTURED = ("no_sync", "precision=", "tf32", "channels_last")
 """Variants that change how Python calls forward and backward."""
 OPTIMIZER_ARMS = ("no_optimizer", "optimizer=")
 
