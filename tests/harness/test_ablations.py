@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.core.gc import without_gc
+from workbench.core.system_load import Noise
 from workbench.diagnosis.measure.trials import treatments
 from workbench.harness import ablations
 from workbench.harness.batches import CachedBatches
@@ -92,7 +93,9 @@ def test_fp16_arms_and_changes_skip_overflows(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     replay = CachedBatches()
     replay.hold([setup.batch])
-    arms = {"device": torch.device("cuda"), "precision": "fp32", "accumulation": 1, "world_size": 1, "gc_share": 0.0}
+    monkeypatch.setattr("workbench.diagnosis.measure.trials.has_tf32", lambda device: False)
+    arms: dict[str, Any] = {"device": torch.device("cuda"), "precision": "fp32", "accumulation": 1, "world_size": 1, "gc_share": 0.0}
+    arms["noise"] = Noise(cores=2.0)
     (variant,) = [one for one in treatments([setup.model], [setup.optimizer], replay, **arms) if one.name == "precision=amp_fp16"]
     for context in (variant.on(), ablations.changed_step({"precision": "amp_fp16"}, [setup.model], [setup.optimizer])):
         with context:

@@ -419,3 +419,8 @@ def test_a_model_that_is_copied_shares_its_tensors() -> None:
     assert twin is not model
     assert twin.encoder is not model.encoder
     assert [id(weight) for weight in twin.parameters()] == [id(weight) for weight in model.parameters()]
+
+
+def test_a_run_in_tf32_is_estimated_as_another() -> None:
+    spec = wb.RunSpec(task="text-gpt", micro_batch=2)
+    assert wb.estimate_memory(spec.replace(tf32=True)).total == wb.estimate_memory(spec).total
