@@ -109,7 +109,14 @@ def plan_of(
         spec = spec.replace(micro_batch=count)
     own_loop = not isinstance(target, RunSpec | Task) and spec.world_size == 1
     return Plan(
-        spec=spec, task=task, example=batch, device=name, capability=gpu and gpu.capability, rank=rank, steps=steps, own_loop=own_loop
+        spec=spec,
+        task=task,
+        example=batch,
+        device=name,
+        capability=gpu.capability if gpu else None,
+        rank=rank,
+        steps=steps,
+        own_loop=own_loop,
     )
 
 
