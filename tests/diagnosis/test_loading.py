@@ -1,6 +1,7 @@
 """The loader's probes: what is found where it was planted, whatever kind of loader it is; and loaders with other knobs."""
 
 import collections
+import dataclasses
 import pickle
 import time
 from collections.abc import Iterator
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate, get_worker_info
 
+from tests.made import World
+from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Loading
 from workbench.diagnosis.measure.fetch_meter import BatchCost, WorkerMeter
 from workbench.diagnosis.measure.loading import _cpu_here, probe, slow_share
@@ -50,9 +53,27 @@ class Stream(IterableDataset[torch.Tensor]):
         self.sleep = sleep
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for _ in range(2000):
+        info = get_worker_info()
+        for i in range(info.id if info else 0, 2000, info.num_workers if info else 1):
             time.sleep(self.sleep)
-            yield torch.zeros(8)
+            yield torch.full((8,), float(i))
+
+
+class Repeated(Stream):
+    """Each worker gives all of it."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for i in range(2000):
+            time.sleep(self.sleep)
+            yield torch.full((8,), float(i))
+
+
+class Shuffled(Stream):
+    """Each worker gives all of it, in an order of its own."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for i in torch.randperm(2000).tolist():
+            yield torch.full((8,), float(i))
 
 
 class AtOnce(Work):
@@ -191,6 +212,26 @@ def test_the_share_of_slow_samples() -> None:
     assert slow_share([1.0] * 100) == 0.0
     assert slow_share([1.0] * 95 + [20.0] * 5) == pytest.approx(95 / 195)
     assert slow_share([1.0] * 10) is None
+
+
+@pytest.mark.parametrize(
+    ("stream", "knobs", "said"),
+    [
+        (Repeated, {}, "each worker of this loader gives its whole stream"),
+        (Shuffled, {}, "does not look at get_worker_info: each worker seems to give all of it"),
+        (Shuffled, {"worker_init_fn": print}, ""),  # which may split it
+        (Stream, {}, ""),
+    ],
+)
+def test_workers_that_would_repeat_a_stream_are_not_recommended(stream: Any, knobs: dict[str, Any], said: str) -> None:
+    with Feed(loader := loader_of(stream(0.001), **knobs)) as feed:
+        found, notes = probe(loader, feed, 0.3)
+    assert [said in note for note in notes] == [True] * bool(said)
+    slow = World(work=0.002, cpu=0.02).evidence()
+    assert slow.loading
+    slow = dataclasses.replace(slow, loading=dataclasses.replace(slow.loading, stream=found.stream))
+    recommended = [remedy.name for remedy in Diagnosis.of(slow).remedies if "workers" in remedy.name]
+    assert bool(recommended) == (not said)
 
 
 def test_a_stream() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.core.checks import is_number, is_whole
-from workbench.core.run_directory import METRIC_KEYS, METRICS, short
-from workbench.timeline.timeline import Timeline
+from workbench.core.run_directory import METRIC_KEYS, METRICS, rank_file, short
+from workbench.timeline.reading import rank_notes
+from workbench.timeline.timeline import WARNING, Timeline
 
 
 class Rows:
@@ -87,6 +88,11 @@ class RunRows:
             self._timelines[name] = len(rows), timeline
         return timeline
 
+    def training_notes(self, world_size: int) -> list[str]:
+        """What the ranks, and a comparison of them, say of the training itself."""
+        said = {rank: [row for row in self.read(rank_file(rank)) if "step" not in row] for rank in range(world_size)}
+        return training_notes(said, world_size)
+
     @property
     def notes(self) -> list[str]:
         """What was left out of the files that were read."""
@@ -139,3 +145,22 @@ def resume_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         more = row.get("notes")
         notes += [f"when it went on from step {row.get('step')}, {note}" for note in (more if isinstance(more, list) else [])]
     return notes
+
+
+def training_notes(said: Mapping[int, Sequence[Mapping[str, Any]]], world_size: int) -> list[str]:
+    """Notes on the training itself: warnings of ranks, and what a comparison of what they read shows.
+
+    Args:
+        said: the rows of each rank's file that are no steps.
+        world_size: ranks of the run.
+    """
+    warnings: dict[str, list[int]] = {}
+    reads: dict[int, Mapping[str, Any]] = {}
+    for rank, rows in said.items():
+        for row in rows:
+            note = row.get("note")
+            if isinstance(note, str) and note.startswith(WARNING):
+                warnings.setdefault(note.removeprefix(WARNING), []).append(rank)
+            if isinstance(row.get("reads"), Mapping):
+                reads[rank] = row["reads"]
+    return [*rank_notes(reads, world_size), *warnings]

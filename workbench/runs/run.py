@@ -321,7 +321,7 @@ class Run:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know about its figures: losses that are NaN, checkpoints that were passed over, damaged rows that were left out."""
+        """What to know of it: NaN losses, ranks or workers that read the same samples, checkpoints passed over, damaged rows left out."""
         timelines = self.timelines
         left_out = [f"rank {t.rank}: {note.removeprefix(LEFT_OUT)}" for t in timelines for note in t.notes if note.startswith(LEFT_OUT)]
         resumes = resume_notes(self._read(run_directory.RESUMES))
@@ -330,7 +330,8 @@ class Run:
             if self.state not in ACTIVE or time.time() >= self._begun
             else "the clock of this machine was set back: its seconds are not known"
         )
-        return tuple(filter(None, [loss_note(losses_of(self._read(METRICS))), *resumes, clock, *left_out, *self._files.notes]))
+        training = [loss_note(losses_of(self._read(METRICS))), *self._files.training_notes(self.spec.world_size)]
+        return tuple(filter(None, [*training, *resumes, clock, *left_out, *self._files.notes]))
 
     @property
     def memory(self) -> list[int | None]:
@@ -444,7 +445,8 @@ class Run:
         if not math.isnan(self.samples_per_sec):
             parts.append(units.rate(self.samples_per_sec))
         lines = [" · ".join([*parts, units.seconds(self.seconds)]), *(f"note: {note}" for note in self.notes)]
-        return "\n".join(lines if (error := self.error) is None else [lines[0], str(error), *lines[1:]])
+        why = self.error
+        return "\n".join(lines if why is None else [lines[0], str(why), *lines[1:]])
 
     def _missing(self, state: str, done: int) -> str:
         """What the run still waits for: machines that have to join it; "" for nothing."""

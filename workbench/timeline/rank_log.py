@@ -152,7 +152,8 @@ class RankLog:
     def say(self, row: dict[str, Any]) -> None:
         """Write a row that is not a step."""
         with self._lock, self._unless_it_fails():
-            self._write(json.dumps(row) + "\n")
+            header = next((self._header(recording) for recording in self._recordings if recording.clock), "")
+            self._write(header + json.dumps(row) + "\n")
 
     def go_on(self, done: int) -> None:
         """Give the next step the number `done`."""

@@ -1,14 +1,16 @@
 """Collects the steps of one timer, from however many loops, as a Timeline and in the file of its rank."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from workbench.timeline import rank_log
 from workbench.timeline.loops import Loop
 from workbench.timeline.marks import MarkRecorder
 from workbench.timeline.steps import Row, StepRules, StepsBy
-from workbench.timeline.timeline import Clock, Step, Timeline
+from workbench.timeline.timeline import WARNING, Clock, Step, Timeline
 
 
 class Recording:
@@ -94,6 +96,16 @@ class Recording:
         self._profiled = tuple(range(first, last + 1))
         if self._log and self._logging:
             self._log.say({"profiled": [self._done + first, self._done + last]})
+
+    def warn(self, text: str) -> None:
+        """Add a warning about the training to the notes, and print it."""
+        self._notes += (WARNING + text,)
+        print(f"workbench: {WARNING}{text}", file=sys.stderr, flush=True)
+
+    def say(self, row: dict[str, Any]) -> None:
+        """Write a row that is no step to the file, if there is one."""
+        if self._log and self._logging:
+            self._log.say(row)
 
     def go_on(self, done: int) -> None:
         """Count the steps in the file on from `done`."""

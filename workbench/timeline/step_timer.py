@@ -103,6 +103,10 @@ class StepTimer:
         """Have statistics leave out some steps, `first` to `last`, counted from 0, because a profiler slows them down."""
         self._recording.leave_out(first, last)
 
+    def warn(self, text: str) -> None:
+        """Add a warning about the training to the timeline's notes, and print it."""
+        self._recording.warn(text)
+
     def go_on(self, done: int) -> None:
         """Count the steps in the file on from `done`, of a run that goes on from a checkpoint; `leave_out` still counts from 0."""
         self._recording.go_on(done)

@@ -17,6 +17,8 @@ _READINGS = ("samples", "memory", "cpu")
 
 _LARGEST = 2**53
 """Larger whole numbers are not exact as floats."""
+WARNING = "warning: "
+"""Begins a note on the training itself, not on how it was measured."""
 LEFT_OUT = "damaged: "
 """Begins a note on rows that were left out."""
 

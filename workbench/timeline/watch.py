@@ -1,12 +1,14 @@
 """watch(): measures the phases of a training loop by hooks on its model and optimizer, so that the loop is not edited."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from workbench.timeline import hooks, watch_script
 from workbench.timeline.loops import MeasuredBatches, check_loader
 from workbench.timeline.marks import BACKWARD, FORWARD, MarkRecorder, new_recorder
+from workbench.timeline.reading import FirstBatches
 from workbench.timeline.recording import Recording
 from workbench.timeline.timeline import Timeline
 
@@ -78,8 +80,11 @@ class Watch(MeasuredBatches[T]):
             recorder=recorder or self._make_recorder, steps_by="optimizer" if self._optimizers else "batch", notes=notes, expected=expected
         )
 
+        self._first_batches = FirstBatches(warn=self._recording.warn, say=self._recording.say, steps=itertools.count().__next__)
+
     def __iter__(self) -> Iterator[T]:
-        return self._recording.open().run(hooks.OPEN_LOOPS, self._loader, self._watching())
+        batches = self._first_batches.of(self._loader) if self._optimizers else self._loader
+        return self._recording.open().run(hooks.OPEN_LOOPS, batches, self._watching(), sized_by=self._loader)
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:

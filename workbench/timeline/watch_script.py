@@ -16,6 +16,7 @@ from workbench.core import gc as collector
 from workbench.timeline import hooks, rank_log
 from workbench.timeline.loops import Loop
 from workbench.timeline.marks import BACKWARD, DATA_WAIT, END_PHASE, FORWARD, IDLE, NEXT, MarkRecorder, new_recorder
+from workbench.timeline.reading import FirstBatches
 from workbench.timeline.recording import Recording
 from workbench.timeline.timeline import Timeline
 
@@ -95,6 +96,8 @@ class ScriptWatcher:
             BACKWARD: "backward was never called: a backward through torch.autograd.grad, if any, is in other",
         }
         self._recording = Recording(recorder=self._make_recorder, steps_by="optimizer", expected=expected)
+        self._steps = 0  # of all optimizers
+        self._first_batches = FirstBatches(warn=self._recording.warn, say=self._recording.say, steps=lambda: self._steps)
         self._here = True  # False in a forked child
         self._bare: Loop | None = None
         self._leader: Callable[[], torch.optim.Optimizer | None] = lambda: None  # its steps end those of the bare loop
@@ -144,7 +147,7 @@ class ScriptWatcher:
             loop.mark(NEXT)
             batches = iterate(loader)  # starts the workers now, as it would without us; the first batch may be asked for much later
             loop.mark(IDLE)
-            measured = loop.run(hooks.OPEN_LOOPS, batches, sized_by=loader)
+            measured = loop.run(hooks.OPEN_LOOPS, self._first_batches.of(loader, batches), sized_by=loader)
             return _Batches.of(self._borders.between(loop, measured) if self._borders else measured, batches)
 
         return watched
@@ -174,6 +177,7 @@ class ScriptWatcher:
             return
         now = open_loops.now
         open_loops.marks.extend((now(), END_PHASE))
+        self._steps += 1
         if self._borders:
             self._borders.stepped(open_loops.top)
         if open_loops.forward:
@@ -185,6 +189,7 @@ class ScriptWatcher:
                 self._find_models()
         if open_loops.top is None:  # the first step of a bare loop cannot be timed: nothing announced it
             self._leader = weakref.ref(optimizer)
+            self._first_batches.without_loader()
             self._begin_bare()
         elif open_loops.top is self._bare:
             leader = self._leader()

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Generator, MutableMapping
+from collections.abc import Callable, Generator, MutableMapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from workbench.harness.batches import map_tensors
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.runs.task import Task, TaskError
+from workbench.timeline.reading import FirstBatches
 from workbench.train.ranks import Ranks
 
 
@@ -66,7 +67,9 @@ def _steps_per_epoch(samples: int, spec: RunSpec, ranks: Ranks) -> int:
     return samples // ranks.world_size // spec.micro_batch // spec.accumulation
 
 
-def micro_batches(loader: "DataLoader[Any]", accumulation: int, ranks: Ranks, done: int = 0) -> Generator[Any, None, None]:
+def micro_batches(
+    loader: "DataLoader[Any]", accumulation: int, ranks: Ranks, done: int = 0, warn: Callable[[str], None] = print
+) -> Generator[Any, None, None]:
     """Endless micro-batches, each epoch in another order. An epoch ends with a whole optimizer step and drops the rest (a stream is read to
     its end, and the step continues with the next epoch's batches).
 
@@ -76,6 +79,7 @@ def micro_batches(loader: "DataLoader[Any]", accumulation: int, ranks: Ranks, do
         ranks: this process among the others.
         done: optimizer steps that were taken before, whose batches are left out: whole epochs are, and those of the present one are read
             and dropped (of a stream, all).
+        warn: called with a warning where the workers of a stream give the same samples.
 
     Raises:
         TaskError: a stream has not one whole micro-batch, or gives two ranks the same samples.
@@ -83,12 +87,13 @@ def micro_batches(loader: "DataLoader[Any]", accumulation: int, ranks: Ranks, do
     stream = isinstance(loader.dataset, IterableDataset)
     whole = None if stream else len(loader) // accumulation * accumulation
     first, left_out = divmod(done * accumulation, whole) if whole else (0, done * accumulation)
+    look = FirstBatches(warn=warn, say=lambda row: None, steps=lambda: 0)
     for epoch in itertools.count(first):
         for shuffled in (loader.sampler, loader.dataset):
             if hasattr(shuffled, "set_epoch"):
                 shuffled.set_epoch(epoch)
         batch: Any = None
-        for i, batch in enumerate(itertools.islice(loader, whole)):
+        for i, batch in enumerate(look.of(loader) if stream and epoch == 0 else itertools.islice(loader, whole)):
             if stream and epoch == 0 and i == 0:
                 _check_parts_differ(batch, ranks)
             if left_out:

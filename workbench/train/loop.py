@@ -96,6 +96,7 @@ def train(
     done = checkpoints.resume(trainer, checkpoint) if checkpoints else 0  # before the files are opened: it cuts them
     del checkpoint  # as large as the model and its optimizer
     trainer.phase = timer = StepTimer(run_dir / run_directory.rank_file(ranks.rank), device=ranks.device.type)
+    trainer.warn = timer.warn
     if checkpoints:
         timer.go_on(done)
     metrics = Metrics(run_dir, steps=spec.steps) if ranks.rank == 0 else None

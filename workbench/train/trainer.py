@@ -46,6 +46,7 @@ class Trainer:
         optimizer: the spec's or the task's.
         loader: of this rank.
         splitter: takes micro-batches in parts when memory runs out; None = such an error is raised.
+        warn: called with a warning about what the loader gives.
         phase: entered around each phase of a step; a `StepTimer`, or nothing.
     """
 
@@ -86,6 +87,7 @@ class Trainer:
         self.spec, self.task, self.ranks = spec, task, ranks
         self._updates = 0
         self.phase: Phase = _unmarked
+        self.warn: Callable[[str], None] = print
         self.apply_process_settings()
         self.layout = Layout.of(spec, ranks, group) if layout is None else layout
         sharded = spec.parallel in SHARDED
@@ -129,7 +131,7 @@ class Trainer:
 
     def batches(self, done: int = 0) -> Generator[Any, None, None]:
         """Endless micro-batches, without those of the first `done` steps; see `micro_batches`."""
-        return micro_batches(self.loader, self.spec.accumulation, self.layout.readers, done)
+        return micro_batches(self.loader, self.spec.accumulation, self.layout.readers, done, self.warn)
 
     def state(self) -> dict[str, Any]:
         """All that the next step depends on, except random numbers; not for sharded or split models."""

@@ -51,6 +51,9 @@ class Loading:
     batch_size: int | None = None
     """Samples per batch."""
     batch_bytes: int = 0
+    stream: str = ""
+    """What workers do with an IterableDataset: "split" (each gives its part), "repeated" (each gives all of it) or "unknown"; "" = no such
+    dataset."""
     epoch: int | None = None
     """Batches per epoch; None = not known."""
     alone: float = math.nan

@@ -41,7 +41,7 @@ def for_loader(case: Case) -> Iterator[Remedy | None]:
 def _workers(case: Case, loading: Loading) -> Iterator[Remedy | None]:
     """The number of workers that the curve recommends, and workers that stay from epoch to epoch."""
     feeding, model = case.model.feeding, case.model
-    if feeding is None:
+    if feeding is None or loading.stream in ("repeated", "unknown"):  # faster by giving the same samples again: no remedy
         return
     yield (staying := _persistent(case, loading))
     best = feeding.recommend()

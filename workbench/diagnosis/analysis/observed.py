@@ -11,7 +11,7 @@ from workbench.diagnosis.analysis.evidence import Evidence, Loading, RankEvidenc
 from workbench.diagnosis.analysis.stalls import Call, find_stalls
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec
-from workbench.timeline.timeline import Timeline
+from workbench.timeline.timeline import LEFT_OUT, WARNING, Timeline
 
 MIN_STEPS = 8
 """Fewer measured steps say nothing about a mean."""
@@ -52,7 +52,7 @@ def observe(run: Run) -> Evidence:
         ranks=ranks,
         observed=True,
         steps=sum(timeline.count for timeline in timelines),
-        notes=_notes(timelines),
+        notes=(*run.notes, *_notes(timelines)),
     )
 
 
@@ -108,7 +108,7 @@ def _loading(spec: RunSpec) -> Loading:
 
 def _notes(timelines: Sequence[Timeline]) -> tuple[str, ...]:
     """Notes: those of the timelines, and the questions that only an experiment could settle."""
-    notes = [note for timeline in timelines for note in timeline.notes]
+    notes = [note for timeline in timelines for note in timeline.notes if not note.startswith((WARNING, LEFT_OUT))]  # run.notes has those
     notes.append("only an experiment could settle: what the loader would take alone, how much of forward and backward is Python")
     if len(timelines) > 1:
         notes[-1] += ", what reducing the gradients costs (it is inside backward)"

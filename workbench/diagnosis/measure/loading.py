@@ -1,5 +1,6 @@
 """Probes a loader: what its batches take as it is, made in this process, and made in a worker."""
 
+import contextlib
 import dataclasses
 import itertools
 import statistics
@@ -18,6 +19,7 @@ from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.loaders import shut_down, with_knobs, without_known_warnings, worker_error
 from workbench.harness.stack_sampler import StackSampler
 from workbench.timeline.loops import samples_in
+from workbench.timeline.reading import SPLIT_BY_WORKER, digest, is_stream, may_split
 
 MIN_SAMPLES = 40
 """Samples: of fewer, a slowest twentieth says nothing."""
@@ -68,6 +70,9 @@ def probe(loader: Any, feed: Feed, budget_s: float = 10.0) -> tuple[Loading, lis
         epoch=feed.epoch,
         alone=plain.wall,
     )
+    if is_stream(loader):
+        loading = dataclasses.replace(loading, stream=stream_in_workers(loader))
+        notes += [_STREAM_NOTES[loading.stream]] if loading.stream in _STREAM_NOTES else []
     if feed.kind == "DataLoader":
         return _probed(loader, feed, loading, budget_s * (1 - 1 / looks), notes), notes
     if plain.worker_cpu is None:
@@ -75,6 +80,32 @@ def probe(loader: Any, feed: Feed, budget_s: float = 10.0) -> tuple[Loading, lis
     else:
         loading = dataclasses.replace(loading, worker_cpu=plain.worker_cpu, handover=plain.cpu)
     return dataclasses.replace(loading, start_up=start_up(feed, plain.wall)), notes
+
+
+def stream_in_workers(loader: "DataLoader[Any]") -> str:
+    """What two workers do with a stream: "split" it, give it "repeated", or "unknown".
+
+    Their first batches are compared. Where those differ, the stream may be shuffled by each worker in its own way: it counts as split only
+    if its code says so.
+    """
+    first: list[tuple[str, bool]] = []
+    with contextlib.suppress(Exception), without_known_warnings():  # that no worker can start is said by the probe of one
+        batches = iter(with_knobs(loader, num_workers=2, prefetch_factor=2, persistent_workers=False, timeout=WORKER_TIMEOUT))
+        try:
+            first = [digest(batch) for batch in itertools.islice(batches, 2)]
+        finally:
+            shut_down(batches)
+    if len(first) == 2 and first[0][0] and first[0] == first[1] and first[0][1]:
+        return "repeated"
+    return "split" if may_split(loader) else "unknown"
+
+
+_STREAM_NOTES = {
+    "repeated": "each worker of this loader gives its whole stream (an IterableDataset that does not look at get_worker_info), so several "
+    f"workers train on each sample several times, and no number of them is recommended. Split it by worker, {SPLIT_BY_WORKER}",
+    "unknown": "the loader's stream (an IterableDataset) does not look at get_worker_info: each worker seems to give all of it, so no "
+    f"number of workers is recommended. Split it by worker, {SPLIT_BY_WORKER}",
+}
 
 
 def _probed(loader: "DataLoader[Any]", feed: Feed, loading: Loading, budget: float, notes: list[str]) -> Loading:

@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.runs.failure import Failure
-from workbench.runs.rows import Rows, check_metric, loss_note, losses_of, resume_notes
+from workbench.runs.rows import Rows, check_metric, loss_note, losses_of, resume_notes, training_notes
 from workbench.runs.run import ACTIVE, Run, State
 from workbench.timeline.timeline import MAX_WARMUP, Step, StepSums, warmup_of
 
@@ -91,15 +91,18 @@ class _RankSums:
         self._first: list[Step] = []
         self._sums = StepSums()
         self._memory: int | None = None
+        self.said: list[dict[str, Any]] = []
+        """Rows that are no steps."""
 
     def read(self) -> str:
         """Take the steps that are new; returns a note on damaged rows, which are left out."""
         rows = self._rows.read()
         if self._rows.anew:  # the run went on from a checkpoint: its file begins anew, without what came after that
-            self._first, self._sums = [], StepSums()
+            self._first, self._sums, self.said = [], StepSums(), []
         steps = list[Step]()
         for row in rows:
             if "step" not in row:
+                self.said.append(row)
                 continue
             try:
                 steps.append(Step.of(row))
@@ -151,6 +154,7 @@ class Follower:
             self._take(row)
         self._resume_notes += resume_notes(self._resumes.read())
         damage = [self._metrics.note, *[sums.read() for sums in self._sums.values()]]
+        training = training_notes({rank: sums.said for rank, sums in self._sums.items()}, len(self._sums))
         ranks = [sums.share(rank) for rank, sums in self._sums.items()]
         done, steps = self._progress
         return Snapshot(
@@ -162,7 +166,7 @@ class Follower:
             losses=tuple(self._losses),
             figures=dict(self._figures),
             error=self._run.error,
-            notes=tuple(filter(None, [loss_note(self._losses), *self._resume_notes, *damage])),
+            notes=tuple(filter(None, [loss_note(self._losses), *training, *self._resume_notes, *damage])),
         )
 
     def _take(self, row: Mapping[str, Any]) -> None:
