@@ -17,7 +17,9 @@ from workbench.traces.analysis.difference import TraceDifference
 from workbench.traces.analysis.event_kinds import KINDS, Label, kind_of
 from workbench.traces.analysis.explanation import Explanation
 from workbench.traces.analysis.operators import Operators
+from workbench.traces.analysis.reading import TraceError
 from workbench.traces.analysis.trace import Trace
+from workbench.traces.analysis.trace_set import TraceSet
 
 US = 1e-6
 
@@ -424,3 +426,33 @@ def test_a_copy_that_blocks_on_rocm_is_a_wait(tmp_path: Path) -> None:
     assert path.share("compute") == pytest.approx(0.87, abs=0.02)
     assert trace.critical().name == "device"
     assert next(cause.seconds for cause in trace.idle().causes if cause.cause == "waiting") == pytest.approx(25 * US)
+
+
+def test_steps_that_other_annotations_mark(tmp_path: Path) -> None:
+    """A server's traces have marks of their own."""
+    rows = [{**one, "name": one["name"].replace("ProfilerStep#", "execute_context_")} for one in on_device()]
+    path = write(tmp_path / "a.json", [*rows, step(1, 0, 300)])
+    plain = Trace.load(write(tmp_path / "plain.json", on_device()))
+    trace = Trace.load(path, steps="execute_*")
+    assert [one.seconds for one in trace.steps] == [one.seconds for one in plain.steps]
+    assert trace.windows.marked
+    assert parts(trace) == parts(plain)
+    assert trace.explain().verdict == plain.explain().verdict
+    assert len(Trace.load(path).steps) == 1
+    with pytest.raises(TraceError, match=r"steps='decode' names no annotation of .*a.json: it has execute_context_3, execute_context_4"):
+        Trace.load(path, steps="decode")
+    bracket = write(tmp_path / "b.json", [{**one, "name": one["name"].replace("ProfilerStep", "step[DECODE bs=32] ")} for one in on_cpu()])
+    assert [one.index for one in Trace.load(bracket, steps="step[DECODE*").steps] == [5, 6]
+    (tmp_path / "ranks").mkdir()
+    for rank in (0, 1):
+        write(tmp_path / "ranks" / f"rank{rank}.json", rows)
+    assert [len(one.steps) for one in TraceSet.load(tmp_path / "ranks", steps="execute_*").values()] == [2, 2]
+
+
+def test_a_gap_at_the_start_is_no_slow_loader_without_marks(tmp_path: Path) -> None:
+    """The whole file is one step then, and the first batch is always waited for."""
+    rows = [data(0, 41), op("aten::mm", 41, 59)]
+    found = Trace.load(write(tmp_path / "a.json", rows)).explain()
+    assert found.verdict == "inconclusive"
+    assert "without step marks that may lie before or after training" in found.why
+    assert Trace.load(write(tmp_path / "b.json", [*rows, step(1, 0, 100)])).explain().verdict == "data-bound"

@@ -1,5 +1,6 @@
 """Classifies the events of a trace by their names: operator, kernel, copy, collective, …; and finds which call launched which work."""
 
+import fnmatch
 import re
 from collections.abc import Callable
 
@@ -74,6 +75,23 @@ def kind_of(label: Label) -> str:
     if category in ("cpu_op", "operator"):
         return "operator"
     return "range" if category in ("user_annotation", "python_function", "ac2g_user") else "ignored"
+
+
+MARKS = ("user_annotation", "cpu_op", "operator", "python_function")
+"""Categories of events of the host that may mark steps."""
+
+
+def kinds_with_steps(pattern: str) -> Callable[[Label], str]:
+    """`kind_of`, but the events of the host whose names match a pattern ("execute_*") mark the steps, and none else."""
+    matches = re.compile(fnmatch.translate(pattern)).match
+
+    def kind(label: Label) -> str:
+        if label.category.lower() in MARKS and matches(label.name):
+            return "step"
+        usual = kind_of(label)
+        return "ignored" if usual == "step" else usual
+
+    return kind
 
 
 class Kinds:

@@ -80,7 +80,7 @@ def explain(breakdown: Breakdown, overlap: Overlap, *, marked: bool, ranks: int 
         )
     part = max(VERDICTS, key=lambda name: shares[name])
     seconds = f"{units.seconds(breakdown.mean(part))} of {units.seconds(breakdown.mean())}, {units.percent(shares[part])}"
-    if not marked and part in ("idle", "other", "host"):
+    if not marked and (part in ("idle", "other", "host") or (len(breakdown.steps) == 1 and part == "data_wait")):
         return Explanation(
             verdict="inconclusive",
             why=f"{part} takes {seconds}, but without step marks that may lie before or after training",

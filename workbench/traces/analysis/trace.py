@@ -18,7 +18,7 @@ from workbench.traces.analysis.copies import Copies, copies
 from workbench.traces.analysis.critical_path import CriticalPath, critical_path
 from workbench.traces.analysis.details import Details, read_details
 from workbench.traces.analysis.difference import Side, TraceDifference, difference
-from workbench.traces.analysis.event_kinds import Kinds
+from workbench.traces.analysis.event_kinds import Kinds, kinds_with_steps
 from workbench.traces.analysis.explanation import Explanation, explain
 from workbench.traces.analysis.flame import Flame, flame
 from workbench.traces.analysis.flops import FlopCounts, count_flops
@@ -30,9 +30,13 @@ from workbench.traces.analysis.loading import Loaded, files, load, read_trace_fi
 from workbench.traces.analysis.memory_curve import MemoryCurve, memory_curve
 from workbench.traces.analysis.modules import Modules, modules
 from workbench.traces.analysis.operators import Operators, Which, ops
+from workbench.traces.analysis.reading import TraceError
 from workbench.traces.analysis.roofline import Mfu, Roofline, known_device, mfu, roofline
 from workbench.traces.analysis.sequences import Sequences, sequences
 from workbench.traces.analysis.windows import Step, Windows, host_steps, mark_numbers, windows
+
+MOST_NAMES = 12
+"""Names of annotations that an error lists."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -57,9 +61,11 @@ class Trace(Shown):
     """How much longer a traced step takes than one of the same run that is not: 0.1 = 10 %; None where it was not measured."""
     notes: tuple[str, ...] = ()
     """What is missing of the file."""
+    marked_by: str | None = None
+    """Pattern of the names of the events that mark steps; None = the profiler's own, `ProfilerStep#…`."""
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, cache: bool = False) -> "Trace":
+    def load(cls, path: str | os.PathLike[str], *, cache: bool = False, steps: str | None = None) -> "Trace":
         """Read a file that `torch.profiler` exported (Chrome's JSON, plain or gzip), of any size, whatever its name.
 
         A file that is damaged or ends early gives what can be read of it, and `notes` that say what is missing.
@@ -69,23 +75,25 @@ class Trace(Shown):
             cache: keep what was read beside the file (`.name.columns.npz`; where that cannot be written, in $WORKBENCH_CACHE or the user's
                 cache), and read it from there as long as the file has the same content. Off by default: most traces are read in a fraction
                 of a second, and reading should not write files.
+            steps: which annotations mark the steps, by a pattern of their names such as "execute_*" (a server's traces have those); None =
+                the profiler's own.
 
         Raises:
-            TraceError: there is no such file, it is no trace, or it has no event that can be read.
+            TraceError: there is no such file, it is no trace, or it has no event that can be read, or none that `steps` names.
         """
         where = Path(path)
         if where.is_dir():
             first, *others = files(where)
             if others:
-                several: Trace = late.load("TraceSet").of(cls.load(path, cache=cache) for path in (first, *others))
+                several: Trace = late.load("TraceSet").of(cls.load(path, cache=cache, steps=steps) for path in (first, *others))
                 return several
             where = first
-        return cls._of(load(where) if cache else read_trace_file(where))
+        return cls._of(load(where) if cache else read_trace_file(where), steps)
 
     @classmethod
-    def _of(cls, loaded: Loaded) -> "Trace":
+    def _of(cls, loaded: Loaded, steps: str | None = None) -> "Trace":
         captured = Captured.of(loaded.path)
-        return cls(
+        trace = cls(
             path=loaded.path,
             columns=loaded.columns,
             rank=loaded.rank,
@@ -94,12 +102,18 @@ class Trace(Shown):
             devices=loaded.devices,
             slowdown=captured.slowdown if captured and captured.slowdown == captured.slowdown else None,
             notes=(*loaded.notes, *(captured.all_notes if captured else ())),
+            marked_by=steps,
         )
+        if steps is not None and not trace.kinds.where("step").any():
+            names = dict.fromkeys(label.name for label in loaded.columns.labels if label.category == "user_annotation")
+            there = f"it has {', '.join(list(names)[:MOST_NAMES])}" if names else "it has none"
+            raise TraceError(f"steps={steps!r} names no annotation of {loaded.path}: {there}")
+        return trace
 
     @cached_property
     def kinds(self) -> Kinds:
         """The kind of each event."""
-        return Kinds(self.columns)
+        return Kinds(self.columns) if self.marked_by is None else Kinds(self.columns, kinds_with_steps(self.marked_by))
 
     @cached_property
     def windows(self) -> Windows:

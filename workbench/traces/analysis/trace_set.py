@@ -119,7 +119,9 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
     """What is missing."""
 
     @classmethod
-    def load(cls, where: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, cache: bool = False) -> TraceSet:
+    def load(
+        cls, where: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, cache: bool = False, steps: str | None = None
+    ) -> TraceSet:
         """Read the traces of a directory, or of the given paths.
 
         A file's rank is read from its content, or else from the number behind "rank" in its name.
@@ -127,6 +129,7 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
         Args:
             where: a directory, or paths of files.
             cache: as in `Trace.load`.
+            steps: likewise.
 
         Raises:
             TraceError: there is no trace, a file cannot be read or has no rank, or two are of the same rank.
@@ -136,7 +139,7 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
             raise TraceError(
                 f"no traces: {where!s} names none. A trace is a .pt.trace.json or .pt.trace.json.gz that torch.profiler exported"
             )
-        return cls.of(Trace.load(path, cache=cache) for path in paths)
+        return cls.of(Trace.load(path, cache=cache, steps=steps) for path in paths)
 
     @classmethod
     def of(cls, traces: Iterable[Trace]) -> TraceSet:
