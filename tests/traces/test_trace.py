@@ -150,6 +150,21 @@ def test_bus_factors(name: str, ranks: int, factor: float) -> None:
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "kernel", "communication"),
         ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclWorkElem)", "Kernel", "communication"),
         ("void multimem_all_reduce_kernel<c10::BFloat16>", "kernel", "communication"),
+        ("void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<8>", "kernel", "communication"),
+        ("void tensorrt_llm::kernels::oneShotAllReduceKernel<__nv_bfloat16, 8>", "kernel", "communication"),
+        ("void vllm::cross_device_reduce_1stage<__half, 8>", "kernel", "communication"),
+        ("quickreduce::allreduce_prototype_twoshot<quickreduce::CodecFP>", "kernel", "communication"),
+        ("void deep_ep::intranode::dispatch<8, 768, 8192>", "kernel", "communication"),
+        ("void deep_ep::internode_ll::combine<false, 7168>", "kernel", "communication"),
+        ("void deep_ep::layout::get_dispatch_layout<256, 4, 2>", "kernel", "kernel"),
+        ("void userbuffers_fp16_sum_inplace_gpu_rr_rs_oop<8>", "kernel", "communication"),
+        ("void mscclpp::allreduce_packet<float>", "kernel", "communication"),
+        ("void softmax<float, warpAllReduce>", "kernel", "kernel"),
+        ("void layer_norm<float, BlockAllReduceSum>", "kernel", "kernel"),
+        ("event_wait", "mtia_ccp_events", "ignored"),
+        ("dma_request", "mtia_ccp_events", "copy"),
+        ("fused_addmm", "mtia_ccp_events", "kernel"),
+        ("hipMemcpyWithStream", "cuda_runtime", "wait"),
         ("ampere_sgemm_32x32", "kernel", "kernel"),
         ("Memcpy HtoD (Pageable -> Device)", "gpu_memcpy", "h2d"),
         ("Memcpy HtoD (Host -> Device)", "gpu_memcpy", "h2d"),
@@ -456,3 +471,32 @@ def test_a_gap_at_the_start_is_no_slow_loader_without_marks(tmp_path: Path) -> N
     assert found.verdict == "inconclusive"
     assert "without step marks that may lie before or after training" in found.why
     assert Trace.load(write(tmp_path / "b.json", [*rows, step(1, 0, 100)])).explain().verdict == "data-bound"
+
+
+def test_kernels_that_the_user_calls_communication(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", [step(1, 0, 100), step(2, 100, 100), *launched("my_exchange_v2", 5, 10, 80, 1)])
+    assert Trace.load(path).breakdown().share("communication") == 0
+    for pattern in ("my_exchange*", ["other", "*exchange_v?"]):
+        trace = Trace.load(path, communication=pattern)
+        assert trace.breakdown().mean("compute") == 0
+        assert trace.breakdown().share("communication") > 0.5
+        assert trace.collectives().rows[0].name == "my_exchange_v2"
+
+
+def test_collectives_by_process_group(tmp_path: Path) -> None:
+    """Those of tensor parallelism and of data parallelism are as large, and go over other links."""
+    about = {"Collective name": "allreduce", "In msg nelems": 1000, "Out msg nelems": 1000, "dtype": "Float"}
+    groups = [
+        {"Group size": 8, "Process Group Name": "3", "Process Group Description": "tp"},
+        {"Group size": 8, "Process Group Name": "4", "Process Group Description": "undefined"},
+        {"Group size": 8},
+    ]
+    rows = [
+        one for i, group in enumerate(groups) for one in launched("ncclDevKernel_AllReduce", 10 * i, 10 * i + 5, i + 1, i, **about, **group)
+    ]
+    found = Trace.load(write(tmp_path / "a.json", [step(1, 0, 100), *rows])).collectives()
+    assert [(row.group, row.count) for row in found.rows] == [(None, 1), ("4", 1), ("tp", 1)]
+    assert "group" in str(found)
+    assert Collectives.from_json(json.loads(json.dumps(found.to_json()))) == found
+    alone = Trace.load(write(tmp_path / "b.json", [step(1, 0, 100), *rows[:2]])).collectives()
+    assert "group" not in str(alone.table).splitlines()[1]

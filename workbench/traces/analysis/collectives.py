@@ -29,7 +29,7 @@ BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """All collectives of one kind and size."""
+    """All collectives of one kind and size in one process group."""
 
     name: str
     """"all_reduce" and so on; the name of the kernel where the file tells no more."""
@@ -37,6 +37,8 @@ class Collective:
     bytes: int | None
     """Of one message: the larger of what goes in and what comes out; None where the file does not tell."""
     ranks: int | None
+    group: str | None
+    """The process group: what it is for ("tp"), or its number; None where the file does not tell."""
     seconds: float
     """Sum; waiting for the slowest rank is in it."""
     median: float
@@ -56,20 +58,31 @@ class Collectives(display.Shown, JsonDataclass):
 
     @property
     def table(self) -> display.Table:
-        """One row per kind and size."""
+        """One row per kind, size and process group."""
+        grouped = len({row.group for row in self.rows}) > 1
         cells = [
             [
                 clip(row.name, 49),
                 f"{row.count:,}",
                 units.bytes_(row.bytes),
                 row.ranks or units.MISSING,
+                *([row.group or units.MISSING] if grouped else []),
                 units.seconds(row.seconds),
                 units.seconds(row.median),
                 units.count(row.bus_bandwidth, "B/s"),
             ]
             for row in self.rows
         ]
-        columns = ("collective", "calls", "bytes", "ranks", "all", "median", "bus bandwidth of the fastest")
+        columns = (
+            "collective",
+            "calls",
+            "bytes",
+            "ranks",
+            *(["group"] if grouped else []),
+            "all",
+            "median",
+            "bus bandwidth of the fastest",
+        )
         return display.Table(columns=columns, rows=cells, title="Collectives", note="; ".join(self.notes) or None)
 
     to_frame = display.frame_method("rows", Collective)
@@ -97,17 +110,17 @@ def collectives(columns: Columns, kinds: Kinds, details: Callable[[], Details], 
     """
     chosen = kinds.where("communication") if kinds.where("communication").any() else kinds.where("host_communication")
     args_of = {message.event: message.args for message in columns.messages}
-    groups: dict[tuple[str, int | None, int | None], list[int]] = defaultdict(list)
+    groups: dict[tuple[str, int | None, int | None, str | None], list[int]] = defaultdict(list)
     shaped = False
     for event in np.flatnonzero(chosen).tolist():
         name = columns.name(event)
         if (args := args_of.get(event)) is not None:
-            groups[_named(args, name), _size(args), args.ranks].append(event)
+            groups[_named(args, name), _size(args), args.ranks, _group(args)].append(event)
             continue
         shape = columns.shapes[columns.shape[event]] if HOST_COLLECTIVE.match(name) else ""
         size = _shaped(name, shape, details().inputs[details().input[event]].types, world_size) if shape else None
         shaped = shaped or size is not None
-        groups[_named(None, name), size, None if size is None else world_size].append(event)
+        groups[_named(None, name), size, None if size is None else world_size, None].append(event)
     lengths = columns.lengths / 1e9
     rows = [_row(*key, lengths[events]) for key, events in groups.items()]
     notes = (
@@ -124,6 +137,12 @@ def collectives(columns: Columns, kinds: Kinds, details: Callable[[], Details], 
 
 def _named(args: Args | None, name: str) -> str:
     return args.collective if args and args.collective else name.split("(", 1)[0]
+
+
+def _group(args: Args) -> str | None:
+    """What the process group is for, or else its name, which is a number mostly."""
+    named = args.purpose if args.purpose not in (None, "", "undefined") else args.group
+    return None if named in (None, "") else str(named)
 
 
 def _size(args: Args | None) -> int | None:
@@ -148,7 +167,7 @@ def _shaped(name: str, dims: str, types: str, ranks: int | None) -> int | None:
     return whole * ranks or None if ranks else None
 
 
-def _row(name: str, size: int | None, ranks: int | None, seconds: "np.ndarray[Any, np.dtype[np.float64]]") -> Collective:
+def _row(name: str, size: int | None, ranks: int | None, group: str | None, seconds: "np.ndarray[Any, np.dtype[np.float64]]") -> Collective:
     best = float(seconds.min())
     complete = size and ranks and ranks > 1 and best > 0
     return Collective(
@@ -156,6 +175,7 @@ def _row(name: str, size: int | None, ranks: int | None, seconds: "np.ndarray[An
         count=len(seconds),
         bytes=size,
         ranks=ranks,
+        group=group,
         seconds=float(seconds.sum()),
         median=float(np.median(seconds)),
         best=best,

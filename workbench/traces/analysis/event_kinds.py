@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,18 +38,27 @@ KINDS = (
 
 DEVICE = frozenset({"kernel", "communication", "h2d", "copy"})
 
-COLLECTIVE_KERNEL = re.compile(r"nccl|rccl|nvshmem|multimem_|_shot_all_reduce|cross_device_reduce|oneccl", re.IGNORECASE)
-"""Kernels that carry no "Collective name": every file before torch 2.1, and libraries beside NCCL."""
+COLLECTIVE_KERNEL = re.compile(
+    r"nccl|rccl|nvshmem|multimem_|cross_device_reduce|oneccl|mscclpp|quickreduce::|userbuffers_|deep_ep::int(er|ra)node"
+    r"|(?<!warp)(?<!block)(?<!warp_)(?<!block_)(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)",
+    re.IGNORECASE,
+)
+"""Kernels that carry no "Collective name": every file before torch 2.1, and libraries beside NCCL (vLLM, SGLang, TensorRT-LLM, FlashInfer,
+DeepEP, Transformer Engine). `warpAllReduce` and the like stay within a multiprocessor."""
 HOST_COLLECTIVE = re.compile(r"(gloo|mpi|ucc):")
 COLLECTIVE_CALL = re.compile(r"c10d::|record_param_comms$")
 WAITS = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize|(cuda|hip)Memcpy$|hipMemcpyWithStream$|cu(Ctx|Stream|Event)Synchronize")
 """`hipMemcpyWithStream` is ROCm's blocking copy: what `.item()` calls there."""
+MTIA = ("event_wait", "dma_request")
+"""What MTIA's streams do beside computing: wait for each other, and copy."""
 LAUNCHES = re.compile(r"(cuda|hip|cu)(Ext)?(Module)?(Launch(Cooperative)?Kernel|GraphLaunch)")
 
 
 def kind_of(label: Label) -> str:
     """The kind of an event."""
     category, name = label.category.lower(), label.name
+    if category == "mtia_ccp_events" and name.startswith(MTIA):
+        return "ignored" if name.startswith("event_wait") else "copy"
     if category in ("kernel", "mtia_ccp_events"):
         return "communication" if label.collective or COLLECTIVE_KERNEL.search(name) else "kernel"
     if category in ("gpu_memcpy", "memcpy"):
@@ -81,15 +90,23 @@ MARKS = ("user_annotation", "cpu_op", "operator", "python_function")
 """Categories of events of the host that may mark steps."""
 
 
-def kinds_with_steps(pattern: str) -> Callable[[Label], str]:
-    """`kind_of`, but the events of the host whose names match a pattern ("execute_*") mark the steps, and none else."""
-    matches = re.compile(fnmatch.translate(pattern)).match
+def kinds_by(steps: str | None, communication: Sequence[str]) -> Callable[[Label], str]:
+    """`kind_of`, but by patterns of names as well, such as "execute_*".
+
+    Args:
+        steps: which events of the host mark the steps; then none else do. None = the profiler's own.
+        communication: which kernels are communication besides those that `kind_of` knows.
+    """
+    matches = re.compile(fnmatch.translate(steps)).match if steps is not None else None
+    exchanges = re.compile("|".join(map(fnmatch.translate, communication))).match if communication else None
 
     def kind(label: Label) -> str:
-        if label.category.lower() in MARKS and matches(label.name):
+        if matches and label.category.lower() in MARKS and matches(label.name):
             return "step"
         usual = kind_of(label)
-        return "ignored" if usual == "step" else usual
+        if matches and usual == "step":
+            return "ignored"
+        return "communication" if exchanges and usual == "kernel" and exchanges(label.name) else usual
 
     return kind
 

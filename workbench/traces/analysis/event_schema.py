@@ -29,6 +29,8 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     received: int | None = msgspec.field(default=None, name="Out msg nelems")
     ranks: int | None = msgspec.field(default=None, name="Group size")
     dtype: str | None = None
+    group: Name = msgspec.field(default=None, name="Process Group Name")
+    purpose: Name = msgspec.field(default=None, name="Process Group Description")
     bytes: int | None = None
     bandwidth: Number = msgspec.field(default=None, name="memory bandwidth (GB/s)")
     shapes: msgspec.Raw = msgspec.field(default=NO_SHAPES, name="Input Dims")

@@ -122,7 +122,7 @@ def _devices(value: object) -> tuple[str, ...]:
     return tuple(str(device["name"]) for device in value if isinstance(device, dict) and "name" in device)
 
 
-FORMAT = 5
+FORMAT = 6
 """Version: a number up whenever columns change, or what is read into them."""
 ENDS = 2**16
 """Bytes of the beginning and of the end that are hashed."""

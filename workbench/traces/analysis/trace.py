@@ -1,6 +1,7 @@
 """Trace: one file of torch's profiler, read. Its methods answer questions about it; each answer is a type with a module of its own."""
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +14,12 @@ from workbench.traces.analysis.bottleneck import Bottleneck, bottleneck
 from workbench.traces.analysis.breakdown import Breakdown, Overlap, breakdown, overlap
 from workbench.traces.analysis.captured import Captured
 from workbench.traces.analysis.collectives import Collectives, collectives
-from workbench.traces.analysis.columns import Columns
+from workbench.traces.analysis.columns import Columns, Label
 from workbench.traces.analysis.copies import Copies, copies
 from workbench.traces.analysis.critical_path import CriticalPath, critical_path
 from workbench.traces.analysis.details import Details, read_details
 from workbench.traces.analysis.difference import Side, TraceDifference, difference
-from workbench.traces.analysis.event_kinds import Kinds, kinds_with_steps
+from workbench.traces.analysis.event_kinds import Kinds, kinds_by
 from workbench.traces.analysis.explanation import Explanation, explain
 from workbench.traces.analysis.flame import Flame, flame
 from workbench.traces.analysis.flops import FlopCounts, count_flops
@@ -63,9 +64,13 @@ class Trace(Shown):
     """What is missing of the file."""
     marked_by: str | None = None
     """Pattern of the names of the events that mark steps; None = the profiler's own, `ProfilerStep#…`."""
+    communication: tuple[str, ...] = ()
+    """Patterns of the names of kernels that are communication, besides those that are known."""
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, cache: bool = False, steps: str | None = None) -> "Trace":
+    def load(
+        cls, path: str | os.PathLike[str], *, cache: bool = False, steps: str | None = None, communication: str | Sequence[str] = ()
+    ) -> "Trace":
         """Read a file that `torch.profiler` exported (Chrome's JSON, plain or gzip), of any size, whatever its name.
 
         A file that is damaged or ends early gives what can be read of it, and `notes` that say what is missing.
@@ -77,6 +82,8 @@ class Trace(Shown):
                 of a second, and reading should not write files.
             steps: which annotations mark the steps, by a pattern of their names such as "execute_*" (a server's traces have those); None =
                 the profiler's own.
+            communication: kernels that exchange data between devices, by patterns of their names such as "*my_all_gather*", besides those
+                of NCCL and other libraries that are known.
 
         Raises:
             TraceError: there is no such file, it is no trace, or it has no event that can be read, or none that `steps` names.
@@ -85,13 +92,16 @@ class Trace(Shown):
         if where.is_dir():
             first, *others = files(where)
             if others:
-                several: Trace = late.load("TraceSet").of(cls.load(path, cache=cache, steps=steps) for path in (first, *others))
+                several: Trace = late.load("TraceSet").of(
+                    cls.load(path, cache=cache, steps=steps, communication=communication) for path in (first, *others)
+                )
                 return several
             where = first
-        return cls._of(load(where) if cache else read_trace_file(where), steps)
+        exchanges = (communication,) if isinstance(communication, str) else tuple(communication)
+        return cls._of(load(where) if cache else read_trace_file(where), steps, exchanges)
 
     @classmethod
-    def _of(cls, loaded: Loaded, steps: str | None = None) -> "Trace":
+    def _of(cls, loaded: Loaded, steps: str | None = None, communication: tuple[str, ...] = ()) -> "Trace":
         captured = Captured.of(loaded.path)
         trace = cls(
             path=loaded.path,
@@ -103,6 +113,7 @@ class Trace(Shown):
             slowdown=captured.slowdown if captured and captured.slowdown == captured.slowdown else None,
             notes=(*loaded.notes, *(captured.all_notes if captured else ())),
             marked_by=steps,
+            communication=communication,
         )
         if steps is not None and not trace.kinds.where("step").any():
             names = dict.fromkeys(label.name for label in loaded.columns.labels if label.category == "user_annotation")
@@ -111,9 +122,14 @@ class Trace(Shown):
         return trace
 
     @cached_property
+    def kind_of(self) -> Callable[[Label], str]:
+        """The kind of an event by its label."""
+        return kinds_by(self.marked_by, self.communication)
+
+    @cached_property
     def kinds(self) -> Kinds:
         """The kind of each event."""
-        return Kinds(self.columns) if self.marked_by is None else Kinds(self.columns, kinds_with_steps(self.marked_by))
+        return Kinds(self.columns, self.kind_of)
 
     @cached_property
     def windows(self) -> Windows:

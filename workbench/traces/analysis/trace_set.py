@@ -18,7 +18,6 @@ from workbench.core.display import table as display
 from workbench.traces.analysis.arrivals import Arrivals, Seen, arrivals
 from workbench.traces.analysis.breakdown import PARTS
 from workbench.traces.analysis.captured import SLOWED
-from workbench.traces.analysis.event_kinds import kind_of
 from workbench.traces.analysis.explanation import CLEAR, Explanation
 from workbench.traces.analysis.loading import files
 from workbench.traces.analysis.operators import short_name
@@ -54,7 +53,7 @@ def slower(traces: Mapping[int, Trace], slow: Sequence[int]) -> tuple[str, ...]:
     seconds: dict[str, dict[int, float]] = defaultdict(dict)
     calls: dict[str, dict[int, float]] = defaultdict(dict)
     for rank, trace in traces.items():
-        exchange = {label.name for label in trace.columns.labels if kind_of(label) in EXCHANGE}
+        exchange = {label.name for label in trace.columns.labels if trace.kind_of(label) in EXCHANGE}
         for name, (own, count) in trace.per_step("kernel" if device else "operator").items():
             if name not in exchange:  # waiting in them is what a slow rank does least, and none of its own work
                 seconds[name][rank], calls[name][rank] = own, count
@@ -120,7 +119,12 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
 
     @classmethod
     def load(
-        cls, where: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, cache: bool = False, steps: str | None = None
+        cls,
+        where: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        *,
+        cache: bool = False,
+        steps: str | None = None,
+        communication: str | Sequence[str] = (),
     ) -> TraceSet:
         """Read the traces of a directory, or of the given paths.
 
@@ -130,6 +134,7 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
             where: a directory, or paths of files.
             cache: as in `Trace.load`.
             steps: likewise.
+            communication: likewise.
 
         Raises:
             TraceError: there is no trace, a file cannot be read or has no rank, or two are of the same rank.
@@ -139,7 +144,7 @@ class TraceSet(display.Shown, Mapping[int, Trace]):
             raise TraceError(
                 f"no traces: {where!s} names none. A trace is a .pt.trace.json or .pt.trace.json.gz that torch.profiler exported"
             )
-        return cls.of(Trace.load(path, cache=cache, steps=steps) for path in paths)
+        return cls.of(Trace.load(path, cache=cache, steps=steps, communication=communication) for path in paths)
 
     @classmethod
     def of(cls, traces: Iterable[Trace]) -> TraceSet:
