@@ -146,6 +146,48 @@ def test_another_implementation_and_back(kind: str, name: str, trained: bool) ->
     setup.step(setup.batch)  # it goes on in the old one
 
 
+@pytest.mark.parametrize(("fused", "name"), [(False, "fused"), (True, "foreach"), (False, "foreach")])
+def test_a_scaler_trains_the_same_with_another_implementation(fused: bool, name: str) -> None:
+    """The fused one unscales gradients itself; to another they came unscaled by nobody, and 65,536 times too large."""
+    changed, plain = Setup(fused=fused), Setup(fused=fused)
+    own = vars(changed.optimizer).get("_step_supports_amp_scaling")
+
+    def step(setup: Setup, scaler: torch.amp.GradScaler) -> None:
+        setup.optimizer.zero_grad()
+        scaler.scale(setup.model(setup.batch).square().mean()).backward()
+        scaler.step(setup.optimizer)
+        scaler.update()
+
+    left_to_the_optimizer = list[bool]()
+    changed.optimizer.register_step_pre_hook(lambda optimizer, *_: left_to_the_optimizer.append(hasattr(optimizer, "grad_scale")))
+    with ablations.optimizer_implementation([changed.optimizer], name):
+        step(changed, torch.amp.GradScaler("cpu"))
+    step(plain, torch.amp.GradScaler("cpu"))
+    for a, b in zip(changed.weights, plain.weights, strict=True):
+        torch.testing.assert_close(a, b)
+    assert left_to_the_optimizer == [name == "fused"]
+    assert vars(changed.optimizer).get("_step_supports_amp_scaling") is own
+
+
+@pytest.mark.parametrize(("name", "place"), [("foreach", "cpu"), ("fused", "meta")])
+def test_steps_are_counted_where_the_implementation_reads_them(name: str, place: str) -> None:
+    """On the device by the fused one; any other would wait for the device once per tensor."""
+    moved = []
+
+    class Count(Tensor):
+        def to(self, *args: Any, **_: Any) -> Tensor:  # type: ignore[override]
+            moved.append(str(args[0]))
+            return torch.tensor(3.0)
+
+    weight = nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.AdamW([weight])
+    count = torch.tensor(3.0).as_subclass(Count)
+    optimizer.state[weight]["step"] = count
+    with ablations.optimizer_implementation([optimizer], name):
+        assert moved == [place]
+    assert optimizer.state[weight]["step"] is count
+
+
 def test_what_an_optimizer_cannot_be() -> None:
     setup = Setup("LBFGS")
     assert not ablations.has_unused_implementation([setup.optimizer], "fused")

@@ -142,17 +142,24 @@ _SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
 
 @contextlib.contextmanager
 def optimizer_implementation(optimizers: Sequence[Optimizer], name: str) -> Iterator[None]:
-    """Inside, the optimizers use their "fused" or "foreach" implementation."""
+    """Inside, the optimizers use their "fused" or "foreach" implementation.
+
+    The fused one counts its steps on the device, others on the host: there, each count on the device is a wait for it. A GradScaler leaves
+    the unscaling of gradients to an optimizer that says it can, as the fused one does.
+    """
     with ExitStack() as undo:
         for optimizer in optimizers:
+            on_device = name == "fused" or any(group.get("capturable") for group in optimizer.param_groups)
             for group in optimizer.param_groups:
                 for flag in ("fused", "foreach"):
                     if flag in group:
                         undo.enter_context(temporary_item(group, flag, flag == name))
-            if name == "fused":
-                for parameter, state in optimizer.state.items():  # the fused one counts its steps on the device
-                    if isinstance(count := state.get("step"), Tensor) and isinstance(parameter, Tensor):
-                        undo.enter_context(temporary_item(state, "step", count.to(parameter.device, torch.float32)))
+            if any("fused" in group for group in optimizer.param_groups):
+                undo.enter_context(temporary_attribute(optimizer, "_step_supports_amp_scaling", name == "fused"))
+            for parameter, state in optimizer.state.items():
+                if isinstance(count := state.get("step"), Tensor) and isinstance(parameter, Tensor):
+                    place = parameter.device if on_device else torch.device("cpu")
+                    undo.enter_context(temporary_item(state, "step", count.to(place, torch.float32 if name == "fused" else count.dtype)))
         yield
 
 
