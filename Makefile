@@ -99,9 +99,9 @@ gpu-check: ## check on an NVIDIA GPU what only a GPU can tell, in about 15 minut
 refresh: setup ## execute the notebooks and store their outputs (then read the diff)
 	$(BIN)/python -m tests.refresh $(ARGS)
 
-bench: setup ## print the ratios of benchmarks/RESULTS.md anew
+bench: setup ## run the benchmarks of benchmarks/RESULTS.md, which takes hours (ARGS=--list, ARGS="timer_cost traces")
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	for file in $(filter-out benchmarks/__init__.py benchmarks/scaling_law.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file; done
+	PYTHONPATH=. $(BIN)/python -m benchmarks --peers $(VENV)/peers $(ARGS)
 
 coverage: setup ## unit tests with coverage of kernel, guard and ranks
 	$(BIN)/python -m coverage run -m pytest -m "not gpu and not browser" && $(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report

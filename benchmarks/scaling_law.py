@@ -71,6 +71,5 @@ def main(path: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        print((__doc__ or "").split("\n\n", 1)[1])  # `make bench` runs every benchmark, and this one needs a file
-    else:
-        main(sys.argv[1])
+        sys.exit((__doc__ or "").split("\n\n", 1)[1])
+    main(sys.argv[1])

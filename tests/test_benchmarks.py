@@ -1,0 +1,101 @@
+"""The benchmarks as `make bench` runs them: all are listed, their arguments exist, and a failure stops nothing. None is run here."""
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as program
+from benchmarks.__main__ import BENCHMARKS, HERE, Benchmark
+
+OPTIONS = {"hta": "/hta/bin/python", "points": "points.csv", "peers": "/peers"}
+FILES = {path.stem: path.read_text(encoding="utf-8") for path in HERE.glob("*.py")}
+COMMANDS = [(name, command) for name, benchmark in BENCHMARKS.items() for command in benchmark.commands]
+
+
+class Parsed(Exception):
+    """Arguments were accepted."""
+
+
+@pytest.fixture
+def paths() -> Iterator[None]:
+    """Some benchmarks put folders on sys.path."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
+
+
+def test_every_file_is_a_benchmark_or_a_part_of_one() -> None:
+    parts = {part for benchmark in BENCHMARKS.values() for part in benchmark.parts}
+    assert not parts & set(BENCHMARKS)
+    assert {*BENCHMARKS, *parts, "__init__", "__main__"} == set(FILES)
+    for name in BENCHMARKS:
+        assert '\nif __name__ == "__main__":\n' in FILES[name], name
+
+
+def test_a_part_is_used_by_its_benchmark_or_by_another_of_its_parts() -> None:
+    for name, benchmark in BENCHMARKS.items():
+        for part in benchmark.parts:
+            users = {name, *benchmark.parts} - {part}
+            assert any(re.search(rf"\b{part}\b", FILES[user]) for user in users), f"{name}: {part}"
+
+
+@pytest.mark.usefixtures("paths")
+def test_the_arguments_of_every_command_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = argparse.ArgumentParser.parse_args
+
+    def parse_only(self: argparse.ArgumentParser) -> None:
+        accept(self)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    for name, command in COMMANDS:
+        words = program.arguments_of(command, OPTIONS)
+        if "argparse" not in FILES[name]:
+            assert all(not word.startswith("-") for word in words), name
+            continue
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        with pytest.raises(Parsed):
+            importlib.import_module(f"benchmarks.{name}").main()
+
+
+def test_what_needs_an_option_says_so_and_what_can_do_without_it_runs() -> None:
+    assert program.arguments_of("--a 1 [--hta {hta}] {points}", OPTIONS) == ["--a", "1", "--hta", "/hta/bin/python", "points.csv"]
+    assert program.arguments_of("[--hta {hta}]", {"hta": "/a folder/python"}) == ["--hta", "/a folder/python"]
+    assert program.arguments_of("[--hta {hta}]", {"hta": ""}) == []
+    with pytest.raises(program.MissingOption, match="needs --points"):
+        program.arguments_of("{points}", {"points": ""})
+
+
+def test_a_failure_stops_nothing_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.py").write_text("import sys\nprint('bad', *sys.argv[1:])\nsys.exit(3)\n")
+    (tmp_path / "good.py").write_text("print('good')\n")
+    listed = {"bad": Benchmark(commands=("--first", "")), "needy": Benchmark(commands=("{points}",)), "good": Benchmark()}
+    monkeypatch.setattr(program, "HERE", tmp_path)
+    monkeypatch.setattr(program, "BENCHMARKS", listed)
+    assert program.main([]) == 1
+    said = capfd.readouterr().out
+    assert "bad --first\n" in said
+    assert said.index("===== good.py\ngood\n") > said.index("===== bad.py: exit code 3")
+    tail = "left out: needy: needs --points\nfailed: bad.py --first (exit code 3)\nfailed: bad.py (exit code 3)\n"
+    assert said.endswith(f"\n3 benchmarks, 2 failed commands\n{tail}")
+    assert program.main(["good", "needy"]) == 0
+
+
+def test_benchmarks_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert re.findall(r"^\w+$", listed, re.MULTILINE) == list(BENCHMARKS)
+    assert "    python benchmarks/verdicts.py --held-out\n" in listed
+    with pytest.raises(SystemExit):
+        program.main(["verdict"])
+    assert "no benchmark verdict: there are timer_cost, " in capsys.readouterr().err
+
+
+def test_results_name_every_benchmark() -> None:
+    results = (HERE / "RESULTS.md").read_text(encoding="utf-8")
+    assert [name for name in BENCHMARKS if f"{name}.py" not in results] == []
