@@ -65,7 +65,7 @@ architecture: ## print packages, files, circles and upward imports, and what bre
 unit: together alone ## library, process and documentation tests
 
 together: setup ## of these, what may run two files at a time
-	$(PYTEST) -m "not gpu and not browser and not alone and not slow" $(TWO) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+	$(PYTEST) -m "not gpu and not browser and not alone and not slow" $(if $(ARGS),,--ignore=tests/browser --ignore=tests/gpu) $(TWO) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 alone: setup ## of these, what judges times, so that nothing may run beside it
 	$(PYTEST) -m "alone and not slow" $(call MARKED,alone) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)

@@ -4,14 +4,14 @@ import os
 import sys
 from pathlib import Path
 
-import nbformat
-from nbclient import NotebookClient
-
 FOLDER = Path(__file__).parents[1] / "notebooks"
 
 
 def refresh(path: Path) -> None:
     """Execute one notebook and write it back; volatile metadata is dropped so that the diff shows what a reader sees."""
+    import nbformat  # here: doctests import this module, and these take seconds
+    from nbclient import NotebookClient
+
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(notebook, timeout=300, store_widget_state=False, resources={"metadata": {"path": str(path.parent)}})
     client.execute()

@@ -13,7 +13,13 @@ from tests.architecture import rules
 from tests.architecture.rules import LIMITS, RULES, Tree
 
 ROOT = Path(workbench.__file__).parent
-TREE = Tree.read(ROOT)
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    """A million objects, which no other test is to have in its process."""
+    return Tree.read(ROOT)
+
 
 JUPYTER = ["ipywidgets", "anywidget", "traitlets", "IPython", "ipykernel", "jupyter_client", "nbformat"]
 
@@ -148,8 +154,8 @@ def printed(code: str) -> list[str]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_library_keeps_every_rule(rule: str) -> None:
-    breaches = list(RULES[rule](TREE))
+def test_the_library_keeps_every_rule(rule: str, tree: Tree) -> None:
+    breaches = list(RULES[rule](tree))
     assert not breaches, "\n".join([str(RULES[rule].__doc__), *breaches])
 
 
@@ -187,23 +193,23 @@ def test_the_command_prints_figures_and_breaches(tmp_path: Path) -> None:
     assert "upward imports                   1" in result.stdout
 
 
-def test_all_packages_are_there() -> None:
-    assert TREE.packages == sorted(rules.PACKAGES)
+def test_all_packages_are_there(tree: Tree) -> None:
+    assert tree.packages == sorted(rules.PACKAGES)
 
 
-def test_every_folder_is_a_package() -> None:
+def test_every_folder_is_a_package(tree: Tree) -> None:
     """Else it is not installed."""
-    folders = {path.rpartition("/")[0] for path in TREE.files if "/" in path}
-    assert {f"{folder}/__init__.py" for folder in folders} <= set(TREE.files)
+    folders = {path.rpartition("/")[0] for path in tree.files if "/" in path}
+    assert {f"{folder}/__init__.py" for folder in folders} <= set(tree.files)
 
 
-def test_a_first_line_says_what_a_file_is_for() -> None:
-    for path, module in TREE.files.items():
+def test_a_first_line_says_what_a_file_is_for(tree: Tree) -> None:
+    for path, module in tree.files.items():
         assert ast.get_docstring(module), f"{path} has no docstring"
 
 
-def test_imports_are_by_full_name() -> None:
-    relative = [path for path, module in TREE.files.items() for node in ast.walk(module) if isinstance(node, ast.ImportFrom) and node.level]
+def test_imports_are_by_full_name(tree: Tree) -> None:
+    relative = [path for path, module in tree.files.items() for node in ast.walk(module) if isinstance(node, ast.ImportFrom) and node.level]
     assert relative == []
 
 
@@ -222,8 +228,8 @@ def modules(paths: Iterable[str]) -> list[str]:
     return ["workbench." + path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in paths]
 
 
-def test_what_is_outside_the_home_of_torch_loads_no_torch_and_panels_alone_need_jupyter() -> None:
-    light = [path for path in TREE.files if not rules.within(path, rules.TORCH) and path not in ("__main__.py", "__init__.py")]
+def test_what_is_outside_the_home_of_torch_loads_no_torch_and_panels_alone_need_jupyter(tree: Tree) -> None:
+    light = [path for path in tree.files if not rules.within(path, rules.TORCH) and path not in ("__main__.py", "__init__.py")]
     panels = {path for path in light if rules.within(path, ("*/panel/", "core/display/html.py", "widgets.py"))}
     code = f"""
 import sys, importlib
@@ -257,17 +263,17 @@ def test_public_names_are_there() -> None:
     assert printed(code) == ["True"] * 3
 
 
-def test_type_checkers_see_the_same_public_names() -> None:
+def test_type_checkers_see_the_same_public_names(tree: Tree) -> None:
     """What stands under `TYPE_CHECKING` is what `__getattr__` gives."""
-    declared = {name: origin for name, origin in TREE.names["__init__.py"].items() if origin[0].partition(".")[0] == "workbench"}
-    homes = {name: TREE.file(module) for name, module in workbench._HOMES.items()}
-    assert {name: TREE.resolve(*origin)[0] for name, origin in declared.items()} == homes
+    declared = {name: origin for name, origin in tree.names["__init__.py"].items() if origin[0].partition(".")[0] == "workbench"}
+    homes = {name: tree.file(module) for name, module in workbench._HOMES.items()}
+    assert {name: tree.resolve(*origin)[0] for name, origin in declared.items()} == homes
 
 
-def test_a_module_does_not_hide_a_public_name() -> None:
+def test_a_module_does_not_hide_a_public_name(tree: Tree) -> None:
     """`workbench.cluster.plan` is a file and a function: whichever is imported first, `wb.plan` is the function."""
     pytest.importorskip("ipywidgets", reason="wb.widgets needs Jupyter's packages (pip install '.[notebooks]')")
-    paths = [path.removesuffix(".py") for path in TREE.files if path.split("/")[-1].removesuffix(".py") in workbench.__all__]
+    paths = [path.removesuffix(".py") for path in tree.files if path.split("/")[-1].removesuffix(".py") in workbench.__all__]
     modules = ["workbench." + path.replace("/", ".") for path in paths if path not in rules.FACES]
     code = f"import importlib, types, workbench as wb\nfor name in {modules}: importlib.import_module(name)\n"
     code += "print([name for name in wb.__all__ if isinstance(getattr(wb, name), types.ModuleType)])"

@@ -1,6 +1,7 @@
 """What the documents say of the architecture is true: packages in their order, files that exist, names that stand in them."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,6 @@ import pytest
 from tests.architecture.rules import FACES, NAME, PACKAGES, Tree
 
 ROOT = Path(__file__).parents[2]
-TREE = Tree.read(ROOT / NAME)
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 MAPPED = re.compile(r"(?<![\w/.\"<>-])(?P<path>(?:[\w.-]+/)+(?:[\w.-]+\.\w+)?|__\w+__\.py|plot\.py|widgets\.py)(?::(?P<name>\w+))?")
@@ -20,13 +20,19 @@ def paths(text: str) -> list[tuple[str, str]]:
     return [(match["path"], match["name"] or "") for match in MAPPED.finditer(re.sub(r"https?://\S+", "", text))]
 
 
+@cache
+def names() -> dict[str, dict[str, tuple[str, str]]]:
+    """The names that each file binds."""
+    return Tree.read(ROOT / NAME).names
+
+
 def missing(text: str) -> list[str]:
     """What a document names and is not there."""
     gone = []
     for path, name in paths(text):
         if not (ROOT / path).exists() and not (ROOT / NAME / path).exists():
             gone.append(path)
-        elif name and name not in TREE.names.get(path, {}):
+        elif name and name not in names().get(path, {}):
             gone.append(f"{path}:{name}")
     return gone
 

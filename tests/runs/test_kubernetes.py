@@ -5,6 +5,7 @@ that they do not name is refused. They have no JobSet and no PyTorchJob: of thes
 rest against CRDS, re-keyed from the definitions that are installed into clusters.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -20,9 +21,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("kubernetes_validate", reason="needs its schemas (pip install kubernetes-validate)")
-import jsonschema
-import kubernetes_validate
+if importlib.util.find_spec("kubernetes_validate") is None:  # not imported here: it takes seconds, in each process that collects tests
+    pytest.skip("needs its schemas (pip install kubernetes-validate)", allow_module_level=True)
 import yaml
 
 import workbench as wb
@@ -88,6 +88,8 @@ VERSIONS = {"JobSet": "jobset.x-k8s.io/v1alpha2", "PyTorchJob": "kubeflow.org/v1
 @pytest.fixture
 def strictly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], object]:
     """Hold an object against the schemas."""
+    import kubernetes_validate
+
     read = kubernetes_validate.utils.schema_contents
     monkeypatch.setattr(
         kubernetes_validate.utils,
@@ -111,6 +113,8 @@ def parts_of(one: dict[str, Any]) -> list[dict[str, Any]]:
         return [one]
     kind, name = one["kind"], one["metadata"]["name"]
     whole = fields("metadata spec", apiVersion={"const": VERSIONS[kind]}, kind={"const": kind}, metadata=ANYTHING, spec=CRDS[kind])
+    import jsonschema
+
     jsonschema.Draft202012Validator(whole).validate(one)
     jobs = [{"apiVersion": "batch/v1", "kind": "Job", **each["template"]} for each in one["spec"].get("replicatedJobs", [])]
     pods = one["spec"].get("pytorchReplicaSpecs", {}).values()
@@ -179,6 +183,8 @@ def test_a_planted_mistake_is_refused(which: str, path: str, value: object, stri
     kind = "job" if which == "Service" else which.lower()
     good = named([dict(one) for one in wb.kubernetes(SPEC, image="i", kind=kind).objects])[which]
     strictly(good)
+    import jsonschema
+
     with pytest.raises(jsonschema.ValidationError):
         strictly(changed(good, path, value))
 
