@@ -116,7 +116,7 @@ def recorded_replays() -> Iterator[Replays]:
         seen.optimizer = True
 
     handle = register_optimizer_step_pre_hook(stepped)
-    torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign,assignment]
     try:
         yield seen
     finally:
