@@ -256,7 +256,7 @@ class Elsewhere(nn.Linear):
     """Its weight is on a device that this machine lacks."""
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        yield SimpleNamespace(device=torch.device("mps:0"), is_cuda=False)
+        yield SimpleNamespace(device=torch.device("mps:0"), is_cuda=False, is_meta=False)
 
 
 @pytest.mark.parametrize(
