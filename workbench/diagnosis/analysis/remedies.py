@@ -156,13 +156,13 @@ def _host(case: Case) -> Iterator[Remedy | None]:
     where = f" It is mostly in {lines[0][0]}." if lines else ""
     if cause.startswith("sleeping"):
         sleeping = Interval(low=c.sleeping, mid=c.sleeping, high=c.sleeping)
-        what = f"Move waiting, reading and writing out of the step, or into a thread.{where}"
+        what = f"Move waiting, reading, writing and printing out of the step or into a thread, or do them less often.{where}"
         yield ceiling(case, "no waiting in the step", what, c.share(c.saves(sleeping)), "the training thread never sleeps")
     elif cause.startswith("syncs"):
         what = f"Ask for numbers (.item(), print, if loss > …) every hundred steps instead of in each; keep sums on the device.{where}"
         yield ceiling(case, "fewer syncs", what, saved, "operators follow each other without a gap")
     elif cause.startswith(("python", "launches")):
-        what = f"Do on whole tensors what Python does piece by piece.{where}"
+        what = f"Do on whole tensors what Python does piece by piece, and print and log less often.{where}"
         spread = not lines or lines[0][1] < MIN_EXPLAINED * saved.mid  # one long piece of Python is none of the model's
         follow = "kernels follow each other without a gap" if device else "operators follow each other without a gap"
         if spread or cause.startswith("launches"):
