@@ -46,7 +46,7 @@ HOMES = {
     "anywidget": PANEL,
     "traitlets": PANEL,
     "PIL": ("data/",),
-    "pynvml": ("core/energy_counters.py",),
+    "pynvml": ("core/energy_counters.py", "core/gpu_load.py"),
 }
 """Package from outside → the folders (`…/`) and files that may import it; `*` stands for any letters between two slashes."""
 

@@ -105,6 +105,17 @@ def test_a_healthy_step_has_nothing_next() -> None:
     assert "larger budget_s" in noisy.next
 
 
+def test_what_happened_on_the_gpu_is_in_the_caption_and_explains_noise() -> None:
+    evidence = World(noise=0.004).evidence(device="cuda")
+    heat = "heat held the GPU's clocks down for 12 % of the time"
+    calm, unsteady = (dataclasses.replace(evidence.noise, gpu=(heat,), spread=spread) for spread in (0.01, 0.4))  # type: ignore[type-var]
+    assert heat in Diagnosis.of(dataclasses.replace(evidence, noise=calm)).caption
+    shaken = Diagnosis.of(dataclasses.replace(evidence, noise=unsteady))
+    assert f"Equal blocks vary by 40 % ({heat})." in shaken.judgement.notes
+    assert shaken.caption.count(heat) == 1
+    assert Diagnosis.from_json(json.loads(json.dumps(shaken.to_json()))).evidence.noise == unsteady
+
+
 def test_other_notes_and_foreign_load_are_in_the_caption() -> None:
     evidence = World().evidence(notes=("the model was found",))
     noise = dataclasses.replace(evidence.noise, foreign=0.2)  # type: ignore[type-var]

@@ -1,10 +1,11 @@
-"""TF32 on a GPU: a step in strict fp32 is told of it, with a gain that then shows; the knob of a run switches it."""
+"""TF32 on a GPU: a step in strict fp32 is told of it, with a gain that then shows. And what else happens on the GPU is noted."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import workbench as wb
+from workbench.diagnosis.measure.experiment import _gpu_load
 from workbench.harness.tf32 import has_tf32, uses_tf32
 
 pytestmark = [
@@ -33,3 +34,13 @@ def test_a_strict_step_is_told_of_tf32() -> None:
     proof = diagnosis.prove(remedy)
     assert proof.measured.mid == pytest.approx(remedy.speedup, rel=0.15)
     assert not uses_tf32()
+
+
+def test_what_else_happens_on_the_gpu_can_be_asked() -> None:
+    load = _gpu_load(torch.device("cuda", 0))
+    assert load is not None
+    x = torch.randn(4096, 4096, device="cuda")
+    for _ in range(100):
+        x = (x @ x).clamp(-1, 1)
+    torch.cuda.synchronize()
+    assert all("GPU" in note for note in load.notes())

@@ -40,6 +40,8 @@ class Noise:
     """Fraction of the time that the training thread was ready and waited for a core."""
     spread: float = 0.0
     """Interquartile range over median of the cached blocks."""
+    gpu: tuple[str, ...] = ()
+    """What else happened on the GPU, in words: clocks that were held down, other processes (see `core.gpu_load`)."""
 
     def is_crowded(self, busy: float) -> bool:
         """Do other processes take so many cores that ours have to wait for one now and then?
@@ -237,15 +239,16 @@ class LoadMeter:
         """The load since the start."""
         return self._between(self._first, self._now())
 
-    def noise(self, spread: float = 0.0) -> Noise:
+    def noise(self, spread: float = 0.0, gpu: tuple[str, ...] = ()) -> Noise:
         """The load since the start, as evidence.
 
         Args:
             spread: interquartile range over median of blocks that should be alike.
+            gpu: what else happened on the GPU.
         """
         total = self.total()
         waiting = total.waiting / total.seconds if total.seconds > 0 else 0.0
-        return Noise(cores=usable_cores(), foreign=total.foreign, waiting=waiting, spread=spread)
+        return Noise(cores=usable_cores(), foreign=total.foreign, waiting=waiting, spread=spread, gpu=gpu)
 
     def close(self) -> None:
         """Close the files it reads."""

@@ -123,7 +123,8 @@ def noise_warnings(e: Evidence) -> list[str]:
     if is_crowded(e):
         warnings.append(f"Other processes took {e.noise.foreign:.1f} of {e.noise.cores:.0f} cores.")
     if e.noise.spread > MAX_BLOCK_SPREAD:
-        warnings.append(f"Equal blocks vary by {units.percent(e.noise.spread)}.")
+        reasons = f" ({', '.join(e.noise.gpu)})" if e.noise.gpu else ""
+        warnings.append(f"Equal blocks vary by {units.percent(e.noise.spread)}{reasons}.")
     return warnings
 
 

@@ -10,7 +10,7 @@ from workbench.core import late, units
 from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display import table as display
 from workbench.core.vocabulary import PART_WORDS, PARTS
-from workbench.diagnosis.analysis.costs import is_crowded
+from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_model import LoaderCurve
 from workbench.diagnosis.analysis.proof import Proof
@@ -168,7 +168,8 @@ class Diagnosis(JsonDataclass):
             text = f"measured by {len(e.arms)} experiments in {units.seconds(e.seconds)}, {e.steps} calls of step()"
         if e.noise and e.noise.foreign > MIN_FOREIGN_CORES and not is_crowded(e):  # from there on, it is among the notes
             text += f"; other processes took {e.noise.foreign:.1f} of {e.noise.cores:.1f} cores"
-        return "; ".join([text, *e.notes, *self.judgement.notes])
+        gpu = e.noise.gpu if e.noise and e.noise.spread <= MAX_BLOCK_SPREAD else ()  # from there on, it is among the notes
+        return "; ".join([text, *gpu, *e.notes, *self.judgement.notes])
 
     @property
     def table(self) -> display.Table:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from workbench.core.gpu_load import GpuLoad, load_nvml
 from workbench.core.statistics import Interval
 from workbench.core.system_load import LoadMeter
 from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Inside, Loading
@@ -101,6 +102,14 @@ def too_few(feed: Feed) -> str:
     )
 
 
+def _gpu_load(device: torch.device) -> GpuLoad | None:
+    """What to ask for what else happens on a device, from now on; None where that is no GPU of NVIDIA's with a name."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return GpuLoad(f"GPU-{uuid}", nvml=load_nvml()) if uuid else None
+
+
 class _Experiment:
     """One experiment, on one rank. All ranks take the same decisions, by figures on which they agree."""
 
@@ -118,6 +127,7 @@ class _Experiment:
     def run(self) -> Evidence:
         """All of it."""
         meter = self.meter = LoadMeter()
+        gpu = _gpu_load(self.bench.device) if self.peers.rank == 0 else None
         try:
             self._warm_up()
             self._rounds()
@@ -139,7 +149,7 @@ class _Experiment:
                 padding=self.seen.padding,
                 notes=self.notes,
             )
-            return replace(evidence, noise=meter.noise(self.sums.spread()), gradients=gradients)
+            return replace(evidence, noise=meter.noise(self.sums.spread(), gpu.notes() if gpu else ()), gradients=gradients)
         finally:
             meter.close()
 
