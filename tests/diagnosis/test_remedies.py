@@ -248,6 +248,16 @@ def test_nothing_is_promised_when_nothing_is_known() -> None:
     assert not remedies(Evidence(step=0.02))
 
 
+def test_an_optimizer_steps_less_often_where_no_other_implementation_is_faster() -> None:
+    found = remedies(World(optimizer=0.02).evidence(), SPEC)
+    assert next(iter(found)) == "accumulation=4"
+    assert found["accumulation=4"].what.startswith("Let the optimizer step once per 4 micro-batches")
+    assert "reduction" not in found["accumulation=4"].formula
+    faster = remedies(World(optimizer=0.02, fused=0.01).evidence(), SPEC)
+    assert next(iter(faster)) == "optimizer=fused"
+    assert "accumulation=4" not in faster
+
+
 def test_what_arms_save_is_not_more_for_reductions_of_fresh_batches() -> None:
     world = World(communication=0.02, fresh=0.01, optimizer=0.01, fused=0.002, late_input=(0.0, 0.0), noise=0.0)
     c = Costs.of(world.evidence())

@@ -217,7 +217,7 @@ class Diagnosis(JsonDataclass):
                 }
                 for remedy in self.remedies
             ],
-            columns=("name", "speedup", "low", "high", "measured", "ceiling", "provable", "change", "what", "formula", "costs"),
+            columns=("name", "scope", "speedup", "low", "high", "measured", "ceiling", "provable", "change", "what", "formula", "costs"),
         )
 
     plot = display.plot_method("diagnosis")
