@@ -278,6 +278,54 @@ def test_who_torchrun_ended_is_not_to_blame(run_dir: Path) -> None:
     assert first(run_dir, failed(r0=2.2, r1=2.3, r2=6.5))[0] == 0
 
 
+def test_a_rank_that_somebody_ended_is_named_and_not_its_peer(run_dir: Path) -> None:
+    recorded(run_dir, 0, 1.95, PEER)  # its peer is quicker to say so than the guard to see it
+    table(run_dir, r0=1, r1=-15)
+    assert first(run_dir, failed(r0=2.2, r1=2.0)) == (1, "killed", "was ended from outside by SIGTERM")
+    assert first(run_dir, failed(r0=2.0, r1=2.0))[0] == 1  # seen at the same moment
+    assert first(run_dir, failed(r0=2.0, r1=2.2))[0] == 0  # then it was torchrun
+    table(run_dir, r0=3, r1=-15)
+    (run_dir / run_directory.ERRORS / "rank0.json").unlink()
+    assert first(run_dir, failed(r0=2.0, r1=2.0))[0] == 0
+    recorded(run_dir, 0, 1.0, "ValueError: boom")
+    assert first(run_dir, failed(r0=2.2, r1=2.0))[0] == 0
+
+
+def test_an_interrupted_rank_is_named_as_that(run_dir: Path) -> None:
+    recorded(run_dir, 1, 2.0, "KeyboardInterrupt")
+    recorded(run_dir, 0, 2.1, PEER)
+    table(run_dir, r0=1, r1=-2)
+    assert first(run_dir, failed(r0=2.3, r1=2.2)) == (1, "killed", "was ended from outside by SIGINT (KeyboardInterrupt)")
+
+
+@pytest.mark.parametrize(("number", "name"), [(15, "SIGTERM"), (2, "SIGINT"), (1, "SIGHUP")])
+@pytest.mark.parametrize("spelling", ["{0}", "Signals.{1}"])
+def test_a_signal_to_torchrun_is_no_rank_s_doing(run_dir: Path, number: int, name: str, spelling: str) -> None:
+    recorded(run_dir, 0, 2.0, "KeyboardInterrupt")
+    recorded(run_dir, 1, 2.1, "RuntimeError: nobody has ever heard of this")
+    text = spelling.format(number, name)
+    now = time.strftime("%m%d %H:%M:%S", time.localtime(time.time() - 3600))
+    log = run_dir / run_directory.LAUNCHER_LOG
+    for line in (f"W{now}.123000 7 api.py:1] Received {text} death signal, shutting down workers\n", ""):
+        log.write_text(f"{line}Traceback …\ntorch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: {text}\n")
+        assert first(run_dir, failed(r0=2.3, r1=2.2)) == (None, "launcher", f"torchrun was ended from outside by {name}")
+    now = time.strftime("%m%d %H:%M:%S", time.localtime(time.time() + 3600))  # an error from before is the reason
+    log.write_text(f"W{now}.123000 7 api.py:1] Received {text} death signal, shutting down workers\n")
+    assert first(run_dir, failed(r0=2.3, r1=2.2))[0] == 1
+    log.write_text(f"Received {text} death signal")
+    assert first_failure(run_dir, failed() | {"state": "stopped"}) is None
+    assert first(run_dir, failed() | {"nodes": {"1": {"state": "failed", "name": "b"}}})[0] is not None  # a guard has ended it
+
+
+def test_a_torchrun_that_was_killed_leaves_no_culprit_among_the_ranks(run_dir: Path) -> None:
+    recorded(run_dir, 0, 2.0, PEER)
+    assert first(run_dir, failed(r0=2.1) | {"returncode": -9}) == (None, "launcher", "torchrun was ended from outside by SIGKILL")
+    assert first(run_dir, failed(r0=2.1) | {"returncode": -11}) == (None, "launcher", "torchrun crashed (SIGSEGV)")
+    (run_dir / run_directory.ERRORS / "rank0.json").unlink()
+    (run_dir / run_directory.LAUNCHER_LOG).write_text("Traceback …\n  import torch\nKeyboardInterrupt\n")
+    assert first(run_dir, failed()) == (None, "launcher", "torchrun was ended from outside by SIGINT")
+
+
 def test_a_rank_that_left_early_without_an_error(run_dir: Path) -> None:
     recorded(run_dir, 0, 2.0, PEER)
     table(run_dir, r0=1)
@@ -292,10 +340,11 @@ def test_a_rank_that_left_early_without_an_error(run_dir: Path) -> None:
     [
         (-9, 0, "killed", "was killed (SIGKILL)"),
         (-9, 1, "killed", "was killed by the kernel because memory ran out (SIGKILL)"),
-        (-15, 0, "killed", "was ended by SIGTERM"),
+        (-15, 0, "killed", "was ended from outside by SIGTERM"),
+        (-2, 0, "killed", "was ended from outside by SIGINT"),
         (-11, 0, "crash", "crashed (SIGSEGV)"),
         (-6, 0, "crash", "crashed (SIGABRT)"),
-        (-35, 0, "crash", "crashed (signal 35)"),
+        (-35, 0, "killed", "was ended from outside by signal 35"),
         (3, 0, "exit", "ended with exit code 3, without an exception"),
     ],
 )
@@ -370,7 +419,7 @@ def test_an_abort_that_says_why(run_dir: Path, stderr: str, kind: str, message: 
         ({"state": "timeout", "stopped_ns": 1}, "timeout", "stopped at its time limit, timeout=30 s"),
         ({"state": "abandoned", "stopped_ns": 1}, "launcher", "stopped because the process that launched it ended"),
         ({"state": "lost"}, "launcher", "its guard was killed, so nobody saw how it ended"),
-        ({"state": "failed", "returncode": -9}, "launcher", "torchrun was killed by signal 9"),
+        ({"state": "failed", "returncode": -9}, "launcher", "torchrun was ended from outside by SIGKILL"),
         ({"state": "failed", "returncode": 2}, "address-in-use", "torchrun ended with exit code 2: DistNetworkError: … EADDRINUSE …"),
     ],
 )

@@ -9,6 +9,7 @@ consequence of another rank's comes last.
 import contextlib
 import re
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,20 +55,30 @@ def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
     if stopped_ns := outcome.get("stopped_ns"):  # errors of ranks that are being stopped are not the cause
         records = [record for record in records if record["time_ns"] < stopped_ns]
     suspects = [_from_record(record) for record in records]
+    number, when = _signal_to_torchrun(run_dir, outcome)
     if state != "failed":
         suspects = [suspect for suspect in suspects if suspect.tier == 0]
+    elif number:  # torchrun passes it on to all ranks: only an error from before counts
+        before = [record for record in records if record["written"] < when and record["message"] != _INTERRUPT]
+        suspects = [suspect for suspect in map(_from_record, before) if suspect.tier == 0]
     else:
         deaths = {int(rank): time_ns for rank, time_ns in (outcome.get("exits") or {}).items()}
         late = min((suspect.time_ns + _ENDED_BY_TORCHRUN for suspect in suspects), default=float("inf"))
-        silent = {rank: code for rank, code in _exit_codes(run_dir).items() if rank not in [record["rank"] for record in records]}
-        suspects += [_from_death(_death(run_dir, rank, code, outcome), code, deaths.get(rank), late) for rank, code in silent.items()]
+        codes = _exit_codes(run_dir)
+        recorded = {record["rank"] for record in records}
+        first = min((time_ns for rank, time_ns in deaths.items() if rank in codes or rank in recorded), default=0)
+        suspects += [
+            _from_death(_death(run_dir, rank, code, outcome), code, deaths.get(rank), late, first)
+            for rank, code in codes.items()
+            if rank not in recorded
+        ]
         suspects += _early_leavers(suspects, deaths)
         lost = _lost_machine(suspects, outcome)
         if lost is not None:
             return lost
     if not suspects:
         return _of_the_launch(run_dir, outcome)
-    return min(suspects, key=lambda suspect: (suspect.tier, suspect.time_ns)).failure
+    return min(suspects, key=lambda suspect: (suspect.tier, suspect.time_ns, suspect.failure.kind == "killed")).failure
 
 
 _RECORD: Mapping[str, Any] = {
@@ -91,19 +102,76 @@ def _records(run_dir: Path) -> list[dict[str, Any]]:
             if all(isinstance(record.get(name), kind) for name, kind in _RECORD.items()):
                 with contextlib.suppress(ValueError, LookupError, TypeError):  # of what it says of memory, or a missing traceback
                     _from_record(record)
-                    records.append(record)
+                    records.append(record | {"written": path.stat().st_mtime})
     return records
 
 
+_INTERRUPT = "KeyboardInterrupt"
+_OF_ITS_OWN = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)
+"""Signals that a process gets for what it does itself; all others are sent from outside."""
+_SENT = "Somebody, or another program, has sent it: kill, a batch system at its time limit or for another job, a machine that goes down."
+
+
+def _signal_to_torchrun(run_dir: Path, outcome: Mapping[str, Any]) -> tuple[int, float]:
+    """The signal from outside that ended torchrun itself, and when it came, by the wall clock; 0 = none did.
+
+    On several machines guards end torchrun, where another machine has failed: there nothing is said.
+    """
+    if outcome["state"] != "failed" or outcome.get("stopped_ns") or outcome.get("nodes"):
+        return 0, 0.0
+    log = _log_of_torchrun(run_dir)
+    code = outcome.get("returncode") or 0
+    received = re.search(r"(?:\w(\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.\d+ [^\n]*)?Received (?:Signals\.)?(\w+) death signal", log)
+    raised = re.search(r"SignalException: Process \d+ got signal: (?:Signals\.)?(\w+)", log)
+    if received or raised:
+        text = received[6] if received else raised[1] if raised else ""
+        number = int(text) if text.isdecimal() else int(getattr(signal, text, 0))
+        when = 0.0
+        if received and received[1]:
+            year = time.localtime((run_dir / run_directory.RUN_JSON).stat().st_mtime).tm_year
+            month, day, hour, minute, second = map(int, received.groups()[:5])
+            when = time.mktime((year, month, day, hour, minute, second, 0, 0, -1))
+        return number, when
+    if code < 0:
+        return -code, 0.0
+    return (signal.SIGINT, 0.0) if re.search(r"^KeyboardInterrupt\s*\Z", log, re.MULTILINE) else (0, 0.0)
+
+
+def _log_of_torchrun(run_dir: Path) -> str:
+    """What torchrun printed, on all machines."""
+    text = ""
+    for path in run_directory.launcher_logs(run_dir):
+        with contextlib.suppress(OSError):
+            text += path.read_text(encoding="utf-8", errors="replace")
+    return text
+
+
 def _from_record(record: Mapping[str, Any]) -> _Suspect:
+    if record["message"] == _INTERRUPT:
+        why = Failure(
+            rank=record["rank"],
+            kind="killed",
+            message="was ended from outside by SIGINT (KeyboardInterrupt)",
+            traceback=record["traceback"],
+            hint=_SENT,
+        )
+        return _Suspect(tier=0, time_ns=record["time_ns"], failure=why)
     symptom = symptom_of(record["message"])
     hint = symptom.hint if symptom else None
     failure = Failure(hint=hint, memory=record.get("memory"), **{name: record[name] for name in ("rank", "kind", "message", "traceback")})
     return _Suspect(tier=2 if record["consequence"] else 0, time_ns=record["time_ns"], failure=failure)
 
 
-def _from_death(failure: Failure, code: int, time_ns: int | None, late: float) -> _Suspect:
-    by_torchrun = code == -signal.SIGTERM or (time_ns is not None and time_ns > late)
+def _from_death(failure: Failure, code: int, time_ns: int | None, late: float, first: int) -> _Suspect:
+    """
+    Args:
+        failure: how the rank ended.
+        code: its exit code.
+        time_ns: when; None = not known.
+        late: ranks that died later were ended by torchrun.
+        first: when the first rank died that did not end well. Torchrun ends ranks only after that.
+    """
+    by_torchrun = (code == -signal.SIGTERM and (time_ns is None or time_ns > first)) or (time_ns is not None and time_ns > late)
     waited = code == -signal.SIGABRT and is_consequence(failure.message)  # NCCL's watchdog ends the ranks that wait for another one
     tier = 3 if by_torchrun else 2 if waited else 1 if time_ns is None else 0
     return _Suspect(tier=tier, time_ns=float("inf") if time_ns is None else time_ns, failure=failure)
@@ -161,10 +229,7 @@ _THROWN = re.compile(r"^\s*what\(\):\s+(.*\S)")
 
 def _exit_codes(run_dir: Path) -> dict[int, int]:
     """Exit codes of the ranks that did not end well (a signal as its negative number), from the table that torchrun prints last."""
-    text = ""
-    for path in run_directory.launcher_logs(run_dir):
-        with contextlib.suppress(OSError):
-            text += path.read_text(encoding="utf-8", errors="replace")
+    text = _log_of_torchrun(run_dir)
     return {int(rank): int(code) for rank, code in re.findall(r"rank\s*: (\d+) \(local.*?exitcode\s*: (-?\d+)", text, re.DOTALL)}
 
 
@@ -186,14 +251,18 @@ def _death(run_dir: Path, rank: int, code: int, outcome: Mapping[str, Any]) -> F
         case signal.SIGKILL:
             kind, message = "killed", "was killed (SIGKILL)"
             hint = _NOT_FOR_MEMORY if outcome.get("oom_kills") == 0 else f"Nobody saw by whom; most often memory ran out. {LESS_MEMORY}"
-        case signal.SIGTERM:
-            kind, message = "killed", "was ended by SIGTERM"
+        case number if number > 0 and number not in _OF_ITS_OWN:
+            kind, message, hint = "killed", f"was ended from outside by {_name_of(number)}", _SENT
         case number if number > 0:
-            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-            kind, message, hint = "crash", f"crashed ({name})", "The stack of every thread is at the end of its stderr."
+            kind, message, hint = "crash", f"crashed ({_name_of(number)})", "The stack of every thread is at the end of its stderr."
         case _:
             kind, message = "exit", f"ended with exit code {code}, without an exception"
     return Failure(rank=rank, kind=kind, message=message, traceback="\n".join(lines[-20:]) or None, hint=hint, memory=memory)
+
+
+def _name_of(number: int) -> str:
+    """The name of a signal."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 _NOT_FOR_MEMORY = "The kernel counted no process that it killed because memory ran out: somebody, or another program, has sent the signal."
@@ -237,8 +306,12 @@ def _of_the_launch(run_dir: Path, outcome: Mapping[str, Any]) -> Failure:
         case _:
             code, text = outcome.get("returncode"), "\n".join(lines[-30:]) or None
             errors = [line.strip() for line in lines if re.match(r"\s*[\w.]*(Error|Exception)\b.*:", line)]
-            how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-            message = f"torchrun {how}" + (f": {errors[-1]}" if errors else "")
+            number, _ = _signal_to_torchrun(run_dir, outcome)
+            if number:
+                hint = _SENT if number not in _OF_ITS_OWN else None
+                how = f"was ended from outside by {_name_of(number)}" if hint else f"crashed ({_name_of(number)})"
+                return Failure(rank=None, kind=kind, message=f"torchrun {how}", traceback=text, hint=hint)
+            message = f"torchrun ended with exit code {code}" + (f": {errors[-1]}" if errors else "")
             if symptom := symptom_of(message):
                 kind, hint = symptom.kind, symptom.hint
             absent = [f"{rank}" for rank, node in (outcome.get("nodes") or {}).items() if node["state"] == "absent"]

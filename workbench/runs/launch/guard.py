@@ -193,8 +193,9 @@ class Deaths:
                 self._missing = 0
 
     def note(self, ready: list[int]) -> None:
+        now = time.monotonic_ns()  # of all: nobody knows which of them was first
         for fd in set(ready) & set(self._ranks):
-            self.times[self._ranks.pop(fd)] = time.monotonic_ns()
+            self.times[self._ranks.pop(fd)] = now
             os.close(fd)
 
 
