@@ -7,7 +7,7 @@ The types of results, and how each leads to the next:
 * `launch` starts a spec, or any training script, under torchrun and returns a `Run` at once: live in a notebook, a directory on disk.
 * A Run holds a `Timeline` per rank: where each step's time went, phase by phase, summing to the step.
 * `watch` and `StepTimer` get a Timeline from a loop of your own, in this process.
-* `sweep` runs many specs; `compare` sets runs side by side.
+* `sweep` runs many specs; `compare` sets runs side by side; `list_runs` lists those of a folder.
 * `diagnose` finds out by experiment what holds a step back: a `Diagnosis`, with remedies and what each is predicted to gain.
 * `diagnosis.prove()` runs a remedy and sets prediction and measurement side by side: a `Proof`. `climb` repeats
   this until no remedy is left.
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from workbench.runs.launch.launch import launch as launch
     from workbench.runs.launch.slurm import Slurm as Slurm
     from workbench.runs.launch.sweep import sweep as sweep
+    from workbench.runs.listing import list_runs as list_runs
     from workbench.runs.run import Run as Run
     from workbench.runs.spec import RunSpec as RunSpec
     from workbench.runs.task import Task as Task
@@ -122,6 +123,7 @@ _NAMES = {
     "workbench.timeline.watch": "watch",
     "workbench.memory.analysis.breakdown": "MemoryBreakdown",
     "workbench.cluster.plan": "energy plan",
+    "workbench.runs.listing": "list_runs",
     "workbench.runs.run": "Run",
     "workbench.scaling.analysis.curve.curve": "ScalingCurve",
     "workbench.runs.spec": "RunSpec",

@@ -1,4 +1,4 @@
-"""The command line: `workbench lab | doctor | launch | join | diagnose | estimate | calibrate | report`, each a call of the public API."""
+"""The command line: `workbench lab | doctor | launch | join | diagnose | estimate | calibrate | runs | report`, calls of the public API."""
 
 import argparse
 import importlib.metadata
@@ -189,6 +189,8 @@ def main(argv: list[str] | None = None) -> int:
     start.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
     enter = commands.add_parser("join", help="join a run of several machines that another one has launched")
     enter.add_argument("run_dir", help="its run directory, on a file system that both see")
+    listed = commands.add_parser("runs", help="list the runs of a folder: state, progress, figures, what differs")
+    listed.add_argument("runs_dir", nargs="?", help="where run directories are (runs)")
     show = commands.add_parser("report", help="show a run directory")
     show.add_argument("path")
     show.add_argument("--would-fit", action="store_true", help="if memory ran out: predict which changes would have fitted")
@@ -205,6 +207,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if given.command == "doctor":
             print(doctor())
+            return 0
+        if given.command == "runs":
+            print(workbench.list_runs(given.runs_dir))
             return 0
         if given.command == "report":
             shown = Run.load(given.path)

@@ -39,7 +39,7 @@ HOMES = {
     "torch": TORCH,
     "numpy": ("*/analysis/", "*/measure/", "*/estimate/", "harness/", "train/", "data/", *PLOT, "core/display/axes.py"),
     "scipy": ("batch/analysis/", "scaling/analysis/"),
-    "msgspec": ("traces/analysis/",),
+    "msgspec": ("traces/analysis/", "runs/rank_steps.py"),
     "pandas": ("core/display/table.py",),
     "matplotlib": (*PLOT, "core/display/axes.py"),
     "ipywidgets": PANEL,

@@ -196,6 +196,11 @@ def test_no_file_outside_is_written_by_a_link(tmp_path: Path, monkeypatch: pytes
     assert mine.read_bytes() == before
 
 
+def test_what_is_no_run_is_not_resumed() -> None:
+    with pytest.raises(LaunchError, match="resume=3: expected a run that has ended, or the path of its directory"):
+        wb.launch(resume=3)  # type: ignore[call-overload, unused-ignore]
+
+
 def test_a_run_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.umask(0)
     try:

@@ -54,7 +54,6 @@ def finished(run: wb.Run) -> wb.Run:
             r"micro_batch=64 with a script: .* nproc_per_node, threads and profile.*\"--micro-batch\", \"64\"",
         ),
         (3, {}, LaunchError, r"launch\(int\): expected a RunSpec or the path of a script"),
-        (None, {"resume": 3}, LaunchError, r"resume=3: expected a run that has ended, or the path of its directory"),
         (HELLO, {"nproc_per_node": 0}, SpecError, r"nproc_per_node=0: a whole number of at least 1"),
         (HELLO, {"threads": 0}, SpecError, r"threads=0: a whole number"),
         (HELLO, {"args": "--epochs 1"}, SpecError, r"expected a list of words, such as \['--epochs', '1'\]"),

@@ -296,6 +296,14 @@ class _Tail:
         return whole
 
 
+class BytesTail(_Tail):
+    """New whole lines, as they are."""
+
+    def read(self) -> list[bytes]:
+        """The lines appended since the last call."""
+        return self._lines()
+
+
 class LineTail(_Tail):
     """New whole lines of a growing JSON-lines file; a file that is not there yet has none."""
 

@@ -28,7 +28,7 @@ class Comparison(display.Shown):
 
     def seconds(self, phase: str | None = None) -> list[float]:
         """Mean seconds of a phase (None: of the step) of each run, over its ranks; the phases add up to the step."""
-        means = [[timeline.mean(phase) for timeline in run.timelines if timeline.count] for run in self.runs]
+        means = [[rank.mean(phase) for rank in run.rank_means if rank.count] for run in self.runs]
         return [sum(values) / len(values) if values else math.nan for values in means]
 
     @property
@@ -45,7 +45,7 @@ class Comparison(display.Shown):
     @property
     def table(self) -> display.Table:
         """One row per run."""
-        waits = [[timeline.share("data_wait") for timeline in run.timelines if timeline.count] for run in self.runs]
+        waits = [[rank.share("data_wait") for rank in run.rank_means if rank.count] for run in self.runs]
         rows = [
             [
                 label,
@@ -95,7 +95,7 @@ def compare(*runs: Run) -> Comparison:
     if len(runs) < 2:
         raise ValueError(f"compare() got {len(runs)} run{'s' * (len(runs) != 1)}: expected two or more, the baseline first")
     for run in runs:
-        if not any(timeline.count for timeline in run.timelines):
+        if not any(rank.count for rank in run.rank_means):
             hint = "wait for it: run.wait()" if run.state == "running" else "a script's steps are measured with watch=True"
             raise ValueError(f"{run!r} has no measured step to compare ({run.state}): {run.error or hint}")
     return Comparison(runs)

@@ -1,6 +1,7 @@
 """Reads the JSON lines of a run as they grow. A damaged row is left out and counted, and the others stand, as in a damaged trace."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from workbench.core import run_directory
 from workbench.core.checks import is_number, is_whole
 from workbench.core.run_directory import METRIC_KEYS, METRICS, rank_file, short
+from workbench.runs.rank_steps import RankMeans, RankSteps
 from workbench.timeline.reading import rank_notes
 from workbench.timeline.timeline import WARNING, Timeline
 
@@ -66,6 +68,8 @@ class RunRows:
         self._run_dir = run_dir
         self._files: dict[str, tuple[Rows, list[dict[str, Any]]]] = {}
         self._timelines: dict[str, tuple[int, Timeline]] = {}
+        self._steps: dict[str, RankSteps] = {}
+        self._plain: dict[str, tuple[RankMeans, Timeline]] = {}
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """All sound rows of a file."""
@@ -81,6 +85,12 @@ class RunRows:
 
     def timeline(self, name: str) -> Timeline:
         """The timeline of a rank's file; the same object until there are more rows."""
+        if (steps := self._plain_steps(name)) is not None:
+            means, same = self._plain.get(name, (None, None))
+            if same is None or means is not steps.means:
+                same = steps.timeline()
+                self._plain[name] = steps.means, same
+            return same
         rows = self.read(name)
         count, timeline = self._timelines.get(name, (-1, None))
         if timeline is None or count != len(rows):
@@ -90,8 +100,27 @@ class RunRows:
 
     def training_notes(self, world_size: int) -> list[str]:
         """What the ranks, and a comparison of them, say of the training itself."""
-        said = {rank: [row for row in self.read(rank_file(rank)) if "step" not in row] for rank in range(world_size)}
-        return training_notes(said, world_size)
+        return training_notes({rank: self._said(rank_file(rank)) for rank in range(world_size)}, world_size)
+
+    def _said(self, name: str) -> Sequence[Mapping[str, Any]]:
+        """The rows of a rank's file that are no steps."""
+        steps = self._plain_steps(name)
+        return [row for row in self.read(name) if "step" not in row] if steps is None else steps.said
+
+    @property
+    def ranks(self) -> list[str]:
+        """The files of the ranks that have written, by rank."""
+        numbers = [match[1] for path in self._run_dir.glob("rank*.jsonl") if (match := re.fullmatch(r"rank(\d+)\.jsonl", path.name))]
+        return [run_directory.rank_file(number) for number in sorted(map(int, numbers))]
+
+    def means(self, name: str) -> RankMeans:
+        """What the steps of a rank's file come to; without an object of each step where all rows are sound."""
+        steps = self._plain_steps(name)
+        return RankMeans.of(self.timeline(name)) if steps is None else steps.means
+
+    def _plain_steps(self, name: str) -> RankSteps | None:
+        steps = self._steps.setdefault(name, RankSteps(self._run_dir / name))
+        return steps if steps.read() else None
 
     @property
     def notes(self) -> list[str]:

@@ -22,6 +22,7 @@ from workbench.core.display import table
 from workbench.core.run_directory import CHECKPOINTS, ERRORS, LOCK, LOGS, METRICS, NODES, RUN_JSON, TRACES, DamagedRunError
 from workbench.runs.failure import Failure, RunError
 from workbench.runs.guards import end_guard, find_guard
+from workbench.runs.rank_steps import RankMeans
 from workbench.runs.root_cause import first_failure
 from workbench.runs.rows import RunRows, loss_note, losses_of, resume_notes
 from workbench.runs.slurm_queue import Job, is_final
@@ -69,9 +70,7 @@ class Run:
         self.created: float = info["created"]
         self.spec: Spec = spec_from_json(info["spec"])
         if info["launch_dir"] not in (".", ".."):
-            raise DamagedRunError(
-                f"{path / RUN_JSON} is damaged: launch_dir={info['launch_dir']!r:.80} leads out of it; a launch writes . or .."
-            )
+            raise DamagedRunError(f"{path / RUN_JSON} is damaged: launch_dir={info['launch_dir']!r:.80} leads out of it, and is not ..")
         self._launch_dir = (path / info["launch_dir"]).resolve()
         self._host: str = info["host"]
         self._outcome: Mapping[str, Any] | None = None
@@ -297,8 +296,12 @@ class Run:
     @property
     def timelines(self) -> list[Timeline]:
         """One Timeline per rank, by rank; those of ranks that have not written yet are missing."""
-        numbers = sorted(int(m[1]) for path in self.path.glob("rank*.jsonl") if (m := re.fullmatch(r"rank(\d+)\.jsonl", path.name)))
-        return [self._files.timeline(run_directory.rank_file(rank)) for rank in numbers]
+        return [self._files.timeline(name) for name in self._files.ranks]
+
+    @property
+    def rank_means(self) -> list[RankMeans]:
+        """What the steps of each rank come to; much faster than `timelines`."""
+        return [self._files.means(name) for name in self._files.ranks]
 
     @property
     def metrics(self) -> Any:
@@ -316,14 +319,14 @@ class Run:
     @property
     def samples_per_sec(self) -> float:
         """Samples per second over all ranks, warm-up left out; nan before there is a measured step."""
-        rates = [timeline.samples_per_sec for timeline in self.timelines if timeline.count]
+        rates = [rank.samples_per_sec for rank in self.rank_means if rank.count]
         return sum(rates) if rates else math.nan
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know of it: NaN losses, ranks or workers that read the same samples, checkpoints passed over, damaged rows left out."""
-        timelines = self.timelines
-        left_out = [f"rank {t.rank}: {note.removeprefix(LEFT_OUT)}" for t in timelines for note in t.notes if note.startswith(LEFT_OUT)]
+        ranks = self.rank_means
+        left_out = [f"rank {r.rank}: {note.removeprefix(LEFT_OUT)}" for r in ranks for note in r.notes if note.startswith(LEFT_OUT)]
         resumes = resume_notes(self._read(run_directory.RESUMES))
         clock = (
             None
@@ -336,7 +339,7 @@ class Run:
     @property
     def memory(self) -> list[int | None]:
         """Peak bytes of each rank: allocated on its GPU, or resident in main memory where there is none."""
-        return [timeline.memory for timeline in self.timelines]
+        return [rank.memory for rank in self.rank_means]
 
     def memory_breakdown(self, rank: int | None = None) -> Any:
         """The MemoryBreakdown of a rank (None: of the fullest one) at its peak; of a run that `measure_memory(spec)` has made.

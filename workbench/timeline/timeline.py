@@ -15,7 +15,7 @@ from workbench.core.vocabulary import PHASES as PHASES
 _READINGS = ("samples", "memory", "cpu")
 """What a step may have besides its phases."""
 
-_LARGEST = 2**53
+LARGEST = 2**53
 """Larger whole numbers are not exact as floats."""
 WARNING = "warning: "
 """Begins a note on the training itself, not on how it was measured."""
@@ -58,11 +58,11 @@ class Step:
             ValueError: its number or a value is not a number, or none that was ever measured: infinite, negative, of 400 digits.
         """
         number = row["step"]
-        if type(number) is not int or not 0 <= number < _LARGEST:
+        if type(number) is not int or not 0 <= number < LARGEST:
             raise ValueError(f"step is {short(number)}, expected a number from 0")
         for name in (*PHASES, *_READINGS):
             value = row.get(name)
-            sound = name not in PHASES or name not in row if value is None else type(value) in (int, float) and 0 <= value < _LARGEST
+            sound = name not in PHASES or name not in row if value is None else type(value) in (int, float) and 0 <= value < LARGEST
             if not sound:
                 raise ValueError(f"{name} of step {number} is {short(value)}, expected a number from 0")
         phases = tuple(float(row.get(phase, 0.0)) for phase in PHASES)
@@ -77,7 +77,7 @@ class Step:
 def _is_span(value: Any) -> bool:
     """Is it the first and the last of some steps, and of not too many?"""
     whole = isinstance(value, list | tuple) and len(value) == 2 and all(type(number) is int for number in value)
-    return whole and 0 <= value[0] <= value[1] + 1 and value[1] - value[0] < MAX_PROFILED and value[1] < _LARGEST
+    return whole and 0 <= value[0] <= value[1] + 1 and value[1] - value[0] < MAX_PROFILED and value[1] < LARGEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

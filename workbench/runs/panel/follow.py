@@ -9,6 +9,7 @@ from typing import Any
 
 from workbench.core import run_directory
 from workbench.runs.failure import Failure
+from workbench.runs.rank_steps import RankSteps
 from workbench.runs.rows import Rows, check_metric, loss_note, losses_of, resume_notes, training_notes
 from workbench.runs.run import ACTIVE, Run, State
 from workbench.timeline.timeline import MAX_WARMUP, Step, StepSums, warmup_of
@@ -87,6 +88,7 @@ class _RankSums:
     """Running sums of one rank's steps; its first ones are kept, because how many are left out grows with the number of steps."""
 
     def __init__(self, path: Path) -> None:
+        self._plain, self._was_plain = RankSteps(path), False
         self._rows = Rows(path)
         self._first: list[Step] = []
         self._sums = StepSums()
@@ -96,6 +98,11 @@ class _RankSums:
 
     def read(self) -> str:
         """Take the steps that are new; returns a note on damaged rows, which are left out."""
+        if self._plain.read():
+            self.said, self._was_plain = self._plain.said, True
+            return ""
+        if self._was_plain:
+            self.said, self._was_plain = [], False
         rows = self._rows.read()
         if self._rows.anew:  # the run went on from a checkpoint: its file begins anew, without what came after that
             self._first, self._sums, self.said = [], StepSums(), []
@@ -115,6 +122,16 @@ class _RankSums:
         return self._rows.note
 
     def share(self, rank: int) -> RankShare:
+        if self._plain.plain:
+            means = self._plain.means
+            return RankShare(
+                rank=rank,
+                phases=means.sums.means,
+                steps=means.steps,
+                left_out=means.left_out,
+                samples_per_sec=means.samples_per_sec,
+                memory=means.memory,
+            )
         left_out = warmup_of(self._sums.count)
         measured = self._sums - StepSums.of(self._first[:left_out])
         return RankShare(

@@ -1,0 +1,84 @@
+"""The list of runs: what each row says, what differs, and what is in the folder besides."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import workbench as wb
+from tests.conftest import HandMade
+from workbench.__main__ import main
+from workbench.core import run_directory
+from workbench.runs.spec import ScriptSpec
+
+Make = Callable[..., HandMade]
+SPEC = wb.RunSpec(task="text-gpt", steps=20)
+
+
+def test_what_a_row_says(by_hand: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    old = by_hand(name="old", created=1.0, spec=SPEC.to_json()).losses(20).ended("finished")
+    by_hand(name="new", created=3.0, spec=SPEC.replace(lr=0.5, micro_batch=4).to_json()).losses(4).alive()
+    by_hand(name="other task", created=2.0).ended("failed")
+    with open(old.path / run_directory.METRICS, "a") as file:
+        file.write('{"step": 20, "accuracy": 0.5}\n{"step": 21, "los')
+    runs = wb.list_runs(old.path.parent)
+    assert [run.name for run in runs] == ["old", "other task", "new"]
+    assert [run.state for run in runs] == ["finished", "failed", "running"]
+    assert [(run.done, run.steps) for run in runs] == [(20, 20), (None, 20), (4, 20)]
+    assert runs[0].loss == pytest.approx(0.1)
+    assert runs[0].samples_per_sec == pytest.approx(16 * 20 / (0.065 * 19))
+    usual = wb.RunSpec(task="text-gpt")
+    assert [run.differs for run in runs] == [f"micro_batch={usual.micro_batch}, lr={usual.lr}", "", "micro_batch=4, lr=0.5"]
+    assert repr(runs).endswith(", 3 runs)")
+    assert list(runs.to_frame()["state"]) == ["finished", "failed", "running"]
+    assert main(["runs", str(old.path.parent)]) == 0
+    assert capsys.readouterr().out == f"{runs}\n"
+
+
+def test_runs_of_a_sweep_are_listed_one_by_one(by_hand: Make) -> None:
+    launch = by_hand().ended("finished")
+    info = json.loads((launch.path / "run.json").read_text())
+    for name, lr in (("000", 0.1), ("001", 0.2)):
+        (launch.path / name).mkdir()
+        spec = SPEC.replace(lr=lr).to_json()
+        run_directory.write_json(launch.path / name / "run.json", {**info, "launch_dir": "..", "name": f"lr={lr}", "spec": spec})
+    runs = wb.list_runs(launch.path.parent)
+    assert [(run.name, run.differs) for run in runs] == [("lr=0.1", "lr=0.1"), ("lr=0.2", "lr=0.2")]
+    assert f"{launch.path.name}/001" in str(runs)
+
+
+def test_what_cannot_be_read_is_damaged_and_what_is_no_run_is_not_there(by_hand: Make, tmp_path: Path) -> None:
+    made = by_hand(spec=ScriptSpec(script="/x/train.py", args=("--lr", "1")).to_json()).ended("stopped")
+    by_hand(spec=ScriptSpec(script="/x/train.py").to_json(), format=99)
+    torn = by_hand()
+    (torn.path / "run.json").write_text("{")
+    (made.path.parent / "notes").mkdir()
+    (made.path.parent / "file").touch()
+    runs = wb.list_runs(made.path.parent)
+    assert sorted(run.state for run in runs) == ["damaged", "damaged", "stopped"]
+    (made.path / run_directory.METRICS).write_text('{"step": 3, "loss": NaN, "samples": "x"}\n{"step": 2, "loss": Infinity}\n[]\n\n')
+    (stopped,) = [run for run in wb.list_runs(made.path.parent) if run.state == "stopped"]
+    assert (stopped.done, stopped.loss) == (2, None)
+    assert "<script>" not in wb.list_runs(made.path.parent)._repr_html_()
+
+
+def test_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="runs is not a folder; runs go to"):
+        wb.list_runs()
+    with pytest.raises(ValueError, match=r"list_runs\(3\): expected the path of a folder"):
+        wb.list_runs(3)  # type: ignore[arg-type]
+    (tmp_path / "runs").mkdir()
+    assert str(wb.list_runs()).endswith("no run is here")
+
+
+def test_a_run_is_not_read_to_be_listed(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a whole file was read")
+
+    made = by_hand().steps(2000).losses(2000).ended("finished")
+    monkeypatch.setattr(run_directory.LineTail, "read", refuse)
+    monkeypatch.setattr(run_directory.BytesTail, "read", refuse)
+    (run,) = wb.list_runs(made.path.parent)
+    assert run.done == 2000
