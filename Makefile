@@ -13,7 +13,8 @@ CHOSEN = $(if $(ARGS),|| [ $$? = 5 ])
 .NOTPARALLEL:
 # what fails is tried once more, since others may compute on the machine; the summary names it (RERUN)
 AGAIN := --reruns 1 --reruns-delay 1
-TWO := -n 2 --dist loadfile
+# many tests wait, for ranks or a deadline: three files at a time keep two cores busy; tests/conftest.py says which files come first
+THREE := -n 3 --dist loadfile --no-loadscope-reorder
 # files in which some tests have a mark: to collect them all takes seconds
 MARKED = $(if $(ARGS),,$$(grep -rlE 'mark\.($(1))\b' --include='test_*.py' tests))
 # nbval takes seconds to import
@@ -40,7 +41,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "Python 3.11 or newer is needed. Debian: apt-get install python3 python3-venv; or make PYTHON=/path/to/python3.11"; exit 1; }
 	@"$(PYTHON)" -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "This Python cannot make virtual environments. Debian: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebooks,tensorboard,trace,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[notebooks,tensorboard,trace,dev]'
+	@# pip compiles on one core, and what nobody imports, too
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/' $(VENV)/lib || true
 	@touch $@
 
 lab: setup ## open JupyterLab on the first notebook (ARGS=--no-browser where there is no screen)
@@ -64,14 +67,14 @@ architecture: ## print packages, files, circles and upward imports, and what bre
 
 unit: together alone ## library, process and documentation tests
 
-together: setup ## of these, what may run two files at a time
-	$(PYTEST) -m "not gpu and not browser and not alone and not slow" $(if $(ARGS),,--ignore=tests/browser --ignore=tests/gpu) $(TWO) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+together: setup ## of these, what may run beside others
+	$(PYTEST) -m "not gpu and not browser and not alone and not slow" $(if $(ARGS),,--ignore=tests/browser --ignore=tests/gpu) $(THREE) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 alone: setup ## of these, what judges times, so that nothing may run beside it
 	$(PYTEST) -m "alone and not slow" $(call MARKED,alone) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
-slow: setup ## of the slow tests, what may run two files at a time
-	$(PYTEST) -m "slow and not gpu and not alone" $(call MARKED,slow) $(TWO) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
+slow: setup ## of the slow tests, what may run beside others
+	$(PYTEST) -m "slow and not gpu and not alone" $(call MARKED,slow) $(THREE) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)
 
 slow-alone: setup ## of the slow tests, what judges times
 	$(PYTEST) -m "slow and alone" $(call MARKED,alone) $(AGAIN) --durations=10 $(ARGS) $(CHOSEN)

@@ -147,6 +147,31 @@ def pytest_report_header() -> list[str]:
     return [f"not installed, so what needs them is skipped: {', '.join(MISSING)}"] if MISSING else []
 
 
+LONGEST = (
+    "runs/test_slurm.py",
+    "memory/test_memory.py",
+    "memory/test_leaks.py",
+    "runs/test_survivors.py",
+    "memory/test_reconcile.py",
+    "diagnosis/test_experiment.py",
+    "scaling/test_api.py",
+    "runs/test_sweep.py",
+    "diagnosis/test_api.py",
+    "train/test_parallel.py",
+    "runs/test_resume.py",
+    "timeline/test_watch_script.py",
+    "runs/test_launch.py",
+    "train/test_auto_batch.py",
+)
+"""Files that take longest; they come first, so that none of them is left over at the end, with idle cores beside it."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    rank = {tests / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
 def pytest_collection() -> None:
     """What is imported now stays, and walking over it meanwhile takes half of the time."""
     gc.disable()
