@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import subprocess
@@ -185,3 +186,14 @@ def test_the_reserve_is_given_back(tmp_path: Path) -> None:
     run_directory.free_reserve(tmp_path)
     run_directory.free_reserve(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_numbers_that_json_does_not_have_come_back_wherever_they_are(tmp_path: Path) -> None:
+    row = {"loss": -math.inf, "of": [1.0, math.inf, {"each": (math.inf, "NaN of a text")}], "text": "Infinity War", "none": None}
+    writer = run_directory.LineWriter(tmp_path / "rows.jsonl")
+    writer.write([row, {"loss": 1.0}])
+    writer.close()
+    for line in (tmp_path / "rows.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    back, _ = run_directory.LineTail(tmp_path / "rows.jsonl").read()
+    assert back == row | {"of": [1.0, math.inf, {"each": [math.inf, "NaN of a text"]}]}

@@ -106,6 +106,7 @@ def test_ranks_whose_passes_differ_take_blocks_of_one_length() -> None:
     assert common_length(12, Peers()) == 12
     assert common_length(12, SimpleNamespace(gather=lambda _: [12, 13])) == math.inf  # type: ignore[arg-type]
     assert common_length(12, SimpleNamespace(gather=lambda _: [12, math.inf])) == 12  # type: ignore[arg-type]
+    assert common_length(0, Peers()) == math.inf  # a step takes more batches than a pass has
 
 
 def test_calls_that_are_known_to_have_stalled_are_left_out() -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 import workbench as wb
 from workbench.memory.estimate.cuda import reductions
+from workbench.memory.estimate.cuda.emulation import emulate_cuda
 from workbench.memory.estimate.cuda.reductions import MAX_INDEXED_BYTES, PROCESSORS, processors_of, scratch_of_sum
 
 H100 = PROCESSORS[9, 0]
@@ -61,6 +62,15 @@ def test_a_capability_that_is_not_listed_takes_the_one_before() -> None:
     assert processors_of((8, 7)) == PROCESSORS[8, 6]
     assert processors_of((6, 0)) == PROCESSORS[7, 0]
     assert processors_of((13, 0)) == PROCESSORS[12, 0]
+
+
+def test_a_sum_over_all_axes_may_say_so() -> None:
+    """`dim=None` is an argument of these operators, and not the lack of one."""
+    with emulate_cuda(None):
+        assert torch.ones(4, 8).sum(dim=None) == 32
+        assert torch.ones(4, 8).mean(dim=None, keepdim=True).shape == (1, 1)
+        assert torch.ones(4, 8).sum(dim=(), keepdim=True).shape == (1, 1)
+        assert torch.ones(()).sum(dim=0) == 1
 
 
 def test_an_estimate_for_a_gpu_has_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,12 +58,20 @@ def test_who_does_not_come_is_named_as_torchrun_does(port: int) -> None:
 
 
 def test_all_addresses_only_where_it_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    """All are those of IPv6, too, where there is any: the others may have no address of IPv4."""
+    asked = list[tuple[str, bool]]()
     create = socket.create_server
-    monkeypatch.setattr(socket, "create_server", lambda place, **more: asked.append(place[0]) or create(("127.0.0.1", place[1]), **more))
-    machine(listen="*").next_rendezvous()
+
+    def created(place: tuple[str, int], *, family: int, dualstack_ipv6: bool, **more: Any) -> socket.socket:
+        asked.append((place[0], dualstack_ipv6))
+        here = "::1" if family == socket.AF_INET6 else "127.0.0.1"
+        return create((here, place[1]), family=family, **more)
+
+    monkeypatch.setattr(socket, "create_server", created)
+    both = socket.has_dualstack_ipv6()
+    machine("[::1]:0" if both else "127.0.0.1:0", listen="*").next_rendezvous().store.set("word", "ours")
     machine().next_rendezvous()
-    assert asked == ["", "127.0.0.1"]
+    assert asked == [("", both), ("127.0.0.1", False)]
 
 
 def test_torchrun_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:

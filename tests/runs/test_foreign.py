@@ -59,6 +59,23 @@ def test_stop_signals_no_process_that_is_not_its_guard(
             Run.load(made.path).stop()
 
 
+def test_what_others_call_a_guard_is_passed_over(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any user can give a process any command, and process 1 is nobody's to signal."""
+    run = Run.load(by_hand(id="a").path)
+    odd = [{"node": "x"}, {"node": [1]}, {"run_dir": 1}, {"node": 5, "id": "a", "run_dir": str(run.path)}, {}]
+    commands = [*(f"guard.py {json.dumps(config)}" for config in odd), "guard.py {", "guard.py {" + '"":[' * 100_000]
+    monkeypatch.setattr(guards, "_commands", lambda: ((os.getpid(), command) for command in commands))
+    monkeypatch.setattr(os, "getsid", lambda pid: pid)
+    assert guards.find_guard(run.path.resolve(), "a") == os.getpid()
+    assert guards.find_guard(run.path.resolve(), "b") is None
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(pid, number)
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert guards.end_guard(lambda: 1, lambda: True, 0.1) == "late"
+
+
 def test_a_guard_is_known_by_its_run_and_directory(by_hand: Make) -> None:
     run, other = Run.load(by_hand(id="a").path), Run.load(by_hand(id="b").path)
     process = pretended(run.path, "a")

@@ -154,6 +154,14 @@ def test_a_run_says_what_its_ranks_have_seen(by_hand: Callable[..., HandMade]) -
     assert Follower(run).snapshot().notes == run.notes
 
 
+@pytest.mark.parametrize("reads", [7, [], {}, {"first": ["a"], "group": {}}, {"first": {}, "split": 1}])
+def test_a_rank_that_says_nonsense_says_nothing(by_hand: Callable[..., HandMade], reads: Any) -> None:
+    made = by_hand(nproc_per_node=2)
+    for rank in range(2):
+        (made.path / run_directory.rank_file(rank)).write_text(json.dumps({"reads": reads}) + "\n")
+    assert Run.load(made.path).notes == Follower(Run.load(made.path)).snapshot().notes == ()
+
+
 def test_a_watched_loop_warns(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -177,7 +177,7 @@ def launcher_logs(run_dir: Path) -> list[Path]:
 class LineWriter:
     """Append-only JSON lines. Every call appends whole lines or none.
 
-    JSON has no NaN and no infinity: as values of a row they are written as the texts "NaN", "Infinity" and "-Infinity", which LineTail
+    JSON has no NaN and no infinity: they are written as the texts "NaN", "Infinity" and "-Infinity", which LineTail
     reads as numbers.
     """
 
@@ -252,8 +252,25 @@ def _line(row: Mapping[str, Any]) -> str:
     try:
         return json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n"
     except ValueError:
-        row = {key: json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-        return json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n"
+        return json.dumps(_spelled(row), separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _spelled(value: Any) -> Any:
+    """A value with numbers that JSON does not have as texts."""
+    if isinstance(value, Mapping):
+        return {key: _spelled(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spelled(part) for part in value]
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read(value: Any) -> Any:
+    """The inverse of `_spelled`."""
+    if isinstance(value, dict):
+        return {key: _read(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_read(part) for part in value]
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -265,7 +282,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
     if not isinstance(row, dict):
         return None
     if any(text in line for text in _SPELLINGS):
-        row = {key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
+        return {key: _read(value) for key, value in row.items()}
     return row
 
 

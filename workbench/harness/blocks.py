@@ -296,9 +296,12 @@ def steps_for(seconds: float, target: float, *, least: int = 1, most: int = 2000
 
 
 def common_length(steps_per_pass: float, peers: Peers) -> float:
-    """The steps of a pass over the loader, where all ranks that know it have the same number; else infinite. Collective."""
+    """The steps of a pass over the loader, where all ranks that know it have the same number; else infinite. Collective.
+
+    A pass with fewer batches than a step takes has no whole step: that is infinite, too.
+    """
     lengths = {steps for steps in peers.gather(steps_per_pass) if steps < math.inf}
-    return lengths.pop() if len(lengths) == 1 else math.inf
+    return (lengths.pop() or math.inf) if len(lengths) == 1 else math.inf
 
 
 def known_pairs(base: Sequence[float], arm: Sequence[float]) -> tuple[tuple[float, float], ...]:

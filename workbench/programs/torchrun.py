@@ -69,8 +69,9 @@ class KnownMachines(RendezvousHandler):
     def _serving(self) -> TCPStore:
         """A store with a server on a socket of ours; port 0 becomes a free one, which nobody else can take meanwhile."""
         host = "" if self._listen == "*" else self._listen
-        family = socket.getaddrinfo(host or None, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        with socket.create_server((host, self._port), family=family, backlog=_BACKLOG) as listening:
+        both = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.getaddrinfo(host or "0.0.0.0", self._port, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((host, self._port), family=family, backlog=_BACKLOG, dualstack_ipv6=both) as listening:
             self._port = listening.getsockname()[1]
             return TCPStore(
                 self._host,

@@ -28,7 +28,8 @@ def find_guard(launch_dir: Path, run_id: str | None) -> int | None:
         run_id: of the run; None = of whichever runs in that directory.
     """
     for pid, config in _guards():
-        first = not (config.get("node") or {}).get("rank")  # those of further machines end with that of the first
+        node = config.get("node")
+        first = not (isinstance(node, dict) and node.get("rank"))  # those of further machines end with that of the first
         if first and run_id in (None, config.get("id")) and os.path.realpath(str(config.get("run_dir"))) == str(launch_dir):
             with contextlib.suppress(OSError):
                 if os.getsid(pid) == pid:  # the keeper, which passes signals on to the guard
@@ -51,7 +52,7 @@ def end_guard(find: Callable[[], int | None], runs: Callable[[], bool], timeout:
     while runs():
         guard, waited = find(), time.monotonic() - began
         if guard is not None and last is None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # another user's process may look like a guard
                 os.kill(guard, signal.SIGTERM)
         if guard is None and (last is None and waited > min(_APPEARS, timeout)):
             return "none"
@@ -67,7 +68,7 @@ def _guards() -> Iterator[tuple[int, dict[str, Any]]]:
     for pid, command in _commands():
         _, program, rest = command.partition(_PROGRAM)
         if program:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 config = json.loads("{" + rest)
                 if isinstance(config, dict):
                     yield pid, config

@@ -191,12 +191,12 @@ class Checkpoints:
     def _collect(self, step: int, row: str) -> dict[int, str]:
         """On rank 0 the rows of all ranks; the others hand theirs over and go on."""
         ranks, store = self._ranks, self._ranks.store
+        keys = [f"{ranks.agreements}/row of step {step} of rank {rank}" for rank in range(ranks.world_size)]
         if ranks.rank:
-            store.set(f"row of step {step} of rank {ranks.rank}", row.encode())
+            store.set(keys[ranks.rank], row.encode())
             return {}
         rows = {0: row}
-        for rank in range(1, ranks.world_size):
-            key = f"row of step {step} of rank {rank}"
+        for rank, key in list(enumerate(keys))[1:]:
             store.wait([key], TIMEOUT)
             rows[rank] = store.get(key).decode()
             store.delete_key(key)

@@ -121,7 +121,7 @@ def keep(proof: Proof, *, task: str = "", path: Path | None = None) -> str | Non
     where = path or calibration_file()
     try:
         where.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.closing(run_directory.LineWriter(where)) as writer:
+        with contextlib.closing(run_directory.LineWriter(where.resolve())) as writer:
             writer.write([row])
     except OSError as error:
         return f"this proof is not kept for later predictions: {where} cannot be written ({error.strerror or error})"

@@ -129,14 +129,14 @@ def install(overrides: Overrides, capability: tuple[int, int]) -> None:
     """Take the scratch of sums and means."""
     processors = processors_of(capability)
 
-    def reducing(original: Callable[..., Any], input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def reducing(original: Callable[..., Any], input: Tensor, dim: Any, *args: Any, **kwargs: Any) -> Any:
         held = None
         if input.layout is torch.strided and input.is_floating_point():
             axes = range(input.dim()) if dim is None or dim == [] else [axis % max(1, input.dim()) for axis in dim]
             wide = 8 if input.dtype is torch.float64 else 4
             size = scratch_of_sum(input.shape, input.stride(), [*axes], processors=processors, size=input.element_size(), accumulated=wide)
             held = temporary(size, like=input, dtype=torch.uint8) if size else None
-        result = original(input, *(() if dim is None else (dim,)), *args, **kwargs)
+        result = original(input, dim, *args, **kwargs)
         del held
         return result
 
