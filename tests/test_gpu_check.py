@@ -4,6 +4,7 @@ No test here pretends that there is a GPU: results are made up, and the parts th
 """
 
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -254,8 +255,36 @@ def test_what_lives_at_the_peak_is_read_from_the_allocators_history() -> None:
     ]
 
 
+class Counting(Bench):
+    """Notes when it synchronises, between the steps."""
+
+    def __init__(self, calls: list[object]) -> None:
+        super().__init__("cpu")
+        object.__setattr__(self, "calls", calls)
+
+    __slots__ = ("calls",)
+
+    def sync(self) -> None:
+        self.calls.append("sync")
+
+
 def test_steps_are_timed_over_whole_passes() -> None:
-    calls: list[int] = []
-    seconds = Bench("cpu").seconds_per_step(calls.append, [1, 2, 3, 4], at_least=1e-9)
-    assert calls == [1, 2, 3, 1, 2, 3, 4]  # three to warm up, then one whole pass
+    calls: list[object] = []
+    seconds = Counting(calls).seconds_per_step(calls.append, [1, 2, 3, 4], at_least=1e-9)
+    assert calls == [1, 2, 3, "sync", 1, 2, 3, 4, "sync"]  # three to warm up, then one whole pass
     assert seconds > 0
+
+
+def test_short_passes_follow_each_other_without_a_synchronisation() -> None:
+    """What begins late is hidden behind the device's work of the pass before, and a synchronisation there would show it in full."""
+    calls: list[object] = []
+
+    def step(batch: int) -> None:
+        calls.append(batch)
+        time.sleep(1e-3)
+
+    Counting(calls).seconds_per_step(step, [1, 2], at_least=0.02)
+    warm_up, first, between, passes, after = "".join(map(str, calls)).split("sync")
+    assert (warm_up, first, between, after) == ("12", "12", "", "")
+    assert passes == "12" * (len(passes) // 2)
+    assert len(passes) > len("12")

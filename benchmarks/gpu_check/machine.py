@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import math
 import os
 import platform
 import statistics
@@ -107,27 +108,31 @@ class Bench:
         self.sync()
         return time.perf_counter() - start
 
-    def seconds_per_step(self, step: Callable[[Any], Any], loader: Iterable[Any], *, at_least: float = 1.2) -> float:
-        """Wall time of a step over whole passes, from sync to sync, after a few steps to warm up.
+    def seconds_per_step(self, step: Callable[[Any], Any], loader: Iterable[Any], *, at_least: float = 1.0) -> float:
+        """Wall time of a step over whole passes, one after the other, from sync to sync, after a few steps to warm up.
 
         Args:
             step: takes a batch.
             loader: can be read again and again.
-            at_least: seconds; after that no further pass is begun.
+            at_least: seconds that the passes take together, about.
         """
         for batch in itertools.islice(loader, WARM_UP):
             step(batch)
         steps = 0
 
-        def passes() -> None:  # no wait between them: the start of a pass may be hidden behind queued work
+        def passes(count: int) -> None:  # no wait between them: the start of a pass may be hidden behind queued work
             nonlocal steps
-            until = time.perf_counter() + at_least
-            while not steps or time.perf_counter() < until:
+            steps = 0
+            for _ in range(count):
                 for batch in loader:
                     step(batch)
                     steps += 1
 
-        return self.wall(passes) / steps
+        seconds = self.wall(lambda: passes(1))
+        if seconds < at_least:  # the end of a short pass would count too much
+            count = math.ceil(at_least / seconds)
+            seconds = self.wall(lambda: passes(count))
+        return seconds / steps
 
 
 def percent(value: float, digits: int = 0) -> str:
