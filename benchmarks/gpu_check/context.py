@@ -1,4 +1,4 @@
-"""Part `context`: what a process takes on the GPU outside of the allocator, against what the library assumes; what estimates touch.
+"""Part `context`: memory of a process outside of the allocator, against what the library assumes; estimates do not touch the GPU.
 
 A helper process (`python -m benchmarks.gpu_check.context`) does one thing after the other, and this one, which holds a context of its own,
 sees by the driver's count how much less memory is free after each.
@@ -205,7 +205,7 @@ def _estimates(report: Report, bench: Bench, free: Callable[[], int]) -> None:
                 values={**answer, "taken": taken, "more": taken - before},
                 result=answer["error"]
                 or f"{units.bytes_(max(0, taken - before))} more of the device, CUDA {'' if answer['initialized'] else 'not '}initialised",
-                bar="no context, not initialised",
+                expected="no context, not initialised",
             )
             before = taken
     finally:
@@ -232,7 +232,7 @@ def _outside(report: Report, bench: Bench, free: Callable[[], int]) -> None:
             values={"measured": beside, "low": assumed.low, "mid": assumed.mid, "high": assumed.high, "source": assumed.source},
             outside=units.bytes_(max(0, beside)),
             result=f"assumed {units.bytes_(assumed.mid)} for {name}",
-            bar=f"{units.bytes_(assumed.low)} … {units.bytes_(assumed.high)}",
+            expected=f"{units.bytes_(assumed.low)} … {units.bytes_(assumed.high)}",
         )
     finally:
         process.close()
@@ -253,7 +253,7 @@ def _workspace(report: Report, assumed: int) -> None:
         kept == assumed,
         values={"measured": kept, "assumed": assumed},
         result=f"{units.bytes_(kept)}, assumed {units.bytes_(assumed)}",
-        bar="equal",
+        expected="equal",
     )
 
 

@@ -1,4 +1,4 @@
-"""What lives on the GPU at the fullest moment of some steps, by the allocator's own history: it explains where an estimate is off."""
+"""Lists what lives on the GPU at the peak of some steps, by the allocator's own history, to explain the error of an estimate."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

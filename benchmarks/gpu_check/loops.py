@@ -1,4 +1,4 @@
-"""Training loops on a GPU in which something was planted, and healthy ones that a tool may take for ill.
+"""Training loops with a planted bottleneck, and healthy loops that a tool may misjudge.
 
 Each `Case` builds its loop with and without what was planted, so that the wall clock tells what it costs. Sizes follow the GPU: a plain
 step takes about STEP seconds on any.

@@ -216,9 +216,9 @@ def _compare(report: Report, bench: Bench, case: Case) -> None:
         allocated=units.bytes_(peak),
         predicted=f"{units.bytes_(predicted.total)} ({percent(error, 2)})",
         reserved=units.bytes_(held),
-        foretold=f"{units.bytes_(reserved)} ({percent(further, 1)})",
+        **{"predicted reserved": f"{units.bytes_(reserved)} ({percent(further, 1)})"},
         measured=measured,
-        bar=f"± {MAX_PEAK_ERROR:.0%}, ± {MAX_RESERVED_ERROR:.0%}" + f", ± {MAX_MEASURED_ERROR:.0%}" * case.measured,
+        expected=f"± {MAX_PEAK_ERROR:.0%}, ± {MAX_RESERVED_ERROR:.0%}" + f", ± {MAX_MEASURED_ERROR:.0%}" * case.measured,
     )
 
 

@@ -1,4 +1,4 @@
-"""Part `nccl`: ranks that communicate: NCCL alone, two ranks that share the GPU over gloo, and what is said where NCCL refuses that."""
+"""Part `nccl`: one rank over NCCL, two ranks that share the GPU over gloo, and the error where NCCL refuses that."""
 
 import re
 from pathlib import Path
@@ -49,7 +49,7 @@ def _too_many(report: Report, spec: wb.RunSpec) -> None:
         wb.launch(spec, runs_dir=scratch_folder() / "runs").stop()
     except ValueError as error:
         text = str(error)
-    report.row("more ranks than GPUs", "one rank per" in text, result=text[:200], bar="refused, and says how many there are")
+    report.row("more ranks than GPUs", "one rank per" in text, result=text[:200], expected="refused, and says how many there are")
 
 
 def _training(report: Report, bench: Bench, name: str, run: wb.Run) -> None:
@@ -63,14 +63,14 @@ def _training(report: Report, bench: Bench, name: str, run: wb.Run) -> None:
         clocks == {"device"} if bench.gpu else None,
         values={"clocks": sorted(clocks), "step": timeline.median(), "backward": timeline.median("backward")},
         result=f"finished, {units.seconds(timeline.median())} per step, {units.seconds(timeline.median('backward'))} of it backward",
-        bar="finished, the device's clock",
+        expected="finished, the device's clock",
     )
 
 
 def _script(report: Report, name: str, run: wb.Run, ranks: int) -> None:
     if run.state == "finished":
         text = "" if ranks == 1 else "; this NCCL allows two ranks on one GPU"
-        report.row(name, True, result=f"finished{text}", bar="finished" if ranks == 1 else "finished, or refused and named plainly")
+        report.row(name, True, result=f"finished{text}", expected="finished" if ranks == 1 else "finished, or refused with a clear error")
         return
     text = str(run.error)
     report.row(
@@ -78,5 +78,5 @@ def _script(report: Report, name: str, run: wb.Run, ranks: int) -> None:
         ranks > 1 and PLAINLY.search(text) is not None,
         values={"error": text, "kind": run.error.kind if run.error else "", "state": run.state},
         result=" ".join(text.split())[:250],
-        bar="finished" if ranks == 1 else "finished, or refused and named plainly",
+        expected="finished" if ranks == 1 else "finished, or refused with a clear error",
     )

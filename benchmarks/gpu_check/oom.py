@@ -1,4 +1,4 @@
-"""Part `oom`: every way in which memory can be said to have run out is recognised, and diagnose, would_fit and max_micro_batch survive it.
+"""Part `oom`: every error message of memory that ran out is recognised; diagnose, would_fit and max_micro_batch survive it.
 
 For seconds at a time the GPU's memory is filled to the last MiB: nothing else should run on it.
 """
@@ -67,7 +67,7 @@ def _spelling(report: Report, name: str) -> None:
         values=answer,
         result=f"kind {answer['kind'] or 'unknown'}{'' if answer['parsed'] else ', not explained'}",
         text=" ".join(message.split())[:110],
-        bar="out-of-memory, explained",
+        expected="out-of-memory, explained",
     )
 
 
@@ -100,7 +100,7 @@ def _failing_step(report: Report, bench: Bench) -> None:
         values={"text": text, "left": left, "same": same},
         result=f"weights {'as before' if same else 'changed'}, {units.bytes_(max(0, left))} left behind",
         text=text[:110],
-        bar=f"an error about memory, weights as before, ≤ {units.bytes_(MAX_LEFT)}",
+        expected=f"an error about memory, weights as before, ≤ {units.bytes_(MAX_LEFT)}",
     )
 
 
@@ -122,12 +122,12 @@ def _no_room(report: Report, bench: Bench) -> None:
         values={"text": str(diagnosis), "limit": ROOM * peak},
         result=f"{diagnosis.verdict} ({diagnosis.cause})",
         text="; ".join(diagnosis.evidence.notes)[:110],
-        bar="compute-bound",
+        expected="compute-bound",
     )
 
 
 def _launched(report: Report) -> None:
-    """A run that takes twice what fits fails and is explained; one with the largest micro-batch that would_fit names finishes."""
+    """A run that takes twice what fits fails and is explained; a run with the largest micro-batch that would_fit names finishes."""
     folder = scratch_folder() / "runs"
     spec = wb.RunSpec(task=f"{Path(tasks.__file__)}:hungry", device="cuda", steps=4, micro_batch=8)
     free, total = torch.cuda.mem_get_info()
@@ -140,7 +140,7 @@ def _launched(report: Report) -> None:
         values={"error": str(run.error), "free": free, "total": total},
         result=f"kind {kind}",
         text=" ".join(str(run.error.memory if run.error else "").split())[:110],
-        bar="out-of-memory, explained",
+        expected="out-of-memory, explained",
     )
     answer = wb.would_fit(run)
     largest = answer.largest.micro_batch
@@ -152,5 +152,5 @@ def _launched(report: Report) -> None:
         values={"answer": answer.word, "largest": largest, "error": str(again.error), "peak": peak, "changes": str(answer.changes)},
         result=f"{largest:,} samples: {again.state}" + (f", {units.bytes_(peak)} of {units.bytes_(total)}" if peak else ""),
         text=answer.word[:110],
-        bar="finished",
+        expected="finished",
     )

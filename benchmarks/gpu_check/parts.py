@@ -25,15 +25,15 @@ class Part:
 PARTS: dict[str, Part] = {
     part.name: part
     for part in (
-        Part(name="timer", title="What the timers cost, and whether phases add up", seconds=30, limit=150),
-        Part(name="context", title="Memory outside of the allocator, and estimates that touch no GPU", seconds=40, limit=150),
-        Part(name="oom", title="Running out of memory is recognised, and survived", seconds=110, limit=300),
+        Part(name="timer", title="Cost of the timers, and whether phases add up", seconds=30, limit=150),
+        Part(name="context", title="Memory outside of the allocator; estimates touch no GPU", seconds=40, limit=150),
+        Part(name="oom", title="Running out of memory is recognised and survived", seconds=110, limit=300),
         Part(name="restore", title="Everything is restored bit for bit", seconds=60, limit=240),
         Part(name="traces", title="Traces against the wall clock", seconds=60, limit=240),
         Part(name="memory", title="Estimated memory against the allocator", seconds=90, limit=300),
         Part(name="train", title="Launched trainings", seconds=60, limit=240),
         Part(name="nccl", title="Processes that communicate", seconds=50, limit=200),
-        Part(name="verdicts", title="Verdicts against what was planted", seconds=330, limit=570),
+        Part(name="verdicts", title="Verdicts on planted bottlenecks", seconds=330, limit=570),
         Part(name="proofs", title="Predicted gains against proofs and the wall clock", seconds=240, limit=420),
     )
 }

@@ -18,7 +18,7 @@ from benchmarks.gpu_check.report import Report
 BUDGET_S, PROOF_S = 30.0, 12.0
 """Seconds of a diagnosis, and of a proof."""
 MAX_PREDICTION_ERROR = 0.25
-"""The library's own bar (`MAX_ERROR` of `diagnosis/analysis/proof.py`): further off, another remedy could have been the better choice."""
+"""The library's own limit (`MAX_ERROR` of `diagnosis/analysis/proof.py`): further off, another remedy could have been the better choice."""
 MAX_PROOF_ERROR = 0.10
 """By how much a proof, which ran the change, may differ from the wall clock's two loops: they are seconds apart, its blocks are not."""
 
@@ -168,5 +168,5 @@ def _prove(report: Report, bench: Bench, sizes: Sizes, case: Case) -> None:
         predicted=remedy.gain,
         proved=f"{proof.measured.mid:.2f}×",
         result=f"{gain:.2f}× by the wall clock: predicted {percent(predicted)}, proved {percent(proved)}",
-        bar=f"{'a ceiling' if remedy.ceiling else f'± {MAX_PREDICTION_ERROR:.0%}'}, ± {MAX_PROOF_ERROR:.0%}",
+        expected=f"{'a ceiling' if remedy.ceiling else f'± {MAX_PREDICTION_ERROR:.0%}'}, ± {MAX_PROOF_ERROR:.0%}",
     )

@@ -23,7 +23,7 @@ class Row:
     name: str
     """Unique in its part."""
     ok: bool | None
-    """Is it as the bar says? None = for information."""
+    """Is it as expected? None = for information."""
     cells: dict[str, str] = field(default_factory=dict)
     """Column → text."""
     values: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Report:
 
     @property
     def score(self) -> tuple[int, int]:
-        """Rows that are right, and rows that have a bar."""
+        """Rows that are right, and rows that are judged."""
         judged = [row.ok for row in self.rows if row.ok is not None]
         return sum(judged), len(judged)
 
@@ -88,7 +88,7 @@ class Report:
 
         Args:
             name: unique in the part; a row of the same name is replaced.
-            ok: is it as the bar says? None = for information.
+            ok: is it as expected? None = for information.
             values: the numbers.
             **cells: column → text.
         """

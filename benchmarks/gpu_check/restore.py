@@ -1,4 +1,4 @@
-"""Part `restore`: after diagnose, measure_memory, noise_scale, trace and find_leaks everything is as before, bit for bit."""
+"""Part `restore`: diagnose, measure_memory, noise_scale, trace and find_leaks restore everything bit for bit."""
 
 import random
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def functions(training: Training, bench: Bench) -> dict[str, Callable[[], object
 
 
 def run(report: Report, bench: Bench) -> None:
-    """Add two rows for each function: as it is meant, and with a step that raises."""
+    """Add two rows for each function: with a step that works, and with one that raises."""
     for fails in (False, True):
         for name in functions(Training(bench), bench):
             title = f"{name}, the step raises" if fails else name
@@ -139,7 +139,7 @@ def _restored(report: Report, bench: Bench, name: str, title: str, fails: bool) 
         title,
         not differs and raised,
         values={"changed": differs, "text": text, "compared": len(before)},
-        result=f"{len(before)} things compared, " + (f"changed: {', '.join(differs[:6])}" if differs else "all as before"),
+        result=f"{len(before)} values compared, " + (f"changed: {', '.join(differs[:6])}" if differs else "all unchanged"),
         error=text[:100],
-        bar="bit for bit" + (", and the step's own error" if fails else ""),
+        expected="bit for bit" + (", and the step's own error" if fails else ""),
     )

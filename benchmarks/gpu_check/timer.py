@@ -1,4 +1,4 @@
-"""Part `timer`: what StepTimer and wb.watch add to a step, whether their phases add up to the wall time, and whether anything waits."""
+"""Part `timer`: what StepTimer and wb.watch add to a step; phases add up to the wall time; nothing synchronises."""
 
 import random
 import statistics
@@ -101,10 +101,10 @@ def _cost(report: Report, bench: Bench, name: str, model: nn.Module, batches: li
         longer = statistics.median(ours - plain for ours, plain in zip(wall[tool], wall["bare"], strict=True))
         thread = statistics.median(ours - plain for ours, plain in zip(host[tool], host["bare"], strict=True))
         if name == "GPU-bound":
-            ok, bar = longer <= MAX_GPU_BOUND * bare, f"≤ {MAX_GPU_BOUND:.0%} longer"
+            ok, expected = longer <= MAX_GPU_BOUND * bare, f"≤ {MAX_GPU_BOUND:.0%} longer"
         else:
             most = max(most, MAX_HOST_BOUND_SHARE * bare)
-            ok, bar = longer <= most, f"≤ {most * 1e6:.0f} µs longer"
+            ok, expected = longer <= most, f"≤ {most * 1e6:.0f} µs longer"
         report.row(
             f"{tool}, {name}",
             ok if bench.gpu else None,
@@ -112,7 +112,7 @@ def _cost(report: Report, bench: Bench, name: str, model: nn.Module, batches: li
             bare=f"{bare * 1e6:,.0f} µs",
             result=f"{longer * 1e6:+.1f} µs per step ({percent(longer / bare, 2)})",
             host=f"{thread * 1e6:+.1f} µs of the thread's CPU",
-            bar=bar,
+            expected=expected,
         )
 
 
@@ -129,7 +129,7 @@ def _adds_up(report: Report, bench: Bench, model: nn.Module, batch: torch.Tensor
             (timeline.clock == "device" and len(timeline.steps) == 40 and abs(apart) <= MAX_APART) if bench.gpu else None,
             values={"wall": seconds, "phases": total, "clock": timeline.clock},
             result=f"{len(timeline.steps)} steps by the {timeline.clock}'s clock: {percent(apart, 2)} from the wall time",
-            bar=f"± {MAX_APART:.0%}",
+            expected=f"± {MAX_APART:.0%}",
         )
         _, seconds, launching = _timed(tool, model, optimizer, [batch] * AHEAD, bench)
         share = launching / seconds
@@ -138,7 +138,7 @@ def _adds_up(report: Report, bench: Bench, model: nn.Module, batch: torch.Tensor
             share <= MAX_HOST_SHARE if bench.gpu else None,
             values={"share": share},
             result=f"the host had launched {AHEAD} steps in {share:.0%} of their time",
-            bar=f"≤ {MAX_HOST_SHARE:.0%}",
+            expected=f"≤ {MAX_HOST_SHARE:.0%}",
         )
     if bench.gpu:
         _refused(report, model, optimizer, batch)
@@ -168,4 +168,4 @@ def _refused(report: Report, model: nn.Module, optimizer: torch.optim.Optimizer,
         text = last_line(error)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    report.row("no synchronisation inside a step", text == "nothing synchronised", result=text, bar="none")
+    report.row("no synchronisation inside a step", text == "nothing synchronised", result=text, expected="none")

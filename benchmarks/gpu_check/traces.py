@@ -1,4 +1,4 @@
-"""Part `traces`: wb.trace on the GPU: kernels are there, busy and idle time agree with the wall clock, and the explanation is right."""
+"""Part `traces`: wb.trace records kernels, its busy and idle time agree with the wall clock, and its explanation is right."""
 
 from typing import Any
 
@@ -83,5 +83,5 @@ def _trace(report: Report, bench: Bench, sizes: Sizes, name: str) -> None:
         busy=units.percent(parts.share("compute")),
         idle=", ".join(f"{cause.cause} {units.percent(cause.share)}" for cause in causes if cause.share > 0.01),
         result=explanation.verdict + (f" (wrong: {', '.join(wrong)})" if wrong else ""),
-        bar=f"{' or '.join(EXPECTED[name])}; ± {allowed:.0%}",
+        expected=f"{' or '.join(EXPECTED[name])}; ± {allowed:.0%}",
     )

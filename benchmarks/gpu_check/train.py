@@ -54,7 +54,7 @@ def _precision(report: Report, bench: Bench, name: str, run_: wb.Run) -> None:
         result=f"{timeline.samples_per_sec:,.0f} samples/s by the {timeline.clock}'s clock",
         step=units.seconds(timeline.median()),
         memory=units.bytes_(peak) if peak else "–",
-        bar="finished, the device's clock, all phases, a peak",
+        expected="finished, the device's clock, all phases, a peak",
     )
 
 
@@ -80,5 +80,5 @@ def _wall_clock(report: Report, bench: Bench, spec: wb.RunSpec, folder: Path) ->
         values={"wall": wall, "steps": seconds, "count": last - first, "clock": timeline.clock},
         result=f"{(last - first) * spec.micro_batch / wall:,.0f} samples/s by the wall clock; the timeline differs by {percent(error, 1)}",
         step=units.seconds(wall / (last - first)),
-        bar=f"± {MAX_RATE_ERROR:.0%}, the device's clock",
+        expected=f"± {MAX_RATE_ERROR:.0%}, the device's clock",
     )

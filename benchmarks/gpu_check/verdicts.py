@@ -1,4 +1,4 @@
-"""Part `verdicts`: what wb.diagnose says of planted and healthy loops, and its length of a step, against the wall clock."""
+"""Part `verdicts`: verdicts of wb.diagnose on planted and healthy loops, and its length of a step against the wall clock."""
 
 import math
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ from benchmarks.gpu_check.report import Report
 BUDGET_S = 12.0
 """Seconds of each diagnosis."""
 CLEAR = 0.25
-"""From this fraction of the step on, by the wall clock, what was planted has to be blamed; the library blames from 15 % on, ± noise."""
+"""From this fraction of the step on, by the wall clock, the planted cause has to be named; the library blames from 15 % on, ± noise."""
 FAINT = 0.10
-"""Below this fraction it must not be blamed; in between either is right."""
+"""Below this fraction it must not be named; in between either is right."""
 MAX_STEP_ERROR = 0.05
 """By how much the diagnosis may take a step for longer or shorter than it is, beside what the wall clock's own two times differ."""
 MAX_DRIFT = 0.10
@@ -32,10 +32,10 @@ def run(report: Report, bench: Bench) -> None:
         None,
         values={name: getattr(sizes, name) for name in names},
         step=f"{sizes.seconds * 1e3:.1f} ms",
-        planted="",
+        **{"planted cause costs": ""},
         result=f"{loops.LAYERS} layers of {sizes.width}², {sizes.rows:,} rows, fp32",
-        error="",
-        bar="",
+        **{"step error": ""},
+        expected="",
     )
     for case in report.todo(CASES.values(), name=lambda case: case.name):
         with report.guard(case.name):
@@ -78,10 +78,10 @@ def _judge(report: Report, bench: Bench, sizes: Sizes, case: Case) -> None:
             "text": str(diagnosis),
         },
         step=f"{seconds * 1e3:.2f} ms",
-        planted="–" if clean is None else f"{saved:.0%}",
+        **{"planted cause costs": "–" if clean is None else f"{saved:.0%}"},
         result=f"{'✓' if named else '✗'} {diagnosis.verdict} ({diagnosis.cause})",
-        error=f"{'✓' if timed else '✗'} {percent(error, 1)}",
-        bar=f"{words(case, saved)}; ± {allowed:.0%}",
+        **{"step error": f"{'✓' if timed else '✗'} {percent(error, 1)}"},
+        expected=f"{words(case, saved)}; ± {allowed:.0%}",
     )
 
 
