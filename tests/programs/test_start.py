@@ -14,7 +14,7 @@ import torch
 from workbench.core import run_directory
 from workbench.programs import lazy_dynamo
 from workbench.programs.start import libraries
-from workbench.runs.entrypoints import entrypoint
+from workbench.runs.entrypoints import CHOOSE_MICRO_BATCH, COUNTING, ESTIMATE_WORKER, TRAIN, entrypoint
 from workbench.runs.spec import RunSpec
 
 PROGRAM = """
@@ -122,16 +122,18 @@ def test_what_a_training_loads_anyway_is_loaded_first(tmp_path: Path) -> None:
     def of(**knobs: Any) -> set[str]:
         spec = RunSpec(task="clipart-resnet", nproc_per_node=4, **knobs).to_json()
         run_directory.write_json(tmp_path / run_directory.RUN_JSON, {"spec": spec})
-        return set(libraries([str(tmp_path)]))
+        return set(libraries(TRAIN, str(tmp_path)))
 
     compiler = "torch._dynamo"
-    assert of() == set(libraries([str(tmp_path / "missing")])) == set()
+    assert of() == set(libraries(TRAIN, str(tmp_path / "missing"))) == set()
     assert of(parallel="zero1") == {"torch.distributed.optim"}
     assert of(parallel="fsdp") == of(parallel="zero2") == {compiler, "torch.distributed.fsdp"}
     assert of(tensor_parallel=2) == {compiler, "torch.distributed.tensor.parallel"}
     assert of(checkpointing="full") == {compiler}
+    assert compiler in [*libraries(CHOOSE_MICRO_BATCH)] == [*libraries(ESTIMATE_WORKER, "1234")]
+    assert not [*libraries(COUNTING, "clipart-resnet")]
     run_directory.write_json(tmp_path / run_directory.RUN_JSON, {"spec": {"kind": "script"}})
-    assert not [*libraries([str(tmp_path)])]
+    assert not [*libraries(TRAIN, str(tmp_path))]
 
 
 def test_an_import_that_fails_is_on_record(tmp_path: Path) -> None:

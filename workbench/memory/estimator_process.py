@@ -19,7 +19,7 @@ from typing import IO, Any
 from workbench.core.codec import JsonDataclass
 from workbench.core.device import Device
 from workbench.memory.analysis.log import Event, Mark, MemoryLog, Record
-from workbench.runs.entrypoints import ESTIMATE_WORKER
+from workbench.runs.entrypoints import ESTIMATE_WORKER, START
 from workbench.runs.spec import RunSpec
 
 AXES = ("micro_batch", "sequence", "image")
@@ -184,6 +184,7 @@ class Estimator:
                 sys.executable,
                 "-u",
                 "-m",
+                START,
                 ESTIMATE_WORKER,
                 str(os.getpid()),
             ],  # unbuffered: the last words of one that dies

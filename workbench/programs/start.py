@@ -1,7 +1,7 @@
-"""Starts another program in a rank, after loading torch and excluding its objects from garbage collection (`gc.freeze`).
+"""Starts another program, after loading torch and excluding its objects from garbage collection (`gc.freeze`).
 
-torchrun, which itself starts this way, starts `python -m workbench.programs.start MODULE RUN_DIR …` once per rank; only a user's script and
-`alone`, in a pod, start without it.
+torchrun, which itself starts this way, starts `python -m workbench.programs.start MODULE RUN_DIR …` once per rank, and
+workers start so, too; only a user's script and `alone`, in a pod, do without.
 
 Torch brings 250,000 objects that live as long as the process. Python's cyclic garbage collector walks over them several times while they
 are made, again during the training, and when the process ends: a quarter of a short run. Here the collector is off while torch is loaded,
@@ -12,14 +12,14 @@ import contextlib
 import gc
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
 from workbench.core.temporary import use_multiprocessing_folder
 from workbench.runs import failure
-from workbench.runs.entrypoints import TORCHRUN
+from workbench.runs.entrypoints import CHOOSE_MICRO_BATCH, ESTIMATE_WORKER, TORCHRUN
 from workbench.runs.spec import SHARDED
 
 
@@ -31,7 +31,7 @@ def main() -> None:
         program = importlib.import_module(sys.argv[0])
         if sys.argv[0] != TORCHRUN:
             use_multiprocessing_folder()
-            for library in libraries(sys.argv[1:]):
+            for library in libraries(*sys.argv):
                 importlib.import_module(library)
             from workbench.programs import lazy_dynamo  # here, since it loads torch
 
@@ -44,9 +44,11 @@ def main() -> None:
     program.main()
 
 
-def libraries(run_dirs: Sequence[str]) -> Iterator[str]:
-    """The further parts of torch that trainings will load."""
+def libraries(program: str, *run_dirs: str) -> Iterator[str]:
+    """What else a program will load: for estimates and some trainings, further parts of torch."""
     spec: dict[str, Any]
+    if program in (ESTIMATE_WORKER, CHOOSE_MICRO_BATCH):
+        yield from ("torch._dynamo", "workbench.memory.api")
     for run_dir in run_dirs:
         with contextlib.suppress(run_directory.DamagedRunError, KeyError):  # the program says so
             spec = run_directory.read_json(Path(run_dir) / run_directory.RUN_JSON)["spec"]

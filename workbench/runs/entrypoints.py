@@ -11,7 +11,7 @@ from pathlib import Path
 from workbench.runs.spec import RunSpec, Spec
 
 START = "workbench.programs.start"
-"""Loads torch, then calls `main` of another program; torchrun and each rank begin with it."""
+"""Loads torch, then calls `main` of another program; torchrun, each rank and each worker begin with it."""
 TORCHRUN = "workbench.programs.torchrun"
 """torchrun with a rendezvous that listens on one address and unpickles nothing; it starts the ranks."""
 TRAIN = "workbench.programs.train"

@@ -19,7 +19,7 @@ from workbench.core import units
 from workbench.core.checks import is_whole, whole_number
 from workbench.core.progress import ProgressLine
 from workbench.runs import task
-from workbench.runs.entrypoints import COUNTING
+from workbench.runs.entrypoints import COUNTING, START
 from workbench.runs.failure import RunError
 from workbench.runs.launch.environment import core_count, gpu_count
 from workbench.runs.launch.experiments import run_communication
@@ -279,7 +279,7 @@ def count(tasks: Sequence[str]) -> dict[str, dict[str, int | None]]:
     """
     for name in tasks:
         task.check(name)
-    command = [sys.executable, "-m", COUNTING, *tasks]
+    command = [sys.executable, "-m", START, COUNTING, *tasks]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         counts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

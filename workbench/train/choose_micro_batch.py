@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 from workbench.core import units
 from workbench.core.device import Device
 from workbench.core.system_load import control_groups
-from workbench.runs.entrypoints import CHOOSE_MICRO_BATCH
+from workbench.runs.entrypoints import CHOOSE_MICRO_BATCH, START
 from workbench.runs.spec import RunSpec, SpecError
 from workbench.train.ranks import Ranks
 
@@ -76,7 +76,9 @@ def estimate_in_subprocess(spec: RunSpec, device: torch.device, room: int) -> di
     """
     question = json.dumps({"spec": spec.to_json(), "device": described_device(device), "room": room})
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # it must not use the GPU's memory
-    done = subprocess.run([sys.executable, "-m", CHOOSE_MICRO_BATCH], input=question, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", START, CHOOSE_MICRO_BATCH], input=question, env=environment, capture_output=True, text=True
+    )
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
