@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -213,6 +214,18 @@ def test_interrupted_at_any_time(at: int) -> None:
     assert (torch.get_num_threads(), type(training.optimizer).step) == (threads, own)
     assert not training.optimizer.state
     assert "step" not in vars(training.optimizer)
+
+
+def test_a_training_whose_numbers_are_none_is_said_to_be_that() -> None:
+    class Nan(Training):
+        def step(self, batch: Any) -> None:
+            super().step((batch[0] * float("nan"), batch[1]))
+
+    training = Nan()
+    before = training.weights
+    evidence = experiment(training.step, DataLoader(Samples(), batch_size=4), budget_s=1.0)
+    assert any(re.search("weights are NaN or infinite, such as 0.weight: look at the data", note) for note in evidence.notes)
+    assert all(torch.equal(*pair) for pair in zip(training.weights, before, strict=True))
 
 
 def test_an_arm_that_cannot_be_tried_is_noted() -> None:

@@ -59,3 +59,17 @@ def test_pictures_on_a_gpu(by_hand: Make) -> None:
     spec = RunSpec(task="clipart-resnet", device="cuda", steps=100, num_workers=4, persistent_workers=True, pin_memory=True, evaluate=True)
     (run,) = train(by_hand(spec=spec.to_json()).path)
     assert run.metric_rows[-1]["accuracy"] > 0.2
+
+
+def test_a_run_that_goes_on_has_the_row_of_each_step_by_the_device_s_clock(by_hand: Make) -> None:
+    spec = RunSpec(task="text-gpt", device="cuda", steps=12, checkpoint_every=4)
+    directory = by_hand(spec=spec.to_json()).path
+    train(directory)
+    folder = directory / run_directory.CHECKPOINTS
+    (folder / "step00000012.pt").unlink()  # as if it had been killed right after the one of step 8
+    run_directory.keep_rows(directory / run_directory.rank_file(0), lambda row: row.get("step", 0) < 7)
+    (run,) = train(directory)
+    (timeline,) = run.timelines
+    assert timeline.clock == "device"
+    assert [step.index for step in timeline.steps] == list(range(12))
+    assert timeline.steps[7].seconds > 0

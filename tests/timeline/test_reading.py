@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, Subset, TensorDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 import workbench as wb
@@ -104,6 +104,38 @@ def test_epochs_in_the_same_order_are_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert said_of(3, DataLoader(data, batch_size=4, sampler=DistributedSampler[Any](data, 2, 0, shuffle=False)), monkeypatch)[0] == []
 
 
+def test_datasets_of_which_each_rank_has_a_part_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Files(Dataset[Any]):
+        def __init__(self, paths: list[str]) -> None:
+            self.paths = paths
+
+        def __len__(self) -> int:
+            return len(self.paths)
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.ones(2)
+
+    def identity(dataset: Any) -> Any:
+        (row,) = said_of(1, DataLoader(dataset, batch_size=2), monkeypatch)[1]
+        return row["reads"]["data"]
+
+    paths, numbers = [f"{i}.jpg" for i in range(10)], TensorDataset(torch.arange(20.0))
+    assert identity(Files(paths)) == identity(Files(paths[:])) != identity(Files(paths[::-1]))
+    assert identity(numbers) == identity(TensorDataset(torch.arange(20.0))) != identity(TensorDataset(torch.arange(20.0) + 1))
+    assert identity(Subset(numbers, range(10))) != identity(Subset(numbers, range(10, 20)))  # type: ignore[arg-type]
+    assert identity(Subset(numbers, [1, 2, 3])) != identity(Subset(numbers, [4, 5, 6]))
+    assert identity(Stream()) == ""
+
+
+def test_a_sampler_that_knows_of_ranks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = TensorDataset(torch.arange(8.0))
+    sharded = BatchSampler(SequentialSampler(data), 2, False)
+    sharded.process_index = 1  # type: ignore[attr-defined]  # as Accelerate's has
+    distributed = DataLoader(data, sampler=DistributedSampler[Any](data, 2, 0))
+    loaders = [DataLoader(data, batch_size=2), distributed, DataLoader(data, batch_sampler=sharded)]
+    assert [said_of(1, loader, monkeypatch)[1][0]["reads"]["split"] for loader in loaders] == [False, True, True]
+
+
 def test_digests() -> None:
     one, other = (
         {"x": torch.arange(8.0).reshape(4, 2), "y": [torch.ones(4)]},
@@ -117,8 +149,8 @@ def test_digests() -> None:
     assert digest(torch.ones((), dtype=torch.bfloat16))[0]
 
 
-def reads(first: str, group: bool, split: bool = False) -> dict[str, Any]:
-    return {"first": first, "group": group, "split": split}
+def reads(first: str, group: bool, split: bool = False, data: str = "") -> dict[str, Any]:
+    return {"first": first, "group": group, "split": split, "data": data}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +163,9 @@ def reads(first: str, group: bool, split: bool = False) -> dict[str, Any]:
         ({0: reads("a", True, True), 1: reads("a", True, True)}, "its DistributedSampler has the same rank on all"),
         ({0: reads("a", True), 1: reads("b", True)}, ""),
         ({0: reads("", True), 1: reads("", True)}, ""),
+        ({0: reads("a", True, data="x"), 1: reads("b", True, data="x")}, "no loader has a DistributedSampler: each of the 2 ranks reads"),
+        ({0: reads("a", True, True, "x"), 1: reads("b", True, True, "x")}, ""),
+        ({0: reads("a", True, data="x"), 1: reads("b", True, data="y")}, ""),
         ({0: reads("a", False)}, ""),
     ],
 )  # fmt: skip

@@ -6,6 +6,7 @@ of autocast, optimizers that were not known, collectives, writes into the batch.
 
 import contextlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -349,6 +350,7 @@ def run_first_steps(bench: BlockTimer, feed: Feed, saved: SavedState, state: Rea
             if bench.tick() > until:
                 break
     _note_what_stays(feed, saved, state, late, notes)
+    _note_numbers(state.models, notes)
     return StepFacts(
         samples=samples,
         padding=padding,
@@ -390,6 +392,20 @@ def _note_what_stays(feed: Feed, saved: SavedState, state: ReachableState, late:
         notes.append(f"step() reaches what could not be put back to what it was before: {', '.join(saved.left_out)}")
     if feed.unread and feed.kind != "once":
         notes.append(f"the loader holds what could not be put back to what it was before: {', '.join(feed.unread)}")
+
+
+def _note_numbers(models: Sequence[nn.Module], notes: list[str]) -> None:
+    """Note weights that are NaN or infinite: then the training does not work, however fast it is."""
+    named = {name: getattr(weight, "_local_tensor", weight).detach() for model in models for name, weight in model.named_parameters()}
+    named = {name: weight for name, weight in named.items() if weight.is_floating_point() and weight.device.type != "meta"}
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # a kind of tensor that cannot be added up
+        sums = [weight.sum(dtype=torch.float32).cpu() for weight in named.values()]  # a sum needs no memory, unlike a mask
+        bad = [name for name, value in zip(named, sums, strict=True) if not math.isfinite(value)]
+        if bad:
+            notes.append(
+                f"after the first steps {len(bad)} of {len(named)} weights are NaN or infinite, such as {bad[0]}: look at the data, or try "
+                "a smaller learning rate, a warm-up, clipped gradients, or for fp16 a GradScaler or bf16"
+            )
 
 
 def _reduces(bench: BlockTimer, feed: Feed, state: ReachableState, notes: list[str]) -> bool:

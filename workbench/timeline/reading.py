@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -52,7 +53,13 @@ def _tensors(value: Any, torch: Any, depth: int = 3) -> Iterator[Any]:
 def is_stream(loader: Any) -> bool:
     """Is it a DataLoader over an IterableDataset?"""
     data = sys.modules.get("torch.utils.data")
-    return data is not None and isinstance(loader, data.DataLoader) and isinstance(loader.dataset, data.IterableDataset)
+    return data is not None and isinstance(loader, data.DataLoader) and is_stream_dataset(loader.dataset)
+
+
+def is_stream_dataset(dataset: Any) -> bool:
+    """Is it an IterableDataset?"""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and isinstance(dataset, data.IterableDataset)
 
 
 def may_split(loader: Any) -> bool:
@@ -103,7 +110,7 @@ class FirstBatches:
         self._warn, self._say, self._steps = warn, say, steps
         self._told = int(os.environ.get("WORLD_SIZE", "1")) < 2
         """Is it known what this rank reads, or of no interest?"""
-        self._epochs: dict[int, Any] = {}  # sampler -> its epoch in the first training pass
+        self._epochs = weakref.WeakKeyDictionary[Any, Any]()  # sampler -> its epoch in the first training pass
         self._warned: set[str] = set()
 
     def of(self, loader: Any, batches: Iterable[Any] | None = None) -> Iterator[Any]:
@@ -137,19 +144,20 @@ class FirstBatches:
         """A training loop was seen that reads no DataLoader."""
         if not self._told:
             self._told = True
-            self._say({"reads": {"first": "", "group": _in_group(), "split": None}})
+            self._say({"reads": {"first": "", "group": _in_group(), "split": None, "data": ""}})
 
     def _tell(self, loader: Any, first: str, sampler: Any, epoch: Any) -> None:
         if not self._told:
             self._told = True
-            self._say({"reads": {"first": first, "group": _in_group(), "split": hasattr(sampler, "num_replicas")}})
+            data = _identity(getattr(loader, "dataset", None))
+            self._say({"reads": {"first": first, "group": _in_group(), "split": _is_split(loader), "data": data}})
         if hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", False) and epoch is not None:
-            if id(sampler) not in self._epochs:
-                self._epochs[id(sampler)] = epoch
-            elif self._epochs[id(sampler)] == epoch:
+            if sampler not in self._epochs:
+                self._epochs[sampler] = epoch
+            elif self._epochs[sampler] == epoch:
                 self._once("each epoch has the samples in the same order: call loader.sampler.set_epoch(epoch) before each pass")
             else:
-                self._epochs[id(sampler)] = object()  # it is set: never to be said
+                self._epochs[sampler] = object()  # it is set: never to be said
 
     def _once(self, text: str) -> None:
         if text not in self._warned:
@@ -161,6 +169,45 @@ def _sampler(loader: Any) -> Any:
     """The sampler with the order of the samples."""
     sampler = getattr(loader, "sampler", None)
     return sampler if hasattr(sampler, "set_epoch") else getattr(getattr(loader, "batch_sampler", None), "sampler", sampler)
+
+
+def _is_split(loader: Any) -> bool:
+    """Does a sampler of the loader know of ranks? torch's has `num_replicas`, others `process_index`, `data_parallel_rank`, …"""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None), getattr(batches, "batch_sampler", None))
+    names = [name for sampler in samplers for name in getattr(sampler, "__dict__", {})]
+    return any(word in name for name in names for word in ("rank", "replica", "process", "shard", "world"))
+
+
+def _identity(dataset: Any) -> str:
+    """A digest of what a dataset with a length is made of: its numbers, texts, and the ends of its lists and tensors; "" where it has none.
+
+    Datasets of which each rank gets a part of its own differ in it.
+    """
+    if is_stream_dataset(dataset) or not hasattr(dataset, "__len__"):
+        return ""
+    parts = list(_parts(dataset, 3))
+    return hashlib.blake2b("\n".join([str(len(dataset)), *parts]).encode("utf-8", "replace"), digest_size=8).hexdigest() if parts else ""
+
+
+def _parts(value: Any, depth: int) -> Iterator[str]:
+    torch: Any = sys.modules.get("torch")
+    if isinstance(value, str | bytes | int | float):
+        yield repr(value)[:1000]
+    elif torch and isinstance(value, torch.Tensor):
+        yield f"{tuple(value.shape)} {digest(value)[0]}"
+    elif isinstance(value, Mapping):
+        yield from _parts(list(value.items()), depth)
+    elif isinstance(value, list | tuple | range):
+        yield str(len(value))
+        for part in (*value[:3], *value[-3:]):
+            yield from _parts(part, depth - 1)
+    elif hasattr(value, "dtype") and hasattr(value, "shape"):  # numpy
+        yield f"{value.shape} {value.ravel()[:50]!r:.1000}"
+    elif depth > 0:
+        for name, part in sorted(getattr(value, "__dict__", {}).items()):
+            yield name
+            yield from _parts(part, depth - 1)
 
 
 def _in_group() -> bool:
@@ -194,4 +241,10 @@ def rank_notes(reads: Mapping[int, Mapping[str, Any]], world_size: int) -> list[
             else ("DataLoader(…, sampler=DistributedSampler(dataset)), or for a stream itertools.islice(samples, rank, None, world_size)")
         )
         return [f"all {len(reads)} ranks train on the same samples, so more of them teach the model nothing more: {how}"]
+    data = [read.get("data") for read in reads.values()]
+    if data[0] and len(set(data)) == 1 and not any(read.get("split") for read in reads.values()):
+        return [
+            f"no loader has a DistributedSampler: each of the {len(reads)} ranks reads the whole dataset in an order of its own, so an "
+            f"epoch has each sample {len(reads)} times: DataLoader(…, sampler=DistributedSampler(dataset))"
+        ]
     return []
