@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.diagnosis.analysis.verdict import VERDICTS
 from workbench.runs.spec import KNOBS, RunSpec, ScriptSpec, SpecError, spec_from_json
 
 WHOLE = st.integers(1, 10_000)
@@ -114,7 +113,6 @@ def test_what_stands_beside_a_field_holds_of_it() -> None:
     assert list(KNOBS) == [field.name for field in dataclasses.fields(RunSpec)]
     for field in dataclasses.fields(RunSpec):
         about = KNOBS[field.name]
-        assert set(about.shortens) <= set(VERDICTS)
         assert set(about.panels) <= {"doctor", "memory"}
         assert not about.choices or field.default in about.choices
         assert field.default in (about.default, dataclasses.MISSING)
