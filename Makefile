@@ -29,7 +29,7 @@ test test-slow test-core unit together alone slow slow-alone notebooks slow-note
 export PYTHONDONTWRITEBYTECODE =
 export KINETO_LOG_LEVEL ?= 6
 
-.PHONY: help setup lab test test-slow lint architecture unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check refresh bench coverage format clean
+.PHONY: help setup lab test test-slow lint architecture unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check audit refresh bench coverage format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,6 +98,10 @@ test-core: ## what needs no extra (no Jupyter, no dev tools but pytest), with wh
 
 gpu-check: ## check on an NVIDIA GPU what only a GPU can tell, in about 15 minutes (ARGS="--parts timer,verdicts", PYTHON=…)
 	PYTHONPATH=. $(GIVEN) -m benchmarks.gpu_check $(ARGS)
+
+audit: setup ## look up known vulnerabilities of what is installed (asks pypi.org, so CI without a network cannot)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(BIN)/python -m pip_audit --local --skip-editable --progress-spinner off
 
 refresh: setup ## execute the notebooks and store their outputs (then read the diff)
 	$(BIN)/python -m tests.refresh $(ARGS)
