@@ -36,6 +36,15 @@ def test_what_a_row_says(by_hand: Make, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == f"{runs}\n"
 
 
+def test_a_loss_that_is_none_hides_no_progress(by_hand: Make) -> None:
+    made = by_hand(spec=SPEC.to_json()).losses(2)
+    writer = run_directory.LineWriter(made.path / run_directory.METRICS)
+    writer.write([{"step": 3, "steps": 20, "loss": float("nan"), "samples": 48, "seconds": 1.0}])
+    writer.close()
+    (run,) = wb.list_runs(made.path.parent)
+    assert (run.done, run.loss) == (3, None)
+
+
 def test_runs_of_a_sweep_are_listed_one_by_one(by_hand: Make) -> None:
     launch = by_hand().ended("finished")
     info = json.loads((launch.path / "run.json").read_text())

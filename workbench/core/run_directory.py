@@ -230,7 +230,7 @@ def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], object]) -> None:
     """
     data = path.read_bytes()
     lines = data.splitlines(keepends=True)
-    kept = b"".join(line for line in lines if line.endswith(b"\n") and (row := _row(line)) is not None and keep(row))
+    kept = b"".join(line for line in lines if line.endswith(b"\n") and (row := parse_row(line)) is not None and keep(row))
     if kept == data:
         return
     part = part_of(path)
@@ -273,7 +273,7 @@ def _read(value: Any) -> Any:
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
     """A line's JSON object; None = it holds none."""
     try:
         row = json.loads(line)
@@ -342,7 +342,7 @@ class LineTail(_Tail):
         if self.anew:
             self.damaged, self.first_damage = 0, ""
         for line in lines:
-            row = _row(line)
+            row = parse_row(line)
             if row is None and salvage:
                 self.damaged += 1
                 self.first_damage = self.first_damage or f"{line[:80]!r} is not a JSON object"

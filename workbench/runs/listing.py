@@ -1,6 +1,5 @@
 """Lists the runs of a folder: state, progress, last figures and the knobs in which they differ; a thousand in a second."""
 
-import json
 import math
 import os
 import time
@@ -161,11 +160,8 @@ def _last_metric(path: Path) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and not check_metric(row):
+        row = run_directory.parse_row(line)
+        if row is not None and not check_metric(row):
             if found and row["step"] != found["step"]:
                 break
             found = row | found
