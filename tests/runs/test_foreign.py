@@ -20,8 +20,10 @@ from tests.runs.test_resume import ended
 from workbench.core import run_directory
 from workbench.core.run_directory import DamagedRunError
 from workbench.runs import guards, slurm_queue
-from workbench.runs.launch import new_run
+from workbench.runs.entrypoints import TRAIN, entrypoint
+from workbench.runs.launch import new_run, nodes
 from workbench.runs.launch.new_run import LaunchError
+from workbench.runs.launch.rendezvous import Rendezvous
 from workbench.runs.run import Run, RunGoneError
 
 Make = Callable[..., HandMade]
@@ -163,13 +165,30 @@ def test_the_command_is_made_anew_and_never_read(tmp_path: Path, monkeypatch: py
     assert "LD_PRELOAD" not in environ
 
 
+def test_who_joins_runs_the_spec_and_not_the_program_that_stands_there(tmp_path: Path) -> None:
+    path = ended(tmp_path / "run")
+    evil = {"program": ["--no-python", "/bin/sh"], "path": str(path), "batch": None, "timeout": None}
+    info = run_directory.read_json(path / run_directory.RUN_JSON) | evil
+    config, environ = nodes._prepared(path, info, Rendezvous(nnodes=2, endpoint="127.0.0.1:9"), 1)
+    assert config["command"][-4:] == entrypoint(TRAIN, path)
+    assert "/bin/sh" not in config["command"]
+    assert environ[run_directory.ENV_RUN_ID] == info["id"]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 @pytest.mark.parametrize("what", [".", run_directory.RUN_JSON])
 def test_a_run_of_another_user_is_not_executed(tmp_path: Path, what: str) -> None:
     path = ended(tmp_path / "run")
     os.chown(path / what, 12345, -1)
-    with pytest.raises(LaunchError, match=r"belongs to another user \(number 12345\).* would execute its task, text-gpt, as you"):
+    with pytest.raises(LaunchError, match=r"belongs to another user \(number 12345\).* would execute what the run names, text-gpt, as you"):
         wb.launch(resume=path)
+    info = run_directory.read_json(path / run_directory.RUN_JSON) | {
+        "outcome": None,
+        "rendezvous": {"nnodes": 2, "endpoint": "127.0.0.1:9"},
+    }
+    (path / run_directory.RUN_JSON).write_text(json.dumps(info))
+    with pytest.raises(LaunchError, match=r"belongs to another user \(number 12345\)"):
+        nodes.join(path)
 
 
 @pytest.mark.parametrize(

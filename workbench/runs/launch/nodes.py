@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
+from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch import environment
 from workbench.runs.launch.new_run import GRACE, LaunchError, open_lock
 from workbench.runs.launch.rendezvous import Rendezvous, free_endpoint
-from workbench.runs.launch.resume import archive_attempt, attempts
+from workbench.runs.launch.resume import archive_attempt, attempts, refuse_foreign
 from workbench.runs.run import Run
 from workbench.runs.spec import Spec, spec_from_json
 
@@ -30,7 +31,7 @@ def join(run_dir: str | os.PathLike[str]) -> int:
     """Run this machine's part of a run, until it has ended; returns the exit status. An interrupt ends the whole run.
 
     Raises:
-        LaunchError: the run is of one machine, has ended, or has all of its machines.
+        LaunchError: the run is of one machine, has ended, has all of its machines, or belongs to another user.
         DamagedRunError: it is no run directory.
     """
     path = Path(run_dir).expanduser().absolute()
@@ -40,6 +41,7 @@ def join(run_dir: str | os.PathLike[str]) -> int:
         raise LaunchError(f"{run!r} is a run of one machine: launch it with nnodes=2 or more, so that others can join")
     if info["outcome"]:
         raise LaunchError(f"{run!r} has ended ({run.state}): nobody can join it any more")
+    refuse_foreign(run)
     rendezvous = Rendezvous(**info["rendezvous"])
     rank = _take_place(path, rendezvous.nnodes)
     lock = open_lock(path / run_directory.NODES / str(rank))
@@ -113,7 +115,7 @@ def _prepared(
     """The guard's configuration, and the environment of this machine's ranks."""
     spec: Spec = spec_from_json(info["spec"])
     node = rendezvous.node(path, rank, name)
-    program = [str(path) if word == info["path"] else word for word in info["program"]]  # the shared folder may be mounted elsewhere
+    program = spec_entrypoint(spec, path)  # never what stands in run.json; and the shared folder may be mounted elsewhere
     logs = path / run_directory.NODES / str(rank) / run_directory.LOGS if rank else path / run_directory.LOGS
     environ, _, _ = environment.for_ranks(path, info["id"], spec.threads, rendezvous.environ())
     meeting = f"{info['id']}-{attempts(path)}" if info["batch"] else info["id"]

@@ -107,7 +107,7 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None) -> Ended:
     run = Run.load(old.path if isinstance(old, Run) else old)
     info = run_directory.read_json(run.path / run_directory.RUN_JSON)
     spec = _checked_spec(run, info, target)
-    _refuse_foreign(run, spec)
+    refuse_foreign(run)
     home = Path(info["command"][-1])
     if home != run.path:  # a link leads to it: its processes know it by one name
         run = Run.load(home)
@@ -190,12 +190,13 @@ def _is_at(path: Path, command: Any) -> bool:
         return False
 
 
-def _refuse_foreign(run: Run, spec: RunSpec) -> None:
-    """Refuse a run directory of another user: to resume it runs the task that it names, as oneself.
+def refuse_foreign(run: Run) -> None:
+    """Refuse a run directory of another user: to take part in the run executes the task or script that it names, as oneself.
 
     Raises:
         LaunchError: it belongs to another user.
     """
+    code = run.spec.task if isinstance(run.spec, RunSpec) else run.spec.script
     probe = run_directory.part_of(run.path / run_directory.RUN_JSON)
     try:
         probe.touch(exist_ok=False)
@@ -206,7 +207,7 @@ def _refuse_foreign(run: Run, spec: RunSpec) -> None:
     for path in (run.path, run.path / run_directory.RUN_JSON):
         if path.stat().st_uid != ours:
             raise LaunchError(
-                f"{path} belongs to {_user(path)}: to resume the run would execute its task, {spec.task}, as you. "
+                f"{path} belongs to {_user(path)}: this would execute what the run names, {code}, as you. "
                 "Look at run.spec, and launch it as a run of yours: wb.launch(run.spec)"
             )
 
