@@ -1,8 +1,10 @@
 """The list of runs: what each row says, what differs, and what is in the folder besides."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +45,19 @@ def test_a_loss_that_is_none_hides_no_progress(by_hand: Make) -> None:
     writer.close()
     (run,) = wb.list_runs(made.path.parent)
     assert (run.done, run.loss) == (3, None)
+
+
+def test_private_runs_of_others_in_a_shared_folder_are_not_there(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, private = by_hand(), by_hand()
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if isinstance(path, str | os.PathLike) and Path(path).parent == private.path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert [run.path for run in wb.list_runs(made.path.parent)] == [made.path]
 
 
 def test_runs_of_a_sweep_are_listed_one_by_one(by_hand: Make) -> None:

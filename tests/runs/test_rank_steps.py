@@ -115,6 +115,14 @@ def test_sound_files_are_read_into_columns_and_the_others_as_before(tmp_path: Pa
     assert RunRows(tmp_path).means(path.name).count == 101 - 10
 
 
+def test_a_row_too_deep_to_read_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_text(json.dumps(step(0)) + "\n" + '{"a": ' + "[" * 100_000 + "\n" + json.dumps(step(1)) + "\n")
+    files = RunRows(tmp_path)
+    assert files.means(path.name).steps == 2
+    assert "1 damaged row is left out" in files.notes[0]
+
+
 def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     files = RunRows(tmp_path)

@@ -106,12 +106,17 @@ def list_runs(runs_dir: str | os.PathLike[str] | None = None) -> RunList:
 
 
 def _directories(folder: Path) -> Iterator[Path]:
-    """Every run directory in a folder; in the place of a launch that several runs share, those runs."""
+    """Every run directory in a folder that can be read; in the place of a launch that several runs share, those runs."""
     for entry in os.scandir(folder):
         path = Path(entry.path)
-        if entry.is_dir() and (path / run_directory.RUN_JSON).exists():
-            parts = [path] if not (path / "000" / run_directory.RUN_JSON).exists() else sorted(path.glob("[0-9][0-9][0-9]*"))
-            yield from (part for part in parts if (part / run_directory.RUN_JSON).exists())
+        if _is_run(path):
+            parts = sorted(path.glob("[0-9][0-9][0-9]*")) if _is_run(path / "000") else [path]
+            yield from filter(_is_run, parts)
+
+
+def _is_run(path: Path) -> bool:
+    """Is it a run directory? One that this user may not look into, as those of others in a shared folder, is none."""
+    return os.path.exists(path / run_directory.RUN_JSON)
 
 
 def _read(path: Path) -> tuple[ListedRun, Mapping[str, Any]]:
@@ -160,7 +165,11 @@ def _last_metric(path: Path) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for line in reversed(lines):
+<<<<<<< HEAD
         row = run_directory.parse_row(line)
+=======
+        row = run_directory.parse_row(line)
+>>>>>>> 7f483c8 (Listed runs show their last step when the loss is NaN; private runs of others and rows too deep to read do no harm)
         if row is not None and not check_metric(row):
             if found and row["step"] != found["step"]:
                 break

@@ -130,7 +130,7 @@ class RankSteps:
             self._means = None
             try:
                 self._take(lines)
-            except (ValueError, OverflowError):  # a damaged row, or one that nobody writes
+            except (ValueError, OverflowError, RecursionError):  # a damaged row, or one that nobody writes
                 self.plain = False
                 self._clear()
         return self.plain
