@@ -165,11 +165,7 @@ def _last_metric(path: Path) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for line in reversed(lines):
-<<<<<<< HEAD
         row = run_directory.parse_row(line)
-=======
-        row = run_directory.parse_row(line)
->>>>>>> 7f483c8 (Listed runs show their last step when the loss is NaN; private runs of others and rows too deep to read do no harm)
         if row is not None and not check_metric(row):
             if found and row["step"] != found["step"]:
                 break
