@@ -151,17 +151,17 @@ LONGEST = (
     "runs/test_slurm.py",
     "memory/test_memory.py",
     "memory/test_leaks.py",
-    "runs/test_survivors.py",
-    "memory/test_reconcile.py",
+    "runs/test_nothing_outlives_a_run.py",
+    "memory/test_predicted_and_measured.py",
     "diagnosis/test_experiment.py",
     "scaling/test_api.py",
     "runs/test_sweep.py",
     "diagnosis/test_api.py",
-    "train/test_parallel.py",
+    "train/test_sharding.py",
     "runs/test_resume.py",
     "timeline/test_watch_script.py",
     "runs/test_launch.py",
-    "train/test_auto_batch.py",
+    "train/test_auto_micro_batch.py",
 )
 """Files that take longest; they come first, so that none of them is left over at the end, with idle cores beside it."""
 

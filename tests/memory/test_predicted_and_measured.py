@@ -1,4 +1,4 @@
-"""Predicted against measured: the same spec on fake tensors, and in real processes with the profiler's record of every allocation."""
+"""An estimate of a spec against a measurement: fake tensors here, real processes with the profiler's record of every allocation there."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models of transformers, from their configurations alone: an estimate for a CPU against the allocator."""
+"""Models of transformers, estimated for a CPU from their configurations alone, against the allocator."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Predictors of scaling are no worse on published results than they were, and the check that says so fails when they are."""
+"""Predictors of scaling on published results: no worse than they were, and the check that says so fails when they are."""
 
 import sys
 from pathlib import Path

@@ -1,0 +1,272 @@
+"""Trials by a fake clock: how many pairs of blocks an arm gets, what is left out, and which variants are tried."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.played_steps import Clock
+from workbench.core.system_load import Noise
+from workbench.diagnosis.measure.trials import (
+    FEW_PAIRS,
+    MAX_PAIRS,
+    MAX_REMEDY_PAIRS,
+    MIN_PAIRS,
+    Trials,
+    reaching,
+    thread_counts,
+    treatments,
+)
+from workbench.harness.ablations import Variant
+from workbench.harness.batches import CachedBatches
+from workbench.harness.blocks import BlockTimer
+from workbench.harness.observe import Replays, recorded_replays
+from workbench.harness.peers import Peers
+from workbench.harness.tf32 import set_tf32, uses_tf32
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def tried(clock: Clock, seconds: float, arms: dict[str, Callable[[], float]], *, budget: float) -> tuple[Trials, BlockTimer]:
+    """Trials of arms whose steps take what they are said to."""
+
+    def spend(get: Callable[[], float]) -> Callable[[Any], None]:
+        def step(batch: Any) -> None:
+            clock.now += get()
+
+        return step
+
+    with BlockTimer(spend(lambda: seconds), Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = CachedBatches()
+        replay.hold([torch.zeros(2)] * 3)
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=seconds)
+        trials.run([Variant(name=name, wrap=lambda _, get=get: spend(get)) for name, get in arms.items()], budget)  # type: ignore[misc]
+    return trials, bench
+
+
+def test_an_arm_without_noise_needs_few_pairs(clock: Clock) -> None:
+    trials, _ = tried(clock, 0.01, {"no_optimizer": lambda: 0.008}, budget=1000)
+    arm = trials.results()["no_optimizer"]
+    assert len(arm.pairs) == FEW_PAIRS
+    assert arm.saved.mid == pytest.approx(0.2)
+
+
+def test_a_slow_drift_does_no_harm(clock: Clock) -> None:
+    def drifting(seconds: float) -> Callable[[], float]:
+        return lambda: seconds * (1 + clock.now / 20)
+
+    def step(batch: Any) -> None:
+        clock.now += drifting(0.01)()
+
+    with BlockTimer(step, Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = CachedBatches()
+        replay.hold([torch.zeros(2)])
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=0.01)
+        half = Variant(name="no_optimizer", wrap=lambda _: lambda batch: setattr(clock, "now", clock.now + drifting(0.005)()))
+        trials.run([half], 1000)
+    assert trials.results()["no_optimizer"].saved.mid == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_hopeless_arm_is_not_asked_a_third_time(clock: Clock) -> None:
+    trials, bench = tried(clock, 0.01, {"threads=2": lambda: 0.9}, budget=1000)
+    assert len(trials.results()["threads=2"].pairs) == 2
+    assert all(len(block.laps[0].calls) == 1 for block in bench.timings.blocks["threads=2"])  # nor for long
+
+
+def test_noise_makes_more_pairs(clock: Clock) -> None:
+    numbers = iter([0.004, 0.02] * 10_000)
+    trials, _ = tried(clock, 0.06, {"doubled": lambda: 3 * next(numbers) if clock.now % 1 > 0.3 else 0.01}, budget=1e6)
+    assert MIN_PAIRS < len(trials.results()["doubled"].pairs) <= MAX_PAIRS
+
+
+@pytest.mark.parametrize("seconds", [1.2, 2.0, 8.0])
+def test_steps_of_seconds_still_get_an_answer_within_the_budget(clock: Clock, seconds: float) -> None:
+    names = ["no_optimizer", "doubled", "threads=2", "optimizer=fused", "precision=amp_bf16"]
+    trials, _ = tried(clock, seconds, {name: lambda: 0.8 * seconds for name in names}, budget=60)
+    results = trials.results()
+    assert results["no_optimizer"].saved.mid == pytest.approx(0.2)
+    assert all(len(arm.pairs) >= 2 for arm in results.values())
+    assert clock.now < 90
+    assert len(results) == len(names) or any("no time was left to try" in note for note in trials.notes)
+
+
+def test_remedies_are_not_measured_as_closely_as_parts_of_the_step(clock: Clock) -> None:
+    numbers = {name: iter([0.006, 0.010, 0.008, 0.012] * 10_000) for name in ("no_optimizer", "optimizer=fused")}
+    trials, _ = tried(clock, 0.06, {name: lambda name=name: 5 * next(numbers[name]) for name in numbers}, budget=1e6)  # type: ignore[misc]
+    found = {name: len(arm.pairs) for name, arm in trials.results().items()}
+    assert FEW_PAIRS <= found["optimizer=fused"] <= min(found["no_optimizer"], MAX_REMEDY_PAIRS)
+
+
+class Pair(Peers):
+    """Two ranks, of which the other one does well."""
+
+    def gather(self, value: Any) -> Any:
+        failed = isinstance(value, tuple) and isinstance(value[0], str)
+        return [value, "" if isinstance(value, str) else ("", *value[1:]) if failed else value]
+
+
+def full_device(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@contextlib.contextmanager
+def full_switch() -> Iterator[None]:
+    full_device()
+    yield
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant(name="doubled", batch=full_device),
+        Variant(name="doubled", on=full_switch),
+        Variant(name="doubled", wrap=lambda step: full_device),
+    ],
+    ids=["batch", "switch", "step"],
+)
+def test_a_variant_for_which_memory_runs_out_is_left_out(clock: Clock, variant: Variant, world_size: int) -> None:
+    """Wherever it does: on each rank the others hear of it, and the next variants are tried."""
+
+    def spend(_: Any) -> None:
+        clock.now += 0.01
+
+    peers = Peers() if world_size == 1 else Pair(world_size=2)
+    with BlockTimer(spend, peers, torch.device("cpu"), clock=clock) as bench:
+        replay = CachedBatches()
+        replay.hold([torch.zeros(2)] * 3)
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=0.01)
+        trials.run([variant, Variant(name="no_optimizer")], 1000)
+    assert list(trials.results()) == ["no_optimizer"]
+    assert trials.notes == ["doubled could not be tried: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."]
+
+
+def test_a_variant_for_which_memory_runs_out_later(clock: Clock) -> None:
+    calls = [0]
+
+    def step(_: Any) -> None:
+        clock.now += 0.01
+        calls[0] += 1
+        if calls[0] == 10:  # in a timed block
+            full_device()
+
+    with BlockTimer(lambda _: setattr(clock, "now", clock.now + 0.01), Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = CachedBatches()
+        replay.hold([torch.zeros(2)] * 3)
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=0.01)
+        trials.run([Variant(name="doubled", wrap=lambda _: step)], 1000)
+    assert calls == [10]
+    assert "OutOfMemoryError" in trials.notes[0]
+
+
+def test_after_threads_that_look_for_work_some_steps_do_not_count(clock: Clock) -> None:
+    calls: list[str] = []
+
+    def step(batch: Any) -> None:
+        calls.append("cached")
+        clock.now += 0.02 if calls[-3:-1] and "threads" in calls[-4:-1] else 0.01  # the first three beside them are slow
+
+    def threads(batch: Any) -> None:
+        calls.append("threads")
+        clock.now += 0.012
+
+    with BlockTimer(step, Peers(), torch.device("cpu"), clock=clock) as bench:
+        replay = CachedBatches()
+        replay.hold([torch.zeros(2)])
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=0.01)
+        trials.run([Variant(name="threads=2", wrap=lambda _: threads)], 1000)
+    assert trials.results()["threads=2"].saved.mid == pytest.approx(-0.2, abs=0.01)
+
+
+def test_more_threads_are_not_tried_where_others_take_the_cores() -> None:
+    replay = CachedBatches()
+    replay.hold([torch.zeros(2)])
+
+    def names(foreign: float) -> set[str]:
+        noise, cpu = Noise(cores=2.0, foreign=foreign), torch.device("cpu")
+        some = treatments([], [], replay, device=cpu, precision="fp32", accumulation=1, world_size=1, gc_share=0.0, noise=noise)
+        return {one.name for one in some}
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert {f"threads={count}" for count in thread_counts()} <= names(0.1)
+        assert not any(name.startswith("threads=") for name in names(0.6))
+        torch.set_num_threads(2)
+        assert "threads=1" in names(0.6)  # fewer may help then
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "setting", "tried"),
+    [
+        (True, "fp32", None, True),
+        (True, "amp_bf16", None, False),
+        (True, "fp32", True, False),
+        (False, "fp32", None, False),
+    ],
+    ids=["strict", "mixed", "in TF32 already", "no TF32"],
+)
+def test_tf32_is_tried_where_products_are_strict(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, precision: str, setting: bool | None, tried: bool
+) -> None:
+    """Or mixed precision would seem to gain what TF32 gains alone: on an H100 a third of the step is left with it."""
+    monkeypatch.setattr("workbench.diagnosis.measure.trials.has_tf32", lambda device: gpu)
+    replay, model = CachedBatches(), torch.nn.Linear(2, 2)
+    replay.hold([torch.zeros(2)])
+    options: dict[str, Any] = {
+        "device": torch.device("cpu"),
+        "accumulation": 1,
+        "world_size": 1,
+        "gc_share": 0.0,
+        "noise": Noise(cores=2.0),
+    }
+    try:
+        set_tf32(setting)
+        variants = {variant.name: variant for variant in treatments([model], [], replay, precision=precision, **options)}
+    finally:
+        set_tf32(None)
+    assert ("tf32" in variants) is tried
+    if tried:
+        with variants["tf32"].on():
+            assert uses_tf32()
+        assert not uses_tf32()
+
+
+def test_what_cuda_graphs_hold_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer and autocast that were captured stay as they are: their variants had saved 0 %."""
+
+    class Graph:
+        def replay(self) -> str:
+            return "done"
+
+    replay = Graph.replay
+    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+    with recorded_replays() as whole:
+        assert Graph().replay() == Graph().replay() == "done"
+    assert Graph.replay is replay
+    assert whole == Replays(graphs=2, optimizer=False)
+    weight = torch.nn.Parameter(torch.ones(1))
+    with recorded_replays() as partial:
+        Graph().replay()
+        torch.optim.SGD([weight]).step()
+    assert partial == Replays(graphs=1, optimizer=True)
+    names = ["no_sync", "no_optimizer", "device_batch", "doubled", "optimizer=fused", "precision=amp_bf16", "tf32", "channels_last"]
+    variants = [Variant(name=name) for name in names]
+    left, note = reaching(variants, whole)
+    assert [variant.name for variant in left] == ["device_batch", "doubled"]
+    assert note.startswith("step() launches 2 captured CUDA graphs, which no experiment can change, so no_sync, no_optimizer, ")
+    assert [variant.name for variant in reaching(variants, partial)[0]] == ["no_optimizer", "device_batch", "doubled", "optimizer=fused"]
+    assert reaching(variants, Replays()) == (variants, "")
+    assert reaching(variants[2:4], whole)[1] == ""
