@@ -33,7 +33,7 @@ _Row: Any = msgspec.defstruct(
     gc=False,
 )
 _DECODER = msgspec.json.Decoder(_Row)
-_COLUMNS = operator.attrgetter("step", *PHASES, *_READINGS)
+_COLUMNS = [operator.attrgetter(name) for name in ("step", *PHASES, *_READINGS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class RankSteps:
             del rows[place]
         for place in others:
             self._take_other(json.loads(lines[place]))
-        numbers, *columns = list(zip(*map(_COLUMNS, rows), strict=True)) or [()] * (1 + len(PHASES) + len(_READINGS))
+        numbers, *columns = [list(map(column, rows)) for column in _COLUMNS]
         self._take_numbers(numbers)
         phases, readings = columns[: len(PHASES)], columns[len(PHASES) :]
         for column, values in zip((*self._phases, *self._readings), (*phases, *readings), strict=True):
@@ -186,10 +186,12 @@ class RankSteps:
             if skip != sums.skip:
                 sums = self._sums = _Sums(skip)
             new, sums.end = slice(sums.end, len(self._index)), len(self._index)
-            known = [not math.isnan(value) for value in self._samples[new]]
+            samples, seconds = self._samples[new], self._seconds[new]
+            if math.isnan(sum(samples)):  # those of some steps are not known
+                known = [not math.isnan(value) for value in samples]
+                samples, seconds = (array("d", itertools.compress(values, known)) for values in (samples, seconds))
             sums.phases = [sum(column[new], before) for column, before in zip(self._phases, sums.phases, strict=True)]
-            sums.samples = sum(itertools.compress(self._samples[new], known), sums.samples)
-            sums.timed = sum(itertools.compress(self._seconds[new], known), sums.timed)
+            sums.samples, sums.timed = sum(samples, sums.samples), sum(seconds, sums.timed)
             sums.seconds = sum(self._seconds[new], sums.seconds)
             rank, clock = self._rank_and_clock()
             self._means = RankMeans(
