@@ -5,14 +5,26 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, Subset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 import workbench as wb
@@ -127,6 +139,40 @@ def test_datasets_of_which_each_rank_has_a_part_differ(monkeypatch: pytest.Monke
     assert identity(Stream()) == ""
 
 
+def test_nothing_that_a_loader_is_made_of_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a data set of h5py, which has a type and a shape, and no more of an array."""
+
+    @dataclass
+    class Epochs(Sampler[int]):  # it has no hash
+        epoch: int = 0
+        shuffle: bool = True
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    class Odd(torch.Tensor):
+        def detach(self) -> Any:
+            raise ValueError("not by you")
+
+    class File(Dataset[Any]):
+        def __init__(self) -> None:
+            self.file = SimpleNamespace(dtype="float32", shape=(4,))
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.ones(2)
+
+    loader = DataLoader(File(), sampler=Epochs(), collate_fn=lambda rows: torch.stack(rows).as_subclass(Odd))
+    warnings, (row,) = said_of(3, loader, monkeypatch)
+    assert warnings == []
+    assert (row["reads"]["first"], row["reads"]["data"]) == ("", "")
+
+
 def test_a_sampler_that_knows_of_ranks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     data = TensorDataset(torch.arange(8.0))
     sharded = BatchSampler(SequentialSampler(data), 2, False)
@@ -189,7 +235,7 @@ def test_a_run_says_what_its_ranks_have_seen(by_hand: Callable[..., HandMade]) -
     assert Follower(run).snapshot().notes == run.notes
 
 
-@pytest.mark.parametrize("reads", [7, [], {}, {"first": ["a"], "group": {}}, {"first": {}, "split": 1}])
+@pytest.mark.parametrize("reads", [7, [], {"first": ["a"], "group": {}}, {"first": {}, "split": 1}, {"first": "", "data": [1], "group": 1}])
 def test_a_rank_that_says_nonsense_says_nothing(by_hand: Callable[..., HandMade], reads: Any) -> None:
     made = by_hand(nproc_per_node=2)
     for rank in range(2):

@@ -190,6 +190,6 @@ def training_notes(said: Mapping[int, Sequence[Mapping[str, Any]]], world_size: 
             note = row.get("note")
             if isinstance(note, str) and note.startswith(WARNING):
                 warnings.setdefault(note.removeprefix(WARNING), []).append(rank)
-            if isinstance(read := row.get("reads"), Mapping) and isinstance(read.get("first"), str):
+            if isinstance(read := row.get("reads"), Mapping) and all(isinstance(read.get(name, ""), str) for name in ("first", "data")):
                 reads[rank] = read
     return [*rank_notes(reads, world_size), *warnings]

@@ -4,6 +4,7 @@ A look at the first batches of a training loop is enough: a digest of their firs
 What one rank sees alone becomes a warning among its notes; what takes a comparison of ranks goes into its file, for `Run.notes`.
 """
 
+import contextlib
 import hashlib
 import inspect
 import os
@@ -36,7 +37,7 @@ def digest(batch: Any) -> tuple[str, bool]:
             differ = differ or (len(flat) > 1 and not bool((flat[:1, :1024] == flat[:64, :1024]).all()))
             rows = max(1, FIRST_BYTES // max(1, flat[:1].nbytes))
             hashed.update(flat[:rows].contiguous().reshape(-1).view(torch.uint8)[:FIRST_BYTES].numpy().data)
-        except (RuntimeError, TypeError, NotImplementedError):  # a layout or a type without bytes
+        except Exception:  # a layout or a type without bytes, or a tensor of somebody's own: no reason to end the loop
             return "", False
     return (hashed.hexdigest(), differ) if tensors else ("", False)
 
@@ -149,15 +150,21 @@ class FirstBatches:
     def _tell(self, loader: Any, first: str, sampler: Any, epoch: Any) -> None:
         if not self._told:
             self._told = True
-            data = _identity(getattr(loader, "dataset", None))
+            data = ""
+            with contextlib.suppress(Exception):  # whatever a dataset raises is no reason to end the loop
+                data = _identity(loader.dataset)
             self._say({"reads": {"first": first, "group": _in_group(), "split": _is_split(loader), "data": data}})
         if hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", False) and epoch is not None:
-            if sampler not in self._epochs:
-                self._epochs[sampler] = epoch
-            elif self._epochs[sampler] == epoch:
-                self._once("each epoch has the samples in the same order: call loader.sampler.set_epoch(epoch) before each pass")
-            else:
-                self._epochs[sampler] = object()  # it is set: never to be said
+            with contextlib.suppress(TypeError):  # a sampler without a hash, such as a dataclass
+                self._compare(sampler, epoch)
+
+    def _compare(self, sampler: Any, epoch: Any) -> None:
+        if sampler not in self._epochs:
+            self._epochs[sampler] = epoch
+        elif self._epochs[sampler] == epoch:
+            self._once("each epoch has the samples in the same order: call loader.sampler.set_epoch(epoch) before each pass")
+        else:
+            self._epochs[sampler] = object()  # it is set: never to be said
 
     def _once(self, text: str) -> None:
         if text not in self._warned:
