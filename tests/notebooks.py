@@ -6,6 +6,7 @@ left behind, whatever the second time says.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from tests.conftest import LEFT
 
 ROOT = Path(__file__).parents[1]
-NBVAL = ["--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
+NBVAL = ["-p", "tests.conftest", "--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
 TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile"]
 SLOW = ("04_", "05_")
 """How the names of those begin that take three minutes or more."""
@@ -27,7 +28,8 @@ NOTHING_CHOSEN = 5
 def execute(paths: list[str], arguments: list[str]) -> tuple[int, list[str]]:
     """Execute notebooks; returns pytest's exit status, and those that failed: none where once more would not mend it."""
     command = [sys.executable, "-m", "pytest", *NBVAL, "--cache-clear", *paths, *arguments]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as pytest:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # what they store is of a CPU
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as pytest:
         assert pytest.stdout is not None
         left = False
         for line in pytest.stdout:
