@@ -243,7 +243,8 @@ def test_a_rank_that_says_nonsense_says_nothing(by_hand: Callable[..., HandMade]
     assert Run.load(made.path).notes == Follower(Run.load(made.path)).snapshot().notes == ()
 
 
-def test_a_watched_loop_warns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_watched_loop_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(run_directory.ENV_RUN_DIR, str(tmp_path))
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watched = wb.watch(DataLoader(Stream(), batch_size=4, num_workers=2, multiprocessing_context="fork"), model=model, optimizer=optimizer)
@@ -253,6 +254,12 @@ def test_a_watched_loop_warns(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(watched.timeline.steps) == 32
     assert any(note.startswith("warning: the 2 workers of the loader give the same samples") for note in watched.timeline.notes)
     assert "workbench: warning: the 2 workers" in capsys.readouterr().err
+    rows = run_directory.LineTail(tmp_path / "rank0.jsonl").read()
+    assert [row["note"][:20] for row in rows if "note" in row] == ["warning: the 2 worke"]  # at once, in case the process is killed
+    assert "rank" in rows[0]
+    watched.close()
+    rows = run_directory.LineTail(tmp_path / "rank0.jsonl").read()
+    assert sum("note" in row for row in rows) == 1
 
 
 def test_a_trainer_warns() -> None:

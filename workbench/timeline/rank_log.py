@@ -19,7 +19,7 @@ from workbench.core import run_directory
 from workbench.core.system_load import cpu_of_tree
 from workbench.core.vocabulary import PHASES
 from workbench.timeline.steps import Row
-from workbench.timeline.timeline import Clock
+from workbench.timeline.timeline import WARNING, Clock
 
 INTERVAL = 0.3
 """Seconds between two writes."""
@@ -131,7 +131,7 @@ class RankLog:
             if recording in self._recordings:
                 self._recordings.remove(recording)
                 with self._unless_it_fails():
-                    notes = "".join(json.dumps({"note": note}) + "\n" for note in recording.notes)
+                    notes = "".join(json.dumps({"note": note}) + "\n" for note in recording.notes if not note.startswith(WARNING))
                     if recording.clock:
                         self._write(self._header(recording) + notes)
             if not self._recordings:

@@ -98,8 +98,9 @@ class Recording:
             self._log.say({"profiled": [self._done + first, self._done + last]})
 
     def warn(self, text: str) -> None:
-        """Add a warning about the training to the notes, and print it."""
+        """Add a warning about the training to the notes, and print it. It goes into the file at once, in case the process is killed."""
         self._notes += (WARNING + text,)
+        self.say({"note": WARNING + text})
         print(f"workbench: {WARNING}{text}", file=sys.stderr, flush=True)
 
     def say(self, row: dict[str, Any]) -> None:
