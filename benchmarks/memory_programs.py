@@ -66,8 +66,9 @@ def training(
 
     def program(run: DryRun) -> None:
         recorder = run.recorder
-        model = building.build(build)
-        model = (model.to(dtype) if dtype else model).train()
+        with recorder.pause():  # what builds the model takes no memory of the GPU
+            model = building.build(build)
+            model = (model.to(dtype) if dtype else model).train()
         run.model(model)
         recorder.attach(model)
         stepping = optimizer(model.parameters())

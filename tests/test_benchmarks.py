@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import __main__ as program
 from benchmarks.__main__ import BENCHMARKS, HERE, Benchmark
@@ -99,3 +100,20 @@ def test_benchmarks_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFi
 def test_results_name_every_benchmark() -> None:
     results = (HERE / "RESULTS.md").read_text(encoding="utf-8")
     assert [name for name in BENCHMARKS if f"{name}.py" not in results] == []
+
+
+def test_a_published_program_has_its_weights_once() -> None:
+    from benchmarks.memory_programs import Figure, training
+
+    figure = Figure(
+        measured={},
+        source="",
+        program=training(
+            lambda: torch.nn.Linear(4096, 4096, bias=False),
+            lambda: (torch.randn(1, 4096),),
+            lambda model, batch: (model(batch[0]).sum(),),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        ),
+    )
+    weights = 4 * 4096**2
+    assert 2 * weights <= figure.predicted()["allocated"] < 2.7 * weights  # with gradients and cuBLAS's workspace
