@@ -1,1 +1,1 @@
-"""What the library costs and how right it is, against named peers (RESULTS.md), and what only a GPU can tell (`gpu_check`)."""
+"""Benchmarks: what the library costs and how accurate it is, against named peers (RESULTS.md); `gpu_check` is what needs a GPU."""

@@ -1,9 +1,9 @@
-"""Does Adam's square root rule keep the dynamics at a larger batch? Samples to a target, and how far the loss curve is from the base's.
+"""Compares rules that scale Adam's learning rate to a larger batch: samples to a target, and distance from the base's loss curve.
 
     python benchmarks/adam_rule.py [--seeds 5]
 
 A perceptron on 8,000 small pictures of clothes (the task "fashion-mlp"), Adam with betas (0.99, 0.999), base batch 8. The learning rate of
-the base is chosen first, from a grid. Then batches of 32, 128 and 512 with four rules: the rate as it is, its square root rule on the rate
+the base is chosen first, from a grid. Then batches of 32, 128 and 512 with four rules: the unchanged rate, the square-root rule on the rate
 alone, Malladi's full rule (with betas and epsilon), and linear. Every batch sees its samples in the same order. Printed are
 
 * samples to the target divided by those of the base: 1 = as many as the base, less = fewer;
@@ -31,7 +31,7 @@ from workbench.train.optimizers import build_optimizer
 BASE, RATIOS = 8, (4, 16, 64)
 GRID = (0.0005, 0.001, 0.002, 0.004)
 OPTIMIZER = "adam(betas=(0.99, 0.999))"
-RULES = {"none": "as it is", "sqrt": "square root, rate alone", "adam": "square root, full", "linear": "linear"}
+RULES = {"none": "unchanged rate", "sqrt": "square root, rate alone", "adam": "square root, full", "linear": "linear"}
 EVERY, POINTS = 1024, 40
 """Samples between two looks at the loss, and how many looks there are at the base."""
 LAST = 4

@@ -1,4 +1,4 @@
-"""What the checksum of a checkpoint costs: saving and loading with it, against torch.save and torch.load alone, in interleaved pairs.
+"""Measures what the checksum of a checkpoint costs, against torch.save and torch.load alone, in interleaved pairs.
 
 python benchmarks/checkpoints.py [MEGABYTES [FOLDER]]
 """

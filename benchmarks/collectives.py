@@ -1,4 +1,4 @@
-"""What `wb.collectives`, `wb.ddp_twin` and a measured sweep are worth: cost and exactness of the count, the twin and the closed form.
+"""Checks `wb.collectives` and `wb.ddp_twin`: cost and exactness of the count, and the closed form of a step against real ranks.
 
     python benchmarks/collectives.py            # about two minutes on two quiet cores
     python benchmarks/collectives.py --only 8b

@@ -1,4 +1,4 @@
-"""Two ranks for `collectives.py`: a sweep of all-reduces, then DDP with and without its reduction in turns; rank 0 prints what was seen."""
+"""Runs on both ranks of `collectives.py`: a sweep of all-reduces, then DDP with and without its reduction; rank 0 prints the times."""
 
 import gc
 import json

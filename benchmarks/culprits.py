@@ -1,4 +1,4 @@
-"""Who failed first? Rank 1 of two fails in six ways, 20 launches each: how often do we name it, and torchrun's own "Root Cause"?
+"""Counts how often `run.error`, and torchrun's "Root Cause", name the rank that failed first: six ways to fail, 20 launches each.
 
 python benchmarks/culprits.py [trials]          about 10 s per trial of all six ways, on two cores
 """

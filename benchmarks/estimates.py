@@ -1,4 +1,4 @@
-"""What the garbage collector costs a search by estimates: as it is, and with a full collection before each estimate, in interleaved pairs.
+"""Measures what full garbage collections would cost a search that estimates memory many times, in interleaved pairs.
 
     python benchmarks/estimates.py [--pairs 8]
 

@@ -1,4 +1,4 @@
-"""LARS and LAMB against SGD and AdamW that are tuned as well: steps to a validation accuracy, at a small and at a large batch.
+"""Compares LARS and LAMB with SGD and AdamW, all equally tuned: steps to a validation accuracy, at small and large batches.
 
     python benchmarks/large_batch.py [--seeds 2] [--ranks 1]
 

@@ -1,8 +1,8 @@
-"""What a guarded launch costs over bare torchrun: interleaved pairs of the same two-rank script, and of the same training, call to end.
+"""Measures what `wb.launch` costs over bare torchrun: interleaved pairs of a two-rank script, and of a training, from call to end.
 
     python benchmarks/launch_overhead.py [--pairs 10]
 
-Prints the medians of the pairs' ratios with their ranges; at most 1.15 is wanted. The training's peer is its own program, started by
+Prints the medians of the pairs' ratios with their ranges; the aim is at most 1.15. The training's peer is its own program, started by
 torchrun without a guard and without `workbench.programs.start`, which keeps Python's collector away from what torch has loaded.
 """
 
@@ -59,7 +59,7 @@ def seconds(call: Launch, folder: Path) -> float:
 
 
 def compared(label: str, ours: Launch, bare: Launch, folder: Path, pairs: int) -> bool:
-    """Print what `pairs` say, after one that is thrown away; is it what is wanted?"""
+    """Print what `pairs` say, after one that is thrown away; is the aim met?"""
     taken: dict[Launch, list[float]] = {bare: [], ours: []}
     for pair in range(pairs + 1):
         for call in (bare, ours) if pair % 2 else (ours, bare):
@@ -69,7 +69,7 @@ def compared(label: str, ours: Launch, bare: Launch, folder: Path, pairs: int) -
     middle, base, own = (statistics.median(values) for values in (ratios, taken[bare], taken[ours]))
     print(
         f"{label:9} bare torchrun {units.seconds(base)}, wb.launch {units.seconds(own)} in the median of {pairs}; "
-        f"ratio {middle:.3f}, range {min(ratios):.3f} to {max(ratios):.3f}; wanted: at most {WANTED}"
+        f"ratio {middle:.3f}, range {min(ratios):.3f} to {max(ratios):.3f}; aim: at most {WANTED}"
     )
     return middle <= WANTED
 

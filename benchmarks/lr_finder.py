@@ -1,4 +1,4 @@
-"""Learning-rate finders: steps to a target loss at what each suggests, over those at a tuned learning rate.
+"""Compares learning-rate finders: steps to a target loss at the suggested rate, over those at a tuned rate.
 
     python benchmarks/lr_finder.py [--seeds 3] [--peers] [--text]
 
@@ -8,7 +8,7 @@ until both sides are worse. Each finder searches with several seeds; its median 
 ∞ = not within six times the tuned steps.
 
 `--peers` adds the packages themselves with their own settings, one sweep each: fastai, pytorch-lightning, torch-lr-finder (those that are
-installed); without it the rules as published are read out of our sweeps. `--text`: also the sample GPT with AdamW at batch 16.
+installed); without it, the published rules are applied to the workbench's own sweeps. `--text`: also the sample GPT with AdamW at batch 16.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How right memory estimates are: ours, torch's MemTracker, accelerate's, DeepSpeed's and torch-kitsune's, against the truth of a CPU.
+"""Compares memory estimates with the true peak on a CPU: the workbench, torch's MemTracker, accelerate, DeepSpeed and torch-kitsune.
 
     python benchmarks/memory.py [CASE…] [--peer-python PYTHON] [--install FOLDER] [--no-published]
 
@@ -97,7 +97,7 @@ def judged(judge: str, case: str) -> dict[str, Any]:
 
 
 def against_the_truth(python: Path, names: list[str]) -> Table:
-    """Each tool's word over the truth's."""
+    """Each tool's estimate over the true peak."""
     from memory_cases import CASES
     from memory_judges import JUDGES
 
@@ -125,7 +125,7 @@ def against_the_truth(python: Path, names: list[str]) -> Table:
         ["answers", "", *(f"{len(errors[tool])} of {len(names)}" for tool in tools)],
         ["time of an answer (median)", "", *(units.seconds(statistics.median(took[tool])) if took[tool] else "–" for tool in tools)],
     ]
-    return Table(columns=("case", "truth", *tools), rows=[*rows, *summary], title="Estimate over truth", note=note())
+    return Table(columns=("case", "true peak", *tools), rows=[*rows, *summary], title="Estimate over true peak", note=note())
 
 
 def beyond(python: Path) -> Table:
@@ -136,7 +136,7 @@ def beyond(python: Path) -> Table:
     for name, (title, _) in SCALE.items():
         found = answer(python, "scale", name)
         rows.append([title, found.get("says", found.get("cannot")), units.seconds(found["seconds"]) if "seconds" in found else "–"])
-    return Table(columns=("what", "says", "took"), rows=rows, title="Beyond this machine", note=note())
+    return Table(columns=("what", "result", "time"), rows=rows, title="Beyond this machine", note=note())
 
 
 def published(python: Path) -> Table:

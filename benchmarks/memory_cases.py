@@ -1,4 +1,4 @@
-"""Small models of several kinds, and the training steps whose memory is predicted and measured by `memory.py`."""
+"""Small models of several kinds, and the training steps whose memory `memory.py` predicts and measures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What each tool says of a case of `memory_cases.py`, and what is true: bytes at the fullest moment of some training steps on a CPU.
+"""Computes what each tool predicts for a case of `memory_cases.py`, and the true peak of some training steps on a CPU.
 
 Each runs in a process of its own: `python benchmarks/memory.py --judge TOOL CASE`.
 """

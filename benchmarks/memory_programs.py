@@ -1,4 +1,4 @@
-"""Programs of others on fake tensors, in the order of their source: when gradients are cleared, and what is still held then."""
+"""Training programs that others have published, in the order of their source, to be run on fake tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Estimates beyond this machine: how long GPT-2 takes, a step of 7 billion weights on 64 ranks, and a slider against fresh runs.
+"""Estimates what does not fit this machine: GPT-2, a step of 7 billion weights on 64 ranks, and sliders against fresh runs.
 
 Each runs in a process of its own: `python benchmarks/memory.py --judge scale NAME`.
 """

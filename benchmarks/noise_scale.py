@@ -1,10 +1,10 @@
-"""The gradient noise scale against the truth of single samples: error, coverage of its interval, the steps it promises, and what it costs.
+"""Checks the gradient noise scale against its exact value: error, coverage of its interval, predicted number of steps, and cost.
 
     python benchmarks/noise_scale.py [--trials 120] [--skip-runs]
     python benchmarks/noise_scale.py --cost 0 3 --seconds 30    # what it costs in these settings only
 
 * Repeated trials: the gradients of 2,000 samples of `fashion-mlp`, at its first weights and after 300 steps, in their 200 leading
-  directions, are a dataset of which the truth is known; steps are dealt out of it again and again. Beside ours: the ratio of two running
+  directions, are a dataset whose noise scale is known; steps are drawn from it again and again. Peers: the ratio of two running
   means with a decay of 0.99, as gpt-neox and others have it, and the mean of the ratios of single steps.
 * Real runs at weights that stay (lr=1e-12): DDP, FSDP2 and accumulation against the exact value.
 * Cost: CPU time (of all ranks) and wall time of blocks of a run's steps with and without it, taking turns; without, nothing is attached.
@@ -99,9 +99,9 @@ def repeated(trials: int) -> None:
     """Error, coverage and promises."""
     print(f"{trials} trials; a dataset of {SAMPLES} samples")
     print(
-        "weights | W × b | truth | median estimate ÷ truth (30, 100, 300 steps) | 90 % interval holds the truth "
-        "| says enough | of them within 10 % | median error at 300: ours, ratio of running means, mean of ratios "
-        "| steps promised after 50 ÷ right (median, 10–90 %)"
+        "weights | W × b | true value | median estimate ÷ true value (30, 100, 300 steps) | coverage of the 90 % interval "
+        "| reports enough steps | of these within 10 % | median error at 300: ours, ratio of running means, mean of ratios "
+        "| predicted steps after 50 ÷ correct number (median, 10–90 %)"
     )
     for trained in (0, 300):
         rows = population(trained)
@@ -134,7 +134,7 @@ def repeated(trials: int) -> None:
                     for values in ([one.b_simple for one in found[max(STEPS)]], *others)
                 )
                 + f" | {promise[len(promise) // 2]:.2f} ({promise[len(promise) // 10]:.2f}–{promise[-len(promise) // 10]:.2f}); "
-                f"right: {right:.0f}",
+                f"correct: {right:.0f}",
                 flush=True,
             )
             assert len(errors) == trials
@@ -145,7 +145,7 @@ def real() -> None:
     base = wb.RunSpec(task="fashion-mlp", device="cpu", lr=1e-12)
     exact = wb.noise_scale(base, exact=True)
     print(f"exact, 8,000 samples: {exact.b_simple:.2f}")
-    print("run | groups × samples | steps | estimate ÷ truth | interval ÷ truth | enough")
+    print("run | groups × samples | steps | estimate ÷ exact | interval ÷ exact | enough")
     with tempfile.TemporaryDirectory() as folder:
         for name, knobs, steps in (
             ("accumulation", {"micro_batch": 32, "accumulation": 4}, 120),

@@ -1,4 +1,4 @@
-"""Formulas: what others say a training step takes, from a few numbers. Each with its source and what it leaves out; none runs anything.
+"""Formulas that others have published for the memory and work of a training step, with their sources. None runs anything.
 
 They are here to be compared with, and to check a fake run where they are known to hold. b batch, s sequence, h hidden, a heads, t tensor
 parallel ranks, P parameters, N data parallel ranks.

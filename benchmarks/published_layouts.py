@@ -1,5 +1,6 @@
-"""Seconds per iteration of LLaMA models under every layout of a grid, and which layouts ran out of memory, as published: facts, re-keyed.
+"""Published seconds per iteration of LLaMA models under every layout of a grid, and which layouts ran out of memory.
 
+The figures are facts, keyed in again.
 Source: Hagemann, Weinbach, Dobler, Schall and de Melo 2023, Efficient Parallelization Layouts for Large-Scale Distributed Model Training,
 arXiv 2311.05610; tables of all runs at github.com/Aleph-Alpha/NeurIPS-WANT-submission-efficient-parallelization-layouts, commit e13c2cb.
 A100 of 80 GB, 8 in a node, ZeRO-1, 1F1B, bf16, a vocabulary of 128,000. Of runs that differ in the kernels only, the fastest with

@@ -1,5 +1,6 @@
-"""Throughput that others have measured on 8 to 512 GPUs and published, by number of GPUs: facts from the sources named, re-keyed.
+"""Throughput that others have measured on 8 to 512 GPUs and published, by number of GPUs, with the sources.
 
+The figures are facts, keyed in again.
 In each curve nothing but the number of GPUs, and the global batch with it, changes much. Rows of another precision, sharding or section of
 the source are other curves: one mixed row is worth 20 % of error.
 """

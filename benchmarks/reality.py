@@ -1,4 +1,4 @@
-"""Predictors of scaling against published results: curves, iterations under 3-D parallelism, collectives; beside the naive line.
+"""Checks predictors of scaling on published results: curves, iterations under 3-D parallelism, collectives; beside the naive line.
 
 Of each curve the last point, twice the GPUs, is held out; of the iterations the two largest models, on four to eight times the GPUs that
 the formula's two rates come from. A version that does worse than COMMITTED ends with an exit code of 1.

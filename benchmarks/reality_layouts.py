@@ -1,5 +1,5 @@
-"""Plans against published sweeps over layouts: is the fastest of them on our short list, how much slower is our choice, do steps lie in
-their ranges, and does memory run out where we say? All by what the hardware's datasheets say; nothing is fitted to these rows.
+"""Checks plans against published sweeps over layouts: the fastest layout on the short list, what the first plan and the list lose, steps in
+their ranges, and memory. Plans use datasheets alone; nothing is fitted to these rows.
 
 Run: python benchmarks/reality_layouts.py
 """
@@ -54,7 +54,7 @@ class Row:
     needed: tuple[float, float]
     """Bytes of the fullest GPU, low and high."""
     room: float
-    """Times what the allocator is reckoned to hold, for which the GPU had room."""
+    """The GPU's memory over what the allocator is predicted to hold."""
 
     @property
     def told(self) -> bool:
@@ -241,7 +241,16 @@ def table() -> display.Table:
             ]
         )
     return display.Table(
-        columns=("grid", "published best", "on our list", "our first slower by", "our list by", "step error", "in range", "memory right"),
+        columns=(
+            "grid",
+            "published best",
+            "on the short list",
+            "first plan slower by",
+            "short list by",
+            "step error",
+            "in range",
+            "memory right",
+        ),
         rows=shown,
     )
 
@@ -252,7 +261,7 @@ def main() -> None:
     print(", ".join(f"{name} {value:.4g}" for name, value in summary().items()))
     print("efficiency that published steps imply: " + " … ".join(f"{share:.2f}" for share in implied_efficiency()))
     ran, out = rooms()
-    print(f"room over what is reckoned: {len(ran)} ran, with {ran[0]:.2f} or more; {len(out)} did not, with {out[-3]:.2f} or less, but for")
+    print(f"memory over the prediction: {len(ran)} ran, with {ran[0]:.2f} or more; {len(out)} did not, with {out[-3]:.2f} or less, but for")
     print(f"{out[-2]:.2f} and {out[-1]:.2f}; a normal law: " + " … ".join(f"{share:.2f}" for share in implied_held()))
     for name, said, measured in iteration_ranges():
         print(f"  {name}: said {said.mid:.1f} s ({said.low:.1f} … {said.high:.1f}), measured {measured:.1f}")

@@ -1,10 +1,10 @@
-"""What reductions truly cost two ranks, beside what a diagnosis says: turns of steps with and without `no_sync`, in one program.
+"""Compares what a diagnosis says of the reductions of two ranks with what `no_sync` truly saves, in one program.
 
     python benchmarks/reductions.py [CASE…] [--runs 3] [--seconds 12]
 
-glibc keeps what was freed, as in launched experiments: else the truth changes in the life of a process, and cannot be measured twice.
-The truth is measured before and after `wb.diagnose` in the same processes, as gloo finds another rhythm from time to time: how far the two
-lie apart is how well the truth is known. About 80 seconds per case and run. Nothing else should run.
+glibc keeps freed memory, as in launched experiments; otherwise the true share changes while a process runs, and cannot be measured twice.
+It is measured before and after `wb.diagnose` in the same processes, since the rhythm of gloo changes from time to time: the difference says
+how well the true share is known. About 80 seconds per case and run. Nothing else should run.
 """
 
 import argparse
@@ -125,10 +125,10 @@ def main() -> None:
             said = f"{units.percent(mid)} ({units.percent(low)} … {units.percent(high)})"
             rows.append([case, units.percent(before), units.percent(after), said, f"{off[-1]:+.1%}", found["verdict"]])
             print(*rows[-1], sep=" | ", flush=True)
-    print(Table(columns=("case", "truth before", "truth after", "said", "off", "verdict"), rows=rows))
-    repeats = f"the truths lie {statistics.median(apart):.1%} apart in the median, {max(apart):.1%} at most"
+    print(Table(columns=("case", "true share, before", "true share, after", "diagnosis (interval)", "error", "verdict"), rows=rows))
+    repeats = f"the two true shares differ by {statistics.median(apart):.1%} in the median, {max(apart):.1%} at most"
     print(
-        f"said against the mean of both truths: median {statistics.median(off):+.1%} ({min(off):+.1%} … {max(off):+.1%}), "
+        f"diagnosis against the mean of both true shares: median {statistics.median(off):+.1%} ({min(off):+.1%} … {max(off):+.1%}), "
         f"within 10 %: {sum(abs(one) <= 0.1 for one in off)} of {len(off)}; the arm alone: median {statistics.median(arms):+.1%} "
         f"({min(arms):+.1%} … {max(arms):+.1%}); {repeats}"
     )

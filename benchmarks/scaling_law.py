@@ -1,4 +1,4 @@
-"""Laws of scale: the published Chinchilla points fitted again, larger runs predicted from smaller ones, beside the naive procedure.
+"""Fits scaling laws to the published Chinchilla points, and predicts larger runs from smaller ones, beside the naive procedure.
 
     python benchmarks/scaling_law.py PATH
 

@@ -1,11 +1,11 @@
-"""Steps to a target: does the law that is fitted to small batches predict larger ones, what do rules and optimizers do, what is saved.
+"""Checks predicted steps to a target loss at larger batches, learning-rate rules, optimizers, and what giving up early saves.
 
     python benchmarks/steps_to_target.py [law] [text] [rules] [optimizers] [patience] [--ranks 2]
 
 * law: SGD on `fashion-mlp`, tuned at each batch; the law is fitted to the small ones. Peers: perfect scaling from the largest small batch
   ("twice the batch, half the steps"), and no change ("as many steps as there").
 * text: AdamW on `text-gpt`, the same.
-* rules: each rule's steps from the base that was tuned, beside those tuned.
+* rules: steps by each rule from the tuned base, beside those of a tuned rate.
 * optimizers: LARS and LAMB beside SGD and AdamW, all tuned.
 * patience: the same search with trials given up after three times the best, and without.
 

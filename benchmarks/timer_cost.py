@@ -1,4 +1,4 @@
-"""What always-on phase timing costs: CPU microseconds added to a training step, beside TraceML 0.5.0 (auto mode) in the same run.
+"""Measures what timing every phase costs: CPU microseconds added to a training step, beside TraceML 0.5.0 (auto mode).
 
     python benchmarks/timer_cost.py [--rounds 200] [--steps 200]
 
@@ -227,7 +227,7 @@ def show(kind: str, spent: dict[str, list[float]]) -> None:
     added = {tool: [b - a for a, b in zip(spent["nothing"], values, strict=True)] for tool, values in spent.items()}
     peer = statistics.median(added["TraceML 0.5.0 auto"])
     print(f"\nadded to {kind} of {statistics.median(spent['nothing']):.1f} µs of CPU:\n")
-    print("| tool | µs per step (median) | 95 % interval of the median | middle half | TraceML / tool |\n|---|---|---|---|---|")
+    print("| tool | µs per step (median) | 95 % interval of the median | interquartile range | TraceML / tool |\n|---|---|---|---|---|")
     for tool in list(ARMS)[1:]:
         low, middle, high = statistics.quantiles(added[tool], n=4)
         below, above = interval(added[tool])

@@ -1,11 +1,11 @@
-"""What reading a trace costs: CPU time, wall time and peak memory of ours, torch-tb-profiler and HolisticTraceAnalysis, in one run.
+"""Measures what reading a trace costs in CPU time, wall time and memory, beside torch-tb-profiler and HolisticTraceAnalysis.
 
     python benchmarks/traces.py [--sizes 1 15 150] [--rounds 3] [--hta /path/of/a/python/that/has/it]
 
 A file is read and the exclusive breakdown (ours), the overview (torch-tb-profiler 0.4.3) or the temporal breakdown (HTA) is made of it,
-each in a process of its own, in turns; what is counted begins when its modules are loaded. "workbench, cached" does the same with what an
+each in a process of its own, in turns; counting begins when its modules are loaded. "workbench, cached" does the same with what an
 earlier load has kept beside the file. One file is real, from torch.profiler on this
-CPU; the others are made here, in the words of a CUDA training with two ranks, since no GPU is at hand. HTA cannot judge files of a CPU.
+CPU; the others are synthetic, in the format of a CUDA training with two ranks. HTA cannot read files of a CPU.
 """
 
 import argparse
@@ -211,7 +211,7 @@ def main() -> None:
     pythons = {name: python for name, python in pythons.items() if name in given.only or name == "workbench"}
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy", "msgspec", "torch-tb-profiler"))
     print(f"{datetime.date.today()}, {platform.platform()}, Python {platform.python_version()}, {versions}; rounds: {given.rounds}\n")
-    print("| file | read by | CPU | wall | peak memory | CPU / wall / peak over ours | it says |\n|---|---|---|---|---|---|---|")
+    print("| file | read by | CPU | wall | peak memory | CPU / wall / peak over workbench's | result |\n|---|---|---|---|---|---|---|")
     folder = Path(tempfile.mkdtemp(prefix="traces-"))
     try:
         compare(real(folder / "real.json"), pythons, given.rounds)

@@ -1,10 +1,10 @@
-"""Two hosts on a slow network: the throughput at 100 Mbit/s is predicted from a run at 1 Gbit/s, then measured.
+"""Predicts the throughput of two hosts at 100 Mbit/s from a run at 1 Gbit/s, then measures it.
 
     python benchmarks/two_hosts.py [--rounds 3] [--json FILE]
 
 The hosts are network namespaces of this machine, joined by a virtual cable whose rate `tc` limits in both directions (tbf). On each of them
 torchrun starts one rank, as on real hosts: `wb.launch(…, nnodes=2)` on the first, `workbench join` on the second; gloo speaks over the
-cable. Needs root, ip and tc (Debian: iproute2), and cleans up after itself. At most 15 % error of the prediction is wanted.
+cable. Needs root, ip and tc (Debian: iproute2), and cleans up after itself. The aim is an error of at most 15 %.
 """
 
 import argparse
@@ -187,7 +187,7 @@ def main() -> int:
     )
     errors = [abs(error(row)) for row in rows]
     middle = statistics.median(errors)
-    print(f"error of the prediction: median {middle:.1%} of {len(rows)}, worst {max(errors):.1%}; wanted: at most {WANTED:.0%}")
+    print(f"error of the prediction: median {middle:.1%} of {len(rows)}, worst {max(errors):.1%}; aim: at most {WANTED:.0%}")
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0 if middle <= WANTED else 1

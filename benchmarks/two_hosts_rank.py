@@ -1,4 +1,4 @@
-"""A rank of `two_hosts.py`: all-reduces of several sizes, DDP's steps with and without their reduction, and at a slower rate, in turns."""
+"""Runs on a rank of `two_hosts.py`: all-reduces of several sizes, and DDP steps with and without their reduction, at two rates."""
 
 import gc
 import json

@@ -1,10 +1,10 @@
-"""Which bottleneck was planted? `tests/diagnosis/gallery`, judged by us, by TraceML 0.5.0 and by torch-tb-profiler's own advice.
+"""Judges the planted bottlenecks of `tests/diagnosis/gallery` by the workbench, by TraceML 0.5.0 and by torch-tb-profiler.
 
     python benchmarks/verdicts.py [CASE…] [--held-out] [--runs 3] [--no-proofs] [--results DIR]
 
-Every verdict comes from a fresh process. What was planted is proved beside it: its removal has to save what the table says. The second
-table sets what our remedies were predicted to gain beside what they gained. With `--results` the answers stay in DIR, and what lies there
-is not run again. About 15 minutes per run of all cases on two cores. Needs `pip install traceml-ai==0.5.0 torch-tb-profiler==0.4.3`; a
+Every verdict comes from a fresh process. The first table also shows what the removal of the cause saves, the
+second the predicted gain of each remedy beside the proved one. With `--results` the answers stay in DIR, and those that are there are not
+made again. About 15 minutes per run of all cases on two cores. Needs `pip install traceml-ai==0.5.0 torch-tb-profiler==0.4.3`; a
 peer that is not there is left out.
 """
 
@@ -174,7 +174,7 @@ def show(cases: list[Case], tools: list[str], answers: dict[tuple[str, str], lis
         rows.append([case.name, f"{'|'.join(case.answers)}, {saved}", *cells])
     total = ["right", ""] + [f"{good} of {count} ({units.percent(good / max(1, count))})" for good, count in scores.values()]
     names = {"ours": "workbench", "traceml": "TraceML 0.5.0", "plugin": "torch-tb-profiler 0.4.3"}
-    columns = ("case", "truth, and what its removal saves", *(names[tool] for tool in judges))
+    columns = ("case", "planted, and what its removal saves", *(names[tool] for tool in judges))
     print(Table(columns=columns, rows=[*rows, total], title="Verdicts", note=note))
     proofs = [(case.name, proof) for case in cases for one in answers.get((case.name, "ours"), []) for proof in one.get("proofs", [])]
     if proofs:
