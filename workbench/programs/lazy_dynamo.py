@@ -33,6 +33,7 @@ def defer() -> None:
     ):
         theirs, ours = _decorated(decorator), _decorated(template)
         if theirs and ours and theirs.co_freevars == ours.co_freevars and {*theirs.co_names} - _IRRELEVANT == names:
+            ours = ours.replace(co_filename=theirs.co_filename, co_name=theirs.co_name, co_firstlineno=theirs.co_firstlineno)  # in traces
             for function in [user for user in gc.get_referrers(theirs) if isinstance(user, FunctionType)]:
                 own[function], function.__code__ = theirs, ours
     vars(torch)["_dynamo"] = _Later(NAME, utils=_Later(f"{NAME}.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"))  # the default
