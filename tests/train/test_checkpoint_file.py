@@ -1,5 +1,6 @@
 """Checkpoint files: whatever becomes of one, it is loaded as it was written, or passed over with the reason."""
 
+import dataclasses
 import errno
 import functools
 import json
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from tests import toy_tasks
@@ -201,6 +203,32 @@ def test_one_of_another_step_or_model_is_passed_over(checkpoints: Checkpoints, a
         "step00000018.pt": "it is of step 12",
         "step00000012.pt": "it is of another model: its 0.weight has the shape (16, 4), that of this model (8, 4)",
     }
+
+
+def test_a_buffer_that_grows_is_of_the_same_model(alone: Ranks, tmp_path: Path) -> None:
+    """As those of torch's observers: the model itself knows what it can load."""
+
+    class Observer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(0))
+
+        def forward(self, batch: Tensor) -> Tensor:
+            self.seen = torch.cat([self.seen, batch.detach().mean(0)])
+            return batch
+
+        def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
+            self.seen = state[f"{prefix}seen"].clone()
+            super()._load_from_state_dict(state, prefix, *more)
+
+    task = toy_tasks.numbers()
+    observed = dataclasses.replace(task, model=lambda: nn.Sequential(Observer(), task.model()))
+    made, again = (Trainer(RunSpec(task="toy", device="cpu", micro_batch=8), observed, alone) for _ in range(2))
+    made.step([next(iter(made.loader))])
+    Checkpoints(tmp_path, alone, 1).write(1, made)
+    checkpoints = Checkpoints(tmp_path, alone, 1)
+    assert checkpoints.resume(again, checkpoints.latest()) == 1
+    assert again.module[0].seen.numel() == 4  # type: ignore[index]
 
 
 def test_where_none_fits_the_model_nothing_is_changed(checkpoints: Checkpoints, alone: Ranks, tmp_path: Path) -> None:

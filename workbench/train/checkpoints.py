@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset
 
 from workbench.core import run_directory, units
+from workbench.runs.errors import is_out_of_memory
 from workbench.train import checkpoint_file
 from workbench.train.checkpoint_file import UnusableCheckpointError
 from workbench.train.ranks import TIMEOUT, Ranks
@@ -212,7 +213,15 @@ class Checkpoints:
 
 
 def _mismatch(trainer: "Trainer", state: Mapping[str, Any]) -> str:
-    """In which weight a checkpoint differs from the model; "" = in none."""
+    """In what a checkpoint differs from the model; "" = it was loaded, by the model's own rules: a buffer may have another shape."""
+    try:
+        trainer.module.load_state_dict(state["module"])
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        refused = f"it is of another model: {' '.join(str(error).split()):.200}"
+    else:
+        return ""
     mine, its = (
         {name: tuple(getattr(weight, "shape", ())) for name, weight in weights.items()}
         for weights in (trainer.module.state_dict(), state["module"])
@@ -222,7 +231,7 @@ def _mismatch(trainer: "Trainer", state: Mapping[str, Any]) -> str:
             return f"it is of another model: it has no {name}"
         if its[name] != shape:
             return f"it is of another model: its {name} has the shape {its[name]}, that of this model {shape}"
-    return next((f"it is of another model: this one has no {name}" for name in its if name not in mine), "")
+    return next((f"it is of another model: this one has no {name}" for name in its if name not in mine), refused)
 
 
 def _samples(trainer: "Trainer") -> int | None:
