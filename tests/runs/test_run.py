@@ -17,7 +17,6 @@ from workbench.core import run_directory
 from workbench.runs.compare import compare
 from workbench.runs.failure import RunError
 from workbench.runs.panel.follow import Follower
-from workbench.runs.panel.html import problem
 from workbench.runs.run import Run, RunFormatError
 from workbench.runs.spec import RunSpec
 
@@ -261,6 +260,9 @@ def test_what_was_passed_over_when_a_run_went_on_is_said(by_hand: Make) -> None:
     )
     now = Follower(run).snapshot()
     assert now.notes == run.notes
+    pytest.importorskip("ipywidgets", reason="a panel needs Jupyter's packages (pip install '.[notebooks]')")
+    from workbench.runs.panel.html import problem
+
     assert "step00000012.pt, it is empty" in problem(now)
 
 
