@@ -12,6 +12,7 @@ import pytest
 
 import workbench as wb
 from workbench.core import run_directory
+from workbench.core.package import ROOT
 from workbench.runs import errors, failure
 from workbench.runs.out_of_memory import HOST, OutOfMemory
 from workbench.runs.root_cause import first_failure
@@ -71,6 +72,16 @@ def test_an_error_of_ours_that_a_line_of_the_users_asked_for_names_it(rank2: Pat
         wb.RunSpec(task="text-gpt", micro_batch=0)
     failure.record(asked.value)
     assert "wb.RunSpec(task=" in run_directory.read_json(rank2)["traceback"]
+
+
+def test_a_file_beside_the_package_is_the_users(rank2: Path) -> None:
+    """Its path begins like the package's folder: it was taken for one of ours, and the traceback was lost."""
+    path = f"{ROOT}_task.py"
+    with pytest.raises(TaskError) as caught:
+        exec(compile("raise error", path, "exec"), {"error": TaskError("no such task")})
+    assert caught.value.__traceback__
+    failure.record(caught.value.with_traceback(caught.value.__traceback__.tb_next))  # without the frame of this test, a user's anyway
+    assert path in run_directory.read_json(rank2)["traceback"]
 
 
 def test_where_a_record_goes(rank2: Path, tmp_path: Path) -> None:

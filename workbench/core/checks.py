@@ -162,6 +162,29 @@ def choice(
     raise error(f"{name}={value!r:.80}: allowed are {', '.join(map(repr, names))}{also}{hint}")
 
 
+def objects(argument: str, value: Any, kind: type, *, what: str, error: type[ValueError] = ValueError) -> list[Any]:
+    """Return what is given as a list: None, a single object of a kind, or a list or tuple of them.
+
+    >>> objects("model=", int, int, what="a number")
+    Traceback (most recent call last):
+    ...
+    ValueError: model= was given the class int: it takes a number, or a list of them; leave it out if there is none
+
+    Args:
+        argument: as the message names it.
+        value: as given.
+        kind: the class of the objects.
+        what: the objects in words.
+        error: to raise.
+    """
+    parts = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    for part in parts:
+        if not isinstance(part, kind):
+            shown = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
+            raise error(f"{argument} was given {shown}: it takes {what}, or a list of them; leave it out if there is none")
+    return parts
+
+
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The name that a misspelt word resembles most; None = it resembles none.
 

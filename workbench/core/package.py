@@ -1,6 +1,50 @@
-"""ROOT: the folder of the package `workbench`, to tell its own files from a user's."""
+"""Says whose code a file is: the workbench's own, Python's standard library's, an installed package's, or the user's."""
 
+import functools
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).parents[__name__.count(".") - 1]
 """The folder of the package `workbench`."""
+_OURS = f"{ROOT.as_posix()}/"
+
+
+def is_workbench(path: str) -> bool:
+    """Is this the path of a file of the workbench?"""
+    return _posix(path).startswith(_OURS)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_installed(path: str) -> bool:
+    """Is this the path of a file of an installed package?
+
+    >>> is_installed("/usr/lib/python3/dist-packages/numpy/__init__.py"), is_installed("/home/me/train.py")
+    (True, False)
+    """
+    return "/site-packages/" in _posix(path) or "/dist-packages/" in _posix(path) or _posix(path).startswith(_folders("purelib", "platlib"))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_standard(path: str) -> bool:
+    """Is this the path of a file of Python's standard library, or of a module that is frozen into Python?"""
+    return path.startswith("<frozen") or (_posix(path).startswith(_folders("stdlib", "platstdlib")) and not is_installed(path))
+
+
+def is_users(path: str) -> bool:
+    """Is this the path of a user's code? So is what is typed (`<stdin>`, a cell of a notebook).
+
+    >>> is_users("/home/me/train.py"), is_users("<stdin>"), is_users(functools.__file__), is_users(__file__)
+    (True, True, False, False)
+    """
+    return not (is_workbench(path) or is_installed(path) or is_standard(path))
+
+
+def _posix(path: str) -> str:
+    return path.replace("\\", "/")
+
+
+@functools.cache
+def _folders(*names: str) -> tuple[str, ...]:
+    """Folders of this Python by their names in `sysconfig`, as they are written and without symbolic links."""
+    paths = [Path(path) for name in names if (path := sysconfig.get_paths().get(name))]
+    return tuple({f"{_posix(str(form))}/" for path in paths for form in (path, path.resolve())})

@@ -7,7 +7,6 @@ import inspect
 import io
 import random
 import sys
-import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +18,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from workbench.core.package import is_users
 
 MAX_OBJECTS = 50_000
 """The most objects that are visited."""
@@ -235,7 +236,6 @@ def _holds_state(kind: type) -> bool:
     return torchs or _is_users(kind.__module__) or hasattr(kind, "state_dict")
 
 
-_LIBRARIES = tuple({path for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_paths().get(name))})
 _STATEFUL = ("accelerate", "torchmetrics", "transformers", "lightning", "pytorch_lightning", "ema_pytorch", "timm")
 """Installed packages whose objects hold training state."""
 
@@ -252,7 +252,7 @@ def _is_users(module: str | None) -> bool:
     if top == "workbench":  # clocks and files: what was measured or written stays
         return False
     file = getattr(sys.modules.get(name), "__file__", None)
-    return file is None or not str(file).startswith(_LIBRARIES)
+    return file is None or is_users(str(file))
 
 
 def describe(value: Any) -> str:

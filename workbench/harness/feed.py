@@ -14,14 +14,14 @@ from workbench.harness.loaders import copy_without_workers, inner_loaders, lengt
 from workbench.harness.restore import SavedState
 
 MAX_STATE_BYTES = 2**26
-"""The most bytes of a loader's tensors and arrays that are saved: its position and order are not larger, its data may be."""
-
+"""Most bytes of a tensor or array of a loader that is saved. A loader's position and order are smaller; its data may be larger."""
 
 QUIET = 0.02
-"""Seconds between two looks at the queue; workers that work less than WORK of it are assumed to wait for a free place in their queue."""
+"""Seconds between two looks at the queue."""
 WORK = 0.05
+"""CPU time of all workers as a fraction of `QUIET`, below which the workers are assumed to wait for a free place in the queue."""
 PATIENCE = 2.0
-"""Seconds that a queue is given to fill, at most."""
+"""Most seconds to wait until a queue is full."""
 
 
 class Exhausted(Exception):
@@ -29,18 +29,18 @@ class Exhausted(Exception):
 
 
 class Feed:
-    """What a training step takes from a loader, without end: a new pass begins where one ends, and its time counts.
+    """Endless input of a training step from a loader. When a pass ends a new one begins, and its start-up is timed.
 
-    A DataLoader is not touched itself: a shallow copy is iterated over, so persistent workers of its own stay as they are. What the copy
-    shares with it (samplers, random generators, what datasets remember) is put back by `close`, as is the state of any other loader. The
-    rest of a pass that does not fill a whole step is left out.
+    A Feed iterates over a shallow copy of a DataLoader, so the DataLoader keeps its own persistent workers. The copy shares samplers,
+    random generators and the dataset with it; `close` restores their state, and that of any other loader. Batches at the end of a pass
+    that do not fill a step are skipped.
     """
 
     def __init__(self, loader: Iterable[Any], accumulation: int = 1, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Nothing is started yet.
+        """Prepare the feed. No worker is started yet.
 
         Args:
-            loader: a DataLoader, or anything that gives batches.
+            loader: a DataLoader, or any other iterable of batches.
             accumulation: batches per step.
             clock: gives the time in seconds.
 
@@ -59,19 +59,19 @@ class Feed:
         self.exhausted = False
         """Has a loader of kind "once" ended?"""
         self.epoch = length_of(loader)
-        """Batches per pass, as soon as it is known."""
+        """Batches per pass; None until it is known."""
         self.batches = 0
         """Batches taken so far."""
         self.start_ups: list[float] = []
-        """Of each pass: seconds from `iter(loader)` to its first batch."""
+        """Seconds from `iter(loader)` to the first batch, of each pass."""
         self.ends: list[float] = []
-        """Of each pass that ended: the seconds to find that out, which is where workers are shut down."""
+        """Seconds of the last `next()`, of each pass that has ended. A loader shuts its workers down there."""
         self._clock = clock
         self._source: Any = copy_without_workers(loader)
         self._inner = [(inner, inner._iterator) for inner in inner_loaders(loader)]
         reached = discover(loader, data=True)
         self.unread = reached.unread
-        """What of the loader cannot be put back, in words."""
+        """The parts of the loader whose state cannot be restored, in words."""
         self._keep = SavedState(reached, most_bytes=MAX_STATE_BYTES)
         self._iterator: Iterator[Any] | None = None
         self._children: set[Any] = set()
@@ -79,40 +79,40 @@ class Feed:
 
     @property
     def passes(self) -> int:
-        """How many passes have begun."""
+        """Number of passes that have begun."""
         return len(self.start_ups)
 
     @property
     def num_workers(self) -> int:
-        """Of the loader: 0 if it is none of torch's."""
+        """The loader's number of workers; 0 if it is no DataLoader."""
         return int(getattr(self._source, "num_workers", 0) or 0) if self.kind == "DataLoader" else 0
 
     @property
     def forks(self) -> bool:
-        """Does each pass fork workers, who share the pages of this process until one of them writes there?"""
+        """Does each pass fork workers? They share the pages of this process, so a page is copied when it is first written to."""
         context = getattr(self._source, "multiprocessing_context", None) or multiprocessing
         how = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
         return self.num_workers > 0 and not getattr(self._source, "persistent_workers", False) and how == "fork"
 
     @property
     def queue(self) -> int:
-        """How many batches its workers make ahead at most."""
+        """Most batches that the workers prepare ahead."""
         return self.num_workers * int(getattr(self._source, "prefetch_factor", None) or 0)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """The processes that make the batches of this pass, as far as they are children of this one."""
+        """Process ids of the workers of this pass, as far as they are children of this process."""
         workers = getattr(self._iterator, "_workers", None)
         if workers is None:
             workers = [child for child in self._children if child.is_alive()] if self._iterator is not None else []
         return tuple(worker.pid for worker in workers if worker.pid)
 
     def next(self) -> Any:
-        """One step's input: a batch, or a tuple of them if a step takes several.
+        """The input of a step: a batch, or a tuple of batches if a step takes several.
 
         Raises:
             ValueError: the loader is empty.
-            Exhausted: it could be read only once, and was.
+            Exhausted: the loader can be read only once, and has ended.
         """
         if self.accumulation == 1:
             return self.batch()
@@ -134,7 +134,7 @@ class Feed:
 
         Raises:
             ValueError: the loader is empty.
-            Exhausted: it could be read only once, and was.
+            Exhausted: the loader can be read only once, and has ended.
         """
         if self._iterator is not None:
             start = self._clock()
@@ -184,7 +184,7 @@ class Feed:
         return batch
 
     def depth(self) -> int | None:
-        """Batches that are ready now, in the queues or taken out of them early; None = cannot be read."""
+        """Number of batches that are ready: in the queues, or received out of order. None = cannot be read."""
         source: Any = self._iterator
         try:
             ready = sum(len(task) == 2 for task in source._task_info.values())
@@ -194,7 +194,7 @@ class Feed:
             return None
 
     def drain(self) -> None:
-        """Take the batches that are ready: a full queue hides a slow loader for a while."""
+        """Take all batches that are ready, since a full queue hides a slow loader for some steps."""
         taken = 0
         while taken < self.queue:
             depth = self.depth()
@@ -207,10 +207,10 @@ class Feed:
                 return
 
     def wait_until_full(self, seconds: float) -> None:
-        """Wait until the queue is full, so that the workers rest: they would take cores from what does not need them.
+        """Wait until the queue is full. Then the workers are idle, and take no cores from what is timed next.
 
         Args:
-            seconds: that the loader takes for a step's batches, about.
+            seconds: that the loader needs for the batches of a step, roughly.
         """
         if not (pids := self.worker_pids):
             return
@@ -223,7 +223,7 @@ class Feed:
                 return
 
     def restart(self) -> None:
-        """Leave this pass; the next batch begins a new one. Workers that do not persist are shut down."""
+        """End this pass, so that the next batch begins a new one. Workers are shut down unless they are persistent."""
         if self._iterator is None or self.kind == "once":
             return
         start = self._clock()
@@ -233,7 +233,7 @@ class Feed:
         self.ends.append(self._clock() - start)
 
     def close(self) -> None:
-        """Shut the workers down and put back what the loader shares with its copy."""
+        """Shut the workers down, and restore the state that the loader shares with its copy."""
         if self._iterator is not None and self.kind != "once":
             shut_down(self._iterator)
         for loader, before in self._inner:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from workbench.core.checks import real_number, whole_number
+from workbench.core.checks import objects, real_number, whole_number
 from workbench.core.interrupts import defer_interrupts, deliver_interrupt
 from workbench.harness import ablations, device_clock
 from workbench.harness.ablations import DTYPES
@@ -198,8 +198,8 @@ def discover_training(step: Any, model: Any, optimizer: Any, loader: Any, notes:
     Raises:
         DiagnoseError: no module, no optimizer; or a model whose weights have no values.
     """
-    models = _several(model, nn.Module, "model", "a torch.nn.Module")
-    optimizers = _several(optimizer, Optimizer, "optimizer", "a torch.optim.Optimizer")
+    models = objects("model=", model, nn.Module, what="a torch.nn.Module", error=DiagnoseError)
+    optimizers = objects("optimizer=", optimizer, Optimizer, what="a torch.optim.Optimizer", error=DiagnoseError)
     state = discover(step, *models, *optimizers, but=[loader])
     if models:
         state.models[:] = models
@@ -218,15 +218,6 @@ def discover_training(step: Any, model: Any, optimizer: Any, loader: Any, notes:
     elif state.optimizers:
         notes.append(f"found behind step: the optimizer {', '.join(map(describe, state.optimizers))}")
     return state
-
-
-def _several(given: Any, kind: type, name: str, what: str) -> list[Any]:
-    parts = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-    for part in parts:
-        if not isinstance(part, kind):
-            shown = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
-            raise DiagnoseError(f"{name}= was given {shown}: it takes {what}, or a list of them; leave it out if there is none")
-    return parts
 
 
 def device_of(models: Sequence[nn.Module]) -> torch.device:

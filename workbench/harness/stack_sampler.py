@@ -1,13 +1,12 @@
-"""Samples the stack of the training thread now and then, and names the user's lines where it spends its time.
+"""Samples the stack of the training thread every few milliseconds, and names the user's lines where it spends its time.
 
-Each sample says whether the line is in an operator of torch, or in Python and all else that a user's line may do.
+Time in operators of torch can be left out of a line, so that what remains is Python and waiting.
 """
 
 import dis
 import linecache
 import re
 import sys
-import sysconfig
 import threading
 import time
 from collections import Counter
@@ -20,26 +19,26 @@ from typing import Self
 
 import torch
 
-from workbench.core.package import ROOT
+from workbench.core.package import ROOT, is_installed, is_standard, is_workbench
 from workbench.harness.results import Place
 
 _TORCH_FILES = f"{Path(torch.__file__).parent.as_posix()}/"
-_STANDARD_FILES = f"{sysconfig.get_paths()['stdlib']}/"
 WAITS = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\(")
-"""Calls of torch in which a line waits for the device: that is a matter of the line."""
+"""Calls of torch that wait for the device. Their time counts as the line's, not as torch's."""
 ARITHMETIC = ("BINARY_", "COMPARE_OP", "UNARY_", "STORE_SUBSCR", "CONTAINS_OP")
-"""Instructions at which Python never lets another thread look: it was C code that let go, and on numbers and lists none does."""
+"""Instructions at which Python itself never releases the interpreter. A sample there means that C code, such as an operator of torch, has
+released it."""
 FIRST_NAME = re.compile(r"[\s(\[]*([^\W\d]\w*)")
 
 _texts: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}
-"""By id of the code, and instruction."""
+"""Id of a code object and offset of an instruction → the code, the instruction's source, whether it is arithmetic."""
 
 
 def in_torch(frame: FrameType) -> bool:
-    """Is an operator of torch running, or torch's own Python around it? Looked at from a thread that has just got the interpreter.
+    """Is an operator of torch running, or torch's Python code around it? To be called right after this thread got the interpreter.
 
     Args:
-        frame: the innermost one of the stack.
+        frame: the innermost frame of the sampled thread.
     """
     code = frame.f_code
     if code.co_filename.startswith(_TORCH_FILES) or _serves_torch(frame):
@@ -60,15 +59,15 @@ def in_torch(frame: FrameType) -> bool:
 
 
 def _serves_torch(frame: FrameType) -> bool:
-    """Is it the standard library, called by torch?"""
+    """Is the frame one of the standard library that torch has called?"""
     at: FrameType | None = frame
-    while at is not None and at.f_code.co_filename.startswith(_STANDARD_FILES) and "-packages/" not in at.f_code.co_filename:
+    while at is not None and is_standard(at.f_code.co_filename):
         at = at.f_back
     return at is not None and at is not frame and at.f_code.co_filename.startswith(_TORCH_FILES)
 
 
 def _instruction(code: CodeType, at: int) -> tuple[str, bool]:
-    """The source of what an instruction does, and whether it is arithmetic."""
+    """The source text of an instruction, and whether it is arithmetic."""
     key = id(code), at
     if (known := _texts.get(key)) is None:
         known = _texts[key] = (code, *_find(code, at))
@@ -90,20 +89,20 @@ def _find(code: CodeType, at: int) -> tuple[str, bool]:
 INTERVAL = 5e-3
 """Seconds between two samples."""
 SWITCH = 5e-5
-"""Seconds for which a fine sampler waits until the interpreter lets it look, in place of Python's 5 ms: in these, the other thread comes to
-an operator, lets go by itself, and Python loops between operators would go unseen."""
+"""Switch interval of the interpreter for a fine sampler, in seconds. Within Python's default of 5 ms, the training thread reaches an
+operator and releases the interpreter there, so that Python code between operators would not be sampled."""
 MAX_COST = 0.01
-"""The fraction of the time that sampling may take: deep stacks are sampled less often."""
+"""Largest fraction of the time that sampling may take. Deep stacks are sampled less often to stay below it."""
 USER, PACKAGE, LIBRARY, OURS = range(4)
-"""Whose code a file is: the user's, a package's, torch's or Python's, or that of the harness which calls the user's."""
+"""Whose code a file is: the user's; an installed package's; torch's or Python's; the workbench's, where it calls the user's code."""
 SAMPLE_CODE = ("train/tasks.py", "train/models.py", "data/samples.py")
-"""Files of this package that stand where a user's would."""
+"""Files of the workbench that count as the user's."""
 ENGINES = ("harness/", "timeline/", "diagnos")
-"""Folders that call the user's code, beside those called `measure`."""
+"""Beginnings of paths of files that call the user's code. So do all files in folders named `measure`."""
 TYPED = ("<stdin>", "<string>", "<console>", "<ipython")
-"""Code that came from no file, and is not generated by a library."""
+"""Beginnings of file names of code that a user has typed."""
 KINDS = ("checkpoint", "evaluation", "logging", "optimizer")
-"""What a stack can show, the most specific first."""
+"""Kinds of work that are recognised in a stack, the most specific first."""
 FILES = {
     "checkpoint": re.compile(r"torch/distributed/checkpoint/|safetensors/|torch/serialization\.py$"),
     "logging": re.compile(r"/logging/__init__\.py$|torch/utils/tensorboard/|/(wandb|mlflow|tensorboardX|tqdm|loguru|rich)/"),
@@ -118,7 +117,7 @@ SOURCE = {
     "checkpoint": re.compile(r"\btorch\.save\(|\bfsync\(|\bpickle\.dump\(|\bnp\.save"),
     "logging": re.compile(r"\bprint\(|\bjson\.dump|\.write\(|\.writerow\(|\.flush\(|\bwandb\.|\.add_scalar"),
 }
-"""Functions written in C leave no frame, only the line that calls them."""
+"""Calls of C functions, which have no frame and are recognised by the line that calls them."""
 
 
 class StackSampler:
@@ -130,18 +129,18 @@ class StackSampler:
     def __init__(
         self, *, every: float = INTERVAL, fine: bool = False, operators: bool = True, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Nothing is sampled yet.
+        """Prepare the sampler. It starts with the `with` block.
 
         Args:
             every: seconds between two samples.
             fine: also sample short calls. All threads then wait less for the interpreter, which may change what is measured.
-            operators: do lines count while torch computes for them? If not, Python alone does, and whatever else keeps a line busy.
-            clock: for tests: in place of the real one.
+            operators: does a line's time include operators of torch? If not, it is Python code, waiting, and other C code only.
+            clock: gives the time in seconds.
         """
         self._every, self._fine, self._operators, self._clock = every, fine, operators, clock
         self._switch = 0.0
         self.call: int | None = 0
-        """The call of step() that samples belong to; None = none. Set by the code that makes the calls."""
+        """The number of the call of step() that samples belong to; None = no call. The caller of step() sets it."""
         self._seen: dict[int, Counter[Place | None]] = {}
         self._lock = threading.Lock()
         self._over = threading.Lock()
@@ -150,9 +149,9 @@ class StackSampler:
         self._watched = 0
         self._last = 0.0
         self.looks = 0
-        """How many samples there were."""
+        """Number of samples."""
         self.spent = 0.0
-        """CPU seconds that they took."""
+        """CPU seconds that the samples took."""
 
     def __enter__(self) -> Self:
         """Begin to sample the calling thread."""
@@ -197,16 +196,16 @@ class StackSampler:
                 self._seen.setdefault(call, Counter())[place] += since  # type: ignore[assignment]
 
     def places(self, call: int) -> Mapping[Place, float]:
-        """Seconds that the thread was seen where, during a call of step()."""
+        """Place → seconds that the thread spent there during a call of step()."""
         with self._lock:
             return {place: seconds for place, seconds in self._seen.get(call, {}).items() if place}
 
     def lines(self, calls: Collection[int] | None = None, *, most: int = 8, least: float = 0.01) -> tuple[tuple[str, float], ...]:
-        """The user's lines and the share of the time that was seen there, largest first.
+        """The user's lines with their share of the sampled time, largest first.
 
         Args:
-            calls: of step(); None = all.
-            most: the largest number of lines.
+            calls: calls of step() to include; None = all.
+            most: largest number of lines.
             least: lines with a smaller share are left out.
         """
         with self._lock:
@@ -221,7 +220,10 @@ class StackSampler:
 
 
 def place_of(frame: FrameType | None) -> Place | None:
-    """Where a stack is, looked at from within as far as the engine that made the call; None if nothing in it is the user's."""
+    """The innermost line of the user's code in a stack, with the kind of work there. None if no code in the stack is the user's.
+
+    Frames outside the workbench's call of the user's code are not looked at. A line of an installed package is taken if none is the user's.
+    """
     best: tuple[int, CodeType, int] | None = None
     kinds, module = set[str | None](), None
     while frame is not None:
@@ -258,11 +260,11 @@ def _label(code: CodeType, number: int) -> str:
 
 
 _known: dict[int, tuple[CodeType, tuple[int, str | None, bool]]] = {}
-"""By id: to hash a code object takes as long as to look at the whole stack."""
+"""Id of a code object → the code and its facts. By id, since hashing a code object takes as long as reading the whole stack."""
 
 
 def _facts(code: CodeType) -> tuple[int, str | None, bool]:
-    """Whose a function is, what its name or its file tells about what is done, and whether it is the call of a module."""
+    """Whose code a function is, the kind of work by its name or file, and whether it is `Module._call_impl`."""
     if (known := _known.get(id(code))) is None:
         known = _known[id(code)] = code, _find_facts(code)
     return known[1]
@@ -290,29 +292,17 @@ def _kind_of_line(path: str, number: int) -> str | None:
     return next((kind for kind, pattern in SOURCE.items() if pattern.search(line)), None)
 
 
-def _libraries() -> tuple[str, ...]:
-    import torch
-
-    standard = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]
-    paths = [Path(torch.__file__).parent, *map(Path, standard), *(Path(path).resolve() for path in standard)]
-    return tuple(f"{path.as_posix()}/" for path in paths)
-
-
-_TORCH, *_STANDARD = _libraries()
-_HERE = f"{ROOT.as_posix()}/"
-
-
 @lru_cache(maxsize=4096)
 def _whose(path: str) -> int:
-    if path.startswith(_HERE):
-        inner = path.removeprefix(_HERE)
+    if is_workbench(path):
+        inner = path.removeprefix(f"{ROOT.as_posix()}/")
         if "measure" in inner.split("/") or inner.startswith(ENGINES):
             return OURS
         return USER if inner in SAMPLE_CODE else PACKAGE
     if path.startswith("<"):
         return USER if path.startswith(TYPED) else LIBRARY
-    if path.startswith(_TORCH) or "/torchinductor_" in path:
+    if path.startswith(_TORCH_FILES) or "/torchinductor_" in path:
         return LIBRARY
-    if "/site-packages/" in path or "/dist-packages/" in path:
+    if is_installed(path):
         return PACKAGE
-    return LIBRARY if path.startswith(tuple(_STANDARD)) else USER
+    return LIBRARY if is_standard(path) else USER

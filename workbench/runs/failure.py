@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.core import run_directory
-from workbench.core.package import ROOT
+from workbench.core.package import is_users
 from workbench.runs.errors import is_consequence, symptom_of
 
 if TYPE_CHECKING:
@@ -118,14 +118,9 @@ def record(
 def _traceback(error: BaseException) -> str | None:
     """The traceback of an error. For an error of the workbench that no line of the user caused, the traceback of its cause."""
     ours = type(error).__module__.partition(".")[0] == "workbench"
-    if not ours or any(_is_user_code(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
+    if not ours or any(is_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
         return "".join(traceback.format_exception(error))
     return _traceback(error.__cause__) if error.__cause__ else None
-
-
-def _is_user_code(path: str) -> bool:
-    libraries = (str(ROOT), str(Path(os.__file__).parent), "<frozen")
-    return not path.startswith(libraries) and not {"site-packages", "dist-packages"} & set(Path(path).parts)
 
 
 def _explain(error: BaseException, message: str, held: "Callable[[BaseException], Held] | None") -> dict[str, Any] | None:

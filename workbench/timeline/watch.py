@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from workbench.core.checks import objects
 from workbench.timeline import hooks, watch_script
 from workbench.timeline.loops import MeasuredBatches, check_loader
 from workbench.timeline.marks import BACKWARD, FORWARD, MarkRecorder, new_recorder
@@ -63,10 +64,12 @@ class Watch(MeasuredBatches[T]):
 
         check_loader(loader, "wb.watch")
         super().__init__(loader)
-        self._models: list[torch.nn.Module] = _several(model, torch.nn.Module, "model", "the module that your loop calls")
-        optimizers = [_inner(wrapped) for wrapped in ([optimizer] if not isinstance(optimizer, list | tuple) else optimizer)]
-        self._optimizers: list[torch.optim.Optimizer] = _several(
-            None if optimizer is None else optimizers, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer"
+        self._models: list[torch.nn.Module] = objects(
+            "wb.watch(…, model=…)", model, torch.nn.Module, what="the module that your loop calls"
+        )
+        inner = [_inner(wrapped) for wrapped in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]
+        self._optimizers: list[torch.optim.Optimizer] = objects(
+            "wb.watch(…, optimizer=…)", None if optimizer is None else inner, torch.optim.Optimizer, what="a torch.optim.Optimizer"
         )
         watch_script.stop_for_own_timer()
         notes, expected = [], {BACKWARD: "backward was never called: a backward through torch.autograd.grad, if any, is in other"}
@@ -116,20 +119,6 @@ class Watch(MeasuredBatches[T]):
 
     def _repr_html_(self) -> str:
         return self.timeline._repr_html_()
-
-
-def _several(given: Any, kind: type, name: str, what: str) -> list[Any]:
-    """None, one, or a list of a kind of object, as a list.
-
-    Raises:
-        ValueError: something else.
-    """
-    parts = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-    for part in parts:
-        if not isinstance(part, kind):
-            shown = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
-            raise ValueError(f"wb.watch(…, {name}=…) was given {shown}: it takes {what}, or a list of them; leave it out if there is none")
-    return parts
 
 
 def _inner(optimizer: Any) -> Any:

@@ -191,7 +191,7 @@ class Links(display.Shown, JsonDataclass):
             *self.notes,
         ]
         return display.Table(
-            columns=("collective", "size", "measured", "middle half", "bus bandwidth"),
+            columns=("collective", "size", "measured", "interquartile range", "bus bandwidth"),
             rows=rows,
             title=f"Collectives of {self.ranks} ranks ({self.backend}, {self.device})",
             note="\n".join(filter(None, notes)),

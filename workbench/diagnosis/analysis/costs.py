@@ -1,7 +1,7 @@
 """Computes the seconds of each part of a step from the evidence, and what the removal of each part would save.
 
-Every ablation is measured as a ratio to its baseline, pair by pair; here the ratios become seconds of the step as it is. Verdict, remedies
-and StepModel all start from these numbers.
+An ablation is measured as a ratio to its baseline, pair by pair. This module turns the ratios into seconds of the unchanged step. The
+verdict, the remedies and StepModel use these seconds.
 """
 
 import math
@@ -15,26 +15,26 @@ from workbench.diagnosis.analysis.evidence import Evidence, RankEvidence
 from workbench.harness.results import VariantTimes
 
 MIN_EXCESS_WAIT = 0.5
-"""Fraction of its wait by which a rank exceeds the others: from there on, it is the reason why the step waits."""
+"""Least fraction of a rank's wait for data by which it exceeds the others', for the rank to be the reason why the step waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRank:
-    """The slowest rank beside a typical one, in seconds per step without reductions."""
+    """The slowest rank compared with a typical one, in seconds per step without reductions."""
 
     ranks: tuple[int, ...]
-    """Those that are slow."""
+    """The ranks that are slow."""
     input: float
-    """How much longer it waits for data."""
+    """Seconds that the slowest rank waits longer for data than a typical one."""
     compute: float
-    """How much longer it computes."""
+    """Seconds that it computes longer than a typical one."""
     alone: float
-    """Its step."""
+    """Its step, in seconds."""
     typical: float
-    """The step of the others."""
+    """The step of a typical rank, in seconds."""
     odd: float = 0.0
-    """Of its wait for data: the fraction by which it exceeds that of the others; 0 if it waits hardly longer than they do. Were it not for
-    that, the step would wait no longer than they do."""
+    """The fraction of its wait for data that a typical rank does not have. The step would save that fraction of its wait if the rank were
+    like the others. 0 if the rank waits hardly longer than they do."""
 
     @property
     def excess(self) -> float:
@@ -44,7 +44,7 @@ class SlowRank:
 def slow_rank(ranks: tuple[RankEvidence, ...]) -> SlowRank | None:
     """The slow ranks; None with one rank, if all are equal, or if they were not timed separately.
 
-    The others are represented by their lower median, so that half of the ranks may be slow without setting the standard.
+    The typical rank is the lower median, so that it is not a slow one even if half of the ranks are slow.
     """
     known = sorted((rank for rank in ranks if math.isfinite(rank.alone)), key=lambda rank: rank.alone)
     if len(known) < 2:
@@ -70,15 +70,16 @@ def slow_rank(ranks: tuple[RankEvidence, ...]) -> SlowRank | None:
 
 
 THREADS_BESIDE_DEVICE = 2
-"""Threads of a rank that keep a core busy each where a GPU computes: the one that takes the steps, and autograd's."""
+"""Threads of a rank that each keep a core busy while a GPU computes: the training thread, and autograd's."""
 MAX_BLOCK_SPREAD = 0.25
-"""Middle half over median of equal blocks, likewise."""
+"""Interquartile range over median of equal blocks. Above it, close decisions are doubtful."""
 IQR_SIGMAS = 1.35
-"""Standard deviations that the middle half of normal values is wide."""
+"""Interquartile range of a normal distribution, in standard deviations."""
 SIGMAS_90 = 1.645
 """Standard deviations to each side that hold 90 % of normal values."""
 MAX_FRESH_COST = 0.2
-"""Of training: the most that a batch costs more when it is fresh than when it is replayed (10 to 20 % where batches are cheap to make)."""
+"""Most that training slows down on fresh batches, as a fraction of the step on replayed ones. (Measured: 0.1 to 0.2 where batches are cheap
+to make.)"""
 
 
 def scaled(interval: Interval, by: float) -> Interval:
@@ -87,12 +88,12 @@ def scaled(interval: Interval, by: float) -> Interval:
 
 
 def at_least_0(interval: Interval) -> Interval:
-    """No part takes less than no time: noise below it is cut off."""
+    """The interval without what is below 0, since no part takes less than no time."""
     return Interval(low=max(0.0, interval.low), mid=max(0.0, interval.mid), high=max(0.0, interval.high))
 
 
 def subtract(interval: Interval, by: float) -> Interval:
-    """The interval moved down, but not below 0."""
+    """The interval minus a number, cut off at 0."""
     return at_least_0(Interval(low=interval.low - by, mid=interval.mid - by, high=interval.high - by))
 
 
@@ -104,7 +105,7 @@ def add(first: Interval, two: Interval) -> Interval:
 
 
 def capped(interval: Interval, most: float) -> Interval:
-    """No end above `most`."""
+    """The interval without what is above `most`."""
     return Interval(low=min(interval.low, most), mid=min(interval.mid, most), high=min(interval.high, most))
 
 
@@ -116,7 +117,7 @@ def is_crowded(e: Evidence) -> bool:
 
 
 def noise_warnings(e: Evidence) -> list[str]:
-    """What makes close decisions doubtful, in words."""
+    """The kinds of noise that make close decisions doubtful, in words."""
     if e.noise is None:
         return []
     warnings = []
@@ -129,9 +130,11 @@ def noise_warnings(e: Evidence) -> list[str]:
 
 
 def beside_others(e: Evidence, saved: Interval) -> Interval:
-    """The fraction that reductions take, no more certain than other processes let it be: while they have the core of one rank, the others
-    wait for it in the reduction. That makes up to `crowded / cores × (1 − 1 / ranks)` of the rest of the step. (Measured: beside others
-    that took 0.6 of 2 cores, the reductions of two ranks were 18 % of a step instead of 9 %; this gives 13.)
+    """Lower the low end of the fraction that reductions take, if other processes need the ranks' cores.
+
+    While another process has the core of one rank, the other ranks wait for that rank in the reduction. This adds up to
+    `crowded / cores × (1 − 1 / ranks)` of the rest of the step. (Measured: with other processes on 0.6 of 2 cores, the reductions of two
+    ranks took 18 % of a step instead of 9 %. The formula gives 13 %.)
     """
     if e.noise is None or e.device != "cpu" or not is_crowded(e):
         return saved
@@ -141,7 +144,10 @@ def beside_others(e: Evidence, saved: Interval) -> Interval:
 
 
 def serial_loader(data: Interval, loader: float, clean: float) -> Interval:
-    """What a loader without workers adds: what it takes, which noise spoils less than the difference of two long steps, and a bit more."""
+    """Seconds that a loader without workers adds: its own time, plus up to `MAX_FRESH_COST` of training.
+
+    Its own time is less noisy than the difference of two long steps.
+    """
     more = MAX_FRESH_COST * (clean - data.mid)
     return Interval(low=min(data.low, loader), mid=min(data.mid, loader + more / 2), high=min(data.high, loader + more))
 
@@ -149,15 +155,15 @@ def serial_loader(data: Interval, loader: float, clean: float) -> Interval:
 def between_sources(arm: Interval, traced: float) -> Interval:
     """An interval that covers two sources which disagree because of noise.
 
-    A trace is a share of its own steps, which noise changes little, but does not see what an optimizer's writes push out of the caches.
-    To read that again takes no longer than the optimizer, which reads and writes it.
+    Noise changes the share of an operator in a trace little. But a trace does not count what the optimizer's writes evict from the caches.
+    To read that again takes at most as long as the optimizer, so the interval ends at twice the traced time.
     """
     low, mid, high = min(arm.low, traced), (arm.mid + traced) / 2, max(arm.high, traced)
     return capped(Interval(low=low, mid=mid, high=high), 2 * traced)
 
 
 def widened(e: Evidence, arm: VariantTimes) -> Interval:
-    """The fraction that an ablation saves, its interval at least as wide as the noise of equal blocks: three pairs may agree by chance."""
+    """The fraction that an ablation saves, with an interval no narrower than the noise of equal blocks: few pairs can agree by chance."""
     saved = arm.saved
     block = (e.noise.spread if e.noise else 0.0) / IQR_SIGMAS
     loose = SIGMAS_90 * block * math.sqrt(1.5 / len(arm.pairs)) * max(0.0, 1 - saved.mid)  # one block beside the mean of two
@@ -166,12 +172,12 @@ def widened(e: Evidence, arm: VariantTimes) -> Interval:
 
 NOTHING = Interval(low=0.0, mid=0.0, high=0.0)
 MIN_CERTAIN_LOADER = 0.15
-"""Fraction of the step: a loader that costs more at the lower end of its interval is sure to cost much, noise or not."""
+"""Fraction of the step. A loader whose interval begins above it costs much, whatever the noise is."""
 MIN_EXPECTED_STALLS, FEWER_STALLS = 10, 4
-"""Stalls that ranks would have had on their own if those were theirs, to say that they are not; and they had so many times fewer there."""
+"""Stalls count as communication if each rank on its own should have had at least 10, and had at most a quarter of the expected number."""
 PYTHON_IN_OPTIMIZER = 0.5
-"""Share of an optimizer's step with no operator running, where the trace does not show it: 0.3 to 0.6 for torch's own loops over tensors,
-about 0.1 for fused ones. It belongs to the optimizer, not to the host."""
+"""Fraction of an optimizer's step in which no operator runs, assumed where the trace does not show it. It belongs to the optimizer, not to
+the host. (Measured: 0.3 to 0.6 for torch's loops over tensors, about 0.1 for fused optimizers.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,32 +185,32 @@ class Costs:
     """Seconds per step. Those with an interval come from paired experiments or from a trace."""
 
     step: float
-    """As it is, stalls included."""
+    """The unchanged step, with its stalls."""
     clean: float
-    """Without stalls, but for those of the reductions (where experiments distinguish them)."""
+    """The step without stalls. Stalls of reductions are included, where experiments distinguish them."""
     cached: float
-    """Of it, without the loader."""
+    """`clean` without the loader."""
     replayed: float
-    """The same on a batch that is there already, without stalls: the baseline of most ablations, and the step of the trace. Reductions of
-    fresh batches take longer, and stall now and then."""
+    """The step on a replayed batch, without stalls: the baseline of most ablations, and the step of the trace. It is shorter than `cached`
+    where reductions of fresh batches take longer or stall."""
     loader: float
-    """What the loader takes for a step's batches, on its own."""
+    """The loader's own time for the batches of a step."""
     overlap: float
     """How far loader and training overlap: 0 = they take turns, 1 = completely."""
     data: Interval
-    """What the loader adds, that of a slow rank alone left out."""
+    """What the loader adds to the step, without what only a slow rank adds."""
     transfer: Interval
     optimizer: Interval
     communication: Interval
     straggler: Interval
     host: Interval
-    """No operator runs; without the optimizer's, collectives and stalls."""
+    """The time in which no operator runs, without that of the optimizer, of collectives and of stalls."""
     sleeping: float
-    """Of it: the training thread sleeps, reads or writes."""
+    """The part of `host` in which the training thread sleeps, reads or writes."""
     called: Interval
-    """`host` and the operators of forward and backward that are so short that calling them is most of their cost."""
+    """`host`, plus the short operators of forward and backward, whose cost is mostly that of the call."""
     fixed: float
-    """Of forward and backward: does not grow with the batch; nan if no doubled batch was tried."""
+    """The part of forward and backward that does not grow with the batch. nan if no doubled batch was tried."""
     stalls: Interval
     slow: SlowRank | None = None
 
@@ -264,7 +270,7 @@ class Costs:
         )
 
     def saves(self, seconds: Interval) -> Interval:
-        """What the step saves if training gets this much faster: nothing where it would only wait longer for its loader."""
+        """Seconds that the step saves if training gets this much faster: 0 if the step would only wait longer for its loader."""
         spare = max(0.0, self.clean - self.loader)
         hidden = capped(seconds, spare)
         keep = 1 - self.overlap
@@ -273,18 +279,21 @@ class Costs:
         return Interval(low=low, mid=mid, high=high)
 
     def share(self, seconds: Interval) -> Interval:
-        """As a fraction of the step."""
+        """Seconds as a fraction of the step."""
         return scaled(seconds, 1 / self.step) if self.step else NOTHING
 
     @property
     def compute(self) -> float:
-        """What is left of the step without its loader: operators of forward and backward."""
+        """The operators of forward and backward: `cached` without all other parts."""
         late = self.slow.compute if self.slow else 0.0
         return max(0.0, self.cached - self.transfer.mid - self.optimizer.mid - self.communication.mid - self.host.mid - late)
 
 
 def _observed(e: Evidence) -> Costs:
-    """From clocks alone: means of the phases over the ranks. Host and communication cannot be seen; `other` counts as host."""
+    """Compute the costs from timelines alone, by the means of the phases over the ranks.
+
+    Timelines do not show the host's time and communication. The phase `other` counts as host.
+    """
     clean = e.step * (1 - e.stalls.share)
     slow = slow_rank(e.ranks)
     waits = sorted(rank.wait for rank in e.ranks)
@@ -317,7 +326,7 @@ def _observed(e: Evidence) -> Costs:
 
 
 def _roughly(seconds: float) -> Interval:
-    """The interval of a part that only clocks saw: it may cost less, if another part hides behind it, and seldom costs more."""
+    """The interval of a part that only timelines show. It costs less if another part overlaps with it, and seldom costs more."""
     return Interval(low=0.8 * seconds, mid=seconds, high=1.1 * seconds)
 
 
@@ -345,7 +354,7 @@ def _loader(e: Evidence) -> float:
 
 
 def _overlap(clean: float, cached: float, loader: float) -> float:
-    """Serial: full = cached + loader. Side by side: full = the larger. The overlap is where the full step is between the two."""
+    """Where the step without stalls is between `cached + loader` (no overlap: 0) and the larger of the two (full overlap: 1)."""
     smaller = min(cached, loader)
     if math.isnan(loader) or smaller <= 0:
         return 0.0
@@ -353,17 +362,17 @@ def _overlap(clean: float, cached: float, loader: float) -> float:
 
 
 def _stalls(e: Evidence) -> Interval:
-    """Regular stalls are certain; of irregular ones that were seen n times, the true number lies within about n ± √n."""
+    """Seconds per step of the stalls. The interval is narrow for regular stalls, and n ± √n for irregular ones that were seen n times."""
     seconds = e.step * e.stalls.share
     loose = 0.1 if e.stalls.every else 1 / math.sqrt(len(e.stalls.at) or 1)
     return Interval(low=seconds * (1 - min(1.0, loose)), mid=seconds, high=seconds * (1 + loose))
 
 
 def _met(e: Evidence, data: Interval, loader: float, noise: float) -> Interval:
-    """Seconds by which the reductions of fresh batches take longer than those of a replayed one, with a loader in the ranks themselves.
+    """Seconds by which reductions take longer on fresh batches than on a replayed one, if the ranks load data without workers.
 
-    Ranks that replay a batch run in step. What a fresh one costs them beyond the slowest loader, and beyond what it costs a rank that
-    waits for no other (it is not in the caches), they wait for each other.
+    Ranks that replay a batch run in step. On fresh batches they wait for each other. That wait is the additional cost of fresh batches,
+    without the time of the slowest loader, and without the cost that a rank has on its own because a fresh batch is not in the caches.
     """
     if "no_sync" not in e.arms or e.loading is None or e.loading.num_workers or not e.ranks:
         return NOTHING
@@ -378,7 +387,7 @@ def _met(e: Evidence, data: Interval, loader: float, noise: float) -> Interval:
 
 
 def _stuck(e: Evidence) -> Interval:
-    """Seconds per step of the stalls that no rank has on its own: reductions that now and then take far longer than most."""
+    """Seconds per step of the stalls of reductions: stalls that no rank has on its own."""
     s, alone = e.stalls, [rank.stalls for rank in e.ranks]
     if "no_sync" not in e.arms or not s.steps or s.every or s.kind or not alone:
         return NOTHING
@@ -392,7 +401,7 @@ def _stuck(e: Evidence) -> Interval:
 
 
 def _fixed(e: Evidence, cached: float, optimizer: float, communication: float) -> float:
-    """Forward and backward take a + m × samples; a from a batch of another size."""
+    """The constant a of `a + m × samples`, which forward and backward take; from a batch of another size."""
     arm = e.arms.get("doubled")
     if arm is None or arm.samples <= 1:
         return math.nan
@@ -403,9 +412,9 @@ def _fixed(e: Evidence, cached: float, optimizer: float, communication: float) -
 
 
 def _host(e: Evidence, cached: float, optimizer: float, communication: float) -> tuple[Interval, float, Interval]:
-    """Time of a cached step without an operator: in all (less the optimizer's) and asleep; and with small operators.
+    """`Costs.host`, `Costs.sleeping` and `Costs.called`, from the trace of a step.
 
-    A trace makes the gaps between operators, and short operators, longer; how much longer the whole step got is the uncertainty.
+    Tracing lengthens short operators and the gaps between operators. The interval is as wide as tracing slowed the whole step.
     """
     inside = e.inside
     if inside is None or not inside.step or math.isnan(inside.ops):  # nan: no trace could be taken

@@ -77,7 +77,7 @@ class EvidenceBuilder:
         return max(0.0, cost) / self.rounds.steps_per_pass
 
     def spread(self) -> float:
-        """Middle half over median of a cached block over the one before: slow changes do not affect pairs of neighbours."""
+        """Interquartile range over median of ratios of neighbouring cached blocks, which slow changes of the machine do not affect."""
         values = [value for value in self.bench.timings.slowest("cached") if value == value]
         ratios = [after / before for before, after in pairwise(values)]
         if len(ratios) < 4:

@@ -14,20 +14,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from workbench.memory.estimate.fake_tensors import real_tensors
 
 LIMIT = 2**22
-"""Most elements of a tensor of the batch, or of one that follows from it, whose values are kept: more would slow a dry run."""
+"""Most elements of a tensor whose values are kept, if it is of the batch or computed from it. Larger ones would slow a dry run."""
 MADE = 2**18
-"""The same for tensors made of no other, such as positions or a triangle of ones: every layer may make one."""
+"""Most elements of a tensor that is computed from no other, such as positions or a causal mask. Every layer may make such a tensor."""
 GREATEST = 2**31
-"""Integers from here on count as uninitialised memory, as of `torch.empty`."""
+"""Integers from here on, of either sign, count as uninitialised memory, such as that of `torch.empty`."""
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 _aten = torch.ops.aten
 _AS_LONG_AS_THEY_ARE = (_aten.nonzero.default, _aten._unique2.default, _aten.unique_dim.default, _aten.unique_consecutive.default)
-"""Operators whose result's length depends on values, and is at most that of their argument."""
+"""Operators whose result has a length that depends on values and is at most that of the argument."""
 
 
 def tells(example: Tensor) -> bool:
-    """Has a tensor of a batch values that may decide what a program does? Zeros only, and what lay in memory, stand for a shape."""
+    """Can the values of a batch's tensor decide what a program does? All zeros and uninitialised memory only stand for a shape."""
     if example.layout != torch.strided or example.is_meta or example.dtype not in WHOLE or not 0 < example.numel() <= LIMIT:
         return False
     low, high = int(example.min()), int(example.max())
@@ -35,21 +35,21 @@ def tells(example: Tensor) -> bool:
 
 
 class _Known(NamedTuple):
-    """The values of a fake tensor, as long as it is in the storage that it was in."""
+    """The values of a fake tensor. They are valid as long as the tensor has this storage."""
 
     values: Tensor
     storage: int
 
 
 class KnownValues:
-    """Values of fake tensors that the program's own operators compute from known ones: integers and booleans of the batch.
+    """Values of fake tensors. They start as integers and booleans of the batch, and the program's own operators are run on them.
 
-    Nothing that the program has itself is ever written to: what is computed with is a copy.
+    All computing is done on copies, so no tensor of the program is written to.
     """
 
     def __init__(self) -> None:
         self._known: Any = WeakTensorKeyDictionary()
-        self._storages: set[int] = set()  # addresses, those of the dead among them
+        self._storages: set[int] = set()  # addresses, also of storages that were freed
 
     def know(self, fake: Tensor, example: Tensor) -> None:
         """Keep the values of the example that a fake tensor replaces, if they matter."""
@@ -59,7 +59,7 @@ class KnownValues:
             self._keep(fake, _copy(example))
 
     def of(self, tensor: Any) -> Tensor | None:
-        """What a fake tensor holds, or a copy of a real one; None = not known."""
+        """The values of a fake tensor, or a copy of a real one. None = not known."""
         if tensor.layout != torch.strided or tensor.numel() > LIMIT:
             return None
         if type(tensor) is Tensor:
@@ -72,7 +72,7 @@ class KnownValues:
         return None if constant is None else self._keep(tensor, _copy(constant))
 
     def number(self, tensor: Any) -> int | float | bool | complex | None:
-        """What a tensor with one element holds, as a number; None = not known."""
+        """The value of a tensor with one element, as a number. None = not known."""
         known = self.of(tensor)
         with real_tensors():
             return None if known is None else known.item()
@@ -86,13 +86,13 @@ class KnownValues:
     def call(self, func: Any, args: Any, kwargs: Any, plainly: Callable[[Any, Any, Any], Any]) -> Any:
         """Run an operator on fake tensors by `plainly`, and on their values where these are known.
 
-        How much a known mask picks is known with it: `x[mask]`, `masked_select` and `nonzero` have a result then.
+        A known mask gives the number of elements that it selects. So `x[mask]`, `masked_select` and `nonzero` have a result of known size.
         """
         if func is _aten.masked_select.default and args[0].shape == args[1].shape and self.of(args[1]) is not None:
             func, args = _aten.index.Tensor, (args[0], [args[1]])
         if func is _aten.index.Tensor:
             args = args[0], self._positions(args[1], plainly), *args[2:]
-        values = self._found(func, args, kwargs)
+        values = self._arguments(func, args, kwargs)
         if values is not None and _is_sized_by_values(func, values) and (known := _computed(func, *values)) is not None:
             out = tree_map_only(Tensor, _fake_of, known)
         else:
@@ -104,11 +104,11 @@ class KnownValues:
             self._learn(out, known)
         return out
 
-    def _found(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The arguments with values in them, if all are known and they alone decide what comes out."""
+    def _arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The arguments with values in place of tensors; None if a value is not known, or if values do not determine the result."""
         first = next((arg for arg in args if isinstance(arg, Tensor)), None)
         if first is not None and self.of(first) is None:
-            return None  # most operators: their first argument comes of weights
+            return None  # as for most operators, whose first argument depends on weights
         if not isinstance(func, OpOverload) or func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
             return None
         if "empty" in func.__name__ or "resize" in func.__name__:
@@ -117,11 +117,11 @@ class KnownValues:
         values = [self.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if any(value is None and leaf is not None for value, leaf in zip(values, leaves, strict=True)):
             return None
-        found: tuple[Any, Any] = tree_unflatten(values, tree)
-        return found
+        arguments: tuple[Any, Any] = tree_unflatten(values, tree)
+        return arguments
 
     def _positions(self, parts: Any, plainly: Callable[[Any, Any, Any], Any]) -> list[Any]:
-        """Replace known masks by the positions that they select, whose number is known."""
+        """Replace each known mask by the positions that it selects."""
         positions: list[Any] = []
         for part in parts:
             known = part is not None and part.dtype == torch.bool and self.of(part) is not None
@@ -150,13 +150,13 @@ class KnownValues:
             if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided
         }
         if not self._storages.isdisjoint(written):
-            for tensor in [tensor for tensor, found in self._known.items() if found.storage in written]:
+            for tensor in [tensor for tensor, known in self._known.items() if known.storage in written]:
                 del self._known[tensor]
             self._storages -= written
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    """The arguments that an operator writes to; of a collective all, as it does not say."""
+    """The arguments that an operator writes to. For a collective these are all, since its schema does not say which."""
     if func.namespace == "c10d":
         yield from (args, kwargs)
     elif func._schema.is_mutable:
@@ -166,7 +166,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 
 
 def _is_sized_by_values(func: Any, values: tuple[Any, Any]) -> bool:
-    """Is the length of the result known by values alone, and not too large?"""
+    """Do the values determine the length of the result, and is it not too large?"""
     if func is _aten.repeat_interleave.Tensor:
         with real_tensors():
             return int(values[0][0].sum()) <= LIMIT
@@ -174,13 +174,13 @@ def _is_sized_by_values(func: Any, values: tuple[Any, Any]) -> bool:
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    with real_tensors(), contextlib.suppress(Exception):  # whatever it is, the program goes on without values, as it would have
+    with real_tensors(), contextlib.suppress(Exception):  # the program goes on without values
         return func(*args, **kwargs)
     return None
 
 
 def _is_small(out: Any, values: tuple[Any, Any]) -> bool:
-    """Is a tensor worth tracking? One that is made of no other tensor only if it has integers."""
+    """Are all results small enough to keep? Results that depend on no tensor must also be integers or booleans."""
     made = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
     if any(isinstance(leaf, Tensor) for leaf in tree_flatten(values)[0]):
         return bool(made) and all(leaf.numel() <= LIMIT for leaf in made)

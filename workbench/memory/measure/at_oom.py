@@ -3,7 +3,6 @@
 import contextlib
 import re
 import resource
-import sysconfig
 import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -17,14 +16,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from workbench.core import gc as collector
-from workbench.core.package import ROOT
+from workbench.core.package import is_users
 from workbench.memory.measure.recorder import storages
 from workbench.runs.errors import OUT_OF_DEVICE_MEMORY
 from workbench.runs.out_of_memory import Held, HeldBy
 
 MOST_HOLDERS = 40
 """Holders that are recorded, the largest."""
-_LIBRARIES = tuple({path for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_paths().get(name))})
 
 
 def held(error: BaseException) -> Held:
@@ -156,7 +154,7 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 def _line(error: BaseException) -> str | None:
     for entry in reversed(traceback.extract_tb(error.__traceback__)):
-        if not entry.filename.startswith((*_LIBRARIES, str(ROOT), "<")):
+        if is_users(entry.filename) and not entry.filename.startswith("<"):
             return f"{Path(entry.filename).name}:{entry.lineno}: {entry.line}"
     return None
 

@@ -16,7 +16,7 @@ from workbench.core import gc as collector
 from workbench.core import units
 from workbench.core.checks import whole_number
 from workbench.core.display import table as display
-from workbench.core.package import ROOT
+from workbench.core.package import is_workbench
 from workbench.harness.discover import name_of as name_of_step
 from workbench.memory.analysis.log import FREE, MARK, MemoryLog, Record
 from workbench.memory.measure.at_oom import saved
@@ -164,10 +164,10 @@ def _trail(value: Any, before: _Trail, referrer: Any) -> _Trail:
 
 
 def _frames() -> Iterator[types.FrameType]:
-    """Frames of the user's functions that are running."""
+    """Frames of the functions that are running, but for the workbench's own."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(str(ROOT)):
+        if not is_workbench(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
 
