@@ -325,8 +325,8 @@ class Run:
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know of it: NaN losses, ranks or workers that read the same samples, checkpoints passed over, damaged rows left out."""
-        ranks = self.rank_means
-        left_out = [f"rank {r.rank}: {note.removeprefix(LEFT_OUT)}" for r in ranks for note in r.notes if note.startswith(LEFT_OUT)]
+        notes = [(name, note) for name in self._files.ranks for note in self._files.means(name).notes]
+        left_out = [f"{name}: {note.removeprefix(LEFT_OUT)}" for name, note in notes if note.startswith(LEFT_OUT)]
         resumes = resume_notes(self._read(run_directory.RESUMES))
         clock = (
             None
