@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     fit.add_argument("--image", type=int, help="side of the images in pixels, instead of the task's own")
     fit.add_argument("--ladder", action="store_true", help="find the cheapest changes that make it fit")
     fit.add_argument("--max-batch", action="store_true", help="find the largest micro-batch that fits")
-    learn = commands.add_parser("calibrate", help="learn what lies outside of the allocator on this machine's GPU, for later estimates")
+    learn = commands.add_parser("calibrate", help="learn the memory outside of the allocator on this machine's GPU, for later estimates")
     learn.add_argument("--models", type=int, default=4, metavar="N", help="how many models to run, half a minute each (4)")
     start.add_argument("--nnodes", type=int, default=1, help="machines: this one, and as many that join it")
     start.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")

@@ -16,7 +16,7 @@ paler than what was measured, or hollow.
 * `lr_range`: losses over the learning rate for several seeds, what each rule suggests, and the race that decided.
 * `memory_ladder`: the memory after one change on top of another, until it fits a device.
 * `loader_curve`: loader and step over the number of workers.
-* `memory`: what the peak of a step consists of, what lies beside it, and what a device has.
+* `memory`: what the peak of a step consists of, what else takes memory, and what a device has.
 * `memory_timeline`: the same over the steps, with the peak and its moment.
 * `steps_to_target`: steps to a target over the batch, by rule, with the law they follow; `critical_batch`: that law alone.
 * `time_to_target`: time to a target over the batch, by the number of processes.

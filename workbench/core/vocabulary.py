@@ -75,4 +75,4 @@ GROUPS = tuple(part.name for part in MEMORY_PARTS)
 CATEGORIES: Mapping[str, str] = {category: part.name for part in MEMORY_PARTS for category in part.categories}
 """Category of a storage → name of the part that it is counted in."""
 PLANNED: Mapping[str, str] = {part.planned: part.name for part in MEMORY_PARTS if part.planned} | {"outside": "other"}
-"""What holds memory in a Plan → the part that it is; "outside" lies outside of the allocator."""
+"""What holds memory in a Plan → the part that it is; "outside" is outside of the allocator."""

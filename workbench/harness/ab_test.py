@@ -250,6 +250,6 @@ class _StepSide:
             raise StepFailed(self._called, error) from error
 
     def drain(self) -> None:
-        """Switch to this side, and take what lies ready."""
+        """Switch to this side, and take the batches that are ready."""
         self._active.enter(self)
         self.feed.drain()

@@ -34,7 +34,7 @@ class StepClock(Protocol):
         """A part of a step ends here."""
 
     def read(self) -> tuple[list[float], float]:
-        """Seconds up to each mark from the one before, or from the start; none where they cannot be told apart. And the seconds of all."""
+        """Seconds between successive marks, the start being the first, and their sum. The list is empty if they cannot be distinguished."""
 
 
 class HostClock:

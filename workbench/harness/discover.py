@@ -83,7 +83,7 @@ def discover(*roots: Any, but: Iterable[Any] = (), data: bool = False) -> Reacha
         except Exception as error:  # code of the user's that runs when one looks
             state.unread.append(f"a {type(here).__name__} ({type(error).__name__}: {error})")
     if todo:
-        state.unread.append(f"what lies beyond {MAX_OBJECTS} objects")
+        state.unread.append(f"everything beyond {MAX_OBJECTS} objects")
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     state.modules.extend(module for module in modules if id(module) not in inner)
     state.models.extend(module for module in state.modules if next(module.parameters(), None) is not None)

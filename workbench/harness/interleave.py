@@ -198,7 +198,7 @@ class InterleavedRounds:
         return iter(self._replayed) if arm == "cached" else self._taken(self.steps)
 
     def drain(self) -> None:
-        """Take what lies ready in the loader's queue."""
+        """Take the batches that are ready in the loader's queue."""
         self.feed.drain()
 
     def settle(self) -> None:

@@ -65,7 +65,7 @@ def _switch(on: bool) -> None:
 
 
 def _setup() -> dict[str, Any]:
-    """How torch is set up; None = cannot be told in the older way."""
+    """How torch is set up; None = torch's older settings cannot express it."""
     setup: dict[str, Any] = {"products": None, "convolutions": None, "newer": _newer()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -125,7 +125,7 @@ def log_from_json(value: Mapping[str, Any]) -> MemoryLog:
 LINES = 12
 """Last lines of a worker's output that its error shows."""
 PATIENCE = 5.0
-"""Seconds that a worker has to end after it was told to."""
+"""Seconds that a worker has to end after its input was closed."""
 
 
 class EstimatorError(RuntimeError):

@@ -112,7 +112,7 @@ class TrialRunner:
             limit: gives the steps after which to stop; called again every AGAIN seconds.
             cap: steps of any trial at most.
         """
-        began = asked = time.monotonic()
+        began = updated = time.monotonic()
         trainer = self._trainer(job, plan)
         batches = trainer.batches()
         last = (0, self.value(trainer.module))
@@ -135,8 +135,8 @@ class TrialRunner:
                 outcome, steps = "reached", target.crossing(last, (step, value))
                 break
             last = (step, value)
-            if time.monotonic() > asked + AGAIN:
-                most, asked = limit(), time.monotonic()
+            if time.monotonic() > updated + AGAIN:
+                most, updated = limit(), time.monotonic()
         else:
             outcome = "capped" if step >= cap else "stopped"
         batches.close()
@@ -289,7 +289,7 @@ def run_trials(spec: RunSpec, order: ExperimentPlan, task: Task, run_dir: Path) 
         spec: what all trials have in common.
         order: what to do, from run.json.
         task: what is trained.
-        run_dir: of the launch; the journal lies there.
+        run_dir: of the launch; it contains the journal.
 
     Raises:
         SpecError: a batch above the dataset, a target that the untrained model has reached, or one that the task does not measure.
@@ -392,7 +392,7 @@ def scaled(order: ExperimentPlan, spec: RunSpec, base: Mapping[str, Any], rule: 
 
 
 def with_direction(runner: TrialRunner, target: Target) -> Target:
-    """The target, with the direction in which it lies from the untrained model.
+    """The target, with the direction from the untrained model towards it.
 
     Raises:
         SpecError: it is reached already.

@@ -46,7 +46,7 @@ def end_guard(find: Callable[[], int | None], runs: Callable[[], bool], timeout:
         timeout: seconds to wait at most.
 
     Returns:
-        "ended"; "none": no guard was there to be told; "late": it takes longer.
+        "ended"; "none": there was no guard; "late": it takes longer.
     """
     began, last = time.monotonic(), None
     while runs():

@@ -102,7 +102,7 @@ class RankSteps:
 
     Attributes:
         plain: whether they can be read into columns; once false, it stays so.
-        said: the rows that are no steps.
+        other_rows: the rows that are no steps.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,7 +114,7 @@ class RankSteps:
         self._index, self._seconds = array("q"), array("d")
         self._phases = [array("d") for _ in PHASES]
         self._readings = self._samples, self._memory, self._cpu = array("d"), array("d"), array("d")  # NaN = not known
-        self.said: list[dict[str, Any]] = []
+        self.other_rows: list[dict[str, Any]] = []
         self._before, self._last = 0, -1
         self._sums, self._peak = _Sums(0), math.nan
         self._means: RankMeans | None = None
@@ -176,7 +176,7 @@ class RankSteps:
     def _take_other(self, row: Any) -> None:
         if not isinstance(row, dict) or "step" in row or "profiled" in row:
             raise ValueError("not a plain row")
-        self.said.append(row)
+        self.other_rows.append(row)
 
     @property
     def means(self) -> RankMeans:
@@ -223,13 +223,13 @@ class RankSteps:
         return Timeline(rank=rank, clock=clock, steps=steps, notes=self._notes)
 
     def _rank_and_clock(self) -> tuple[int, Clock]:
-        head: dict[str, Any] = next((row for row in reversed(self.said) if "rank" in row and "note" not in row), {})
+        head: dict[str, Any] = next((row for row in reversed(self.other_rows) if "rank" in row and "note" not in row), {})
         rank = head.get("rank", 0)
         return rank if type(rank) is int else 0, "device" if head.get("clock") == "device" else "host"
 
     @property
     def _notes(self) -> tuple[str, ...]:
-        return tuple(str(row["note"]) for row in self.said if "note" in row)
+        return tuple(str(row["note"]) for row in self.other_rows if "note" in row)
 
 
 def _plain(value: float) -> Any:

@@ -100,12 +100,12 @@ class RunRows:
 
     def training_notes(self, world_size: int) -> list[str]:
         """What the ranks, and a comparison of them, say of the training itself."""
-        return training_notes({rank: self._said(rank_file(rank)) for rank in range(world_size)}, world_size)
+        return training_notes({rank: self._other_rows(rank_file(rank)) for rank in range(world_size)}, world_size)
 
-    def _said(self, name: str) -> Sequence[Mapping[str, Any]]:
+    def _other_rows(self, name: str) -> Sequence[Mapping[str, Any]]:
         """The rows of a rank's file that are no steps."""
         steps = self._plain_steps(name)
-        return [row for row in self.read(name) if "step" not in row] if steps is None else steps.said
+        return [row for row in self.read(name) if "step" not in row] if steps is None else steps.other_rows
 
     @property
     def ranks(self) -> list[str]:
@@ -176,16 +176,16 @@ def resume_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return notes
 
 
-def training_notes(said: Mapping[int, Sequence[Mapping[str, Any]]], world_size: int) -> list[str]:
+def training_notes(other_rows: Mapping[int, Sequence[Mapping[str, Any]]], world_size: int) -> list[str]:
     """Notes on the training itself: warnings of ranks, and what a comparison of what they read shows.
 
     Args:
-        said: the rows of each rank's file that are no steps.
+        other_rows: the rows of each rank's file that are no steps.
         world_size: ranks of the run.
     """
     warnings: dict[str, list[int]] = {}
     reads: dict[int, Mapping[str, Any]] = {}
-    for rank, rows in said.items():
+    for rank, rows in other_rows.items():
         for row in rows:
             note = row.get("note")
             if isinstance(note, str) and note.startswith(WARNING):

@@ -60,7 +60,7 @@ def scaling(result: ScalingCurve | CurveFit, ax: Axes | None = None, *, to: int 
 
 
 def scaling_efficiency(result: ScalingCurve | CurveFit, ax: Axes | None = None, *, to: int | None = None) -> Axes:
-    """The same as efficiency in percent: throughput per process over that of the smallest measured point; perfect scaling lies at 100 %.
+    """The same as efficiency in percent: throughput per process over that of the smallest measured point; perfect scaling is 100 %.
 
     Args:
         result: as in `scaling`.

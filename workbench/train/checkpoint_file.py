@@ -153,8 +153,8 @@ def verify(file: BinaryIO) -> None:
 def _compare(file: BinaryIO, size: int, comment: bytes) -> None:
     """Compare the first `size` bytes, but for the length of the comment in the last two, with what the comment says."""
     try:
-        told = json.loads(comment[len(MARK) :])
-        written, wanted, length = told["format"], told["crc32"], told["bytes"]
+        stated = json.loads(comment[len(MARK) :])
+        written, checksum, length = stated["format"], stated["crc32"], stated["bytes"]
     except (ValueError, LookupError, TypeError):
         raise UnusableCheckpointError("its checksum is damaged") from None
     if isinstance(written, int) and written > FORMAT:
@@ -169,7 +169,7 @@ def _compare(file: BinaryIO, size: int, comment: bytes) -> None:
         if not piece:
             raise UnusableCheckpointError("its end is missing")
         crc, left = zlib.crc32(piece, crc), left - len(piece)
-    if f"{zlib.crc32(bytes(2), crc):08x}" != wanted:
+    if f"{zlib.crc32(bytes(2), crc):08x}" != checksum:
         raise UnusableCheckpointError("its content has changed since it was written: its checksum (CRC-32) is another")
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 KEPT = 2
 """Checkpoints that are kept: the last, and the one before in case the last is damaged with its disk."""
 Checkpoint = tuple[Path, dict[str, Any]]
-"""Where it lies, and its content."""
+"""Path and content of a checkpoint."""
 
 
 class Checkpoints:

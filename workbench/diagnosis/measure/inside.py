@@ -140,8 +140,10 @@ def _read_device(events: Events, steps: int, ranks: bool) -> Inside:
     idle = subtract(np.array([[events.begin, events.end]], dtype=np.int64), both)
     optimizer = union(events.spans[events.where("optimizer", name=r"Optimizer\.step")])
     waits = events.where("wait")
-    asked = waits & ~inside(events.spans[:, 0], union(events.spans[events.where(name=f"{OWN_WAIT}$")])) & ~_waits_for_copies(events, waits)
-    after = union(_extended(events.spans[asked], CLOCK_ERROR))
+    host_waits = (
+        waits & ~inside(events.spans[:, 0], union(events.spans[events.where(name=f"{OWN_WAIT}$")])) & ~_waits_for_copies(events, waits)
+    )
+    after = union(_extended(events.spans[host_waits], CLOCK_ERROR))
     calling = union(events.spans[events.where("operator", "backward", "optimizer", "runtime", "collective_call")])
     calling = intersection(idle, subtract(calling, union(events.spans[waits])))
     nano = 1e-9 / steps
@@ -151,7 +153,7 @@ def _read_device(events: Events, steps: int, ranks: bool) -> Inside:
         op_count=len(work) / steps,
         optimizer=length(optimizer) * nano if len(optimizer) else None,
         collectives=(length(both) - length(busy)) * nano if ranks else None,
-        syncs=int(asked.sum()) / steps,
+        syncs=int(host_waits.sum()) / steps,
         sync_idle=length(idle[inside(idle[:, 0], after)]) * nano,
         launching=length(calling) * nano,
         waits=length(union(events.spans[waits & (events.threads == events.training)])) * nano,
@@ -258,7 +260,7 @@ def outermost(spans: Spans) -> Spans:
 
 
 def _around(ops: Spans, nodes: Spans) -> Spans:
-    """What lies around the operators of the nodes of the backward graph belongs to them if it is short; else it is a hook."""
+    """Time around the operators of a node of the backward graph belongs to the node if it is short; else it is that of a hook."""
     edges = np.concatenate([ops, nodes[:, [0, 0]], nodes[:, [1, 1]]])  # the borders of a node, as operators of no length
     edges = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
     gaps: Spans = np.stack([np.maximum.accumulate(edges[:-1, 1]), edges[1:, 0]], axis=1)

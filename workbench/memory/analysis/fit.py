@@ -60,7 +60,7 @@ class Fit(display.Shown):
             needs = f"{units.bytes_(self.needed)} ({units.bytes_(self.low)} … {units.bytes_(self.high)}) in {of}"
         missing = f"does not fit: {needs}, {units.bytes_(-self.spare)} missing"
         answer = f"fits: {needs}, {units.bytes_(self.spare)} to spare" if self else missing
-        return answer if self.certain else f"{answer}; not certain, since what lies outside PyTorch's allocator is known as a range only"
+        return answer if self.certain else f"{answer}; not certain, since memory outside of PyTorch's allocator is known as a range only"
 
     def __bool__(self) -> bool:
         return self.spare >= 0
@@ -92,7 +92,7 @@ def fit(held: int, outside: NonPyTorchMemory | None, name: str, capacity: int, m
 
     Args:
         held: bytes that the allocator reserves, else those that are allocated.
-        outside: what lies outside the allocator there; None = nothing.
+        outside: memory outside of the allocator there; None = nothing.
         name: of the device; "" = a number of bytes was given.
         capacity: its bytes.
         margin: fraction 0..1 of the capacity that is to stay free.

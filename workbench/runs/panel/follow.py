@@ -93,23 +93,23 @@ class _RankSums:
         self._first: list[Step] = []
         self._sums = StepSums()
         self._memory: int | None = None
-        self.said: list[dict[str, Any]] = []
+        self.other_rows: list[dict[str, Any]] = []
         """Rows that are no steps."""
 
     def read(self) -> str:
         """Take the steps that are new; returns a note on damaged rows, which are left out."""
         if self._plain.read():
-            self.said, self._was_plain = self._plain.said, True
+            self.other_rows, self._was_plain = self._plain.other_rows, True
             return ""
         if self._was_plain:
-            self.said, self._was_plain = [], False
+            self.other_rows, self._was_plain = [], False
         rows = self._rows.read()
         if self._rows.anew:  # the run went on from a checkpoint: its file begins anew, without what came after that
-            self._first, self._sums, self.said = [], StepSums(), []
+            self._first, self._sums, self.other_rows = [], StepSums(), []
         steps = list[Step]()
         for row in rows:
             if "step" not in row:
-                self.said.append(row)
+                self.other_rows.append(row)
                 continue
             try:
                 steps.append(Step.of(row))
@@ -171,7 +171,7 @@ class Follower:
             self._take(row)
         self._resume_notes += resume_notes(self._resumes.read())
         damage = [self._metrics.note, *[sums.read() for sums in self._sums.values()]]
-        training = training_notes({rank: sums.said for rank, sums in self._sums.items()}, len(self._sums))
+        training = training_notes({rank: sums.other_rows for rank, sums in self._sums.items()}, len(self._sums))
         ranks = [sums.share(rank) for rank, sums in self._sums.items()]
         done, steps = self._progress
         return Snapshot(

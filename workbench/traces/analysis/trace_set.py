@@ -75,7 +75,7 @@ def slower(traces: Mapping[int, Trace], slow: Sequence[int]) -> tuple[str, ...]:
 
 
 def explain_ranks(parts: RankParts, straggler: Stragglers, each: Mapping[int, Explanation], met: Arrivals) -> Explanation:
-    """Explain a straggler, or else the trace of the slowest rank; of its time in collectives, what is waiting is told from the exchange."""
+    """Explain a straggler, or else the trace of the slowest rank. Its time in collectives is split into waiting and exchange."""
     whole = float(parts.values().sum())
     shares = {part: float(parts.values(part).sum()) / whole for part in PARTS} if whole else {}
     cannot = tuple(

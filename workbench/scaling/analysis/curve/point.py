@@ -72,7 +72,7 @@ class ScalingPoint(JsonDataclass):
 
     @property
     def at(self) -> Any:
-        """Where it lies on the axis: the value of the knob that was turned."""
+        """Its place on the axis: the value of the knob that was changed."""
         return self.world_size if self.value is None else self.value
 
     @property

@@ -164,7 +164,7 @@ class HeldOut(display.Shown, JsonDataclass):
 
     @property
     def covered(self) -> float:
-        """Share of the runs whose loss lies in its interval."""
+        """Share of the runs whose loss is in its interval."""
         return sum(loss in forecast.loss for forecast, loss in zip(self.forecasts, self.measured, strict=True)) / len(self.measured)
 
     @property
