@@ -125,7 +125,7 @@ def log_from_json(value: Mapping[str, Any]) -> MemoryLog:
 LINES = 12
 """Last lines of a worker's output that its error shows."""
 PATIENCE = 5.0
-"""Seconds that a worker has to end after its input was closed."""
+"""Seconds to wait for the exit status of a worker that no longer answers."""
 
 
 class EstimatorError(RuntimeError):

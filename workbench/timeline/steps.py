@@ -1,7 +1,7 @@
 """Turns marks into steps by arithmetic on nanoseconds. Phases are neighbouring intervals, so they sum to a step's length exactly.
 
-The marks from one NEXT to the following one are an iteration of the loop. Almost all iterations have the same codes, so what the codes mean
-is worked out once per sequence of codes. For a run of equal iterations only subtractions and additions are left.
+The marks from one NEXT to the next are an iteration of the loop. Almost all iterations have the same sequence of codes, so each sequence is
+interpreted once and cached. Equal iterations in a row then cost only subtractions and additions.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,28 +30,28 @@ from workbench.timeline.marks import (
 )
 
 LOSS, NO_STEP = 6, 7
-"""Two more columns beside the six phases: between forward and a backward that may come or not; time that belongs to no step."""
+"""Columns beside the six phases. LOSS: time after forward, which belongs to forward if a backward follows. NO_STEP: time of no step."""
 
 Row = tuple[int, int, int, int, int, int, int | None]
 """A finished step: nanoseconds per phase in the order of `core.vocabulary.PHASES`, and samples."""
 
 StepsBy = Literal["optimizer", "batch", "undecided"]
-"""What ends a step: the first `next()` after an optimizer step; every `next()`; the first of these two that the loop shows."""
+"""What ends a step: the first `next()` after an optimizer step, every `next()`, or not known yet."""
 
 UNDECIDED_BATCHES = 64
-"""After so many batches without an optimizer step, each batch counts as a step: gradients are not accumulated for so long."""
+"""Batches without an optimizer step after which each batch counts as a step, since gradients are not accumulated over so many."""
 
 _NEXT, _END = bytes([NEXT]), bytes([END])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """What the codes from a NEXT to the following one mean."""
+    """The meaning of the codes from one NEXT to the next."""
 
     columns: tuple[int, ...]
-    """Where the interval after each mark goes, the NEXT itself being the first: a phase, or NO_STEP."""
+    """The column of the interval after each mark, beginning with the NEXT: a phase, or NO_STEP."""
     rows: Callable[[list[int], Iterable[int | None]], list[Row]]
-    """The rows of successive such iterations, from the times of all their marks and of the mark after them, and the samples of each."""
+    """Gives the rows of successive such iterations. Takes the times of all their marks and of the mark after them, and their samples."""
     batch: bool
     """Did the loader give a batch?"""
     updated: bool
@@ -60,7 +60,7 @@ class Iteration:
 
 @lru_cache(maxsize=1024)
 def read_iteration(codes: bytes) -> Iteration:
-    """What the codes that follow a NEXT mean. A phase that nothing ends is over at the next `next()`."""
+    """Interpret the codes that follow a NEXT. A phase that no mark ends is over at the next `next()`."""
     columns = [DATA_WAIT]
     around: list[int] = []  # the phases that wait for a nested one to end
     batch = away = updated = False
@@ -116,21 +116,21 @@ def _adder(columns: list[int]) -> Callable[[list[int], Iterable[int | None]], li
 
 @dataclass(slots=True)
 class StepRules:
-    """When a step ends. The loops of one timer share these rules."""
+    """Decides what ends a step. The loops of a timer share one of these."""
 
     steps_by: StepsBy = "undecided"
     """Becomes "optimizer" at the first optimizer step of an undecided timer."""
     left_out: int = 0
-    """Batches that no optimizer step followed, where only an optimizer step makes a step: evaluation, rest of an accumulation."""
+    """Batches that belong to no step, where only an optimizer step ends one: evaluation, or an unfinished accumulation."""
 
 
 class StepBuilder:
-    """Turns the marks of one loop into steps, piece by piece as they come."""
+    """Turns the marks of a loop into steps, as they arrive."""
 
     def __init__(self, rules: StepRules) -> None:
         self._rules = rules
         self.ended = False
-        """Has the END been seen?"""
+        """Was there an END?"""
         self._times: list[int] = []  # of the iteration that is under way
         self._codes = b""
         self._startup: Row | None = None  # time before the first batch, to be counted with it
@@ -139,7 +139,13 @@ class StepBuilder:
         self._had_step = False
 
     def feed(self, times: list[int], codes: bytes, next_size: Callable[[], int | None]) -> list[Row]:
-        """Take the next marks (ns, codes) and, for each batch in them, its number of samples; give the steps they finish."""
+        """Add marks, and return the steps that they finish.
+
+        Args:
+            times: of the marks, in nanoseconds.
+            codes: of the marks.
+            next_size: gives the number of samples of the next batch.
+        """
         self._times += times
         self._codes += codes
         before, *iterations = self._codes.split(_NEXT)
@@ -172,14 +178,14 @@ class StepBuilder:
         return rows
 
     def unfinished(self) -> Row | None:
-        """The step that is under way, up to its last mark; None where no optimizer step is done. Its samples are not known."""
+        """The current step up to its last mark, without its samples; None if it has no optimizer step yet."""
         if self.ended or not self._codes.startswith(_NEXT) or not (this := read_iteration(self._codes[1:])).updated:
             return None
         row = this.rows([*self._times, self._times[-1]], [None])[0]
         return _sum([*filter(None, [self._startup]), *self._open, row])
 
     def _add(self, row: Row, updated: bool, rows: list[Row]) -> None:
-        """A batch is over: it ends a step, or belongs to one that goes on."""
+        """Add a batch that is over: it ends a step, or the step goes on."""
         if self._startup:
             row, self._startup = _sum([self._startup, row]), None
         open_, rules = self._open, self._rules
@@ -197,10 +203,10 @@ class StepBuilder:
             open_.clear()
 
     def _end(self, rows: list[Row], *, cut_off: int) -> None:
-        """The loop is over; `cut_off` batches were not worked through."""
+        """End the loop, in which `cut_off` batches were not finished."""
         if self._rules.steps_by != "optimizer":
             rows += self._open
-        elif not (cut_off and (self._had_step or rows)):  # the batch at which a training loop was left is nothing to speak of
+        elif not (cut_off and (self._had_step or rows)):  # the batch at which a training loop was left does not count
             self._rules.left_out += len(self._open) + cut_off
         self._open.clear()
         self.ended = True

@@ -129,9 +129,9 @@ def read_events(events: Events, steps: int, *, ranks: bool = False) -> Inside:
 
 
 def _read_device(events: Events, steps: int, ranks: bool) -> Inside:
-    """The host is to blame for what the device idles, not for kernels that are short: the queue may be full of them.
+    """The host causes idle time of the device. Short kernels are no sign of a slow host, since the queue may be full of them.
 
-    An idle time that begins while the host waits for the device comes of that wait: the queue had run empty.
+    Idle time that begins while the host waits for the device is due to that wait, which emptied the queue.
     """
     collective = events.where("communication")
     work = events.spans[events.where(*DEVICE) & ~collective]

@@ -1,4 +1,4 @@
-"""Splits each step of a trace into parts that exclude each other and add up to it, and finds what of the communication computing hides."""
+"""Splits each step of a trace into disjoint parts that add up to it, and measures how much communication overlaps with computing."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from workbench.traces.analysis.intervals import NONE, Spans, covered, union
 from workbench.traces.analysis.windows import Windows
 
 PARTS = ("data_wait", "h2d", "compute", "communication", "host", "idle", "other")
-"""What a step of a trace is made of. Each moment counts for one part only, the first that applies in the order of ON_DEVICE or ON_CPU.
+"""The parts of a step of a trace. Each moment counts for one part only, the first that applies in the order of ON_DEVICE or ON_CPU.
 
 * `data_wait`: the loop is blocked in `next(loader)`.
 * `h2d`: copies from host to device, as far as nothing hides them.
@@ -68,11 +68,11 @@ class Breakdown(display.Shown, JsonDataclass):
 
     steps: tuple[StepParts, ...]
     device: str
-    """Who computes: "device" or "cpu"."""
+    """What computes: "device" or "cpu"."""
     notes: tuple[str, ...] = ()
-    """What is missing, and what the numbers cannot say."""
+    """What the file lacks, and what the numbers do not show."""
     unrecorded: int = 0
-    """Launches of which the file has no work."""
+    """Number of launches whose work on the device is not in the file."""
 
     def mean(self, part: str = "total") -> float:
         """Mean seconds of a part, or of the step.
@@ -145,7 +145,7 @@ def breakdown(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Brea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOverlap:
-    """One step; seconds in which a collective, or a copy to the device, runs."""
+    """Seconds of a step in which a collective, or a copy to the device, runs."""
 
     step: int
     communication: float
@@ -213,7 +213,7 @@ def overlap(kinds: Kinds, windows: Windows, notes: Sequence[str] = ()) -> Overla
     busy = kinds.cover(*layers["compute"])
 
     def both(of: Spans) -> tuple[list[float], list[float]]:
-        """Seconds in which it runs, and in which it runs and no computing does."""
+        """Seconds in which it runs, and of them the seconds without computing."""
         total = covered(of, windows.spans)
         exposed = covered(union(of, busy), windows.spans) - covered(busy, windows.spans)
         return (total / 1e9).tolist(), (exposed / 1e9).tolist()

@@ -15,11 +15,11 @@ class Step:
     """One step of a trace."""
 
     index: int
-    """The number in its mark, `ProfilerStep#7`; counted from 0 where there are no marks."""
+    """The number in its mark, such as `ProfilerStep#7`; counted from 0 if there are no marks."""
     start: float
     """Seconds from the first event of the file on."""
     seconds: float
-    """How long it takes."""
+    """Its length in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,7 +124,7 @@ def _on_device(columns: Columns, kinds: Kinds, host: Spans, numbers: Numbers, no
 
 
 def host_steps(columns: Columns, kinds: Kinds, device_steps: Windows) -> Spans:
-    """The steps as the host has them: on a device's trace their marks, as `windows` are what the device makes of them."""
+    """The steps on the host's clock: their marks. In a trace with a device, `windows` gives the steps on the device instead."""
     if not kinds.device:
         return device_steps.spans
     marks, _, _ = _marks(columns, kinds)
