@@ -149,6 +149,34 @@ def test_a_variant_for_which_memory_runs_out_is_left_out(clock: Clock, variant: 
     assert trials.notes == ["doubled could not be tried: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."]
 
 
+def test_a_rank_whose_switch_fails_the_second_time_leaves_nobody_in_a_reduction(clock: Clock) -> None:
+    """The first time ranks step without reductions; the second time a rank that trains alone would wait for ever."""
+    words = list[str]()
+
+    class Other(Peers):
+        """Two ranks; the other one fails as it switches the variant on again."""
+
+        def gather(self, value: Any) -> Any:
+            if isinstance(value, str):
+                words.append(value)
+                return [value, "OutOfMemoryError: full" if len(words) == 3 else ""]
+            return [value, value]
+
+    steps = [0]
+
+    def step(_: Any) -> None:
+        steps[0] += 1
+
+    with BlockTimer(lambda _: setattr(clock, "now", clock.now + 0.01), Other(world_size=2), torch.device("cpu"), clock=clock) as bench:
+        replay = CachedBatches()
+        replay.hold([torch.zeros(2)] * 3)
+        bench.run("cached", replay.give(4), 4)
+        trials = Trials(bench, replay, lambda: None, full=0.01)
+        trials.run([Variant(name="doubled", wrap=lambda _: step)], 1000)
+    assert steps == [1]  # without reductions
+    assert trials.notes == ["doubled could not be tried: OutOfMemoryError: full"]
+
+
 def test_a_variant_for_which_memory_runs_out_later(clock: Clock) -> None:
     calls = [0]
 

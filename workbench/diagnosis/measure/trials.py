@@ -286,12 +286,12 @@ class Trials:
 
     @contextlib.contextmanager
     def _switched_on(self, treatment: Variant, *more: ablations.Switch) -> Iterator[str]:
-        """Inside, the variant is on, unless switching it on fails on this rank: then gives why."""
+        """Inside, the variant is on, unless switching it on fails on some rank: then gives why, on all, so that no rank trains alone."""
         with contextlib.ExitStack() as switches:
             failed = ""
             for switch in (treatment.on, *more):
                 failed = failed or self._failure(partial(_enter, switches, switch))
-            yield failed
+            yield next(filter(None, self.bench.peers.gather(failed)), "")
 
     def _failure(self, act: Callable[[], object]) -> str:
         """Why something fails on this rank, whatever raises it: the step, the making of a batch, or the switch. Empty if it does not."""
