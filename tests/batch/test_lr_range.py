@@ -1,4 +1,4 @@
-"""The range test's arithmetic: rules as published, their spread, the race and what is said where nothing can be told."""
+"""The arithmetic of the range test: published rules, their spread, the race, and its words where no rule has an answer."""
 
 import itertools
 import math

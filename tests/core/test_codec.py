@@ -1,4 +1,4 @@
-"""JSON by type hints: there and back, and what malformed input is told."""
+"""JSON by type hints: values survive the way there and back, and malformed input raises an error that names it."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What is noted of a GPU while something is timed, from an NVML and a nvidia-smi that are played."""
+"""What is noted of a GPU while something is timed, with a fake NVML and a fake nvidia-smi."""
 
 import os
 import subprocess

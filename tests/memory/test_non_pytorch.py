@@ -1,4 +1,4 @@
-"""What lies outside the allocator: published ranges, own fits, and the workspace of cuBLAS."""
+"""Memory outside of the allocator: published ranges, fitted ones, and the workspace of cuBLAS."""
 
 from pathlib import Path
 

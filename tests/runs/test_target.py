@@ -1,4 +1,4 @@
-"""A target is told apart once: a step with its loader, a RunSpec, a run; whatever else is refused with what is allowed and what to try."""
+"""Targets of public functions: a step with its loader, a RunSpec or a run is recognised; anything else is refused with what to try."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""StepTimer: exact arithmetic with a clock that only moves when told, device events that complete late, and the rank's file."""
+"""StepTimer: exact arithmetic with a fake clock, device events that complete late, and the rank's file."""
 
 import contextlib
 import errno
