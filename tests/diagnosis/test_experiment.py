@@ -279,7 +279,9 @@ def test_a_device_whose_clock_is_not_read_is_refused(measure: Callable[..., obje
     def step(batch: Tensor) -> None:
         pytest.fail("it was called")
 
-    with pytest.raises(DiagnoseError, match=r"the model is on mps:0: .* The host runs ahead of MPS.* Try model and batches on a CPU"):
+    with pytest.raises(
+        DiagnoseError, match=r"the model is on mps:0: .* The host runs ahead of MPS.* Try the model and its batches on a CPU"
+    ):
         measure(step, [torch.ones(2, 8)] * 4, model=Elsewhere(8, 1), budget_s=1.0)
 
 

@@ -218,7 +218,7 @@ def test_the_share_of_slow_samples() -> None:
     ("stream", "knobs", "said"),
     [
         (Repeated, {}, "each worker of this loader gives its whole stream"),
-        (Shuffled, {}, "does not look at get_worker_info: each worker seems to give all of it"),
+        (Shuffled, {}, "does not call get_worker_info: each worker seems to give all of it"),
         (Shuffled, {"worker_init_fn": print}, ""),  # which may split it
         (Stream, {}, ""),
     ],

@@ -118,7 +118,7 @@ def test_products_in_tf32_are_a_remedy_beside_mixed_precision() -> None:
     assert tf32.speedup == pytest.approx(world.step / world.without(work=world.work * 0.4).step, rel=0.02)
     assert (tf32.change, tf32.scope) == ({"tf32": True}, "cause")
     assert "torch.set_float32_matmul_precision('high')" in tf32.what
-    assert f"against strict fp32, as the step computes now: TF32 alone makes it {units.times(tf32.speedup)} as fast" in bf16.costs
+    assert f"TF32's gain over strict fp32, in which the step computes now: {units.times(tf32.speedup)}" in bf16.costs
     assert "TF32" not in remedies(World(bf16=0.25).evidence(), SPEC)["precision=amp_bf16"].costs
     both = StepModel.of(world.evidence()).parts(precision="amp_bf16", tf32=True)
     assert both.step == StepModel.of(world.evidence()).parts(precision="amp_bf16").step
@@ -251,7 +251,7 @@ def test_nothing_is_promised_when_nothing_is_known() -> None:
 def test_an_optimizer_steps_less_often_where_no_other_implementation_is_faster() -> None:
     found = remedies(World(optimizer=0.02).evidence(), SPEC)
     assert next(iter(found)) == "accumulation=4"
-    assert found["accumulation=4"].what.startswith("Let the optimizer step once per 4 micro-batches")
+    assert found["accumulation=4"].what.startswith("Step the optimizer once per 4 micro-batches")
     assert "reduction" not in found["accumulation=4"].formula
     faster = remedies(World(optimizer=0.02, fused=0.01).evidence(), SPEC)
     assert next(iter(faster)) == "optimizer=fused"

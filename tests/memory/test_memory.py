@@ -358,7 +358,7 @@ def test_what_is_refused(by_hand: Any) -> None:
     with pytest.raises(ValueError, match="the loader is empty"):
         measure_memory(step, [])
     empty = perceptron().to("meta")
-    with pytest.raises(ValueError, match="are on the device meta: they have shapes and no values"):
+    with pytest.raises(ValueError, match="are on the device meta: they have shapes but no values"):
         measure_memory(stepping(empty, adam(empty)), [vectors(4)] * 4)
     for steps in (0, True, 1.5):
         with pytest.raises(ValueError, match="a whole number of at least 1"):

@@ -51,7 +51,7 @@ def test_machines_meet(port: int) -> None:
 
 
 def test_who_does_not_come_is_named_as_torchrun_does(port: int) -> None:
-    with pytest.raises(RendezvousTimeoutError, match="not all of 2 machines came"):
+    with pytest.raises(RendezvousTimeoutError, match="not all of 2 machines joined"):
         machine(f"127.0.0.1:{port}", 2, rank="0", timeout="1").next_rendezvous()
     with pytest.raises(RendezvousConnectionError, match=f"machine 0 does not answer at 127.0.0.1:{port}"):
         machine(f"127.0.0.1:{port}", 2, rank="1", timeout="1").next_rendezvous()

@@ -518,7 +518,7 @@ def test_a_rank_says_why_it_does_not_use_the_gpus(
     assert why_no_gpu(tmp_path) == ""
     monkeypatch.setattr("workbench.train.ranks.why_no_gpu", lambda: "too old")
     assert choose_device(spec_of(device="auto"), 0, 1) == torch.device("cpu")
-    assert capsys.readouterr().out == "on the CPU, though this machine has NVIDIA GPUs: too old\n"
+    assert capsys.readouterr().out == "on the CPU, although this machine has NVIDIA GPUs: too old\n"
 
 
 class OnGpus(Ranks):

@@ -370,7 +370,9 @@ def test_how_a_silent_rank_died(run_dir: Path, code: int, oom_kills: int, kind: 
     assert found.traceback == "\n".join(f"line {i}" for i in range(10, 30))
 
 
-@pytest.mark.parametrize(("kills", "hint"), [(0, "The kernel counted no process that"), (None, "Nobody saw by whom; most often memory")])
+@pytest.mark.parametrize(
+    ("kills", "hint"), [(0, "The kernel killed no process for want of memory"), (None, "It is not known by whom; most often memory")]
+)
 def test_memory_is_blamed_for_a_kill_only_where_no_count_says_otherwise(run_dir: Path, kills: int | None, hint: str) -> None:
     table(run_dir, r1=-9)
     why = first_failure(run_dir, failed(r1=1.0) | {"oom_kills": kills})

@@ -98,7 +98,7 @@ def test_a_directory_that_goes_away_while_the_run_goes_on(by_hand: Make) -> None
     process = pretended(made.path, "gone")
     try:
         shutil.rmtree(made.path)
-        assert run.summary.endswith("was deleted or moved while it runs; its processes go on, and run.stop() ends them")
+        assert run.summary.endswith("was deleted or moved while it runs; its processes still run, and run.stop() ends them")
         assert "run.stop() ends them" in str(run)
         assert "run.stop() ends them" in run._repr_mimebundle_()["text/plain"]
         with pytest.raises(RunGoneError, match=r"run\.stop\(\) ends them"):
@@ -125,7 +125,7 @@ def test_no_path_leads_out_of_the_directory(by_hand: Make, outside: Any) -> None
 def test_a_job_is_a_number(by_hand: Make, job: Any) -> None:
     made = by_hand(batch={"system": "slurm"})
     run_directory.write_json(made.path / run_directory.JOB, {"job": job})
-    with pytest.raises(DamagedRunError, match="is no number of a job"):
+    with pytest.raises(DamagedRunError, match="is not a job number"):
         Run.load(made.path)
 
 
@@ -200,7 +200,7 @@ def test_code_that_came_with_the_directory_is_not_executed(tmp_path: Path, task:
     (path / "evil.py").write_text("raise SystemExit('executed')")
     spec = wb.RunSpec(task="text-gpt", device="cpu", checkpoint_every=5).replace(task=task.format(path=path))
     ended(path, spec, cwd=str(path / inside))
-    with pytest.raises(LaunchError, match="inside its own run directory, where no launch puts any"):
+    with pytest.raises(LaunchError, match="inside its own run directory, where a launch never puts code"):
         wb.launch(resume=path)
 
 

@@ -110,9 +110,9 @@ def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         (
             2,
             {"device": "cuda", "nproc_per_node": 4},
-            r'nproc_per_node=4 on device="cuda": at most 2 here.* Try nproc_per_node=2, or device="auto"',
+            r'nproc_per_node=4 with device="cuda": at most 2 here.* Try nproc_per_node=2, or device="auto"',
         ),
-        (2, {"device": "auto", "backend": "nccl", "nproc_per_node": 4}, r'nproc_per_node=4 on backend="nccl": at most 2 here'),
+        (2, {"device": "auto", "backend": "nccl", "nproc_per_node": 4}, r'nproc_per_node=4 with backend="nccl": at most 2 here'),
         (0, {"device": "auto", "backend": "nccl"}, r'backend="nccl", and no NVIDIA GPU is visible here .* try backend="auto"'),
     ],
 )
@@ -182,9 +182,9 @@ def test_a_launch_says_that_gpus_are_not_used(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(environment, "gpu_count", lambda: 2)
     monkeypatch.setattr(environment, "gpu_trouble", lambda gpus: "torch 2.13 is built without CUDA")
     monkeypatch.setattr(environment, "torch_cuda", lambda: None)
-    with pytest.warns(UserWarning, match=r"computes on the CPU, though 2 NVIDIA GPUs can be seen here: torch 2\.13 is built without CUDA"):
+    with pytest.warns(UserWarning, match=r"computes on the CPU, although 2 NVIDIA GPUs can be seen: torch 2\.13 is built without CUDA"):
         launch.check(SPEC.replace(device="auto"))
-    with pytest.raises(LaunchError, match=r'device="cuda", and torch 2\.13 is built without CUDA\. Without it: device="cpu"'):
+    with pytest.raises(LaunchError, match=r'device="cuda", and torch 2\.13 is built without CUDA\. To use the CPU: device="cpu"'):
         launch.check(SPEC.replace(device="cuda"))
     monkeypatch.setattr(environment, "torch_cuda", lambda: "12.8")
     with pytest.warns(UserWarning, match="though 2 NVIDIA GPUs"):  # it may be mistaken about a driver

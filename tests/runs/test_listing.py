@@ -94,7 +94,7 @@ def test_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"list_runs\(3\): expected the path of a folder"):
         wb.list_runs(3)  # type: ignore[arg-type]
     (tmp_path / "runs").mkdir()
-    assert str(wb.list_runs()).endswith("no run is here")
+    assert str(wb.list_runs()).endswith("no runs here")
 
 
 def test_a_run_is_not_read_to_be_listed(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:

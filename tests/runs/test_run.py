@@ -164,11 +164,11 @@ def test_a_row_that_is_no_step_is_left_out_and_the_others_stand(by_hand: Make, r
     run = Run.load(made.path)
     assert [[step.index for step in timeline.steps] for timeline in run.timelines] == [[0, 1, 2, 4], [0, 1, 2]]
     (note,) = run.notes
-    assert re.match(r"rank0\.jsonl: 1 (row is no step and is left out|damaged row is left out): ", note)
+    assert re.match(r"rank0\.jsonl: 1 (row is not a step and is left out|damaged row is left out): ", note)
     assert len(note) < 250
     assert f"\nnote: {note}" in report(run)
     (made.path / "rank1.jsonl").write_text('{"step": -1}\n')  # even its head is gone
-    assert any(note.startswith("rank1.jsonl: 1 row is no step") for note in Run.load(made.path).notes)
+    assert any(note.startswith("rank1.jsonl: 1 row is not a step") for note in Run.load(made.path).notes)
     assert "inf" not in run.summary.splitlines()[0]
 
 
@@ -232,13 +232,12 @@ def test_losses_that_are_not_finite_are_said_and_written_as_json(by_hand: Make) 
     assert [row["loss"] for row in run.metric_rows[3:]] == [math.inf, -math.inf]
     assert math.isnan(run.metric_rows[2]["loss"])
     (note,) = run.notes
-    assert note.startswith("the loss is NaN or infinite: a smaller learning rate, ")
-    assert note.endswith("It was so from step 3 on")
+    assert note.startswith("the loss is NaN or infinite from step 3 on: a smaller learning rate, ")
     assert Follower(run).snapshot().notes == (note,)
     (made.path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": NaN}\n')  # as earlier workbenches wrote it
-    assert "from the first step: look at the data" in Run.load(made.path).notes[0]
+    assert "from the first step on: " in Run.load(made.path).notes[0]
     (made.path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": 2}\n')
-    assert "in 1 of 2 steps, first in 1" in Run.load(made.path).notes[0]
+    assert "in 1 of 2 steps, first in step 1" in Run.load(made.path).notes[0]
 
 
 def test_a_clock_that_was_set_back_is_said(by_hand: Make) -> None:
@@ -257,8 +256,8 @@ def test_what_was_passed_over_when_a_run_went_on_is_said(by_hand: Make) -> None:
     writer.close()
     run = Run.load(made.path)
     assert run.notes == (
-        "it went on from step 6, as a later checkpoint could not be used: step00000012.pt, it is empty",
-        f"when it went on from step 6, {words}",
+        "it resumed from step 6, because a later checkpoint could not be used: step00000012.pt, it is empty",
+        f"when it resumed from step 6: {words}",
     )
     now = Follower(run).snapshot()
     assert now.notes == run.notes

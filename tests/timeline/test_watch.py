@@ -542,7 +542,7 @@ def test_times_of_the_host_are_called_that_where_the_device_has_another_clock(
                 update(model, optimizer, x)
     assert loop.timeline.clock == "host"
     (note,) = loop.timeline.notes
-    assert "the model is on xpu:0, and times are of the host's clock, which runs ahead of that device" in note
+    assert "the model is on xpu:0, and times are from the host's clock, which runs ahead of that device" in note
 
 
 def test_what_is_refused(clock: Clock, model: Net, optimizer: Slow) -> None:

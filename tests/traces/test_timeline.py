@@ -64,7 +64,7 @@ def test_a_part_of_the_time(trace: Trace) -> None:
     gap = trace.idle().gaps[0]  # of the same origin: what a table names can be found in the picture
     assert plot.timeline(trace, start=gap.start, end=gap.start + gap.seconds).get_xlim()[0] == pytest.approx(gap.start * 1e6)
     assert all(round(line.get_xdata()[0]) in (120, 220) for line in plot.timeline(trace).lines)
-    assert one.get_xlabel() == "time from the first event of the trace on (µs)"
+    assert one.get_xlabel() == "time since the first event of the trace (µs)"
     with pytest.raises(ValueError, match=r"timeline\(step=7\): the trace has the steps 4, 5"):
         plot.timeline(trace, step=7)
     with pytest.raises(ValueError, match="one trace is drawn"):

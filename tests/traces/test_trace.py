@@ -407,14 +407,14 @@ def host_only() -> list[dict[str, Any]]:
 def test_launches_without_work_are_no_cpu_that_computes(tmp_path: Path) -> None:
     """Only the host was profiled: it was once said that the CPU computes 99 %."""
     trace = Trace.load(write(tmp_path / "a.json", host_only(), deviceProperties=[{"name": "NVIDIA A100-SXM4-80GB"}]))
-    said = "15 launches, and no work of the device recorded: what it computes is not known"
+    said = "15 launches were recorded, but no work of the device: what it computes is not known"
     assert trace.kinds.unrecorded == 15
     assert "NVIDIA A100-SXM4-80GB (not recorded)" in str(trace.table)
     assert trace.breakdown().mean("compute") == 0
     for answer in (trace, trace.breakdown(), trace.critical(), trace.critical_path(), trace.idle(), trace.launches(), trace.overlap()):
         assert said in str(answer), type(answer)
     assert trace.explain().verdict == "inconclusive"
-    assert "15 launches, and no work of the device recorded" in trace.explain().why
+    assert "15 launches were recorded, but no work of the device" in trace.explain().why
     assert trace.critical().name == ""
     assert math.isnan(trace.idle().share)
     for quiet in (trace.kernels(), trace.modules(), trace.sequences(), trace.roofline(), trace.copies(), trace.collectives()):

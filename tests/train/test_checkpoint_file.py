@@ -164,16 +164,16 @@ def saved(value: Any) -> Callable[[bytes], bytes]:
     ("become", "why", "kind"),
     [
         (lambda data: b"", "it is empty", "damaged"),
-        (lambda data: bytes(len(data)), "it is no file of torch.save, which is a zip file: it begins with zeros", "damaged"),
+        (lambda data: bytes(len(data)), "it is not a zip file, as torch.save writes: it begins with zeros", "damaged"),
         (lambda data: b"no checkpoint", "it begins with b'no c'", "damaged"),
         (lambda data: data[: len(data) // 2], "its end is missing", "damaged"),
         (lambda data: data[:-3], "its checksum is damaged", "damaged"),
         (lambda data: data.replace(b"optimizer", b"0ptimizer", 1), "content has changed", "damaged"),
         (lambda data: data[:100] + data[101:], "bytes, and was written with", "damaged"),
         (of_format_2, "of format 2, of a newer workbench; this one reads formats up to 1", "newer"),
-        (saved({"weights": torch.ones(3)}), "it is no checkpoint of the workbench: it has no module, optimizer", "foreign"),
-        (saved(torch.ones(3)), "it is no checkpoint of the workbench: it holds a Tensor", "foreign"),
-        (saved({"step": Path("/")}), "it holds objects that are no tensors, numbers or texts", "foreign"),
+        (saved({"weights": torch.ones(3)}), "it is not a checkpoint of the workbench: it has no module, optimizer", "foreign"),
+        (saved(torch.ones(3)), "it is not a checkpoint of the workbench: it holds a Tensor", "foreign"),
+        (saved({"step": Path("/")}), "it holds objects other than tensors, numbers and strings", "foreign"),
     ],
 )
 def test_what_is_passed_over_says_why(
@@ -201,7 +201,7 @@ def test_one_of_another_step_or_model_is_passed_over(checkpoints: Checkpoints, a
     (row,) = run_directory.LineTail(tmp_path / run_directory.RESUMES).read()
     assert row["passed_over"] == {
         "step00000018.pt": "it is of step 12",
-        "step00000012.pt": "it is of another model: its 0.weight has the shape (16, 4), that of this model (8, 4)",
+        "step00000012.pt": "it is of another model: its 0.weight has the shape (16, 4), this model's has (8, 4)",
     }
 
 
@@ -234,7 +234,7 @@ def test_a_buffer_that_grows_is_of_the_same_model(alone: Ranks, tmp_path: Path) 
 def test_where_none_fits_the_model_nothing_is_changed(checkpoints: Checkpoints, alone: Ranks, tmp_path: Path) -> None:
     other = Trainer(RunSpec(task="toy", device="cpu"), toy_tasks.numbers(model=lambda: torch.nn.Linear(4, 2)), alone)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(run_directory.DamagedRunError, match=r"it has no weight\). Nothing of the run was changed"):
+    with pytest.raises(run_directory.DamagedRunError, match=r"it has no weight\). The run was not changed"):
         checkpoints.resume(other, checkpoints.latest())
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -142,7 +142,7 @@ def test_what_cannot_be_read_now_takes_nothing_away(
         monkeypatch.setattr(torch, "load", load)
     with pytest.raises(expected) as raised:
         train(spec, task, alone, tmp_path)
-    assert "Nothing of the run was changed" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "The run was not changed" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -298,6 +298,6 @@ def test_a_dataset_that_has_changed_is_said(alone: Ranks, tmp_path: Path, capsys
     train(spec_of(steps=22), toy_tasks.numbers(), alone, tmp_path)
     assert "note: the dataset" not in capsys.readouterr().out
     train(spec_of(steps=24), toy_tasks.numbers(dataset=lambda: toy_tasks.Numbers(48)), alone, tmp_path)
-    words = "the dataset has 48 samples now, and had 64 samples before: the order of the samples is another"
+    words = "the dataset has 48 samples now, and had 64 samples before: the order of the samples differs"
     assert f"note: {words}" in capsys.readouterr().out
     assert [row["notes"] for row in run_directory.LineTail(tmp_path / run_directory.RESUMES).read()] == [[], [words]]

@@ -78,7 +78,7 @@ class Device(display.Shown):
 
         Args:
             slices: of compute that the GPU instance has, of 7 (an A30 or RTX PRO 6000: of 4).
-            memory: its GB; bandwidth is dealt out in eighths (fourths) of the whole, as memory is.
+            memory: its GB; bandwidth is divided in eighths (fourths) of the whole, as memory is.
             shared: slices of compute of this part, where several parts share the instance; None = all.
 
         Source: docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-mig-profiles.html

@@ -95,7 +95,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 _INFO: Mapping[str, tuple[type | tuple[type, ...], str]] = {
-    **dict.fromkeys(("id", "name", "launch_dir", "host"), (str, "a text")),
+    **dict.fromkeys(("id", "name", "launch_dir", "host"), (str, "a string")),
     **dict.fromkeys(("created", "begun", "seconds_before"), ((int, float), "a number")),
     "spec": (dict, "an object"),
 }
@@ -124,7 +124,7 @@ def short(value: object, most: int = 60) -> str:
     try:
         return f"{value!r:.{most}}"
     except ValueError:  # a whole number of more digits than Python writes
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
 
 
 def raise_if_full(path: Path, error: OSError, needed: str = "") -> None:

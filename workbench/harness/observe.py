@@ -210,8 +210,8 @@ def discover_training(step: Any, model: Any, optimizer: Any, loader: Any, notes:
     meta = [model for model in state.models if any(weight.is_meta for weight in model.parameters())]
     if meta and (models or len(meta) == len(state.models)):
         raise DiagnoseError(
-            f"the weights of {describe(meta[0])} are on the device meta: they have shapes and no values: no step can be measured. "
-            'Build the model on a real one, such as torch.device("cpu"); from shapes alone wb.estimate_memory(model, batch=…) predicts'
+            f"the weights of {describe(meta[0])} are on the device meta: they have shapes but no values, so no step can be measured. "
+            'Build the model on a real device, such as torch.device("cpu"). wb.estimate_memory(model, batch=…) needs shapes alone'
         )
     if optimizers:
         state.optimizers[:] = [*optimizers, *(found for found in state.optimizers if found not in optimizers)]
@@ -237,8 +237,8 @@ def timed_device_of(models: Sequence[nn.Module]) -> torch.device:
     device = device_of(models)
     if device.type not in ("cpu", "cuda", "meta"):
         raise DiagnoseError(
-            f"the model is on {device}: experiments compare the times of steps, and read the clocks of CUDA devices and of the host. The "
-            f"host runs ahead of {device.type.upper()}, so its times say nothing. Try model and batches on a CPU; wb.watch works anywhere"
+            f"the model is on {device}: experiments time steps with CUDA events or the host's clock. The host runs ahead of "
+            f"{device.type.upper()}, so its times say nothing. Try the model and its batches on a CPU; wb.watch works on any device"
         )
     return device
 

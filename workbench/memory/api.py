@@ -211,7 +211,7 @@ def _notes(plan: "Plan") -> list[str]:
             f"no {plan.device} has been calibrated: what lies outside of the allocator is the range of any GPU (workbench calibrate)"
         )
     if (gpu := Device.known(plan.device)) and gpu.capability is None:
-        notes.append(f"what CUDA's operators keep is taken for {gpu.name}, too: ROCm's may keep more or less")
+        notes.append(f"operators are assumed to keep as much on {gpu.name} as on CUDA: ROCm's may keep more or less")
     return notes
 
 

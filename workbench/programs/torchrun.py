@@ -56,7 +56,7 @@ class KnownMachines(RendezvousHandler):
         try:
             self._store = self._store or (self._connected() if self._rank else self._serving())
         except DistStoreError as error:
-            raise RendezvousTimeoutError(f"not all of {self._count} machines came: {error}") from error
+            raise RendezvousTimeoutError(f"not all of {self._count} machines joined: {error}") from error
         except DistNetworkError as error:
             raise RendezvousConnectionError(f"machine 0 does not answer at {self._host}:{self._port}: {error}") from error
         self._meetings += 1

@@ -77,7 +77,7 @@ class RunList(display.Shown):
             for run in self.runs[-_SHOWN:]
         ]
         more = f"the newest {_SHOWN} of {len(self)}; to_frame() has all. " if len(self) > _SHOWN else ""
-        note = f"{more}throughput: mean since the training began, warm-up included" if rows else "no run is here"
+        note = f"{more}throughput: mean since the training began, warm-up included" if rows else "no runs here"
         columns = ("run", "state", "steps", "loss", "throughput", "differs in")
         return display.Table(columns=columns, rows=rows, title=f"Runs in {self.folder}", note=note)
 
@@ -100,7 +100,7 @@ def list_runs(runs_dir: str | os.PathLike[str] | None = None) -> RunList:
         raise ValueError(f"list_runs({runs_dir!r:.80}): expected the path of a folder with run directories")
     folder = Path(runs_dir or "runs").expanduser().absolute()
     if not folder.is_dir():
-        raise ValueError(f"list_runs: {folder} is not a folder; runs go to `runs` in the current one, or to launch(…, runs_dir=)")
+        raise ValueError(f"list_runs: {folder} is not a folder; runs go to `runs` in the current folder, or to launch(…, runs_dir=…)")
     read = sorted((_read(path) for path in _directories(folder)), key=lambda pair: (pair[0].created, pair[0].path))
     return RunList(folder, tuple(_with_differences(read)))
 

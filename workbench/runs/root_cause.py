@@ -109,7 +109,7 @@ def _records(run_dir: Path) -> list[dict[str, Any]]:
 _INTERRUPT = "KeyboardInterrupt"
 _OF_ITS_OWN = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)
 """Signals that a process gets for what it does itself; all others are sent from outside."""
-_SENT = "Somebody, or another program, has sent it: kill, a batch system at its time limit or for another job, a machine that goes down."
+_SENT = "A user or another program sent it: kill, a batch system at a time limit or for another job, or a machine that shuts down."
 
 
 def _signal_to_torchrun(run_dir: Path, outcome: Mapping[str, Any]) -> tuple[int, float]:
@@ -219,8 +219,8 @@ _SAME_BRANCHES = "All ranks must take the same number of steps: do they all get 
 
 
 _WAITED = (
-    "It waited for something that another rank did not do: do all ranks take the same branches, and as many steps? Did one wait for its "
-    "data, or run out of memory? run.logs(rank) shows how far each came."
+    "It waited for something that another rank did not do: do all ranks take the same branches, and equally many steps? Did one wait "
+    "for its data, or run out of memory? run.logs(rank) shows how far each came."
 )
 _WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: .*?(?=before timing out|$)")
 _THROWN = re.compile(r"^\s*what\(\):\s+(.*\S)")
@@ -250,7 +250,9 @@ def _death(run_dir: Path, rank: int, code: int, outcome: Mapping[str, Any]) -> F
             memory = _last_seen(run_dir, rank, outcome)
         case signal.SIGKILL:
             kind, message = "killed", "was killed (SIGKILL)"
-            hint = _NOT_FOR_MEMORY if outcome.get("oom_kills") == 0 else f"Nobody saw by whom; most often memory ran out. {LESS_MEMORY}"
+            hint = (
+                _NOT_FOR_MEMORY if outcome.get("oom_kills") == 0 else f"It is not known by whom; most often memory ran out. {LESS_MEMORY}"
+            )
         case number if number > 0 and number not in _OF_ITS_OWN:
             kind, message, hint = "killed", f"was ended from outside by {_name_of(number)}", _SENT
         case number if number > 0:
@@ -265,7 +267,7 @@ def _name_of(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-_NOT_FOR_MEMORY = "The kernel counted no process that it killed because memory ran out: somebody, or another program, has sent the signal."
+_NOT_FOR_MEMORY = "The kernel killed no process for want of memory: a user or another program sent the signal."
 
 
 def _last_seen(run_dir: Path, rank: int, outcome: Mapping[str, Any]) -> "OutOfMemory":

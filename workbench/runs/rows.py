@@ -131,16 +131,16 @@ class RunRows:
 def check_metric(row: Mapping[str, Any]) -> str:
     """What is wrong with a row of METRICS: its step is a whole number, all else a number. A loss, or a figure, may be NaN or infinite."""
     if not is_whole(row.get("step"), least=0, most=2**53):
-        return "it has no number of its step"
+        return "it has no step number"
     if not is_whole(row.get("steps", 0), least=0, most=2**53) and row["steps"] is not None:
-        return "steps is no whole number"
+        return "steps is not a whole number"
     for name, least in (("lr", -1e300), ("samples", 0), ("seconds", 0)):
         if row.get(name) is not None and not is_number(row[name], least=least, most=1e300):
-            return f"{name} is no number" + " from 0" * (not least)
+            return f"{name} is not a number" + " from 0 on" * (not least)
     for name in row.keys() - (METRIC_KEYS - {"loss"}):
         value = row[name]
         if value is not None and not isinstance(value, float) and not is_number(value, least=-1e300, most=1e300):
-            return f"{name} is no number"
+            return f"{name} is not a number"
     return ""
 
 
@@ -154,13 +154,13 @@ def loss_note(losses: Sequence[tuple[int, float]]) -> str:
     bad = [step for step, loss in losses if not math.isfinite(loss)]
     if not bad:
         return ""
-    what = "NaN or infinite: a smaller learning rate, a warm-up, clip_grad_norm=1.0, or for fp16 precision='amp_bf16' may help"
-    if len(bad) == len(losses):
-        return f"the loss is {what}. It was so from the first step: look at the data, too"
     later = sum(step >= bad[0] for step, _ in losses)
-    return f"the loss is {what}. " + (
-        f"It was so from step {bad[0]} on" if later == len(bad) else f"It was so in {len(bad)} of {len(losses)} steps, first in {bad[0]}"
-    )
+    if len(bad) == len(losses):
+        when = "from the first step on"
+    else:
+        when = f"from step {bad[0]} on" if later == len(bad) else f"in {len(bad)} of {len(losses)} steps, first in step {bad[0]}"
+    help_ = "a smaller learning rate, a warm-up, clip_grad_norm=1.0, or for fp16 precision='amp_bf16' may help"
+    return f"the loss is NaN or infinite {when}: {help_}" + "; check the data, too" * (len(bad) == len(losses))
 
 
 def resume_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -170,9 +170,9 @@ def resume_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         passed_over = row.get("passed_over")
         if isinstance(passed_over, Mapping) and passed_over:
             each = "; ".join(f"{name}, {why!s:.200}" for name, why in passed_over.items())
-            notes.append(f"it went on from step {row.get('step')}, as a later checkpoint could not be used: {each}")
+            notes.append(f"it resumed from step {row.get('step')}, because a later checkpoint could not be used: {each}")
         more = row.get("notes")
-        notes += [f"when it went on from step {row.get('step')}, {note}" for note in (more if isinstance(more, list) else [])]
+        notes += [f"when it resumed from step {row.get('step')}: {note}" for note in (more if isinstance(more, list) else [])]
     return notes
 
 

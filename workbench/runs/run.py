@@ -70,7 +70,7 @@ class Run:
         self.created: float = info["created"]
         self.spec: Spec = spec_from_json(info["spec"])
         if info["launch_dir"] not in (".", ".."):
-            raise DamagedRunError(f"{path / RUN_JSON} is damaged: launch_dir={info['launch_dir']!r:.80} leads out of it, and is not ..")
+            raise DamagedRunError(f"{path / RUN_JSON} is damaged: launch_dir={info['launch_dir']!r:.80} leads out of it; only .. may")
         self._launch_dir = (path / info["launch_dir"]).resolve()
         self._host: str = info["host"]
         self._outcome: Mapping[str, Any] | None = None
@@ -126,7 +126,7 @@ class Run:
         except DamagedRunError as error:
             if (self.path / RUN_JSON).exists():
                 raise
-            since = "while it runs; its processes go on, and run.stop() ends them" if self._guard() else "before its end was seen"
+            since = "while it runs; its processes still run, and run.stop() ends them" if self._guard() else "before its end was seen"
             raise RunGoneError(f"{self.path / RUN_JSON} is missing: the directory was deleted or moved {since}") from error
 
     def _guard(self) -> int | None:
@@ -331,7 +331,7 @@ class Run:
         clock = (
             None
             if self.state not in ACTIVE or time.time() >= self._begun
-            else "the clock of this machine was set back: its seconds are not known"
+            else "the clock of this machine was set back: how long it ran is not known"
         )
         training = [loss_note(losses_of(self._read(METRICS))), *self._files.training_notes(self.spec.world_size)]
         return tuple(filter(None, [*training, *resumes, clock, *left_out, *self._files.notes]))

@@ -89,7 +89,7 @@ class Job:
             return None
         number = str(run_directory.read_json(path)["job"])
         if not re.fullmatch(r"\d+", number, re.ASCII):
-            raise run_directory.DamagedRunError(f"{path} is damaged: job={number!r} is no number of a job")
+            raise run_directory.DamagedRunError(f"{path} is damaged: job={number!r} is not a job number")
         return cls(run_dir, number)
 
     @property

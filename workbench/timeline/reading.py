@@ -247,7 +247,7 @@ def rank_notes(reads: Mapping[int, Mapping[str, Any]], world_size: int) -> list[
             if any(read.get("split") for read in reads.values())
             else ("DataLoader(…, sampler=DistributedSampler(dataset)), or for a stream itertools.islice(samples, rank, None, world_size)")
         )
-        return [f"all {len(reads)} ranks train on the same samples, so more of them teach the model nothing more: {how}"]
+        return [f"all {len(reads)} ranks train on the same samples, so more ranks teach the model nothing new: {how}"]
     data = [read.get("data") for read in reads.values()]
     if data[0] and len(set(data)) == 1 and not any(read.get("split") for read in reads.values()):
         return [

@@ -123,7 +123,7 @@ class Recording:
         """Say so if the host runs ahead of a device, such as "mps:0", and no clock of the device is read."""
         if device.partition(":")[0] not in ("cpu", "cuda", "meta"):
             note = (
-                f"the model is on {device}, and times are of the host's clock, which runs ahead of that device: the line that waits for it "
+                f"the model is on {device}, and times are from the host's clock, which runs ahead of that device: the line that waits "
                 "(.item(), printing the loss) seems to take what was queued before. Only CUDA's clock is read; the mean step is right"
             )
             self._notes = tuple(dict.fromkeys((*self._notes, note)))

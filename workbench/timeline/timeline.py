@@ -177,7 +177,9 @@ class Timeline(display.Shown):
         profiled += [before + number for pair in pending for number in range(pair[0], pair[1] + 1)]
         if damage:
             rows_are = (
-                "1 row is no step and is left out" if len(damage) == 1 else f"{len(damage)} rows are no steps and are left out, the first"
+                "1 row is not a step and is left out"
+                if len(damage) == 1
+                else f"{len(damage)} rows are not steps and are left out, the first"
             )
             notes.append(f"{LEFT_OUT}{rows_are}: {damage[0]}")
         return cls(

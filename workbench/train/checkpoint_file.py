@@ -112,14 +112,14 @@ def load(path: Path, device: torch.device) -> dict[str, Any]:
             state = torch.load(file, map_location=device, weights_only=True)
         except Exception as error:
             if isinstance(error, pickle.UnpicklingError):
-                raise UnusableCheckpointError("it holds objects that are no tensors, numbers or texts", "foreign") from error
+                raise UnusableCheckpointError("it holds objects other than tensors, numbers and strings", "foreign") from error
             if _is_damage(error):
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
                 raise UnusableCheckpointError(f"torch cannot read it: {why}") from error
             raise
     if not isinstance(state, dict) or not state.keys() >= _PARTS:
         what = f"it has no {', '.join(sorted(_PARTS - state.keys()))}" if isinstance(state, dict) else f"it holds a {type(state).__name__}"
-        raise UnusableCheckpointError(f"it is no checkpoint of the workbench: {what}", "foreign")
+        raise UnusableCheckpointError(f"it is not a checkpoint of the workbench: {what}", "foreign")
     return state
 
 
@@ -140,7 +140,7 @@ def verify(file: BinaryIO) -> None:
         raise UnusableCheckpointError("it is empty")
     if head != b"PK\3\4":
         what = "zeros" if not any(head) else repr(head)
-        raise UnusableCheckpointError(f"it is no file of torch.save, which is a zip file: it begins with {what}")
+        raise UnusableCheckpointError(f"it is not a zip file, as torch.save writes: it begins with {what}")
     if at < 0 or len(tail) - at < _END_BYTES:
         raise UnusableCheckpointError("its end is missing")
     comment = tail[at + _END_BYTES :]
@@ -170,7 +170,7 @@ def _compare(file: BinaryIO, size: int, comment: bytes) -> None:
             raise UnusableCheckpointError("its end is missing")
         crc, left = zlib.crc32(piece, crc), left - len(piece)
     if f"{zlib.crc32(bytes(2), crc):08x}" != checksum:
-        raise UnusableCheckpointError("its content has changed since it was written: its checksum (CRC-32) is another")
+        raise UnusableCheckpointError("its content has changed since it was written: its checksum (CRC-32) differs")
 
 
 def _compare_parts(file: BinaryIO) -> None:
@@ -183,7 +183,7 @@ def _compare_parts(file: BinaryIO) -> None:
             raise
         raise UnusableCheckpointError(f"its zip file is damaged: {error}") from error
     if bad is not None:
-        raise UnusableCheckpointError(f"its content has changed since it was written: the checksum (CRC-32) of {bad} is another")
+        raise UnusableCheckpointError(f"its content has changed since it was written: the checksum (CRC-32) of {bad} differs")
 
 
 def _is_damage(error: Exception) -> bool:

@@ -64,12 +64,12 @@ class Checkpoints:
             except UnusableCheckpointError as error:
                 self._passed_over[path] = error
             except Exception as error:
-                error.add_note(f"That was while {path} was read. Nothing of the run was changed: it can go on from there later.")
+                error.add_note(f"This happened while {path} was read. The run was not changed: it can be resumed from there later.")
                 raise
         if self._passed_over:
             each = "; ".join(f"{path.name}: {why!s:.200}" for path, why in self._passed_over.items())
             raise run_directory.DamagedRunError(
-                f"no checkpoint in {self._folder} can be used ({each}). Nothing of the run was changed: put a sound one there, or launch "
+                f"no checkpoint in {self._folder} can be used ({each}). The run was not changed: put an undamaged one there, or launch "
                 "its spec as a new run"
             )
         return None, {}
@@ -119,7 +119,7 @@ class Checkpoints:
         notes = []
         before, now = state.get("samples"), _samples(trainer)
         if "samples" in state and before != now:
-            notes.append(f"the dataset has {_many(now)} now, and had {_many(before)} before: the order of the samples is another")
+            notes.append(f"the dataset has {_many(now)} now, and had {_many(before)} before: the order of the samples differs")
             print(f"note: {notes[-1]}")
         row = {"step": state["step"], "checkpoint": path.name, "passed_over": passed_over, "notes": notes, "time": time.time()}
         writer = run_directory.LineWriter(self._folder.parent / run_directory.RESUMES)
@@ -230,7 +230,7 @@ def _mismatch(trainer: "Trainer", state: Mapping[str, Any]) -> str:
         if name not in its:
             return f"it is of another model: it has no {name}"
         if its[name] != shape:
-            return f"it is of another model: its {name} has the shape {its[name]}, that of this model {shape}"
+            return f"it is of another model: its {name} has the shape {its[name]}, this model's has {shape}"
     return next((f"it is of another model: this one has no {name}" for name in its if name not in mine), refused)
 
 

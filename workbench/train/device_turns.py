@@ -115,8 +115,8 @@ class DeviceTurns:
         self._together = needed <= MAX_FILL * room
         if not self._together:
             self.note = (
-                f"the two do not fit on the device together ({units.bytes_(needed)} of {units.bytes_(room)}): between blocks the one that "
-                "rests lay in main memory"
+                f"the two do not fit on the device together ({units.bytes_(needed)} of {units.bytes_(room)}): between blocks the "
+                "resting one was moved to main memory"
             )
 
     def _rest(self, trainer: Trainer) -> None:

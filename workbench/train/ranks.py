@@ -102,7 +102,7 @@ def choose_device(spec: RunSpec, local_rank: int, local_world_size: int) -> torc
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if spec.device == "cpu" or (spec.device == "auto" and count == 0):
         if spec.device == "auto" and (why := why_no_gpu()):
-            print(f"on the CPU, though this machine has NVIDIA GPUs: {why}", flush=True)
+            print(f"on the CPU, although this machine has NVIDIA GPUs: {why}", flush=True)
         return torch.device("cpu")
     if count == 0:
         raise SpecError(

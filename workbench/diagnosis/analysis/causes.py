@@ -353,7 +353,7 @@ def between_operators(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
 
 
 def _idle_device(e: Evidence, c: Costs, inside: Inside, gaps: str, where: str) -> Cause:
-    """Why the device has nothing to do: what the host does meanwhile."""
+    """Why the device is idle: what the host does meanwhile."""
     idle = inside.step - inside.ops - (inside.collectives or 0.0)
     works = (inside.step - inside.waits) / (1 + max(0.0, inside.slowdown))
     hides = works <= inside.ops + (inside.collectives or 0.0)  # the host would keep up if it did not wait
@@ -361,16 +361,16 @@ def _idle_device(e: Evidence, c: Costs, inside: Inside, gaps: str, where: str) -
         often = f"{inside.syncs:.0f} times" if inside.syncs >= 1.5 else "Once" if inside.syncs >= 0.75 else f"{inside.syncs:.1f} times"
         return Cause(
             cause="syncs",
-            why=f"{often} per step Python asks for a number (.item() and the like) and goes on only when it is there; "
-            f"for {gaps} of the step the device has nothing to do.{where}",
+            why=f"{often} per step Python waits for a number from the device (.item() and the like); the device is idle for {gaps} of the "
+            f"step.{where}",
         )
     if inside.launching >= MIN_EXPLAINED * idle or (_flat(e, c) and _short(e, c)):
         return Cause(
             cause="launches",
             why=f"{inside.op_count:.0f} kernels and copies per step take {units.seconds(inside.ops)}, and the host takes longer to launch "
-            f"them: for {gaps} of the step the device has nothing to do.{where}",
+            f"them: the device is idle for {gaps} of the step.{where}",
         )
-    return Cause(cause="python", why=f"For {gaps} of the step the device has nothing to do: Python is at work.{where}")
+    return Cause(cause="python", why=f"The device is idle for {gaps} of the step, while Python is at work.{where}")
 
 
 def _flat(e: Evidence, c: Costs) -> bool:

@@ -33,7 +33,7 @@ class Diagnosis(JsonDataclass):
     judgement: Judgement
     """What follows from it."""
     remedies: tuple[Remedy, ...] = ()
-    """What would help: first what takes away the cause, the best first. Their gains do not multiply."""
+    """What would help: first what removes the cause, the best first. Their gains do not multiply."""
     spec: Spec | None = None
     """What was diagnosed, if it was a spec or a run."""
     subject: Any = field(default=None, metadata=NOT_STORED)
@@ -189,7 +189,7 @@ class Diagnosis(JsonDataclass):
 
     @property
     def remedy_table(self) -> display.Table:
-        """One row per remedy, with its proof: first those that take away the cause, the best first."""
+        """One row per remedy, with its proof: first those that remove the cause, the best first."""
         rows = []
         for i, remedy in enumerate(self.remedies, 1):
             proved = [proof for proof in self.proofs if proof.remedy.name == remedy.name]

@@ -37,11 +37,11 @@ REMOVES = {
     "gc": ("garbage collection",),
     "micro_batch": ("small batch",),
 }
-"""Knob → the causes that a change of it takes away; other steps it shortens as well."""
+"""Knob → the causes that a change of it removes. It shortens other steps, too."""
 
 
 def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None = None) -> tuple[Remedy, ...]:
-    """The remedies of a step: first those that take away the cause, the best first; there is one for every cause but computing.
+    """The remedies of a step: first those that remove the cause, the best first. Every cause but computing has one.
 
     Args:
         evidence: of one training step.
@@ -60,18 +60,18 @@ def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None 
 
 
 def _tried(case: Case) -> Iterator[Remedy]:
-    """From experiments: what each source has."""
+    """The remedies of each source, from experiments."""
     for source, verdict in SOURCES.items():
         for remedy in filter(None, source(case)):
             yield replace(remedy, scope=_scope(remedy, verdict, case.judgement))
 
 
 def _scope(remedy: Remedy, verdict: str, judgement: Judgement) -> str:
-    """Does a remedy of a source take away what the verdict names?
+    """Classify a remedy: does it remove what the verdict names?
 
     Args:
         remedy: of the source.
-        verdict: that all of the source's remedies answer; empty = each shortens a step whatever limits it.
+        verdict: whose cause all remedies of the source remove; empty = they shorten any step.
         judgement: what the step was judged to be.
     """
     if verdict:
@@ -89,14 +89,14 @@ def _arms(case: Case) -> Iterator[Remedy | None]:
             )
             if tf32 := case.evidence.arm("tf32"):  # else the gain seems to be all of 16 bits
                 gained = case.model.without(saved_by(case.evidence, tf32, case.costs.replayed).mid, tf32=True)
-                costs += f"; against strict fp32, as the step computes now: TF32 alone makes it {units.times(gained)} as fast"
+                costs += f"; part of this is TF32's gain over strict fp32, in which the step computes now: {units.times(gained)}"
             yield from_arm(case, name, {kind: value}, f"Compute forward and backward in mixed precision ({value[4:]}).", costs)
         elif kind == "optimizer":
             yield from_arm(case, name, {kind: value}, f"Use the optimizer's {value} implementation: {value}=True.", _OPTIMIZER_COSTS[value])
         elif kind == "threads":
             yield from_arm(case, name, {kind: int(value)}, f"Use {value} thread{'s' * (value != '1')} per operator on each rank.", "")
         elif kind == "tf32":
-            what = "Let products of fp32 matrices run in TF32: torch.set_float32_matmul_precision('high')."
+            what = "Run fp32 matrix products in TF32: torch.set_float32_matmul_precision('high')."
             yield from_arm(case, name, {kind: True}, what, "products have 10 bits of mantissa instead of 23: watch the loss")
         elif kind == "channels_last":
             what = "Keep weights and images in the channels_last layout: model.to(memory_format=torch.channels_last), and the images, too."
@@ -105,8 +105,8 @@ def _arms(case: Case) -> Iterator[Remedy | None]:
             yield from_arm(case, name, {"gc": False}, _GC_OFF, _GC_COSTS)
 
 
-_GC_OFF = "Switch Python's cyclic garbage collector off (gc.disable()) and collect every few hundred steps, or gc.freeze() first."
-_GC_COSTS = "memory of reference cycles stays until it is collected"
+_GC_OFF = "Switch off Python's cyclic garbage collector (gc.disable()) and collect every few hundred steps, or call gc.freeze() first."
+_GC_COSTS = "the memory of reference cycles is freed only at the next collection"
 _OPTIMIZER_COSTS = {
     "fused": "last digits of the weights differ",
     "foreach": "memory for a copy of the parameters during the step; last digits differ",
@@ -140,7 +140,7 @@ def _batch(case: Case) -> Iterator[Remedy | None]:
 
 
 def _optimizer(case: Case) -> Iterator[Remedy | None]:
-    """The same optimizer, less often, where no other implementation of it is faster: that would train the same."""
+    """The same optimizer, stepped less often. Only where no other implementation is faster, which would not change the training."""
     faster = (remedy for remedy in _arms(case) if remedy and remedy.name.startswith("optimizer="))
     if case.judgement.verdict == "optimizer-bound" and next(faster, None) is None:
         yield _accumulation(case)
@@ -163,7 +163,7 @@ def _host(case: Case) -> Iterator[Remedy | None]:
         what = f"Ask for numbers (.item(), print, if loss > …) every hundred steps instead of in each; keep sums on the device.{where}"
         yield ceiling(case, "fewer syncs", what, saved, "operators follow each other without a gap")
     elif cause.startswith(("python", "launches")):
-        what = f"Do on whole tensors what Python does piece by piece, and print and log less often.{where}"
+        what = f"Replace Python loops by operations on whole tensors, and print and log less often.{where}"
         spread = not lines or lines[0][1] < MIN_EXPLAINED * saved.mid  # one long piece of Python is none of the model's
         follow = "kernels follow each other without a gap" if device else "operators follow each other without a gap"
         if spread or cause.startswith("launches"):
@@ -183,7 +183,7 @@ def _host(case: Case) -> Iterator[Remedy | None]:
                 "torch.cuda.make_graphed_callables.",
                 saved,
                 follow,
-                "shapes and addresses stay as they are; memory that the graph keeps",
+                "shapes and addresses of tensors must not change; the graph keeps memory of its own",
             )
         yield ceiling(case, "less Python in the step", what, saved, follow)
     elif cause == "garbage collection":
@@ -268,15 +268,15 @@ PART_OF = {
 
 
 def _without_part(case: Case) -> Iterator[Remedy]:
-    """The removal of the part that the verdict names, where nothing says how."""
+    """A ceiling for removing the part that the verdict names, where no remedy says how."""
     words = {
-        "data_wait": ("no waiting for data", "Make batches beside training, in more workers, or prepare them beforehand."),
-        "transfer": ("copies beside training", "Put batches into page-locked memory and copy with non_blocking=True."),
-        "optimizer": ("a cheaper optimizer", "Use the optimizer's fused implementation, or let it step once per several batches."),
-        "host": ("less work of the host", "Move Python, logging and waiting out of the step, or do them less often."),
+        "data_wait": ("no waiting for data", "Load batches during training, in more data loader workers, or prepare them beforehand."),
+        "transfer": ("copies beside training", "Put batches into pinned memory and copy them with non_blocking=True."),
+        "optimizer": ("a cheaper optimizer", "Use the optimizer's fused implementation, or step it once per several batches."),
+        "host": ("less host work", "Move Python, logging and waiting out of the step, or do them less often."),
         "communication": ("fewer reductions", "Reduce gradients less often, or in fewer bytes."),
-        "straggler": ("ranks equally fast", "Find out what holds the slowest rank up."),
-        "stalls": ("no stalls", "Move what stops the step now and then off the path."),
+        "straggler": ("equally fast ranks", "Find out what slows the slowest rank down."),
+        "stalls": ("no stalls", "Move what stalls some steps out of the training loop, or into a thread."),
     }
     part = PART_OF[case.judgement.verdict]
     if remedy := ceiling(case, *words[part], case.judgement.shares.get(part, 0.0), f"{part} is gone"):
@@ -287,15 +287,15 @@ def _observed(case: Case) -> Iterator[Remedy]:
     """From observation alone: the parts that were seen, as ceilings without a knob."""
     words = {
         "data_wait": ("no waiting for data", "Find out by experiment what holds the loader up, and how many workers it needs."),
-        "straggler": ("ranks equally fast", "Find out by experiment what holds the slowest rank up."),
-        "transfer": ("copies beside training", "Put batches into page-locked memory and copy with non_blocking=True."),
+        "straggler": ("equally fast ranks", "Find out by experiment what slows the slowest rank down."),
+        "transfer": ("copies beside training", "Put batches into pinned memory and copy them with non_blocking=True."),
         "optimizer": ("a cheaper optimizer", "Find out by experiment whether a fused or foreach implementation is faster."),
-        "stalls": ("no stalls", "Move what stops the step now and then off the path."),
+        "stalls": ("no stalls", "Move what stalls some steps out of the training loop, or into a thread."),
         "host": ("less work between the phases", "Move logging and Python work out of the loop, or do them less often."),
     }
     for part, saved in case.judgement.shares.items():
         large = part in words and saved.mid >= 1 - 1 / MIN_BATCH_SPEEDUP
-        if large and (remedy := ceiling(case, *words[part], saved.mid, f"{part} is gone, as far as clocks can see")):
+        if large and (remedy := ceiling(case, *words[part], saved.mid, f"{part} is gone, as far as the measured times show")):
             yield replace(remedy, scope="cause" if PART_OF.get(case.judgement.verdict) == part else "part")
 
 
@@ -331,7 +331,7 @@ def _accumulation(case: Case) -> Remedy | None:
         {"accumulation": more},
         f"Reduce gradients once per {more} micro-batches: accumulation with no_sync() in between."
         if reduces
-        else f"Let the optimizer step once per {more} micro-batches: add up their gradients, each loss divided by {more}.",
+        else f"Step the optimizer once per {more} micro-batches: accumulate their gradients, and divide each loss by {more}.",
         speedup,
         (REDUCTIONS_ERROR[0] / max(1.0, min(1.1, uncertainty)), REDUCTIONS_ERROR[1]),
         (f"one reduction ({units.seconds(c.communication.mid)}) and " if reduces else "") + f"one optimizer step ({once}",
@@ -419,4 +419,4 @@ SOURCES: dict[Callable[[Case], Iterator[Remedy | None]], str] = {
     _arms: "",
     _batch: "",
 }
-"""Where remedies come from → the verdict whose cause they take away; those of the last two shorten a step whatever limits it."""
+"""Source of remedies → the verdict whose cause they remove. Those of the last two shorten any step."""

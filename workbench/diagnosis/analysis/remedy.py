@@ -18,8 +18,8 @@ from workbench.diagnosis.analysis.verdict import Judgement
 from workbench.runs.spec import IMPLEMENTATIONS, KNOBS, RunSpec, ScriptSpec, Spec, check_names
 
 SCOPES = {"cause": "", "part": "Another part: ", "general": "In general: "}
-"""Of a remedy, and how its advice begins: it takes away what the verdict names; or another part of the step; or it shortens a step whatever
-limits it."""
+"""Scope of a remedy → how its advice begins. "cause": it removes what the verdict names; "part": another part of the step; "general": it
+shortens any step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Remedy(JsonDataclass):
     ceiling: bool = False
     """True: no more than this, since what replaces the removed part is taken to cost nothing."""
     scope: str = "cause"
-    """Of SCOPES: does it take away what the verdict names?"""
+    """One of SCOPES: whether it removes what the verdict names."""
 
     @property
     def interval(self) -> Interval:
@@ -59,7 +59,7 @@ class Remedy(JsonDataclass):
 
     @property
     def advice(self) -> str:
-        """What to do, marked where it does not take away what the verdict names."""
+        """What to do, with a prefix unless it removes what the verdict names."""
         return f"{SCOPES[self.scope]}{self.what}"
 
     @property
@@ -80,12 +80,12 @@ class Remedy(JsonDataclass):
 
 
 def gain_of(remedy: Remedy) -> float:
-    """The predicted speedup by which remedies are compared. Of a ceiling half is counted: what replaces the part is not free."""
+    """The predicted speedup by which remedies are compared. A ceiling counts half, since what replaces the part is not free."""
     return 1 + (remedy.speedup - 1) / 2 if remedy.ceiling else remedy.speedup
 
 
 def sort_key(remedy: Remedy) -> tuple[bool, float]:
-    """By which remedies are sorted: first those that take away what the verdict names; of them the larger the gain, the earlier."""
+    """Sort key of remedies: first those that remove what the verdict names, then by gain, the largest first."""
     return remedy.scope != "cause", -gain_of(remedy)
 
 

@@ -101,9 +101,9 @@ def stream_in_workers(loader: "DataLoader[Any]") -> str:
 
 
 _STREAM_NOTES = {
-    "repeated": "each worker of this loader gives its whole stream (an IterableDataset that does not look at get_worker_info), so several "
-    f"workers train on each sample several times, and no number of them is recommended. Split it by worker, {SPLIT_BY_WORKER}",
-    "unknown": "the loader's stream (an IterableDataset) does not look at get_worker_info: each worker seems to give all of it, so no "
+    "repeated": "each worker of this loader gives its whole stream (an IterableDataset that does not call get_worker_info), so several "
+    f"workers give each sample several times, and no number of workers is recommended. Split it by worker, {SPLIT_BY_WORKER}",
+    "unknown": "the loader's stream (an IterableDataset) does not call get_worker_info: each worker seems to give all of it, so no "
     f"number of workers is recommended. Split it by worker, {SPLIT_BY_WORKER}",
 }
 

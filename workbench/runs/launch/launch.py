@@ -181,18 +181,18 @@ def _check_gpus(spec: RunSpec, gpus: int | None) -> None:
             + ('device="cpu"' if spec.device == "cuda" else 'backend="auto"')
         )
     if must and trouble and environment.torch_cuda() is None:
-        raise LaunchError(f'{must}, and {trouble}. Without it: device="cpu"')
+        raise LaunchError(f'{must}, and {trouble}. To use the CPU: device="cpu"')
     if trouble:
-        warnings.warn(f"the run computes on the CPU, though {gpus} NVIDIA GPU{'s' * (gpus != 1)} can be seen here: {trouble}", stacklevel=3)
+        warnings.warn(f"the run computes on the CPU, although {gpus} NVIDIA GPU{'s' * (gpus != 1)} can be seen: {trouble}", stacklevel=3)
     elif gpus and ranks > gpus and must and spec.backend != "gloo":
         raise LaunchError(
-            f"nproc_per_node={ranks} on {must}: at most {gpus} here, one rank per visible GPU. "
+            f"nproc_per_node={ranks} with {must}: at most {gpus} here, one rank per visible GPU. "
             f'Try nproc_per_node={gpus}, or device="auto", which takes the CPUs where ranks outnumber GPUs'
         )
     elif gpus and ranks > gpus and spec.backend != "gloo":
         warnings.warn(
             f"the run computes on the CPU: nproc_per_node={ranks} is more than the visible GPUs ({gpus}), each of which takes one rank. "
-            f'For the GPUs: nproc_per_node={gpus}; without this warning: device="cpu"',
+            f'To use the GPUs: nproc_per_node={gpus}; to use the CPU without this warning: device="cpu"',
             stacklevel=3,
         )
 

@@ -122,8 +122,8 @@ def resumable(old: Run | str | os.PathLike[str], target: Any = None) -> Ended:
     for code in (folder, folder / file if file.endswith(".py") else folder):
         if code.resolve().is_relative_to(run.path.resolve()):
             raise LaunchError(
-                f"{run!r} would run code from {code}, inside its own run directory, where no launch puts any. "
-                "Look at it; if it is yours, put it elsewhere and launch it: wb.launch(run.spec)"
+                f"{run!r} would run code from {code}, inside its own run directory, where a launch never puts code. "
+                "Check it; if it is yours, move it elsewhere and launch it: wb.launch(run.spec)"
             )
     return Ended(run=run, spec=spec, info=info, folder=folder, seconds=run.seconds)
 
@@ -208,7 +208,7 @@ def refuse_foreign(run: Run) -> None:
         if path.stat().st_uid != ours:
             raise LaunchError(
                 f"{path} belongs to {_user(path)}: this would execute what the run names, {code}, as you. "
-                "Look at run.spec, and launch it as a run of yours: wb.launch(run.spec)"
+                "Check run.spec, and launch it as a run of your own: wb.launch(run.spec)"
             )
 
 

@@ -179,7 +179,7 @@ def _advice(text: str) -> str:
         if not code and partitions.split():
             return f"Its partitions are {', '.join(dict.fromkeys(partitions.split()))}."
     if "node configuration" in text.lower() or "cpu" in text.lower():
-        return "Has a machine so many cores and GPUs? sinfo -N -o '%N %c %G' lists them: Slurm(cpus=…, gpus=…)."
+        return "Does any machine have that many cores and GPUs? sinfo -N -o '%N %c %G' lists them: Slurm(cpus=…, gpus=…)."
     if "time limit" in text.lower():
         return 'Ask for less: Slurm(time="1:00:00"); sinfo shows the limit of each partition.'
     if "account" in text.lower():

@@ -132,8 +132,8 @@ class Kinds:
         """What the file lacks."""
         if not self.unrecorded:
             return ()
-        count = f"{self.unrecorded:,} launch{'es' * (self.unrecorded > 1)}"
-        return (f"{count}, and no work of the device recorded: what it computes is not known",)
+        count = f"{self.unrecorded:,} launch{'es were' if self.unrecorded > 1 else ' was'} recorded"
+        return (f"{count}, but no work of the device: what it computes is not known",)
 
     @property
     def codes(self) -> NDArray[np.int8]:

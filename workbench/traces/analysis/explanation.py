@@ -73,7 +73,7 @@ def explain(breakdown: Breakdown, overlap: Overlap, *, marked: bool, ranks: int 
     if breakdown.unrecorded:
         return Explanation(
             verdict="inconclusive",
-            why=f"{breakdown.unrecorded:,} launches, and no work of the device recorded: only the host was profiled, or CUPTI failed",
+            why=f"{breakdown.unrecorded:,} launches were recorded, but no work of the device: only the host was profiled, or CUPTI failed",
             next="trace with ProfilerActivity.CUDA, where no other profiler runs and the driver lets users profile: wb.trace(step, loader)",
             cannot=cannot,
             shares=shares,

@@ -96,7 +96,7 @@ def explain_ranks(parts: RankParts, straggler: Stragglers, each: Mapping[int, Ex
     if own.verdict == "communication-bound" and met.waiting > met.exchanging:
         each_way = f"the exchange takes {units.seconds(met.exchanging)}, and waiting for the last rank {units.seconds(met.waiting)}"
         waiting.insert(0, f"of all collectives {each_way}")
-        next_ = f"Commonly tried: {TRIED['compute']}; fewer bytes would not help. arrivals() says who comes last where"
+        next_ = f"Commonly tried: {TRIED['compute']}; fewer bytes would not help. arrivals() says which rank comes last in which collective"
     return Explanation(
         verdict=own.verdict,
         why="; ".join([f"rank {slowest}: {own.why}" if len(parts.ranks) > 1 else own.why, *waiting]),

@@ -136,13 +136,13 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     def _may(self) -> bool:
         """Is it for 127.0.0.1 or localhost, as a page from elsewhere could have pointed its own name here, and with the secret?"""
         if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
-            self.send_error(403, "only by 127.0.0.1")
+            self.send_error(403, "ask for 127.0.0.1")
             return False
         if self.path.partition("?")[0] in _OPEN:
             return True
         first, _, rest = self.path.removeprefix("/").partition("/")
         if not hmac.compare_digest(first.encode(), self._secret.encode()):
-            self.send_error(403, "only by the whole address")
+            self.send_error(403, "the secret part of the address is missing")
             return False
         self.path = f"/{rest}"
         return True

@@ -90,7 +90,7 @@ def memory_curve(result: Trace | MemoryCurve, ax: Axes | None = None) -> Axes:
         ax.fill_between(places, heights, step="post", color=color, alpha=0.18, linewidth=0)
         _peak(ax, device, device.at * times, device.peak / scale)
     ax.set_ylim(0, 1.32 * shown[0].peak / scale)
-    ax.set_xlabel(f"time from the first event of the trace on ({seconds})")
+    ax.set_xlabel(f"time since the first event of the trace ({seconds})")
     ax.set_ylabel(f"allocated ({unit})")
     legend(ax, drawn)
     return ax

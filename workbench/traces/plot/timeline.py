@@ -128,7 +128,7 @@ def timeline(
             ax.axvline(number.start * scale, color=PHASES["other"], linewidth=0.6, zorder=0)
     rows(ax, [clip(trace.columns.lanes[lane].name, 24) for lane in lanes])
     ax.set_xlim(float(places[0]), float(places[-1]))
-    ax.set_xlabel(f"time from the first event of the trace on ({unit})")
+    ax.set_xlabel(f"time since the first event of the trace ({unit})")
     if drawn:
         legend(ax, [drawn[part] for part in PARTS if part in drawn])  # type: ignore[misc]
     return ax
