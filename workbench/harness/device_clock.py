@@ -1,4 +1,4 @@
-"""Times steps on the clock of the device that computes them, and waits for it: where kernels are queued, the host's time is not the step's.
+"""Times steps on the clock of the device that computes them. If kernels are queued, the host's times are not those of the steps.
 
 A step on a GPU returns as soon as its kernels are queued. What the host's clock shows is then when the queue was full, or when a line such
 as `loss.item()` waited for all that was queued: that one call seems to take many steps, the others nothing. An event at the end of each
@@ -31,7 +31,7 @@ class StepClock(Protocol):
     """Times successive steps."""
 
     def mark(self) -> None:
-        """A part of a step ends here."""
+        """Mark the end of a part of a step."""
 
     def read(self) -> tuple[list[float], float]:
         """Seconds between successive marks, the start being the first, and their sum. The list is empty if they cannot be distinguished."""
@@ -49,11 +49,11 @@ class HostClock:
         self._now, self._marks = now, [now()]
 
     def mark(self) -> None:
-        """A part of a step ends here."""
+        """Mark the end of a part of a step."""
         self._marks.append(self._now())
 
     def read(self) -> tuple[list[float], float]:
-        """Seconds up to each mark from the one before, and of all."""
+        """Seconds between successive marks, from the start on, and the total seconds."""
         return [end - start for start, end in pairwise(self._marks)], self._marks[-1] - self._marks[0]
 
 
@@ -80,7 +80,7 @@ class DeviceClock:
         return event
 
     def mark(self) -> None:
-        """Let the device note the time when it has done what was queued so far."""
+        """Queue an event, which records the time when the device has done all earlier work."""
         self._events.append(self._now())
 
     def read(self) -> tuple[list[float], float]:
@@ -106,7 +106,7 @@ def current_device() -> torch.device:
 
 
 def step_clock(device: torch.device, now: Callable[[], float]) -> StepClock:
-    """The clock that tells the truth about steps on this device.
+    """The clock for steps on this device: CUDA events, or the host's clock on a CPU.
 
     Args:
         device: on which they compute.

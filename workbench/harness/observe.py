@@ -93,7 +93,7 @@ def on_new_optimizer(known: Sequence[Optimizer], meet: Callable[[Optimizer], Non
 
 @dataclass(slots=True)
 class Replays:
-    """What a step does that no change of its Python can reach."""
+    """What a step replays, so that no change to its Python has an effect."""
 
     graphs: int = 0
     """CUDA graphs that the program captured and launches again."""
@@ -386,7 +386,7 @@ def _note_what_stays(feed: Feed, saved: SavedState, state: ReachableState, late:
 
 
 def _note_numbers(models: Sequence[nn.Module], notes: list[str]) -> None:
-    """Note weights that are NaN or infinite: then the training does not work, however fast it is."""
+    """Note weights that are NaN or infinite: such a training has failed, however fast it is."""
     named = {name: getattr(weight, "_local_tensor", weight).detach() for model in models for name, weight in model.named_parameters()}
     named = {name: weight for name, weight in named.items() if weight.is_floating_point() and weight.device.type != "meta"}
     with contextlib.suppress(RuntimeError, NotImplementedError):  # a kind of tensor that cannot be added up

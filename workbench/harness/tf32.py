@@ -13,7 +13,7 @@ import torch
 AMPERE = (8, 0)
 """Compute capability from which GPUs have TF32."""
 _NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
-"""Below torch.backends: what has an `fp32_precision` of its own."""
+"""The settings below torch.backends that have their own `fp32_precision`."""
 
 
 def uses_tf32(*, convolution: bool = False) -> bool:
@@ -49,7 +49,7 @@ _own: list[dict[str, Any]] = []
 
 
 def set_tf32(on: bool | None) -> None:
-    """Let products of fp32 matrices and convolutions run in TF32, or in strict fp32; None = as before the first call of this."""
+    """Run fp32 matrix products and convolutions in TF32 or in strict fp32; None = as before the first call of this function."""
     if on is not None:
         if not _own:
             _own.append(_setup())
@@ -90,7 +90,7 @@ def _set_older(products: str, convolutions: bool | None) -> None:
 
 
 def _newer() -> dict[str, str]:
-    """The settings in the newer way; empty where torch has none."""
+    """The settings of `fp32_precision`; empty before torch 2.9."""
     backends = {name: _backend(name) for name in _NEWER}
     return {name: backend.fp32_precision for name, backend in backends.items() if hasattr(backend, "fp32_precision")}
 

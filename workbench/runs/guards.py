@@ -1,4 +1,4 @@
-"""Finds the guard of a run among the processes of this machine; what a run directory says of processes is not believed."""
+"""Finds the guard of a run among the processes of this machine. Process ids in the run directory are not trusted."""
 
 import contextlib
 import json
@@ -15,13 +15,13 @@ guards: dict[str, "subprocess.Popen[bytes]"] = {}
 """Run id → the guard that this process has started, whose stdin it holds open. When this process ends, however it ends, the pipes end and
 the guards stop their runs."""
 _APPEARS, _TICK = 2.0, 0.05
-"""Seconds that the guard of a run that is just being launched may need to appear; and between two looks."""
+"""Seconds within which the guard of a new run appears; and seconds between two checks."""
 _PROGRAM = "guard.py {"
 """Before the configuration, which is the last word of a guard's command."""
 
 
 def find_guard(launch_dir: Path, run_id: str | None) -> int | None:
-    """The process that guards the run of a directory on this machine; None = there is none, or it lives in another container.
+    """The id of the process that guards a run on this machine; None = there is none, or it is in another container.
 
     Args:
         launch_dir: of the launch, without links; it may have been deleted.

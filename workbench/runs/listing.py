@@ -17,27 +17,27 @@ from workbench.runs.spec import ScriptSpec
 _LAST = 4096
 """Bytes at the end of a file in which its last whole row is looked for."""
 _SHOWN = 100
-"""Rows of the table, at most; the newest."""
+"""The most rows that the table shows, of the newest runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
-    """A run, by what its directory says at a glance."""
+    """A run in a list, as described by the ends of its files."""
 
     path: Path
     """Its directory; `Run.load(path)` reads it."""
     name: str
-    """For people."""
+    """The name that people see."""
     created: float
     """Seconds since 1970."""
     state: str
     """As `run.state`; "damaged" where run.json cannot be read."""
     done: int | None
-    """Steps that rank 0 reported; None = none."""
+    """Steps that rank 0 has reported; None = none yet."""
     steps: int | None
-    """How many there will be; None = not known."""
+    """Steps that the run will take; None = not known."""
     loss: float | None
-    """The last one."""
+    """The last loss reported; None = none yet."""
     samples_per_sec: float | None
     """Of all ranks since the training began, warm-up included."""
     differs: str
@@ -49,7 +49,7 @@ class RunList(display.Shown):
     """The runs of a folder, the newest last."""
 
     folder: Path
-    """Where they are."""
+    """The folder of the run directories."""
     runs: tuple[ListedRun, ...]
     """Oldest first."""
 
@@ -106,7 +106,7 @@ def list_runs(runs_dir: str | os.PathLike[str] | None = None) -> RunList:
 
 
 def _directories(folder: Path) -> Iterator[Path]:
-    """Every run directory in a folder that can be read; in the place of a launch that several runs share, those runs."""
+    """Every readable run directory in a folder. A launch that several runs share is replaced by those runs."""
     for entry in os.scandir(folder):
         path = Path(entry.path)
         if _is_run(path):
@@ -115,7 +115,7 @@ def _directories(folder: Path) -> Iterator[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    """Is it a run directory? One that this user may not look into, as those of others in a shared folder, is none."""
+    """Is it a run directory? One that this user may not read, such as another user's in a shared folder, does not count."""
     return os.path.exists(path / run_directory.RUN_JSON)
 
 
@@ -155,7 +155,7 @@ def _written(path: Path) -> float:
 
 
 def _last_metric(path: Path) -> dict[str, Any]:
-    """The last rows of METRICS in one, as an evaluation has a row of its own; empty without a sound one."""
+    """The last rows of METRICS, merged into one, since an evaluation has its own row; empty if all rows are damaged."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)

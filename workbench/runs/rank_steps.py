@@ -1,4 +1,4 @@
-"""Reads the steps of a rank into columns, as the file grows: a hundred times the runs, or ranks, at the cost of rows as dicts.
+"""Reads the steps of a rank into columns as the file grows, which takes far less time and memory than a dict per row.
 
 Only files whose rows are all sound, and without steps that a profiler slowed down, are read this way; `plain` says so. Others, and whoever
 needs each single step, take a Timeline.
@@ -38,14 +38,14 @@ _COLUMNS = [operator.attrgetter(name) for name in ("step", *PHASES, *_READINGS)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeans:
-    """What the steps of a rank come to; as a Timeline would say it."""
+    """The means of a rank's steps, equal to those of its Timeline."""
 
     rank: int
     clock: Clock
     steps: int
-    """All of them, warm-up included."""
+    """Steps in all, warm-up included."""
     left_out: int
-    """First steps that are left out."""
+    """Steps at the start that are left out as warm-up."""
     sums: StepSums
     """Of the measured steps."""
     seconds: float
@@ -233,5 +233,5 @@ class RankSteps:
 
 
 def _plain(value: float) -> Any:
-    """As it was written: a whole number without a fraction."""
+    """The number as it was written: whole numbers as int."""
     return int(value) if float(value).is_integer() else value

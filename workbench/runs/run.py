@@ -130,7 +130,7 @@ class Run:
             raise RunGoneError(f"{self.path / RUN_JSON} is missing: the directory was deleted or moved {since}") from error
 
     def _guard(self) -> int | None:
-        """The process that guards it on this machine."""
+        """The id of the process that guards the run on this machine; None = none."""
         return find_guard(self._launch_dir, self.id if self._launch_dir == self.path.resolve() else None)
 
     def _last_written(self) -> tuple[int, int] | None:
@@ -300,7 +300,7 @@ class Run:
 
     @property
     def rank_means(self) -> list[RankMeans]:
-        """What the steps of each rank come to; much faster than `timelines`."""
+        """The mean times of each rank's steps; much faster to get than `timelines`."""
         return [self._files.means(name) for name in self._files.ranks]
 
     @property
@@ -324,7 +324,7 @@ class Run:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know of it: NaN losses, ranks or workers that read the same samples, checkpoints passed over, damaged rows left out."""
+        """Notes on the run: NaN losses, ranks or workers that read the same samples, checkpoints passed over, damaged rows left out."""
         notes = [(name, note) for name in self._files.ranks for note in self._files.means(name).notes]
         left_out = [f"{name}: {note.removeprefix(LEFT_OUT)}" for name, note in notes if note.startswith(LEFT_OUT)]
         resumes = resume_notes(self._read(run_directory.RESUMES))

@@ -134,8 +134,8 @@ class RunSpec(_Spec):
     precision: str = knob("fp32", choices=PRECISIONS, turned_in="step", predicted=True, panels=("doctor", "memory"))
     """"fp32", "amp_bf16" or "amp_fp16" (with a GradScaler)."""
     tf32: bool | None = knob(None, turned_in="step", predicted=True)
-    """Products of fp32 matrices and convolutions run in TF32 (True; NVIDIA GPUs from Ampere on) or in strict fp32 (False); None = as torch
-    is set up, by default strict products and convolutions in TF32."""
+    """Whether fp32 matrix products and convolutions run in TF32 (True; NVIDIA GPUs from Ampere on) or in strict fp32 (False). None = as
+    torch is set up; its default is strict fp32 for products and TF32 for convolutions."""
     num_workers: int = knob(0, turned_in="loader", predicted=True, panels=("doctor",))
     """Processes of each rank's DataLoader; 0 = batches are made in the loop itself."""
     prefetch_factor: int | None = knob(None, turned_in="loader", predicted=True, panels=("doctor",))

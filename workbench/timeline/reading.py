@@ -64,7 +64,7 @@ def is_stream_dataset(dataset: Any) -> bool:
 
 
 def may_split(loader: Any) -> bool:
-    """Does anything in the code of a stream, or of its loader, look as if each worker got its part?"""
+    """Does the code of a stream, or of its loader, seem to give each worker its own part?"""
     return loader.worker_init_fn is not None or _mentions_splitting(loader.dataset, 4)
 
 
@@ -110,7 +110,7 @@ class FirstBatches:
         """
         self._warn, self._say, self._steps = warn, say, steps
         self._told = int(os.environ.get("WORLD_SIZE", "1")) < 2
-        """Is it known what this rank reads, or of no interest?"""
+        """Is this rank's reading reported already, or not needed?"""
         self._epochs = weakref.WeakKeyDictionary[Any, Any]()  # sampler -> its epoch in the first training pass
         self._warned: set[str] = set()
 

@@ -49,7 +49,7 @@ class UnusableCheckpointError(ValueError):
 
 
 class _Summed:
-    """A file for `torch.save`: it sums up what is written, and keeps the error of the disk, which torch replaces by one of its own."""
+    """A file for `torch.save` that computes the checksum of what is written, and keeps the disk's error, which torch replaces."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._crc, self._size, self._end = file, 0, 0, b""
@@ -127,7 +127,7 @@ def verify(file: BinaryIO) -> None:
     """Compare the content of a checkpoint file with its checksum; of one without, that of each tensor.
 
     Raises:
-        UnusableCheckpointError: it differs, or it is no whole file of `torch.save`, or the workbench that wrote it is newer.
+        UnusableCheckpointError: the checksum differs, the file is incomplete or not from `torch.save`, or a newer workbench wrote it.
         OSError: the file could not be read now.
     """
     size = file.seek(0, os.SEEK_END)
@@ -174,7 +174,7 @@ def _compare(file: BinaryIO, size: int, comment: bytes) -> None:
 
 
 def _compare_parts(file: BinaryIO) -> None:
-    """Compare the parts of a zip file without a checksum of its own with theirs."""
+    """Check the parts of a zip file that has no checksum of its own by the checksum of each part."""
     try:
         with contextlib.closing(zipfile.ZipFile(file)) as archive:
             bad = archive.testzip()

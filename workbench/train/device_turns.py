@@ -1,4 +1,4 @@
-"""Lets trainings of one process take turns on a device: tensors of those that rest lie in main memory, unless all fit together."""
+"""Lets trainings of one process take turns on a device. If they do not fit together, the tensors of a resting one are in main memory."""
 
 import math
 import os
@@ -17,16 +17,16 @@ MAX_FILL = 0.95
 
 
 class DeviceMemory(Protocol):
-    """What the device tells about its memory."""
+    """What a device reports about its memory."""
 
     def peak(self) -> int:
-        """Most bytes that tensors took since the last `reset`."""
+        """Peak bytes of tensors since the last `reset`."""
 
     def reset(self) -> None:
         """Forget the peak."""
 
     def room(self) -> int:
-        """Bytes that tensors of this process can take in all."""
+        """Bytes that tensors of this process can take in total."""
 
     def release(self) -> None:
         """Give memory that no tensor uses back to the device."""
@@ -39,7 +39,7 @@ class GpuMemory:
         self._device = device
 
     def peak(self) -> int:
-        """Most bytes that tensors took since the last `reset`."""
+        """Peak bytes of tensors since the last `reset`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset(self) -> None:
@@ -47,7 +47,7 @@ class GpuMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def room(self) -> int:
-        """Bytes that tensors of this process can take in all: ranks that share the GPU get equal parts of what is free."""
+        """Bytes that tensors of this process can take in total: ranks that share the GPU get equal parts of what is free."""
         free, _ = torch.cuda.mem_get_info(self._device)
         sharing = math.ceil(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / max(1, torch.cuda.device_count()))
         return int(free) // sharing + torch.cuda.memory_reserved(self._device)

@@ -168,7 +168,7 @@ def check(spec: Spec, *, alone: bool = True, here: bool = True) -> None:
 
 
 def _check_gpus(spec: RunSpec, gpus: int | None) -> None:
-    """Raise where the GPUs here cannot do what the spec demands, and warn where it will compute on the CPU for want of them.
+    """Raise if the spec needs GPUs that this machine lacks; warn if the run will compute on the CPU for want of GPUs.
 
     Raises:
         LaunchError: it cannot run here.

@@ -123,7 +123,7 @@ class Kinds:
         self._covers: dict[str, Spans] = {}
         recorded = np.isin(self._code, [codes[kind] for kind in DEVICE]).any()
         self.unrecorded = 0 if recorded else int(columns.where(lambda label: bool(LAUNCHES.match(label.name))).sum())
-        """Launches of work of which the file has nothing: CUPTI failed, or only the host was profiled."""
+        """Number of launches whose work the file lacks: CUPTI failed, or only the host was profiled."""
         self.device = bool(recorded or self.unrecorded)
         """Did a device other than the CPU work?"""
 
