@@ -287,7 +287,7 @@ def test_why_a_device_has_nothing_to_do() -> None:
 
     name, why = cause(sync_idle=0.009, waits=0.012, syncs=4.0)
     assert name == "syncs"
-    assert why.startswith("The host holds up 48 % (48 % … 48 %) of the step. 4 times per step Python asks for a number")
+    assert why.startswith("The host holds up 48 % (48 % … 48 %) of the step. 4 times per step Python waits for a number from the device")
     assert cause(sync_idle=0.009, waits=0.002, syncs=4.0)[0] == "python"  # it would be too slow without waiting, too
     assert cause(sync_idle=0.004, waits=0.012, syncs=40.0)[0] == "python"
     name, why = cause(launching=0.006)
