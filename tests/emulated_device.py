@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -109,6 +110,9 @@ class EmulatedDevice:
             "default_generators": (),
             "is_bf16_supported": lambda **_: True,
             "max_memory_allocated": lambda *_: 0,
+            "get_device_name": lambda *_: "an emulated GPU",
+            "get_device_capability": lambda *_: (9, 0),
+            "get_device_properties": lambda *_: SimpleNamespace(name="an emulated GPU", major=9, minor=0, total_memory=8 * 10**10),
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         return self

@@ -98,8 +98,8 @@ def test_what_is_no_model() -> None:
 
 
 def test_devices() -> None:
-    with pytest.raises(ValueError, match="unknown device 'H20': did you mean"):
-        wb.estimate_memory(lambda: nn.Linear(8, 8), X, device="H20")
+    with pytest.raises(ValueError, match="unknown device 'H21': did you mean"):
+        wb.estimate_memory(lambda: nn.Linear(8, 8), X, device="H21")
     with pytest.raises(ValueError, match='device=7: "cuda"'):
         wb.estimate_memory(lambda: nn.Linear(8, 8), X, device=7)  # type: ignore[arg-type]
     own = wb.Device(name="Own-1", memory=10**9, bandwidth=1e9, flops_per_sec={"fp32": 1e12}, source="a test")

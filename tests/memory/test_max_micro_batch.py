@@ -82,18 +82,18 @@ def test_each_change_is_a_row_and_equals_its_own_estimate() -> None:
 
 
 def test_a_change_that_cannot_be_is_a_row_that_says_why() -> None:
-    rows = compare_memory(Net, {"image": [32], "optimizer": ["adamw"]}, device=device(1000), **GIVEN)
+    rows = compare_memory(Net, {"image": [32], "optimizer": ["adamw"]}, device=device(1500), **GIVEN)
     assert rows[1].breakdown is None
     assert "image" in rows[1].complaint
     assert rows[2].breakdown is not None
-    assert rows.capacity == 950_000_000
+    assert rows.capacity == 1_425_000_000
     assert "yes" in str(rows)
     again = MemoryComparison.from_json(json.loads(json.dumps(rows.to_json())))
     assert str(again) == str(rows)
 
 
 def test_a_comparison_is_drawn() -> None:
-    rows = compare_memory(Net, {"optimizer": ["adamw"]}, device=device(1000), **GIVEN)
+    rows = compare_memory(Net, {"optimizer": ["adamw"]}, device=device(1500), **GIVEN)
     ax = rows.plot()
     assert [label.get_text() for label in ax.get_yticklabels()] == [SAME, "optimizer=adamw"]
     plt.close(ax.figure)
@@ -116,7 +116,7 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     assert 8 < int(found) < 10_000
     assert needed(found.breakdown) <= where.memory < needed(found.next)
     assert found.breakdown.total == estimate_memory(Net, device=where, micro_batch=int(found), **GIVEN).total
-    assert found.runs <= 8
+    assert found.runs <= 10
     assert "is the largest" in str(found)
 
 
@@ -173,7 +173,8 @@ def test_the_ladder_fits_and_none_of_its_rungs_is_for_nothing() -> None:
     assert needed(ladder.start) > where.memory >= needed(ladder.end)
     options = {**GIVEN, **ladder.changes}
     assert estimate_memory(Net, device=where, **options).total == ladder.end.total
-    for left_out in ladder.changes:
+    faster = {name for rung in ladder.rungs if rung.slowdown < 1 for name in rung.change}
+    for left_out in ladder.changes.keys() - faster:
         rest = {name: value for name, value in ladder.changes.items() if name != left_out}
         if not {"micro_batch", "accumulation"} & {left_out}:
             assert needed(estimate_memory(Net, device=where, **{**GIVEN, **rest})) > where.memory

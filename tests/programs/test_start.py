@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from workbench.core import run_directory
-from workbench.programs import lazy_dynamo
 from workbench.programs.start import libraries
 from workbench.runs.entrypoints import CHOOSE_MICRO_BATCH, COUNTING, ESTIMATE_WORKER, TRAIN, entrypoint
 from workbench.runs.spec import RunSpec
+from workbench.train import lazy_dynamo
 
 PROGRAM = """
 import gc, json, sys, weakref

@@ -33,7 +33,7 @@ def main() -> None:
             use_multiprocessing_folder()
             for library in libraries(*sys.argv):
                 importlib.import_module(library)
-            from workbench.programs import lazy_dynamo  # here, since it loads torch
+            from workbench.train import lazy_dynamo  # here, since it loads torch
 
             lazy_dynamo.defer()
     except BaseException as error:

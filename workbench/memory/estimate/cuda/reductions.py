@@ -135,7 +135,7 @@ def install(overrides: Overrides, capability: tuple[int, int]) -> None:
             axes = range(input.dim()) if dim is None or dim == [] else [axis % max(1, input.dim()) for axis in dim]
             wide = 8 if input.dtype is torch.float64 else 4
             size = scratch_of_sum(input.shape, input.stride(), [*axes], processors=processors, size=input.element_size(), accumulated=wide)
-            held = temporary(size, like=input, dtype=torch.uint8) if size else None
+            held = temporary(size, like=input, dtype=torch.uint8)  # also of no bytes: batches of all sizes then do the same
         result = original(input, dim, *args, **kwargs)
         del held
         return result
