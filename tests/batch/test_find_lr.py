@@ -350,6 +350,7 @@ def _without(run: Path) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_two_ranks_take_one_decision(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)

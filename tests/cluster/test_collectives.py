@@ -41,6 +41,7 @@ def of_gpt(**knobs: Any) -> Traffic:
 # --- exactness
 
 
+@pytest.mark.slow
 def test_counts_and_bytes_are_those_of_two_real_ranks() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT)]
     root = str(Path(__file__).parents[2])

@@ -435,6 +435,7 @@ def test_what_stays_changed_is_said() -> None:
 CALLS = {"gathered": "all_gather", "sharded": "all_gather and reduce_scatter", "zero": "broadcast"}
 
 
+@pytest.mark.slow
 def test_two_ranks_say_what_communication_no_sync_does_not_take_away(tmp_path: Path) -> None:
     for mode, found in launched(tmp_path, 3, "plain", *CALLS).items():
         assert (found.world_size, len(found.ranks), found.samples) == (2, 2, 16.0)

@@ -48,6 +48,7 @@ def died(by_hand: Make, message: str, *, spec: wb.RunSpec = SPEC, gpu: str = "",
 # --- a real one
 
 
+@pytest.mark.slow
 def test_a_real_one_and_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # address space that threads set aside counts under this limit
     spec = wb.RunSpec(task=TASK, device="cpu", micro_batch=4096, steps=2, num_workers=0)

@@ -447,6 +447,7 @@ def test_where_a_number_is_needed(alone: Ranks) -> None:
 # --- two ranks
 
 
+@pytest.mark.slow
 def test_one_of_two_ranks_runs_out_of_memory(by_hand: Callable[..., Any]) -> None:
     """In a forward, after it in the loss, and in a backward that reduces nothing; with DDP's buffers going around all the time."""
     specs = [
