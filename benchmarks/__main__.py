@@ -37,6 +37,7 @@ class Benchmark:
 
 MEMORY = ("memory_cases", "memory_judges", "memory_programs", "memory_published", "memory_scale", "published_formulas")
 BENCHMARKS = {
+    "large_runs": Benchmark(),
     "timer_cost": Benchmark(),
     "launch_overhead": Benchmark(),
     "culprits": Benchmark(),

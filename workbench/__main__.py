@@ -191,6 +191,8 @@ def main(argv: list[str] | None = None) -> int:
     enter.add_argument("run_dir", help="its run directory, on a file system that both see")
     listed = commands.add_parser("runs", help="list the runs of a folder: state, progress, figures, what differs")
     listed.add_argument("runs_dir", nargs="?", help="where run directories are (runs)")
+    listed.add_argument("--filter", default="", metavar="TEXT", help="only runs whose directory, name, state or knobs contain each word")
+    listed.add_argument("--sort", metavar="COLUMN", help="created, run, state, steps, loss, throughput or 'differs in' (oldest first)")
     show = commands.add_parser("report", help="show a run directory")
     show.add_argument("path")
     show.add_argument("--would-fit", action="store_true", help="if memory ran out: predict which changes would have fitted")
@@ -209,7 +211,8 @@ def main(argv: list[str] | None = None) -> int:
             print(doctor())
             return 0
         if given.command == "runs":
-            print(workbench.list_runs(given.runs_dir))
+            listed_runs = workbench.list_runs(given.runs_dir).filter(given.filter)
+            print(listed_runs.sort(given.sort) if given.sort else listed_runs)
             return 0
         if given.command == "report":
             shown = Run.load(given.path)

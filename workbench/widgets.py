@@ -4,6 +4,7 @@ A panel is a thin VBox over values that are read or computed elsewhere: in each 
 it, and the panel's own file holds the widgets. Every panel also has a static form, which a notebook shows before anything is run.
 
 * `RunPanel`: a run, live. A Run shows itself by it: `run_panel(run)` is the one panel of that run.
+* `runs`: the runs of a folder, to filter, to sort, to open and to compare.
 * `LogView`: append-only text of many ranks, with a tab per rank.
 * `ThroughputDoctor`: what holds a step back, what each knob would change, and the proof.
 * `MemoryExplorer`: what a step's memory is made of, what each knob would change, and whether it fits.
@@ -17,11 +18,12 @@ from workbench.batch.panel.planner import BatchPlanner
 from workbench.diagnosis.panel.doctor import ThroughputDoctor
 from workbench.memory.panel.explorer import MemoryExplorer
 from workbench.runs.panel.panel import LogView, RunPanel, run_panel
+from workbench.runs.panel.run_list import runs
 from workbench.scaling.panel.explorer import ScalingExplorer
 from workbench.traces.panel.explorer import TraceExplorer
 from workbench.traces.panel.perfetto import perfetto
 
 __all__ = [
-    "RunPanel", "run_panel", "LogView", "ThroughputDoctor", "MemoryExplorer", "BatchPlanner", "ScalingExplorer", "TraceExplorer",
+    "RunPanel", "run_panel", "runs", "LogView", "ThroughputDoctor", "MemoryExplorer", "BatchPlanner", "ScalingExplorer", "TraceExplorer",
     "perfetto",
 ]  # fmt: skip

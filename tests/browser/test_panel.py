@@ -104,7 +104,7 @@ def test_a_failed_run_names_the_rank_and_shows_its_traceback(open_notebook: Open
 
 def test_the_static_face_shows_before_anything_is_run_and_the_panel_after(open_notebook: Open, finished: Run) -> None:
     load = f"import workbench as wb\nrun = wb.Run.load({str(finished.path)!r})"
-    nb = open_notebook(load, "run", "run.plot()", "wb.plot.metrics(run)", execute=True)
+    nb = open_notebook(load, "run", "run.plot()", "wb.plot.metrics(run)", "wb.widgets.runs(run.path.parent)", execute=True)
     face = nb.output(1)
     expect(face).to_contain_text("finished")
     expect(face).to_contain_text("24 of 24 steps")
@@ -118,6 +118,18 @@ def test_the_static_face_shows_before_anything_is_run_and_the_panel_after(open_n
     expect(nb.page.locator(".wb-panel .wb-badge")).to_have_text(re.compile("finished"))
     expect(nb.page.locator(".wb-panel .wb-curve")).to_be_visible()
     nb.see("panel-finished")
+    nb.run(4)
+    rows = nb.output(4).locator(".wb-runs tbody tr")
+    expect(rows).to_have_count(1)
+    nb.output(4).get_by_label("filter").fill("nowhere")
+    expect(rows).to_have_count(0)
+    nb.output(4).get_by_label("filter").fill("finished")
+    nb.output(4).get_by_role("button", name="steps").click()
+    expect(nb.output(4).get_by_role("columnheader", name="steps")).to_have_attribute("aria-sort", "ascending")
+    rows.get_by_role("button").press("Enter")
+    expect(nb.output(4).locator(".wb-panel .wb-badge")).to_have_text(re.compile("finished"))
+    expect(rows.get_by_role("button")).to_be_focused()
+    nb.see("runs")
 
 
 def test_a_kernel_restart_leaves_no_process(open_notebook: Open) -> None:

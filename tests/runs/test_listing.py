@@ -1,5 +1,6 @@
 """The list of runs: what each row says, what differs, and what is in the folder besides."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -106,3 +107,20 @@ def test_a_run_is_not_read_to_be_listed(by_hand: Make, monkeypatch: pytest.Monke
     monkeypatch.setattr(run_directory.BytesTail, "read", refuse)
     (run,) = wb.list_runs(made.path.parent)
     assert run.done == 2000
+
+
+def test_a_run_list_is_filtered_and_sorted(by_hand: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    by_hand(name="first", created=1.0, spec=SPEC.replace(lr=0.1).to_json()).losses(20).ended("finished")
+    by_hand(name="second", created=2.0, spec=SPEC.replace(lr=0.2).to_json()).losses(4).ended("finished")
+    listed = wb.list_runs(by_hand(created=3.0).path.parent)
+    assert [run.name for run in listed.filter("finished").sort("throughput")] == ["first", "second"]
+    assert "2 of 3 runs match" in str(listed.filter("finished"))
+    assert str(listed.filter("nowhere")).endswith("0 of 3 runs match.")
+    assert listed.filter(" ") is listed
+    with pytest.raises(ValueError, match=r"sort\('los'\): did you mean 'loss'\? runs can be sorted by created, run, state"):
+        listed.sort("los")
+    many = dataclasses.replace(listed, runs=listed.runs * 50)
+    assert "the newest 100 of 150" in str(many)
+    assert "the first 100 of 150" in str(many.sort("state"))
+    assert main(["runs", str(listed.folder), "--filter", "lr=0.", "--sort", "loss"]) == 0
+    assert capsys.readouterr().out == f"{listed.filter('lr=0.').sort('loss')}\n"

@@ -1,5 +1,6 @@
 """Lists the runs of a folder: state, progress, last figures and the knobs in which they differ; a thousand in a second."""
 
+import dataclasses
 import math
 import os
 import time
@@ -9,15 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory, units
+from workbench.core.checks import did_you_mean
 from workbench.core.display import table as display
 from workbench.runs.rows import check_metric
-from workbench.runs.run import Run, RunFormatError
+from workbench.runs.run import ACTIVE, Run, RunFormatError
 from workbench.runs.spec import ScriptSpec
 
 _LAST = 4096
 """Bytes at the end of a file in which its last whole row is looked for."""
 _SHOWN = 100
-"""The most rows that the table shows, of the newest runs."""
+"""The most rows that the table shows."""
+COLUMNS = {
+    "run": "path", "state": "state", "steps": "done", "loss": "loss", "throughput": "samples_per_sec", "differs in": "differs"
+}  # fmt: skip
+"""Column of the table → the field of ListedRun that it is sorted by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +52,16 @@ class ListedRun:
 
 @dataclass(frozen=True, slots=True)
 class RunList(display.Shown):
-    """The runs of a folder, the newest last."""
+    """The runs of a folder, the newest last unless they were sorted."""
 
     folder: Path
     """The folder of the run directories."""
     runs: tuple[ListedRun, ...]
-    """Oldest first."""
+    """Oldest first, unless they were sorted."""
+    total: int | None = None
+    """Runs in the folder, if only some of them are listed; None = all are."""
+    order: str = ""
+    """The column that they were sorted by; empty = oldest first."""
 
     def __len__(self) -> int:
         return len(self.runs)
@@ -62,24 +72,57 @@ class RunList(display.Shown):
     def __getitem__(self, place: int) -> ListedRun:
         return self.runs[place]
 
+    def filter(self, text: str) -> "RunList":
+        """The runs whose directory, name, state or differing knobs contain each word of a text: `runs.filter("failed lr=0.1")`."""
+        words = text.lower().split()
+        chosen = tuple(run for run in self.runs if all(word in self._text(run) for word in words))
+        return dataclasses.replace(self, runs=chosen, total=len(self) if self.total is None else self.total) if words else self
+
+    def sort(self, by: str, *, descending: bool = False) -> "RunList":
+        """The same runs in another order; those without a value come last.
+
+        Args:
+            by: "created", or a column of the table: "run", "state", "steps", "loss", "throughput", "differs in".
+            descending: the largest first.
+
+        Raises:
+            ValueError: there is no such column.
+        """
+        fields = {"created": "created", **COLUMNS}
+        if by not in fields:
+            raise ValueError(f"sort({by!r}): {did_you_mean(by, fields)}runs can be sorted by {', '.join(fields)}")
+        known = [run for run in self.runs if getattr(run, fields[by]) not in (None, "")]
+        known.sort(key=lambda run: getattr(run, fields[by]), reverse=descending)
+        unknown = [run for run in self.runs if getattr(run, fields[by]) in (None, "")]
+        return dataclasses.replace(self, runs=(*known, *unknown), order=by)
+
+    def label(self, run: ListedRun) -> str:
+        """The directory of a run, relative to the folder."""
+        return str(run.path.relative_to(self.folder))
+
+    def _text(self, run: ListedRun) -> str:
+        return f"{self.label(run)} {run.name} {run.state} {run.differs}".lower()
+
+    def cells(self, run: ListedRun) -> list[str]:
+        """A run's row of the table."""
+        return [
+            self.label(run),
+            run.state,
+            units.MISSING if run.done is None else f"{run.done} of {run.steps}" if run.steps else str(run.done),
+            units.MISSING if run.loss is None else f"{run.loss:.4g}",
+            units.rate(run.samples_per_sec) if run.samples_per_sec else units.MISSING,
+            run.differs,
+        ]
+
     @property
     def table(self) -> display.Table:
-        """One row per run: of the newest hundred."""
-        rows = [
-            [
-                str(run.path.relative_to(self.folder)),
-                run.state,
-                units.MISSING if run.done is None else f"{run.done} of {run.steps}" if run.steps else str(run.done),
-                units.MISSING if run.loss is None else f"{run.loss:.4g}",
-                units.rate(run.samples_per_sec) if run.samples_per_sec else units.MISSING,
-                run.differs,
-            ]
-            for run in self.runs[-_SHOWN:]
-        ]
-        more = f"the newest {_SHOWN} of {len(self)}; to_frame() has all. " if len(self) > _SHOWN else ""
-        note = f"{more}throughput: mean since the training began, warm-up included" if rows else "no runs here"
-        columns = ("run", "state", "steps", "loss", "throughput", "differs in")
-        return display.Table(columns=columns, rows=rows, title=f"Runs in {self.folder}", note=note)
+        """One row per run: of the newest hundred, or of the first hundred if they were sorted."""
+        rows = [self.cells(run) for run in (self.runs[:_SHOWN] if self.order else self.runs[-_SHOWN:])]
+        of = "" if self.total is None else f"{len(self)} of {self.total} runs match. "
+        which = "first" if self.order else "newest"
+        more = f"the {which} {_SHOWN} of {len(self)}; to_frame() has all. " if len(self) > _SHOWN else ""
+        note = f"{of}{more}throughput: mean since the training began, warm-up included" if rows else of.strip() or "no runs here"
+        return display.Table(columns=tuple(COLUMNS), rows=rows, title=f"Runs in {self.folder}", note=note)
 
     to_frame = display.frame_method("runs", ListedRun)
 
@@ -96,13 +139,59 @@ def list_runs(runs_dir: str | os.PathLike[str] | None = None) -> RunList:
     Raises:
         ValueError: it is not a folder.
     """
-    if runs_dir is not None and not isinstance(runs_dir, str | os.PathLike):
-        raise ValueError(f"list_runs({runs_dir!r:.80}): expected the path of a folder with run directories")
-    folder = Path(runs_dir or "runs").expanduser().absolute()
-    if not folder.is_dir():
-        raise ValueError(f"list_runs: {folder} is not a folder; runs go to `runs` in the current folder, or to launch(…, runs_dir=…)")
-    read = sorted((_read(path) for path in _directories(folder)), key=lambda pair: (pair[0].created, pair[0].path))
-    return RunList(folder, tuple(_with_differences(read)))
+    return RunFolder(runs_dir).read()
+
+
+class RunFolder:
+    """A folder of run directories that is listed again and again. Runs that have ended are read once.
+
+    Attributes:
+        path: of the folder.
+    """
+
+    def __init__(self, runs_dir: str | os.PathLike[str] | None = None) -> None:
+        """See `list_runs`."""
+        if runs_dir is not None and not isinstance(runs_dir, str | os.PathLike):
+            raise ValueError(f"list_runs({runs_dir!r:.80}): expected the path of a folder with run directories")
+        self.path = Path(runs_dir or "runs").expanduser().absolute()
+        self._ended: dict[Path, tuple[tuple[_Version, _Version], _Read]] = {}
+        """Path → which run.json was read, its own and that of its launch, and what came of it."""
+
+    def read(self) -> RunList:
+        """The runs that are there now.
+
+        Raises:
+            ValueError: it is not a folder.
+        """
+        if not self.path.is_dir():
+            raise ValueError(
+                f"list_runs: {self.path} is not a folder; runs go to `runs` in the current folder, or to launch(…, runs_dir=…)"
+            )
+        before, self._ended = self._ended, {}
+        read = []
+        for path in _directories(self.path):
+            version, known = (_version(path), _version(path.parent)), before.get(path)
+            listed = known[1] if known and known[0] == version else _read(path)
+            may_change = listed[0].state in (*ACTIVE, "lost") or os.path.exists(path / run_directory.JOB)
+            if not may_change:  # a run without a guard may just begin, and Slurm may begin an ended job again
+                self._ended[path] = version, listed
+            read.append(listed)
+        return RunList(self.path, tuple(_with_differences(sorted(read, key=lambda pair: (pair[0].created, pair[0].path)))))
+
+
+_Read = tuple[ListedRun, Mapping[str, Any]]
+"""A run, and its spec as JSON; empty where it cannot be read."""
+
+_Version = tuple[int, ...] | None
+
+
+def _version(path: Path) -> _Version:
+    """Which run.json a run has; it is replaced when a run ends or goes on."""
+    try:
+        stat = os.stat(path / run_directory.RUN_JSON)
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def _directories(folder: Path) -> Iterator[Path]:
@@ -119,8 +208,7 @@ def _is_run(path: Path) -> bool:
     return os.path.exists(path / run_directory.RUN_JSON)
 
 
-def _read(path: Path) -> tuple[ListedRun, Mapping[str, Any]]:
-    """A run, and its spec as JSON; empty where it cannot be read."""
+def _read(path: Path) -> _Read:
     try:
         run = Run.load(path)
         state = run.state
@@ -175,7 +263,7 @@ def _last_metric(path: Path) -> dict[str, Any]:
     return found
 
 
-def _with_differences(read: Sequence[tuple[ListedRun, Mapping[str, Any]]]) -> Iterator[ListedRun]:
+def _with_differences(read: Sequence[_Read]) -> Iterator[ListedRun]:
     """The runs, each with the knobs in which runs of its task differ."""
     groups: dict[Any, dict[str, set[str]]] = {}
     for _, spec in read:
@@ -185,7 +273,7 @@ def _with_differences(read: Sequence[tuple[ListedRun, Mapping[str, Any]]]) -> It
     for run, spec in read:
         values = groups[spec.get("task", spec.get("script"))]
         words = [f"{name}={_word(value)}" for name, value in spec.items() if len(values[name]) > 1]
-        yield ListedRun(**{name: getattr(run, name) for name in ListedRun.__slots__} | {"differs": ", ".join(words)})
+        yield dataclasses.replace(run, differs=", ".join(words))
 
 
 def _word(value: object) -> str:
