@@ -1,6 +1,6 @@
 """Execute notebooks and compare what they show (strict nbval): `make notebooks`, two at a time.
 
-Those that take minutes: `make slow-notebooks`; of these, those whose claims are about time run alone. One that fails is executed once more,
+Those that take longest: `make slow-notebooks`; of these, those whose claims are about time run alone. One that fails is executed once more,
 whole and alone, since others compute on the machine, too. The output names it; one that fails twice fails, and so does a process that is
 left behind, whatever the second time says.
 """
@@ -16,8 +16,8 @@ from tests.conftest import LEFT
 ROOT = Path(__file__).parents[1]
 NBVAL = ["-p", "tests.conftest", "--nbval", "--nbval-cell-timeout", "300", "--nbval-sanitize-with", "tests/nbval.cfg"]
 TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile"]
-SLOW = ("04_", "05_")
-"""How the names of those begin that take three minutes or more."""
+SLOW = ("04_", "05_", "06_", "08_")
+"""How the names of those begin that take longest."""
 ALONE = ("02_", "03_")
 """How the names of those begin that judge times by experiment: slow, too, and nothing may run beside them."""
 LAST_FAILED = ROOT / ".pytest_cache/v/cache/lastfailed"

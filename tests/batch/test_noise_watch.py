@@ -80,6 +80,7 @@ def by_hand_norms(model: nn.Module, batch: Pair, parts: int) -> tuple[float, flo
 # --- ranks, shards, accumulation
 
 
+@pytest.mark.slow
 def test_every_way_to_spread_a_step_gives_the_same_norms(tmp_path: Path) -> None:
     """DDP with any buckets and with a user's own hook, FSDP2, HSDP and accumulation: one truth."""
     script = Path(__file__).parents[1] / "scripts" / "noise_ranks.py"

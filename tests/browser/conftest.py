@@ -1,4 +1,4 @@
-"""One JupyterLab and one Chromium for all browser tests; a fresh context for each notebook."""
+"""One JupyterLab and one Chromium for all browser tests; a page for each notebook."""
 
 import os
 import shutil
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import BrowserContext, sync_playwright
 
 from tests.browser.lab import FLAGS, Lab, Notebook, write
 from workbench import launch
@@ -18,19 +18,20 @@ CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-sta
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
+def context() -> Iterator[BrowserContext]:
+    """What the pages of all notebooks share: the browser's cache, so that it loads and compiles JupyterLab once."""
     path = next(filter(None, map(shutil.which, CHROMIUMS)), None)
     if path is None:
         message = f"no Chromium on PATH (looked for {', '.join(CHROMIUMS)}). Debian: apt-get install chromium"
         pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        yield chromium
+        yield chromium.new_context(viewport={"width": 1180, "height": 980})
         chromium.close()
 
 
 @pytest.fixture(scope="session")
-def lab(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(context: BrowserContext, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     server = Lab(tmp_path_factory.mktemp("lab"))
     shutil.copy(SCRIPT, server.root)
     yield server
@@ -38,13 +39,13 @@ def lab(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def open_notebook(lab: Lab, browser: Browser) -> Iterator[Callable[..., Notebook]]:
+def open_notebook(lab: Lab, context: BrowserContext) -> Iterator[Callable[..., Notebook]]:
     """`open_notebook("cell", "cell", …)`, or with a Path; `execute=True` runs it first and stores its outputs."""
     opened: list[Notebook] = []
 
     def open_one(*cells: str | Path, execute: bool = False) -> Notebook:
         path = cells[0] if isinstance(cells[0], Path) else write(lab.root, [str(cell) for cell in cells], execute)
-        opened.append(Notebook(lab, browser, path))
+        opened.append(Notebook(lab, context, path))
         return opened[-1]
 
     yield open_one

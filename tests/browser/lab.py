@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, Locator, expect
+from playwright.sync_api import BrowserContext, Locator, expect
 
 TIMEOUT = 45_000  # milliseconds; for a machine that is busy
 FLAGS = [
@@ -90,10 +90,9 @@ class Lab:
 
 
 class Notebook:
-    """One notebook in one fresh browser context."""
+    """One notebook in a page of its own."""
 
-    def __init__(self, lab: Lab, browser: Browser, path: Path) -> None:
-        context = browser.new_context(viewport={"width": 1180, "height": 980})
+    def __init__(self, lab: Lab, context: BrowserContext, path: Path) -> None:
         self.page = context.new_page()
         self.page.set_default_timeout(TIMEOUT)
         self.errors: list[str] = []
@@ -148,10 +147,11 @@ class Notebook:
     def close(self) -> None:
         """Close, and see that the page had no error and asked nobody outside this machine."""
         self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
-        self.page.context.close()
+        self.page.close()
         own = [text for text in self.errors if "Canceled future" not in text]  # Lab says so itself when a kernel is restarted
-        assert own == []
-        assert [url for url in self.requests if "//127.0.0.1:" not in url] == []
+        assert not own, f"errors of the page: {own}"
+        foreign = [url for url in self.requests if "//127.0.0.1:" not in url]
+        assert not foreign, f"the page asked {foreign}"
 
 
 def write(folder: Path, cells: Sequence[str], execute: bool) -> Path:

@@ -53,15 +53,3 @@ def test_keys_move_the_batch_and_all_follows(open_notebook: Open) -> None:
     assert heights == sorted(heights)
     nb.see("planner-linear")
     tab_until(nb, ".wb-planner select")
-
-
-def test_the_static_face_shows_before_anything_is_run(open_notebook: Open) -> None:
-    nb = open_notebook(LOAD, SHOW, execute=True)
-    face = nb.output(1)
-    expect(face).to_contain_text("Batch planner")
-    expect(face).to_contain_text("inside the rule's domain")
-    expect(face.locator("table")).to_contain_text("global batch")
-    expect(nb.page.locator(".wb-panel")).to_have_count(0)
-    columns = face.locator('[class^="wb-light-"]')
-    assert columns.count() == 14 or face.locator("[title*='learning rate']").count() == 14
-    nb.see("planner-static")

@@ -62,17 +62,6 @@ def test_keys_alone_turn_a_knob_and_the_bar_follows(open_notebook: Open, stored:
     tab_until(nb, ".wb-go", key="Shift+Tab")
 
 
-def test_the_static_face_shows_before_anything_is_run(open_notebook: Open, stored: None) -> None:
-    nb = open_notebook(LOAD, "doctor = wb.widgets.ThroughputDoctor(d)\ndoctor.num_workers.value = 2\ndoctor", "d.plot()", execute=True)
-    face = nb.output(1)
-    expect(face).to_contain_text("input-bound (decode)")
-    expect(face).to_contain_text("predicted with num_workers=2")
-    expect(face.locator("table")).to_contain_text("precision=amp_bf16")
-    expect(nb.page.locator(".wb-panel")).to_have_count(0)
-    expect(nb.page.locator("[class*=jp-needs-]")).to_have_count(0)  # no slab behind a picture in either theme
-    nb.see("doctor-static")
-
-
 def test_measure_prove_and_what_they_say(open_notebook: Open, lab: Lab) -> None:
     shutil.copy(TASKS, lab.root)
     spec = 'import workbench as wb\nspec = wb.RunSpec(task="slow_task.py:slow_loader", micro_batch=16)'

@@ -12,6 +12,7 @@ from tests.browser.test_panel import tab_until
 pytestmark = pytest.mark.browser
 Open = Callable[..., Notebook]
 LOAD = 'import workbench as wb\nspec = wb.RunSpec(task="text-gpt", micro_batch=4096)'
+FULL = 'wb.widgets.MemoryExplorer(spec.replace(micro_batch=32768), device="T4")'
 MINUTE = 60_000  # milliseconds
 
 
@@ -39,9 +40,9 @@ def line(nb: Notebook) -> float:
     )
 
 
-def test_keys_move_the_batch_and_a_device_its_line(open_notebook: Open) -> None:
+def test_keys_move_the_batch_and_a_device_its_line_until_it_does_not_fit(open_notebook: Open) -> None:
     nb = open_notebook(
-        LOAD, 'explorer = wb.widgets.MemoryExplorer(spec, device="L4")\nexplorer', "explorer.wait()\nprint(explorer.result.total)"
+        LOAD, 'explorer = wb.widgets.MemoryExplorer(spec, device="L4")\nexplorer', "explorer.wait()\nprint(explorer.result.total)", FULL
     )
     nb.run(0)
     nb.run(1)
@@ -69,25 +70,11 @@ def test_keys_move_the_batch_and_a_device_its_line(open_notebook: Open) -> None:
     assert line(nb) > 0.99
     tab_until(nb, ".wb-explorer select")
 
-
-def test_it_does_not_fit_and_says_so(open_notebook: Open) -> None:
-    nb = open_notebook(LOAD, 'wb.widgets.MemoryExplorer(spec.replace(micro_batch=32768), device="T4")')
-    nb.run(0)
-    nb.run(1)
-    expect(nb.page.locator(".wb-explorer .wb-badge")).to_have_text("does not fit", timeout=MINUTE)
+    nb.command("notebook:clear-all-cell-outputs")
+    nb.run(3)
+    expect(panel.locator(".wb-badge")).to_have_text("does not fit", timeout=MINUTE)
     assert 0.1 < line(nb) < 0.95
     nb.see("explorer-full")
-    nb.page.locator(".wb-explorer select").last.select_option("H200")
-    expect(nb.page.locator(".wb-explorer .wb-badge")).to_have_text("fits", timeout=MINUTE)
+    panel.locator("select").last.select_option("H200")
+    expect(panel.locator(".wb-badge")).to_have_text("fits", timeout=MINUTE)
     assert line(nb) > 0.99
-
-
-def test_the_static_face_shows_before_anything_is_run(open_notebook: Open) -> None:
-    nb = open_notebook(LOAD, 'wb.widgets.MemoryExplorer(spec, device="L4")', execute=True)
-    face = nb.output(1)
-    expect(face).to_contain_text("Memory explorer")
-    expect(face).to_contain_text("to spare")
-    expect(face.locator("table")).to_contain_text("optimizer states")
-    expect(nb.page.locator(".wb-panel")).to_have_count(0)
-    expect(face).not_to_contain_text("at most")  # nothing of a picture that is left out
-    nb.see("explorer-static")

@@ -10,7 +10,6 @@ from playwright.sync_api import expect
 from tests.browser.lab import Notebook
 from tests.conftest import processes_with
 from workbench.core import run_directory
-from workbench.runs.run import Run
 
 pytestmark = pytest.mark.browser
 Open = Callable[..., Notebook]
@@ -35,7 +34,7 @@ def gone(run_id: str, within: float = 20) -> bool:
     return not left
 
 
-def test_a_run_is_live_while_a_later_cell_runs_and_stop_ends_it(open_notebook: Open) -> None:
+def test_a_run_is_live_while_a_later_cell_runs_and_keys_choose_a_log_and_stop_it(open_notebook: Open) -> None:
     nb = open_notebook(IMPORT, LAUNCH, "run", BUSY.format(25))
     run_id = launched(nb)
     words, lines = nb.page.locator(".wb-words"), nb.page.locator(".wb-lines")
@@ -53,25 +52,16 @@ def test_a_run_is_live_while_a_later_cell_runs_and_stop_ends_it(open_notebook: O
     expect(lines).not_to_contain_text("rank 0")
     nb.see("panel-running")
 
-    nb.page.get_by_role("button", name="Stop").click()
-    expect(nb.page.locator(".wb-badge")).to_have_text(re.compile("stopped"))
-    expect(nb.page.locator(".wb-stop")).to_be_hidden()
-    assert gone(run_id)
-
-
-def test_keys_alone_choose_a_log_and_stop_the_run(open_notebook: Open) -> None:
-    nb = open_notebook(IMPORT, LAUNCH, "run")
-    run_id = launched(nb)
-    expect(nb.page.locator(".wb-lines")).to_contain_text("[1] rank 1 step 1 ")
     nb.page.locator(".jp-Cell").nth(2).focus()
     tab_until(nb, ".wb-stop")
     tab_until(nb, ".wb-tabs button")
-    nb.page.keyboard.press("ArrowRight")
+    nb.page.keyboard.press("ArrowLeft")
     expect(nb.page.get_by_role("tab", name="rank 0")).to_be_focused()
-    expect(nb.page.locator(".wb-lines")).not_to_contain_text("rank 1 step")
+    expect(lines).not_to_contain_text("rank 1 step")
     tab_until(nb, ".wb-stop", key="Shift+Tab")
     nb.page.keyboard.press("Enter")
     expect(nb.page.locator(".wb-badge")).to_have_text(re.compile("stopped"))
+    expect(nb.page.locator(".wb-stop")).to_be_hidden()
     assert gone(run_id)
 
 
@@ -100,36 +90,6 @@ def test_a_failed_run_names_the_rank_and_shows_its_traceback(open_notebook: Open
     assert nb.page.evaluate(below) < 24, "the log does not follow its end"
     nb.see("panel-failed")
     assert gone(run_id)
-
-
-def test_the_static_face_shows_before_anything_is_run_and_the_panel_after(open_notebook: Open, finished: Run) -> None:
-    load = f"import workbench as wb\nrun = wb.Run.load({str(finished.path)!r})"
-    nb = open_notebook(load, "run", "run.plot()", "wb.plot.metrics(run)", "wb.widgets.runs(run.path.parent)", execute=True)
-    face = nb.output(1)
-    expect(face).to_contain_text("finished")
-    expect(face).to_contain_text("24 of 24 steps")
-    expect(face.locator("table")).to_contain_text("samples/s")
-    expect(nb.page.locator(".wb-panel")).to_have_count(0)
-    expect(nb.page.locator(".jp-RenderedImage img")).to_have_count(2)
-    expect(nb.page.locator("[class*=jp-needs-]")).to_have_count(0)  # no slab behind a picture in either theme
-    nb.see("static-untrusted")
-    nb.run(0)
-    nb.run(1)
-    expect(nb.page.locator(".wb-panel .wb-badge")).to_have_text(re.compile("finished"))
-    expect(nb.page.locator(".wb-panel .wb-curve")).to_be_visible()
-    nb.see("panel-finished")
-    nb.run(4)
-    rows = nb.output(4).locator(".wb-runs tbody tr")
-    expect(rows).to_have_count(1)
-    nb.output(4).get_by_label("filter").fill("nowhere")
-    expect(rows).to_have_count(0)
-    nb.output(4).get_by_label("filter").fill("finished")
-    nb.output(4).get_by_role("button", name="steps").click()
-    expect(nb.output(4).get_by_role("columnheader", name="steps")).to_have_attribute("aria-sort", "ascending")
-    rows.get_by_role("button").press("Enter")
-    expect(nb.output(4).locator(".wb-panel .wb-badge")).to_have_text(re.compile("finished"))
-    expect(rows.get_by_role("button")).to_be_focused()
-    nb.see("runs")
 
 
 def test_a_kernel_restart_leaves_no_process(open_notebook: Open) -> None:

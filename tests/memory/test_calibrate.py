@@ -240,6 +240,7 @@ def test_in_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert len(load_fits()) == 1
 
 
+@pytest.mark.slow
 def test_its_tasks_are_there_and_lie_far_apart() -> None:
     for task in calibrating.MODELS:
         assert resolve(task).name

@@ -250,6 +250,7 @@ print({{"torch", "numpy", "pandas", "matplotlib", "ipywidgets", "psutil"}} & set
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
+@pytest.mark.slow
 def test_several_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
     runs = [wb.launch(HELLO, args=[i], nproc_per_node=2, runs_dir=tmp_path) for i in range(2)]
     assert len({run.path for run in runs}) == 2

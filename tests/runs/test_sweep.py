@@ -84,6 +84,7 @@ def test_one_launch_serves_many(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all("samples/s" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_different_groups_run_one_after_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = wb.sweep(SPEC, runs_dir=tmp_path, quiet=True, nproc_per_node=[2, 1])
     assert [(run.state, len(run.timelines)) for run in runs] == [("finished", 2), ("finished", 1)]

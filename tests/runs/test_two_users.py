@@ -85,6 +85,7 @@ def theirs() -> set[Path]:
     return {path for path in Path("/tmp").iterdir() if path.lstat().st_uid in USERS and not path.name.startswith("torchinductor_")}
 
 
+@pytest.mark.slow
 def test_two_users_train_at_once_and_see_nothing_of_each_other(python: str, homes: list[Path]) -> None:
     before = theirs()
     both = [

@@ -94,6 +94,7 @@ def test_the_same_points_give_the_same_law() -> None:
 # --- intervals
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_truth() -> None:
     trials, covered, new = 14, np.zeros(7), 0
     for seed in range(trials):
@@ -208,6 +209,7 @@ def test_what_cannot_be_told_is_said_with_every_answer(changes: dict[str, Any], 
 FOUR = [(n, d) for n in np.geomspace(1e6, 1e8, 4) for d in np.geomspace(2e7, 2e9, 4)]
 
 
+@pytest.mark.slow
 def test_a_factor_without_effect_is_not_given_an_exponent() -> None:
     rng = np.random.default_rng(0)
     size = ScalingLaw.fit([(n, d, (1.7 + 410 / d**0.3) * math.exp(rng.normal(0, 0.003))) for n, d in FOUR], draws=10)
