@@ -12,6 +12,7 @@ BEHAVIOURS = {
     "cluster/test_published_scaling.py": "predictors of scaling against published results (benchmarks/reality.py)",
     "core/test_control_groups.py": "control groups, the part of system_load.py that may be tested beside other work",
     "diagnosis/test_emulated_device.py": "verdicts on a device that works behind the host's back",
+    "diagnosis/test_time_to_verdict.py": "how long experiments take to a verdict, by a fake clock",
     "diagnosis/test_gallery.py": "the gallery of planted bottlenecks",
     "memory/test_gradient_sums.py": "gradients that are summed in place, when they are recorded and when they are not",
     "memory/test_plot_ladder.py": "the picture of a memory ladder, in plot.py",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from workbench.core import progress
-from workbench.core.progress import ProgressLine
+from workbench.core.progress import ProgressLine, Waiting
 from workbench.runs.run import Run
 
 CLEAR = "\r\x1b[2K"
@@ -66,3 +66,32 @@ def test_a_wait_shows_it(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, by
     run.wait(timeout=20)
     assert f"{CLEAR}mine ████████░░░░░░░░░░░░ 8/20" in terminal.getvalue()
     assert terminal.getvalue().endswith(f"{CLEAR}{run}\n")
+
+
+def test_in_a_notebook_the_line_stands_below_its_cell_and_leaves_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = list[tuple[dict[str, str], bool]]()
+
+    def publish(data: dict[str, str], *, transient: dict[str, str], update: bool) -> None:
+        sent.append((data, update))
+
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    shell = SimpleNamespace(kernel=object(), display_pub=SimpleNamespace(publish=publish))
+    modules = {"IPython": SimpleNamespace(get_ipython=lambda: shell)}
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=io.StringIO(), modules=modules))
+    with Waiting("diagnose", 60) as line:
+        now[0] += 8
+        line.say("no optimizer step", "no loader: 61 % less (55 to 67)")
+    assert [update for _, update in sent] == [False, True, True]
+    assert sent[0][0] == {"text/plain": "diagnose: starting … 0 s of at most 60 s"}
+    known = "no loader: 61 % less (55 to 67)"
+    assert sent[1][0] == {"text/plain": f"diagnose: {known}; now: no optimizer step … 8 s of at most 60 s"}
+    assert sent[2][0] == {}  # nothing that a comparison of stored outputs would see
+
+
+def test_in_a_log_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream, modules={}))
+    with Waiting("diagnose", None) as line:
+        line.say("no loader")
+    assert stream.getvalue() == ""

@@ -197,19 +197,29 @@ def test_a_step_that_fails_at_its_third_call() -> None:
     assert not training.optimizer.state
 
 
-@pytest.mark.parametrize("at", [2, 30, 300])
-def test_interrupted_at_any_time(at: int) -> None:
-    training, calls = Training(), [0]
+@pytest.mark.parametrize("at", [2, 30, "no optimizer step"])
+def test_interrupted_at_any_time(at: int | str) -> None:
+    """What is known by then is returned, and an interrupt before anything is known goes on; everything is as before either way."""
+    training, calls, doing = Training(), [0], [""]
     before, threads, own = training.weights, torch.get_num_threads(), torch.optim.AdamW.step
 
     def step(batch: Any) -> None:
         calls[0] += 1
-        if calls[0] == at:
+        if at in (calls[0], doing[-1]):
+            doing.append("")
             raise KeyboardInterrupt
         training.step(batch)
 
-    with pytest.raises(KeyboardInterrupt):
-        experiment(step, DataLoader(Samples(), batch_size=4, num_workers=1), budget_s=3)
+    def run() -> Evidence:
+        return experiment(step, DataLoader(Samples(), batch_size=4, num_workers=1), budget_s=3, progress=lambda now, _: doing.append(now))
+
+    if isinstance(at, int):
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    else:
+        evidence = run()
+        assert any(note.startswith("stopped by Ctrl-C after") for note in evidence.notes)
+        assert evidence.arms["cached"].pairs
     assert all(torch.equal(a, b) for a, b in zip(before, training.weights, strict=True))
     assert (torch.get_num_threads(), type(training.optimizer).step) == (threads, own)
     assert not training.optimizer.state

@@ -13,7 +13,6 @@ from workbench.diagnosis.measure.trials import (
     FEW_PAIRS,
     MAX_PAIRS,
     MAX_REMEDY_PAIRS,
-    MIN_PAIRS,
     Trials,
     reaching,
     thread_counts,
@@ -83,7 +82,7 @@ def test_a_hopeless_arm_is_not_asked_a_third_time(clock: Clock) -> None:
 def test_noise_makes_more_pairs(clock: Clock) -> None:
     numbers = iter([0.004, 0.02] * 10_000)
     trials, _ = tried(clock, 0.06, {"doubled": lambda: 3 * next(numbers) if clock.now % 1 > 0.3 else 0.01}, budget=1e6)
-    assert MIN_PAIRS < len(trials.results()["doubled"].pairs) <= MAX_PAIRS
+    assert FEW_PAIRS < len(trials.results()["doubled"].pairs) <= MAX_PAIRS
 
 
 @pytest.mark.parametrize("seconds", [1.2, 2.0, 8.0])

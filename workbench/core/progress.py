@@ -1,9 +1,11 @@
-"""Shows the progress of a run as one line in a terminal that is written over itself."""
+"""Shows the progress of a run, or of a long call, as one line that is written over itself, in a terminal or below a notebook's cell."""
 
 import sys
+import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from workbench.core import units
 
@@ -13,31 +15,119 @@ _CELLS = 20
 
 
 class ProgressLine:
-    """A line that is rewritten while something runs. Where stderr is not a terminal, nothing is written."""
+    """A line that is rewritten while something runs. Where stderr is not a terminal, such as in a log, nothing is written."""
 
-    def __init__(self, text: Callable[[], str]) -> None:
+    def __init__(self, text: Callable[[], str], *, notebook: bool = False) -> None:
         """
         Args:
             text: gives the line; called only when the line is shown.
+            notebook: show it in a notebook, too: below the cell that runs, and gone at the end.
         """
         self._text, self._next, self._shown = text, 0.0, False
-        self._live = sys.stderr is not None and sys.stderr.isatty()
+        self._cell = _CellOutput.here() if notebook else None
+        self._live = self._cell is not None or (sys.stderr is not None and sys.stderr.isatty())
 
     def show(self) -> None:
         """Write the line, unless that was done a moment ago."""
         if self._live and time.monotonic() >= self._next:
             self._next, self._shown = time.monotonic() + PAUSE, True
-            _write(self._text())
+            self._write(self._text())
 
     def close(self, last: object) -> None:
         """Replace the line, if one was shown, by a last one."""
-        if self._shown:
-            _write(f"{last}\n")
+        if not self._shown:
+            return
+        if self._cell:
+            self._cell.clear()
+        else:
+            self._write(f"{last}\n")
+
+    def _write(self, text: str) -> None:
+        if self._cell:
+            self._cell.show(text)
+        else:
+            sys.stderr.write(f"\r\x1b[2K{text}")
+            sys.stderr.flush()
 
 
-def _write(text: str) -> None:
-    sys.stderr.write(f"\r\x1b[2K{text}")
-    sys.stderr.flush()
+class _CellOutput:
+    """An output of the notebook cell that runs: a text that can be replaced."""
+
+    def __init__(self, publish: Callable[..., object]) -> None:
+        self._publish, self._id, self._begun = publish, uuid.uuid4().hex, False
+
+    @classmethod
+    def here(cls) -> Self | None:
+        """That of the running cell; None outside of a notebook, and in threads, which belong to no cell."""
+        if "IPython" not in sys.modules or threading.current_thread() is not threading.main_thread():
+            return None
+        shell = sys.modules["IPython"].get_ipython()
+        return cls(shell.display_pub.publish) if getattr(shell, "kernel", None) is not None else None
+
+    def show(self, text: str) -> None:
+        """Show another text."""
+        self._send({"text/plain": text})
+
+    def clear(self) -> None:
+        """Leave nothing of it in the notebook that is stored."""
+        self._send({})
+
+    def _send(self, data: dict[str, str]) -> None:
+        self._publish(data, transient={"display_id": self._id}, update=self._begun)
+        self._begun = True
+
+
+class Waiting:
+    """What a long call does now, and what it knows so far, in a line; the line goes at the end.
+
+    >>> line = Waiting("diagnose", 60)
+    >>> line.say("no optimizer step", "no loader: 61 % less (55 to 67)")
+    >>> line.words(8)
+    'diagnose: no loader: 61 % less (55 to 67); now: no optimizer step … 8 s of at most 60 s'
+    """
+
+    def __init__(self, name: str, budget_s: float | None, *, begin: str = "starting") -> None:
+        """
+        Args:
+            name: of the function that was called.
+            budget_s: seconds that it may take; None = there is no limit.
+            begin: what it will do.
+        """
+        self._name, self._budget, self._now, self._known = name, budget_s, begin, ""
+        self._began = time.monotonic()
+        self._line = ProgressLine(lambda: self.words(self.seconds), notebook=True)
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._began
+
+    def say(self, now: str, known: str | None = None) -> None:
+        """Tell what comes now, and what is known so far (None = nothing new)."""
+        self._now, self._known = now, self._known if known is None else known
+        self.tick()
+
+    def tick(self) -> None:
+        """Show the time that has passed."""
+        self._line.show()
+
+    def words(self, seconds: float) -> str:
+        """The line after so many seconds."""
+        limit = "" if self._budget is None else f" of at most {_whole(self._budget)}"
+        begun = f"{self._known}; now: {self._now}" if self._known else self._now
+        return f"{self._name}: {begun} … {_whole(seconds)}{limit}"
+
+    def __enter__(self) -> Self:
+        self.tick()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._line.close(f"{self._name}: {f'{self._known} · ' * bool(self._known)}{_whole(self.seconds)}")
+
+
+def _whole(seconds: float) -> str:
+    """Whole seconds as text: nobody reads tenths while they pass."""
+    return f"{seconds:.0f} s" if seconds < 100 else units.seconds(seconds)
 
 
 def progress_text(name: str, done: int, steps: int | None, seconds: float, rows: Sequence[Mapping[str, Any]]) -> str:

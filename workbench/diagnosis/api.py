@@ -13,6 +13,7 @@ from typing import Any
 
 from workbench.core import run_directory, units
 from workbench.core.checks import real_number
+from workbench.core.progress import Waiting
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis import calibration
 from workbench.diagnosis.analysis.calibration import Calibration
@@ -82,7 +83,8 @@ def diagnose(
         return _from_run(given)
     from workbench.diagnosis.measure.experiment import experiment
 
-    evidence = experiment(given.step, given.loader, model=model, optimizer=optimizer, budget_s=budget_s)
+    with Waiting("diagnose", budget_s) as line:
+        evidence = experiment(given.step, given.loader, model=model, optimizer=optimizer, budget_s=budget_s, progress=line.say)
     return Diagnosis.of(evidence, subject=given, adjust=Calibration.load().adjust)
 
 

@@ -105,10 +105,35 @@ def diagnose(assignment: Assignment) -> dict[str, Any]:
     def step(batches: Any) -> None:
         trainer.step(batches if spec.accumulation > 1 else (batches,))
 
-    evidence = experiment(
-        step, trainer.loader, model=trainer.model, optimizer=trainer.optimizer, budget_s=_budget(assignment), accumulation=spec.accumulation
-    )
+    with progress_rows(assignment) as progress:
+        evidence = experiment(
+            step,
+            trainer.loader,
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            budget_s=_budget(assignment),
+            accumulation=spec.accumulation,
+            progress=progress,
+        )
     return dataclasses.replace(evidence, precision=spec.precision).to_json()
+
+
+@contextlib.contextmanager
+def progress_rows(assignment: Assignment) -> Iterator[Callable[[str, str], None]]:
+    """A function that writes what is tried now and known so far into the run directory, from rank 0; whoever waits shows it."""
+    first = assignment.ranks.rank == 0
+    writer = run_directory.LineWriter(assignment.run_dir / run_directory.METRICS) if first else None
+    began = time.monotonic()
+
+    def write(now: str, known: str) -> None:
+        if writer is not None:
+            writer.write([{"step": 0, "now": now, "known": known, "seconds": time.monotonic() - began}])
+
+    try:
+        yield write
+    finally:
+        if writer is not None:
+            writer.close()
 
 
 def prove(assignment: Assignment) -> dict[str, Any]:

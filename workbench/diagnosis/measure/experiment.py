@@ -1,6 +1,7 @@
 """Runs the experiments on a training step: takes away one part at a time and returns Evidence."""
 
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,13 +15,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from workbench.core import units
 from workbench.core.gpu_load import GpuLoad, load_nvml
-from workbench.core.statistics import Interval
+from workbench.core.statistics import LOOKS, Interval, repeated_interval
 from workbench.core.system_load import LoadMeter
-from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Inside, Loading
+from workbench.diagnosis.analysis.evidence import ARMS, Evidence, Gradients, Inside, Loading
 from workbench.diagnosis.measure import inside, loading
 from workbench.diagnosis.measure.evidence import EvidenceBuilder
-from workbench.diagnosis.measure.trials import MIN_PAIRS, NARROW_INTERVAL, Trials, reaching, treatments
+from workbench.diagnosis.measure.trials import CLEAR_INTERVAL, FEW_PAIRS, MIN_BLAMED_SAVING, NARROW_INTERVAL, Trials, reaching, treatments
 from workbench.harness import ablations
 from workbench.harness.blocks import BlockTimer, DiagnoseError, steps_for
 from workbench.harness.discover import ReachableState
@@ -32,12 +34,12 @@ from workbench.harness.restore import SavedState
 
 BUDGET_SHARES = {"warm-up": 0.1, "rounds": 0.4, "inside": 0.5, "loading": 0.6, "trials": 0.9}
 """Until which fraction of the budget each part may go on, at most."""
-LOADING_SECONDS, INSIDE_SECONDS = 5.0, 2.0
+LOADING_SECONDS, INSIDE_SECONDS = 3.0, 1.2
 """Most that these parts take of a large budget."""
-CHEAP_LOADER, CHEAP_LOADER_SECONDS = 0.08, 2.0
+CHEAP_LOADER, CHEAP_LOADER_SECONDS = 0.08, 1.0
 """Fraction of the step below which the loader does not matter, and seconds for which it is probed then."""
-CLEAR_LOADER, CLEAR_LOADER_WIDTH = 0.25, 0.12
-"""Fraction of the step from which on the loader is to blame for certain; its interval may be this wide then."""
+BLAMED_LOADER = 0.15
+"""Fraction of the step from which on the loader is to blame; see `diagnosis.analysis.verdict.USUAL`."""
 SLOW_STEP = 0.7
 """Seconds: such steps are traced once."""
 MIN_CALLS = 120
@@ -54,6 +56,7 @@ def experiment(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     budget_s: float = 60.0,
     accumulation: int = 1,
+    progress: Callable[[str, str], object] | None = None,
 ) -> Evidence:
     """Find out what limits a training step, by experiments in this process. Everything is restored afterwards.
 
@@ -66,9 +69,10 @@ def experiment(
         optimizer: likewise.
         budget_s: seconds that it may take, about.
         accumulation: batches per step.
+        progress: called with what is tried now, and what is known so far.
 
     Returns:
-        The evidence, the same on all ranks.
+        The evidence, the same on all ranks. After Ctrl-C, that of the experiments so far, if one rank trains and the loader was tried.
 
     Raises:
         DiagnoseError: step() cannot be called with a batch, or raised an error.
@@ -89,7 +93,7 @@ def experiment(
                 "for ever. Give a list, a DataLoader or another iterable that can be read again"
             )
         try:
-            return _Experiment(bench, feed, keep, objects, budget_s, notes).run()
+            return _Experiment(bench, feed, keep, objects, budget_s, notes, progress).run()
         except Exhausted:
             raise DiagnoseError(too_few(feed)) from None
 
@@ -113,14 +117,24 @@ def _gpu_load(device: torch.device) -> GpuLoad | None:
 class _Experiment:
     """One experiment, on one rank. All ranks take the same decisions, by figures on which they agree."""
 
-    def __init__(self, bench: BlockTimer, feed: Feed, keep: SavedState, objects: ReachableState, budget: float, notes: list[str]) -> None:
+    def __init__(
+        self,
+        bench: BlockTimer,
+        feed: Feed,
+        keep: SavedState,
+        objects: ReachableState,
+        budget: float,
+        notes: list[str],
+        progress: Callable[[str, str], object] | None,
+    ) -> None:
         self.bench, self.feed, self.keep, self.found, self.budget, self.notes = bench, feed, keep, objects, budget, notes
+        self.progress = progress or (lambda now, known: None)
         self.models, self.optimizers = objects.models, objects.optimizers
         self.peers = bench.peers
         self.seen: StepFacts
         self.rounds: InterleavedRounds
         self.sums: EvidenceBuilder
-        self.trials: Trials
+        self.trials: Trials | None = None
         self.inside: Inside | None = None
         self.loading: Loading | None = None
 
@@ -130,18 +144,23 @@ class _Experiment:
         gpu = _gpu_load(self.bench.device) if self.peers.rank == 0 else None
         try:
             self._warm_up()
-            self._rounds()
-            cached = self.bench.timings.typical("cached")
-            self._look_inside(cached)
-            self._probe_loader()
-            self._trials(self.bench.timings.typical("full"))
-            self._wait_for_stalls(cached)
+            try:
+                self._rounds()
+                cached = self.bench.timings.typical("cached")
+                self._look_inside(cached)
+                self._probe_loader()
+                self._trials(self.bench.timings.typical("full"))
+                self._wait_for_stalls(cached)
+            except KeyboardInterrupt:
+                if self.peers.world_size > 1 or not self.rounds.pairs:
+                    raise
+                self.notes.append(f"stopped by Ctrl-C after {units.seconds(self.bench.tick())}: this is what was known by then")
             reduced = self.peers.world_size > 1 and ablations.can_skip_reduction(self.models)
             gradients = measure_gradients(self.models, self.peers) if reduced else None
             self.bench.tick()
             evidence = self.sums.evidence(
                 self.found,
-                tried=self.trials.results(),
+                tried=self.trials.results() if self.trials else {},
                 inside=self.inside,
                 loading=self.loading,
                 samples=self.seen.samples,
@@ -156,10 +175,18 @@ class _Experiment:
     def _until(self, part: str) -> float:
         return BUDGET_SHARES[part] * self.budget
 
+    def _say(self, now: str) -> None:
+        """Tell what is tried now, and what saves most of all that was tried."""
+        known = {"no loader": saved_by_caching(self.sums.arm("cached").pairs)} if self.rounds.pairs > 1 else {}
+        if self.trials:
+            known |= {what_changes(name): self.trials.saved(name) for name in self.trials.tried}
+        self.progress(now, max(((saved.mid, as_words(what, saved)) for what, saved in known.items()), default=(0.0, ""))[1])
+
     # The parts
 
     def _warm_up(self) -> None:
         """Take the first steps, and observe the step meanwhile."""
+        self.progress("the first steps", "")
         self.seen = run_first_steps(self.bench, self.feed, self.keep, self.found, self._until("warm-up"), self.notes)
         self.rounds = InterleavedRounds(self.bench, self.feed, self.keep, self.models, self.optimizers, written=self.seen.written)
         self.sums = EvidenceBuilder(self.bench, self.feed, self.rounds)
@@ -169,11 +196,13 @@ class _Experiment:
         rounds, bench = self.rounds, self.bench
         rounds.prepare(self.budget / 8)
         while True:
+            self._say("no loader")
             rounds.turn()
             if max(self.peers.gather(self.feed.exhausted)) or bench.elapsed + rounds.cost > self._until("rounds"):
                 break
-            cached = self.sums.arm("cached")
-            if self.peers.agree(len(cached.pairs) >= MIN_PAIRS and _clear(cached.saved), all):  # passes may have other lengths elsewhere
+            pairs = self.sums.arm("cached").pairs
+            decided = len(pairs) >= FEW_PAIRS and _is_decided(pairs)
+            if self.peers.agree(decided, all):  # passes may have other lengths elsewhere
                 break
         if not rounds.watched:
             rounds.clocked(50)
@@ -193,6 +222,7 @@ class _Experiment:
 
     def _look_inside(self, cached: float) -> None:
         """A short trace of the cached step."""
+        self._say("a trace of a step")
         bench, replay = self.bench, self.rounds.replay
         self.rounds.settle()
         seconds = min(INSIDE_SECONDS, max(0.0, self._until("inside") - bench.elapsed))
@@ -211,6 +241,7 @@ class _Experiment:
 
     def _probe_loader(self) -> None:
         """What making a batch takes: on rank 0, while the others rest."""
+        self._say("the loader by itself")
         costs = self.sums.arm("cached").saved
         most = CHEAP_LOADER_SECONDS if costs.high < CHEAP_LOADER else LOADING_SECONDS
         seconds = min(most, max(1.0, self._until("loading") - self.bench.elapsed))
@@ -223,10 +254,18 @@ class _Experiment:
 
     def _trials(self, full: float) -> None:
         self.rounds.settle()
-        self.trials = Trials(
-            self.bench, self.rounds.replay, self.keep.restore_weights, full=full, alone=lambda: ablations.without_reduction(self.models)
+        cached = saved_by_caching(self.sums.arm("cached").pairs)
+        self.trials = trials = Trials(
+            self.bench,
+            self.rounds.replay,
+            self.keep.restore_weights,
+            full=full,
+            lead=self.peers.agree(cached.low if cached.low > BLAMED_LOADER else 0.0, min),
+            alone=lambda: ablations.without_reduction(self.models),
         )
-        gc_share = self.inside.gc / self.inside.step if self.inside and self.inside.step > 0 else 0.0
+        look = self.inside if self.inside and self.inside.step > 0 else None
+        gc_share = look.gc / look.step if look else 0.0
+        optimizer_share = look.optimizer / look.step * trials.worth if look and look.optimizer is not None else 1.0
         some = treatments(
             self.models,
             self.optimizers,
@@ -236,14 +275,16 @@ class _Experiment:
             accumulation=self.feed.accumulation,
             world_size=self.peers.world_size,
             gc_share=self.peers.agree(gc_share),
+            optimizer_share=self.peers.agree(optimizer_share),
             noise=self.meter.noise(),
         )
         some, note = reaching(some, self.seen.replays)
         self.notes += [note] if note else []
         everywhere = set[str].intersection(*(set(names) for names in self.peers.gather([treatment.name for treatment in some])))
         everywhere -= set() if self.seen.reduces else {"no_sync"}  # it would say that communication costs nothing
-        self.trials.run([treatment for treatment in some if treatment.name in everywhere], self._until("trials"))
-        self.notes += self.trials.notes
+        trials.begun = lambda name: self._say(what_changes(name))
+        trials.run([treatment for treatment in some if treatment.name in everywhere], self._until("trials"))
+        self.notes += trials.notes
 
     def _wait_for_stalls(self, cached: float) -> None:
         """More cached steps, where too few were seen, or one that stalled and no second one."""
@@ -252,6 +293,7 @@ class _Experiment:
         alone = self.peers.world_size > 1 and ablations.can_skip_reduction(self.models)
         arm = ablations.without_reduction(self.models) if alone else contextlib.nullcontext()
         name = "no_sync" if alone else "cached"
+        self._say("more steps, since some may stall")
         with arm:
             while True:
                 seen = max(self.peers.gather(len(self.sums.stalls().at)))
@@ -263,9 +305,31 @@ class _Experiment:
                 bench.run(name, replay.give(count), count)
 
 
-def _clear(saved: Interval) -> bool:
-    """Is the cost of the loader known well enough?"""
-    return saved.width <= NARROW_INTERVAL or saved.high < CHEAP_LOADER or (saved.low > CLEAR_LOADER and saved.width <= CLEAR_LOADER_WIDTH)
+def saved_by_caching(pairs: Sequence[tuple[float, float]], *, looks: int = LOOKS) -> Interval:
+    """What cached batches save of the full step, as an interval that may be looked at after each pair; see `repeated_interval`."""
+    known = [math.log(cached / full) for full, cached in pairs if full > 0 < cached]
+    return repeated_interval(known or [0.0], looks=looks).of(lambda ratio: 1 - math.exp(ratio))
+
+
+def what_changes(name: str) -> str:
+    """What an arm changes in the step, in a few words."""
+    kind, _, value = name.partition("=")
+    return ARMS[name].partition(":")[0] if name in ARMS else f"{value} {kind}" if value else name
+
+
+def as_words(what: str, saved: Interval) -> str:
+    """What is saved by a change, in a few words.
+
+    >>> as_words("no loader", Interval(low=0.55, mid=0.61, high=0.67))
+    'no loader: 61 % less (55 to 67)'
+    """
+    return f"{what}: {100 * saved.mid:.0f} % less ({100 * saved.low:.0f} to {100 * saved.high:.0f})"
+
+
+def _is_decided(pairs: Sequence[tuple[float, float]]) -> bool:
+    """Is it clear whether the loader is to blame, and if so, what it costs?"""
+    saved, width = saved_by_caching(pairs), saved_by_caching(pairs, looks=1).width
+    return saved.high < MIN_BLAMED_SAVING or width <= (CLEAR_INTERVAL if saved.low > BLAMED_LOADER else NARROW_INTERVAL)
 
 
 LARGE_BYTES = 25 * 2**20

@@ -1,6 +1,7 @@
-"""Runs the ablations that need no loader, each between two blocks of the unchanged step, until their intervals are narrow enough."""
+"""Runs the ablations that need no loader, each between two blocks of the unchanged step, until each is clearly above or below its limit."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.core.gc import without_gc
-from workbench.core.statistics import interval_of
+from workbench.core.statistics import LOOKS, Interval, Spread, repeated_interval
 from workbench.core.system_load import Noise
 from workbench.harness import ablations
 from workbench.harness.ablations import Variant
@@ -21,25 +22,24 @@ from workbench.harness.observe import Replays
 from workbench.harness.results import VariantTimes
 from workbench.harness.tf32 import has_tf32, tf32, uses_tf32
 
-BLOCK_SECONDS = 0.15
+BLOCK_SECONDS = 0.12
 """Seconds of a block, where steps are not longer than that."""
-MIN_PAIRS, FEW_PAIRS = 5, 3
-"""Pairs that a variant takes at least; then those of a variant that is clear, or for which there is no time."""
-NARROW_INTERVAL = 0.06
-"""The interval of the saved fraction of the full step is narrow enough if it is no wider than this."""
+FEW_PAIRS = 3
+"""Pairs that a variant takes at least, unless it is hopeless or there is no time."""
+NARROW_INTERVAL, CLEAR_INTERVAL = 0.06, 0.12
+"""The interval of the saved fraction of the full step is narrow enough if it is no wider than this; then if it lies clear of its limit."""
 MIN_SAVING = 0.05
-"""A variant that saves no more than this fraction of the full step does not matter."""
+"""A variant that saves no more than this fraction of the full step does not matter: it is dropped as soon as that is clear."""
 MIN_BLAMED_SAVING = 0.1
 """Nor does a part of the step that takes no more: no verdict names it."""
-VERDICT_ARMS = ("no_sync", "no_optimizer", "device_batch", "doubled")
-"""Variants that decide the verdict. The others are remedies: whether they gain 10 or 15 % does not have to be known."""
+BLAMED_SAVING = {"no_sync": 0.15, "no_optimizer": 0.3, "device_batch": 0.15}
+"""Variants that decide the verdict, and the savings from which on it names them, as `diagnosis.analysis.verdict.LIMITS` has them. The
+others are remedies: whether they gain 10 or 15 % does not have to be known."""
 NARROW_FOR_REMEDY = 0.1
 """The interval of a remedy's saving is narrow enough if it is no wider."""
-HOPELESS_SAVING = -0.5
-"""A variant that costs so much is not tried a third time."""
-MAX_PAIRS, MAX_REMEDY_PAIRS = 16, 8
-CLEAR_INTERVAL_SHARE = 0.5
-"""Fewer pairs than MIN_PAIRS are enough where their interval is so many times narrower: three agree by chance now and then."""
+MAX_PAIRS, MAX_REMEDY_PAIRS = LOOKS, 8
+MAX_POOLED = 8
+"""Degrees of freedom that the spread of the other variants counts for, beside a variant's own."""
 SETTLING_STEPS = 2
 """Steps after which idle threads sleep."""
 MAX_WARM_UP_SLOWDOWN = 4.0
@@ -48,6 +48,8 @@ MAX_DOUBLED_BYTES = 2**29
 """Bytes: larger batches are not doubled."""
 MIN_GC_SHARE = 0.02
 """Fraction of the step below which the garbage collector is not worth an ablation."""
+MAX_OPTIMIZER_COST = 2.0
+"""Most that an optimizer takes of a step on a CPU, as a multiple of its time in a trace: its writes push other data out of the caches."""
 
 
 def treatments(
@@ -60,9 +62,23 @@ def treatments(
     accumulation: int,
     world_size: int,
     gc_share: float,
+    optimizer_share: float = 1.0,
     noise: Noise,
 ) -> list[Variant]:
-    """The ablations that are possible for this step, the most informative first."""
+    """The ablations that are possible for this step and might save something, the most informative first.
+
+    Args:
+        models: what the step trains.
+        optimizers: and how.
+        replay: the batches.
+        device: where it computes.
+        precision: in which.
+        accumulation: batches per step.
+        world_size: ranks.
+        gc_share: fraction of the step that Python's garbage collector takes.
+        optimizer_share: fraction of the full step that the optimizer takes in a trace; another implementation saves no more.
+        noise: of other processes.
+    """
     first = replay.first
     each = _each(accumulation)
     treatments: list[Variant] = []
@@ -86,7 +102,8 @@ def treatments(
     treatments += [
         Variant(name=f"optimizer={name}", on=partial(ablations.optimizer_implementation, optimizers, name))
         for name in ("fused", "foreach")
-        if ablations.has_unused_implementation(optimizers, name)
+        if (device.type != "cpu" or MAX_OPTIMIZER_COST * optimizer_share >= MIN_SAVING)
+        and ablations.has_unused_implementation(optimizers, name)
     ]
     if precision == "fp32" and models and has_tf32(device):
         strict = not uses_tf32() or (has_convolutions(models) and not uses_tf32(convolution=True))
@@ -161,6 +178,7 @@ class Trials:
         rewind: Callable[[], None],
         *,
         full: float,
+        lead: float = 0.0,
         alone: ablations.Switch = contextlib.nullcontext,
     ) -> None:
         """Prepare; nothing is run yet.
@@ -170,25 +188,28 @@ class Trials:
             replay: the batches.
             rewind: puts the weights back.
             full: seconds of a full step.
+            lead: fraction of it that the removal of a part saves which was tried before, for certain: a part that saves less is not blamed.
             alone: inside, no rank waits for another.
         """
         self.alone = alone
-        self.bench, self.replay, self.rewind, self.full = bench, replay, rewind, full
+        self.bench, self.replay, self.rewind, self.full, self.lead = bench, replay, rewind, full, lead
         self.notes: list[str] = []
+        self.begun: Callable[[str], object] = lambda name: None
+        """Called with the name of a variant before each of its blocks."""
         self._pairs: dict[str, list[tuple[tuple[int, int], int]]] = {}  # cached blocks before and after, the arm's block
         self._treatments: dict[str, Variant] = {}
         step = bench.timings.typical("cached")
         self.worth = step / full
         """Fraction of the full step that a variant affects."""
-        least = 4 if step < 0.15 else 2 if step < 0.6 else 1
+        least = 4 if step < 0.03 else 3 if step < 0.06 else 2 if step < 0.6 else 1
         count = steps_for(step, BLOCK_SECONDS, least=least)
         if bench.peers.agree(replay.varied):
             count = max(count, bench.peers.agree(len(replay)))
         self.count = bench.peers.agree(replay.fitting(count), min)
-        self.warm = 2 if least > 2 else 1 if step < 1 else 0
+        self.warm = 2 if step < 0.15 else 1 if step < 1 else 0
 
     def run(self, treatments: Sequence[Variant], until: float) -> None:
-        """Try them until the intervals of all are narrow enough or the time is up.
+        """Try them until all are decided or the time is up: an arm that is decided gets no more blocks.
 
         Args:
             treatments: the most informative first; where time is short, the last are left out.
@@ -207,13 +228,14 @@ class Trials:
         for turn in range(MAX_PAIRS):
             self.rewind()
             for treatment in [*active] if turn % 2 == 0 else [*reversed(active)]:
+                self.begun(treatment.name)
                 if not self._try(treatment):
                     active.remove(treatment)
                     continue
                 after = self._baseline(more=SETTLING_STEPS if treatment.name.startswith("threads=") else 0)
                 self._pairs.setdefault(treatment.name, []).append(((before, after), len(self.bench.timings.blocks[treatment.name]) - 1))
                 before = after
-            active = [treatment for treatment in active if not self._is_certain(treatment.name, least)]
+            active = [treatment for treatment in active if not self._is_decided(treatment.name, least)]
             if not active or (turn + 1 >= least and self.bench.elapsed > until) or self.bench.elapsed > 1.3 * until:
                 break
 
@@ -231,18 +253,38 @@ class Trials:
         between = [(cached[before] + cached[after]) / 2 for (before, after), _ in self._pairs[name]]
         return known_pairs(between, [arm[index] for _, index in self._pairs[name]])
 
-    def _is_certain(self, name: str, least: int) -> bool:
-        pairs = self._seconds(name)
-        if len(pairs) < 2:
+    @property
+    def tried(self) -> list[str]:
+        """The variants of which something is known."""
+        return [name for name in self._pairs if self._logarithms(name)]
+
+    def saved(self, name: str, *, looks: int = LOOKS) -> Interval:
+        """What a variant saves of the full step, as an interval that may be looked at after each pair; see `repeated_interval`."""
+        spread = Spread()
+        for other in self._pairs:
+            spread = spread.with_values(self._logarithms(other)) if other != name else spread
+        spread = Spread(spread.variance, min(spread.degrees, MAX_POOLED))
+        return repeated_interval(self._logarithms(name), spread=spread, looks=looks).of(lambda ratio: self.worth * (1 - math.exp(ratio)))
+
+    def _logarithms(self, name: str) -> list[float]:
+        """Of the variant's seconds per sample over its baseline's: their errors are alike, whatever is saved."""
+        samples = self._treatments[name].samples
+        return [math.log(arm / base / samples) for base, arm in self._seconds(name) if arm > 0 < base]
+
+    def _is_decided(self, name: str, least: int) -> bool:
+        """Would more pairs change neither the verdict nor what is recommended?"""
+        if (count := len(self._logarithms(name))) < 2:
             return False
-        samples, part = self._treatments[name].samples, name in VERDICT_ARMS
-        saved = interval_of(pairs, lambda base, arm: 1 - arm / base / samples)
-        if len(pairs) < least:
-            return saved.high < HOPELESS_SAVING
-        if saved.high * self.worth < (MIN_BLAMED_SAVING if part else MIN_SAVING) or (not part and len(pairs) >= MAX_REMEDY_PAIRS):
+        saved, limit = self.saved(name), BLAMED_SAVING.get(name)
+        if saved.high < (MIN_SAVING if limit is None else MIN_BLAMED_SAVING):
             return True
-        width = saved.width * self.worth
-        return width <= (NARROW_INTERVAL if part else NARROW_FOR_REMEDY) * (1 if len(pairs) >= MIN_PAIRS else CLEAR_INTERVAL_SHARE)
+        if count < least:
+            return False
+        width = self.saved(name, looks=1).width  # how well a value is known is no decision that may be wrong
+        if limit is None:
+            return width <= NARROW_FOR_REMEDY or count >= MAX_REMEDY_PAIRS
+        clear = saved.low > limit or saved.high < max(limit, self.lead)
+        return width <= (CLEAR_INTERVAL if clear else NARROW_INTERVAL)
 
     def _baseline(self, more: int = 0) -> int:
         self.bench.warm(self.replay.give(self.warm + more))

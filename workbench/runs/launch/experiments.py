@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from workbench.core import units
-from workbench.core.progress import ProgressLine
+from workbench.core.progress import ProgressLine, Waiting
 from workbench.runs import entrypoints
 from workbench.runs.failure import Failure, RunError
 from workbench.runs.launch.launch import check, label
@@ -39,7 +39,9 @@ def run_diagnosis(spec: RunSpec, *, budget_s: float, runs_dir: str | os.PathLike
     """
     check(spec)
     order = {"kind": "diagnose", "budget_s": budget_s}
-    return run_experiment(spec, f"{label(spec)} diagnose", order, runs_dir, program=entrypoints.EXPERIMENT)
+    return run_experiment(
+        spec, f"{label(spec)} diagnose", order, runs_dir, program=entrypoints.EXPERIMENT, show=so_far("diagnose", budget_s)
+    )
 
 
 def run_ab_test(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, runs_dir: str | os.PathLike[str] | None = None) -> Run:
@@ -58,7 +60,8 @@ def run_ab_test(spec: RunSpec, changed: RunSpec, *, name: str, budget_s: float, 
     check(changed)
     larger = max(spec, changed, key=lambda each: each.nproc_per_node)
     order = {"kind": "prove", "budget_s": budget_s, "baseline": spec.to_json(), "changed": changed.to_json()}
-    return run_experiment(larger, f"{label(spec)} prove {name}", order, runs_dir, program=entrypoints.EXPERIMENT)
+    show = so_far(f"prove {name}", budget_s)
+    return run_experiment(larger, f"{label(spec)} prove {name}", order, runs_dir, program=entrypoints.EXPERIMENT, show=show)
 
 
 def run_memory_measurement(spec: RunSpec, *, steps: int, runs_dir: str | os.PathLike[str] | None = None) -> Run:
@@ -158,7 +161,7 @@ def wait_for(run: Run, *, show: Callable[[Run], str] | None = None, tick: Callab
     Raises:
         RunError: it did not finish well; its run directory stays.
     """
-    line = ProgressLine(lambda: show(run) if show else "")
+    line = ProgressLine(lambda: show(run) if show else "", notebook=True)
     try:
         while run.state == "running":
             if show:
@@ -182,6 +185,23 @@ def error_of(run: Run) -> RunError | None:
     error = RunError(run.error or Failure.of_launcher(f"it was {run.state}"))
     error.add_note(f"Its run directory: {run.path}")
     return error
+
+
+def so_far(name: str, budget_s: float) -> Callable[[Run], str]:
+    """A function that gives what a run tries now and knows so far, by the last row of its metrics (now, known).
+
+    Args:
+        name: of the experiment, for people.
+        budget_s: seconds that it may take.
+    """
+    line = Waiting(name, budget_s, begin="starting the ranks")
+
+    def words(run: Run) -> str:
+        if rows := run.metric_rows:
+            line.say(rows[-1]["now"], rows[-1]["known"])
+        return line.words(line.seconds)
+
+    return words
 
 
 def time_left(words: str) -> Callable[[Run], str]:
