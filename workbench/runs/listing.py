@@ -251,16 +251,16 @@ def _last_metric(path: Path) -> dict[str, Any]:
             *lines, _unfinished = file.read().split(b"\n")
     except FileNotFoundError:
         return {}
-    found: dict[str, Any] = {}
+    last: dict[str, Any] = {}
     for line in reversed(lines):
         row = run_directory.parse_row(line)
         if row is not None and not check_metric(row):
-            if found and row["step"] != found["step"]:
+            if last and row["step"] != last["step"]:
                 break
-            found = row | found
+            last = row | last
             if row.get("loss") is not None:
                 break
-    return found
+    return last
 
 
 def _with_differences(read: Sequence[_Read]) -> Iterator[ListedRun]:

@@ -294,14 +294,14 @@ def find(
     check_arguments(step, 1.0, accumulation)
     check_options(low=low, high=high, sweeps=sweeps, iterations=iterations, race_steps=race_steps)
     notes: list[str] = []
-    found = discover_training(step, model, optimizer, loader, notes)
-    if not found.optimizers:
+    training = discover_training(step, model, optimizer, loader, notes)
+    if not training.optimizers:
         raise LrRangeError("no optimizer was found behind step, so there is no learning rate to set: give it as optimizer=…")
     with Peers.join() as peers, contextlib.ExitStack() as undo:
-        control = LrControl(found.optimizers, notes)
-        undo.enter_context(frozen_schedules(found.objects, notes))
+        control = LrControl(training.optimizers, notes)
+        undo.enter_context(frozen_schedules(training.objects, notes))
         undo.enter_context(control.hooked())  # before the state is kept, so that restoring it keeps the hooks
-        keep = SavedState(found)
+        keep = SavedState(training)
         undo.callback(keep.restore)
         feed = undo.enter_context(Feed(loader, accumulation))
         if peers.world_size > 1 and max(peers.gather(feed.kind == "once")):

@@ -194,11 +194,11 @@ def measure(
     """
     check_arguments(step, 1.0)
     notes: list[str] = []
-    found = discover_training(step, model, optimizer, loader, notes)
-    model = _trained_model(found.models)
+    training = discover_training(step, model, optimizer, loader, notes)
+    model = _trained_model(training.models)
     sizes: Counter[int | None] = Counter()
     with contextlib.ExitStack() as undo:
-        undo.callback(SavedState(found).restore)
+        undo.callback(SavedState(training).restore)
         feed = undo.enter_context(Feed(loader))
         watch = undo.enter_context(NoiseWatch(model, None, micro_batch=micro_batch or 1))
         for number in range(steps):

@@ -32,27 +32,27 @@ def head(title: str) -> str:
     return f'<div class="wb-head"><strong class="wb-name">Batch planner</strong><span class="wb-spec">{escape(title)}</span></div>'
 
 
-def validity(found: Planned) -> str:
+def validity(planned: Planned) -> str:
     """The rule's validity, and the reason."""
-    border = f"border:2px solid {COLORS[found.light]};border-radius:10px;padding:1px 9px;margin-right:8px"
+    border = f"border:2px solid {COLORS[planned.light]};border-radius:10px;padding:1px 9px;margin-right:8px"
     return (
-        f'<div role="status"><div class="wb-head"><span class="wb-badge wb-is-{TINTS[found.light]}" '
-        f'style="{border}">{escape(WORDS[found.light])}</span>'
-        f'<span class="wb-product">{escape(_product(found))}</span></div>'
-        f'<div class="wb-said">{escape(found.why)}</div></div>'
+        f'<div role="status"><div class="wb-head"><span class="wb-badge wb-is-{TINTS[planned.light]}" '
+        f'style="{border}">{escape(WORDS[planned.light])}</span>'
+        f'<span class="wb-product">{escape(_product(planned))}</span></div>'
+        f'<div class="wb-said">{escape(planned.why)}</div></div>'
     )
 
 
-def _product(found: Planned) -> str:
-    plan = found.plan
+def _product(planned: Planned) -> str:
+    plan = planned.plan
     if plan is None:
-        return f"batch {found.batch:,}"
+        return f"batch {planned.batch:,}"
     return f"{plan.micro_batch:,} × {plan.accumulation} × {plan.world_size} = {plan.global_batch:,} samples per step"
 
 
-def figures(found: Planned) -> str:
+def figures(planned: Planned) -> str:
     """Learning rate, betas, warm-up, and steps, samples and time to the target: new values with the present ones."""
-    plan, old = found.plan, found.known.plan
+    plan, old = planned.plan, planned.known.plan
     if plan is None:
         return ""
     tiles = [("learning rate", number(plan.lr), number(old.lr))]
@@ -61,22 +61,22 @@ def figures(found: Planned) -> str:
         before = BatchPlan.scaled_to(old, global_batch=old.global_batch, rule="none").scaled
         tiles.append(("betas", numbers(scaled.betas), numbers(before.betas if before and before.betas else ())))
     tiles.append(("warm-up", _steps(plan.warmup_steps), _steps(old.warmup_steps)))
-    tiles += _outlook(found)
+    tiles += _outlook(planned)
     shown = f'<div class="wb-tiles" style="display:flex;flex-wrap:wrap;gap:8px 36px">{"".join(_tile(*tile) for tile in tiles)}</div>'
-    return shown + "".join(f'<div class="wb-what">{escape(line)}</div>' for line in _small_print(found, plan))
+    return shown + "".join(f'<div class="wb-what">{escape(line)}</div>' for line in _small_print(planned, plan))
 
 
-def _small_print(found: Planned, plan: BatchPlan) -> Iterator[str]:
+def _small_print(planned: Planned, plan: BatchPlan) -> Iterator[str]:
     """Why the warm-up has changed, and that throughput is extrapolated to other numbers of processes."""
-    if plan.warmup_steps != found.known.plan.warmup_steps:
+    if plan.warmup_steps != planned.known.plan.warmup_steps:
         yield f"warm-up: {plan.reasons['warmup_steps']}"
-    curve = found.known.throughput
+    curve = planned.known.throughput
     if curve is not None and plan.world_size != curve.world_size:
         yield extrapolation_note(curve, plan.world_size)
 
 
-def _outlook(found: Planned) -> list[tuple[str, str, str]]:
-    after, before = found.after, found.before
+def _outlook(planned: Planned) -> list[tuple[str, str, str]]:
+    after, before = planned.after, planned.before
     tiles = []
     if not math.isnan(after.steps):
         tiles.append(("steps to target", units.count(round(after.steps)), units.count(round(before.steps))))
@@ -85,7 +85,7 @@ def _outlook(found: Planned) -> list[tuple[str, str, str]]:
         tiles.append(("throughput", units.rate(after.rate), units.rate(before.rate)))
     if not math.isnan(after.seconds):
         tiles.append(("time to target", units.seconds(after.seconds), units.seconds(before.seconds)))
-    steps, seconds = found.gain
+    steps, seconds = planned.gain
     if math.isnan(after.steps) and not math.isnan(steps):
         tiles.append(("steps to the same loss", units.times(steps), ""))
     if math.isnan(after.seconds) and not math.isnan(seconds):
@@ -105,27 +105,27 @@ def _tile(label: str, value: str, before: str) -> str:
     )
 
 
-def ladder(found: Planned) -> str:
+def ladder(planned: Planned) -> str:
     """The learning rate that the rule gives every batch, coloured by whether it holds there."""
-    rates = [lr for _, _, lr in found.ladder if lr == lr]
+    rates = [lr for _, _, lr in planned.ladder if lr == lr]
     if not rates:
         return ""
     low, high = math.log(min(rates)), math.log(max(rates))
-    columns = "".join(_column(found, *step, low=low, high=high) for step in found.ladder)
-    critical = found.known.critical
-    noise_name = "critical batch" if found.known.fit is not None else "noise scale"
+    columns = "".join(_column(planned, *step, low=low, high=high) for step in planned.ladder)
+    critical = planned.known.critical
+    noise_name = "critical batch" if planned.known.fit is not None else "noise scale"
     noise = f"; the {noise_name} is {number(round(critical))} samples" if critical and math.isfinite(critical) else ""
-    shown = {WORDS[name]: COLORS[name] for name in COLORS if any(step[1] == name for step in found.ladder)}
+    shown = {WORDS[name]: COLORS[name] for name in COLORS if any(step[1] == name for step in planned.ladder)}
     return (
-        f'<div class="wb-steps"><div class="wb-label">learning rate against batch by the rule {escape(repr(found.rule))}{noise}</div>'
-        f'<div class="wb-columns" role="img" aria-label="{escape(_in_words(found))}" style="display:flex;align-items:flex-end">{columns}'
+        f'<div class="wb-steps"><div class="wb-label">learning rate against batch by the rule {escape(repr(planned.rule))}{noise}</div>'
+        f'<div class="wb-columns" role="img" aria-label="{escape(_in_words(planned))}" style="display:flex;align-items:flex-end">{columns}'
         f"</div>{stack.legend(shown, 0)}</div>"
     )
 
 
-def _column(found: Planned, batch: int, valid: str, lr: float, *, low: float, high: float) -> str:
+def _column(planned: Planned, batch: int, valid: str, lr: float, *, low: float, high: float) -> str:
     share = 0.06 if lr != lr else 0.12 + 0.88 * ((math.log(lr) - low) / (high - low) if high > low else 1.0)
-    now, own = batch == found.batch, batch == found.known.plan.global_batch
+    now, own = batch == planned.batch, batch == planned.known.plan.global_batch
     text = units.MISSING if lr != lr else number(lr)
     hatch = _HATCHED if valid in ("outside", IMPOSSIBLE) else ""
     ring = f"outline:2px solid {LINE};outline-offset:1px;" if now else ""
@@ -139,19 +139,19 @@ def _column(found: Planned, batch: int, valid: str, lr: float, *, low: float, hi
     )
 
 
-def _in_words(found: Planned) -> str:
-    return ", ".join(f"{batch:,}: {number(lr) if lr == lr else 'none'} ({WORDS[valid]})" for batch, valid, lr in found.ladder)
+def _in_words(planned: Planned) -> str:
+    return ", ".join(f"{batch:,}: {number(lr) if lr == lr else 'none'} ({WORDS[valid]})" for batch, valid, lr in planned.ladder)
 
 
-def schedule(found: Planned, curves: Sequence[Sequence[float]], samples: int) -> str:
+def schedule(planned: Planned, curves: Sequence[Sequence[float]], samples: int) -> str:
     """The learning rate over the samples of a run: columns for the new plan, a line for the present one.
 
     Args:
-        found: the plan.
+        planned: the plan.
         curves: learning rates before and as planned, at the same samples, evenly spaced.
         samples: of the whole run.
     """
-    if found.plan is None:
+    if planned.plan is None:
         return ""
     most = max(max(curve) for curve in curves)
     columns = "".join(_moment(old, new, most) for old, new in zip(*curves, strict=True))
@@ -161,7 +161,7 @@ def schedule(found: Planned, curves: Sequence[Sequence[float]], samples: int) ->
         f'<div class="wb-steps"><div class="wb-label">learning rate over the samples: planned; the line is as it is now</div>'
         f'<div class="wb-schedule" role="img" aria-label="{escape(label)}" style="display:flex;height:{_HIGH}px">{columns}</div>'
         f'<div class="wb-what" style="display:flex;justify-content:space-between;font-size:12px">{ends}</div>'
-        f"{_too_short(found.plan, samples)}</div>"
+        f"{_too_short(planned.plan, samples)}</div>"
     )
 
 
@@ -182,8 +182,8 @@ def _moment(old: float, new: float, most: float) -> str:
     return f'<div style="flex:1 1 0;margin-right:-0.6px;background-color:transparent;background-image:{line},{fill}"></div>'
 
 
-def static(title: str, found: Planned, curves: Sequence[Sequence[float]], samples: int) -> str:
+def static(title: str, planned: Planned, curves: Sequence[Sequence[float]], samples: int) -> str:
     """The static HTML, which needs no kernel."""
-    table = "" if found.plan is None else found.plan._repr_html_()
+    table = "" if planned.plan is None else planned.plan._repr_html_()
     begin = f"<p><strong>Batch planner</strong> · {escape(title)}</p>"
-    return f"<div>{begin}{validity(found)}{figures(found)}{ladder(found)}{schedule(found, curves, samples)}{table}</div>"
+    return f"<div>{begin}{validity(planned)}{figures(planned)}{ladder(planned)}{schedule(planned, curves, samples)}{table}</div>"

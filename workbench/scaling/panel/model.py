@@ -135,27 +135,27 @@ class Planned:
     options: dict[str, Any] = field(default_factory=dict)
     kind: str = field(default="planned", init=False)
     measured: Sequence[tuple[int, float]] = field(default=(), init=False)
-    found: dict[int, Place] = field(default_factory=dict, init=False)
+    places: dict[int, Place] = field(default_factory=dict, init=False)
 
     def sizes(self) -> list[int]:
         """Numbers of GPUs on which it fits."""
         self._fill()
-        return sorted(self.found)
+        return sorted(self.places)
 
     def at(self, gpus: int) -> Place:
         """The fastest plan of them."""
         self._fill()
-        return self.found[gpus]
+        return self.places[gpus]
 
     def _fill(self) -> None:
-        if self.found:
+        if self.places:
             return
         made = (
             self.model
             if isinstance(self.model, Plans)
             else plan(self.model, self.cluster, global_batch=self.batch, most_gpus=2 * MAX_GPUS, top=1, **self.options)
         )
-        self.found = places_of(made)
+        self.places = places_of(made)
 
 
 def places_of(made: Plans) -> dict[int, Place]:
