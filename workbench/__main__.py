@@ -15,6 +15,7 @@ from workbench.diagnosis.api import BUDGET
 from workbench.runs.failure import RunError
 from workbench.runs.launch import environment
 from workbench.runs.launch.nodes import join
+from workbench.runs.rank_ends import extremes
 from workbench.runs.run import Run
 from workbench.runs.spec import parse_knob
 from workbench.runs.task import SAMPLES
@@ -45,8 +46,8 @@ def doctor() -> table.Table:
 
 
 def report(run: Run) -> str:
-    """Print a run: how it ended, and where the time went on each rank."""
-    return "\n\n".join([str(run), *map(str, run.timelines)])
+    """A run as text: how it ended, and where the time went on each rank; of very many ranks on the first and those at the extremes."""
+    return "\n\n".join([str(run), *(str(run.timelines[place]) for place in extremes(run.rank_means))])
 
 
 def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]:

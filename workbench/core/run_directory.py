@@ -54,6 +54,12 @@ def rank_file(rank: int) -> str:
     return f"rank{rank}.jsonl"
 
 
+def rank_of(name: str) -> int | None:
+    """The rank whose steps a file of this name has; None = it is another file."""
+    number = name.removeprefix("rank").removesuffix(".jsonl")
+    return int(number) if number.isascii() and number.isdigit() and name == f"rank{number}.jsonl" else None
+
+
 def noise_file(rank: int) -> str:
     """Name of a rank's file of gradient norms: `noise0.jsonl`."""
     return f"noise{rank}.jsonl"
@@ -297,6 +303,10 @@ class _Tail:
         """Did the last read begin anew, because the file was replaced (a run that went on from a checkpoint)?"""
 
     def _lines(self) -> list[bytes]:
+        return self._new().split(b"\n")[:-1]
+
+    def _new(self) -> bytes:
+        """New whole lines, with their line feeds."""
         self.anew = False
         try:
             with open(self.path, "rb") as file:
@@ -307,18 +317,20 @@ class _Tail:
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
-            return []
+            return b""
         self._offset += len(data)
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        return whole
+        data = self._rest + data if self._rest else data
+        end = data.rfind(b"\n") + 1
+        self._rest = data[end:]
+        return data[:end]
 
 
 class BytesTail(_Tail):
     """New whole lines, as they are."""
 
-    def read(self) -> list[bytes]:
-        """The lines appended since the last call."""
-        return self._lines()
+    def read(self) -> bytes:
+        """The lines appended since the last call, each with its line feed."""
+        return self._new()
 
 
 class LineTail(_Tail):

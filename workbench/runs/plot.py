@@ -13,6 +13,7 @@ from workbench.core.run_directory import METRIC_KEYS
 from workbench.core.vocabulary import PHASES
 from workbench.runs.compare import Comparison
 from workbench.runs.compare import compare as compared
+from workbench.runs.rank_ends import extremes
 from workbench.runs.run import Run
 from workbench.timeline.timeline import Timeline
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 def step_time(result: Run | Timeline | Sequence[Timeline], ax: Axes | None = None) -> Axes:
     """Where a step goes: one stacked bar per rank, in mean seconds per phase, warm-up left out.
 
+    Of a run with more than 128 ranks it draws the first, and those at the extremes.
+
     Args:
         result: a run, a timeline (measured or predicted) or several.
         ax: the Axes to draw into; None makes a figure.
@@ -30,7 +33,10 @@ def step_time(result: Run | Timeline | Sequence[Timeline], ax: Axes | None = Non
     Raises:
         ValueError: there is no measured step to draw.
     """
-    timelines = result.timelines if isinstance(result, Run) else [result] if isinstance(result, Timeline) else list(result)
+    if isinstance(result, Run):
+        timelines = [result.timelines[place] for place in extremes(result.rank_means)]
+    else:
+        timelines = [result] if isinstance(result, Timeline) else list(result)
     shown = [timeline for timeline in timelines if timeline.count]
     if not shown:
         raise ValueError(_nothing(result))

@@ -74,6 +74,11 @@ class RankMeans:
         return self.sums.count
 
     @property
+    def means(self) -> tuple[float, ...]:
+        """Mean seconds per phase, in the order of PHASES; nan without a measured step."""
+        return self.sums.means
+
+    @property
     def samples_per_sec(self) -> float:
         """See `Timeline.samples_per_sec`."""
         return self.sums.samples_per_sec
@@ -103,15 +108,17 @@ class RankSteps:
     Attributes:
         plain: whether they can be read into columns; once false, it stays so.
         other_rows: the rows that are no steps.
+        skip: how many steps the means leave out; None = the warm-up.
     """
 
     def __init__(self, path: Path) -> None:
-        self._tail = run_directory.BytesTail(path)
+        self._tail, self._rank = run_directory.BytesTail(path), run_directory.rank_of(path.name) or 0
         self.plain = True
+        self.skip: int | None = None
         self._clear()
 
     def _clear(self) -> None:
-        self._index, self._seconds = array("q"), array("d")
+        self._index = array("q")
         self._phases = [array("d") for _ in PHASES]
         self._readings = self._samples, self._memory, self._cpu = array("d"), array("d"), array("d")  # NaN = not known
         self.other_rows: list[dict[str, Any]] = []
@@ -126,6 +133,10 @@ class RankSteps:
         lines = self._tail.read()
         if self._tail.anew:
             self._clear()
+        return self.take(lines)
+
+    def take(self, lines: bytes) -> bool:
+        """Take whole lines that follow those taken before; returns `plain`."""
         if lines:
             self._means = None
             try:
@@ -135,30 +146,31 @@ class RankSteps:
                 self._clear()
         return self.plain
 
-    def _take(self, lines: list[bytes]) -> None:
+    def _take(self, lines: bytes) -> None:
         """Take whole lines.
 
         Raises:
             ValueError: one is damaged, or says that a profiler slowed steps down.
         """
-        rows = _DECODER.decode_lines(b"\n".join(lines))
-        if len(rows) != len(lines):
+        rows = _DECODER.decode_lines(lines)
+        if len(rows) != lines.count(b"\n"):
             raise ValueError("an empty line")
-        others = [place for place, row in enumerate(rows) if row.step is None]
-        for place in reversed(others):
-            del rows[place]
-        for place in others:
-            self._take_other(json.loads(lines[place]))
         numbers, *columns = [list(map(column, rows)) for column in _COLUMNS]
+        if None in numbers:
+            others = [place for place, number in enumerate(numbers) if number is None]
+            texts = lines.split(b"\n", others[-1] + 1)
+            for place in others:
+                self._take_other(json.loads(texts[place]))
+            numbers, *columns = [
+                list(itertools.compress(values, (number is not None for number in numbers))) for values in (numbers, *columns)
+            ]
         self._take_numbers(numbers)
-        phases, readings = columns[: len(PHASES)], columns[len(PHASES) :]
-        for column, values in zip((*self._phases, *self._readings), (*phases, *readings), strict=True):
+        for column, values in zip((*self._phases, *self._readings), columns, strict=True):
             with contextlib.suppress(TypeError):
                 column.extend(array("d", values))
                 continue
             column.extend([math.nan if value is None else value for value in values])
-        self._seconds.extend(array("d", list(map(sum, zip(*phases, strict=True)))))
-        read = [value for value in readings[_READINGS.index("memory")] if value is not None and value == value]
+        read = [value for value in columns[len(PHASES) + _READINGS.index("memory")] if value is not None and value == value]
         self._peak = max([*read, *([] if math.isnan(self._peak) else [self._peak])], default=math.nan)
 
     def _take_numbers(self, numbers: Sequence[int]) -> None:
@@ -178,28 +190,34 @@ class RankSteps:
             raise ValueError("not a plain row")
         self.other_rows.append(row)
 
+    def __len__(self) -> int:
+        return len(self._index)
+
     @property
     def means(self) -> RankMeans:
         """Of all steps that were read. Each call adds what is new."""
         if self._means is None:
-            sums, skip = self._sums, warmup_of(len(self._index))
+            sums, skip = self._sums, warmup_of(len(self)) if self.skip is None else self.skip
             if skip != sums.skip:
                 sums = self._sums = _Sums(skip)
             new, sums.end = slice(sums.end, len(self._index)), len(self._index)
-            samples, seconds = self._samples[new], self._seconds[new]
+            phases, samples = [column[new] for column in self._phases], self._samples[new]
+            added = [sum(column) for column in phases]
+            timed = sum(added)
             if math.isnan(sum(samples)):  # those of some steps are not known
                 known = [not math.isnan(value) for value in samples]
-                samples, seconds = (array("d", itertools.compress(values, known)) for values in (samples, seconds))
-            sums.phases = [sum(column[new], before) for column, before in zip(self._phases, sums.phases, strict=True)]
-            sums.samples, sums.timed = sum(samples, sums.samples), sum(seconds, sums.timed)
-            sums.seconds = sum(self._seconds[new], sums.seconds)
+                timed = sum(map(sum, itertools.compress(zip(*phases, strict=True), known)))
+                samples = array("d", itertools.compress(samples, known))
+            sums.phases = [before + seconds for before, seconds in zip(sums.phases, added, strict=True)]
+            sums.samples, sums.timed, sums.seconds = sum(samples, sums.samples), sums.timed + timed, sums.seconds + sum(added)
             rank, clock = self._rank_and_clock()
+            steps, count = len(self) if self.skip is None else max(self._index, default=-1) + 1, sums.end - skip
             self._means = RankMeans(
                 rank=rank,
                 clock=clock,
-                steps=sums.end,
-                left_out=skip,
-                sums=StepSums(count=sums.end - skip, phases=tuple(sums.phases), samples=_plain(sums.samples), timed=sums.timed),
+                steps=steps,
+                left_out=steps - count,
+                sums=StepSums(count=count, phases=tuple(sums.phases), samples=_plain(sums.samples), timed=sums.timed),
                 seconds=sums.seconds,
                 memory=None if math.isnan(self._peak) else _plain(self._peak),
                 notes=self._notes,
@@ -209,7 +227,8 @@ class RankSteps:
     def timeline(self) -> Timeline:
         """Every step, as an object."""
         rank, clock = self._rank_and_clock()
-        columns = zip(self._index, zip(*self._phases, strict=True), self._samples, self._memory, self._cpu, strict=True)
+        shared = [column if any(column) else itertools.repeat(0.0, len(column)) for column in self._phases]  # shared objects take no memory
+        columns = zip(self._index, zip(*shared, strict=True), self._samples, self._memory, self._cpu, strict=True)
         steps = tuple(
             Step(
                 index=index,
@@ -224,8 +243,8 @@ class RankSteps:
 
     def _rank_and_clock(self) -> tuple[int, Clock]:
         head: dict[str, Any] = next((row for row in reversed(self.other_rows) if "rank" in row and "note" not in row), {})
-        rank = head.get("rank", 0)
-        return rank if type(rank) is int else 0, "device" if head.get("clock") == "device" else "host"
+        rank = head.get("rank", self._rank)
+        return rank if type(rank) is int else self._rank, "device" if head.get("clock") == "device" else "host"
 
     @property
     def _notes(self) -> tuple[str, ...]:

@@ -1,17 +1,18 @@
 """Reads the JSON lines of a run as they grow. A damaged row is left out and counted, and the others stand, as in a damaged trace."""
 
 import math
-import re
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from workbench.core import run_directory
 from workbench.core.checks import is_number, is_whole
-from workbench.core.run_directory import METRIC_KEYS, METRICS, rank_file, short
+from workbench.core.run_directory import METRIC_KEYS, METRICS, short
+from workbench.runs.rank_ends import MANY_RANKS, SAMPLED, RankEnds
 from workbench.runs.rank_steps import RankMeans, RankSteps
 from workbench.timeline.reading import rank_notes
-from workbench.timeline.timeline import WARNING, Timeline
+from workbench.timeline.timeline import LEFT_OUT, WARNING, Timeline
 
 
 class Rows:
@@ -70,6 +71,7 @@ class RunRows:
         self._timelines: dict[str, tuple[int, Timeline]] = {}
         self._steps: dict[str, RankSteps] = {}
         self._plain: dict[str, tuple[RankMeans, Timeline]] = {}
+        self._ends: dict[str, RankEnds] = {}
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """All sound rows of a file."""
@@ -94,24 +96,48 @@ class RunRows:
         rows = self.read(name)
         count, timeline = self._timelines.get(name, (-1, None))
         if timeline is None or count != len(rows):
-            timeline = Timeline.from_lines(rows)
+            timeline = Timeline.from_lines(rows, rank=run_directory.rank_of(name) or 0)
             self._timelines[name] = len(rows), timeline
         return timeline
 
-    def training_notes(self, world_size: int) -> list[str]:
-        """What the ranks, and a comparison of them, say of the training itself."""
-        return training_notes({rank: self._other_rows(rank_file(rank)) for rank in range(world_size)}, world_size)
+    def rank_notes(self, world_size: int) -> tuple[list[str], list[str]]:
+        """Notes on the training itself, and on rows of the ranks' files that were left out."""
+        names = self.ranks
+        other_rows = [self._end(name).other_rows if len(names) > MANY_RANKS else self._other_rows(name) for name in names]
+        training = training_notes(
+            {run_directory.rank_of(name) or 0: rows for name, rows in zip(names, other_rows, strict=True)}, world_size
+        )
+        left_out = [f"{name}: {note}" for name, rank in zip(names, self.all_means, strict=True) for note in left_out_notes(rank)]
+        return [*training, *([SAMPLED.format(len(names))] if len(names) > MANY_RANKS else [])], left_out
 
     def _other_rows(self, name: str) -> Sequence[Mapping[str, Any]]:
         """The rows of a rank's file that are no steps."""
         steps = self._plain_steps(name)
         return [row for row in self.read(name) if "step" not in row] if steps is None else steps.other_rows
 
+    def _end(self, name: str) -> RankEnds:
+        return self._ends.setdefault(name, RankEnds(self._run_dir / name)).read()
+
     @property
     def ranks(self) -> list[str]:
         """The files of the ranks that have written, by rank."""
-        numbers = [match[1] for path in self._run_dir.glob("rank*.jsonl") if (match := re.fullmatch(r"rank(\d+)\.jsonl", path.name))]
-        return [run_directory.rank_file(number) for number in sorted(map(int, numbers))]
+        try:
+            numbers = [rank for name in os.listdir(self._run_dir) if (rank := run_directory.rank_of(name)) is not None]
+        except FileNotFoundError:
+            return []
+        return [run_directory.rank_file(number) for number in sorted(numbers)]
+
+    @property
+    def timelines(self) -> "Sequence[Timeline]":
+        """The timeline of each rank: a list, or of very many ranks what reads a rank when it is asked for."""
+        names = self.ranks
+        return Timelines(self, names) if len(names) > MANY_RANKS else [self.timeline(name) for name in names]
+
+    @property
+    def all_means(self) -> list[RankMeans]:
+        """`means` of each rank; of very many, those of their last steps."""
+        names = self.ranks
+        return [self._end(name).means if len(names) > MANY_RANKS else self.means(name) for name in names]
 
     def means(self, name: str) -> RankMeans:
         """What the steps of a rank's file come to; without an object of each step where all rows are sound."""
@@ -126,6 +152,32 @@ class RunRows:
     def notes(self) -> list[str]:
         """What was left out of the files that were read."""
         return [file.note for _, (file, _) in sorted(self._files.items()) if file.note]
+
+
+class Timelines(Sequence[Timeline]):
+    """The timelines of a run of very many ranks, by rank. The file of a rank is read when its timeline is asked for."""
+
+    def __init__(self, files: RunRows, names: Sequence[str]) -> None:
+        self._files, self._names = files, names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, place: int) -> Timeline: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Timelines": ...
+    def __getitem__(self, place: int | slice) -> "Timeline | Timelines":
+        names = self._names[place]
+        return self._files.timeline(names) if isinstance(names, str) else Timelines(self._files, names)
+
+    def __repr__(self) -> str:
+        return f"<the timelines of {len(self):,} ranks, each read when it is asked for>"
+
+
+def left_out_notes(rank: RankMeans) -> list[str]:
+    """What a rank's notes say of rows that were left out."""
+    return [note.removeprefix(LEFT_OUT) for note in rank.notes if note.startswith(LEFT_OUT)]
 
 
 def check_metric(row: Mapping[str, Any]) -> str:

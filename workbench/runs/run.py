@@ -11,7 +11,7 @@ import platform
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -27,7 +27,7 @@ from workbench.runs.root_cause import first_failure
 from workbench.runs.rows import RunRows, loss_note, losses_of, resume_notes
 from workbench.runs.slurm_queue import Job, is_final
 from workbench.runs.spec import AUTO, RunSpec, Spec, SpecError, spec_from_json
-from workbench.timeline.timeline import LEFT_OUT, Timeline
+from workbench.timeline.timeline import Timeline
 
 State = Literal["queued", "running", "finished", "failed", "stopped", "timeout", "abandoned", "lost"]
 """The state of a run. `queued`: Slurm has not begun it yet. `abandoned`: the process that launched it went away. `lost`: its guard was
@@ -294,14 +294,14 @@ class Run:
     # --- what it has measured
 
     @property
-    def timelines(self) -> list[Timeline]:
-        """One Timeline per rank, by rank; those of ranks that have not written yet are missing."""
-        return [self._files.timeline(name) for name in self._files.ranks]
+    def timelines(self) -> Sequence[Timeline]:
+        """One Timeline per rank that has written, by rank; of more than 128 ranks each is read when it is asked for."""
+        return self._files.timelines
 
     @property
     def rank_means(self) -> list[RankMeans]:
-        """The mean times of each rank's steps; much faster to get than `timelines`."""
-        return [self._files.means(name) for name in self._files.ranks]
+        """The mean times of each rank's steps, much faster to get than `timelines`; of more than 128 ranks those of their last steps."""
+        return self._files.all_means
 
     @property
     def metrics(self) -> Any:
@@ -325,16 +325,14 @@ class Run:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the run: NaN losses, ranks or workers that read the same samples, checkpoints passed over, damaged rows left out."""
-        notes = [(name, note) for name in self._files.ranks for note in self._files.means(name).notes]
-        left_out = [f"{name}: {note.removeprefix(LEFT_OUT)}" for name, note in notes if note.startswith(LEFT_OUT)]
+        of_ranks, left_out = self._files.rank_notes(self.spec.world_size)
         resumes = resume_notes(self._read(run_directory.RESUMES))
         clock = (
             None
             if self.state not in ACTIVE or time.time() >= self._begun
             else "the clock of this machine was set back: how long it ran is not known"
         )
-        training = [loss_note(losses_of(self._read(METRICS))), *self._files.training_notes(self.spec.world_size)]
-        return tuple(filter(None, [*training, *resumes, clock, *left_out, *self._files.notes]))
+        return tuple(filter(None, [loss_note(losses_of(self._read(METRICS))), *of_ranks, *resumes, clock, *left_out, *self._files.notes]))
 
     @property
     def memory(self) -> list[int | None]:

@@ -141,10 +141,10 @@ class Timeline(display.Shown):
     """True for a prediction; False for a measurement."""
 
     @classmethod
-    def from_lines(cls, rows: Iterable[Mapping[str, Any]], warmup: int | None = None) -> "Timeline":
+    def from_lines(cls, rows: Iterable[Mapping[str, Any]], warmup: int | None = None, rank: int = 0) -> "Timeline":
         """From the rows of a `rank<r>.jsonl` file, in any state of being written; steps of a run that went on are counted on.
 
-        A row that is no step is left out; a note says so.
+        A row that is no step is left out; a note says so. `rank` is the rank of a file whose first row is missing.
         """
         head: Mapping[str, Any] = {}
         steps, notes, profiled = [], [], list[int]()
@@ -183,7 +183,7 @@ class Timeline(display.Shown):
             )
             notes.append(f"{LEFT_OUT}{rows_are}: {damage[0]}")
         return cls(
-            rank=head.get("rank", 0) if type(head.get("rank", 0)) is int else 0,
+            rank=head["rank"] if type(head.get("rank")) is int else rank,
             clock="device" if head.get("clock") == "device" else "host",
             steps=tuple(steps),
             warmup=warmup,

@@ -2,14 +2,16 @@
 
 import math
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
 from workbench.runs.failure import Failure
-from workbench.runs.rank_steps import RankSteps
+from workbench.runs.rank_ends import MANY_RANKS, SAMPLED, RankEnds
+from workbench.runs.rank_steps import RankMeans, RankSteps
 from workbench.runs.rows import Rows, check_metric, loss_note, losses_of, resume_notes, training_notes
 from workbench.runs.run import ACTIVE, Run, State
 from workbench.timeline.timeline import MAX_WARMUP, Step, StepSums, warmup_of
@@ -17,6 +19,8 @@ from workbench.timeline.timeline import MAX_WARMUP, Step, StepSums, warmup_of
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colours and cursor movements of a terminal
 LOG_START = 64 * 1024
 """Bytes of each log that a panel opened late starts with."""
+ENDS_EVERY = 10.0
+"""Seconds between two looks at the ends of the files of very many ranks, while they run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +40,27 @@ class RankShare:
     memory: int | None
     """Peak bytes of the process; None if it was not read."""
 
+    @classmethod
+    def of(cls, rank: int, means: RankMeans) -> "RankShare":
+        """Of the means of a rank's steps."""
+        return cls(
+            rank=rank,
+            phases=means.sums.means,
+            steps=means.steps,
+            left_out=means.left_out,
+            samples_per_sec=means.samples_per_sec,
+            memory=means.memory,
+        )
+
     @property
     def seconds(self) -> float:
         """Length of the mean step."""
         return sum(self.phases)
+
+    @property
+    def means(self) -> tuple[float, ...]:
+        """The same as `phases`, as RankMeans has it."""
+        return self.phases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,15 +144,7 @@ class _RankSums:
 
     def share(self, rank: int) -> RankShare:
         if self._plain.plain:
-            means = self._plain.means
-            return RankShare(
-                rank=rank,
-                phases=means.sums.means,
-                steps=means.steps,
-                left_out=means.left_out,
-                samples_per_sec=means.samples_per_sec,
-                memory=means.memory,
-            )
+            return RankShare.of(rank, self._plain.means)
         left_out = warmup_of(self._sums.count)
         measured = self._sums - StepSums.of(self._first[:left_out])
         return RankShare(
@@ -144,6 +157,23 @@ class _RankSums:
         )
 
 
+class _EndSums:
+    """The means of a rank's last steps, of a run with very many ranks. What is read does not grow with the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._ends = RankEnds(path)
+        self.other_rows: Sequence[Mapping[str, Any]] = ()
+        """Rows that are no steps."""
+
+    def read(self) -> str:
+        """Read the ends again; there is never a note on damaged rows, as most rows are not read."""
+        self.other_rows = self._ends.read().other_rows
+        return ""
+
+    def share(self, rank: int) -> RankShare:
+        return RankShare.of(rank, self._ends.means)
+
+
 class Follower:
     """Reads a run as it grows. It has its own view on the directory, so it may live in a thread of its own."""
 
@@ -151,7 +181,12 @@ class Follower:
         self._run = Run.load(run.path)
         self._metrics = Rows(run.path / run_directory.METRICS, check_metric)
         self._resumes, self._resume_notes = Rows(run.path / run_directory.RESUMES), list[str]()
-        self._sums = {rank: _RankSums(run.path / run_directory.rank_file(rank)) for rank in range(run.spec.world_size)}
+        self._many = run.spec.world_size > MANY_RANKS
+        sums: type[_RankSums | _EndSums] = _EndSums if self._many else _RankSums
+        self._sums = {rank: sums(run.path / run_directory.rank_file(rank)) for rank in range(run.spec.world_size)}
+        self._ranks: tuple[RankShare, ...] = ()
+        self._damage, self._training = list[str](), list[str]()
+        self._ranks_read = -math.inf
         self._logs: dict[Path, run_directory.TextTail] = {}
         self._losses: list[tuple[int, float]] = []
         self._figures: dict[str, float] = {}
@@ -170,21 +205,27 @@ class Follower:
         for row in rows:
             self._take(row)
         self._resume_notes += resume_notes(self._resumes.read())
-        damage = [self._metrics.note, *[sums.read() for sums in self._sums.values()]]
-        training = training_notes({rank: sums.other_rows for rank, sums in self._sums.items()}, len(self._sums))
-        ranks = [sums.share(rank) for rank, sums in self._sums.items()]
+        if not self._many or state not in ACTIVE or time.monotonic() - self._ranks_read >= ENDS_EVERY:
+            self._read_ranks()
         done, steps = self._progress
         return Snapshot(
             state=state,
-            done=max(done, ranks[0].steps),
+            done=max(done, self._ranks[0].steps),
             steps=steps,
             seconds=self._run.seconds,
-            ranks=tuple(rank for rank in ranks if rank.steps),
+            ranks=tuple(rank for rank in self._ranks if rank.steps),
             losses=tuple(self._losses),
             figures=dict(self._figures),
             error=self._run.error,
-            notes=tuple(filter(None, [loss_note(self._losses), *training, *self._resume_notes, *damage])),
+            notes=tuple(filter(None, [loss_note(self._losses), *self._training, *self._resume_notes, self._metrics.note, *self._damage])),
         )
+
+    def _read_ranks(self) -> None:
+        self._damage = [sums.read() for sums in self._sums.values()]
+        self._training = training_notes({rank: sums.other_rows for rank, sums in self._sums.items()}, len(self._sums))
+        self._training += [SAMPLED.format(len(self._sums))] * self._many
+        self._ranks = tuple(sums.share(rank) for rank, sums in self._sums.items())
+        self._ranks_read = time.monotonic()
 
     def _take(self, row: Mapping[str, Any]) -> None:
         self._progress = row["step"], row.get("steps")

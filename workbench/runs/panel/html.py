@@ -6,7 +6,7 @@ notebook that is not trusted yet); the style sheet of the panel only adds comfor
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from workbench.core import units
@@ -15,7 +15,8 @@ from workbench.core.display.colors import PHASES as COLORS
 from workbench.core.display.table import Table, escape
 from workbench.core.vocabulary import PHASES
 from workbench.runs.failure import Failure
-from workbench.runs.panel.follow import Snapshot
+from workbench.runs.panel.follow import RankShare, Snapshot
+from workbench.runs.rank_ends import extremes
 from workbench.runs.run import ACTIVE, Run
 from workbench.runs.spec import ScriptSpec, Spec
 
@@ -110,19 +111,27 @@ def curve(losses: Iterable[tuple[int, float]]) -> str:
     )
 
 
+def chosen(ranks: Sequence[RankShare]) -> Sequence[RankShare]:
+    """The ranks that are shown: all, or of very many the first, and those at the extremes."""
+    return [ranks[place] for place in extremes(ranks)]
+
+
 def phases(now: Snapshot) -> str:
     """Where a step goes: one stacked bar per rank on a common scale, and the legend."""
     measured = [rank for rank in now.ranks if math.isfinite(rank.seconds) and rank.seconds > 0]
     if not measured:
         return ""
+    shown = chosen(measured)
     longest = max(rank.seconds for rank in measured)
     steps, left_out = measured[0].steps - measured[0].left_out, measured[0].left_out
     what = f"mean of {_many(steps, 'step')}" + (f", the first {left_out} left out as warm-up" if left_out else "")
+    if len(shown) < len(measured):
+        what = f"last {_many(steps, 'step')}; {len(shown)} of {len(measured):,} ranks: the first, and those at the extremes"
     rows = "".join(
         stack.bar(
             f"rank {rank.rank}", dict(zip(PHASES, rank.phases, strict=True)), COLORS, longest=longest, end=units.seconds(rank.seconds)
         )
-        for rank in measured
+        for rank in shown
     )
     return (
         f'<div class="wb-steps"><div class="wb-label">where a step goes <span class="wb-what">({what})</span></div>'
@@ -170,8 +179,7 @@ def static(run: Run, now: Snapshot) -> str:
         columns=("rank", "step", *PHASES, "throughput"),
         rows=[
             [r.rank, units.seconds(r.seconds), *map(units.seconds, r.phases), units.rate(r.samples_per_sec)]
-            for r in now.ranks
-            if math.isfinite(r.seconds)
+            for r in chosen([rank for rank in now.ranks if math.isfinite(rank.seconds)])
         ],
     )
     return f"<div>{head}{problem(now, traceback=False)}{phases(now)}{table._repr_html_() if table.rows else ''}</div>"

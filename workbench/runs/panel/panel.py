@@ -15,6 +15,7 @@ from workbench.core.display.html import sheet
 from workbench.core.run_directory import DamagedRunError
 from workbench.runs.panel import html as faces
 from workbench.runs.panel.follow import Follower, Snapshot
+from workbench.runs.rank_ends import MANY_RANKS
 from workbench.runs.run import ACTIVE, Run
 
 TICK = 0.25
@@ -42,7 +43,9 @@ class RunPanel:
         self.stop = ipywidgets.Button(
             description="Stop", icon="stop", tooltip="End all processes of this run. While a cell waits for the run, interrupt the kernel."
         )
-        self.log = LogView(range(run.spec.world_size))
+        many = run.spec.world_size / MANY_RANKS
+        self._tick = TICK * max(1.0, 4 * many)  # each look takes the longer, the more files there are
+        self.log = LogView(range(run.spec.world_size) if many <= 1 else [0])
         for name in ("status", "words", "problem", "figures", "phases", "stop"):
             getattr(self, name).add_class(f"wb-{name}")
         self.stop.on_click(self._stop)
@@ -79,13 +82,15 @@ class RunPanel:
         if not running:
             self.stop.layout.display = "none"
             self.log.failed = now.error.rank if now.error else None
+            if self.log.failed is not None and self.log.failed not in self.log.ranks:
+                self.log.ranks = [*self.log.ranks, self.log.failed]
             self.log.news = f"{self.run.name} {now.state}. {now.error or ''}"
         return now
 
     def _follow(self) -> None:
         try:
             while self.now.state in ACTIVE:
-                time.sleep(TICK)
+                time.sleep(self._tick)
                 self.now = self.refresh()
         except (DamagedRunError, OSError) as error:  # the directory was removed while we looked
             self._complain(str(error))

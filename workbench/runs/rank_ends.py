@@ -1,0 +1,104 @@
+"""Reads only the beginning and the end of a rank's file: enough for the means of its last steps, in runs of very many ranks."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from workbench.core import run_directory
+from workbench.core.vocabulary import PHASES
+from workbench.runs.rank_steps import RankMeans, RankSteps
+from workbench.timeline.timeline import Timeline
+
+MANY_RANKS = 128
+"""Up to so many ranks, all files are read whole. Of more, `RankEnds` reads the ends, and the rest is read when it is asked for."""
+HEAD, TAIL = 4 * 1024, 16 * 1024
+"""Bytes read at the beginning of a file (its first row, warnings, what it reads) and at its end: about a hundred steps."""
+SAMPLED = "figures of {0:,} ranks are means of the last steps of each (about a hundred); run.timelines[rank] has all steps of a rank"
+"""A note on figures that `RankEnds` has read."""
+
+
+class RankEnds:
+    """The ends of one rank's file.
+
+    Attributes:
+        means: of the last steps; of all measured steps of a short file.
+        other_rows: the rows read that are no steps.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._rank, self._seen = path, run_directory.rank_of(path.name) or 0, (0, 0, 0)
+        self.means = RankMeans.of(Timeline(rank=self._rank))
+        self.other_rows: Sequence[Mapping[str, Any]] = ()
+
+    def read(self) -> "RankEnds":
+        """Read the ends, if the file has changed; returns itself."""
+        try:
+            stat = os.stat(self._path)
+            seen = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            if seen != self._seen:
+                self._take(*_ends(self._path))
+                self._seen = seen
+        except FileNotFoundError:  # nothing written yet, or deleted
+            pass
+        return self
+
+    def _take(self, head: bytes, tail: bytes) -> None:
+        columns = RankSteps(self._path)
+        if columns.take(head):
+            columns.skip = len(columns) if tail else None
+            if columns.take(tail):
+                self.means, self.other_rows = columns.means, columns.other_rows
+                return
+        begin, end = ([row for line in part.split(b"\n") if (row := run_directory.parse_row(line)) is not None] for part in (head, tail))
+        skip = sum("step" in row for row in begin) if tail else None
+        timeline = Timeline.from_lines([*begin, *end], warmup=skip, rank=self._rank)
+        means = RankMeans.of(timeline)
+        if tail and timeline.steps:
+            steps = timeline.steps[-1].index + 1
+            means = dataclasses.replace(means, steps=steps, left_out=steps - means.count)
+        self.means, self.other_rows = means, [row for row in (*begin, *end) if "step" not in row]
+
+
+def _ends(path: Path) -> tuple[bytes, bytes]:
+    """The whole lines at the beginning and at the end of a file; a short one is all beginning."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= HEAD + TAIL:
+            return _whole(file.read()), b""
+        head = _whole(file.read(HEAD))
+        file.seek(size - TAIL)
+        tail = file.read()
+    return head, _whole(tail[tail.find(b"\n") + 1 :])
+
+
+def _whole(data: bytes) -> bytes:
+    return data[: data.rfind(b"\n") + 1]
+
+
+class HasMeans(Protocol):
+    """What is known of a rank's steps: RankMeans, or what a panel shows."""
+
+    @property
+    def means(self) -> tuple[float, ...]:
+        """Mean seconds per phase, in the order of PHASES; nan without a measured step."""
+
+    @property
+    def memory(self) -> int | None: ...
+
+
+def extremes(ranks: Sequence[HasMeans]) -> list[int]:
+    """The places of ranks that stand for all: every one, or of very many the first, and those with the shortest and the longest step, the
+    longest of each phase, and the largest memory.
+    """
+    if len(ranks) <= MANY_RANKS:
+        return list(range(len(ranks)))
+    steps = {place: sum(rank.means) for place, rank in enumerate(ranks) if not math.isnan(sum(rank.means))}
+    chosen = {0, *(pick(steps, key=lambda place: steps[place]) for pick in (min, max) if steps)}
+    for column in range(len(PHASES)):
+        longest = max(steps, key=lambda place: ranks[place].means[column], default=0)
+        if steps and ranks[longest].means[column]:
+            chosen.add(longest)
+    return sorted({*chosen, max(range(len(ranks)), key=lambda place: ranks[place].memory or 0)})
