@@ -37,8 +37,8 @@ class Benchmark:
 
 MEMORY = ("memory_cases", "memory_judges", "memory_programs", "memory_published", "memory_scale", "published_formulas")
 BENCHMARKS = {
-    "large_runs": Benchmark(),
     "timer_cost": Benchmark(),
+    "large_runs": Benchmark(),
     "launch_overhead": Benchmark(),
     "culprits": Benchmark(),
     "checkpoints": Benchmark(),
