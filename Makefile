@@ -29,7 +29,7 @@ test test-slow test-core unit together alone slow slow-alone notebooks slow-note
 export PYTHONDONTWRITEBYTECODE =
 export KINETO_LOG_LEVEL ?= 6
 
-.PHONY: help setup lab test test-slow lint architecture unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check audit refresh bench coverage format clean
+.PHONY: help setup lab docs test test-slow lint architecture unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check audit refresh bench coverage format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "Python 3.11 or newer is needed. Debian: apt-get install python3 python3-venv; or make PYTHON=/path/to/python3.11"; exit 1; }
 	@"$(PYTHON)" -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "This Python cannot make virtual environments. Debian: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[notebooks,tensorboard,trace,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[notebooks,tensorboard,trace,docs,dev]'
 	@# pip compiles on one core, and what nobody imports, too
 	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/' $(VENV)/lib || true
 	@touch $@
@@ -51,7 +51,10 @@ lab: setup ## open JupyterLab on the first notebook (ARGS=--no-browser where the
 	$(BIN)/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=notebooks \
 	  --LabApp.default_url=/lab/tree/01_where_does_the_time_go.ipynb $(ARGS)
 
-test: lint unit notebooks browser ## all but what is slow (CI runs this, then test-slow)
+docs: setup ## build the documentation as a site, build/site/index.html; broken links are errors
+	$(BIN)/python docs/build.py $(ARGS)
+
+test: lint docs unit notebooks browser ## all but what is slow (CI runs this, then test-slow)
 	@echo "all of make test passed"
 
 test-slow: slow slow-alone slow-notebooks ## what judges statistics or takes minutes

@@ -1,0 +1,167 @@
+"""The documentation: its code runs, its commands exist, its figures are those of the results, and its words those of the code."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from workbench.core import run_directory
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs/pages"
+sys.path.append(str(ROOT / "docs"))
+import generated  # noqa: E402
+
+import build  # noqa: E402
+
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>slow|skip|needs)(?:: (?P<why>[^>]*))? -->\n)?^```python(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```",
+    re.S | re.M,
+)
+QUICK = {
+    "wb.diagnose(step, loader)": "wb.diagnose(step, loader, budget_s=4)",
+    "wb.diagnose(spec)": "wb.diagnose(spec, budget_s=20)",
+    ".prove()": ".prove(budget_s=4)",
+    "range(3)": "range(1)",
+}
+"""What a reader has time for → what a test has."""
+RUNNER = """
+import json, os, sys, traceback
+for page, files, blocks in json.load(sys.stdin):
+    os.makedirs(page)
+    os.chdir(page)
+    for name, code in files:
+        open(name, "w").write(code)
+    names = {"__name__": "__main__"}
+    for code in blocks:
+        try:
+            exec(compile(code, page, "exec"), names)
+        except BaseException:
+            sys.exit(f"{page}:\\n{code}\\n{traceback.format_exc()}")
+    os.chdir("..")
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of Python of a page."""
+
+    code: str
+    mark: str
+    """"slow", "skip" (nothing runs it), "needs" (a package) or ""."""
+    why: str
+    title: str
+    """The file that it is; "" = it is run."""
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    for match in BLOCK.finditer(page.read_text()):
+        code = match["code"]
+        for slow, quick in QUICK.items():
+            code = code.replace(slow, quick)
+        yield Block(code=code, mark=match["mark"] or "", why=match["why"] or "", title=match["title"] or "")
+
+
+def run(wanted: dict[Path, list[Block]], folder: Path) -> None:
+    """Run blocks in one process: each page in a folder of its own, with its files."""
+    pages = [
+        (page.stem, [(block.title, block.code) for block in blocks(page) if block.title], [block.code for block in chosen])
+        for page, chosen in wanted.items()
+    ]
+    done = subprocess.run([sys.executable, "-c", RUNNER], input=json.dumps(pages), capture_output=True, text=True, cwd=folder, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_code_of_the_pages_runs(tmp_path: Path) -> None:
+    wanted = {page: [block for block in blocks(page) if not block.mark and not block.title] for page in sorted(PAGES.rglob("*.md"))}
+    run({page: chosen for page, chosen in wanted.items() if chosen}, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["my-task", "frameworks", "ci-gate"])
+def test_the_code_that_launches_runs(name: str, tmp_path: Path) -> None:
+    page = PAGES / f"how-to/{name}.md"
+    chosen = [
+        block
+        for block in blocks(page)
+        if not block.title and (block.mark in ("", "slow") or (block.mark == "needs" and find_spec(block.why)))
+    ]
+    if not chosen:
+        pytest.skip(f"{page.name} needs {', '.join(block.why for block in blocks(page) if block.why)}")
+    run({page: chosen}, tmp_path)
+
+
+def test_each_launching_page_is_tested() -> None:
+    launching = {page.stem for page in PAGES.rglob("*.md") if any(block.mark in ("slow", "needs") for block in blocks(page))}
+    assert launching == {"my-task", "frameworks", "ci-gate"}
+
+
+def test_commands_and_their_options_exist() -> None:
+    known = {name: generated._help(name) for name in generated.commands() if name != "lab"}
+    texts = [page.read_text() for page in (*PAGES.rglob("*.md"), ROOT / "README.md")]
+    lines = [line for text in texts for line in re.findall(r"(?:^|`)(workbench [a-z][^`\n]*)", text, re.M)]
+    assert len(lines) > 10
+    for line in lines:
+        command, *words = line.partition(" -- ")[0].split()[1:]
+        assert command in (*known, "lab"), line
+        for option in (word for word in words if word.startswith("--")):
+            assert re.search(rf"{option}\b", known[command]), line
+
+
+def figures(text: str) -> set[str]:
+    """What a text states as measured: percentages, seconds, megabytes, factors, and counts such as "11 of 12"."""
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
+    return set(re.findall(r"(?<![\d.,])(?:\d+ of \d+|\d+(?:\.\d+)? (?:%|s|MB)(?!\w)|\d+\.\d+ times)", text))
+
+
+def test_figures_are_those_of_the_results() -> None:
+    results = (ROOT / "benchmarks/RESULTS.md").read_text().replace("**", "")
+    stated = {
+        page: page.read_text().partition("## Measured error")[2].partition("\n## ")[0] for page in (PAGES / "how-it-knows").glob("*.md")
+    }
+    stated |= {page: page.read_text() for page in (PAGES / "limits.md",)}
+    stated[ROOT / "README.md"] = (ROOT / "README.md").read_text().partition("## Beside other tools")[2]
+    assert sum(len(figures(text)) for text in stated.values()) > 40
+    for page, text in stated.items():
+        strange = sorted(figure for figure in figures(text) if not re.search(rf"(?<![\d.]){re.escape(figure)}", results))
+        assert not strange, f"{page.relative_to(ROOT)} states {strange}, which benchmarks/RESULTS.md does not have"
+
+
+def test_every_insert_has_a_page_and_every_page_a_place() -> None:
+    texts, pictures = build.pages()
+    assert all(build.INSERT.search(text) is None for text in texts.values())
+    asked = {name for page in PAGES.rglob("*.md") for name in build.INSERT.findall(page.read_text())}
+    assert asked == set(generated.INSERTS)
+    listed = re.findall(r"[\w/-]+\.md", (ROOT / "docs/mkdocs.yml").read_text())
+    assert sorted(listed) == sorted(name for name in texts if not name.startswith("notebooks/"))
+    assert {name for name in pictures if name.startswith("notebooks/")}
+
+
+def test_every_verdict_cause_and_file_is_explained() -> None:
+    words = (PAGES / "reference/verdicts.md").read_text()
+    assert generated.causes()
+    for cause in generated.causes():
+        assert f"`{cause}`" in words, f"reference/verdicts.md does not explain the cause {cause!r}"
+    names = (PAGES / "reference/run-directory.md").read_text()
+    own = {
+        value for name, value in vars(run_directory).items() if name.isupper() and isinstance(value, str) and not name.startswith("ENV_")
+    }
+    for name in own:
+        assert f"`{name}" in names, f"reference/run-directory.md does not list {name}"
+
+
+def test_a_page_links_to_pages_and_not_to_files() -> None:
+    texts, _ = build.pages()
+    assert "](results.md#on-a-gpu)" not in texts["limits.md"]
+    assert "](results.md)" in texts["limits.md"]
+    assert "](notebooks/01_where_does_the_time_go.md)" in texts["tutorials.md"]
+    assert "example in the README," in texts["index.md"] or "example in the README:" in texts["index.md"]
+    assert build.outside_code("a `[b](c)` [d](e)\n```\n[f](g)\n```\n", lambda part: part.replace("](", "]<")) == (
+        "a `[b](c)` [d]<e)\n```\n[f](g)\n```\n"
+    )
