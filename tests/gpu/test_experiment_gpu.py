@@ -17,7 +17,6 @@ from workbench.train.ranks import Ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")]
 
 SPEC = RunSpec(task="numbers", device="cuda", micro_batch=8, optimizer="adamw(lr=0.001)")
-GIB = 2**30
 
 
 def large() -> Task:
@@ -38,11 +37,24 @@ def alone() -> Iterator[Ranks]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("left", [None, 4.5])
-def test_two_trainings_take_turns_on_the_device(alone: Ranks, left: float | None) -> None:
+def need(alone: Ranks) -> int:
+    """Bytes that the allocator reserves for one such training."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    with enter_training(SPEC, large(), alone, 0, DeviceTurns(alone.device)) as training:
+        assert isinstance(training, Training)
+        training.step()
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_reserved() - before
+
+
+@pytest.mark.parametrize("share", [None, 1.4], ids=["room for both", "room for one"])
+def test_two_trainings_take_turns_on_the_device(alone: Ranks, share: float | None) -> None:
+    left = int(share * need(alone)) if share else None
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    ballast = torch.empty(free - int(left * GIB) if left else 0, dtype=torch.uint8, device="cuda")
+    ballast = torch.empty(free - left if left else 0, dtype=torch.uint8, device="cuda")
     turns = DeviceTurns(alone.device)
     with enter_training(SPEC, large(), alone, 0, turns) as one, enter_training(SPEC, large(), alone, 1, turns) as other:
         losses = []
@@ -55,5 +67,5 @@ def test_two_trainings_take_turns_on_the_device(alone: Ranks, left: float | None
             losses.append(sum(float(weight.detach().double().sum()) for weight in training.trainer.module.parameters()))
     assert losses[:2] == pytest.approx(losses[0:1] * 2)  # both train alike
     assert losses[2:] == pytest.approx(losses[2:3] * 2)
-    assert (turns.note is None) == (left is None)
+    assert (turns.note is None) == (share is None)
     del ballast
