@@ -77,6 +77,29 @@ def test_a_value_that_is_not_allowed(knobs: dict, said: str) -> None:  # type: i
         RunSpec(**{"task": "text-gpt", **knobs})
 
 
+@pytest.mark.parametrize(
+    ("given", "here"), [("batch_size", "micro_batch"), ("gpus", "nproc_per_node"), ("learning_rate", "lr"), ("workers", "num_workers")]
+)
+def test_a_knob_by_the_name_of_another_library_is_refused_with_its_name_here(given: str, here: str) -> None:
+    with pytest.raises(SpecError, match=f"RunSpec has no knob '{given}': it is called {here} here"):
+        RunSpec(task="text-gpt", **{given: 2})
+    with pytest.raises(SpecError, match=f"it is called {here} here"):
+        RunSpec(task="text-gpt").replace(**{given: 2})
+
+
+def test_no_name_of_another_library_stands_for_two_knobs_or_is_a_knob_here() -> None:
+    names = [name for knob in KNOBS.values() for name in knob.elsewhere]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(KNOBS)
+
+
+def test_the_text_of_a_spec_has_the_knobs_that_were_turned() -> None:
+    assert repr(RunSpec(task="text-gpt")) == "RunSpec(task='text-gpt')"
+    spec = RunSpec(task="text-gpt", micro_batch=8, num_workers=0, nproc_per_node=2)
+    assert repr(spec) == "RunSpec(task='text-gpt', micro_batch=8, nproc_per_node=2)"
+    assert eval(repr(spec)) == spec
+
+
 def test_a_knob_that_does_not_exist() -> None:
     with pytest.raises(SpecError, match="RunSpec has no knob 'num_worker': did you mean 'num_workers'"):
         RunSpec(task="text-gpt").replace(num_worker=2)

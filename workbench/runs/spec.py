@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Self, TypeVar
@@ -76,6 +77,12 @@ class _Spec:
         mine, theirs = self.to_json(), other.to_json()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs.get(name)}
 
+    def __repr__(self) -> str:
+        """The knobs that are not at their default."""
+        fields = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
+        turned = ", ".join(f"{field.name}={value!r}" for field, value in fields if value != field.default)
+        return f"{type(self).__name__}({turned})"
+
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         return {"kind": _KINDS[type(self)], **dataclasses.asdict(self)}  # type: ignore[call-overload]
@@ -100,6 +107,8 @@ class Knob:
     """Where an experiment can turn it without a RunSpec: in a user's own loader or step; empty = in neither."""
     predicted: bool = False
     """Does `diagnosis.model.StepModel` predict a step with another value of it?"""
+    elsewhere: tuple[str, ...] = ()
+    """What torchrun, Hugging Face's Trainer, Accelerate, Lightning, DeepSpeed and nanoGPT call it, or people in speech."""
     panels: tuple[str, ...] = ()
     """Panels that let it be turned: "doctor" (what-if of a step's time), "memory" (the memory explorer)."""
 
@@ -110,7 +119,21 @@ def knob(default: T, **about: Any) -> T:
     return field
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _checked_names(cls: type[T]) -> type[T]:
+    """Let the class raise a SpecError for an argument that is no knob of it, as `replace` does."""
+    initialise = cls.__init__
+
+    @functools.wraps(initialise)
+    def checked(self: T, **knobs: Any) -> None:
+        check_names(cls, knobs)
+        initialise(self, **knobs)
+
+    cls.__init__ = checked  # type: ignore[method-assign,assignment]
+    return cls
+
+
+@_checked_names
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunSpec(_Spec):
     """A run of a Task; every knob is a field.
 
@@ -123,20 +146,28 @@ class RunSpec(_Spec):
     """Name of a sample task, `"path/file.py:function"` or `"package.module:function"`; the function returns a Task."""
     micro_batch: int | Any = knob(  # noqa: RUF009
         32,
+        elsewhere=("batch", "batch_size", "per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu"),
         turned_in="loader",
         predicted=True,
         panels=("doctor", "memory"),
     )
     """Samples per rank in one forward and backward; or "auto": the largest that fits, chosen when the run starts, and split where memory
     runs out nevertheless (see `train.choose_micro_batch` and `train.split_on_oom`)."""
-    accumulation: int = knob(1, predicted=True, panels=("memory",))
+    accumulation: int = knob(1, predicted=True, panels=("memory",), elsewhere=("gradient_accumulation_steps", "accumulate_grad_batches"))
     """Micro-batches per optimizer step; gradients are reduced across ranks in the last one only."""
-    precision: str = knob("fp32", choices=PRECISIONS, turned_in="step", predicted=True, panels=("doctor", "memory"))
+    precision: str = knob(
+        "fp32",
+        choices=PRECISIONS,
+        turned_in="step",
+        predicted=True,
+        panels=("doctor", "memory"),
+        elsewhere=("dtype", "amp", "mixed_precision", "bf16", "fp16"),
+    )
     """"fp32", "amp_bf16" or "amp_fp16" (with a GradScaler)."""
     tf32: bool | None = knob(None, turned_in="step", predicted=True)
     """Whether fp32 matrix products and convolutions run in TF32 (True; NVIDIA GPUs from Ampere on) or in strict fp32 (False). None = as
     torch is set up; its default is strict fp32 for products and TF32 for convolutions."""
-    num_workers: int = knob(0, turned_in="loader", predicted=True, panels=("doctor",))
+    num_workers: int = knob(0, turned_in="loader", predicted=True, panels=("doctor",), elsewhere=("workers", "dataloader_num_workers"))
     """Processes of each rank's DataLoader; 0 = batches are made in the loop itself."""
     prefetch_factor: int | None = knob(None, turned_in="loader", predicted=True, panels=("doctor",))
     """Batches each worker keeps ready; None = torch's own 2. Needs num_workers."""
@@ -144,31 +175,27 @@ class RunSpec(_Spec):
     """Keep the workers from one epoch to the next. Needs num_workers."""
     pin_memory: bool = knob(False, turned_in="loader", predicted=True)
     """Batches in page-locked memory, so that the copy to a GPU can overlap with compute."""
-    nproc_per_node: int = knob(1, predicted=True, panels=("doctor", "memory"))
+    nproc_per_node: int = knob(1, predicted=True, panels=("doctor", "memory"), elsewhere=("gpus", "devices", "processes", "world_size"))
     """Ranks on each machine; on GPUs one rank each."""
-    nnodes: int = 1
+    nnodes: int = knob(1, elsewhere=("nodes", "num_nodes", "machines", "num_machines"))
     """Machines; they share the run directory, and torchrun's rendezvous brings them together."""
-    steps: int = 60
+    steps: int = knob(60, elsewhere=("max_steps", "num_steps", "iterations", "max_iters"))
     """Optimizer steps."""
-    optimizer: str | None = knob(None, turned_in="step", predicted=True, panels=("memory",))
+    optimizer: str | None = knob(None, turned_in="step", predicted=True, panels=("memory",), elsewhere=("optim",))
     """Name with options, such as "sgd(momentum=0.9)"; "fused" or "foreach": its own in that implementation; None = the task's own."""
-    lr: float | None = None
+    lr: float | None = knob(None, elsewhere=("learning_rate",))
     """Peak learning rate; None = the optimizer's own."""
-    warmup_steps: int = 0
+    warmup_steps: int = knob(0, elsewhere=("warmup", "num_warmup_steps", "warmup_iters"))
     """Steps over which the learning rate rises linearly to its peak."""
-    schedule: str = knob("constant", choices=SCHEDULES)
+    schedule: str = knob("constant", choices=SCHEDULES, elsewhere=("lr_scheduler", "lr_scheduler_type", "scheduler"))
     """After the warm-up: "constant", or "cosine" down to zero at the last step."""
-    clip_grad_norm: float | None = None
+    clip_grad_norm: float | None = knob(None, elsewhere=("max_grad_norm", "gradient_clip_val", "grad_clip", "max_norm"))
     """Largest allowed norm of the gradient; None = no clipping."""
     device: str = knob("auto", choices=DEVICES)
     """"cpu", "cuda", or "auto": the GPUs if there is one for each rank."""
     backend: str = knob("auto", choices=BACKENDS)
     """"gloo", "nccl", or "auto": nccl on GPUs, gloo on CPUs."""
-    threads: int = knob(
-        1,
-        turned_in="step",
-        predicted=True,
-    )
+    threads: int = knob(1, turned_in="step", predicted=True)
     """Threads of each rank for one operator on the CPU (OMP_NUM_THREADS)."""
     bucket_cap_mb: float | None = knob(None, predicted=True)
     """Size of DDP's gradient buckets in MiB; None = torch's own 25."""
@@ -176,15 +203,17 @@ class RunSpec(_Spec):
     """Let DDP look for parameters without a gradient in every step; needed where some layers are skipped, and slower."""
     gradient_as_bucket_view: bool = False
     """Let gradients lie in DDP's buckets, which saves one copy of them in the optimizer's step."""
-    parallel: str = knob("ddp", choices=PARALLELS, panels=("memory",))
+    parallel: str = knob("ddp", choices=PARALLELS, panels=("memory",), elsewhere=("strategy", "fsdp", "zero", "sharding", "zero_stage"))
     """What the ranks share: "ddp" nothing, "zero1" optimizer states, "zero2" all but the weights while a step lasts, "fsdp" all; "hsdp": as
     "fsdp" among `shard_ranks`, as "ddp" among such groups. Under the last three, amp_bf16 keeps the weights in fp32, gathers them in bf16,
     computes in bf16 (batch norms and the output in fp32) and reduces in fp32, without autocast; see `train.sharding`."""
     shard_ranks: int | None = None
     """Ranks that share one copy of the model under "hsdp"; None = 8, or all where there are fewer."""
-    tensor_parallel: int = 1
+    tensor_parallel: int = knob(1, elsewhere=("tp", "tensor_parallel_size", "tensor_model_parallel_size"))
     """Ranks that split each layer of the Task's `tensor_parallel` plan; they work on the same samples."""
-    checkpointing: str = knob("none", choices=CHECKPOINTINGS, panels=("memory",))
+    checkpointing: str = knob(
+        "none", choices=CHECKPOINTINGS, panels=("memory",), elsewhere=("gradient_checkpointing", "activation_checkpointing", "recompute")
+    )
     """What the backward recomputes instead of keeping it: "none", "full" each of the model's repeated blocks, or "selective" all of them
     but matrix products, convolutions and attention."""
     offload: str = knob("none", choices=OFFLOADS)
@@ -279,7 +308,8 @@ class RunSpec(_Spec):
         return self.micro_batch * self.accumulation * self.data_ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_checked_names
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ScriptSpec(_Spec):
     """A run of an unedited script."""
 
@@ -346,7 +376,7 @@ def parse_knob(word: str) -> tuple[str, Any]:
 
 
 def check_names(cls: type, names: Mapping[str, Any]) -> None:
-    """Raise for a knob that `cls` does not have, and name the nearest one.
+    """Raise for a knob that `cls` does not have, and say what it is called here, or which name is the nearest.
 
     Raises:
         SpecError: no such knob.
@@ -354,7 +384,9 @@ def check_names(cls: type, names: Mapping[str, Any]) -> None:
     known = [field.name for field in dataclasses.fields(cls)]
     for name in names:
         if name not in known:
-            raise SpecError(f"{cls.__name__} has no knob {name[:80]!r}: {did_you_mean(name[:80], known)}It has {', '.join(known)}")
+            here = next((knob for knob, about in KNOBS.items() if name in about.elsewhere and knob in known), None)
+            hint = f"it is called {here} here. " if here else did_you_mean(name[:80], known)
+            raise SpecError(f"{cls.__name__} has no knob {name[:80]!r}: {hint}It has {', '.join(known)}")
 
 
 KNOBS: Mapping[str, Knob] = {
