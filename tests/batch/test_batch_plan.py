@@ -17,7 +17,8 @@ from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.proof import Gain, LossCurve, PlanProof
 from workbench.batch.analysis.throughput import SLACK, BatchCandidate, Throughput, best_candidate, candidates, relative_sample_worth
 from workbench.batch.batch_plan import ProposedPlan, batch_plan, prove_plan
-from workbench.batch.facts import MAX_MICRO_BATCHES, TaskFacts, limit_warmup, measure_throughput, micro_batches_to_try
+from workbench.batch.facts import MAX_MICRO_BATCHES, TaskFacts, limit_warmup, micro_batches_to_try
+from workbench.batch.throughput_sweep import measure_throughput
 from workbench.runs.spec import SpecError
 
 SPEC = wb.RunSpec(task="fashion-mlp", micro_batch=16, nproc_per_node=2)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from workbench.batch.analysis.lr_race import STEPS
 from workbench.batch.analysis.lr_range import ITERATIONS, SWEEPS, LrFound, check_options
 from workbench.core import run_directory, units
-from workbench.core.checks import whole_number
-from workbench.core.progress import ProgressLine
+from workbench.core.checks import real_number, whole_number
+from workbench.core.progress import ProgressLine, Waiting
 from workbench.runs.launch import experiments
 from workbench.runs.launch.experiments import error_of, wait_for
 from workbench.runs.launch.launch import launch
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 NOISE_STEPS = 200
 """Default of optimizer steps for a noise scale."""
+MIN_NOISE_STEPS, NOISE_LOOK = 60, 1.0
+"""Steps before it may end because they are enough, and seconds between two looks at the estimate."""
 
 _LR_TARGET = Measured(
     name="find_lr", verb="tried", script="a script by its step and its loader, in the script", returns="and returns the loss"
@@ -132,6 +134,7 @@ def noise_scale(
     micro_batch: int | None = None,
     exact: bool = False,
     samples: int | None = None,
+    budget_s: float | None = 60.0,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> "NoiseScale":
     """Measure the gradient noise scale B = tr Σ / |G|²: about the batch, in samples, from which more samples per step stop paying.
@@ -155,6 +158,8 @@ def noise_scale(
         micro_batch: with a step: samples in one backward; None = those of a batch, divided by its backwards.
         exact: use the gradients of single samples.
         samples: with `exact`: how many samples; None = all of the dataset.
+        budget_s: seconds that the steps may take, about, the start of a launch included; None = no limit. What was measured when they are
+            over, or at Ctrl-C, is returned, with a note; without `steps` it ends as soon as the estimate is good enough.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:
@@ -176,18 +181,40 @@ def noise_scale(
     if isinstance(given, Run):
         measured: NoiseScale = given.noise_scale
         return measured
+    check_budget(budget_s)
     count = whole_number("steps", NOISE_STEPS if steps is None else steps, least=2, also="; some 100 give an estimate worth having")
     if isinstance(given, RunSpec):
-        return _launched(given, count, runs_dir)
+        return _launched(given, count, runs_dir, budget_s, early=steps is None)
     from workbench.batch.measure.noise_watch import measure
 
     return measure(given.step, given.loader, model=model, optimizer=optimizer, steps=count, micro_batch=micro_batch)
 
 
-def _launched(spec: RunSpec, steps: int, runs_dir: str | os.PathLike[str] | None) -> "NoiseScale":
+def check_budget(budget_s: float | None) -> None:
+    """Refuse a budget that is no positive number.
+
+    Raises:
+        ValueError: it is not a positive number, nor None.
+    """
+    if budget_s is not None:
+        real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60, or None for no limit")
+
+
+def _launched(spec: RunSpec, steps: int, runs_dir: str | os.PathLike[str] | None, budget_s: float | None, *, early: bool) -> "NoiseScale":
     changed, notes = _with_groups(spec.replace(steps=steps, evaluate=False, profile=None))
     run = launch(changed, runs_dir=runs_dir, name="noise-scale")
-    error = error_of(wait_for(run, show=Run.progress_words, check=False))
+    stopped = ""
+    with Waiting("noise_scale", budget_s, begin=f"{steps} steps at most") as line:
+        watch = _NoiseWatcher(run, line, steps, early)
+        try:
+            wait_for(run, tick=watch.tick, check=False)
+        except KeyboardInterrupt:
+            if watch.steps < 2:
+                raise
+            stopped = f"stopped by Ctrl-C after {watch.steps} of {steps} steps: this is the result so far"
+    stopped = stopped or watch.stopped
+    error = None if stopped else error_of(run)
+    notes += [stopped] if stopped else []
     try:
         measured: NoiseScale = run.noise_scale
     except ValueError:
@@ -197,6 +224,39 @@ def _launched(spec: RunSpec, steps: int, runs_dir: str | os.PathLike[str] | None
     if error is not None:
         notes.append(f"the run ended early ({error.failure.message.splitlines()[0]:.100}): this is the result so far")
     return dataclasses.replace(measured, notes=(*notes, *measured.notes))
+
+
+class _NoiseWatcher:
+    """Looks at a run that measures its noise scale, and stops it when the estimate is good enough or the time is up."""
+
+    def __init__(self, run: Run, line: Waiting, steps: int, early: bool) -> None:
+        self._run, self._line, self._planned, self._early = run, line, steps, early
+        self._next = 0.0
+        self.steps = 0
+        """That were measured."""
+        self.stopped = ""
+        """Why it was stopped."""
+
+    def tick(self) -> None:
+        """To be called again and again."""
+        self._line.tick()
+        if self.stopped or self._line.seconds < self._next:
+            return
+        self._next = self._line.seconds + NOISE_LOOK
+        try:
+            now: NoiseScale = self._run.noise_scale
+        except ValueError:  # too few steps yet
+            return
+        self.steps = now.steps
+        self._line.say(f"step {self.steps} of {self._planned}", now.summary)
+        if self._early and now.steps >= MIN_NOISE_STEPS and now.enough:
+            self.stopped = f"{now.steps} steps were enough"
+        elif self._line.left <= 0:
+            self.stopped = (
+                f"the budget was spent after {now.steps} of {self._planned} steps: a larger budget_s= makes the interval narrower"
+            )
+        if self.stopped:
+            self._run.stop()
 
 
 def _with_groups(spec: RunSpec) -> tuple[RunSpec, list[str]]:

@@ -33,9 +33,10 @@ from workbench.batch.facts import (
     throughput_for,
 )
 from workbench.core import codec, units
-from workbench.core.checks import whole_number
+from workbench.core.checks import real_number, whole_number
 from workbench.core.device import Device
 from workbench.core.display import table as display
+from workbench.core.progress import Waiting
 from workbench.runs.failure import RunError
 from workbench.runs.launch.sweep import run_all
 from workbench.runs.run import Run
@@ -158,6 +159,7 @@ def batch_plan(
     throughput: Any = None,
     rule: str = "auto",
     prove: bool = False,
+    budget_s: float | None = 60.0,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> ProposedPlan:
     """Recommend micro_batch × accumulation × world_size, a learning rate and a warm-up, each number with its reason.
@@ -177,6 +179,8 @@ def batch_plan(
         throughput: a Throughput; micro-batch → samples per second of all ranks of the spec; runs of a sweep; None = measured here.
         rule: for the learning rate; see `wb.scale_lr`.
         prove: also train by both plans; `ProposedPlan.prove` does so later.
+        budget_s: seconds for what is measured here, about; None = no limit. What is known when it is spent, or at Ctrl-C, makes the plan,
+            and its notes say what is less certain for that. A proof takes its own time.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
     Raises:
@@ -185,16 +189,21 @@ def batch_plan(
     """
     check_spec("batch_plan", spec, because="whose task can be run")
     ranks = checked_number("world_size", world_size, spec.data_ranks)
+    if budget_s is not None:
+        real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60, or None for no limit", error=SpecError)
+    measured = Waiting("batch_plan", budget_s, begin=_announcement(noise_scale, steps, throughput))
     task = TaskFacts.of(spec)
     old = task.plan(spec)
     check_batch(global_batch, ranks, task.dataset_size)
     limit, why_limit = largest_micro_batch(spec, device, largest, ranks)
-    noise, noise_name, doubt = noise_of(spec, noise_scale, steps, runs_dir)
+    with measured as line:
+        noise, noise_name, doubt = noise_of(spec, noise_scale, steps, runs_dir, line)
     if noise is None and global_batch is None:
         global_batch = max(1, round(old.global_batch / ranks)) * ranks
         if global_batch != old.global_batch:
             doubt = doubt.replace(STAYS, f"{STAYS} as near to {old.global_batch:,} as {ranks} ranks divide it, {global_batch:,}")
-    curve = throughput_for(spec, throughput, ranks, limit, task.dataset_size, global_batch, runs_dir)
+    with measured as line:
+        curve = throughput_for(spec, throughput, ranks, limit, task.dataset_size, global_batch, noise, runs_dir, line)
     allowed = candidates(curve, world_size=ranks, noise=noise, largest=limit, most=task.dataset_size, batch=global_batch)
     if not allowed:
         raise SpecError(
@@ -213,7 +222,13 @@ def batch_plan(
     )
     full_warmup, scaled = scaled.warmup_steps, limit_warmup(scaled, old, spec.steps * old.global_batch)
     reasons = _reasons(old, chosen, allowed, noise_name, why_limit, curve, fixed=global_batch is not None)
-    notes = [doubt, extrapolation_note(curve, ranks), _warmup_note(spec, old, scaled, full_warmup), *scaled.notes]
+    notes = [
+        doubt,
+        *(curve.notes if throughput is None else ()),
+        extrapolation_note(curve, ranks),
+        _warmup_note(spec, old, scaled, full_warmup),
+        *scaled.notes,
+    ]
     scaled = dataclasses.replace(scaled, reasons={**scaled.reasons, **reasons}, notes=tuple(filter(None, notes)))
     plan = ProposedPlan(
         **{item.name: getattr(scaled, item.name) for item in dataclasses.fields(scaled)},
@@ -224,6 +239,13 @@ def batch_plan(
         candidates=tuple(allowed),
     )
     return dataclasses.replace(plan, proof=plan.prove(runs_dir=runs_dir)) if prove else plan
+
+
+def _announcement(noise_scale: Any, steps: Any, throughput: Any) -> str:
+    """What will be measured."""
+    parts = ["the noise scale"] if noise_scale is None and steps is None else []
+    parts += ["throughput at several micro-batches"] if throughput is None else []
+    return f"measuring {' and '.join(parts)}" if parts else "planning"
 
 
 def _warmup_note(spec: RunSpec, old: BatchPlan, new: BatchPlan, full: int) -> str:

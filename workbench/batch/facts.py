@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +12,19 @@ from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.scaled_lr import number
 from workbench.batch.analysis.steps_to_target import StepsToTarget
 from workbench.batch.analysis.throughput import Throughput
+from workbench.batch.throughput_sweep import measure_throughput
 from workbench.core import units
 from workbench.core.checks import is_number, whole_number
 from workbench.core.device import Device
-from workbench.runs.failure import RunError
+from workbench.core.progress import Waiting
 from workbench.runs.launch.environment import gpu_count
-from workbench.runs.launch.sweep import run_all
 from workbench.runs.spec import IMPLEMENTATIONS, RunSpec, SpecError
 from workbench.runs.task import Task, resolve
 
-SWEEP_STEPS = 60
-"""Optimizer steps at each micro-batch, warm-up included."""
 MAX_MICRO_BATCHES = 7
 """Micro-batches of a sweep at most."""
-NOISE_STEPS = 200
-"""Optimizer steps in which the noise scale is measured."""
+NOISE_SHARE = 0.45
+"""Share of the time for a plan that the noise scale may take."""
 MAX_INCREASE = 32
 """A sweep tries at most this many times the present micro-batch, where no device sets a limit."""
 MAX_WARMUP = 0.1
@@ -47,32 +44,6 @@ def micro_batches_to_try(now: int, largest: int) -> list[int]:
     upward = [*doubles, *([largest] if largest > top else [])][: MAX_MICRO_BATCHES - 2]
     halves = [top >> power for power in range(1, 32) if top >> power >= 1]
     return sorted({*halves[: max(1, MAX_MICRO_BATCHES - 1 - len(upward))], top, *upward})
-
-
-def measure_throughput(
-    spec: RunSpec, micro_batches: Sequence[int], *, steps: int = SWEEP_STEPS, runs_dir: str | os.PathLike[str] | None = None
-) -> Throughput:
-    """Measure samples per second at several micro-batches, each twice, in opposite orders, and what accumulation saves.
-
-    Args:
-        spec: what is run.
-        micro_batches: to try; `notes` name those that fail.
-        steps: optimizer steps of each.
-        runs_dir: where run directories go; None = `runs` in the current folder.
-
-    Raises:
-        RunError: none of them took a step; the run directories stay.
-        LaunchError, TaskError: the spec cannot run here.
-    """
-    plain = spec.replace(accumulation=1, steps=steps, warmup_steps=0, schedule="constant", evaluate=False, profile=None)
-    specs = [(f"micro_batch={micro}", plain.replace(micro_batch=micro)) for micro in micro_batches]
-    middle = micro_batches[len(micro_batches) // 2]
-    twice = plain.replace(micro_batch=middle, accumulation=2, steps=max(1, steps // 2))
-    runs = run_all([*specs, (f"micro_batch={middle} accumulation=2", twice)], runs_dir=runs_dir, repeat=2)
-    failed = next((run.error for run in runs if run.error), None)
-    if failed and not any(run.ok for run in runs if run.spec != twice):
-        raise RunError(failed)
-    return Throughput.from_runs(runs)
 
 
 def local_ranks(spec: RunSpec, world_size: int) -> int:
@@ -128,7 +99,9 @@ def law_of(steps: Any) -> CriticalBatch | None:
     raise SpecError(f"steps={steps!r:.60}: what wb.steps_to_target gave is allowed, or its fit, which has a critical batch")
 
 
-def noise_of(spec: RunSpec, given: Any, steps: Any, runs_dir: str | os.PathLike[str] | None) -> tuple[float | None, str, str]:
+def noise_of(
+    spec: RunSpec, given: Any, steps: Any, runs_dir: str | os.PathLike[str] | None, line: Waiting
+) -> tuple[float | None, str, str]:
     """The noise scale or critical batch in samples, its name with its value, and a note if it is uncertain."""
     law = law_of(steps)
     if law is not None:
@@ -138,7 +111,8 @@ def noise_of(spec: RunSpec, given: Any, steps: Any, runs_dir: str | os.PathLike[
     if given is None:
         from workbench.batch.api import noise_scale
 
-        given = noise_scale(spec, steps=NOISE_STEPS, runs_dir=runs_dir)
+        line.say("the noise scale of the gradients")
+        given = noise_scale(spec, budget_s=None if math.isinf(line.left) else max(1.0, NOISE_SHARE * line.left), runs_dir=runs_dir)
     value = getattr(given, "b_simple", given)
     if not is_number(value, above=0, finite=False):
         raise SpecError(f"noise_scale={given!r:.60}: samples above 0 are allowed, what wb.noise_scale gave, None to measure it, or False")
@@ -184,7 +158,9 @@ def throughput_for(
     limit: int | None,
     dataset: int | None,
     batch: int | None,
+    noise: float | None,
     runs_dir: str | os.PathLike[str] | None,
+    line: Waiting,
 ) -> Throughput:
     """The throughput that was given, or that of a short sweep over micro-batches that fit."""
     if given is not None:
@@ -194,9 +170,9 @@ def throughput_for(
     if dataset is not None:
         tops.append(dataset // (2 * here))  # the run with accumulation takes two
     top = int(min(tops))
-    return measure_throughput(
-        spec.replace(nproc_per_node=here), micro_batches_to_try(min(spec.micro_batch, top), max(1, top)), runs_dir=runs_dir
-    )
+    places = micro_batches_to_try(min(spec.micro_batch, top), max(1, top))
+    worth = noise if batch is None else None  # of batches of one size, samples are worth the same
+    return measure_throughput(spec.replace(nproc_per_node=here), places, noise=worth, line=line, runs_dir=runs_dir)
 
 
 def extrapolation_note(curve: Throughput, ranks: int) -> str:

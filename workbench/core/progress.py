@@ -1,5 +1,6 @@
 """Shows the progress of a run, or of a long call, as one line that is written over itself, in a terminal or below a notebook's cell."""
 
+import math
 import sys
 import threading
 import time
@@ -101,6 +102,11 @@ class Waiting:
     def seconds(self) -> float:
         """Since it began."""
         return time.monotonic() - self._began
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left of the budget, below 0 when it is spent; inf = there is no limit."""
+        return math.inf if self._budget is None else self._budget - self.seconds
 
     def say(self, now: str, known: str | None = None) -> None:
         """Tell what comes now, and what is known so far (None = nothing new)."""
