@@ -1,12 +1,15 @@
 """The terminal's way in."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.made import World
 from workbench.__main__ import main
+from workbench.diagnosis.analysis.diagnosis import Diagnosis
 
 SCRIPT = """
 import os, sys
@@ -68,3 +71,10 @@ def test_an_unknown_option_says_where_the_scripts_own_go(capsys: pytest.CaptureF
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     assert "NVIDIA GPUs" in capsys.readouterr().out
+
+
+def test_a_diagnosis_as_json_is_its_brief(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    diagnosis = Diagnosis.of(World(cpu=0.03, bf16=0.6).evidence())
+    monkeypatch.setattr("workbench.diagnose", lambda target, budget_s: diagnosis)
+    assert main(["diagnose", "text-gpt", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == diagnosis.brief()

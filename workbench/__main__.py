@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -88,8 +89,14 @@ def diagnose(given: argparse.Namespace) -> int:
         print(f"workbench: experiments with {given.target}, at most {units.seconds(given.budget)} …", file=sys.stderr)
     try:
         diagnosis = workbench.diagnose(target, budget_s=given.budget)
+        provable = any(remedy.provable for remedy in diagnosis.remedies)
+        if given.json:
+            if given.prove and provable:
+                diagnosis.prove(budget_s=given.budget)
+            print(json.dumps(diagnosis.brief(), ensure_ascii=False))
+            return 0
         print(diagnosis, flush=True)
-        if given.prove and any(remedy.provable for remedy in diagnosis.remedies):
+        if given.prove and provable:
             print(f"\n{diagnosis.prove(budget_s=given.budget)}")
         elif given.prove:
             print("\nThere is nothing to prove.")
@@ -176,6 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     why.add_argument("--budget", type=float, default=BUDGET, metavar="S", help=f"seconds to spend at most ({BUDGET:g})")
     why.add_argument("--set", nargs="+", action="extend", metavar="KNOB=VALUE", help="knobs to turn: micro_batch=16 num_workers=2")
     why.add_argument("--prove", action="store_true", help="run the best remedy as well, predicted against measured")
+    why.add_argument("--json", action="store_true", help="print the brief for a program: at most 2 kB of JSON")
     fit = commands.add_parser("estimate", help="say what a task needs in memory, on a device that need not be here")
     fit.add_argument("target", help='a task ("my_task.py:build") or a sample ("clipart-resnet")')
     fit.add_argument("--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')

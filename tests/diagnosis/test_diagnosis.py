@@ -49,6 +49,33 @@ def test_verdict_why_next() -> None:
     assert repr(d) == f"Diagnosis('input-bound', cause='decode', {len(d.remedies)} remedies)"
 
 
+def test_a_brief_fits_into_two_kilobytes_and_says_what_to_run_next() -> None:
+    d = slow_loader(spec=SPEC.replace(micro_batch=16))
+    value = d.brief()
+    assert len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode()) <= 2048
+    assert value["claim"]["verdict"] == "input-bound"
+    assert sum(value["shares"].values()) == pytest.approx(1, abs=0.02)
+    best = next(remedy for remedy in d.remedies if remedy.provable)
+    assert best.name in [row["change"] for row in value["predicted"]]
+    assert value["next"]["command"] == "workbench diagnose clipart-mlp --prove --set micro_batch=16"
+    low, mid, high = value["experiments"]["cached"]
+    assert 0 < low <= mid <= high < 1
+    d.proofs.append(Proof(remedy=best, measured=Interval(low=1.4, mid=1.5, high=math.inf)))
+    proved = d.brief()
+    assert proved["proved"] == [{"change": best.name, "measured": [1.4, 1.5, None], "helps": True}]
+    assert proved["next"]["command"] is None
+
+
+def test_a_brief_leaves_out_what_is_too_long_and_counts_it() -> None:
+    d = slow_loader()
+    d.evidence = dataclasses.replace(d.evidence, notes=tuple(f"note {i}: " + "ä" * 400 for i in range(20)))
+    value = d.brief()
+    assert len(json.dumps(value, ensure_ascii=False).encode()) <= 2048
+    assert value["left_out"] >= 15
+    assert value["predicted"]
+    assert value["next"]["command"] == "diagnosis.prove()"
+
+
 def test_text_html_and_frame_say_the_same() -> None:
     d = slow_loader()
     text, html = str(d), d._repr_html_()

@@ -1,5 +1,6 @@
 """Diagnosis: what limits a step, what would help and by how much, and what was proved of it."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 from workbench.core import late, units
 from workbench.core.codec import NOT_STORED, JsonDataclass
 from workbench.core.display import table as display
+from workbench.core.statistics import Interval
 from workbench.core.vocabulary import PART_WORDS, PARTS
 from workbench.diagnosis.analysis.costs import MAX_BLOCK_SPREAD, is_crowded
 from workbench.diagnosis.analysis.evidence import Evidence
@@ -18,8 +20,10 @@ from workbench.diagnosis.analysis.remedies import remedies_for
 from workbench.diagnosis.analysis.remedy import Remedy, gain_of, sort_key
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
 from workbench.diagnosis.analysis.verdict import Judgement, judge
-from workbench.runs.spec import Spec
+from workbench.runs.spec import RunSpec, Spec
 
+BRIEF_BYTES, BRIEF_TEXT = 2048, 240
+"""Most bytes of a brief as JSON, and most characters of a text in it."""
 MIN_FOREIGN_CORES = 0.1
 """Cores taken by other processes below which the caption does not mention them."""
 
@@ -220,6 +224,52 @@ class Diagnosis(JsonDataclass):
             columns=("name", "scope", "speedup", "low", "high", "measured", "ceiling", "provable", "change", "what", "formula", "costs"),
         )
 
+    def brief(self) -> dict[str, Any]:
+        """The diagnosis for a program or an agent, as plain JSON values that take at most BRIEF_BYTES as text.
+
+        Returns:
+            `claim`: verdict, cause and why. `step_s`: seconds per step, and `shares`: the fraction of it that each part adds.
+            `experiments`: name → [low, mid, high], the fraction of the step that was saved. `predicted` and `proved`: remedies with their
+            speedups as [low, mid, high], the best first. `unknown`: notes on what is doubtful. `next`: what to do, and a `command` or call.
+            None stands for a number that is infinite or not known. Where all that is too long, the ends of lists are left out, and
+            `left_out` counts them.
+        """
+        e, best = self.evidence, next((remedy for remedy in self.remedies if remedy.provable), None)
+        proved = [{"change": proof.remedy.name, "measured": _three(proof.measured), "helps": proof.gained} for proof in self.proofs]
+        lists: dict[str, list[Any]] = {
+            "predicted": [
+                {"change": remedy.name, "speedup": _three(remedy.interval), "at_most": remedy.ceiling, "provable": remedy.provable}
+                for remedy in self.remedies
+            ],
+            "proved": proved,
+            "experiments": [[name, _three(arm.saved)] for name, arm in e.arms.items()],
+            "unknown": [_short(note) for note in (*e.notes, *self.judgement.notes)],
+        }
+        left_out = 0
+        while True:
+            value = {
+                "claim": {"verdict": self.verdict, "cause": self.cause, "why": _short(self.why)},
+                "step_s": _number(self.parts.step),
+                "shares": {part: _number(self.parts.share(part)) for part in PARTS if self.parts.seconds(part)},
+                **lists,
+                "experiments": dict(lists["experiments"]),
+                "next": {"do": _short(self.next), "command": None if best is None or proved else self._proving()},
+                **({"left_out": left_out} if left_out else {}),
+            }
+            longest = max(lists.values(), key=lambda items: len(json.dumps(items)))
+            if len(json.dumps(value, ensure_ascii=False).encode()) <= BRIEF_BYTES or not longest:
+                return value
+            longest.pop()
+            left_out += 1
+
+    def _proving(self) -> str:
+        """The command that proves the best remedy, or the call."""
+        if not isinstance(self.spec, RunSpec):
+            return "diagnosis.prove()"
+        default = RunSpec(task=self.spec.task).changes(self.spec)
+        turned = " ".join(f"{name}={value}" for name, (_, value) in default.items())
+        return f"workbench diagnose {self.spec.task} --prove{f' --set {turned}' if turned else ''}"
+
     plot = display.plot_method("diagnosis")
 
     def __repr__(self) -> str:
@@ -232,3 +282,16 @@ class Diagnosis(JsonDataclass):
         head = f"<p><strong>{display.escape(self.verdict)}</strong> ({display.escape(self.cause)})</p>"
         reason = f"<p>{display.escape(self.why)}</p><p><strong>Next:</strong> {display.escape(self.next)}</p>"
         return head + reason + "".join(table._repr_html_() for table in self._tables)
+
+
+def _number(value: float) -> float | None:
+    """Three digits of it; None if it is infinite or not known."""
+    return float(f"{value:.3g}") if math.isfinite(value) else None
+
+
+def _three(interval: Interval) -> list[float | None]:
+    return [_number(value) for value in (interval.low, interval.mid, interval.high)]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= BRIEF_TEXT else f"{text[: BRIEF_TEXT - 1]}…"
