@@ -44,17 +44,24 @@ def pages() -> tuple[dict[str, str], dict[str, bytes]]:
     Raises:
         ValueError: a page asks for an insert that does not exist.
     """
-    known, texts, pictures = sources(), dict[str, str](), dict[str, bytes]()
-    for source, page in known.items():
+    own, texts, pictures = sources(), dict[str, str](), dict[str, bytes]()
+    known = own | beside()
+    for source, page in own.items():
         if source.suffix == ".ipynb":
             text, images = notebook_pages.markdown(source)
             pictures |= {f"notebooks/{name}": content for name, content in images.items()}
         else:
             text = INSERT.sub(lambda match, page=page: insert(match[1], page), source.read_text())
         texts[page] = outside_code(text, lambda part, source=source, page=page: relinked(part, source, page, known))
-    for path in sorted(PAGES.rglob("*.png")):
-        pictures[path.relative_to(PAGES).as_posix()] = path.read_bytes()
+    for path, name in beside().items():
+        pictures[name] = path.read_bytes()
     return texts, pictures
+
+
+def beside() -> dict[Path, str]:
+    """Every file of the repository that lies beside the pages as it is → its path in the site."""
+    own = {path: path.relative_to(PAGES).as_posix() for path in sorted(PAGES.rglob("*.*")) if path.suffix != ".md"}
+    return own | {path: f"pictures/{path.name}" for path in sorted((ROOT / "notebooks/pictures").glob("*.png"))}
 
 
 def insert(name: str, page: str) -> str:
@@ -80,10 +87,10 @@ def relinked(text: str, source: Path, page: str, known: Mapping[Path, str]) -> s
         if "://" in match["path"] or match["path"].startswith("mailto:"):
             return match[0]
         path = (source.parent / match["path"]).resolve()
-        if path.is_relative_to(PAGES) and path.suffix != ".md":
-            target = path.relative_to(PAGES).as_posix()
-        elif path in known:
+        if path in known:
             target = known[path]
+        elif path.parent == PAGES / "notebooks":  # a picture of a notebook, which no file holds
+            target = path.relative_to(PAGES).as_posix()
         else:
             return "" if path.exists() else match[0]
         return os.path.relpath(target, Path(page).parent) + (match["anchor"] or "")
@@ -104,12 +111,18 @@ def main() -> int:
         path.write_bytes(content)
     listed = "\n".join(f"      - notebooks/{path.stem}.md" for path in notebook_pages.paths())
     (folder / "mkdocs.yml").write_text((ROOT / "docs/mkdocs.yml").read_text().replace(NOTEBOOKS, listed))
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-f", str(folder / "mkdocs.yml"), *sys.argv[1:]]
-    status = subprocess.run(command, env=environment).returncode
-    if status == 0:
-        print(f"{len(texts)} pages: {BUILD / 'site/index.html'}")
+    status, said = site(folder, *sys.argv[1:])
+    print(said if status else f"{len(texts)} pages: {BUILD / 'site/index.html'}")
     return status
+
+
+def site(folder: Path, *options: str) -> tuple[int, str]:
+    """Make HTML of the pages in a folder; the exit status of MkDocs, and what it printed."""
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    # no --quiet: it would keep the warnings from --strict, too
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(folder / "mkdocs.yml"), *options]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return done.returncode, done.stdout
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def notebooks() -> str:
     for path in notebook_pages.paths():
         drawn = list(notebook_pages.pictures(path))
         if drawn:
-            parts.append(f"## [{notebook_pages.title(path)}](../notebooks/{path.name})")
+            parts.append(f"## [{notebook_pages.title(path)}](../../notebooks/{path.name})")
         for picture in drawn:
             parts.append(f"```python\n{picture.code}\n```\n\n![The picture that this code draws](notebooks/{picture.name})")
     return "\n\n".join(parts)

@@ -13,6 +13,9 @@ import pytest
 
 from workbench.core import run_directory
 
+for name in ("ipywidgets", "anywidget"):
+    pytest.importorskip(name, reason="the reference has the panels, too: extra notebooks")
+
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/pages"
 sys.path.append(str(ROOT / "docs"))
@@ -141,6 +144,8 @@ def test_every_insert_has_a_page_and_every_page_a_place() -> None:
     listed = re.findall(r"[\w/-]+\.md", (ROOT / "docs/mkdocs.yml").read_text())
     assert sorted(listed) == sorted(name for name in texts if not name.startswith("notebooks/"))
     assert {name for name in pictures if name.startswith("notebooks/")}
+    assert not [page for page, text in texts.items() if re.search(r"!\[[^\]]*\]\(\)", text)], "a picture without its file"
+    assert {"pictures/panel.png", "pictures/diagnosis.png"} <= set(pictures)
 
 
 def test_every_verdict_cause_and_file_is_explained() -> None:
@@ -165,3 +170,15 @@ def test_a_page_links_to_pages_and_not_to_files() -> None:
     assert build.outside_code("a `[b](c)` [d](e)\n```\n[f](g)\n```\n", lambda part: part.replace("](", "]<")) == (
         "a `[b](c)` [d]<e)\n```\n[f](g)\n```\n"
     )
+
+
+def test_a_broken_link_or_anchor_fails_the_build(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    checks = (ROOT / "docs/mkdocs.yml").read_text().partition("\nvalidation:")[2].partition("\nnav:")[0]
+    (tmp_path / "mkdocs.yml").write_text(f"site_name: broken\ndocs_dir: pages\ntheme: null\nplugins: []\nvalidation:{checks}\n")
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages/index.md").write_text("# Here\n\n[a](#there) [b](none.md) [c](other.md#there)\n")
+    (tmp_path / "pages/other.md").write_text("# Other\n")
+    status, said = build.site(tmp_path)
+    assert status
+    assert len(re.findall("^WARNING", said, re.M)) == 3, said
