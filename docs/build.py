@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import generated
 import notebook_pages
+
+import generated
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/pages"

@@ -19,9 +19,8 @@ for name in ("ipywidgets", "anywidget"):
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/pages"
 sys.path.append(str(ROOT / "docs"))
-import generated  # noqa: E402
-
 import build  # noqa: E402
+import generated  # noqa: E402
 
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>slow|skip|needs)(?:: (?P<why>[^>]*))? -->\n)?^```python(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```",
