@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,11 +111,12 @@ def run(name: str, options: dict[str, str]) -> tuple[list[str], list[str]]:
         shown = shlex.join([f"{name}.py", *words])
         print(f"\n===== {shown}", flush=True)
         began = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, str(HERE / f"{name}.py"), *words],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            stdin=subprocess.DEVNULL,
-        )
+        with tempfile.TemporaryDirectory(prefix="torchrun-") as logs:  # else each torchrun leaves a folder
+            done = subprocess.run(
+                [sys.executable, str(HERE / f"{name}.py"), *words],
+                env={"PET_LOG_DIR": logs, **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                stdin=subprocess.DEVNULL,
+            )
         print(f"===== {shown}: exit code {done.returncode}, {time.monotonic() - began:.0f} s", flush=True)
         if done.returncode:
             failed.append(f"{shown} (exit code {done.returncode})")

@@ -140,6 +140,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.doctest_ignore_import_errors = True
     if not _is_worker(config):  # those of pytest-xdist carry the mark of their session
         os.environ[MARK] = SESSION  # every process started from here on carries it
+    os.environ["PET_LOG_DIR"] = tempfile.mkdtemp(prefix="torchrun-tests-")  # else each torchrun that a test starts leaves a folder
     os.environ["WORKBENCH_CACHE"] = tempfile.mkdtemp(prefix="workbench-tests-")  # what tests prove says nothing about this machine
 
 
@@ -197,7 +198,8 @@ def _is_worker(config: pytest.Config) -> bool:
 @pytest.hookimpl(trylast=True)  # pytest-xdist ends its workers first
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fail the whole session if a process of ours is left."""
-    shutil.rmtree(os.environ["WORKBENCH_CACHE"], ignore_errors=True)
+    for folder in ("WORKBENCH_CACHE", "PET_LOG_DIR"):
+        shutil.rmtree(os.environ[folder], ignore_errors=True)
     if _is_worker(session.config):
         return  # what it says now nobody hears
     limit = time.monotonic() + PATIENCE

@@ -127,3 +127,12 @@ def test_a_fork_starts_and_ends_as_a_new_process_does(tmp_path: Path, forks: For
 def test_gpus_are_seen_where_they_are_asked_for(expression: str, paths: list[str], selected: bool) -> None:
     assert selects_gpu(expression, paths) is selected
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "this test asks for none"
+
+
+def test_what_torchrun_writes_is_removed_with_the_session(tmp_path: Path) -> None:
+    """PET_LOG_DIR is torchrun's --log-dir; without one it leaves a folder in the temporary directory."""
+    assert Path(os.environ["PET_LOG_DIR"]).is_dir()
+    made = tmp_path / "made"
+    done = executed(tmp_path, f"def test_one():\n    import os\n    pathlib.Path({str(made)!r}).write_text(os.environ['PET_LOG_DIR'])\n")
+    assert done.returncode == 0, done.stdout
+    assert not Path(made.read_text()).exists()

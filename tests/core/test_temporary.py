@@ -17,7 +17,7 @@ from workbench.core.temporary import multiprocessing_folder, use_multiprocessing
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv(run_directory.ENV_RUN_ID, "0123456789abcdef")
-    monkeypatch.setenv("GROUP_RANK", "3")
+    monkeypatch.setenv(run_directory.ENV_MACHINE, "3")
     config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     before = config.pop("tempdir", None)
     yield multiprocessing_folder("0123456789abcdef", "3")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from workbench.core import run_directory
+from workbench.programs import start
 from workbench.programs.start import libraries
 from workbench.runs.entrypoints import CHOOSE_MICRO_BATCH, COUNTING, ESTIMATE_WORKER, TRAIN, entrypoint
 from workbench.runs.spec import RunSpec
@@ -158,3 +159,20 @@ def test_an_import_that_fails_is_on_record(tmp_path: Path) -> None:
     found = run_directory.read_json(tmp_path / run_directory.ERRORS / "rank1.json")
     assert (found["rank"], found["message"]) == (1, "ImportError: no such library")
     assert "program_of_a_rank.py" in found["traceback"]
+
+
+@pytest.mark.parametrize(("program", "recorded"), [(TRAIN, True), (CHOOSE_MICRO_BATCH, False), (ESTIMATE_WORKER, False), (COUNTING, False)])
+def test_an_import_that_fails_in_a_worker_is_not_the_rank_s_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, recorded: bool
+) -> None:
+    def broken(name: str) -> Any:
+        raise ImportError(f"no {name}")
+
+    monkeypatch.setattr(start.importlib, "import_module", broken)
+    monkeypatch.setattr(start.gc, "disable", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["start", program])
+    monkeypatch.setenv(run_directory.ENV_RUN_DIR, str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ImportError, match=program):
+        start.main()
+    assert (tmp_path / run_directory.ERRORS / "rank0.json").exists() == recorded

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -326,6 +327,17 @@ def test_a_signal_to_torchrun_is_no_rank_s_doing(run_dir: Path, number: int, nam
     log.write_text(f"Received {text} death signal")
     assert first_failure(run_dir, failed() | {"state": "stopped"}) is None
     assert first(run_dir, failed() | {"nodes": {"1": {"state": "failed", "name": "b"}}})[0] is not None  # a guard has ended it
+
+
+@pytest.mark.parametrize(("written", "rank"), [(0.3, 1), (0.795, None), (0.9, None)])
+def test_errors_and_a_signal_within_a_second_are_told_apart(run_dir: Path, written: float, rank: int | None) -> None:
+    recorded(run_dir, 1, 2.1, "RuntimeError: nobody has ever heard of this")
+    second = int(time.time()) - 100
+    os.utime(run_dir / run_directory.ERRORS / "rank1.json", (second + written,) * 2)
+    moment = time.strftime("%m%d %H:%M:%S", time.localtime(second))
+    log = f"W{moment}.800000 7 api.py:1] Received Signals.SIGTERM death signal, shutting down workers\n"
+    (run_dir / run_directory.LAUNCHER_LOG).write_text(log)
+    assert first(run_dir, failed(r0=2.3, r1=2.2))[0] == rank
 
 
 def test_a_torchrun_that_was_killed_leaves_no_culprit_among_the_ranks(run_dir: Path) -> None:

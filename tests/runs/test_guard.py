@@ -105,6 +105,7 @@ def test_outcome(guarded: Callable[..., Guarded], code: str, state: str, returnc
 
 FOLDER = """
 import os
+os.environ["GROUP_RANK"] = "1"  # torchrun numbers machines as they come, so not always as their guards do
 from workbench.core.temporary import use_multiprocessing_folder
 use_multiprocessing_folder()
 import multiprocessing.util, pathlib, sys

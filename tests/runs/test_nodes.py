@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def gone(run: wb.Run) -> None:
     while processes_with(run_directory.ENV_RUN_ID, run.id) and time.monotonic() < limit:
         time.sleep(0.05)
     assert processes_with(run_directory.ENV_RUN_ID, run.id) == []
+    assert not list(Path(tempfile.gettempdir()).glob(f"pymp-{run.id[:12]}*"))
 
 
 # --- the numbers

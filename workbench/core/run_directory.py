@@ -34,7 +34,8 @@ SCALING, COMMUNICATION = "scaling.json", "communication.json"
 """Of the directory of a curve: what is measured. Of a run: its steps with and without the reduction of gradients."""
 TRACES = "traces"
 """Folder of what torch's profiler wrote; TensorBoard finds it there."""
-ENV_RUN_DIR, ENV_RUN_ID = "WORKBENCH_RUN_DIR", "WORKBENCH_RUN_ID"
+ENV_RUN_DIR, ENV_RUN_ID, ENV_MACHINE = "WORKBENCH_RUN_DIR", "WORKBENCH_RUN_ID", "WORKBENCH_RUN_MACHINE"
+"""Variables of the processes of a run: its directory, its id, and the number of this machine (torchrun may number machines otherwise)."""
 METRIC_KEYS = frozenset({"step", "steps", "loss", "lr", "samples", "seconds"})
 """What every row of METRICS may hold. Any other key is a figure of an evaluation."""
 RESERVE_BYTES = 64 * 1024

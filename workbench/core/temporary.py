@@ -26,7 +26,7 @@ def use_multiprocessing_folder() -> None:
     By default each process makes a folder, and one that is killed, as a loader's worker may be, leaves it behind.
     """
     if run_id := os.environ.get(run_directory.ENV_RUN_ID):
-        folder = multiprocessing_folder(run_id, os.environ.get("GROUP_RANK", "0"))
+        folder = multiprocessing_folder(run_id, os.environ.get(run_directory.ENV_MACHINE, "0"))
         with contextlib.suppress(OSError):  # then each makes its own
             folder.mkdir(mode=0o700, exist_ok=True)
             status = folder.lstat()

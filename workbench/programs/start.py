@@ -19,7 +19,7 @@ from typing import Any
 from workbench.core import run_directory
 from workbench.core.temporary import use_multiprocessing_folder
 from workbench.runs import failure
-from workbench.runs.entrypoints import CHOOSE_MICRO_BATCH, ESTIMATE_WORKER, TORCHRUN
+from workbench.runs.entrypoints import CHOOSE_MICRO_BATCH, ESTIMATE_WORKER, TORCHRUN, WORKERS
 from workbench.runs.spec import SHARDED
 
 
@@ -37,7 +37,8 @@ def main() -> None:
 
             lazy_dynamo.defer()
     except BaseException as error:
-        failure.record(error)
+        if sys.argv[0] not in WORKERS:  # a worker tells whoever started it, who may be a rank
+            failure.record(error)
         raise
     gc.freeze()
     gc.enable()

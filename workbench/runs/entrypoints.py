@@ -40,6 +40,8 @@ COUNTING = "workbench.programs.counting"
 """Counts parameters and samples of tasks."""
 ESTIMATE_WORKER = "workbench.programs.estimate_worker"
 """Estimates memory for the memory explorer."""
+WORKERS = (CHOOSE_MICRO_BATCH, COUNTING, ESTIMATE_WORKER)
+"""Programs that work for another process, even for a rank, and are no ranks themselves."""
 
 
 def entrypoint(program: str, *run_dirs: Path) -> list[str]:

@@ -59,7 +59,7 @@ def first_failure(run_dir: Path, outcome: Mapping[str, Any]) -> Failure | None:
     if state != "failed":
         suspects = [suspect for suspect in suspects if suspect.tier == 0]
     elif number:  # torchrun passes it on to all ranks: only an error from before counts
-        before = [record for record in records if record["written"] < when and record["message"] != _INTERRUPT]
+        before = [record for record in records if record["written"] < when - _CLOCK_TICK and record["message"] != _INTERRUPT]
         suspects = [suspect for suspect in map(_from_record, before) if suspect.tier == 0]
     else:
         deaths = {int(rank): time_ns for rank, time_ns in (outcome.get("exits") or {}).items()}
@@ -107,6 +107,8 @@ def _records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 _INTERRUPT = "KeyboardInterrupt"
+_CLOCK_TICK = 0.01
+"""Seconds by which the time at which a file was written may be too early: the kernel takes it from its last tick."""
 _OF_ITS_OWN = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)
 """Signals that a process gets for what it does itself; all others are sent from outside."""
 _SENT = "A user or another program sent it: kill, a batch system at a time limit or for another job, or a machine that shuts down."
@@ -121,16 +123,16 @@ def _signal_to_torchrun(run_dir: Path, outcome: Mapping[str, Any]) -> tuple[int,
         return 0, 0.0
     log = _log_of_torchrun(run_dir)
     code = outcome.get("returncode") or 0
-    received = re.search(r"(?:\w(\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.\d+ [^\n]*)?Received (?:Signals\.)?(\w+) death signal", log)
+    received = re.search(r"(?:\w(\d\d)(\d\d) (\d\d):(\d\d):(\d\d)(\.\d+) [^\n]*)?Received (?:Signals\.)?(\w+) death signal", log)
     raised = re.search(r"SignalException: Process \d+ got signal: (?:Signals\.)?(\w+)", log)
     if received or raised:
-        text = received[6] if received else raised[1] if raised else ""
+        text = received[7] if received else raised[1] if raised else ""
         number = int(text) if text.isdecimal() else int(getattr(signal, text, 0))
         when = 0.0
         if received and received[1]:
             year = time.localtime((run_dir / run_directory.RUN_JSON).stat().st_mtime).tm_year
             month, day, hour, minute, second = map(int, received.groups()[:5])
-            when = time.mktime((year, month, day, hour, minute, second, 0, 0, -1))
+            when = time.mktime((year, month, day, hour, minute, second, 0, 0, -1)) + float(received[6])
         return number, when
     if code < 0:
         return -code, 0.0

@@ -150,10 +150,14 @@ def end_all(wanted: int, run_id: str, beat: Callable[[], object] = int) -> int |
         time.sleep(END_PAUSES[spent > 1])
 
 
+def machine_of(config: dict[str, Any]) -> int:
+    """The number of this machine in the run."""
+    return int((config.get("node") or {}).get("rank", 0))
+
+
 def remove_temporary(config: dict[str, Any]) -> None:
     """Delete the folder that multiprocessing had in the processes of the run; see `core/temporary.py`."""
-    machine = (config.get("node") or {}).get("rank", 0)
-    shutil.rmtree(os.path.join(tempfile.gettempdir(), f"pymp-{config['id'][:12]}-{machine}"), ignore_errors=True)
+    shutil.rmtree(os.path.join(tempfile.gettempdir(), f"pymp-{config['id'][:12]}-{machine_of(config)}"), ignore_errors=True)
 
 
 class Deaths:
@@ -439,6 +443,7 @@ def guard(config: dict[str, Any], keeper: int) -> int:
     kills_before, started = oom_kills(), time.monotonic()
     peers = Peers(config)
     peers.publish()
+    os.environ["WORKBENCH_RUN_MACHINE"] = str(machine_of(config))
     torchrun = start(config["command"])
     deaths = Deaths(torchrun, config["nproc"])
     code, why, stopped_ns = watch(torchrun, config, deaths, woken, peers)
@@ -462,7 +467,7 @@ def guard(config: dict[str, Any], keeper: int) -> int:
         **({} if peers.cause is None else {"cause": peers.cause}),
     }
     outcome = peers.conclude(outcome)
-    if not (config.get("node") or {}).get("rank"):
+    if not machine_of(config):
         write_outcome(Path(config["run_dir"]), outcome)
     return int(not config["launcher"] and outcome["state"] != "finished")
 
