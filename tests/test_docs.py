@@ -28,6 +28,7 @@ BLOCK = re.compile(
 )
 QUICK = {
     "wb.diagnose(step, loader)": "wb.diagnose(step, loader, budget_s=4)",
+    "* 64).brief()": "* 64, budget_s=4).brief()",
     "wb.diagnose(spec)": "wb.diagnose(spec, budget_s=20)",
     ".prove()": ".prove(budget_s=4)",
     "range(3)": "range(1)",
