@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import notebook_pages
-
 import workbench
 from workbench import __main__ as command_line
 from workbench import plot, widgets

@@ -19,8 +19,8 @@ for name in ("ipywidgets", "anywidget"):
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/pages"
 sys.path.append(str(ROOT / "docs"))
-import build  # noqa: E402
 import generated  # noqa: E402
+import make_site  # noqa: E402
 
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>slow|skip|needs)(?:: (?P<why>[^>]*))? -->\n)?^```python(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```",
@@ -137,9 +137,9 @@ def test_figures_are_those_of_the_results() -> None:
 
 
 def test_every_insert_has_a_page_and_every_page_a_place() -> None:
-    texts, pictures = build.pages()
-    assert all(build.INSERT.search(text) is None for text in texts.values())
-    asked = {name for page in PAGES.rglob("*.md") for name in build.INSERT.findall(page.read_text())}
+    texts, pictures = make_site.pages()
+    assert all(make_site.INSERT.search(text) is None for text in texts.values())
+    asked = {name for page in PAGES.rglob("*.md") for name in make_site.INSERT.findall(page.read_text())}
     assert asked == set(generated.INSERTS)
     listed = re.findall(r"[\w/-]+\.md", (ROOT / "docs/mkdocs.yml").read_text())
     assert sorted(listed) == sorted(name for name in texts if not name.startswith("notebooks/"))
@@ -162,12 +162,12 @@ def test_every_verdict_cause_and_file_is_explained() -> None:
 
 
 def test_a_page_links_to_pages_and_not_to_files() -> None:
-    texts, _ = build.pages()
+    texts, _ = make_site.pages()
     assert "](results.md#on-a-gpu)" not in texts["limits.md"]
     assert "](results.md)" in texts["limits.md"]
     assert "](notebooks/01_where_does_the_time_go.md)" in texts["tutorials.md"]
     assert "example in the README," in texts["index.md"] or "example in the README:" in texts["index.md"]
-    assert build.outside_code("a `[b](c)` [d](e)\n```\n[f](g)\n```\n", lambda part: part.replace("](", "]<")) == (
+    assert make_site.outside_code("a `[b](c)` [d](e)\n```\n[f](g)\n```\n", lambda part: part.replace("](", "]<")) == (
         "a `[b](c)` [d]<e)\n```\n[f](g)\n```\n"
     )
 
@@ -179,6 +179,6 @@ def test_a_broken_link_or_anchor_fails_the_build(tmp_path: Path) -> None:
     (tmp_path / "pages").mkdir()
     (tmp_path / "pages/index.md").write_text("# Here\n\n[a](#there) [b](none.md) [c](other.md#there)\n")
     (tmp_path / "pages/other.md").write_text("# Other\n")
-    status, said = build.site(tmp_path)
+    status, said = make_site.site(tmp_path)
     assert status
     assert len(re.findall("^WARNING", said, re.M)) == 3, said

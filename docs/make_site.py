@@ -1,4 +1,4 @@
-"""Builds the documentation as a site: python docs/build.py (make docs). It needs no network, and a broken link or anchor fails it.
+"""Builds the documentation as a site: python docs/make_site.py (make docs). It needs no network, and a broken link or anchor fails it.
 
 `pages()` makes all pages as plain Markdown: those of docs/pages, where `<!-- insert: NAME -->` stands for what `docs/generated.py` makes of
 the code, the notebooks as they are stored, and a few files of the repository. MkDocs only turns them into HTML, so another generator could.
@@ -12,9 +12,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import notebook_pages
-
 import generated
+import notebook_pages
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/pages"
@@ -27,7 +26,7 @@ COPIED = {
     ROOT / "SECURITY.md": "about/security.md",
 }
 """File of the repository → its page."""
-NOTEBOOKS = "      # docs/build.py puts the notebooks here"
+NOTEBOOKS = "      # docs/make_site.py puts the notebooks here"
 INSERT = re.compile(r"^<!-- insert: ([a-z-]+) -->$", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
