@@ -3,10 +3,12 @@
 import contextlib
 import copy
 import io
+import itertools
 import json
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -365,3 +367,33 @@ def test_two_ranks_take_one_decision(tmp_path: Path) -> None:
     assert "rank 1 failed: step() returned nothing" in one["trouble"]
     assert other["trouble"].startswith("step() returned nothing")
     assert len({copy.copy(sweep).losses for sweep in found.sweeps}) == 3  # each seed had other batches
+
+
+def test_a_slow_step_takes_no_longer_than_its_budget(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a fake clock: 0.3 s a step, of which the whole search takes 1,500."""
+    calls = itertools.count()  # a list, or an object of ours, would be put back
+    monkeypatch.setattr(time, "monotonic", lambda: 0.3 * int(repr(calls).removeprefix("count(").removesuffix(")")))
+
+    def step(batch: Any) -> Any:
+        next(calls)
+        return training.step(batch)
+
+    found = find_lr(step, training.loader, model=training.model, optimizer=training.optimizer, budget_s=60)
+    assert found.lr is not None
+    assert found.steps * 0.3 < 75
+    assert any(note.startswith("sweeps of 40 steps instead of 100") for note in found.notes)
+    assert any("larger budget_s=" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("at", [130, 330])
+def test_after_ctrl_c_it_returns_what_it_has(training: Training, at: int) -> None:
+    calls = itertools.count()
+
+    def step(batch: Any) -> Any:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return training.step(batch)
+
+    found = find_lr(step, training.loader, model=training.model, optimizer=training.optimizer, **SHORT)
+    assert any(note.startswith("stopped by Ctrl-C") for note in found.notes)
+    assert found.suggestions

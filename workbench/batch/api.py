@@ -2,15 +2,14 @@
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from workbench.batch.analysis.lr_race import STEPS
 from workbench.batch.analysis.lr_range import ITERATIONS, SWEEPS, LrFound, check_options
-from workbench.core import run_directory, units
+from workbench.core import run_directory
 from workbench.core.checks import real_number, whole_number
-from workbench.core.progress import ProgressLine, Waiting
+from workbench.core.progress import Waiting
 from workbench.runs.launch import experiments
 from workbench.runs.launch.experiments import error_of, wait_for
 from workbench.runs.launch.launch import launch
@@ -50,6 +49,7 @@ def find_lr(
     sweeps: int = SWEEPS,
     iterations: int = ITERATIONS,
     race_steps: int = STEPS,
+    budget_s: float | None = 60.0,
     runs_dir: str | os.PathLike[str] | None = None,
 ) -> LrFound:
     """Find a learning rate by a range test with several seeds, and verify it in a short race.
@@ -74,6 +74,8 @@ def find_lr(
         sweeps: seeds.
         iterations: steps of a sweep.
         race_steps: of a candidate in a round of the race; 0 = no race, the suggestion is not verified.
+        budget_s: seconds that it may take, about, the start of a launch included; None = no limit. Where steps take long, sweeps and rounds
+            become fewer and shorter, and notes say so. After Ctrl-C, `find_lr(step, loader)` returns what it has, from one sweep on.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:
@@ -84,32 +86,21 @@ def find_lr(
         RunError: the launch failed; its run directory stays.
     """
     options = {"low": low, "high": high, "sweeps": sweeps, "iterations": iterations, "race_steps": race_steps}
+    check_budget(budget_s)
     given = _LR_TARGET.read(target, loader, model=model, optimizer=optimizer)
     if isinstance(given, RunSpec):
         check_options(**options)
-        return read_lr_result(experiments.run_lr_range(given, options=options, runs_dir=runs_dir))
+        return read_lr_result(experiments.run_lr_range(given, options={**options, "measuring_s": budget_s}, runs_dir=runs_dir))
     if isinstance(given, Run):
         return read_lr_result(given)
     from workbench.batch.measure.lr_range import find
 
-    done, total = 0, 1
-    began = time.monotonic()
+    with Waiting("find_lr", budget_s, begin=f"{sweeps} sweeps of {iterations} steps, then a race of learning rates") as line:
 
-    def text() -> str:
-        left = (time.monotonic() - began) * (total - done) / max(1, done)
-        return f"find_lr: {done} of about {total} steps · {units.seconds(left)} left"
+        def progress(taken: int, planned: int, lr: float, loss: float) -> None:
+            line.say(f"step {taken} of about {planned}")
 
-    line = ProgressLine(text)
-
-    def progress(taken: int, planned: int, lr: float, loss: float) -> None:
-        nonlocal done, total
-        done, total = taken, planned
-        line.show()
-
-    try:
-        return find(given.step, given.loader, model=model, optimizer=optimizer, progress=progress, **options)  # type: ignore[arg-type]
-    finally:
-        line.close(f"find_lr: {done} steps in {units.seconds(time.monotonic() - began)}")
+        return find(given.step, given.loader, model=model, optimizer=optimizer, budget_s=budget_s, progress=progress, **options)  # type: ignore[arg-type]
 
 
 def read_lr_result(run: Run) -> LrFound:

@@ -42,10 +42,17 @@ def find_learning_rate(assignment: Assignment) -> dict[str, Any]:
         model=trainer.model,
         optimizer=trainer.optimizer,
         accumulation=spec.accumulation,
+        budget_s=_left(assignment),
         progress=metrics_reporter(assignment.run_dir) if ranks.rank == 0 else None,
         **{name: order[name] for name in ("low", "high", "sweeps", "iterations", "race_steps")},
     )
     return {run_directory.LR_RANGE: lr_found.to_json()} if ranks.rank == 0 else {}
+
+
+def _left(assignment: Assignment) -> float | None:
+    """Seconds that are left of the budget after the start; half of it at least. None = no limit."""
+    budget: float | None = assignment.order.get("measuring_s")
+    return None if budget is None else max(0.5 * budget, budget - (time.time() - float(assignment.info["created"])))
 
 
 def metrics_reporter(run_dir: Path, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int, float, float], None]:

@@ -7,7 +7,8 @@ import contextlib
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
+from workbench.batch.analysis.lr_budget import LrBudget
 from workbench.batch.analysis.lr_race import STEPS, SURVIVORS, OutOfBatches, cannot_tell, conclude, first_candidates, race
 from workbench.batch.analysis.lr_range import (
     BETA,
@@ -37,7 +38,7 @@ from workbench.batch.analysis.lr_range import (
     lr_text,
     suggestions_over_seeds,
 )
-from workbench.harness.ablations import temporary_attribute
+from workbench.batch.measure.lr_control import LrControl, frozen_schedules
 from workbench.harness.blocks import StepFailed
 from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.observe import check_arguments, discover_training, samples_of
@@ -56,90 +57,13 @@ MOST_BYTES, MIN_BATCHES = 2**30, 8
 """The race keeps the batches of its rounds so that all candidates see the same: at most so many bytes, but this many batches a round."""
 NEGLIGIBLE = 1e-3
 """This share of a sweep's smallest learning rate changes nothing."""
+TIMED = 2
+"""Steps after which it is known how long they take."""
 RACE_SEED = 1000
 """Random numbers of the race differ from those of the sweeps."""
 
 Progress = Callable[[int, int, float, float], object]
 """(steps taken, steps in all as far as known, learning rate, loss) → anything."""
-
-
-class LrControl:
-    """Sets the learning rate of all parameter groups before each optimizer step, and records whether the optimizer stepped."""
-
-    def __init__(self, optimizers: Sequence[Optimizer], notes: list[str]) -> None:
-        """
-        Args:
-            optimizers: their groups keep the ratios of their learning rates to the first group's.
-            notes: get a line for each group that the step adds.
-
-        Raises:
-            LrRangeError: the first group's learning rate is 0, and others' are not: there is no ratio.
-        """
-        self.lr = 0.0
-        self.stepped = False
-        self._optimizers = list(optimizers)
-        self._notes = notes
-        rates = [[_rate(group) for group in optimizer.param_groups] for optimizer in optimizers]
-        self._first = rates[0][0]
-        if not self._first and any(map(any, rates)):
-            raise LrRangeError("the first group of the optimizer has a learning rate of 0 and another has not: give all groups one above 0")
-        self._ratios = [[self._ratio(rate) for rate in own] for own in rates]
-
-    @property
-    def uneven(self) -> bool:
-        """Do the groups' learning rates differ?"""
-        return len({ratio for own in self._ratios for ratio in own}) > 1
-
-    @contextlib.contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Inside the `with` block every optimizer step uses the learning rate that was set."""
-        handles = [optimizer.register_step_pre_hook(self._before) for optimizer in self._optimizers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def set(self) -> None:
-        """Give all groups their learning rate."""
-        for optimizer, ratios in zip(self._optimizers, self._ratios, strict=True):
-            for group in optimizer.param_groups[len(ratios) :]:  # added by the step: by position, since each sweep has other objects
-                ratios.append(self._ratio(_rate(group)))
-                self._notes.append(
-                    f"step() added a parameter group: {lr_text(ratios[-1])} times the first group's learning rate, as when it began"
-                )
-            for group, ratio in zip(optimizer.param_groups, ratios, strict=False):  # restoring removes added groups
-                rate = self.lr * ratio
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
-
-    def _ratio(self, rate: float) -> float:
-        return rate / self._first if self._first else 1.0
-
-    def _before(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self.set()
-        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer skips a step by itself
-        self.stepped |= not (isinstance(overflow, Tensor) and bool(overflow.item()))
-
-
-def _rate(group: Mapping[str, Any]) -> float:
-    """The peak learning rate of a group: a warm-up may have begun at 0."""
-    return float(group["lr"]) or float(group.get("initial_lr", 0.0))
-
-
-@contextlib.contextmanager
-def frozen_schedules(objects: Iterable[Any], notes: list[str]) -> Iterator[None]:
-    """Inside the `with` block the learning-rate schedules among some objects do not step."""
-    schedules = [item for item in objects if isinstance(item, LRScheduler)]
-    with contextlib.ExitStack() as undo:
-        for schedule in schedules:
-            undo.enter_context(temporary_attribute(schedule, "step", lambda *_, **__: None))
-        if schedules:
-            names = ", ".join(dict.fromkeys(type(schedule).__name__ for schedule in schedules))
-            notes.append(f"the learning-rate schedule ({names}) was frozen during the search: the result is its peak")
-        yield
 
 
 class StepDriver:
@@ -159,6 +83,9 @@ class StepDriver:
         """Steps so far."""
         self.last: Any = None
         """The last batch."""
+        self.elapsed = 0.0
+        """Seconds since the search began, on the rank that has taken longest."""
+        self._began = time.monotonic()
         self._step, self._control, self._progress = step, control, progress
 
     def take(self, lr: float, batch: Any = None) -> float:
@@ -178,14 +105,15 @@ class StepDriver:
             self._control.lr, self._control.stepped = lr, False
             self._control.set()
             loss, error = self._call(self.last)
-            answers = self.peers.gather((loss, self._control.stepped, str(error) if error else ""))
+            answers = self.peers.gather((loss, self._control.stepped, str(error) if error else "", time.monotonic() - self._began))
+            self.elapsed = max(elapsed for *_, elapsed in answers)
             if error:
                 raise error
-            for rank, (_, _, trouble) in enumerate(answers):
+            for rank, (_, _, trouble, _) in enumerate(answers):
                 if trouble:
                     raise LrRangeError(f"rank {rank} failed: {trouble}")
-            mean = sum(value for value, _, _ in answers) / len(answers)
-            if all(stepped for _, stepped, _ in answers):
+            mean = sum(value for value, *_ in answers) / len(answers)
+            if all(stepped for _, stepped, *_ in answers):
                 self.taken += 1
                 if self._progress:
                     self._progress(self.taken, max(self.planned, self.taken), lr, mean)
@@ -265,6 +193,7 @@ def find(
     iterations: int = ITERATIONS,
     race_steps: int = STEPS,
     accumulation: int = 1,
+    budget_s: float | None = None,
     progress: Progress | None = None,
 ) -> LrFound:
     """Find a learning rate for a step, and restore weights, optimizer, random generators and loader.
@@ -284,6 +213,7 @@ def find(
         iterations: steps of a sweep.
         race_steps: of each candidate in each round of the race; 0 = no race.
         accumulation: batches per step.
+        budget_s: seconds that it may take, about: sweeps and rounds become fewer and shorter, and the result says so; None = no limit.
         progress: called after every step.
 
     Raises:
@@ -310,7 +240,8 @@ def find(
                 "for ever. Give a list, a DataLoader or another iterable that can be read again"
             )
         driver = StepDriver(step, feed, control, peers, progress)
-        search = _Search(driver, keep, notes, low, high, sweeps, iterations, race_steps)
+        budget = LrBudget(seconds=None if budget_s is None else peers.agree(budget_s, min))
+        search = _Search(driver, keep, notes, low, high, sweeps, iterations, race_steps, budget)
         result = peers.gather(search.run())[0]
     left_out = [f"could not be restored: {'; '.join(keep.left_out[:3])}"] if keep.left_out else []
     return replace(result, notes=(*result.notes, *left_out))
@@ -328,6 +259,7 @@ class _Search:
     sweeps: int
     iterations: int
     race_steps: int
+    budget: LrBudget
     _batches: dict[int, list[Any]] = field(default_factory=dict)
 
     def run(self) -> LrFound:
@@ -337,6 +269,11 @@ class _Search:
         low, high = self._range()
         done: list[LrSweep] = []
         for seed in range(self.sweeps):
+            if done and not self.budget.has_time_to_sweep(self.driver.elapsed, self.iterations * self._step()):
+                self.notes.append(
+                    f"{len(done)} of {self.sweeps} sweeps, as many as the budget has time for: a larger budget_s= verifies more"
+                )
+                break
             try:
                 done.append(self._sweep(geometric(low, high, self.iterations), seed))
                 if self.low is not None and self.high is not None:  # else done for the first sweep
@@ -344,12 +281,19 @@ class _Search:
             except Exhausted:
                 self._short(f"{len(done)} of {self.sweeps} sweeps")
                 break
+            except KeyboardInterrupt:
+                if not done or self.driver.peers.world_size > 1:
+                    raise
+                self.notes.append(f"stopped by Ctrl-C after {len(done)} of {self.sweeps} sweeps: nothing is verified by a race")
+                self.race_steps = 0
+                break
         if not done:
             raise LrRangeError(
                 f"the loader could be read only once, and gave {self.driver.feed.batches} batches: too few for one sweep of "
                 f"{self.iterations} steps. Give a list, a DataLoader or another iterable that can be read again"
             )
         ran: Sequence[Candidate] = ()
+        self._fit_race()
         if not cannot_tell(done) and self.race_steps:
             candidates = first_candidates(suggestions_over_seeds(done))
             self.driver.planned = self.driver.taken + (len(candidates) + SURVIVORS + 4) * self.race_steps
@@ -357,6 +301,28 @@ class _Search:
         return conclude(
             done, ran, race_steps=self.race_steps, batch=self._samples(), steps=self.driver.taken, notes=tuple(dict.fromkeys(self.notes))
         )
+
+    def _step(self) -> float:
+        """Mean seconds of a step so far."""
+        return self.driver.elapsed / max(1, self.driver.taken)
+
+    def _fitting(self, lrs: Sequence[float]) -> Sequence[float]:
+        """The learning rates of the first sweep, of which TIMED were taken: fewer where steps take long. Later sweeps have as many."""
+        fit = self.budget.iterations(self.iterations, self._step())
+        if fit == self.iterations:
+            return lrs
+        assert self.budget.seconds is not None
+        self.notes.append(f"sweeps of {fit} steps instead of {self.iterations}, for a budget of {self.budget.seconds:.0f} s")
+        self.iterations = fit
+        return [*lrs[:TIMED], *geometric(lrs[TIMED], lrs[-1], fit - TIMED)]
+
+    def _fit_race(self) -> None:
+        """Shorter rounds, or no race, where there is no time for more."""
+        fit = self.budget.race_steps(self.race_steps, self.driver.elapsed, self._step())
+        if fit < self.race_steps:
+            what = f"rounds of {fit} steps instead of {self.race_steps}" if fit else "no race, so nothing is verified,"
+            self.notes.append(f"{what} for a budget of {self.budget.seconds:.0f} s: a larger budget_s= makes the result surer")
+        self.race_steps = fit
 
     def _range(self) -> tuple[float, float]:
         """The range of the sweeps, by a first sweep over every learning rate that makes sense."""
@@ -404,7 +370,12 @@ class _Search:
         self._rewind(seed)
         losses: list[float] = []
         mean, best, stopped = 0.0, math.inf, END
-        for k, lr in enumerate(lrs):
+        for k in range(len(lrs)):
+            if self.driver.taken == TIMED:
+                lrs = self._fitting(lrs)
+            if k == len(lrs):
+                break
+            lr = lrs[k]
             loss = self.driver.take(lr)
             if not k and not math.isfinite(loss):
                 raise LrRangeError(not_finite_message(loss, lr))
@@ -423,10 +394,19 @@ class _Search:
     def _round(self, lr: float, number: int) -> float:
         """Mean loss of the second half of the steps of one candidate, over the batches of its round."""
         batches = self._round_batches(number)
+        if self.budget.is_spent(self.driver.elapsed):
+            self.notes.append("the budget was spent during the race: a larger budget_s= makes the result surer")
+            raise OutOfBatches
         self._rewind(RACE_SEED + number)
         losses: list[float] = []
         for batch in batches:
-            losses.append(self.driver.take(lr, batch))
+            try:
+                losses.append(self.driver.take(lr, batch))
+            except KeyboardInterrupt:
+                if self.driver.peers.world_size > 1:
+                    raise
+                self.notes.append("stopped by Ctrl-C during the race: this is the result so far")
+                raise OutOfBatches from None
             if not math.isfinite(losses[-1]):
                 return math.inf
         return statistics.fmean(losses[len(losses) // 2 :])

@@ -113,7 +113,8 @@ def run_lr_range(spec: RunSpec, *, options: Mapping[str, Any], runs_dir: str | o
 
     Args:
         spec: to launch.
-        options: low, high, sweeps, iterations and race_steps, as `batch.measure.lr_range.find` takes them.
+        options: low, high, sweeps, iterations and race_steps, as `batch.measure.lr_range.find` takes them, and measuring_s, the seconds
+            that it may take (None = no limit).
         runs_dir: see above.
     """
     check(spec)

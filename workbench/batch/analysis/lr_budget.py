@@ -1,0 +1,63 @@
+"""Divides the time of a search for a learning rate: how long sweeps and rounds of the race may be."""
+
+from dataclasses import dataclass
+
+from workbench.batch.analysis.lr_race import ABOVE, BELOW, SURVIVORS
+
+SWEEP_SHARE = 0.4
+"""Share of the time in which sweeps begin; the race, which verifies, has the rest."""
+MIN_ITERATIONS, MIN_RACE_STEPS = 30, 20
+"""Steps below which a sweep, or a round of the race, says nothing."""
+RESERVE = 1.25
+"""The search may take so many times its budget before a round of the race is cut short: some rounds are added on the way."""
+ROUNDS, FEWEST_ROUNDS = BELOW + ABOVE + 1 + SURVIVORS + 6, BELOW + ABOVE + 1
+"""Rounds of a race with all that it may add, about; then those without which not every candidate has trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LrBudget:
+    """The seconds that a search may take. With none there is no limit."""
+
+    seconds: float | None
+
+    def iterations(self, planned: int, step: float) -> int:
+        """Steps of a sweep: the first one, which looks for the range, and one more have to fit.
+
+        Args:
+            planned: at most so many.
+            step: seconds of a step.
+
+        >>> LrBudget(seconds=60).iterations(100, 0.02), LrBudget(seconds=60).iterations(100, 0.2), LrBudget(seconds=60).iterations(100, 5)
+        (100, 60, 30)
+        """
+        if self.seconds is None or step <= 0:
+            return planned
+        return min(planned, max(MIN_ITERATIONS, int(SWEEP_SHARE / 2 * self.seconds / step)))
+
+    def has_time_to_sweep(self, elapsed: float, sweep: float) -> bool:
+        """May another sweep begin?
+
+        Args:
+            elapsed: seconds since the search began.
+            sweep: seconds of a sweep, about.
+        """
+        return self.seconds is None or elapsed + sweep <= SWEEP_SHARE * self.seconds
+
+    def race_steps(self, planned: int, elapsed: float, step: float) -> int:
+        """Steps of a round of the race; 0 = there is no time for one.
+
+        >>> budget = LrBudget(seconds=60)
+        >>> budget.race_steps(80, 20, 0.02), budget.race_steps(80, 20, 0.04), budget.race_steps(80, 20, 0.2), budget.race_steps(80, 50, 0.2)
+        (80, 55, 25, 0)
+        """
+        if self.seconds is None or step <= 0:
+            return planned
+        steps = (self.seconds - elapsed) / step
+        for rounds in (ROUNDS, FEWEST_ROUNDS):
+            if steps / rounds >= min(planned, MIN_RACE_STEPS):
+                return min(planned, int(steps / rounds))
+        return 0
+
+    def is_spent(self, elapsed: float) -> bool:
+        """Has it taken longer than it may?"""
+        return self.seconds is not None and elapsed > RESERVE * self.seconds
