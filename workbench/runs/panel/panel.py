@@ -44,7 +44,7 @@ class RunPanel:
             description="Stop", icon="stop", tooltip="End all processes of this run. While a cell waits for the run, interrupt the kernel."
         )
         many = run.spec.world_size / MANY_RANKS
-        self._tick = TICK * max(1.0, 4 * many)  # each look takes the longer, the more files there are
+        self._tick = TICK * max(1.0, 2 * many)  # each look takes the longer, the more files there are
         self.log = LogView(range(run.spec.world_size) if many <= 1 else [0])
         for name in ("status", "words", "problem", "figures", "phases", "stop"):
             getattr(self, name).add_class(f"wb-{name}")
