@@ -40,7 +40,8 @@ def test_a_script_with_ranks_and_arguments_of_its_own(tmp_path: Path, monkeypatc
         (["launch", "text-gpt", "--steps", "0"], "steps=0"),
         (["report", "nowhere"], "is not a run directory"),
         (["diagnose", "nonsense"], "no such task"),
-        (["diagnose", "train.py"], "is a script, which is diagnosed by a run of it: workbench launch train.py"),
+        (["diagnose", "missing.py"], "missing.py does not exist"),
+        (["diagnose", "train.py", "--set", "lr=1"], "train.py is a script, which runs on one process here and has its own knobs (lr"),
         (
             ["diagnose", "text-gpt", "--set", "micro_batch"],
             "--set micro_batch: expected a knob and its value, such as --set micro_batch=16",

@@ -78,8 +78,12 @@ def diagnose(given: argparse.Namespace) -> int:
         knobs["nproc_per_node"] = given.nproc_per_node
     target: Any = given.target
     if target.endswith(".py"):
-        raise ValueError(f"{target} is a script, which is diagnosed by a run of it: workbench launch {target}; workbench diagnose runs/…")
-    if not (Path(target) / "run.json").is_file():
+        if knobs:
+            raise ValueError(
+                f"{target} is a script, which runs on one process here and has its own knobs ({', '.join(knobs)} are given): "
+                f"workbench launch {target} --nproc-per-node 2, then workbench diagnose runs/…"
+            )
+    elif not (Path(target) / "run.json").is_file():
         if Path(target).is_dir() and target not in SAMPLES:
             raise ValueError(f"{target} is a directory without a run.json, so not that of a run: such as runs/* has")
         target = workbench.RunSpec(task=given.target).replace(**knobs)
@@ -178,7 +182,9 @@ def main(argv: list[str] | None = None) -> int:
     start.add_argument("--nproc-per-node", type=int, default=1)
     start.add_argument("--steps", type=int, help="optimizer steps of a task (60)")
     why = commands.add_parser("diagnose", help="find out by experiment what holds a task back, and what would help")
-    why.add_argument("target", help='a task ("my_task.py:build"), a sample ("clipart-resnet") or the directory of a run')
+    why.add_argument(
+        "target", help='a script ("train.py"), a task ("my_task.py:build"), a sample ("clipart-resnet") or the directory of a run'
+    )
     why.add_argument("--nproc-per-node", type=int)
     why.add_argument("--budget", type=float, default=BUDGET, metavar="S", help=f"seconds to spend at most ({BUDGET:g})")
     why.add_argument("--set", nargs="+", action="extend", metavar="KNOB=VALUE", help="knobs to turn: micro_batch=16 num_workers=2")

@@ -79,9 +79,10 @@ class Module:
         ((3,), {}, r"diagnose\(int, …\): allowed are a step function with its loader, a RunSpec, a Run or the path"),
         ((SPEC, [1]), {}, r"diagnose\(RunSpec, …\) was given a loader, which only goes with a step"),
         ((SPEC,), {"model": 1, "optimizer": 2}, r"was given model=, optimizer=, which only go"),
-        (("clipart-resnet",), {}, r"a text is the path of a run directory; a task is diagnosed by its spec"),
-        (("my_task.py:build",), {}, r"diagnose\(wb.RunSpec\(task=\"my_task.py:build\"\)\)"),
-        (("train.py",), {}, r"a script by a run of it"),
+        (("my_task.py:build",), {}, r"there is no file .*my_task\.py"),
+        (("clip-art:",), {}, r"task='clip-art:'"),
+        (("train.py",), {}, r"train\.py does not exist"),
+        (("train.py", [1]), {}, r"a text is the path of a run directory or the name of a task; .* a script by a run of it"),
         (("nowhere",), {}, r"nowhere.* is not a run directory"),
         ((SPEC,), {"budget_s": 0}, r"budget_s=0: seconds above 0 are allowed; try budget_s=60"),
         ((SPEC,), {"budget_s": float("nan")}, r"budget_s=nan"),
@@ -97,6 +98,34 @@ def test_refused_before_anything_starts(
     with pytest.raises(ValueError, match=said):
         wb.diagnose(*given, **options)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "goes on"])
+def test_a_script_is_run_watched_until_it_ends_or_the_budget_is_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_hand: Any, ends: bool
+) -> None:
+    made = by_hand().steps(60)
+    (tmp_path / "train.py").touch()
+    calls: list[Any] = []
+
+    class Launched:
+        def wait(self, **options: Any) -> wb.Run:
+            calls.append(options)
+            if not ends:
+                raise TimeoutError
+            return wb.Run.load(made.ended("finished").path)
+
+        def stop(self) -> wb.Run:
+            return wb.Run.load(made.ended("stopped").path)
+
+    def launch(script: Any, **options: Any) -> Launched:
+        calls.append((script, options))
+        return Launched()
+
+    monkeypatch.setattr("workbench.diagnosis.api.launch", launch)
+    found = wb.diagnose(str(tmp_path / "train.py"), budget_s=7)
+    assert calls == [(str(tmp_path / "train.py"), {"watch": True, "runs_dir": None}), {"timeout": 7, "check": True}]
+    assert found.caption.startswith("observed in 50 steps")
 
 
 def test_what_a_task_or_a_script_is_diagnosed_by() -> None:

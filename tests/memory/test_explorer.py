@@ -385,7 +385,7 @@ def test_a_crash_is_shown_and_the_next_turn_asks_again() -> None:
 @pytest.mark.parametrize(
     ("given", "options", "words"),
     [
-        ("text-gpt", {}, r"MemoryExplorer\(str\): expected a RunSpec"),
+        ("text_gpt", {}, r"MemoryExplorer\(str\): expected a RunSpec"),
         (SPEC, {"measured": 3}, "measured=int: expected a MemoryBreakdown"),
         (SPEC, {"device": "H2000"}, "unknown device 'H2000': did you mean 'H200'"),
     ],

@@ -10,7 +10,7 @@ from workbench import Run, RunSpec, Task
 from workbench.runs.launch.launch import launch
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.spec import ScriptSpec
-from workbench.runs.target import Measured, Step, check_launchable, check_program, check_spec
+from workbench.runs.target import Measured, Step, check_launchable, named_task, read_program, read_spec
 
 TARGET = Measured(name="weigh", verb="weighed", script="a script by a run of it", file="a picture is shown", returns="and returns the loss")
 SPEC = RunSpec(task="text-gpt")
@@ -55,8 +55,6 @@ def test_what_is_allowed(by_hand: Any) -> None:
             r"weigh\(Task\): a task is weighed by its spec, weigh\(wb.RunSpec\(task=\"my_task.py:build\"\)\); a script by a run",
         ),
         ((ScriptSpec(script="a.py"),), {}, r"weigh\(ScriptSpec\): a task is weighed by its spec"),
-        (("text-gpt",), {}, r"a text is the path of a run directory; .*weigh\(wb.RunSpec\(task=\"text-gpt\"\)\)"),
-        (("b.py:build",), {}, r"weigh\(wb.RunSpec\(task=\"b.py:build\"\)\)"),
         ((Path("train.py"),), {}, r"a script by a run of it; a picture is shown$"),
         (("x.png",), {}, "a picture is shown"),
         (("nowhere",), {}, "is not a run directory"),
@@ -92,29 +90,40 @@ def test_a_damaged_run_directory_is_named_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("text-gpt", r"turn\(str\): expected a RunSpec, whose knobs turn; .*turn\(wb.RunSpec\(task=\"text-gpt\"\)\); or not"),
+        ("text_gpt", r"turn\(str\): expected a RunSpec, whose knobs turn; or not"),
         (a_task(), r"a task is given by its spec, turn\(wb.RunSpec\(task=\"my_task.py:build\"\)\)"),
         (3, r"turn\(int\): expected a RunSpec, whose knobs turn; or not"),
     ],
 )
 def test_a_spec_alone(by_hand: Any, given: Any, said: str) -> None:
-    check_spec("turn", SPEC)
+    assert read_spec("turn", SPEC) is SPEC
     with pytest.raises(LaunchError, match=said):
-        check_spec("turn", given, because="whose knobs turn", instead="or not", error=LaunchError)
+        read_spec("turn", given, because="whose knobs turn", instead="or not", error=LaunchError)
     with pytest.raises(ValueError, match=r"a run has its spec: turn\(run.spec\)"):
-        check_spec("turn", Run.load(by_hand(spec=SPEC.to_json()).path))
+        read_spec("turn", Run.load(by_hand(spec=SPEC.to_json()).path))
 
 
 def test_a_program() -> None:
     for good in (SPEC, a_task()):
-        check_program("guess", good, None)
-    check_program("guess", Module, [1])
+        assert read_program("guess", good, None) is good
+    assert read_program("guess", Module, [1]) is Module
     with pytest.raises(ValueError, match=r"guess\(Module\): a model needs a batch: guess\(model, batch=…\)"):
-        check_program("guess", Module, None)
-    with pytest.raises(
-        ValueError, match=r"guess\('text-gpt'\): expected a hat, a RunSpec, a Task.*not a str; .*guess\(wb.RunSpec\(task=\"text-gpt\"\)\)"
-    ):
-        check_program("guess", "text-gpt", None, others="a hat, ")
+        read_program("guess", Module, None)
+    with pytest.raises(ValueError, match=r"guess\('text_gpt'\): expected a hat, a RunSpec, a Task.*not a str"):
+        read_program("guess", "text_gpt", None, others="a hat, ")
+
+
+@pytest.mark.parametrize("name", ["text-gpt", "b.py:build", "package.module:build"])
+def test_the_name_of_a_task_stands_for_its_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = RunSpec(task=name)
+    assert TARGET.read(name) == read_spec("turn", name) == read_program("guess", name, None) == named_task(name) == spec
+    (tmp_path / name).mkdir()
+    assert named_task(name) is None
+
+
+def test_other_texts_and_values_are_no_name_of_a_task() -> None:
+    assert [named_task(value) for value in ("train.py", "runs/1", "", 3, None, Path("b.py:build"))] == [None] * 6
 
 
 @pytest.mark.parametrize(
@@ -124,7 +133,7 @@ def test_a_program() -> None:
         (lambda run: run, r"launch\(Run\): .* launch\(resume=run\), and is repeated by launch\(run.spec\)"),
         (lambda run: ScriptSpec(script="a.py"), r"by its path, launch\(spec.script\)"),
         (lambda run: a_step, r"launch\(a_step\): .* is not launched: wb.watch\(loader\)"),
-        (lambda run: 3, r"launch\(int\): expected a RunSpec or the path of a script$"),
+        (lambda run: 3, r"launch\(int\): expected a RunSpec, the name of a task or the path of a script$"),
         (lambda run: None, r"launch\(\) needs a RunSpec"),
     ],
 )

@@ -15,7 +15,7 @@ from workbench.runs.launch.experiments import error_of, wait_for
 from workbench.runs.launch.launch import launch
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, RunSpec, SpecError
-from workbench.runs.target import Measured, check_spec
+from workbench.runs.target import Measured, read_spec
 
 if TYPE_CHECKING:
     from workbench.batch.analysis.noise_scale import NoiseScale
@@ -161,7 +161,7 @@ def noise_scale(
         RunError: the launch failed before two steps were done; its run directory stays.
     """
     if exact:
-        check_spec("noise_scale", target, because="for exact=True", instead=_OWN_MODEL)
+        target = read_spec("noise_scale", target, because="for exact=True", instead=_OWN_MODEL)
     given = _NOISE_TARGET.read(
         target, loader, model=model, optimizer=optimizer, step_only={"micro_batch": micro_batch}, steps=None if exact else steps
     )

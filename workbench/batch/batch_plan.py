@@ -41,7 +41,7 @@ from workbench.runs.failure import RunError
 from workbench.runs.launch.sweep import run_all
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError
-from workbench.runs.target import check_spec
+from workbench.runs.target import read_spec
 
 PROOF_STEPS = 200
 """Optimizer steps of the old plan in a proof."""
@@ -187,7 +187,7 @@ def batch_plan(
         ValueError: nothing fits, the batch cannot be divided so or is above the dataset, or a number out of range.
         RunError: a measurement failed in its launch; its run directory stays.
     """
-    check_spec("batch_plan", spec, because="whose task can be run")
+    spec = read_spec("batch_plan", spec, because="whose task can be run")
     ranks = checked_number("world_size", world_size, spec.data_ranks)
     if budget_s is not None:
         real_number("budget_s", budget_s, above=0, what="seconds", also="; try budget_s=60, or None for no limit", error=SpecError)

@@ -15,7 +15,7 @@ from workbench.runs.launch.launch import check, label
 from workbench.runs.launch.new_run import NewRun
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, SHARDED, RunSpec
-from workbench.runs.target import check_spec
+from workbench.runs.target import named_task, read_spec
 
 RETUNE = (0.5, 1.0, 2.0)
 """Factors of the centre with `retune=True`."""
@@ -82,12 +82,12 @@ def steps_to_target(
         ValueError: an argument is wrong; the message says what is allowed, and what to try.
         RunError: the launch failed, such as on a batch above the dataset; trials that were done are kept in its run directory.
     """
-    if isinstance(spec, Run | str | os.PathLike):
+    if named_task(spec) is None and isinstance(spec, Run | str | os.PathLike):
         if batches is not None:
             path = spec.path if isinstance(spec, Run) else spec
             raise ValueError(f"steps_to_target({os.fspath(path)!r}, batches=…): a run has tried its batches; a RunSpec tries new ones")
         return StepsToTarget.of(spec)
-    check_spec("steps_to_target", spec, instead="its runs can be read")
+    spec = read_spec("steps_to_target", spec, instead="its runs can be read")
     _check(spec)
     searched = retune is True or (retune is False and not rules)
     order = ExperimentPlan(

@@ -9,7 +9,7 @@ from workbench.cluster.analysis.plan.ranges import PlanError, peak_of
 from workbench.cluster.analysis.plan.workload import MICRO_BATCHES, Workload
 from workbench.core import units
 from workbench.runs.spec import RunSpec
-from workbench.runs.target import check_program
+from workbench.runs.target import read_program
 
 if TYPE_CHECKING:
     from workbench.memory.analysis.log import MemoryLog
@@ -54,7 +54,7 @@ def read(
     for name in _FIXED:
         if name in knobs:
             raise PlanError(f"{name}={knobs[name]!r}: this is what a plan finds; give gpus, global_batch, sharing, checkpointing")
-    check_program("plan", target, batch, others="a Transformer, ", error=PlanError)
+    target = read_program("plan", target, batch, others="a Transformer, ", error=PlanError)
     if isinstance(target, RunSpec):
         target = target.replace(**{**_ONE_RANK, "noise_scale": False})
         precision = precision or target.precision

@@ -26,9 +26,10 @@ from workbench.harness.results import VariantTimes
 from workbench.runs import task
 from workbench.runs.failure import RunError
 from workbench.runs.launch import experiments
+from workbench.runs.launch.launch import launch
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, check_names
-from workbench.runs.target import Measured, Step, check_spec
+from workbench.runs.target import Measured, Step, read_spec
 
 BUDGET = 60.0
 """Default of `budget_s`: seconds that an experiment may take; most need fewer."""
@@ -61,10 +62,11 @@ def diagnose(
       generators, loader and whatever else the step reaches are restored; a note says what could not be, such as a used-up generator.
     * `diagnose(spec)` experiments in a launch of its own, with as many ranks as the spec has. They keep memory that was freed (see
       `runs.launch.environment.steady_malloc`): what glibc does with it otherwise is chance, and may take a third of a CPU's step.
+    * `diagnose("train.py")` runs a script on one process until it ends or the budget is spent, and diagnoses that run.
     * `diagnose(run)` uses what the run recorded, runs no experiment, and says which questions only an experiment could settle.
 
     Args:
-        target: a step function, a RunSpec, a run, or the path of a run directory.
+        target: a step function, a RunSpec, the name of a task, a script, a run, or the path of a run directory.
         loader: with a step: its batches, from a DataLoader or any other iterable.
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
@@ -76,6 +78,8 @@ def diagnose(
         RunError: an experiment that was launched failed; its run directory stays.
     """
     check_budget(budget_s)
+    if loader is None and isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
+        target = _run_of_script(target, budget_s, runs_dir)
     given = _TARGET.read(target, loader, model=model, optimizer=optimizer)
     if isinstance(given, RunSpec):
         return _from_experiment(experiments.run_diagnosis(given, budget_s=budget_s, runs_dir=runs_dir), LaunchedSpec(runs_dir=runs_dir))
@@ -130,12 +134,12 @@ def prove(diagnosis: Diagnosis, remedy: Remedy, *, budget_s: float = BUDGET) -> 
 
 
 def climb(
-    spec: RunSpec, *, budget_s: float = 10 * BUDGET, leave: Collection[str] = (), runs_dir: str | os.PathLike[str] | None = None
+    spec: RunSpec | str, *, budget_s: float = 10 * BUDGET, leave: Collection[str] = (), runs_dir: str | os.PathLike[str] | None = None
 ) -> Ladder:
     """Diagnose, prove the best remedy, keep it if it helps, and so on, until nothing that is predicted to gain more than 5 % is left.
 
     Args:
-        spec: where to begin.
+        spec: where to begin; a text is the name of a task.
         budget_s: seconds for all of it; nothing new is begun when they are over.
         leave: knobs that stay as they are, such as "micro_batch", which changes what is trained.
         runs_dir: where run directories go; None = `runs` in the current folder.
@@ -145,7 +149,7 @@ def climb(
         RunError: a diagnosis failed in its launch. A remedy that fails in its proof is only dropped.
     """
     check_budget(budget_s)
-    check_spec("climb", spec, because="whose knobs can be turned")
+    spec = read_spec("climb", spec, because="whose knobs can be turned")
     check_names(RunSpec, dict.fromkeys(leave))
     end = time.monotonic() + budget_s
 
@@ -215,6 +219,20 @@ def check_budget(budget_s: float) -> None:
 
 
 _TARGET = Measured(name="diagnose", verb="diagnosed", script='a script by a run of it, diagnose(wb.launch("train.py", watch=True).wait())')
+
+
+def _run_of_script(script: str | os.PathLike[str], budget_s: float, runs_dir: str | os.PathLike[str] | None) -> Run:
+    """A watched run of a script, stopped when the budget is spent.
+
+    Raises:
+        LaunchError: no such script.
+        RunError: it failed.
+    """
+    run = launch(script, watch=True, runs_dir=runs_dir)
+    try:
+        return run.wait(timeout=budget_s, check=True)
+    except TimeoutError:
+        return run.stop()
 
 
 def _from_experiment(run: Run, subject: LaunchedSpec) -> Diagnosis:

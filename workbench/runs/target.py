@@ -1,8 +1,9 @@
 """Checks what a public function is given as its target (step, spec, run, task or script), with the same messages everywhere.
 
 A function that runs a training step takes a step function with its loader, a RunSpec, or a run that it has made (`Measured.read`).
-One that works on a model without running it takes a RunSpec, a Task, or something that builds a model (`check_program`).
-One that turns knobs takes a RunSpec alone (`check_spec`), and `launch` a RunSpec or a script (`check_launchable`).
+One that works on a model without running it takes a RunSpec, a Task, or something that builds a model (`read_program`).
+One that turns knobs takes a RunSpec alone (`read_spec`), and `launch` a RunSpec or a script (`check_launchable`).
+In the place of a RunSpec all of them take the name of a task, such as "my_task.py:build" (`named_task`).
 """
 
 import os
@@ -11,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.core import run_directory
-from workbench.runs import task
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec
-from workbench.runs.task import Task
+from workbench.runs.task import SAMPLES, Task
 
 AS_SPEC = 'wb.RunSpec(task="my_task.py:build")'
 """How a task is given where a RunSpec is."""
@@ -39,10 +39,7 @@ class Measured:
     """Reads the target of a function that takes a step with its loader, a RunSpec, or a run; has the names for its messages.
 
     >>> Measured(name="diagnose", verb="diagnosed", script="a script by a run of it").read("clipart-resnet")
-    Traceback (most recent call last):
-    ...
-    ValueError: diagnose('clipart-resnet'): a text is the path of a run directory; a task is diagnosed by its spec, \
-diagnose(wb.RunSpec(task="clipart-resnet")); a script by a run of it
+    RunSpec(task='clipart-resnet')
     """
 
     name: str
@@ -70,7 +67,7 @@ diagnose(wb.RunSpec(task="clipart-resnet")); a script by a run of it
         """What was given: a RunSpec to launch, a Run to read, or a step to run here.
 
         Args:
-            target: a RunSpec, a run, the path of a run directory, or a step function.
+            target: a RunSpec, the name of a task, a run, the path of a run directory, or a step function.
             loader: with a step: its batches.
             model: with a step: its module.
             optimizer: with a step: its optimizer.
@@ -99,24 +96,36 @@ diagnose(wb.RunSpec(task="clipart-resnet")); a script by a run of it
         check_step(self.name, target, loader, returns=self.returns, others=", a RunSpec, a Run or the path of a run directory")
         return Step(step=target, loader=loader, model=model, optimizer=optimizer)
 
-    def _instead(self, name: str = "my_task.py:build") -> str:
-        return f'a task is {self.verb} by its spec, {self.name}(wb.RunSpec(task="{name}")); {self.script}'
+    def _instead(self) -> str:
+        return f"a task is {self.verb} by its spec, {self.name}({AS_SPEC}); {self.script}"
 
     def _refuse(self, target: Any, given: Mapping[str, Any], goes_with: str, call: str) -> None:
         extra = ", ".join("a loader" if name == "loader" else f"{name}=" for name, value in given.items() if value is not None)
         if extra:
             raise ValueError(f"{self.name}({shown(target)}, …) was given {extra}, which only goes with {goes_with}: {self.name}({call})")
 
-    def _run_at(self, path: str | os.PathLike[str]) -> Run:
+    def _run_at(self, path: str | os.PathLike[str]) -> RunSpec | Run:
         try:
             return Run.load(path)
         except run_directory.DamagedRunError:
             text, folder = os.fspath(path), os.path.isdir(os.path.expanduser(path))
-            if folder or not (text in task.SAMPLES or ":" in text or text.endswith(".py") or (self.file and os.path.splitext(text)[1])):
+            if not folder and (spec := named_task(path)):
+                return spec
+            if folder or not (text.endswith(".py") or (self.file and os.path.splitext(text)[1])):
                 raise
-            name = text if not text.endswith(".py") else "my_task.py:build"
-            why = f"{self.name}({text!r}): a text is the path of a run directory; {self._instead(name)}"
+            why = f"{self.name}({text!r}): a text is the path of a run directory or the name of a task; {self._instead()}"
             raise ValueError(f"{why}; {self.file}" if self.file else why) from None
+
+
+def named_task(target: object) -> RunSpec | None:
+    """The RunSpec of a task that is given by its name: a sample's, "path/file.py:function" or "package.module:function".
+
+    Returns:
+        None if this is no such name, or the path of a folder.
+    """
+    if isinstance(target, str) and (target in SAMPLES or ":" in target) and not os.path.isdir(target):
+        return RunSpec(task=target)
+    return None
 
 
 def check_step(name: str, step: Any, loader: Any, *, returns: str = "", others: str = "") -> None:
@@ -143,23 +152,25 @@ def check_step(name: str, step: Any, loader: Any, *, returns: str = "", others: 
         raise ValueError(f"{name}({shown(step)}): a step needs the loader of its batches: {name}(step, loader)")
 
 
-def check_spec(name: str, spec: Any, *, because: str = "", instead: str = "", error: type[ValueError] = ValueError) -> None:
-    """Raise unless this is a RunSpec.
+def read_spec(name: str, spec: Any, *, because: str = "", instead: str = "", error: type[ValueError] = ValueError) -> RunSpec:
+    """The RunSpec that was given, itself or by the name of its task.
 
     Args:
         name: of the function that was called.
         spec: as given.
         because: what it has to be for, as in "whose knobs can be turned".
         instead: what else is allowed, or what to do with something else.
-        error: to raise.
+        error: to raise where it is neither.
     """
+    spec = named_task(spec) or spec
     if not isinstance(spec, RunSpec):
         expected = "expected a RunSpec" + (f", {because}" if because else "")
         raise error(f"{name}({shown(spec)}): " + "; ".join(part for part in (expected, _its_spec(name, spec), instead) if part))
+    return spec
 
 
-def check_program(name: str, target: Any, batch: Any, *, others: str = "", error: type[ValueError] = ValueError) -> None:
-    """Raise unless this is a RunSpec, a Task, or builds a model and has a batch.
+def read_program(name: str, target: Any, batch: Any, *, others: str = "", error: type[ValueError] = ValueError) -> Any:
+    """What was given, a RunSpec in the place of a task's name. Raise unless it is a RunSpec, a Task, or builds a model and has a batch.
 
     Args:
         name: of the function that was called.
@@ -168,8 +179,9 @@ def check_program(name: str, target: Any, batch: Any, *, others: str = "", error
         others: what else is allowed, as in "a Transformer, ".
         error: to raise.
     """
+    target = named_task(target) or target
     if isinstance(target, RunSpec | Task):
-        return
+        return target
     if not callable(target):
         hint = _its_spec(name, target)
         raise error(
@@ -178,10 +190,11 @@ def check_program(name: str, target: Any, batch: Any, *, others: str = "", error
         )
     if batch is None:
         raise error(f"{name}({shown(target)}): a model needs a batch: {name}(model, batch=…), of tensors on any device, even meta")
+    return target
 
 
 def check_launchable(target: Any, *, error: type[ValueError] = ValueError) -> None:
-    """Raise unless this is a RunSpec or the path of a script.
+    """Raise unless this is a RunSpec, the name of a task, or the path of a script.
 
     Args:
         target: as given.
@@ -202,13 +215,11 @@ def check_launchable(target: Any, *, error: type[ValueError] = ValueError) -> No
         if callable(target)
         else ""
     )
-    raise error(f"launch({shown(target)}): expected a RunSpec or the path of a script{hint}")
+    raise error(f"launch({shown(target)}): expected a RunSpec, the name of a task or the path of a script{hint}")
 
 
 def _its_spec(name: str, target: Any) -> str:
     """How to give a task or a run to a function that takes a RunSpec; "" = it is neither."""
-    if isinstance(target, str) and (target in task.SAMPLES or ":" in target):
-        return f'a task is given by its spec, {name}(wb.RunSpec(task="{target}"))'
     if isinstance(target, Task):
         return f"a task is given by its spec, {name}({AS_SPEC})"
     return f"a run has its spec: {name}(run.spec)" if isinstance(target, Run) and isinstance(target.spec, RunSpec) else ""

@@ -26,7 +26,7 @@ from workbench.runs.launch.experiments import run_communication
 from workbench.runs.launch.launch import check, label
 from workbench.runs.launch.sweep import Trial, in_turn, outcome_line, plan, sweep
 from workbench.runs.spec import RunSpec, SpecError
-from workbench.runs.target import check_spec
+from workbench.runs.target import named_task, read_spec
 from workbench.runs.task import TaskError
 from workbench.scaling.analysis.curve.curve import ScalingCurve
 from workbench.scaling.analysis.law.identifiability import varied_too_little
@@ -79,7 +79,7 @@ def scaling_curve(
         CurveError: values that make no curve, a batch that cannot be divided, or nothing to go on with. Nothing was started.
         LaunchError, TaskError: a point cannot run here. Nothing was started.
     """
-    if isinstance(target, str | os.PathLike):
+    if named_task(target) is None and isinstance(target, str | os.PathLike):
         return CurveDirectory.load(target).curve()
     curve_spec = validate(target, over=over, values=values, kind=kind, repeat=repeat, communication=communication)
     for _, spec in curve_spec.points:
@@ -249,7 +249,7 @@ def scaling_law(
         PointsError: too few sizes or amounts of data, or too close to each other (nothing was started), or too few runs have finished.
         TaskError: a task that cannot be built. Nothing was started.
     """
-    check_spec("scaling_law", spec, error=SpecError)
+    spec = read_spec("scaling_law", spec, error=SpecError)
     sizes, samples = None if sizes is None else _plain(sizes), _plain(samples)
     seeds = _plain([seeds])[0]
     names = _tasks(spec, sizes, tasks)

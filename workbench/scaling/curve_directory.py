@@ -18,7 +18,7 @@ from workbench.runs.launch.launch import label
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.run import Run
 from workbench.runs.spec import AUTO, SHARDED, RunSpec, SpecError, check_names
-from workbench.runs.target import check_spec
+from workbench.runs.target import read_spec
 from workbench.scaling.analysis.curve.curve import KINDS, ScalingCurve, shown_value
 from workbench.scaling.analysis.curve.point import PROCESSES, CurveError
 
@@ -76,7 +76,7 @@ def validate(spec: Any, *, over: str, values: Sequence[Any], kind: str, repeat: 
         SpecError: no RunSpec, no such knob, or a value it does not take.
         CurveError: values that make no curve.
     """
-    check_spec(
+    spec = read_spec(
         "scaling_curve",
         spec,
         because="whose knobs can be turned, or the directory of a curve, to read it",

@@ -19,7 +19,7 @@ from workbench.memory.estimate.errors import EstimateError
 from workbench.memory.estimate.examples import DefaultLoss, resized, sample_batch
 from workbench.runs import task as tasks
 from workbench.runs.spec import SHARDED, RunSpec, check_names
-from workbench.runs.target import check_program, shown
+from workbench.runs.target import read_program, shown
 from workbench.runs.task import Task
 from workbench.timeline.loops import samples_in
 
@@ -99,7 +99,7 @@ def plan_of(
     gpu = device if isinstance(device, Device) else Device.known(name)
     if world_size is not None:
         knobs |= {"nproc_per_node": world_size, "nnodes": 1}
-    check_program(asked, target, batch)
+    target = read_program(asked, target, batch)
     spec, task = _spec_and_task(target, loss, optimizer, knobs)
     if batch is None:
         batch = sample_batch(task, spec.micro_batch)

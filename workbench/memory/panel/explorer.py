@@ -16,7 +16,7 @@ from workbench.memory.panel.html import Row
 from workbench.memory.panel.knobs import LENGTHS, ExplorerKnobs
 from workbench.runs.panel import html as faces
 from workbench.runs.spec import RunSpec, SpecError
-from workbench.runs.target import check_spec
+from workbench.runs.target import read_spec
 
 PATIENCE = 20.0
 """Seconds that a cell waits for the first estimate before it shows the explorer: what a stored notebook shows is what is there by then."""
@@ -42,7 +42,7 @@ class MemoryExplorer:
 
     def __init__(
         self,
-        spec: RunSpec,
+        spec: RunSpec | str,
         *,
         device: str | Device = "H200",
         sequence: int | None = None,
@@ -52,7 +52,7 @@ class MemoryExplorer:
     ) -> None:
         """
         Args:
-            spec: where the knobs stand at first.
+            spec: where the knobs stand at first; a text is the name of a task.
             device: to be fitted: a name, such as "A100-80GB", a Device, or "cpu".
             sequence: length of the batch's sequences; None = the sample's own.
             image: side of the batch's images in pixels; None = the sample's own.
@@ -62,7 +62,8 @@ class MemoryExplorer:
         Raises:
             ValueError: something else was given, or an unknown device.
         """
-        _check(spec, measured)
+        spec = read_spec("MemoryExplorer", spec, because="whose task another process can build")
+        _check(measured)
         if isinstance(device, str) and device != "cpu":
             device = Device.named(device).name
         self.spec, self.measured = spec, measured
@@ -267,7 +268,6 @@ class MemoryExplorer:
         return {**bundle, "text/plain": repr(self), "text/html": html}
 
 
-def _check(spec: object, measured: object) -> None:
-    check_spec("MemoryExplorer", spec, because="whose task another process can build")
+def _check(measured: object) -> None:
     if measured is not None and not isinstance(measured, MemoryBreakdown):
         raise ValueError(f"measured={type(measured).__name__}: expected a MemoryBreakdown, as wb.measure_memory(spec) returns it")

@@ -16,7 +16,7 @@ from workbench.runs.launch.resume import go_on, resumable
 from workbench.runs.launch.slurm import Slurm
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, Spec, check_profile
-from workbench.runs.target import check_launchable
+from workbench.runs.target import check_launchable, named_task
 
 
 def launch(
@@ -43,7 +43,7 @@ def launch(
     directory, and to have the same Python and files.
 
     Args:
-        target: a RunSpec, or the path of a script; left out with `resume`.
+        target: a RunSpec, the name of a task, or the path of a script; left out with `resume`.
         resume: a run of this machine (or its directory) that was killed, stopped or failed, with checkpoints (`checkpoint_every=`): it
             goes on from the last sound one, in its directory, from the folder where it was launched and with its spec; nothing but
             `timeout` can be given with it. Order of samples, weights and schedule go on where they were; random numbers of dropout and
@@ -75,6 +75,7 @@ def launch(
         check(ended.spec)
         return go_on(ended, timeout)
     check_launchable(target, error=LaunchError)
+    target = named_task(target) or target
     if isinstance(target, RunSpec):
         if args or watch:
             odd = f"args={list(args)!r}" if args else "watch=True"
@@ -130,8 +131,7 @@ def script_spec(script: str | os.PathLike[str], knobs: dict[str, Any], **fields:
         near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
         there = f"in that folder there are {', '.join(near[:8])}" if near else "that folder has no .py file"
         what = "is not a Python script (*.py)" if path.exists() else "does not exist"
-        hint = " A task is launched by its spec: launch(RunSpec(task=…))." if str(script) in task.SAMPLES or ":" in str(script) else ""
-        raise LaunchError(f"{path} {what}; {there}.{hint}")
+        raise LaunchError(f"{path} {what}; {there}.")
     strange = [knob for knob in knobs if knob not in ("threads", "profile")]
     if strange:
         raise LaunchError(

@@ -16,7 +16,7 @@ from workbench.runs.launch.launch import check, label
 from workbench.runs.launch.new_run import NewRun, child_dir
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, SpecError, check_names, check_profile
-from workbench.runs.target import check_spec
+from workbench.runs.target import read_spec
 
 _SAME_FOR_ALL = ("task", "launcher", "disk-full")
 """Kinds of failure that the next configuration would meet as well."""
@@ -61,7 +61,7 @@ def sweep(
         SpecError: a knob or value that is not allowed, or fewer steps than `profile` needs. Nothing was started.
         LaunchError, TaskError: a configuration cannot run here, or the task is not there. Nothing was started.
     """
-    check_spec("sweep", spec, because="whose knobs can be turned", instead="a script is launched with launch()", error=SpecError)
+    spec = read_spec("sweep", spec, because="whose knobs can be turned", instead="a script is launched with launch()", error=SpecError)
     return run_all(combinations(spec, lists), runs_dir=runs_dir, repeat=repeat, quiet=quiet)
 
 
