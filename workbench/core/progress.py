@@ -119,9 +119,7 @@ class Waiting:
 
     def words(self, seconds: float) -> str:
         """The line after so many seconds."""
-        limit = "" if self._budget is None else f" of at most {_whole(self._budget)}"
-        begun = f"{self._known}; now: {self._now}" if self._known else self._now
-        return f"{self._name}: {begun} … {_whole(seconds)}{limit}"
+        return status_text(self._name, self._now, self._known, seconds, self._budget)
 
     def __enter__(self) -> Self:
         self.tick()
@@ -129,6 +127,21 @@ class Waiting:
 
     def __exit__(self, *_: object) -> None:
         self._line.close(f"{self._name}: {f'{self._known} · ' * bool(self._known)}{_whole(self.seconds)}")
+
+
+def status_text(name: str, now: str, known: str, seconds: float, budget_s: float | None) -> str:
+    """What a long call does and knows so far, in one line.
+
+    Args:
+        name: of the function that was called.
+        now: what it does.
+        known: what it knows; empty = nothing yet.
+        seconds: since it began.
+        budget_s: seconds that it may take; None = there is no limit.
+    """
+    limit = "" if budget_s is None else f" of at most {_whole(budget_s)}"
+    begun = f"{known}; now: {now}" if known else now
+    return f"{name}: {begun} … {_whole(seconds)}{limit}"
 
 
 def _whole(seconds: float) -> str:

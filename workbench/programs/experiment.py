@@ -105,35 +105,25 @@ def diagnose(assignment: Assignment) -> dict[str, Any]:
     def step(batches: Any) -> None:
         trainer.step(batches if spec.accumulation > 1 else (batches,))
 
-    with progress_rows(assignment) as progress:
-        evidence = experiment(
-            step,
-            trainer.loader,
-            model=trainer.model,
-            optimizer=trainer.optimizer,
-            budget_s=_budget(assignment),
-            accumulation=spec.accumulation,
-            progress=progress,
-        )
+    evidence = experiment(
+        step,
+        trainer.loader,
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        budget_s=_budget(assignment),
+        accumulation=spec.accumulation,
+        progress=progress_writer(assignment.run_dir) if assignment.ranks.rank == 0 else None,
+    )
     return dataclasses.replace(evidence, precision=spec.precision).to_json()
 
 
-@contextlib.contextmanager
-def progress_rows(assignment: Assignment) -> Iterator[Callable[[str, str], None]]:
-    """A function that writes what is tried now and known so far into the run directory, from rank 0; whoever waits shows it."""
-    first = assignment.ranks.rank == 0
-    writer = run_directory.LineWriter(assignment.run_dir / run_directory.METRICS) if first else None
-    began = time.monotonic()
+def progress_writer(run_dir: Path) -> Callable[[str, str], None]:
+    """A function that writes what is tried now and known so far into the run directory; whoever waits for the run shows it."""
 
     def write(now: str, known: str) -> None:
-        if writer is not None:
-            writer.write([{"step": 0, "now": now, "known": known, "seconds": time.monotonic() - began}])
+        run_directory.write_json(run_dir / run_directory.PROGRESS, {"now": now, "known": known})
 
-    try:
-        yield write
-    finally:
-        if writer is not None:
-            writer.close()
+    return write
 
 
 def prove(assignment: Assignment) -> dict[str, Any]:

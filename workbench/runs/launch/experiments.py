@@ -5,13 +5,14 @@ the result in the directory. All take `runs_dir`, where run directories go (None
 where the experiment failed (its run directory stays), `LaunchError` or `TaskError` where it cannot run here (nothing was written).
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from workbench.core import units
-from workbench.core.progress import ProgressLine, Waiting
+from workbench.core import run_directory, units
+from workbench.core.progress import ProgressLine, status_text
 from workbench.runs import entrypoints
 from workbench.runs.failure import Failure, RunError
 from workbench.runs.launch.launch import check, label
@@ -189,18 +190,19 @@ def error_of(run: Run) -> RunError | None:
 
 
 def so_far(name: str, budget_s: float) -> Callable[[Run], str]:
-    """A function that gives what a run tries now and knows so far, by the last row of its metrics (now, known).
+    """A function that gives what a run tries now and knows so far, as its file says (now, known).
 
     Args:
         name: of the experiment, for people.
         budget_s: seconds that it may take.
     """
-    line = Waiting(name, budget_s, begin="starting the ranks")
+    began = time.monotonic()
 
     def words(run: Run) -> str:
-        if rows := run.metric_rows:
-            line.say(rows[-1]["now"], rows[-1]["known"])
-        return line.words(line.seconds)
+        status = {"now": "starting the ranks", "known": ""}
+        with contextlib.suppress(run_directory.DamagedRunError):  # it has not begun
+            status = run_directory.read_json(run.path / run_directory.PROGRESS)
+        return status_text(name, status["now"], status["known"], time.monotonic() - began, budget_s)
 
     return words
 
