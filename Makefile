@@ -51,7 +51,7 @@ lab: setup ## open JupyterLab on the first notebook (ARGS=--no-browser where the
 	$(BIN)/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=notebooks \
 	  --LabApp.default_url=/lab/tree/01_where_does_the_time_go.ipynb $(ARGS)
 
-docs: setup ## build the documentation as a site, build/site/index.html; broken links are errors
+docs: setup ## build the documentation as a site, build/docs/site/index.html; broken links are errors
 	$(BIN)/python docs/make_site.py $(ARGS)
 
 test: lint docs unit notebooks browser ## all but what is slow (CI runs this, then test-slow)

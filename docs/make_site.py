@@ -99,7 +99,7 @@ def relinked(text: str, source: Path, page: str, known: Mapping[Path, str]) -> s
 
 
 def main() -> int:
-    """Write the pages into build/docs, and the site into build/site; returns MkDocs's exit status."""
+    """Write the pages into build/docs/pages, and the site into build/docs/site; returns MkDocs's exit status."""
     folder = BUILD / "docs"
     shutil.rmtree(folder, ignore_errors=True)
     texts, pictures = pages()
@@ -112,7 +112,7 @@ def main() -> int:
     listed = "\n".join(f"      - notebooks/{path.stem}.md" for path in notebook_pages.paths())
     (folder / "mkdocs.yml").write_text((ROOT / "docs/mkdocs.yml").read_text().replace(NOTEBOOKS, listed))
     status, said = site(folder, *sys.argv[1:])
-    print(said if status else f"{len(texts)} pages: {BUILD / 'site/index.html'}")
+    print(said if status else f"{len(texts)} pages: {folder / 'site/index.html'}")
     return status
 
 
