@@ -9,19 +9,28 @@ formulas can be judged without another run, and the proofs. Cases that are in th
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from workbench.core import units
 from workbench.core.display.table import Table
+from workbench.diagnosis.analysis import remedy as remedy_module
+from workbench.diagnosis.analysis.costs import is_crowded
+from workbench.diagnosis.analysis.evidence import Evidence
+from workbench.diagnosis.analysis.loader_remedies import in_workers
+from workbench.diagnosis.analysis.model_errors import MODEL_ERRORS, kind_of, widened
+from workbench.diagnosis.analysis.remedies import remedies_for
+from workbench.diagnosis.analysis.remedy import Remedy
+from workbench.diagnosis.analysis.step_model import StepModel
+from workbench.diagnosis.analysis.verdict import judge
+from workbench.runs.spec import RunSpec
 
 GALLERY = Path(__file__).parents[1] / "tests" / "diagnosis" / "gallery"
 sys.path.insert(0, str(GALLERY))
@@ -69,36 +78,66 @@ def lines_of(record: Path) -> Iterator[dict[str, Any]]:
 
 
 def pairs_of(record: Path) -> Iterator[dict[str, Any]]:
-    """Prediction and proof, one by one, without the evidence."""
+    """Prediction and proof, one by one, without the evidence: as it was printed, and with the formulas of now."""
     for line in lines_of(record):
-        for proof in line.get("proofs", ()):
-            remedy = proof["remedy"]
-            yield {
-                "case": line["case"],
-                "held_out": line["held_out"],
-                "remedy": remedy["name"],
-                **{name: remedy[name] for name in ("speedup", "low", "high")},
-                "proved": proof["measured"],
-            }
+        if line.get("proofs"):
+            again = predictions(line)
+            for proof in line["proofs"]:
+                old = proof["remedy"]
+                new = again(old["name"], old["change"])
+                if new is not None:
+                    yield {
+                        "case": line["case"],
+                        "remedy": old["name"],
+                        "crowded": is_crowded(Evidence.from_json(line["evidence"])),
+                        **{name: round(getattr(new, name), 4) for name in ("low", "speedup", "high")},
+                        "proved": round(proof["measured"][1], 4),
+                        "printed": [round(old[name], 4) for name in ("low", "speedup", "high")],
+                    }
+
+
+def predictions(line: dict[str, Any]) -> Callable[[str, dict[str, Any]], Remedy | None]:
+    """Name and change → what the formulas of now predict from the evidence of a line; the range covers the noise of measurements only."""
+    evidence = Evidence.from_json(line["evidence"])
+    judgement = judge(evidence)
+    spec = RunSpec(task="clipart-mlp")  # any: its knobs can be changed
+    offered = {remedy.name: remedy for remedy in remedies_for(evidence, judgement, spec=spec, noise_only=True)}
+    case = remedy_module.Case(evidence=evidence, judgement=judgement, model=StepModel.of(evidence), spec=spec)
+
+    def predict(name: str, change: dict[str, Any]) -> Remedy | None:
+        if name not in offered and "num_workers" in change:
+            return in_workers(case, change["num_workers"])
+        return offered.get(name)
+
+    return predict
 
 
 def show(record: Path) -> None:
-    """A table of all pairs, and how many proofs lie in their range."""
+    """A table of all pairs, and how many proofs lie in their range: as it was printed, and with the formulas and ranges of now."""
     pairs = list(pairs_of(record))
-    rows, inside, errors = [], 0, []
+    rows, sizes = [], []
+    held = {"printed": 0, "now": 0}
     for pair in pairs:
-        held = pair["low"] <= pair["proved"][1] <= pair["high"]
-        inside += held
-        errors.append(pair["speedup"] / pair["proved"][1] - 1)
-        span = f"{units.times(pair['speedup'])} ({units.times(pair['low'])} … {units.times(pair['high'])})"
-        rows.append(
-            [pair["case"], pair["remedy"], span, units.times(pair["proved"][1]), f"{100 * errors[-1]:+.1f} %", "✓" if held else "✗"]
-        )
-    size = sorted(map(abs, errors)) or [math.nan]
-    note = (
-        f"{inside} of {len(pairs)} in their range; median error {units.percent(statistics.median(size))}, worst {units.percent(size[-1])}"
-    )
-    print(Table(columns=("case", "remedy", "predicted (range)", "proved", "error", "in range"), rows=rows, title="Proofs", note=note))
+        ends = widened(pair["low"], pair["speedup"], pair["high"], MODEL_ERRORS[pair["crowded"]][kind_of(pair["remedy"])])
+        low, mid, high = pair["printed"]
+        inside = [low <= pair["proved"] <= high, ends[0] <= pair["proved"] <= ends[1]]
+        held = {name: held[name] + one for name, one in zip(held, inside, strict=True)}
+        errors = [mid / pair["proved"] - 1, pair["speedup"] / pair["proved"] - 1]
+        sizes.append([abs(error) for error in errors])
+        spans = [_span(low, mid, high), _span(ends[0], pair["speedup"], ends[1])]
+        cells = [f"{span}, {100 * error:+.0f} % {'✓' if one else '✗'}" for span, error, one in zip(spans, errors, inside, strict=True)]
+        rows.append([pair["case"], pair["remedy"], units.times(pair["proved"]), *cells])
+    notes = [
+        f"{name}: {held[name]} of {len(pairs)} in their range, median error {units.percent(statistics.median(column))}, "
+        f"worst {units.percent(max(column))}"
+        for name, column in zip(held, zip(*sizes, strict=True), strict=False)
+    ]
+    columns = ("case", "remedy", "proved", "as printed", "with the formulas of now")
+    print(Table(columns=columns, rows=rows, title="Proofs", note="; ".join(notes)))
+
+
+def _span(low: float, mid: float, high: float) -> str:
+    return f"{units.times(mid)} ({units.times(low)} … {units.times(high)})"
 
 
 def main() -> None:

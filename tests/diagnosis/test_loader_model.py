@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench.core.statistics import Interval
 from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis.evidence import Evidence, Inside, Loading
-from workbench.diagnosis.analysis.loader_model import MAX_WORKERS, TERMS, LoaderCurve, LoaderModel, blind_window, delivery_seconds
+from workbench.diagnosis.analysis.loader_model import (
+    MAX_WORKERS,
+    TERMS,
+    LoaderCurve,
+    LoaderModel,
+    blind_window,
+    delivery_seconds,
+    free_cores,
+)
 from workbench.harness.results import VariantTimes
 
 SLEEPS = LoaderModel(cpu=0.001, blocked=0.039, worker_cpu=0.001, compute=0.010, cores=4)
@@ -183,8 +192,30 @@ def test_from_evidence() -> None:
     feeding = LoaderModel.of(evidence(num_workers=0, epoch=100, batch_bytes=1000))
     assert feeding is not None
     assert (feeding.cpu, feeding.blocked, feeding.worker_cpu, feeding.handover) == pytest.approx((0.015, 0.005, 0.018, 0.001))
-    assert (feeding.compute, feeding.compute_cpu, feeding.cores, feeding.ranks, feeding.accumulation) == (0.010, 0.015, 3.0, 2, 2)
+    assert (feeding.compute, feeding.compute_cpu, feeding.cores, feeding.ranks, feeding.accumulation) == (
+        0.010,
+        0.015,
+        3.2,
+        2,
+        2,
+    )  # four of ours and one of others share four cores
     assert (feeding.epoch, feeding.batch_bytes) == (100, 1000)
+
+
+def test_other_processes_share_the_cores_with_ours() -> None:
+    assert free_cores(Noise(cores=8)) == Interval(low=8, mid=8, high=8)
+    assert free_cores(Noise(cores=2, foreign=1.5)).mid == pytest.approx(2 * 2 / 3.5)  # a rank and a worker beside 1.5 others
+    assert free_cores(Noise(cores=2, foreign=2.0)) == Interval(low=2 * 2 / 6, mid=1.0, high=2)
+    assert free_cores(Noise(cores=64, foreign=2.0)).mid == 62
+    assert free_cores(Noise(cores=4, foreign=4.0), ranks=2).mid == 2.0
+
+
+def test_a_device_hides_what_the_host_loads_meanwhile() -> None:
+    behind = dataclasses.replace(SLEEPS, handover=0.002, hidden=1.0)
+    assert behind.step(0) == pytest.approx(0.040)
+    assert dataclasses.replace(behind, hidden=0.5).step(0) == pytest.approx(0.045)
+    assert behind.step(8) == pytest.approx(0.010)
+    assert dataclasses.replace(behind, hidden=0.0).step(8) == pytest.approx(0.012)
 
 
 def test_nothing_can_be_predicted_without_a_probe_or_without_the_step_alone() -> None:

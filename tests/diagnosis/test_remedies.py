@@ -1,6 +1,8 @@
 """Remedies: what they promise is what a run shows, and what cannot help is not among them."""
 
 import dataclasses
+import json
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +28,7 @@ def remedies(evidence: Evidence, spec: RunSpec | ScriptSpec | None = None) -> di
     assert gains == sorted(gains, reverse=True)
     for one in found:
         assert one.low <= one.speedup <= one.high
-        assert one.low >= 1
+        assert one.low >= 1 or not one.ceiling  # the formula may be wrong by more than a small gain
         assert one.what.endswith(".")
         assert one.formula
         assert one.ceiling == one.gain.startswith("up to")
@@ -108,7 +110,7 @@ def test_what_an_arm_measured_is_put_into_the_whole_step() -> None:
     assert bf16.speedup == pytest.approx(world.step / world.without(work=world.work * 0.6).step, rel=0.02)
     assert fused.change == {"optimizer": "fused"}
     assert "digits" in bf16.costs
-    assert bf16.high - bf16.low < 0.1
+    assert bf16.low < bf16.speedup < bf16.high < 1.5 * bf16.low
 
 
 def test_products_in_tf32_are_a_remedy_beside_mixed_precision() -> None:
@@ -123,6 +125,34 @@ def test_products_in_tf32_are_a_remedy_beside_mixed_precision() -> None:
     both = StepModel.of(world.evidence()).parts(precision="amp_bf16", tf32=True)
     assert both.step == StepModel.of(world.evidence()).parts(precision="amp_bf16").step
     assert both.notes == ("tf32 beside mixed precision: its products are in 16 bits already",)
+
+
+def test_another_optimizer_saves_no_more_than_the_optimizer_takes() -> None:
+    """Measured so: 1.23× was promised of a fused optimizer that took 5 % of the step, and 0.96× was proved."""
+    world = World(optimizer=0.004, fused=0.001, noise=0.002)
+    arms = world.arms()
+    lucky = world.arm("optimizer=fused", "cached", world.cached, 0.7 * world.cached)
+    found = remedies(world.evidence(arms={**arms, "optimizer=fused": lucky}), SPEC)
+    assert found["optimizer=fused"].speedup == pytest.approx(world.step / world.without(optimizer=0.0).step, rel=0.02)
+
+
+def test_what_the_loader_may_take_makes_a_large_gain_uncertain() -> None:
+    """Measured so: 4.55× (4.00 … 5.28) was promised where 3.74× was proved: 4 % of the long step are a fifth of the short one."""
+    evidence = World(work=0.002, host=0.0, optimizer=0.036, fused=0.005, cpu=0.0001, noise=0.002).evidence()
+    sure = remedies(evidence, SPEC)["optimizer=fused"]
+    shaky = tuple((base * (1 + 0.04 * (-1) ** i), changed) for i, (base, changed) in enumerate(evidence.arms["cached"].pairs))
+    arms = {**evidence.arms, "cached": dataclasses.replace(evidence.arms["cached"], pairs=shaky)}
+    unsure = remedies(dataclasses.replace(evidence, arms=arms), SPEC)["optimizer=fused"]
+    assert unsure.low < 0.95 * sure.low
+
+
+def test_a_lower_bound_where_the_noise_is_larger_than_what_is_left() -> None:
+    world = World(work=0.0001, host=0.0, optimizer=0.036, fused=0.0002, cpu=0.0, noise=0.03)
+    one = remedies(world.evidence(), SPEC)["optimizer=fused"]
+    assert one.high == math.inf
+    assert one.gain == f"at least {units.times(one.low)}"
+    assert Remedy.from_json(one.to_json()) == one
+    assert json.loads(json.dumps(one.to_json(), allow_nan=False))
 
 
 def test_an_arm_that_does_not_help_is_no_remedy() -> None:

@@ -228,6 +228,8 @@ class Costs:
             met = _met(e, data, loader, noise)
         elif e.loading and not e.loading.num_workers and loader < data.mid and data.low < MIN_CERTAIN_LOADER * clean:
             data = serial_loader(data, loader, clean)
+        if e.device == "cpu" and e.world_size == 1 and e.loading and not e.loading.num_workers and loader <= data.high:
+            data = Interval(low=data.low, mid=max(data.mid, loader), high=data.high)  # nothing hides it
         data, replayed = subtract(data, met.mid), clean - data.mid
         slow = slow_rank(e.ranks)
         by_input = min(max(slow.input, slow.odd * data.mid), data.mid) if slow else 0.0

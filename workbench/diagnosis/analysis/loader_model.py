@@ -15,6 +15,8 @@ from typing import Self
 from workbench.core import units
 from workbench.core.codec import JsonDataclass
 from workbench.core.display import table as display
+from workbench.core.statistics import Interval
+from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis.evidence import Evidence
 
 TERMS = {
@@ -171,6 +173,28 @@ MAX_PACE = 1.5
 """A machine is not that much faster or slower than a minute ago: then the probe measured something else."""
 MIN_CORES = 0.25
 """However busy the machine is, so much of a core is left for the training."""
+PROCESSES_PER_RANK = 2
+"""That compete with those of others for the cores: a rank, and a worker of its loader."""
+
+
+def free_cores(noise: Noise, ranks: int = 1) -> Interval:
+    """Cores that the ranks and their workers get beside other processes.
+
+    Others were measured while few of ours computed. They give way as soon as more of ours do: processes of equal priority share the cores
+    evenly. Ours get fewer if the others could have used twice the cores that they got, and all if the others have a lower priority or end.
+    What the others left, ours get in any case.
+
+    >>> free_cores(Noise(cores=2, foreign=1))
+    Interval(low=1.0, mid=1.3333333333333333, high=2)
+
+    Args:
+        noise: what others took.
+        ranks: training processes.
+    """
+    ours = PROCESSES_PER_RANK * ranks
+    left = max(MIN_CORES, noise.cores - noise.foreign)
+    low, mid = (max(left, noise.cores * ours / (ours + wanted * noise.foreign)) for wanted in (2, 1))
+    return Interval(low=low, mid=mid, high=max(left, noise.cores))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +217,8 @@ class LoaderModel:
     at worst. The worst ones had probes that other processes disturbed. Where batches are cheap and training binds, it is 10 to 20 % too
     short: a batch that comes fresh from a worker costs training more than one that is replayed.
     If some samples are far slower than others, batches are uneven, and max(loader, …) is simulated batch by batch: `delivery_seconds`.
+    On a device that works behind the host's back, loading in the training process and hand-overs are hidden behind the work that is
+    queued: with s = `hidden`, step(0) = loader(0) + C − s min(loader(0), C), and h counts (1 − s) times in C + h.
     Left out: hyperthreads, memory bandwidth.
     """
 
@@ -224,6 +250,8 @@ class LoaderModel:
     """Of the time of making a batch: what the slowest twentieth of the samples takes beyond the others, see `Loading.slow_share`."""
     num_workers: int = 0
     """What the loader has now."""
+    hidden: float = 0.0
+    """s: 0 = loading in this process and training take turns, 1 = the device computes meanwhile."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> Self | None:
@@ -242,7 +270,7 @@ class LoaderModel:
             handover=loading.handover or 0.0,
             compute=cached.seconds / evidence.accumulation,
             compute_cpu=inside.cpu / evidence.accumulation if inside and inside.cpu else None,
-            cores=max(MIN_CORES, noise.cores - noise.foreign) if noise else 1.0,
+            cores=free_cores(noise, evidence.world_size).mid if noise else 1.0,
             ranks=evidence.world_size,
             accumulation=evidence.accumulation,
             start_up=loading.start_up or 0.0,
@@ -284,7 +312,7 @@ class LoaderModel:
     def step(self, num_workers: int, *, prefetch_factor: int = 2, persistent_workers: bool = False) -> float:
         """Seconds per step (of `accumulation` batches) with the loader and training both at work, the start of each epoch included."""
         if num_workers == 0:
-            return (self.loader(0) + self.compute) * self.accumulation
+            return (self.loader(0) + self.compute - self.hidden * min(self.loader(0), self.compute)) * self.accumulation
         loader, training = self.loader(num_workers, prefetch_factor=prefetch_factor), self._training(num_workers)
         steady = max(loader, self._delivered(num_workers, prefetch_factor, training))
         if self.epoch:
@@ -304,10 +332,10 @@ class LoaderModel:
         """Which term limits the step: "in turn" (no workers), "workers", "cores", "hand-over" or "compute"."""
         if num_workers == 0:
             return "in turn"
-        late = self._training(num_workers) - self.compute - self.handover
-        terms = {**self._loader_terms(num_workers), "compute": self.compute + self.handover}
+        late = self._training(num_workers) - self._own
+        terms = {**self._loader_terms(num_workers), "compute": self._own}
         if late > 0:
-            terms["cores"] = max(terms["cores"], self.compute + self.handover + late)
+            terms["cores"] = max(terms["cores"], self._own + late)
         return max(terms, key=terms.__getitem__)
 
     def recommend(self, *, most: int | None = None, prefetch_factor: int = 2, shm_bytes: float | None = None) -> int:
@@ -359,9 +387,14 @@ class LoaderModel:
         return self.cpu if self.worker_cpu is None else self.worker_cpu
 
     @property
+    def _own(self) -> float:
+        """Training on a batch, and taking it from a worker."""
+        return self.compute + (1 - self.hidden) * self.handover
+
+    @property
     def _most(self) -> int:
         """Enough workers for any purpose: with more, the cores or the hand-over bind."""
-        limit = max(self.compute + self.handover, self.ranks * (self._worker + self.handover) / self.cores, 1e-9)
+        limit = max(self._own, self.ranks * (self._worker + self.handover) / self.cores, 1e-9)
         return min(MAX_WORKERS, math.ceil((self._worker + self.blocked) / limit) + 1)
 
     def _delivered(self, num_workers: int, prefetch_factor: int, training: float) -> float:
@@ -381,7 +414,7 @@ class LoaderModel:
 
     def _training(self, num_workers: int) -> float:
         """Seconds per batch that training takes beside such workers, if it never waits for them."""
-        own = self.compute + self.handover
+        own = self._own
         cpu = self.compute if self.compute_cpu is None else self.compute_cpu
         worker_cpu = self.ranks * self._worker
         spare = self.cores * own - self.ranks * (cpu + self.handover)

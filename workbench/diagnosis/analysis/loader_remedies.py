@@ -40,30 +40,37 @@ def for_loader(case: Case) -> Iterator[Remedy | None]:
 
 def _workers(case: Case, loading: Loading) -> Iterator[Remedy | None]:
     """The number of workers that the curve recommends, and workers that stay from epoch to epoch."""
-    feeding, model = case.model.feeding, case.model
+    feeding = case.model.feeding
     if feeding is None or loading.stream in ("repeated", "unknown"):  # faster by giving the same samples again: no remedy
         return
     yield (staying := _persistent(case, loading))
     best = feeding.recommend()
-    if best == loading.num_workers:
-        return
+    remedy = None if best == loading.num_workers else in_workers(case, best)
+    if remedy and remedy.speedup > (MIN_SPEEDUP * staying.speedup if staying else 1.0):
+        yield remedy
+
+
+def in_workers(case: Case, best: int) -> Remedy | None:
+    """Another number of workers, if that is predicted to help."""
+    loading, feeding, model = case.evidence.loading, case.model.feeding, case.model
+    if loading is None or feeding is None:
+        return None
     keep = {"persistent_workers": True} if best and not loading.persistent_workers else {}
     change = {"num_workers": best, **keep}
+    speedups = model.with_cores(**change)
     processes = f"{best} worker process{'es' * (best != 1)}"
     instead = f", instead of {loading.num_workers}." if loading.num_workers else ", beside training."
-    remedy = from_formula(
+    return from_formula(
         case,
         f"num_workers={best}",
         change,
         (f"Make batches in {processes}{instead}" if best else f"Make batches in the training process, without workers{instead}")
         + (" Keep them from one epoch to the next." if keep else ""),
-        model.speedup(**change),
-        WORKERS_ERROR,
+        speedups.mid,
+        (WORKERS_ERROR[0] * speedups.mid / speedups.high, WORKERS_ERROR[1] * speedups.mid / speedups.low),
         _formula(feeding, best),
         f"{units.bytes_(loading.batch_bytes * (2 * best + 1))} of shared memory for batches, and a process each" if best else "",
     )
-    if remedy and remedy.speedup > (MIN_SPEEDUP * staying.speedup if staying else 1.0):
-        yield remedy
 
 
 def _persistent(case: Case, loading: Loading) -> Remedy | None:

@@ -47,8 +47,16 @@ class Proof(display.Shown, JsonDataclass):
 
     @property
     def held(self) -> bool:
-        """Was the prediction right: the gain is there, and no further off than MAX_ERROR? A ceiling holds if it was not exceeded."""
-        fair = self.measured.low <= self.remedy.high if self.remedy.ceiling else abs(self.error) <= MAX_ERROR
+        """Was the prediction right: the gain is there, and no further off than MAX_ERROR?
+
+        A ceiling holds if it was not exceeded, a lower bound ("at least") if it was reached.
+        """
+        if self.remedy.ceiling:
+            fair = self.measured.low <= self.remedy.high
+        elif math.isinf(self.remedy.high):
+            fair = self.measured.high >= self.remedy.low
+        else:
+            fair = abs(self.error) <= MAX_ERROR
         return self.gained and fair
 
     @property
@@ -69,15 +77,14 @@ class Proof(display.Shown, JsonDataclass):
         error = f"the prediction was {units.percent(abs(self.error))} too {'high' if self.error > 0 else 'low'}"
         if self.remedy.ceiling:
             return f"it helps; {'a ceiling, as promised' if self.held else 'beyond its ceiling'}"
+        if math.isinf(self.remedy.high):
+            return f"it helps; {'at least as much as predicted' if self.held else 'less than predicted'}"
         return f"it helps; {error}"
 
     @property
     def table(self) -> display.Table:
         """Two rows: predicted, measured."""
-        rows = [
-            [kind, units.times(interval.mid), units.times(interval.low), units.times(interval.high)]
-            for kind, interval in (("predicted", self.predicted), ("measured", self.measured))
-        ]
+        rows = [[kind, *interval.cells(units.times)] for kind, interval in (("predicted", self.predicted), ("measured", self.measured))]
         return display.Table(
             columns=("", "speedup", "low", "high"),
             rows=rows,
@@ -116,6 +123,8 @@ def proof_row(proof: Proof) -> dict[str, object]:
 
 
 def _between(interval: Interval) -> str:
+    if math.isinf(interval.high):
+        return f"at least {units.times(interval.low)}"
     return f"{units.times(interval.low)} … {units.times(interval.high)}"
 
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 from workbench.core import units
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.causes import MIN_EXPLAINED, pausing_rank
-from workbench.diagnosis.analysis.costs import saved_by
+from workbench.diagnosis.analysis.costs import is_crowded, saved_by
 from workbench.diagnosis.analysis.evidence import Evidence
 from workbench.diagnosis.analysis.loader_remedies import for_loader
+from workbench.diagnosis.analysis.model_errors import with_model_error
 from workbench.diagnosis.analysis.remedy import (
     MIN_BATCH_SPEEDUP,
     MIN_SPEEDUP,
@@ -40,20 +41,21 @@ REMOVES = {
 """Knob → the causes that a change of it removes. It shortens other steps, too."""
 
 
-def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None = None) -> tuple[Remedy, ...]:
+def remedies_for(evidence: Evidence, judgement: Judgement, *, spec: Spec | None = None, noise_only: bool = False) -> tuple[Remedy, ...]:
     """The remedies of a step: first those that remove the cause, the best first. Every cause but computing has one.
 
     Args:
         evidence: of one training step.
         judgement: what follows from it.
         spec: what was diagnosed, if it was a spec or a run: its fields can be changed.
+        noise_only: ranges cover the uncertainty of the measurements alone, and not what formulas leave out (see `model_errors`).
     """
     if judgement.verdict == "inconclusive":
         return ()
     case = Case(evidence=evidence, judgement=judgement, model=StepModel.of(evidence), spec=spec)
     remedies: dict[str, Remedy] = {}
     for remedy in _observed(case) if evidence.observed else _tried(case):
-        remedies.setdefault(remedy.name, remedy)
+        remedies.setdefault(remedy.name, remedy if noise_only else with_model_error(remedy, is_crowded(evidence)))
     if judgement.verdict != "compute-bound" and not any(remedy.scope == "cause" for remedy in remedies.values()):
         remedies |= {remedy.name: remedy for remedy in _without_part(case)}
     return tuple(sorted(remedies.values(), key=sort_key))
@@ -123,6 +125,8 @@ def _batch(case: Case) -> Iterator[Remedy | None]:
     speedup = model.speedup(micro_batch=larger)
     new = model.parts(micro_batch=larger).step
     loose = arm.saved.width / 2 * c.replayed
+    if speedup * new / (new + loose) < 1.0:
+        return
     yield if_worthwhile(
         Remedy(
             name=f"micro_batch={larger}",

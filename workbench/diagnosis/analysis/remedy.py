@@ -4,6 +4,7 @@
 """
 
 import ast
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ class Remedy(JsonDataclass):
     low: OrInf
     """The same, at least."""
     high: OrInf
-    """The same, at most."""
+    """The same, at most; inf = only a lower bound is known."""
     formula: str
     """How the prediction was computed, with its inputs."""
     costs: str = ""
@@ -64,9 +65,11 @@ class Remedy(JsonDataclass):
 
     @property
     def gain(self) -> str:
-        """The prediction as text: "1.62× (1.51× … 1.70×)"; of a ceiling "up to 1.62×"."""
+        """The prediction as text: "1.62× (1.51× … 1.70×)"; of a ceiling "up to 1.62×"; without an upper end "at least 1.51×"."""
         if self.ceiling:
             return f"up to {units.times(self.speedup)}"
+        if math.isinf(self.high):
+            return f"at least {units.times(self.low)}"
         return f"{units.times(self.speedup)} ({units.times(self.low)} … {units.times(self.high)})"
 
     def __str__(self) -> str:
@@ -122,8 +125,32 @@ class Case:
 
 
 def if_worthwhile(remedy: Remedy, least: float = MIN_SPEEDUP) -> Remedy | None:
-    """The remedy, if its predicted gain is large enough and certain."""
-    return remedy if remedy.speedup >= least and remedy.low >= 1.0 else None
+    """The remedy, if its predicted gain is large enough."""
+    return remedy if remedy.speedup >= least else None
+
+
+SHORTEST_STEP = 0.02
+"""Fraction of the step. A change that may leave less of it has no upper bound: the noise of the measurement is larger than what is left."""
+
+
+def beside_loader(case: Case, speedup: Interval, saved: float) -> Interval:
+    """The range of a measured change of training, widened by the uncertain time that the loader adds, which the change does not shorten.
+
+    The full step is measured. If the loader takes d seconds more of it, training takes d less, of which the change saves a fraction less.
+
+    Args:
+        case: the step.
+        speedup: put into the full step, with the uncertainty of the change alone.
+        saved: fraction of training that the change saves.
+    """
+    if not speedup.mid > 0 or saved <= 0:
+        return speedup
+    data, after = case.costs.data, case.costs.step / speedup.mid
+    longer, shorter = saved * (data.high - data.mid), saved * (data.mid - data.low)
+    shortest = after - math.hypot(after - case.costs.step / max(speedup.high, speedup.mid), shorter)
+    longest = after + math.hypot(case.costs.step / max(speedup.low, 1e-9) - after, longer)
+    high = case.costs.step / shortest if shortest > SHORTEST_STEP * case.costs.step else math.inf
+    return Interval(low=case.costs.step / longest, mid=speedup.mid, high=high)
 
 
 def from_arm(case: Case, arm: str, change: Mapping[str, Any], what: str, costs: str) -> Remedy | None:
@@ -132,17 +159,23 @@ def from_arm(case: Case, arm: str, change: Mapping[str, Any], what: str, costs: 
     if arm not in e.arms:
         return None
     seconds = saved_by(e, e.arms[arm], case.costs.replayed)
+    if "optimizer" in change and case.costs.optimizer.high > 0:  # what it takes is all that another implementation can save
+        whole = case.costs.optimizer
+        seconds = Interval(low=min(seconds.low, whole.mid), mid=min(seconds.mid, whole.mid), high=min(seconds.high, whole.high))
+    speedup = model.without(seconds.mid, **change)
+    tried = Interval(low=model.without(seconds.low, **change), mid=speedup, high=model.without(seconds.high, **change))
+    span = beside_loader(case, tried, seconds.mid / max(case.costs.replayed, 1e-12))
     remedy = Remedy(
         name=", ".join(f"{name}={value}" for name, value in change.items()),
         change=case.turnable(change),
         what=what,
-        speedup=model.without(seconds.mid, **change),
-        low=model.without(seconds.low, **change),
-        high=model.without(seconds.high, **change),
+        speedup=speedup,
+        low=span.low,
+        high=span.high,
         formula=f"measured: it saves {units.percent(e.arms[arm].saved.mid)} of the step without its loader; put into the full step",
         costs=costs,
     )
-    return if_worthwhile(remedy)
+    return if_worthwhile(remedy) if tried.low >= 1.0 else None
 
 
 def from_formula(
@@ -175,7 +208,7 @@ def from_formula(
         change=case.turnable(change),
         what=what,
         speedup=speedup,
-        low=max(min(1.0, speedup), speedup / slower),
+        low=speedup / slower,
         high=speedup / faster,
         formula=formula,
         costs=costs,

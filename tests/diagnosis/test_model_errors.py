@@ -1,0 +1,98 @@
+"""Ranges of predicted gains: their arithmetic, and how many proofs lie in them on cases that they were not fitted to."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.core.statistics import Interval
+from workbench.diagnosis.analysis.calibration import Calibration, keep
+from workbench.diagnosis.analysis.model_errors import MODEL_ERRORS, error_beside_noise, fit_errors, kind_of, widened, with_model_error
+from workbench.diagnosis.analysis.proof import Proof
+from workbench.diagnosis.analysis.remedy import Remedy
+from workbench.runs.spec import KNOBS
+
+RECORD = Path(__file__).with_name("proofs.jsonl")
+"""What the formulas predict, with the noise of measurements only, and what was proved; `benchmarks/proofs.py --export` writes it."""
+ratios = st.floats(1.0, 3.0)
+
+
+def pairs() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RECORD.read_text().splitlines()]
+
+
+def holds(pair: dict[str, Any], errors: dict[bool, dict[str, float]]) -> bool:
+    low, high = widened(pair["low"], pair["speedup"], pair["high"], errors[pair["crowded"]][kind_of(pair["remedy"])])
+    return low <= pair["proved"] <= high
+
+
+def remedy(name: str = "num_workers=4", low: float = 3.0, mid: float = 3.3, high: float = 3.6, ceiling: bool = False) -> Remedy:
+    return Remedy(name=name, change={"num_workers": 4}, what="Do.", speedup=mid, low=low, high=high, formula="", ceiling=ceiling)
+
+
+@given(ratios, st.floats(0.1, 9.0), ratios, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_a_range_grows_with_the_error_around_its_middle(below: float, mid: float, above: float, error: float, more: float) -> None:
+    low, high = mid / below, mid * above
+    ends, wider = widened(low, mid, high, error), widened(low, mid, high, error + more)
+    slack = 1 + 1e-9
+    assert wider[0] <= slack * ends[0] <= slack**2 * low <= slack**3 * mid
+    assert slack**3 * wider[1] >= slack**2 * ends[1] >= slack * high >= mid
+    assert math.log(mid / ends[0]) <= math.log(below) + error + 1e-9  # no wider than the sum of both
+
+
+@given(ratios, st.floats(0.1, 9.0), ratios, st.floats(0.1, 9.0))
+def test_the_least_error_reaches_the_proof(below: float, mid: float, above: float, proved: float) -> None:
+    pair = {"low": mid / below, "speedup": mid, "high": mid * above, "proved": proved}
+    low, high = widened(pair["low"], mid, pair["high"], error_beside_noise(pair) + 1e-6)
+    assert low <= proved <= high
+
+
+def test_what_has_no_upper_end_keeps_none() -> None:
+    one = with_model_error(remedy(high=math.inf), crowded=False)
+    assert one.high == math.inf
+    assert one.low < 3.0
+    ceiling = remedy(low=1.0, ceiling=True)
+    assert with_model_error(ceiling, crowded=True) == ceiling
+
+
+def test_every_knob_has_an_error() -> None:
+    for crowded in (False, True):
+        assert all(0 < MODEL_ERRORS[crowded][kind_of(name)] < 0.5 for name in KNOBS)
+        assert MODEL_ERRORS[True][kind_of("threads=2")] > MODEL_ERRORS[False][kind_of("threads=2")]
+
+
+def test_the_errors_are_those_of_the_record() -> None:
+    for crowded, kinds in fit_errors(pairs()).items():
+        assert MODEL_ERRORS[crowded] == pytest.approx(kinds, abs=0.011)
+
+
+def test_ranges_hold_proofs_of_cases_that_they_were_not_fitted_to() -> None:
+    record = pairs()
+    assert len(record) >= 60
+    for crowded in (False, True):
+        some = [pair for pair in record if pair["crowded"] == crowded]
+        held = 0
+        for case in {pair["case"] for pair in some}:
+            errors = fit_errors([pair for pair in record if pair["case"] != case])
+            held += sum(holds(pair, errors) for pair in some if pair["case"] == case)
+        assert 0.8 <= held / len(some) <= 0.97
+
+
+def test_a_lower_bound_in_every_face(tmp_path: Path) -> None:
+    proof = Proof(remedy=remedy(high=math.inf), measured=Interval(low=4.9, mid=5.1, high=5.3))
+    assert proof.held
+    assert (
+        proof.summary
+        == "num_workers=4: predicted 3.30× (at least 3.00×), measured 5.10× (4.90× … 5.30×): it helps; at least as much as predicted"
+    )
+    assert [row[-1] for row in proof.table.rows] == ["–", "5.30×"]
+    assert Proof.from_json(json.loads(json.dumps(proof.to_json(), allow_nan=False))) == proof
+    less = Proof(remedy=proof.remedy, measured=Interval(low=1.9, mid=2.0, high=2.1))
+    assert (less.held, less.word) == (False, "it helps; less than predicted")
+    assert [text.get_text() for text in proof.plot().texts][0].startswith("at least 3.00×")
+    assert keep(proof, path=tmp_path / "proofs.jsonl") is None
+    assert len(Calibration.load(tmp_path / "proofs.jsonl").rows) == 1
