@@ -133,7 +133,7 @@ def test_fewer_buckets() -> None:
 def test_a_bucket_costs_what_the_reductions_of_this_program_cost() -> None:
     """Measured so: reductions of 50 KB each took ten times their latency, and four large ones made the step 3.0× as fast, not 1.2×."""
     world = quiet(communication=0.05, late_input=(0.0, 0.0))
-    many = StepModel.of(world.evidence(gradients=Gradients(size=2**20, buckets=20, latency=2e-4, per_byte=1e-10)))
+    many = StepModel.of(world.evidence(gradients=Gradients(size=2**20, buckets=20, latency=2e-4, per_byte=1e-12)))
     assert many.parts(bucket_cap_mb=25.0).communication == pytest.approx(0.05 / 20, rel=0.1)
 
 
