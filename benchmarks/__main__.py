@@ -46,6 +46,7 @@ BENCHMARKS = {
     "estimates": Benchmark(),
     "memory": Benchmark(commands=("[--install {peers}]",), parts=MEMORY),
     "verdicts": Benchmark(commands=("", "--held-out")),
+    "proofs": Benchmark(commands=("", "--held-out")),
     "reductions": Benchmark(),
     "traces": Benchmark(commands=("[--hta {hta}]", "--sizes 1000 --rounds 1 --only workbench")),
     "collectives": Benchmark(parts=("collectives_ranks",)),

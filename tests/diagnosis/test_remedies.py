@@ -143,7 +143,7 @@ def test_what_the_loader_may_take_makes_a_large_gain_uncertain() -> None:
     shaky = tuple((base * (1 + 0.04 * (-1) ** i), changed) for i, (base, changed) in enumerate(evidence.arms["cached"].pairs))
     arms = {**evidence.arms, "cached": dataclasses.replace(evidence.arms["cached"], pairs=shaky)}
     unsure = remedies(dataclasses.replace(evidence, arms=arms), SPEC)["optimizer=fused"]
-    assert unsure.low < 0.95 * sure.low
+    assert unsure.low < 0.98 * sure.low  # beside the error of the formula
 
 
 def test_a_lower_bound_where_the_noise_is_larger_than_what_is_left() -> None:

@@ -144,7 +144,9 @@ def test_a_loader_that_waits_needs_no_cores() -> None:
     truth = world.step / world.without(num_workers=3).step
     span = model.with_cores(num_workers=3, persistent_workers=True)
     assert span.mid == pytest.approx(truth, rel=0.1)
-    assert span.low < 0.8 * truth < truth <= 1.02 * span.high
+    computing = quiet(cpu=0.05, work=0.012, cores=2.0).evidence()
+    span = StepModel.of(dataclasses.replace(computing, noise=Noise(cores=2.0, foreign=1.5))).with_cores(num_workers=3)
+    assert span.low < span.mid < span.high  # that one does: it depends on what the others do
 
 
 def test_a_device_that_computes_while_the_host_loads() -> None:
