@@ -13,6 +13,7 @@ GALLERY = Path(__file__).parent / "gallery"
 sys.path.insert(0, str(GALLERY))
 from cases import CASES, Case  # noqa: E402
 from held_out import HELD_OUT  # noqa: E402
+from held_out_proofs import HELD_OUT_PROOFS  # noqa: E402
 
 from workbench.diagnosis.analysis.verdict import VERDICTS  # noqa: E402
 from workbench.runs.task import check  # noqa: E402
@@ -32,7 +33,7 @@ def judged(case: Case, tool: str, folder: Path, *options: str) -> dict[str, Any]
     return found
 
 
-@pytest.mark.parametrize("case", [*CASES.values(), *HELD_OUT.values()], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES.values(), *HELD_OUT.values(), *HELD_OUT_PROOFS.values()], ids=lambda case: case.name)
 def test_case_is_well_formed(case: Case) -> None:
     check(f"{case.source}:{case.name}") if case.spec is not None else None
     assert f"def {case.name}(" in case.source.read_text()
@@ -44,6 +45,7 @@ def test_case_is_well_formed(case: Case) -> None:
 
 def test_no_case_is_seen_twice() -> None:
     assert not CASES.keys() & HELD_OUT.keys()
+    assert not (CASES | HELD_OUT).keys() & HELD_OUT_PROOFS.keys()
 
 
 @pytest.mark.alone
