@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -427,6 +428,24 @@ def test_enough_is_near_the_truth() -> None:
 
 
 # --- a step in this process, a run, a spec
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_a_step_of_ones_own_is_measured_until_the_budget_is_spent_or_ctrl_c(monkeypatch: pytest.MonkeyPatch, interrupt: bool) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    calls = itertools.count()  # an object of ours would be put back
+    monkeypatch.setattr(time, "monotonic", lambda: 1.0 * int(repr(calls).removeprefix("count(").removesuffix(")")))
+    plain = step_with(model, optimizer)
+
+    def step(batch: Pair) -> None:
+        if next(calls) == 9 and interrupt:
+            raise KeyboardInterrupt
+        plain(batch)
+
+    found = noise_scale(step, list(batches(5, 8)), model=model, optimizer=optimizer, steps=100, budget_s=20)
+    why = "stopped by Ctrl-C after 9 of 100 steps" if interrupt else "the budget was spent after 20 of 100 steps"
+    assert any(note.startswith(why) for note in found.notes)
 
 
 def test_a_step_and_its_loader() -> None:

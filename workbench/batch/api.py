@@ -176,9 +176,15 @@ def noise_scale(
     count = whole_number("steps", NOISE_STEPS if steps is None else steps, least=2, also="; some 100 give an estimate worth having")
     if isinstance(given, RunSpec):
         return _launched(given, count, runs_dir, budget_s, early=steps is None)
-    from workbench.batch.measure.noise_watch import measure
+    from workbench.batch.measure.noise_watch import MIN_STEPS, measure
 
-    return measure(given.step, given.loader, model=model, optimizer=optimizer, steps=count, micro_batch=micro_batch)
+    with Waiting("noise_scale", budget_s, begin=f"{count} steps") as line:
+
+        def go_on(done: int) -> bool:
+            line.say(f"step {done} of {count}")
+            return done < MIN_STEPS or line.left > 0
+
+        return measure(given.step, given.loader, model=model, optimizer=optimizer, steps=count, micro_batch=micro_batch, go_on=go_on)
 
 
 def check_budget(budget_s: float | None) -> None:

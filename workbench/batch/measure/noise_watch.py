@@ -48,6 +48,9 @@ IN_PARTS = (
     "checkpoint(…, use_reentrant=False)), and of two losses in two backwards (add them, and call backward once)"
 )
 
+MIN_STEPS = 4
+"""Steps of which something can be said."""
+
 
 class NoiseWatch:
     """Measures the gradient noise scale of a loop while it trains; the module's docstring has an example.
@@ -176,6 +179,7 @@ def measure(
     optimizer: Optimizer | None = None,
     steps: int,
     micro_batch: int | None = None,
+    go_on: Callable[[int], bool] = lambda done: True,
 ) -> NoiseScale:
     """Measure the noise scale over some steps, and restore everything. With several ranks, all of them have to call this.
 
@@ -186,6 +190,8 @@ def measure(
         optimizer: likewise.
         steps: how many to take.
         micro_batch: samples in one backward; None = those of a batch, divided by its backwards.
+        go_on: called with the number of steps done, before each; false = end with these. With several ranks, who must take equally many
+            steps, its answer does not count.
 
     Raises:
         DiagnoseError: step cannot be called so.
@@ -201,7 +207,11 @@ def measure(
         undo.callback(SavedState(training).restore)
         feed = undo.enter_context(Feed(loader))
         watch = undo.enter_context(NoiseWatch(model, None, micro_batch=micro_batch or 1))
+        alone = not (dist.is_available() and dist.is_initialized())
         for number in range(steps):
+            if not go_on(number) and alone:
+                notes.append(f"the budget was spent after {number} of {steps} steps: a larger budget_s= makes the interval narrower")
+                break
             try:
                 batch = feed.next()
             except Exhausted:
@@ -210,8 +220,14 @@ def measure(
                 notes.append(f"the loader ended after {number} of {steps} steps")
                 break
             sizes[samples_in(batch)] += 1
-            step(batch)
-            watch.step()
+            try:
+                step(batch)
+                watch.step()
+            except KeyboardInterrupt:
+                if not alone or number < MIN_STEPS:
+                    raise
+                notes.append(f"stopped by Ctrl-C after {number} of {steps} steps: this is the result so far")
+                break
         steps_seen = _least_over_ranks(len(watch.rows), model)
         del watch.rows[steps_seen:]
         return watch.result(micro_batch=micro_batch or _samples(sizes, watch.backwards), notes=notes)
