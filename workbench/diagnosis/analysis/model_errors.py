@@ -65,7 +65,7 @@ def widened(low: float, mid: float, high: float, error: float) -> tuple[float, f
     """The ends of a range of ratios, with an independent relative error more: as logarithms, half-widths add up as squares.
 
     >>> [round(end, 3) for end in widened(1.9, 2.0, 2.1, 0.1)]
-    [1.786, 2.236]
+    [1.787, 2.235]
 
     Args:
         low: end, above 0.
