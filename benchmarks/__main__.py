@@ -47,6 +47,7 @@ BENCHMARKS = {
     "memory": Benchmark(commands=("[--install {peers}]",), parts=MEMORY),
     "verdicts": Benchmark(commands=("", "--held-out")),
     "proofs": Benchmark(commands=("", "--held-out")),
+    "emulated_gallery": Benchmark(),
     "reductions": Benchmark(),
     "traces": Benchmark(commands=("[--hta {hta}]", "--sizes 1000 --rounds 1 --only workbench")),
     "collectives": Benchmark(parts=("collectives_ranks",)),

@@ -14,6 +14,7 @@ BEHAVIOURS = {
     "diagnosis/test_emulated_device.py": "verdicts on a device that works behind the host's back",
     "diagnosis/test_time_to_verdict.py": "how long experiments take to a verdict, by a fake clock",
     "diagnosis/test_gallery.py": "the gallery of planted bottlenecks",
+    "harness/test_emulated_device.py": "the emulated GPU of tests behaves as a GPU",
     "memory/test_gradient_sums.py": "gradients that are summed in place, when they are recorded and when they are not",
     "memory/test_plot_ladder.py": "the picture of a memory ladder, in plot.py",
     "memory/test_predicted_and_measured.py": "an estimate beside a measurement of the same spec",

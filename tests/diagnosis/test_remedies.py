@@ -339,6 +339,7 @@ CAUSES = {
     "python": World(host=0.02, fixed=0.017).evidence(),
     "syncs": inside_of(World(host=0.02, fixed=0.017), "cuda", sync_idle=0.02, waits=0.03, syncs=5.0),
     "launches": inside_of(World(work=0.002, fixed=0.002, host=0.01), "cuda", launching=0.009),
+    "allocator retries": dataclasses.replace(inside_of(World(host=0.02, fixed=0.017), "cuda", launching=0.019), alloc_retries=0.5),
     "garbage collection": inside_of(World(), gc=0.01),
     "oversubscribed threads": World(threads=8, cores=2.0, crowd=2.0).evidence(),
     "optimizer": World(optimizer=0.02).evidence(),

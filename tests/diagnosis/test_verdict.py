@@ -297,6 +297,24 @@ def test_why_a_device_has_nothing_to_do() -> None:
     assert cause(launching=0.006, blocked=0.009)[0] == "sleeping or I/O"
 
 
+def test_a_full_memory_is_named() -> None:
+    """The allocator's retries show as launches where they are frequent, and as pauses where they are not."""
+    often = dataclasses.replace(on_device(World(work=0.010, host=0.010, optimizer=0.0), launching=0.009), alloc_retries=0.5)
+    found = judge(often)
+    assert (found.verdict, found.cause) == ("host-bound", "allocator retries")
+    assert "Once per 2 steps the GPU's memory is full" in found.why
+    assert judge(dataclasses.replace(often, alloc_retries=0.01)).cause == "launches"
+    less = dataclasses.replace(on_device(World(work=0.010, host=0.0025, optimizer=0.0), launching=0.002), alloc_retries=0.5)
+    assert judge(less).cause == "allocator retries"  # which no healthy step has, as it has some Python
+    assert judge(dataclasses.replace(less, alloc_retries=0.0)).verdict == "compute-bound"
+    rare = World(stall=(0.3, 20, None)).evidence(device="cuda")
+    assert judge(rare).cause == "pause"
+    found = judge(dataclasses.replace(rare, alloc_retries=0.05))
+    assert (found.verdict, found.cause) == ("stalled", "allocator retries")
+    checkpoints = World(stall=(0.3, 20, "checkpoint")).evidence(device="cuda")
+    assert judge(dataclasses.replace(checkpoints, alloc_retries=0.05)).cause == "checkpoint"
+
+
 def test_short_kernels_of_a_busy_device_are_computing() -> None:
     found = judge(on_device(World(work=0.018, host=0.0015, optimizer=0.0005, fixed=0.018), op_count=2000.0, launching=0.0014, syncs=3.0))
     assert found.verdict == "compute-bound"

@@ -26,6 +26,10 @@ SMALL_TENSOR_NUMBERS = 50_000
 FLAT_GROWTH = 0.35
 """Forward and backward with a doubled batch take at most this fraction of the samples' growth: most of their time does not depend on it."""
 
+MIN_ALLOC_RETRIES = 0.1
+"""Per step: from there on the idle time of the device is blamed on them. Each empties the queue, and cudaFree and cudaMalloc take
+milliseconds; a healthy step has none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
@@ -214,9 +218,16 @@ def straggler_cause(e: Evidence, c: Costs) -> Cause:
 def stalled_cause(e: Evidence, c: Costs) -> Cause:
     """What stalls the step now and then."""
     s = e.stalls
+    if s.kind is None and e.alloc_retries * s.steps >= MIN_EXPLAINED * len(s.at):
+        return Cause(cause="allocator retries", why=f"{_retries(e)} The steps in which that happens take {units.seconds(s.extra)} longer.")
     often = f"every {s.every:.0f} steps" if s.every else f"{len(s.at)} times in {s.steps} steps"
     where = f" in {s.where}" if s.where else ""
     return Cause(cause=s.kind or "pause", why=f"The step stops {often} for {units.seconds(s.extra)}{where}.")
+
+
+def _retries(e: Evidence) -> str:
+    often = f"{e.alloc_retries:.1f} times per step" if e.alloc_retries >= 1 else f"Once per {1 / e.alloc_retries:.0f} steps"
+    return f"{often} the GPU's memory is full: the allocator waits for the device, gives its cached memory back and asks for new."
 
 
 def pausing_rank(e: Evidence) -> int | None:
@@ -354,6 +365,8 @@ def between_operators(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
 
 def _idle_device(e: Evidence, c: Costs, inside: Inside, gaps: str, where: str) -> Cause:
     """Why the device is idle: what the host does meanwhile."""
+    if e.alloc_retries >= MIN_ALLOC_RETRIES:
+        return Cause(cause="allocator retries", why=f"{_retries(e)} The device is idle for {gaps} of the step.")
     idle = inside.step - inside.ops - (inside.collectives or 0.0)
     works = (inside.step - inside.waits) / (1 + max(0.0, inside.slowdown))
     hides = works <= inside.ops + (inside.collectives or 0.0)  # the host would keep up if it did not wait

@@ -163,6 +163,8 @@ def _host(case: Case) -> Iterator[Remedy | None]:
         sleeping = Interval(low=c.sleeping, mid=c.sleeping, high=c.sleeping)
         what = f"Move waiting, reading, writing and printing out of the step or into a thread, or do them less often.{where}"
         yield ceiling(case, "no waiting in the step", what, c.share(c.saves(sleeping)), "the training thread never sleeps")
+    elif cause == ALLOCATOR:
+        yield ceiling(case, "memory to spare", _SPARE_MEMORY, saved, "the allocator never waits", _SPARE_COSTS)
     elif cause.startswith("syncs"):
         what = f"Ask for numbers (.item(), print, if loss > …) every hundred steps instead of in each; keep sums on the device.{where}"
         yield ceiling(case, "fewer syncs", what, saved, "operators follow each other without a gap")
@@ -232,6 +234,13 @@ def _transfer(case: Case) -> Iterator[Remedy | None]:
     )
 
 
+ALLOCATOR = "allocator retries"
+_SPARE_MEMORY = (
+    "Keep memory free: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, which avoids fragmentation, "
+    "or use a smaller micro-batch or activation checkpointing."
+)
+_SPARE_COSTS = "a smaller micro-batch or checkpointing takes longer per sample"
+
 _MOVED = {
     "checkpoint": "Write checkpoints in the background: copy the state to the CPU, and save it in a thread or with "
     "torch.distributed.checkpoint.async_save; or write them less often.",
@@ -246,6 +255,9 @@ def _stalls(case: Case) -> Iterator[Remedy | None]:
     """Moving what stalls the step into the background."""
     e, c = case.evidence, case.costs
     if not e.stalls.at or pausing_rank(e) is not None or c.stalls.mid / c.step < 1 - 1 / MIN_SPEEDUP:
+        return
+    if case.judgement.cause == ALLOCATOR:
+        yield ceiling(case, "memory to spare", _SPARE_MEMORY, c.share(c.stalls), "the allocator never waits", _SPARE_COSTS)
         return
     where = f" ({e.stalls.where})" if e.stalls.where else ""
     what = _MOVED.get(e.stalls.kind or "", "Find out what stops the step there, and move it into a thread or do it less often.")

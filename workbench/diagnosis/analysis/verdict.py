@@ -349,7 +349,7 @@ def _candidates(e: Evidence, c: Costs) -> list[Candidate]:
             candidates.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=why))
     if gaps := causes.between_operators(e, c):
         saved, why = gaps
-        limit = USUAL if why.cause == "sleeping or I/O" else LIMITS["host"]
+        limit = USUAL if why.cause in ("sleeping or I/O", "allocator retries") else LIMITS["host"]
         candidates.append(Candidate(verdict="host-bound", part="host", saved=c.share(c.saves(saved)), cause=why, limit=limit))
     return candidates
 

@@ -114,6 +114,11 @@ def _gpu_load(device: torch.device) -> GpuLoad | None:
     return GpuLoad(f"GPU-{uuid}", nvml=load_nvml()) if uuid else None
 
 
+def _allocator_retries(device: torch.device) -> int:
+    """How often PyTorch's allocator has given back its cached memory because no more was left."""
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
+
+
 class _Experiment:
     """One experiment, on one rank. All ranks take the same decisions, by figures on which they agree."""
 
@@ -137,6 +142,7 @@ class _Experiment:
         self.trials: Trials | None = None
         self.inside: Inside | None = None
         self.loading: Loading | None = None
+        self.retries = 0.0
 
     def run(self) -> Evidence:
         """All of it."""
@@ -168,7 +174,8 @@ class _Experiment:
                 padding=self.seen.padding,
                 notes=self.notes,
             )
-            return replace(evidence, noise=meter.noise(self.sums.spread(), gpu.notes() if gpu else ()), gradients=gradients)
+            noise = meter.noise(self.sums.spread(), gpu.notes() if gpu else ())
+            return replace(evidence, noise=noise, gradients=gradients, alloc_retries=self.peers.agree(self.retries))
         finally:
             meter.close()
 
@@ -195,6 +202,7 @@ class _Experiment:
         """The full loop, the loader alone and the cached step, until it is clear what the loader costs."""
         rounds, bench = self.rounds, self.bench
         rounds.prepare(self.budget / 8)
+        retries, called = _allocator_retries(bench.device), bench.called
         while True:
             self._say("no loader")
             rounds.turn()
@@ -206,6 +214,7 @@ class _Experiment:
                 break
         if not rounds.watched:
             rounds.clocked(50)
+        self.retries = (_allocator_retries(bench.device) - retries) / max(1, bench.called - called)
         self._note_the_loader()
 
     def _note_the_loader(self) -> None:

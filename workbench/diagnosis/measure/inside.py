@@ -317,14 +317,19 @@ def look(
         events = None
     seen = read_events(events, steps, ranks=ranks) if events else Inside(step=usual, ops=math.nan)
     if events and synchronize:
-        spinning = min(1.0, polled / waited) if waited * plain >= MIN_WAIT else 1.0
-        clocks["blocked"] = waiting_of(events).asleep(clocks["blocked"], usual, spinning)
+        waiting = waiting_of(events)
+        computing = usual - clocks["blocked"] - clocks["waiting"]
+        polls = computing >= MIN_POLLING * waiting.device * usual  # else it cannot have polled in all those waits
+        spinning = min(1.0, polled / waited) if waited * plain >= MIN_WAIT else float(polls)
+        clocks["blocked"] = waiting.asleep(clocks["blocked"], usual, spinning)
     slowdown = seconds / steps / usual - 1 if events and usual > 0 else 0.0
     return replace(seen, slowdown=slowdown, lines=sampler.lines(), **clocks), why
 
 
 MIN_WAIT = 1e-3
 """Seconds of waiting for the device that tell whether the thread polls meanwhile; CUDA's default is that it does."""
+MIN_POLLING = 0.9
+"""A thread that polls while it waits for the device computes for at least this fraction of the wait."""
 
 
 def _no_device(events: Events, steps: int) -> str:
