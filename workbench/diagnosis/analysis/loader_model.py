@@ -185,7 +185,7 @@ def free_cores(noise: Noise, ranks: int = 1) -> Interval:
     What the others left, ours get in any case.
 
     >>> free_cores(Noise(cores=2, foreign=1))
-    Interval(low=1.0, mid=1.3333333333333333, high=2)
+    Interval(low=1, mid=1.3333333333333333, high=2)
 
     Args:
         noise: what others took.
