@@ -7,6 +7,8 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(she
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# an environment of its own for the tools that look at the other one
+AUDIT := $(VENV)/audit/.installed
 ARGS ?=
 # pytest's 5 means that no test was chosen: where ARGS choose some, those may all be in the other half
 CHOSEN = $(if $(ARGS),|| [ $$? = 5 ])
@@ -29,18 +31,20 @@ test test-slow test-core unit together alone slow slow-alone notebooks slow-note
 export PYTHONDONTWRITEBYTECODE =
 export KINETO_LOG_LEVEL ?= 6
 
-.PHONY: help setup lab docs test test-slow lint architecture unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check audit refresh bench coverage format clean
+.PHONY: help setup lab docs test test-slow lint architecture unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check audit lock refresh bench coverage format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything (quick when it is there)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt requirements.lock
 	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed. Debian: apt-get install python3 python3-venv; or make PYTHON=/path/to/python3.11"; exit 1; }
 	@"$(PYTHON)" -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "This Python cannot make virtual environments. Debian: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --require-hashes -r requirements.lock
+	@# what the lock leaves to pip: torch, and this package itself
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[notebooks,tensorboard,trace,docs,dev]'
 	@# pip compiles on one core, and what nobody imports, too
 	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/' $(VENV)/lib || true
@@ -102,9 +106,16 @@ test-core: ## what needs no extra (no Jupyter, no dev tools but pytest), with wh
 gpu-check: ## check on an NVIDIA GPU what only a GPU can tell, in about 15 minutes (ARGS="--parts timer,verdicts", PYTHON=…)
 	PYTHONPATH=. $(GIVEN) -m benchmarks.gpu_check $(ARGS)
 
-audit: setup ## look up known vulnerabilities of what is installed (asks pypi.org, so CI without a network cannot)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
-	$(BIN)/python -m pip_audit --local --skip-editable --progress-spinner off
+$(AUDIT): Makefile
+	@"$(PYTHON)" -m venv $(dir $(AUDIT))
+	$(dir $(AUDIT))bin/python -m pip install --quiet --disable-pip-version-check --no-compile pip-audit==2.10.1 uv==0.13.9
+	@touch $@
+
+audit: $(AUDIT) ## look up known vulnerabilities of what is pinned; fails for each, and says so where nobody can be asked (ARGS=--strict)
+	$(dir $(AUDIT))bin/python -m tests.audit $(ARGS)
+
+lock: $(AUDIT) ## pin all packages anew in requirements.lock, with checksums
+	$(dir $(AUDIT))bin/python -m tests.lock
 
 refresh: setup ## execute the notebooks and store their outputs (then read the diff)
 	$(BIN)/python -m tests.refresh $(ARGS)

@@ -1,17 +1,23 @@
-"""What is installed with the workbench: every licence is one that is allowed, and every version is one that its users ask for.
+"""What is installed with the workbench: allowed licences, the versions and checksums of requirements.lock, no known vulnerability.
 
-Read from the metadata of the installed packages, without a network. Whether a version has known vulnerabilities is not checked here: that
-needs a database from the network (`make audit`).
+Licences and versions are read from the metadata of the installed packages, without a network. Advisories need one: `make audit` looks them
+up, and what it makes of the answers is tested here.
 """
 
 import importlib.metadata
+import json
+import os
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests import audit, lock
 
 requirements = pytest.importorskip("packaging.requirements", reason="needs packaging, which pytest brings along")
 
@@ -109,3 +115,97 @@ def test_an_expression_is_read_word_by_word(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setitem(globals(), "installed", lambda name: package)
     monkeypatch.setitem(globals(), "wanted", lambda: (("the workbench", "x"),))
     assert (list(strange()) == []) is allowed
+
+
+# --- the lock
+
+BLOCK = re.compile(
+    r"^(?P<name>[a-z0-9-]+)==(?P<version>[^\s;]+)(?: ; (?P<marker>[^\\]+))? \\\n(?P<hashes>(?: {4}--hash=.*\n)+)", re.MULTILINE
+)
+LOCKED = audit.LOCK.read_text(encoding="utf-8")
+
+
+def test_the_lock_has_a_checksum_of_every_file_and_no_address() -> None:
+    rest = BLOCK.sub("", LOCKED)
+    assert all(not line or line.startswith("#") for line in rest.splitlines()), rest[:300]
+    hashes = [line for block in BLOCK.finditer(LOCKED) for line in block["hashes"].splitlines()]
+    assert all(re.fullmatch(r" {4}--hash=sha256:[0-9a-f]{64}( \\)?", line) for line in hashes)
+    assert "://" not in LOCKED
+
+
+def test_the_lock_is_that_of_the_constraints_and_of_what_setup_installs() -> None:
+    pins = dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", audit.CONSTRAINTS.read_text(), re.MULTILINE))
+    locked = {block["name"]: block["version"] for block in BLOCK.finditer(LOCKED)}
+    assert pins.pop("torch")
+    assert {name: locked.get(name) for name in pins} == pins, "make lock"
+    assert f"'.[{','.join(lock.EXTRAS)}]'" in (ROOT / "Makefile").read_text()
+
+
+def test_what_is_installed_is_what_is_locked() -> None:
+    locked = {block["name"]: (block["version"], block["marker"]) for block in BLOCK.finditer(LOCKED)}
+    if not os.environ.get("CI") and any((package := installed(name)) and package.version != locked[name][0] for name in locked):
+        pytest.skip("this environment is not made from requirements.lock")
+    for name, (version, marker) in locked.items():
+        if marker is None or requirements.Requirement(f"x ; {marker}").marker.evaluate():
+            package = installed(name)
+            assert package is not None, f"{name}: run make setup"
+            assert package.version == version, f"{name}: run make setup"
+    others = {requirements.Requirement(text).name for who, text in wanted() if who != "the workbench"}
+    unknown = {name for name in others if installed(name) and re.sub(r"[-_.]+", "-", name).lower() not in locked}
+    assert {name for name in unknown if not lock.LEFT_OUT.match(f"{name}==")} <= {"pip"}, "make lock"
+
+
+def test_torch_is_left_out_with_all_that_it_needs_for_gpus() -> None:
+    kept = "tomli==1 \\\n    --hash=sha256:0\n"
+    text = f"{kept}torch==2 \\\n    --hash=sha256:1\nnvidia-nccl-cu13==3 ; x \\\n    --hash=sha256:2\ntorch-tb-profiler==4\n"
+    assert lock.without_torch(text) == f"{kept}torch-tb-profiler==4\n"
+
+
+# --- advisories
+
+ADVISORY = {"id": "PYSEC-1", "fix_versions": ["2.13.1"], "aliases": ["CVE-7"]}
+
+
+def answering(tmp_path: Path, **of_service: Any) -> list[str]:
+    """A program in the place of pip-audit, which says this for each service; a text goes to stderr, as of one that fails."""
+    path = tmp_path / "pip_audit.py"
+    path.write_text(
+        "import json, sys\n"
+        f"said = json.loads({json.dumps(json.dumps(of_service))})[sys.argv[sys.argv.index('-s') + 1]]\n"
+        "names = [line.split('==') for line in open(sys.argv[sys.argv.index('-r') + 1])]\n"
+        "if isinstance(said, str):\n    sys.exit(said)\n"
+        "packages = [{'name': name, 'version': version.strip(), 'vulns': said.get(name, [])} if name in said or said.get('*') else\n"
+        "            {'name': name, 'skip_reason': f'Dependency not found on PyPI: {name}'} for name, version in names]\n"
+        "print(json.dumps({'dependencies': packages}))\n"
+        "sys.exit(any(package.get('vulns') for package in packages))\n"
+    )
+    return [sys.executable, str(path)]
+
+
+def test_a_known_vulnerability_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    program = answering(tmp_path, pypi={"*": True, "torch": [ADVISORY]})
+    assert audit.main([], program) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"^VULNERABLE: torch \S+: PYSEC-1, fixed in 2\.13\.1$", said, re.MULTILINE)
+    assert "NOT AUDITED" not in said
+    monkeypatch.setattr(audit, "ACCEPTED", {"CVE-7": "nobody calls it"})
+    assert audit.main(["--strict"], program) == 0
+
+
+def test_where_nobody_can_be_asked_it_says_so_and_fails_only_if_it_is_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = answering(tmp_path, pypi={}, osv="ConnectionError: Failed to resolve")  # as with a mirror that has packages only
+    assert audit.main([], program) == 0
+    said = capsys.readouterr().out
+    assert f"NOT AUDITED: of {len(audit.pins())} pinned packages NONE could be looked up" in said
+    assert "osv: ConnectionError: Failed to resolve" in said
+    assert audit.main(["--strict"], program) == 2
+    assert audit.main([], [str(tmp_path / "missing")]) == 0
+    assert "No such file" in capsys.readouterr().out
+
+
+def test_the_second_service_is_asked_for_what_the_first_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = answering(tmp_path, pypi={"torch": []}, osv={"numpy": [ADVISORY]})
+    assert audit.main([], program) == 1
+    said = capsys.readouterr().out
+    assert f"2 of {len(audit.pins())} pinned packages were looked up; 1 vulnerabilities are known" in said
+    assert "NOT AUDITED" in said
