@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from workbench.core.checks import choice, did_you_mean, is_number, is_whole, nearest, real_number, whole_number
+from workbench.core.checks import choice, did_you_mean, is_number, is_whole, nearest, number_in_environment, real_number, whole_number
 
 ODD = st.one_of(st.none(), st.booleans(), st.text(), st.binary(), st.lists(st.integers()), st.complex_numbers(), st.just(math.nan))
 NAMES = st.lists(st.text(alphabet="abcdefgh_", min_size=1), min_size=1, unique=True)
@@ -134,3 +134,20 @@ def test_what_is_no_choice(value: Any, names: list[str]) -> None:
 def test_another_word_for_a_choice() -> None:
     with pytest.raises(ValueError, match='did you mean "cuda"'):
         choice("device", "gpu", ["cpu", "cuda"], meant={"gpu": "cuda"})
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "1.5", "0x1", "1_0", "٣", "9" * 40, "../../x", "__import__('os')", "1\n2"])
+def test_a_variable_that_holds_no_number_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("RANK", text)
+    with pytest.raises(ValueError, match=r"^the environment variable RANK is .* of at least 0 is allowed.* Try: unset RANK$"):
+        number_in_environment("RANK", 0)
+
+
+def test_a_variable_that_holds_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, expected in (("", 5), (" 3 ", 3), ("0", 0)):
+        monkeypatch.setenv("RANK", text)
+        assert number_in_environment("RANK", 5) == expected
+    with pytest.raises(ValueError, match="of at least 1"):
+        number_in_environment("RANK", 5, least=1)
+    monkeypatch.delenv("RANK")
+    assert number_in_environment("RANK", 5) == 5

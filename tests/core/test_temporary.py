@@ -43,6 +43,18 @@ def test_all_processes_of_a_run_share_one(folder: Path) -> None:
     assert chosen() == str(folder)
 
 
+@pytest.mark.parametrize("variable", [run_directory.ENV_RUN_ID, run_directory.ENV_MACHINE])
+def test_no_variable_leads_it_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("pymp-", "pymp-0123456789ab-"):
+        (folder.parent / name).mkdir()
+    monkeypatch.setenv(variable, "/../elsewhere/x")
+    use_multiprocessing_folder()
+    assert chosen() is None
+    assert not list(elsewhere.iterdir())
+
+
 @pytest.mark.parametrize("trap", ["link", "open", "file"])
 def test_what_somebody_else_has_put_there_is_not_used(folder: Path, trap: str) -> None:
     if trap == "link":

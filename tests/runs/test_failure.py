@@ -41,6 +41,41 @@ def rank2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / run_directory.ERRORS / "rank2.json"
 
 
+def lost_connection(*files: str) -> None:
+    """Raise as if each of these files had called the next one."""
+    inner: Callable[[], None] | None = None
+    for file in reversed(files):
+        namespace: dict[str, Any] = {"inner": inner}
+        body = "inner()" if inner else "raise ConnectionResetError(104, 'Connection reset by peer')"
+        exec(compile(f"def call():\n    {body}", file, "exec"), namespace)
+        inner = namespace["call"]
+    assert inner
+    inner()
+
+
+@pytest.mark.parametrize(
+    ("files", "of_a_worker"),
+    [
+        (("/x/torch/utils/data/dataloader.py", "/x/torch/multiprocessing/reductions.py", "/x/multiprocessing/connection.py"), True),
+        (("/x/torch/utils/data/dataloader.py", "/home/me/dataset.py"), False),  # a dataset that reads from a server
+        (("/home/me/train.py", "/x/torch/multiprocessing/reductions.py"), False),
+    ],
+)
+def test_a_worker_that_ended_while_it_handed_over_a_batch_is_no_peer(rank2: Path, files: tuple[str, ...], of_a_worker: bool) -> None:
+    with pytest.raises(ConnectionResetError) as caught:
+        lost_connection(*files)
+    failure.record(caught.value)
+    record = run_directory.read_json(rank2)
+    assert record["message"].endswith("(a worker of the DataLoader ended while it handed over a batch)") is of_a_worker
+    assert record["consequence"] is not of_a_worker
+
+
+def test_a_variable_that_names_no_rank_hides_no_error(rank2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "../../x")
+    failure.record(raised(ValueError("boom")))
+    assert run_directory.read_json(rank2.with_name("rank0.json"))["message"] == "ValueError: boom"
+
+
 def test_the_first_record_stays(rank2: Path) -> None:
     before = time.monotonic_ns()
     failure.record(raised(ValueError("boom")))

@@ -21,7 +21,7 @@ from workbench.core import run_directory
 from workbench.core.run_directory import DamagedRunError
 from workbench.runs import guards, slurm_queue
 from workbench.runs.entrypoints import TRAIN, entrypoint
-from workbench.runs.launch import new_run, nodes
+from workbench.runs.launch import guard, new_run, nodes
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.launch.rendezvous import Rendezvous
 from workbench.runs.run import Run, RunGoneError
@@ -119,6 +119,23 @@ def test_a_directory_that_goes_away_while_the_run_goes_on(by_hand: Make) -> None
 def test_no_path_leads_out_of_the_directory(by_hand: Make, outside: Any) -> None:
     with pytest.raises(DamagedRunError, match="launch_dir"):
         Run.load(by_hand(launch_dir=outside).path)
+
+
+@pytest.mark.parametrize("number", ["/../../home/x", "a/b", "", "a\0b", "a\nb", "x" * 300, 7, None])
+def test_the_number_of_a_run_is_no_path(by_hand: Make, number: Any) -> None:
+    """The guard deletes a temporary folder that is named after it."""
+    with pytest.raises(DamagedRunError, match="its id is"):
+        Run.load(by_hand(id=number).path)
+
+
+@pytest.mark.parametrize("number", ["/../../etc", "../x", "x/../y"])
+def test_the_guard_deletes_no_folder_but_that_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+    deleted: list[str] = []
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: deleted.append(path))
+    guard.remove_temporary({"id": number})
+    assert not deleted
+    guard.remove_temporary({"id": "0123456789abcdef"})
+    assert [os.path.basename(path) for path in deleted] == ["pymp-0123456789ab-0"]
 
 
 @pytest.mark.parametrize("job", ["--user=me", "7 8", "all", "7;rm", -7])

@@ -2,6 +2,8 @@
 
 import difflib
 import math
+import os
+import re
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeGuard
@@ -80,6 +82,23 @@ def whole_number(
         return int(value)
     within = f"of at least {least}" if most is None else f"from {least} to {most}"
     raise error(f"{name}={value!r:.80}: {what} {within} {_is(what)} allowed{also}")
+
+
+def number_in_environment(name: str, default: int, *, least: int = 0) -> int:
+    """Return the whole number in an environment variable, such as RANK, or the default where it is not set.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if re.fullmatch(r"[0-9]{1,9}", text) and int(text) >= least:
+        return int(text)
+    raise ValueError(
+        f"the environment variable {name} is {text!r:.80}: a whole number of at least {least} is allowed, as torchrun sets it. "
+        f"Try: unset {name}"
+    )
 
 
 def real_number(

@@ -111,6 +111,11 @@ _INFO: Mapping[str, tuple[type | tuple[type, ...], str]] = {
 _OPTIONAL = ("begun", "seconds_before")
 
 
+def _is_id(text: str) -> bool:
+    """Is it fit for the number of a run? A temporary folder, a process's arguments and variables have it."""
+    return 0 < len(text) <= 255 and text.isprintable() and "/" not in text
+
+
 def check_info(path: Path, info: Mapping[str, Any]) -> None:
     """Check the values of a run.json that every reader needs.
 
@@ -124,6 +129,8 @@ def check_info(path: Path, info: Mapping[str, Any]) -> None:
         if name not in info and name not in _OPTIONAL:
             raise DamagedRunError(f"{path} is damaged: it has no {name}")
         value = info.get(name, 0 if name in _OPTIONAL else None)
+        if name == "id" and isinstance(value, str) and not _is_id(value):
+            raise DamagedRunError(f"{path} is damaged: its id is {short(value)}, expected letters, digits and signs other than /")
         if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int | float) and not abs(value) < 2**53):
             raise DamagedRunError(f"{path} is damaged: its {name} is {short(value)}, expected {expected}")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory
+from workbench.core.checks import number_in_environment
 from workbench.programs import train as program
 from workbench.runs.spec import RunSpec, SpecError, parse_knob
 from workbench.runs.task import label
@@ -28,10 +29,10 @@ def main(words: list[str] | None = None) -> None:
         SpecError: the directory is that of another run, or of one that cannot go on.
     """
     task, runs, *knobs = sys.argv[1:] if words is None else words
-    ranks, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks, local = number_in_environment("WORLD_SIZE", 1, least=1), number_in_environment("LOCAL_WORLD_SIZE", 1, least=1)
     spec = RunSpec(task=task, nproc_per_node=local, nnodes=ranks // local).replace(**dict(map(parse_knob, knobs)))
-    number = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
-    path = Path(runs) / f"{label(task)}-{number}".replace("/", "-")
+    number = os.environ.get("TORCHELASTIC_RUN_ID", "alone").replace("/", "-")
+    path = Path(runs) / f"{label(task)}-{number}"
     info = {
         "format": run_directory.FORMAT, "id": number, "name": label(task), "created": time.time(), "host": platform.node(),
         "spec": spec.to_json(), "launch_dir": ".", "timeout": None, "outcome": None, "alone": True,

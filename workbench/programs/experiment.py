@@ -7,7 +7,6 @@ the result, `evidence.json` or `contest.json`.
 import argparse
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from workbench.core import run_directory
+from workbench.core.checks import number_in_environment
 from workbench.diagnosis.measure.experiment import experiment
 from workbench.harness.ab_test import run_ab_test
 from workbench.harness.blocks import StepFailed
@@ -201,7 +201,7 @@ def enter_training(
         turns: in which contestants use the device; None = all stay on it.
     """
     members = list(range(spec.nproc_per_node))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = number_in_environment("LOCAL_RANK", 0)
     device = choose_device(spec, local_rank, spec.nproc_per_node)
     group = dist.new_group(members, backend=choose_backend(spec, device))
     if everyone.rank not in members:

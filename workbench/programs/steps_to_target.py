@@ -26,6 +26,7 @@ from workbench.batch.analysis.optimizer_description import OptimizerDescription
 from workbench.batch.analysis.steps_to_target import TRIALS
 from workbench.batch.analysis.trials import ExperimentPlan, Job, Outcome, Target, Trial, TrialScheduler
 from workbench.core import run_directory
+from workbench.core.checks import number_in_environment
 from workbench.core.units import count
 from workbench.memory.measure.at_oom import held
 from workbench.runs import failure
@@ -61,7 +62,7 @@ class TrialRunner:
             TaskError: its dataset has no length.
         """
         self.spec, self._name = spec, target
-        local_rank, local_world = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        local_rank, local_world = number_in_environment("LOCAL_RANK", 0), number_in_environment("LOCAL_WORLD_SIZE", 1, least=1)
         self.device = choose_device(spec, local_rank, local_world)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

@@ -5,6 +5,7 @@ Each rank records its error, with the time on the monotonic clock, before it tea
 
 import contextlib
 import os
+import re
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -94,7 +95,8 @@ def record(
     path = _record_file(run_dir, rank)
     if path is None or path.exists() or _is_clean(error):
         return
-    message = describe(error)
+    worker_ended = _is_of_a_worker(error)
+    message = describe(error) + f" ({_WORKER_ENDED})" * worker_ended
     symptom = symptom_of(message)
     value = {
         "rank": int(path.stem.removeprefix("rank")),
@@ -102,7 +104,7 @@ def record(
         "kind": symptom.kind if symptom else "exit" if isinstance(error, SystemExit) else "exception",
         "message": message,
         "traceback": _traceback(error),
-        "consequence": is_consequence(message),
+        "consequence": is_consequence(message) and not worker_ended,
     }
     if symptom and symptom.kind == "out-of-memory":
         value["memory"] = _explain(error, message, held)
@@ -113,6 +115,19 @@ def record(
         with contextlib.suppress(OSError):  # a failed write must not hide the error itself
             run_directory.free_reserve(Path(os.environ.get(run_directory.ENV_RUN_DIR, path.parents[1])))
             run_directory.write_json(path, value)
+
+
+_WORKER_ENDED = "a worker of the DataLoader ended while it handed over a batch"
+
+
+def _is_of_a_worker(error: BaseException) -> bool:
+    """Is a DataLoader's worker gone that was to hand over a tensor? For torch it is a lost connection, as of another rank."""
+    if not isinstance(error, ConnectionError | EOFError | FileNotFoundError):
+        return False
+    files = {frame.f_code.co_filename.replace("\\", "/") for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return all(
+        any(file.endswith(end) for file in files) for end in ("torch/utils/data/dataloader.py", "torch/multiprocessing/reductions.py")
+    )
 
 
 def _traceback(error: BaseException) -> str | None:
@@ -151,7 +166,9 @@ def conclude(error: BaseException | None, *, held: "Callable[[BaseException], He
 
 def _record_file(run_dir: Path | None, rank: int | None) -> Path | None:
     where = run_dir or os.environ.get(run_directory.ENV_RUN_DIR)
-    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    if rank is None:
+        text = os.environ.get("RANK", "0")
+        rank = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0  # recording an error raises none
     return Path(where, run_directory.ERRORS, f"rank{rank}.json") if where else None
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from workbench.core import run_directory
+from workbench.core.checks import number_in_environment
 from workbench.core.system_load import cpu_of_tree
 from workbench.core.vocabulary import PHASES
 from workbench.timeline.steps import Row
@@ -47,7 +48,7 @@ class Source(Protocol):
 
 def rank() -> int:
     """Number of this process in its launch, from the environment that torchrun sets; 0 outside."""
-    return int(os.environ.get("RANK", "0"))
+    return number_in_environment("RANK", 0)
 
 
 def default_path() -> Path | None:
@@ -175,7 +176,7 @@ class RankLog:
         clock, device = recording.clock, "cpu"
         if clock == "device":
             device = sys.modules["torch"].cuda.get_device_name(recording.device)
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        world_size = number_in_environment("WORLD_SIZE", 1, least=1)
         return json.dumps({"rank": rank(), "world_size": world_size, "clock": clock, "pid": os.getpid(), "device": device}) + "\n"
 
     def _text(self, rows: list[Row], device: int | None) -> str:

@@ -21,6 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import IterableDataset
 
 from workbench.core import units
+from workbench.core.checks import number_in_environment
 from workbench.core.device import Device
 from workbench.core.system_load import control_groups
 from workbench.runs.entrypoints import CHOOSE_MICRO_BATCH, START
@@ -93,7 +94,7 @@ def available_memory(device: torch.device) -> int:
     Raises:
         SpecError: this machine does not report it.
     """
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_ranks = number_in_environment("LOCAL_WORLD_SIZE", 1, least=1)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) // math.ceil(local_ranks / torch.cuda.device_count())

@@ -1,7 +1,6 @@
 """Lets trainings of one process take turns on a device. If they do not fit together, the tensors of a resting one are in main memory."""
 
 import math
-import os
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from workbench.core import units
+from workbench.core.checks import number_in_environment
 from workbench.train.trainer import Trainer
 
 MAX_FILL = 0.95
@@ -49,7 +49,7 @@ class GpuMemory:
     def room(self) -> int:
         """Bytes that tensors of this process can take in total: ranks that share the GPU get equal parts of what is free."""
         free, _ = torch.cuda.mem_get_info(self._device)
-        sharing = math.ceil(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / max(1, torch.cuda.device_count()))
+        sharing = math.ceil(number_in_environment("LOCAL_WORLD_SIZE", 1, least=1) / max(1, torch.cuda.device_count()))
         return int(free) // sharing + torch.cuda.memory_reserved(self._device)
 
     def release(self) -> None:

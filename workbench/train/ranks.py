@@ -16,6 +16,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from workbench.core.checks import number_in_environment
 from workbench.runs.spec import SHARDED, RunSpec, SpecError, ranks_per_shard
 
 FAILED_TIMEOUT = datetime.timedelta(seconds=60)
@@ -49,7 +50,7 @@ class Ranks:
             SpecError: this machine does not have the device, or not enough of them.
         """
         environment = os.environ
-        device = choose_device(spec, int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1")))
+        device = choose_device(spec, number_in_environment("LOCAL_RANK", 0), number_in_environment("LOCAL_WORLD_SIZE", 1, least=1))
         backend = choose_backend(spec, device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
