@@ -2,6 +2,7 @@
 
 import ast
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,62 @@ def test_it_stores_no_error_that_it_does_not_announce(notebook: "nbformat.Notebo
     for cell in code(notebook):
         if any(output.output_type == "error" for output in cell.outputs):
             assert "raises-exception" in cell.metadata.get("tags", [])
+
+
+SHOWN = {
+    "a", "b", "br", "caption", "circle", "code", "dd", "details", "div", "dl", "dt", "em", "g", "h1", "h2", "h3", "h4", "hr",
+    "i", "label", "li", "line", "ol", "p", "path", "pre", "polygon", "polyline", "rect", "small", "span", "strong", "sub",
+    "summary", "sup", "svg", "table", "tbody", "td", "text", "tfoot", "th", "thead", "title", "tr", "u", "ul",
+}  # fmt: skip
+"""Tags that display and do nothing else."""
+STYLE = re.compile(r"url\(|expression\(|@import|javascript:|position:\s*fixed", re.IGNORECASE)
+
+
+class Acting(HTMLParser):
+    """Collects what in a text would load or execute something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.what: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in SHOWN:
+            self.what.append(f"<{tag}>")
+        for name, value in attrs:
+            link = name in ("href", "src", "srcdoc", "xlink:href", "action", "formaction", "data", "background", "poster")
+            if name.startswith("on") or (link and not (tag == "a" and str(value).startswith(("#", "https://")))):
+                self.what.append(f"<{tag} {name}>")
+            if name == "style" and STYLE.search(value or ""):
+                self.what.append(f"<{tag} style={value}>")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<script>x</script>", "<img src=x>", "<b onclick=x>", "<a href='javascript:x'>", "<p style='background:url(//x)'>",
+        "<iframe srcdoc=x>", "<svg><image href=//x /></svg>", "<style>x</style>", "<SCRIPT/x>", "<object data=x>", "<svg onload=x>",
+    ],
+)  # fmt: skip
+def test_what_would_act_is_noticed(text: str) -> None:
+    assert Acting(text).what
+    assert not Acting("<table><td style='text-align:left'>1 &lt;script&gt;</td></table><a href='#x'>x</a>").what
+
+
+def test_what_it_stores_executes_nothing(notebook: "nbformat.NotebookNode") -> None:
+    """Whoever opens a notebook, or a page made of it, has its outputs in the browser before anything was run."""
+    assert "widgets" not in notebook.metadata, "a state of widgets brings its own scripts"
+    for cell in notebook.cells:
+        assert not cell.get("attachments")
+        if cell.cell_type == "markdown":
+            assert not Acting(cell.source).what
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            assert set(data) <= {"text/plain", "text/html", "image/png"}
+            assert not Acting(str(data.get("text/html", ""))).what
+            for word in (output.get("text", ""), data.get("text/plain", ""), *output.get("traceback", ())):
+                assert not re.search(r"\x1b(?!\[[0-9;]*m)", word), "a terminal obeys more than colours"
 
 
 def test_cells_are_short(notebook: "nbformat.NotebookNode") -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -163,6 +164,74 @@ def test_the_job_of_another_directory_is_not_cancelled(by_hand: Make, monkeypatc
     script = str(made.path / run_directory.JOB_SCRIPT)
     slurm_queue.Job(made.path, "7").cancel()
     assert "scancel" in called
+
+
+# --- what is shown
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\"' onmouseover='alert(1)"
+TAG = re.compile(r"<\s*(script|img|iframe|object|embed|link|form|meta|base)\b|<[^>]*\son\w+\s*=", re.IGNORECASE)
+"""What no result of ours shows: tags that load or execute, and handlers."""
+
+
+def shown(run: Run) -> str:
+    """All that a notebook shows of a run, as one text."""
+    pytest.importorskip("anywidget")
+    from workbench.runs.panel import html
+    from workbench.runs.panel.panel import RunPanel
+
+    assert run.error
+    texts = [RunPanel(run)._repr_mimebundle_()["text/html"], wb.list_runs(run.path.parent)._repr_html_(), html.failure(run.error)]
+    return "\n".join([*texts, *(timeline._repr_html_() for timeline in run.timelines)])
+
+
+@pytest.mark.parametrize("place", ["name", "host", "message", "traceback", "note", "device", "log", "metric"])
+def test_words_of_somebody_else_are_text_and_no_html(by_hand: Make, place: str) -> None:
+    made = by_hand(**({place: EVIL} if place in ("name", "host") else {})).steps(20).steps(20, rank=1).losses(10)
+    with open(made.path / run_directory.rank_file(0), "a") as rows:
+        if place == "note":
+            rows.write(json.dumps({"note": EVIL}) + "\n")
+        if place == "device":
+            rows.write(json.dumps({"rank": 0, "world_size": 2, "clock": "host", "pid": 1, "device": EVIL}) + "\n")
+    if place == "metric":
+        with open(made.path / run_directory.METRICS, "a") as rows:
+            rows.write(json.dumps({"step": EVIL, "steps": EVIL, "loss": EVIL, EVIL: EVIL}) + "\n")
+            rows.write(json.dumps({"step": 20, "steps": 20, EVIL: 1.0}) + "\n")
+    if place == "log":
+        made.log(0, f"{EVIL}\n", "stderr")
+    (made.path / run_directory.ERRORS).mkdir()
+    record = {"rank": 0, "time_ns": 1, "kind": "exception", "message": "ValueError: boom", "traceback": "Traceback", "consequence": False}
+    if place in record:
+        record[place] = EVIL
+    run_directory.write_json(made.path / run_directory.ERRORS / "rank0.json", record)
+    made.ended("failed", returncode=1)
+    html = shown(Run.load(made.path))
+    assert html
+    assert not TAG.search(html), TAG.search(html)
+
+
+@pytest.mark.parametrize("state", [EVIL, "running away", "Finished", ""])
+def test_a_state_that_there_is_not_is_damage(by_hand: Make, state: str) -> None:
+    with pytest.raises(DamagedRunError, match="its outcome has no state"):
+        Run.load(by_hand(outcome={"state": state, "seconds": 1.0}).path)
+
+
+def test_what_is_read_changes_nothing_outside(by_hand: Make, tmp_path: Path) -> None:
+    """Every file of a run directory is a link to the same file elsewhere, and the folders, too."""
+    mine, evil = tmp_path / "mine", by_hand().steps(20).steps(20, rank=1).losses(20).log(0, "words").ended("finished").path
+    shutil.copytree(evil, mine)
+    for path in sorted(evil.iterdir()):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        path.symlink_to(mine / path.name)
+    (evil / run_directory.CHECKPOINTS).symlink_to(mine)
+    before = {path: path.read_bytes() for path in sorted(mine.rglob("*")) if path.is_file()}
+    run = Run.load(evil)
+    assert (run.state, len(run.timelines), len(run.metric_rows)) == ("finished", 2, 20)
+    assert run.summary
+    assert run.logs(0)
+    assert {path: path.read_bytes() for path in sorted(mine.rglob("*")) if path.is_file()} == before
 
 
 # --- to resume is to execute

@@ -38,6 +38,8 @@ TRACES = "traces"
 """Folder of what torch's profiler wrote; TensorBoard finds it there."""
 ENV_RUN_DIR, ENV_RUN_ID, ENV_MACHINE = "WORKBENCH_RUN_DIR", "WORKBENCH_RUN_ID", "WORKBENCH_RUN_MACHINE"
 """Variables of the processes of a run: its directory, its id, and the number of this machine (torchrun may number machines otherwise)."""
+STATES = ("queued", "running", "finished", "failed", "stopped", "timeout", "abandoned", "lost")
+"""How a run can be."""
 METRIC_KEYS = frozenset({"step", "steps", "loss", "lr", "samples", "seconds"})
 """What every row of METRICS may hold. Any other key is a figure of an evaluation."""
 RESERVE_BYTES = 64 * 1024
@@ -123,7 +125,7 @@ def check_info(path: Path, info: Mapping[str, Any]) -> None:
         DamagedRunError: one is missing, or is not of its type.
     """
     outcome = info.get("outcome")
-    if outcome is not None and not (isinstance(outcome, dict) and isinstance(outcome.get("state"), str)):
+    if outcome is not None and not (isinstance(outcome, dict) and outcome.get("state") in STATES):
         raise DamagedRunError(f"{path} is damaged: its outcome has no state: {short(outcome)}")
     for name, (kind, expected) in _INFO.items():
         if name not in info and name not in _OPTIONAL:
