@@ -1,0 +1,38 @@
+"""A few random kills as in `benchmarks/random_kills.py`: nothing survives, the culprit is named, and the end is as undisturbed."""
+
+import pytest
+
+from benchmarks import random_kills
+
+
+@pytest.mark.slow
+def test_trainings_that_are_killed_at_random_end_as_undisturbed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_kills, "MOST", 4)
+    chains = random_kills.play(8, None, at_once=2, seed=3)
+    assert sum(chain.count for chain in chains) >= 8
+    assert not [problem for chain in chains for problem in chain.problems]
+
+
+def test_what_is_compared_is_compared_bit_for_bit() -> None:
+    torch = pytest.importorskip("torch")
+    state = {"module": {"w": torch.tensor([0.1, 0.2])}, "steps": [1, 2]}
+    assert random_kills.equal(state, {"module": {"w": torch.tensor([0.1, 0.2])}, "steps": [1, 2]})
+    assert not random_kills.equal(state, {"module": {"w": torch.tensor([0.1, 0.2000001])}, "steps": [1, 2]})
+    assert not random_kills.equal(state, {"module": {"w": torch.tensor([0.1, 0.2])}, "steps": [1]})
+    assert not random_kills.equal(state, {"module": {"w": torch.tensor([0.1, 0.2], dtype=torch.float64)}, "steps": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    ("role", "signal", "said", "right"),
+    [
+        ("rank 1", "STOP+KILL", "rank 1: was killed (SIGKILL)", True),
+        ("rank 1", "KILL", "rank 0: was killed (SIGKILL)", False),
+        ("worker of rank 0", "SEGV", "rank 0: RuntimeError: DataLoader worker (pid 7) is killed by signal: Segmentation fault.", True),
+        ("worker of rank 0", "INT", "rank 0: ConnectionResetError: [Errno 104] Connection reset by peer", False),
+        ("keeper", "TERM", "stopped", True),
+        ("guard", "KILL", "its guard was killed, so nobody saw how it ended", True),
+        ("launching program", "INT", "stopped because the process that launched it ended", True),
+    ],
+)
+def test_what_is_right_of_a_culprit(role: str, signal: str, said: str, right: bool) -> None:
+    assert bool(random_kills.re.match(random_kills.expected(role, signal), said)) is right
