@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -134,9 +135,10 @@ def test_the_guard_deletes_no_folder_but_that_of_its_run(tmp_path: Path, monkeyp
     deleted: list[str] = []
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: deleted.append(path))
     guard.remove_temporary({"id": number})
-    assert not deleted
     guard.remove_temporary({"id": "0123456789abcdef"})
-    assert [os.path.basename(path) for path in deleted] == ["pymp-0123456789ab-0"]
+    assert {os.path.dirname(os.path.normpath(path)) for path in deleted} == {tempfile.gettempdir()}
+    assert [os.path.basename(path)[:5] for path in deleted] == ["pymp-", "pymp-"]
+    assert os.path.basename(deleted[1]) == "pymp-0123456789ab-0"
 
 
 @pytest.mark.parametrize("job", ["--user=me", "7 8", "all", "7;rm", -7])

@@ -157,9 +157,8 @@ def machine_of(config: dict[str, Any]) -> int:
 
 def remove_temporary(config: dict[str, Any]) -> None:
     """Delete the folder that multiprocessing had in the processes of the run; see `core/temporary.py`."""
-    name = f"pymp-{config['id'][:12]}-{machine_of(config)}"
-    if name == os.path.basename(name):
-        shutil.rmtree(os.path.join(tempfile.gettempdir(), name), ignore_errors=True)
+    name = f"pymp-{config['id'][:12]}-{machine_of(config)}".replace("/", "")  # no id leads elsewhere
+    shutil.rmtree(os.path.join(tempfile.gettempdir(), name), ignore_errors=True)
 
 
 class Deaths:
