@@ -4,6 +4,7 @@ import dataclasses
 import random
 from dataclasses import dataclass
 
+from workbench.core.machine_speeds import FITTED_ON, Machine, MachineSpeeds, Speed
 from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Inside, Loading, RankEvidence, Stalls
 from workbench.harness.results import VariantTimes
@@ -192,3 +193,9 @@ class World:
             "steps": 300,
         }
         return Evidence(**{**values, **more})  # type: ignore[arg-type]
+
+
+def machine_slower_by(**factors: float) -> MachineSpeeds:
+    """Speeds of a machine where something takes so many times as long as where the limits of verdicts were fitted."""
+    medians = {name: FITTED_ON[name] / factor if name == "copy" else FITTED_ON[name] * factor for name, factor in factors.items()}
+    return MachineSpeeds(machine=Machine(host="made"), speeds={name: Speed(median=median) for name, median in medians.items()})

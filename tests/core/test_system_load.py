@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.core.system_load import TICKS, GcTimer, LoadMeter, RunQueueDelay, cpu_of_process, usable_cores
+from workbench.core.system_load import TICKS, GcTimer, LoadMeter, Noise, RunQueueDelay, cpu_of_process, usable_cores
 
 pytestmark = pytest.mark.alone
 
@@ -235,3 +235,9 @@ def test_collections_are_timed() -> None:
     gc.collect()
     assert collections.seconds == 0.75
     assert collections.count == 2
+
+
+def test_others_never_take_all_cores() -> None:
+    assert Noise(cores=2.0, foreign=0.5).left_cores == 1.5
+    assert Noise(cores=2.0, foreign=3.0).left_cores == 0.25
+    assert Noise(cores=128.0, foreign=128.0).left_cores == 16.0  # the scheduler gives everybody a turn

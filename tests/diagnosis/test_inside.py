@@ -67,6 +67,12 @@ def test_figures_are_per_step() -> None:
     assert (us(inside.step), us(inside.ops), inside.op_count, us(inside.small_ops)) == (1000, 405, 1.5, 5)
 
 
+def test_which_operators_are_short_is_told() -> None:
+    rows = [("aten::mm", "cpu_op", 0, 30_000, 1, 0), ("window", "user_annotation", 0, 100_000, 1, 0)]
+    events = Events.of(rows, window="window")
+    assert [us(read_events(events, 1, short=short).small_ops) for short in (20e-6, 40e-6)] == [0, 30]
+
+
 def test_backward_counts_but_not_what_python_does_in_it() -> None:
     node = "autograd::engine::evaluate_function: "
     inside = trace(

@@ -235,6 +235,13 @@ def test_more_threads_are_not_tried_where_others_take_the_cores() -> None:
         torch.set_num_threads(before)
 
 
+def test_no_more_threads_are_tried_than_the_quota_of_a_container_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.diagnosis.measure.trials.usable_cores", lambda: 3.5)
+    assert max(thread_counts()) == 3
+    monkeypatch.setattr("workbench.diagnosis.measure.trials.usable_cores", lambda: 0.5)
+    assert set(thread_counts()) <= {1}
+
+
 @pytest.mark.parametrize(
     ("gpu", "precision", "setting", "tried"),
     [

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.made import World
+from tests.made import World, machine_slower_by
 from workbench.core.statistics import interval_of
 from workbench.core.system_load import Noise
 from workbench.diagnosis.analysis.costs import PYTHON_IN_OPTIMIZER, Costs, noise_warnings
@@ -506,3 +506,39 @@ def test_a_loader_that_costs_much_is_believed_in_noise_too() -> None:
     arms = {**evidence.arms, "cached": dataclasses.replace(evidence.arms["cached"], pairs=slower)}
     noisy = dataclasses.replace(evidence, arms=arms, step=1.2 * world.step, noise=BUSY)
     assert judge(noisy).shares["data_wait"].mid == pytest.approx(1 - world.cached / (1.2 * world.step), abs=0.02)
+
+
+def on(evidence: Evidence, **slower: float) -> str:
+    """The cause that is found on a machine where some basic operations take longer or shorter."""
+    return judge(dataclasses.replace(evidence, speeds=machine_slower_by(**slower))).cause
+
+
+def test_limits_of_causes_follow_the_machine() -> None:
+    many = World(optimizer=0.02).evidence(tensors=400, parameters=400 * 60_000)
+    assert judge(many).cause == on(many, dispatch=1.0) == on(many, dispatch=2.0, copy=2.0) == "optimizer"
+    assert on(many, dispatch=2.0) == "many tensors"
+    assert on(dataclasses.replace(many, device="cuda"), dispatch=2.0) == "optimizer"
+
+    files = World(cpu=0.03).evidence()
+    assert files.loading is not None
+    files = dataclasses.replace(files, loading=dataclasses.replace(files.loading, files=500.0))
+    assert judge(files).cause == on(files, open=1.0) == "decode"
+    assert on(files, open=2.0) == "small files"
+
+    short = World(work=0.014, fixed=0.013, small=0.012, host=0.005).evidence()
+    assert judge(short).cause == on(short, call=1.0, dispatch=1.0) == "launches"
+    assert on(short, call=0.25) != "launches"  # 16 µs from one operator to the next: there, that is more than calling them
+    assert on(short, dispatch=0.25) != "launches"  # nor are 47 µs an operator that is mostly called
+
+    tiny = inside_of(World(work=0.014, host=0.003).evidence(noise=BUSY), op_count=2500.0, small_ops=0.009)
+    assert judge(tiny).cause == on(tiny, dispatch=1.0) == "launches"
+    assert on(tiny, dispatch=0.25) != "launches"
+
+
+def test_evidence_with_speeds_is_read_back() -> None:
+    evidence = World().evidence(speeds=machine_slower_by(dispatch=2.0))
+    again = Evidence.from_json(json.loads(json.dumps(evidence.to_json())))
+    assert again.speeds == evidence.speeds
+    old = evidence.to_json()
+    del old["speeds"]
+    assert Evidence.from_json(old).speeds is None

@@ -30,6 +30,10 @@ MAX_FOREIGN_SHARE = 0.3
 two cores with one busy thread; the prediction errors of loaders explode there.)"""
 
 
+MIN_LEFT_SHARE = 0.125
+"""However busy the machine is, so much of its cores is left for the training: the scheduler gives each process its turn."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
     """What else the machine did during an experiment. Above the limits of the verdict it spoils the result."""
@@ -44,6 +48,11 @@ class Noise:
     """Interquartile range over median of the cached blocks."""
     gpu: tuple[str, ...] = ()
     """What else happened on the GPU, in words: clocks that were held down, other processes (see `core.gpu_load`)."""
+
+    @property
+    def left_cores(self) -> float:
+        """Cores that others leave to our processes."""
+        return max(MIN_LEFT_SHARE * self.cores, self.cores - self.foreign)
 
     def is_crowded(self, busy: float) -> bool:
         """Do other processes take so many cores that ours have to wait for one now and then?

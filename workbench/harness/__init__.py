@@ -6,6 +6,7 @@
 * `feed.py`: a `Feed` gives batches without end from any loader and leaves the loader as it was. `loaders.py` copies DataLoaders with other
   options. `batches.py` looks into batches, whatever containers they come in, and caches some to train on again.
 * `blocks.py`: a `BlockTimer` times blocks of successive steps. Everything compared is interleaved: blocks of variants alternate.
+* `measure_speeds.py` measures what basic operations cost on this machine, once for each machine and its versions.
 * `device_clock.py` times steps by events where the device runs behind the host.
 * `ablations.py`: a `Variant` of the step has one part switched off or changed. Its timing is a `VariantTimes` (`results.py`, no torch).
 * `interleave.py`: rounds of the loader alone, the full loop and cached batches. `ab_test.py`: two ways to do a step, side by side.

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import platform
 import statistics
 import time
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core import run_directory, units
+from workbench.core.cache import cache_folder, host_name
 from workbench.core.display import table as display
 from workbench.diagnosis.analysis.proof import Proof
 from workbench.diagnosis.analysis.remedy import Remedy
 
-ENV_CACHE = "WORKBENCH_CACHE"
 MIN_PROOFS = 3
 """Proofs of one kind of remedy below which they say nothing about the next."""
 LATEST_PROOFS = 30
@@ -93,10 +92,7 @@ class Calibration(display.Shown):
 
 def calibration_file() -> Path:
     """Where this machine's proofs are kept: in $WORKBENCH_CACHE, else in the user's cache; a home may be shared by several machines."""
-    own = os.environ.get(ENV_CACHE)
-    folder = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "workbench")
-    host = "".join(c if c.isalnum() or c in "-_." else "-" for c in platform.node()) or "here"
-    return folder / f"calibration-{host}.jsonl"
+    return cache_folder() / f"calibration-{host_name()}.jsonl"
 
 
 def keep(proof: Proof, *, task: str = "", path: Path | None = None) -> str | None:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from workbench.core import units
+from workbench.core.machine_speeds import slowness
 from workbench.core.statistics import Interval
 from workbench.diagnosis.analysis.costs import NOTHING, Costs, capped, saved_by, widened
 from workbench.diagnosis.analysis.evidence import Evidence, Inside, Loading
@@ -16,13 +17,16 @@ MIN_SLOW_SAMPLES_SHARE = 0.3
 SMALL_FILE_BYTES = 256 * 1024
 """Bytes: below, opening a file costs more than reading it (1 ms of a disk's seek is 200 KB; a network's round trip is more)."""
 OPEN_FILE_SECONDS = 20e-6
-"""Seconds of CPU to open, read and close a small file that is in the page cache: 14 + 6 µs on ext4."""
+"""Seconds of CPU to open, read and close a small file that is in the page cache: 14 + 6 µs on ext4, on the machine of `FITTED_ON`; scaled
+by what that takes on this one."""
 CROWDED_SLOWDOWN = 1.2
-"""A loader this much slower than its formula slows itself down: workers start, switch and queue for cores."""
+"""A loader this much slower than its formula slows itself down: workers start, switch and queue for cores.
+(Chosen on two cores. A ratio, so it is not scaled.)"""
 MANY_TENSORS = 200
-"""Below, a loop over the tensors in Python takes at most a few milliseconds."""
+"""Below, a loop over the tensors in Python takes at most a few milliseconds. (Chosen, not fitted.)"""
 SMALL_TENSOR_NUMBERS = 50_000
-"""Numbers: an update of fewer takes no longer than calling its operators."""
+"""Numbers: an update of fewer takes no longer than calling its operators, on the machine of `FITTED_ON`. Scaled on CPUs: more where
+calls take longer, fewer where memory is slower."""
 FLAT_GROWTH = 0.35
 """Forward and backward with a doubled batch take at most this fraction of the samples' growth: most of their time does not depend on it."""
 
@@ -123,7 +127,7 @@ def _making(e: Evidence, loading: Loading) -> Cause:
         if small:
             return Cause(cause="small files", why=f"{waiting} {files:.0f} files of {units.bytes_((loading.read_bytes or 0) / files)}.")
         return Cause(cause="storage", why=f"{waiting} storage or network, not computing.{_line(loading)}")
-    if files > samples and OPEN_FILE_SECONDS * files >= MIN_EXPLAINED * cpu:
+    if files > samples and OPEN_FILE_SECONDS * slowness(e.speeds, "open") * files >= MIN_EXPLAINED * cpu:
         return Cause(cause="small files", why=f"{made}, and opens {files:.0f} files for it.")
     if loading.collate is not None and loading.collate >= MIN_EXPLAINED * cpu:
         return Cause(cause="collate", why=f"{made}, of it {units.seconds(loading.collate)} of CPU in collate_fn.{_line(loading)}")
@@ -165,7 +169,7 @@ def optimizer_cause(e: Evidence, c: Costs) -> Cause:
     """Why the optimizer takes so long."""
     tensors, numbers = e.tensors or 0, e.parameters or 0
     name = e.optimizer or "The optimizer"
-    if tensors >= MANY_TENSORS and numbers / tensors <= SMALL_TENSOR_NUMBERS:
+    if tensors >= MANY_TENSORS and numbers / tensors <= _small_tensor(e):
         return Cause(
             cause="many tensors",
             why=f"{name} updates {tensors:,} tensors of {units.count(numbers / tensors)} numbers on average: calling the operators "
@@ -173,6 +177,13 @@ def optimizer_cause(e: Evidence, c: Costs) -> Cause:
         )
     text = f" {units.count(numbers)} parameters" if numbers else " the parameters"
     return Cause(cause="optimizer", why=f"{name} takes {units.seconds(c.optimizer.mid)} per step to update{text}.")
+
+
+def _small_tensor(e: Evidence) -> float:
+    """Numbers that an optimizer updates about as fast as it calls the operators for it."""
+    if e.device != "cpu":
+        return SMALL_TENSOR_NUMBERS
+    return SMALL_TENSOR_NUMBERS * slowness(e.speeds, "dispatch") / slowness(e.speeds, "copy")
 
 
 def communication_cause(e: Evidence, c: Costs) -> Cause:
@@ -285,13 +296,16 @@ def growth_interval(e: Evidence) -> Interval:
 
 
 MAX_PYTHON_GAP = 25e-6
-"""Seconds of Python from one operator to the next, where it only calls them: a module and a function or two."""
+"""Seconds of Python from one operator to the next, where it only calls them: a module and a function or two. On the machine of `FITTED_ON`;
+scaled by what calling a module takes on this one."""
 SHORT_OPERATOR = 60e-6
-"""Mean seconds of operators that are called for longer than they compute."""
+"""Mean seconds of operators that are called for longer than they compute, on the machine of `FITTED_ON`; scaled by what dispatch takes."""
 MANY_SYNCS_ON_CPU = 20.0
-"""Per step, where operators run at once: each costs a few microseconds, so only many matter."""
+"""Per step, where operators run at once: each costs a few microseconds, so only many matter. (Chosen on two
+cores. The cause only: whether the host is blamed at all is decided by its share of the step.)"""
 TINY_OPERATOR = 5e-6
-"""Mean seconds of short operators that do next to nothing: a call costs as much, whatever the size of the batch."""
+"""Mean seconds of short operators that do next to nothing: a call costs as much, whatever the size of the batch. On the machine of
+`FITTED_ON`; scaled by what dispatch takes on this one."""
 
 
 def oversubscription(e: Evidence, c: Costs) -> tuple[Interval, Cause] | None:
@@ -400,7 +414,7 @@ def _tiny(e: Evidence) -> bool:
     if inside is None or not inside.op_count or e.device != "cpu":
         return False
     work = inside.ops - (inside.optimizer_ops or 0.0)
-    return inside.small_ops >= MIN_EXPLAINED * work and inside.small_ops <= TINY_OPERATOR * inside.op_count
+    return inside.small_ops >= MIN_EXPLAINED * work and inside.small_ops <= TINY_OPERATOR * slowness(e.speeds, "dispatch") * inside.op_count
 
 
 def _short(e: Evidence, c: Costs) -> bool:
@@ -408,4 +422,5 @@ def _short(e: Evidence, c: Costs) -> bool:
     inside = e.inside
     if inside is None or not inside.op_count:
         return False
-    return c.host.mid <= MAX_PYTHON_GAP * inside.op_count and inside.ops <= SHORT_OPERATOR * inside.op_count
+    gap, operator = MAX_PYTHON_GAP * slowness(e.speeds, "call"), SHORT_OPERATOR * slowness(e.speeds, "dispatch")
+    return c.host.mid <= gap * inside.op_count and inside.ops <= operator * inside.op_count

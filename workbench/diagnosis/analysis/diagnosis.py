@@ -24,8 +24,8 @@ from workbench.runs.spec import RunSpec, Spec
 
 BRIEF_BYTES, BRIEF_TEXT = 2048, 240
 """Most bytes of a brief as JSON, and most characters of a text in it."""
-MIN_FOREIGN_CORES = 0.1
-"""Cores taken by other processes below which the caption does not mention them."""
+MIN_FOREIGN_SHARE = 0.05
+"""Share of the cores taken by other processes below which the caption does not mention them."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -170,7 +170,7 @@ class Diagnosis(JsonDataclass):
             text = f"observed in {e.steps} steps; nothing was tried"
         else:
             text = f"measured by {len(e.arms)} experiments in {units.seconds(e.seconds)}, {e.steps} calls of step()"
-        if e.noise and e.noise.foreign > MIN_FOREIGN_CORES and not is_crowded(e):  # from there on, it is among the notes
+        if e.noise and e.noise.foreign > MIN_FOREIGN_SHARE * e.noise.cores and not is_crowded(e):  # from there on, it is among the notes
             text += f"; other processes took {e.noise.foreign:.1f} of {e.noise.cores:.1f} cores"
         gpu = e.noise.gpu if e.noise and e.noise.spread <= MAX_BLOCK_SPREAD else ()  # from there on, it is among the notes
         return "; ".join([text, *gpu, *e.notes, *self.judgement.notes])

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from workbench.core.codec import JsonDataclass
+from workbench.core.machine_speeds import MachineSpeeds
 from workbench.core.system_load import Noise
 from workbench.harness.results import VariantTimes
 from workbench.timeline.timeline import Timeline
@@ -150,7 +151,8 @@ class Inside:
 
 
 SMALL_OP = 20e-6
-"""Seconds: dispatch, allocation and autograd book-keeping of one operator cost 5 to 15 µs on current CPUs."""
+"""Seconds: dispatch, allocation and autograd book-keeping of one operator cost 5 to 15 µs under a profiler, on the machine of
+`machine_speeds.FITTED_ON`; scaled by what dispatch takes on this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +228,8 @@ class Evidence(JsonDataclass):
     """Calls of step()."""
     notes: tuple[str, ...] = ()
     """What could not be measured, and what was done instead."""
+    speeds: MachineSpeeds | None = None
+    """What basic operations cost on the machine, which scales some limits; None = not measured: they are as they were fitted."""
 
     def arm(self, name: str) -> VariantTimes | None:
         """The variant of that name, if it was run."""

@@ -171,8 +171,6 @@ MIN_SLOW_SHARE = 0.1
 """A smaller share of slow samples is as good as none."""
 MAX_PACE = 1.5
 """A machine is not that much faster or slower than a minute ago: then the probe measured something else."""
-MIN_CORES = 0.25
-"""However busy the machine is, so much of a core is left for the training."""
 PROCESSES_PER_RANK = 2
 """That compete with those of others for the cores: a rank, and a worker of its loader."""
 
@@ -192,7 +190,7 @@ def free_cores(noise: Noise, ranks: int = 1) -> Interval:
         ranks: training processes.
     """
     ours = PROCESSES_PER_RANK * ranks
-    left = max(MIN_CORES, noise.cores - noise.foreign)
+    left = noise.left_cores
     low, mid = (max(left, noise.cores * ours / (ours + wanted * noise.foreign)) for wanted in (2, 1))
     return Interval(low=low, mid=mid, high=max(left, noise.cores))
 

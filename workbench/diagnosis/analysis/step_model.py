@@ -97,7 +97,8 @@ BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0
 """DDP's own sizes: Source: torch.nn.parallel.DistributedDataParallel, `bucket_cap_mb` and `dist._DEFAULT_FIRST_BUCKET_BYTES`."""
 MIB = 2**20
 LOOPBACK = Gradients(size=0, buckets=1, latency=3e-4, per_byte=1e-9)
-"""What a reduction between two processes of one machine costs (gloo, order of magnitude), where none was measured: a run of one rank."""
+"""What a reduction between two processes of one machine costs (gloo, an order of magnitude), where none was measured: a run of one
+rank on a machine that has no such speed on file."""
 
 DRIFTED = 1.15
 """A reduction after micro-batches without one takes so much longer: ranks on CPUs have drifted apart meanwhile. (Measured on
@@ -292,8 +293,10 @@ class StepModel:
             return self.costs.communication.mid * (_bare(e.gradients, ranks) / was if was else 1.0)
         if e.world_size > 1:
             return self.costs.communication.mid * (ranks - 1) / ranks * e.world_size / (e.world_size - 1)
-        notes.append("no reduction was measured, with one rank: a loopback of 1 GB/s is assumed")
-        return _bare(dataclasses.replace(LOOPBACK, size=size, buckets=buckets_of(size, None)), ranks)
+        pair, known = between_two(e)
+        rate = f"{units.count(1 / pair.per_byte, 'B/s')} {'between two ranks of this machine' if known else 'are assumed'}"
+        notes.append(f"no reduction was measured in this run, with one rank: {units.seconds(pair.latency)} and {rate}")
+        return _bare(dataclasses.replace(pair, size=size, buckets=buckets_of(size, None)), ranks)
 
     def _crowd(self, ranks: int) -> float:
         """How much slower the ranks get by sharing the cores; on a GPU each has its own."""
@@ -303,7 +306,7 @@ class StepModel:
         busy = float(e.threads)
         if e.inside and e.inside.cpu and self.costs.replayed:
             busy = min(busy, e.inside.cpu / self.costs.replayed)
-        return max(1.0, ranks * busy / max(e.noise.cores - e.noise.foreign, 0.5))
+        return max(1.0, ranks * busy / e.noise.left_cores)
 
     # --- the loader
 
@@ -340,6 +343,15 @@ class StepModel:
         if self.feeding.num_workers or not knobs["num_workers"]:
             return 0.0
         return min(max(0.0, self.unexplained), MAX_FRESH_COST * self.costs.cached)
+
+
+def between_two(e: Evidence) -> tuple[Gradients, bool]:
+    """What a reduction between two ranks of the machine costs, and whether that was measured on it."""
+    name = "gloo" if e.device == "cpu" else "nccl"
+    latency, rate = (e.speeds.get(name), e.speeds.get(f"{name}_rate")) if e.speeds else (None, None)
+    if latency is None or rate is None:
+        return LOOPBACK, False
+    return Gradients(size=0, buckets=1, latency=latency, per_byte=1 / rate), True
 
 
 def _wait(loader: float, inner: float, overlap: float) -> float:

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from workbench.core import units
 from workbench.core.gpu_load import GpuLoad, load_nvml
+from workbench.core.machine_speeds import MachineSpeeds, slowness
 from workbench.core.statistics import LOOKS, Interval, repeated_interval
 from workbench.core.system_load import LoadMeter
-from workbench.diagnosis.analysis.evidence import ARMS, Evidence, Gradients, Inside, Loading
+from workbench.diagnosis.analysis.evidence import ARMS, SMALL_OP, Evidence, Gradients, Inside, Loading
 from workbench.diagnosis.measure import inside, loading
 from workbench.diagnosis.measure.evidence import EvidenceBuilder
 from workbench.diagnosis.measure.trials import CLEAR_INTERVAL, FEW_PAIRS, MIN_BLAMED_SAVING, NARROW_INTERVAL, Trials, reaching, treatments
@@ -28,6 +29,7 @@ from workbench.harness.blocks import BlockTimer, DiagnoseError, steps_for
 from workbench.harness.discover import ReachableState
 from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.interleave import InterleavedRounds
+from workbench.harness.measure_speeds import GLOO, HOST, machine_speeds
 from workbench.harness.observe import StepFacts, check_arguments, discover_training, run_first_steps, timed_device_of
 from workbench.harness.peers import Peers
 from workbench.harness.restore import SavedState
@@ -143,9 +145,12 @@ class _Experiment:
         self.inside: Inside | None = None
         self.loading: Loading | None = None
         self.retries = 0.0
+        self.speeds: MachineSpeeds | None = None
 
     def run(self) -> Evidence:
         """All of it."""
+        self.speeds = speeds_for(self.peers, self.bench.device, self.budget)
+        self.notes += self.speeds.notes
         meter = self.meter = LoadMeter()
         gpu = _gpu_load(self.bench.device) if self.peers.rank == 0 else None
         try:
@@ -174,8 +179,8 @@ class _Experiment:
                 padding=self.seen.padding,
                 notes=self.notes,
             )
-            noise = meter.noise(self.sums.spread(), gpu.notes() if gpu else ())
-            return replace(evidence, noise=noise, gradients=gradients, alloc_retries=self.peers.agree(self.retries))
+            noise, retries = meter.noise(self.sums.spread(), gpu.notes() if gpu else ()), self.peers.agree(self.retries)
+            return replace(evidence, noise=noise, gradients=gradients, alloc_retries=retries, speeds=self.speeds)
         finally:
             meter.close()
 
@@ -244,6 +249,7 @@ class _Experiment:
                 plain=plain,
                 synchronize=bench.synchronize if bench.device.type == "cuda" else None,
                 ranks=self.peers.world_size > 1,
+                short=SMALL_OP * slowness(self.speeds, "dispatch"),
             )
         self.notes += [why] if why else []
         bench.tick()
@@ -339,6 +345,24 @@ def _is_decided(pairs: Sequence[tuple[float, float]]) -> bool:
     """Is it clear whether the loader is to blame, and if so, what it costs?"""
     saved, width = saved_by_caching(pairs), saved_by_caching(pairs, looks=1).width
     return saved.high < MIN_BLAMED_SAVING or width <= (CLEAR_INTERVAL if saved.low > BLAMED_LOADER else NARROW_INTERVAL)
+
+
+SPEEDS_BUDGET = 20.0
+"""Seconds: experiments with a smaller budget take the machine's speeds from file, and do not measure what is not there."""
+SPEEDS_SECONDS = 0.5
+"""Seconds after which no further kind of speed is measured; all take less on an idle machine."""
+
+
+def speeds_for(peers: Peers, device: torch.device, budget: float) -> MachineSpeeds:
+    """The machine's speeds, by rank 0 for all of them: from file, or measured in about half a second. Collective."""
+    speeds = None
+    if peers.rank == 0 and budget >= SPEEDS_BUDGET:
+        speeds = machine_speeds(HOST + GLOO if device.type == "cpu" and peers.world_size == 1 else HOST, budget_s=SPEEDS_SECONDS)
+    elif peers.rank == 0:
+        speeds = MachineSpeeds.load()
+    known = peers.gather(speeds)[0]
+    assert known is not None
+    return known
 
 
 LARGE_BYTES = 25 * 2**20

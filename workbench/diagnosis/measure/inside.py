@@ -113,7 +113,7 @@ CLOCK_ERROR = 5_000
 """Nanoseconds by which the clocks of host and device may differ in a trace."""
 
 
-def read_events(events: Events, steps: int, *, ranks: bool = False) -> Inside:
+def read_events(events: Events, steps: int, *, ranks: bool = False, short: float = SMALL_OP) -> Inside:
     """What a trace of some steps says.
 
     On a CPU an operator is what torch records as one, in whatever thread, backward nodes included; a Python function or hook in backward
@@ -123,9 +123,11 @@ def read_events(events: Events, steps: int, *, ranks: bool = False) -> Inside:
         events: of the steps.
         steps: how many there were.
         ranks: do other ranks take part?
+        short: seconds of an operator, on a CPU, that is mostly the cost of its call.
     """
-    read = _read_device if events.where(*DEVICE).any() else _read_cpu
-    return read(events, steps, ranks)
+    if events.where(*DEVICE).any():
+        return _read_device(events, steps, ranks)
+    return _read_cpu(events, steps, ranks, short)
 
 
 def _read_device(events: Events, steps: int, ranks: bool) -> Inside:
@@ -179,7 +181,7 @@ def _waits_for_copies(events: Events, waits: NDArray[np.bool_]) -> NDArray[np.bo
     return answer
 
 
-def _read_cpu(events: Events, steps: int, ranks: bool) -> Inside:
+def _read_cpu(events: Events, steps: int, ranks: bool, short: float) -> Inside:
     optimizer = union(events.spans[events.where("optimizer", name=r"Optimizer\.step")])
     collective = events.where("host_communication", "collective_call")  # gloo's run in threads of their own
     operators = events.where("operator", name=OPERATORS)
@@ -188,7 +190,7 @@ def _read_cpu(events: Events, steps: int, ranks: bool) -> Inside:
     for thread in np.unique(events.threads[operators]):
         here = events.threads == thread
         tops.append(outermost(events.spans[operators & here]))
-        around.append(_around(tops[-1], outermost(events.spans[nodes & here])))
+        around.append(_around(tops[-1], outermost(events.spans[nodes & here]), short))
     ops = np.concatenate(tops)
     busy = union(ops, *around)
     items = events.spans[events.where(name="aten::_local_scalar_dense$"), 0]
@@ -200,7 +202,7 @@ def _read_cpu(events: Events, steps: int, ranks: bool) -> Inside:
         step=(events.end - events.begin) * nano,
         ops=length(busy) * nano,
         op_count=len(ops) / steps,
-        small_ops=int(lengths[lengths < SMALL_OP * 1e9].sum()) * nano,
+        small_ops=int(lengths[lengths < short * 1e9].sum()) * nano,
         optimizer=length(optimizer) * nano if len(optimizer) else None,
         optimizer_ops=both * nano if len(optimizer) else None,
         collectives=exposed * nano if ranks else None,
@@ -259,13 +261,13 @@ def outermost(spans: Spans) -> Spans:
     return kept
 
 
-def _around(ops: Spans, nodes: Spans) -> Spans:
+def _around(ops: Spans, nodes: Spans, short: float) -> Spans:
     """Time around the operators of a node of the backward graph belongs to the node if it is short; else it is that of a hook."""
     edges = np.concatenate([ops, nodes[:, [0, 0]], nodes[:, [1, 1]]])  # the borders of a node, as operators of no length
     edges = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
     gaps: Spans = np.stack([np.maximum.accumulate(edges[:-1, 1]), edges[1:, 0]], axis=1)
     lengths = gaps[:, 1] - gaps[:, 0]
-    return gaps[(lengths > 0) & (lengths < SMALL_OP * 1e9) & inside(gaps[:, 0], nodes)]
+    return gaps[(lengths > 0) & (lengths < short * 1e9) & inside(gaps[:, 0], nodes)]
 
 
 WINDOW = "workbench: look inside"
@@ -285,7 +287,13 @@ def step_counts(seconds: float, *, budget_s: float = 2.0) -> tuple[int, int]:
 
 
 def look(
-    call: Callable[[], object], *, traced: int, plain: int, synchronize: Callable[[], object] | None = None, ranks: bool = False
+    call: Callable[[], object],
+    *,
+    traced: int,
+    plain: int,
+    synchronize: Callable[[], object] | None = None,
+    ranks: bool = False,
+    short: float = SMALL_OP,
 ) -> tuple[Inside, str | None]:
     """Look inside a step.
 
@@ -297,6 +305,7 @@ def look(
         plain: steps to time without a trace, half of them before it and half after it; and as many to sample afterwards.
         synchronize: waits for the device; None on a CPU.
         ranks: do other ranks take part? Then collectives are looked for.
+        short: as for `read_events`.
 
     Returns:
         What was measured, and why there was no trace, if there was none: then `ops` is nan.
@@ -315,7 +324,7 @@ def look(
     if events and synchronize and not events.where(*DEVICE).any():
         why = _no_device(events, steps)
         events = None
-    seen = read_events(events, steps, ranks=ranks) if events else Inside(step=usual, ops=math.nan)
+    seen = read_events(events, steps, ranks=ranks, short=short) if events else Inside(step=usual, ops=math.nan)
     if events and synchronize:
         waiting = waiting_of(events)
         computing = usual - clocks["blocked"] - clocks["waiting"]

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from workbench.core.gc import without_gc
 from workbench.core.statistics import LOOKS, Interval, Spread, repeated_interval
-from workbench.core.system_load import Noise
+from workbench.core.system_load import Noise, usable_cores
 from workbench.harness import ablations
 from workbench.harness.ablations import Variant
 from workbench.harness.batches import CachedBatches, bytes_of, doubled, map_tensors, padding_of, tensors_of, trimmed
@@ -148,7 +147,7 @@ def has_convolutions(models: Sequence[nn.Module]) -> bool:
 
 def thread_counts() -> list[int]:
     """Numbers of threads to try: 1, 2, and the cores; not the present one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = max(1, int(usable_cores()))
     return sorted({count for count in (1, 2, cores) if count <= cores} - {torch.get_num_threads()})
 
 

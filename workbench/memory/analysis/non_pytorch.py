@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from workbench.core import units
+from workbench.core.cache import cache_folder
 from workbench.core.codec import JsonDataclass
 from workbench.core.device import Device
 
 MIB = 2**20
-ENV_CACHE = "WORKBENCH_CACHE"
 FEWEST = 3
 """Runs that a fit needs at least; two make a line without residuals."""
 _GIB = 2**30
@@ -185,9 +185,7 @@ def fit_non_pytorch(points: Sequence[tuple[int, int]], device: str, *, driver: s
 
 def fits_file() -> Path:
     """Where the user's fits are kept: in $WORKBENCH_CACHE, else in the user's cache."""
-    own = os.environ.get(ENV_CACHE)
-    folder = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "workbench")
-    return folder / "memory-outside.json"
+    return cache_folder() / "memory-outside.json"
 
 
 def load_fits(path: Path | None = None) -> list[NonPyTorchFit]:

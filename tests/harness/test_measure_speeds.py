@@ -1,0 +1,133 @@
+"""Measuring a machine's speeds: only what is missing, never an error, and exact with a fake clock; once for real."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from workbench.core.machine_speeds import MAX_SPREAD, MachineSpeeds, Speed
+from workbench.harness import measure_speeds
+from workbench.harness.measure_speeds import BLOCKS, COPIES, GLOO, HOST, machine_speeds, per_call, rate
+
+Measures = Mapping[tuple[str, ...], Callable[[], Mapping[str, Speed]]]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path))
+
+
+def counted(calls: list[str], spread: float = 0.0) -> Measures:
+    def measure(names: tuple[str, ...]) -> Callable[[], Mapping[str, Speed]]:
+        def act() -> Mapping[str, Speed]:
+            calls.append(names[0])
+            return {name: Speed(median=1e-6, spread=spread) for name in names}
+
+        return act
+
+    return {group: measure(group) for group in (HOST, GLOO)}
+
+
+class Clock:
+    """A clock that moves by what is called."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_seconds_of_a_call_are_exact_under_a_fake_clock() -> None:
+    clock = Clock()
+    speed = per_call(lambda count: clock.work(2e-6 * count), clock)
+    assert speed.median == pytest.approx(2e-6)
+    assert speed.spread == pytest.approx(0, abs=1e-9)
+    assert speed.blocks == BLOCKS
+
+
+def test_a_rate_leaves_out_the_first_copy() -> None:
+    clock, calls = Clock(), list[float]()
+
+    def copy() -> None:
+        calls.append(1)
+        clock.work(1.0 if len(calls) == 1 else 0.25)
+
+    assert rate(1000, copy, clock) == Speed(median=4000.0, spread=0.0, blocks=COPIES)
+
+
+def test_what_is_on_file_is_not_measured_again() -> None:
+    calls: list[str] = []
+    first = machine_speeds(HOST, measures=counted(calls))
+    assert calls == [HOST[0]]
+    assert set(first.speeds) == set(HOST)
+    assert machine_speeds(HOST, measures=counted(calls)) == first
+    assert calls == [HOST[0]]
+    more = machine_speeds(HOST + GLOO, measures=counted(calls))
+    assert calls == [HOST[0], GLOO[0]]
+    assert set(more.speeds) == set(HOST + GLOO)
+    machine_speeds(HOST, fresh=True, measures=counted(calls))
+    assert calls == [HOST[0], GLOO[0], HOST[0]]
+
+
+def test_noisy_figures_are_measured_again() -> None:
+    calls: list[str] = []
+    machine_speeds(HOST, measures=counted(calls, spread=2 * MAX_SPREAD))
+    machine_speeds(HOST, measures=counted(calls))
+    assert len(calls) == 2
+    assert MachineSpeeds.load().missing(HOST) == []
+
+
+def test_a_machine_that_lacks_something_is_measured_without() -> None:
+    def broken() -> Mapping[str, Speed]:
+        raise RuntimeError("no loopback\nat all")
+
+    speeds = machine_speeds(HOST + GLOO, measures={**counted([]), GLOO: broken})
+    assert set(speeds.speeds) == set(HOST)
+    assert speeds.notes == ("gloo, gloo_rate could not be measured: RuntimeError: no loopback",)
+    assert MachineSpeeds.load().speeds == speeds.speeds
+
+
+def test_a_slow_machine_measures_no_more_than_its_time() -> None:
+    clock, calls = Clock(), list[str]()
+    measures = counted(calls)
+
+    def slow() -> Mapping[str, Speed]:
+        clock.work(3.0)
+        return measures[HOST]()
+
+    speeds = machine_speeds(HOST + GLOO, measures={**measures, HOST: slow}, budget_s=1.0, clock=clock)
+    assert calls == [HOST[0]]
+    assert speeds.missing(GLOO) == list(GLOO)
+
+
+def test_a_file_that_cannot_be_written_costs_nothing_but_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / "file"))
+    speeds = machine_speeds(HOST, measures=counted([]))
+    assert set(speeds.speeds) == set(HOST)
+    assert "cannot be written" in speeds.notes[-1]
+
+
+def test_a_second_rank_that_fails_is_said() -> None:
+    def fail() -> None:
+        raise RuntimeError("refused")
+
+    with pytest.raises(RuntimeError, match="refused"), measure_speeds._beside(fail):
+        pass
+
+
+def test_this_machine_for_real() -> None:
+    """Orders of magnitude that hold on every machine, however busy."""
+    speeds = machine_speeds(HOST + GLOO)
+    assert set(speeds.speeds) == set(HOST + GLOO), speeds.notes
+    assert speeds.notes == ()
+    medians = {name: speed.median for name, speed in speeds.speeds.items()}
+    assert medians["timer"] < medians["call"] < 1e-3
+    assert medians["timer"] < medians["dispatch"] < 1e-3
+    assert medians["gloo_rate"] < 10 * medians["copy"]
+    assert medians["gloo"] > medians["dispatch"]
+    assert "to …" in str(speeds)
