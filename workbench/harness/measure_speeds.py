@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from workbench.core.machine_speeds import MachineSpeeds, Speed
 
@@ -35,6 +36,7 @@ PATIENCE = 5.0
 HOST = ("timer", "call", "dispatch", "open", "copy")
 GLOO = ("gloo", "gloo_rate")
 GPU = ("launch", "event", "sync", "pageable", "pinned")
+NCCL = ("nccl", "nccl_rate")
 
 
 def machine_speeds(
@@ -151,14 +153,15 @@ def gloo_speeds() -> dict[str, Speed]:
 
 
 def _gloo_pair() -> dict[int, Any]:
-    store = dist.HashStore()
+    group: Any = dist.ProcessGroupGloo  # torch has no types for what follows
+    store = HashStore()
     pair: dict[int, Any] = {}
 
     def join(rank: int) -> None:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # type: ignore[attr-defined]
+        options = group._Options()
+        options._devices = [group.create_device(hostname="127.0.0.1")]
         options._timeout = datetime.timedelta(seconds=PATIENCE)
-        pair[rank] = dist.ProcessGroupGloo(store, rank, 2, options)  # type: ignore[attr-defined]
+        pair[rank] = group(store, rank, 2, options)
 
     with _beside(lambda: join(1)):
         join(0)
