@@ -24,7 +24,7 @@ from workbench.runs.spec import RunSpec, Spec
 
 BRIEF_BYTES, BRIEF_TEXT = 2048, 240
 """Most bytes of a brief as JSON, and most characters of a text in it."""
-MIN_FOREIGN_SHARE = 0.05
+MIN_FOREIGN_SHARE = 0.02
 """Share of the cores taken by other processes below which the caption does not mention them."""
 
 
