@@ -69,9 +69,18 @@ def test_an_unknown_option_says_where_the_scripts_own_go(capsys: pytest.CaptureF
     assert "what is meant for the script comes after --" in capsys.readouterr().err
 
 
-def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("workbench.runs.launch.machine_report.probe_torch", lambda: {"gloo": {"here": "works"}})
     assert main(["doctor"]) == 0
-    assert "NVIDIA GPUs" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "NVIDIA GPUs" in out
+    assert "what will hurt, and the fix" in out
+    assert main(["doctor", "--json"]) == 0
+    assert {"name": "gloo smoke test", "here": "works", "trouble": "", "fix": ""} in json.loads(capsys.readouterr().out)["checks"]
+    page = tmp_path / "doctor.html"
+    assert main(["doctor", "--html", str(page)]) == 0
+    assert page.read_text().startswith("<!doctype html>")
+    assert main(["doctor", "--html", str(tmp_path / "none" / "doctor.html")]) == 2
 
 
 def test_a_diagnosis_as_json_is_its_brief(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """The command line: `workbench lab | doctor | launch | join | diagnose | estimate | calibrate | runs | report`, calls of the public API."""
 
 import argparse
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -11,10 +10,10 @@ from typing import Any
 
 import workbench
 from workbench.core import units
-from workbench.core.display import table
+from workbench.core.machine_speeds import MachineSpeeds
 from workbench.diagnosis.api import BUDGET
 from workbench.runs.failure import RunError
-from workbench.runs.launch import environment
+from workbench.runs.launch import environment, machine_report
 from workbench.runs.launch.nodes import join
 from workbench.runs.rank_ends import extremes
 from workbench.runs.run import Run
@@ -22,28 +21,22 @@ from workbench.runs.spec import parse_knob
 from workbench.runs.task import SAMPLES
 
 
-def doctor() -> table.Table:
-    """Print what this machine has of what a run needs."""
+def doctor(given: argparse.Namespace) -> int:
+    """Show what this machine has of what a run needs, what will hurt, and the fix; returns the exit status.
 
-    def version(name: str) -> str:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return "not installed"
-
-    gpus = environment.gpu_count()
-    trouble = environment.gpu_trouble(gpus)
-    shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
-    packages = ("training-workbench", "torch", "jupyterlab", "ipykernel", "ipywidgets", "anywidget")
-    rows = [
-        ["Python", sys.version.split()[0]],
-        *([name, version(name)] for name in packages),
-        ["CPU cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())],
-        ["NVIDIA GPUs", "unknown" if gpus is None else f"{gpus}; not used: {trouble}" if trouble else str(gpus)],
-        ["torch computes on", f"CPU and GPU ({cuda})" if (cuda := environment.torch_cuda()) else "CPU only"],
-        ["shared memory for loaders", units.bytes_(shm.f_bavail * shm.f_frsize) if shm else "–"],
-    ]
-    return table.Table(columns=("what", "here"), rows=rows, title="workbench doctor")
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if sys.stderr.isatty():
+        print("workbench: looking at this machine, a few seconds …", file=sys.stderr)
+    report = machine_report.examine()
+    if given.html:
+        Path(given.html).write_text(report.to_page(), encoding="utf-8")
+    if given.json:
+        print(json.dumps(report.to_json(), indent=1))
+    elif not given.html:
+        print(report)
+    return 0
 
 
 def report(run: Run) -> str:
@@ -136,16 +129,25 @@ def estimate(given: argparse.Namespace) -> int:
 
 
 def calibrate(given: argparse.Namespace) -> int:
-    """Measure the memory outside of PyTorch's allocator on this machine's GPU; returns the exit status: 0 if it could be stored.
+    """Measure this machine's speeds, and the memory outside of PyTorch's allocator on its GPU, if it has one; returns the exit status.
 
     Raises:
-        ValueError: there is no GPU, or not such a number of models.
+        ValueError: not such a number of models, or torch or a GPU that is here cannot be used.
     """
 
     def tell(what: str) -> None:
         if sys.stderr.isatty():
             print(f"workbench: {what}", file=sys.stderr)
 
+    tell("speeds of this machine, some seconds …")
+    facts = machine_report.probe_torch("fresh", "links")
+    if "error" in facts:
+        raise ValueError(facts["error"])
+    print(MachineSpeeds.from_json(facts["speeds"]), flush=True)
+    if environment.gpu_count() == 0:
+        print("memory outside of the allocator: only runs on an NVIDIA GPU show it, and none is visible here")
+        return 0
+    print()
     try:
         calibration = workbench.calibrate(given.models, tell=tell)
     except RunError as error:
@@ -176,7 +178,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=workbench.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("lab", help="open JupyterLab", add_help=False)
-    commands.add_parser("doctor", help="what this machine has")
+    look = commands.add_parser("doctor", help="what this machine has, what will hurt, and the fix")
+    look.add_argument("--json", action="store_true", help="print it as JSON")
+    look.add_argument("--html", metavar="FILE", help="write it as a page that loads nothing")
     start = commands.add_parser("launch", help="run a script or a sample task under torchrun and show where its time goes")
     start.add_argument("target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
     start.add_argument("--nproc-per-node", type=int, default=1)
@@ -198,8 +202,11 @@ def main(argv: list[str] | None = None) -> int:
     fit.add_argument("--image", type=int, help="side of the images in pixels, instead of the task's own")
     fit.add_argument("--ladder", action="store_true", help="find the cheapest changes that make it fit")
     fit.add_argument("--max-batch", action="store_true", help="find the largest micro-batch that fits")
-    learn = commands.add_parser("calibrate", help="learn the memory outside of the allocator on this machine's GPU, for later estimates")
-    learn.add_argument("--models", type=int, default=4, metavar="N", help="how many models to run, half a minute each (4)")
+    learn = commands.add_parser(
+        "calibrate",
+        help="measure this machine's speeds for verdicts, and on a GPU the memory outside of the allocator",
+    )
+    learn.add_argument("--models", type=int, default=4, metavar="N", help="how many models to run on a GPU, half a minute each (4)")
     start.add_argument("--nnodes", type=int, default=1, help="machines: this one, and as many that join it")
     start.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
     enter = commands.add_parser("join", help="join a run of several machines that another one has launched")
@@ -223,8 +230,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unknown arguments: {' '.join(rest)} ({hint})")
     try:
         if given.command == "doctor":
-            print(doctor())
-            return 0
+            return doctor(given)
         if given.command == "runs":
             listed_runs = workbench.list_runs(given.runs_dir).filter(given.filter)
             print(listed_runs.sort(given.sort) if given.sort else listed_runs)

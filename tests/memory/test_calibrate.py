@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 import workbench as wb
+from tests.made import machine_slower_by
 from tests.memory_logs import Writer
 from workbench.__main__ import main
 from workbench.memory import calibrate as calibrating
 from workbench.memory.analysis.non_pytorch import NonPyTorchMemory, fits_file, is_known, load_fits, non_pytorch_memory
 from workbench.memory.calibrate import BATCHES, Gpu, calibrate, calibrated, specs_of
 from workbench.runs.failure import Failure, RunError
-from workbench.runs.launch import environment
+from workbench.runs.launch import environment, machine_report
 from workbench.runs.task import resolve
 
 MIB, GIB = 2**20, 2**30
@@ -171,8 +172,15 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with pytest.raises(ValueError, match="no NVIDIA GPU is visible here") as raised:
         wb.calibrate()
     assert str(fits_file()) in str(raised.value)
+    speeds = machine_slower_by(dispatch=2.0).to_json()
+    monkeypatch.setattr(machine_report, "probe_torch", lambda *options: {"speeds": speeds, "options": options})
+    assert main(["calibrate"]) == 0  # the machine's speeds are known then
+    out = capsys.readouterr().out
+    assert "4.00 µs" in out
+    assert "only runs on an NVIDIA GPU show it, and none is visible here" in out
+    monkeypatch.setattr(machine_report, "probe_torch", lambda *_: {"error": "torch could not be tried: no such module"})
     assert main(["calibrate"]) == 2
-    assert capsys.readouterr().err.startswith("workbench: no NVIDIA GPU is visible here")
+    assert capsys.readouterr().err == "workbench: torch could not be tried: no such module\n"
 
 
 @pytest.mark.parametrize("models", [0, 7, True, "2"])
@@ -235,6 +243,8 @@ def test_in_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     machine = Machine()
     monkeypatch.setattr(calibrating, "look", machine.look)
     monkeypatch.setattr(calibrating, "measure_memory", lambda spec, **_: machine.measure(spec))
+    monkeypatch.setattr(environment, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine_report, "probe_torch", lambda *_: {"speeds": machine_slower_by(dispatch=2.0).to_json()})
     assert main(["calibrate", "--models", "1"]) == 0
     assert "device used = 500 MiB + 1.0100 · reserved" in capsys.readouterr().out
     assert len(load_fits()) == 1

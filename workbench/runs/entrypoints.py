@@ -36,6 +36,8 @@ STEPS_TO_TARGET = "workbench.programs.steps_to_target"
 
 CHOOSE_MICRO_BATCH = "workbench.programs.choose_micro_batch"
 """Chooses the micro-batch of a run that left it open."""
+MACHINE = "workbench.programs.machine"
+"""Finds out what a machine can do."""
 COUNTING = "workbench.programs.counting"
 """Counts parameters and samples of tasks."""
 ESTIMATE_WORKER = "workbench.programs.estimate_worker"
