@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from workbench.core.machine_speeds import MachineSpeeds, Speed
 from workbench.harness.measure_speeds import GLOO, GPU, HOST, MESSAGE_BYTES, NCCL, machine_speeds
@@ -62,7 +63,7 @@ def nccl_answer() -> dict[str, str]:
     """Can NCCL reduce something on the first GPU?"""
     try:
         torch.cuda.set_device(0)
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
         try:
             value = torch.ones(1, device="cuda")
             dist.all_reduce(value)
@@ -71,7 +72,7 @@ def nccl_answer() -> dict[str, str]:
             dist.destroy_process_group()
     except Exception as error:  # whatever a broken installation raises
         return {"trouble": f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.160}"}
-    version = ".".join(map(str, torch.cuda.nccl.version()))
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {"here": f"works with one rank, version {version}"}
 
 
