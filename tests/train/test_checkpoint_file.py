@@ -293,3 +293,12 @@ def test_a_real_limit_of_files_is_named(checkpoints: Checkpoints, trainer: Train
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert checkpoints.latest()
+
+
+def test_an_interrupt_while_it_is_written_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_file.zlib, "crc32", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint_file.save({"step": 1, "module": torch.zeros(4)}, tmp_path / "step00000001.pt")

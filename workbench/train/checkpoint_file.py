@@ -49,21 +49,21 @@ class UnusableCheckpointError(ValueError):
 
 
 class _Summed:
-    """A file for `torch.save` that computes the checksum of what is written, and keeps the disk's error, which torch replaces."""
+    """A file for `torch.save` that computes the checksum of what is written, and keeps the error, which torch replaces."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._crc, self._size, self._end = file, 0, 0, b""
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
         try:
+            view = memoryview(data).cast("B")
             written = self._file.write(view)
-        except OSError as error:
+            self._crc, self._size = zlib.crc32(view, self._crc), self._size + len(view)
+            self._end = (self._end + bytes(view[-_END_BYTES:]))[-_END_BYTES:]
+        except BaseException as error:  # an interrupt, too: torch replaces it as well
             self.error = self.error or error
             raise
-        self._crc, self._size = zlib.crc32(view, self._crc), self._size + len(view)
-        self._end = (self._end + bytes(view[-_END_BYTES:]))[-_END_BYTES:]
         return written
 
     def flush(self) -> None:
