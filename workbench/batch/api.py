@@ -65,7 +65,7 @@ def find_lr(
     The result is for this batch, this optimizer and these weights; `scale_lr` takes it to another batch.
 
     Args:
-        target: a step function, a RunSpec, a run, or the path of a run directory.
+        target: a step function, a RunSpec, the name of a task, a run, or the path of a run directory.
         loader: with a step: its batches, from a DataLoader or any other iterable.
         model: with a step: the module, or several; None = those that the step uses.
         optimizer: with a step: the optimizer, or several; None = likewise. Groups keep the ratios of their learning rates.
@@ -141,7 +141,7 @@ def noise_scale(
     * A loop of your own, while it trains: `with workbench.batch.measure.noise_watch.NoiseWatch(model, optimizer, micro_batch=32) as watch`.
 
     Args:
-        target: a RunSpec, a run, the path of a run directory, or a step function.
+        target: a RunSpec, the name of a task, a run, the path of a run directory, or a step function.
         loader: with a step: its batches, from a DataLoader or any other iterable.
         model: with a step: the module that is trained; None = the one that the step uses.
         optimizer: with a step: the optimizer; None = likewise.
@@ -149,8 +149,8 @@ def noise_scale(
         micro_batch: with a step: samples in one backward; None = those of a batch, divided by its backwards.
         exact: use the gradients of single samples.
         samples: with `exact`: how many samples; None = all of the dataset.
-        budget_s: seconds that the steps may take, about, the start of a launch included; None = no limit. What was measured when they are
-            over, or at Ctrl-C, is returned, with a note; without `steps` it ends as soon as the estimate is good enough.
+        budget_s: seconds that the steps may take, about, the start of a launch included; None = no limit. When they are over, or
+            at Ctrl-C, what was measured is returned, with a note. Without `steps` it ends as soon as the estimate is good enough.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Returns:

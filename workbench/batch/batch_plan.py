@@ -179,8 +179,8 @@ def batch_plan(
         throughput: a Throughput; micro-batch → samples per second of all ranks of the spec; runs of a sweep; None = measured here.
         rule: for the learning rate; see `wb.scale_lr`.
         prove: also train by both plans; `ProposedPlan.prove` does so later.
-        budget_s: seconds for what is measured here, about; None = no limit. What is known when it is spent, or at Ctrl-C, makes the plan,
-            and its notes say what is less certain for that. A proof takes its own time.
+        budget_s: seconds for what is measured here, about; None = no limit. When it is spent, or at Ctrl-C, the
+            plan uses what is known by then, and its notes say what is less certain. A proof takes additional time.
         runs_dir: where run directories go; None = `runs` in the current folder.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Measures throughput at several micro-batches in a limited time: as many steps as it needs, and what cannot gain is left out."""
+"""Measures throughput at several micro-batches in a limited time: only as many steps as it needs, and no sizes that cannot gain."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from workbench.runs.spec import RunSpec
 STEPS = 60
 """Optimizer steps at each micro-batch at most, warm-up included."""
 MIN_STEPS, LOOK_STEPS = 5, 8
-"""And at least; then as long as nobody knows how long one takes."""
+"""The fewest steps, and the steps while it is not known how long one takes."""
 SECONDS = 4.0
 """Seconds of steps that are enough at a micro-batch."""
 START = 8.0
@@ -45,7 +45,7 @@ def measure_throughput(
 
     Without a limit of time each is measured twice, in opposite orders. With one, the nearest to the present micro-batch come first, each
     with as many steps as fit into a few seconds. In either direction it ends after two that gain nothing, and when the budget is spent or
-    at Ctrl-C, what is known by then is returned. What time is left goes into a second measurement of the best.
+    at Ctrl-C, what is known by then is returned. The time that is left goes into a second measurement of the best.
 
     Args:
         spec: what is run.

@@ -1,4 +1,4 @@
-"""Says where the user's cache is, and writes its files privately and whole."""
+"""Says where the user's cache is, and writes its files, readable by the user only, in one step."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ ENV_CACHE = "WORKBENCH_CACHE"
 
 
 def cache_folder() -> Path:
-    """Where the workbench keeps what it has learnt: $WORKBENCH_CACHE, else a folder in the user's cache."""
+    """Where the workbench keeps what it has measured: $WORKBENCH_CACHE, else a folder in the user's cache."""
     own = os.environ.get(ENV_CACHE)
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "workbench")
 

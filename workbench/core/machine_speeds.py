@@ -1,4 +1,4 @@
-"""What basic operations cost on this machine: `MachineSpeeds`, measured in a second, kept in a file for each machine and its versions.
+"""What basic operations cost on this machine: `MachineSpeeds`, measured in half a second, kept in a file for each machine and its versions.
 
 `harness/measure_speeds.py` measures it. Verdicts use it for limits that would otherwise be those of the machine on which they were fitted.
 """

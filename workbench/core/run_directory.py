@@ -39,7 +39,7 @@ TRACES = "traces"
 ENV_RUN_DIR, ENV_RUN_ID, ENV_MACHINE = "WORKBENCH_RUN_DIR", "WORKBENCH_RUN_ID", "WORKBENCH_RUN_MACHINE"
 """Variables of the processes of a run: its directory, its id, and the number of this machine (torchrun may number machines otherwise)."""
 STATES = ("queued", "running", "finished", "failed", "stopped", "timeout", "abandoned", "lost")
-"""How a run can be."""
+"""The states that a run can have."""
 METRIC_KEYS = frozenset({"step", "steps", "loss", "lr", "samples", "seconds"})
 """What every row of METRICS may hold. Any other key is a figure of an evaluation."""
 RESERVE_BYTES = 64 * 1024
@@ -114,7 +114,7 @@ _OPTIONAL = ("begun", "seconds_before")
 
 
 def _is_id(text: str) -> bool:
-    """Is it fit for the number of a run? A temporary folder, a process's arguments and variables have it."""
+    """Is it a valid id of a run? It becomes part of a temporary folder's name, of arguments and of variables."""
     return 0 < len(text) <= 255 and text.isprintable() and "/" not in text
 
 

@@ -96,9 +96,9 @@ def interval_of(pairs: Sequence[tuple[float, float]], what: Any, *, draws: int =
 
 
 LOOKS = 16
-"""After so many measurements a decision is due: an interval that is looked at after each of them pays for as many looks."""
+"""The most measurements before a decision: an interval that is looked at after each of them has to allow for as many looks."""
 USUAL_SPREAD, SPREAD_DEGREES = 0.03, 2
-"""What neighbouring blocks differ by on a quiet machine, as a standard deviation of their ratio, and how many measurements that weighs."""
+"""Standard deviation of the ratio of neighbouring blocks on a quiet machine, and how many measurements this prior knowledge counts for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,10 @@ def repeated_interval(values: Sequence[float], *, spread: Spread | None = None, 
     of the looks is wrong.
 
     Each look has `1 / looks` of the error (Bonferroni), and Student's t because values are few. Their variance is pooled with one that is
-    known beforehand, so that two values which agree by chance convince nobody.
+    known beforehand, so that two values which agree by chance do not suffice.
     Source: Jennison and Turnbull, "Interim analyses: the repeated confidence interval approach", J. R. Statist. Soc. B 51, 1989; the pooled
-    variance is the moderated t of Smyth, Stat. Appl. Genet. Mol. Biol. 3, 2004. Left out: that looks resemble each other, which makes the
-    interval wider than it had to be.
+    variance is the moderated t of Smyth, Stat. Appl. Genet. Mol. Biol. 3, 2004. Left out: the looks are correlated, so the interval is
+    wider than necessary.
 
     Args:
         values: independent measurements; at least one.

@@ -31,7 +31,7 @@ two cores with one busy thread; the prediction errors of loaders explode there.)
 
 
 MIN_LEFT_SHARE = 0.125
-"""However busy the machine is, so much of its cores is left for the training: the scheduler gives each process its turn."""
+"""Share of the cores that the training gets however busy the machine is: the scheduler gives each process its turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

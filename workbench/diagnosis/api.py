@@ -70,7 +70,7 @@ def diagnose(
         loader: with a step: its batches, from a DataLoader or any other iterable.
         model: with a step: the module, or several; None = found by looking at the step.
         optimizer: with a step: the optimizer, or several; None = found as well.
-        budget_s: seconds to spend at most, the start of a launch included. It ends earlier when it is sure.
+        budget_s: seconds to spend at most, the start of a launch included. It ends earlier when the verdict is clear.
         runs_dir: with a spec: where its run directory goes; None = `runs` in the current folder.
 
     Raises:

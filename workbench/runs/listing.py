@@ -131,7 +131,7 @@ class RunList(display.Shown):
 
 
 def list_runs(runs_dir: str | os.PathLike[str] | None = None) -> RunList:
-    """List the runs of a folder, those of sweeps one by one.
+    """List the runs in a folder, including each run of a sweep.
 
     Args:
         runs_dir: where run directories are; None = `runs` in the current folder.

@@ -90,7 +90,7 @@ class HasMeans(Protocol):
 
 
 def extremes(ranks: Sequence[HasMeans]) -> list[int]:
-    """The places of ranks that stand for all: every one, or of very many the first, and those with the shortest and the longest step, the
+    """The places of the ranks that are shown: every one, or of very many the first, and those with the shortest and the longest step, the
     longest of each phase, and the largest memory.
     """
     if len(ranks) <= MANY_RANKS:

@@ -108,7 +108,7 @@ class Knob:
     predicted: bool = False
     """Does `diagnosis.model.StepModel` predict a step with another value of it?"""
     elsewhere: tuple[str, ...] = ()
-    """What torchrun, Hugging Face's Trainer, Accelerate, Lightning, DeepSpeed and nanoGPT call it, or people in speech."""
+    """Its names in torchrun, Hugging Face's Trainer, Accelerate, Lightning, DeepSpeed and nanoGPT, and in everyday speech."""
     panels: tuple[str, ...] = ()
     """Panels that let it be turned: "doctor" (what-if of a step's time), "memory" (the memory explorer)."""
 

@@ -170,7 +170,7 @@ def read_spec(name: str, spec: Any, *, because: str = "", instead: str = "", err
 
 
 def read_program(name: str, target: Any, batch: Any, *, others: str = "", error: type[ValueError] = ValueError) -> Any:
-    """What was given, a RunSpec in the place of a task's name. Raise unless it is a RunSpec, a Task, or builds a model and has a batch.
+    """What was given; a task's name is replaced by its RunSpec. Raise unless it is a RunSpec, a Task, or builds a model and has a batch.
 
     Args:
         name: of the function that was called.

@@ -11,17 +11,17 @@ MIN_ITERATIONS, MIN_RACE_STEPS = 30, 20
 RESERVE = 1.25
 """The search may take so many times its budget before a round of the race is cut short: some rounds are added on the way."""
 ROUNDS, FEWEST_ROUNDS = BELOW + ABOVE + 1 + SURVIVORS + 6, BELOW + ABOVE + 1
-"""Rounds of a race with all that it may add, about; then those without which not every candidate has trained."""
+"""Rounds of a race, about: with all that it may add, and the fewest in which every candidate trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LrBudget:
-    """The seconds that a search may take. With none there is no limit."""
+    """The seconds that a search may take; None = no limit."""
 
     seconds: float | None
 
     def iterations(self, planned: int, step: float) -> int:
-        """Steps of a sweep: the first one, which looks for the range, and one more have to fit.
+        """Steps of a sweep, so that two sweeps fit: the first, which looks for the range, and one more.
 
         Args:
             planned: at most so many.

@@ -219,7 +219,7 @@ class Evidence(JsonDataclass):
     padding: float | None = None
     """Fraction of the batch that is padding; None = no padding was recognised."""
     alloc_retries: float = 0.0
-    """Per step: so often the GPU's allocator found no memory, waited for the device, and gave back all that it had cached."""
+    """How many times per step the GPU's allocator found no memory, waited for the device, and gave back all that it had cached."""
     observed: bool = False
     """True: from a finished run, nothing was tried. False: from experiments."""
     seconds: float = 0.0

@@ -176,11 +176,11 @@ PROCESSES_PER_RANK = 2
 
 
 def free_cores(noise: Noise, ranks: int = 1) -> Interval:
-    """Cores that the ranks and their workers get beside other processes.
+    """Cores that the ranks and their workers get while other processes compute, too.
 
-    Others were measured while few of ours computed. They give way as soon as more of ours do: processes of equal priority share the cores
-    evenly. Ours get fewer if the others could have used twice the cores that they got, and all if the others have a lower priority or end.
-    What the others left, ours get in any case.
+    The others were measured while few of our processes computed. When more of ours do, processes of equal priority share the cores evenly.
+    Ours get fewer if the others could have used twice the cores that they got, and all if the others have a lower priority or end.
+    In any case ours get what the others left.
 
     >>> free_cores(Noise(cores=2, foreign=1))
     Interval(low=1, mid=1.3333333333333333, high=2)
@@ -215,7 +215,7 @@ class LoaderModel:
     at worst. The worst ones had probes that other processes disturbed. Where batches are cheap and training binds, it is 10 to 20 % too
     short: a batch that comes fresh from a worker costs training more than one that is replayed.
     If some samples are far slower than others, batches are uneven, and max(loader, …) is simulated batch by batch: `delivery_seconds`.
-    On a device that works behind the host's back, loading in the training process and hand-overs are hidden behind the work that is
+    On a device that computes asynchronously, loading in the training process and hand-overs are hidden behind the work that is
     queued: with s = `hidden`, step(0) = loader(0) + C − s min(loader(0), C), and h counts (1 − s) times in C + h.
     Left out: hyperthreads, memory bandwidth.
     """

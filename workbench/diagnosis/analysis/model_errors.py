@@ -1,6 +1,6 @@
-"""Widens the range of a predicted gain by what its formula leaves out: how far proofs lay from predictions, beyond the noise measured.
+"""Widens the range of a predicted gain by the error of its formula: how far proofs lay from predictions, beyond the measured noise.
 
-`fit_errors` determines that from a record of predictions and proofs, `with_model_error` applies it to a remedy.
+`fit_errors` determines that error from a record of predictions and proofs, `with_model_error` applies it to a remedy.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ MODEL_ERRORS = {
 other processes of lower priority took one to two cores, 11 of those on an emulated GPU. Of the proofs of cases that were left out of the
 fit, 91 % and 86 % lie in the range; of 14 on held-out cases, 13. Not covered: real GPUs, more than two cores or ranks."""
 LEVEL = 0.85
-"""Share of the recorded errors that a half-width covers. With the noise beside it, more of all proofs lie in their range."""
+"""Share of the recorded errors that a half-width covers. As the range also covers the noise, it contains more of the proofs."""
 MIN_ERRORS = 5
-"""Errors of a kind below which those of all kinds together are taken."""
+"""With fewer errors of a kind, those of all kinds together are used."""
 
 
 def kind_of(name: str) -> str:
@@ -49,7 +49,7 @@ def kind_of(name: str) -> str:
 
 
 def with_model_error(remedy: Remedy, crowded: bool) -> Remedy:
-    """The remedy with a range that covers the error of its formula beside the noise of its measurement; a ceiling is left as it is.
+    """The remedy with a range that covers the error of its formula and the noise of its measurement; a ceiling is left as it is.
 
     Args:
         remedy: with the noise of its measurement only.
@@ -62,7 +62,7 @@ def with_model_error(remedy: Remedy, crowded: bool) -> Remedy:
 
 
 def widened(low: float, mid: float, high: float, error: float) -> tuple[float, float]:
-    """The ends of a range of ratios, with an independent relative error more: as logarithms, half-widths add up as squares.
+    """The ends of a range of ratios with one more independent relative error: the squares of half-widths, as logarithms, add up.
 
     >>> [round(end, 3) for end in widened(1.9, 2.0, 2.1, 0.1)]
     [1.787, 2.235]

@@ -130,13 +130,13 @@ def if_worthwhile(remedy: Remedy, least: float = MIN_SPEEDUP) -> Remedy | None:
 
 
 SHORTEST_STEP = 0.02
-"""Fraction of the step. A change that may leave less of it has no upper bound: the noise of the measurement is larger than what is left."""
+"""Fraction of the step. A gain that may leave less of it has no upper bound: the noise of the measurement is larger than that."""
 
 
 def beside_loader(case: Case, speedup: Interval, saved: float) -> Interval:
     """The range of a measured change of training, widened by the uncertain time that the loader adds, which the change does not shorten.
 
-    The full step is measured. If the loader takes d seconds more of it, training takes d less, of which the change saves a fraction less.
+    The full step is measured. If the loader takes d seconds more of it, training takes d seconds less, and the change saves less of them.
 
     Args:
         case: the step.

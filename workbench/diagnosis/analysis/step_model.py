@@ -191,7 +191,7 @@ class StepModel:
         return samples * self.parts().step / new.step if new.step else math.nan
 
     def with_cores(self, **changes: Any) -> Interval:
-        """`speedup`, from as few cores as other processes leave to all of them (see `free_cores`)."""
+        """`speedup` with the fewest cores that other processes may leave, up to all cores (see `free_cores`)."""
         mid, noise, feeding = self.speedup(**changes), self.evidence.noise, self.feeding
         if noise is None or feeding is None:
             return Interval(low=mid, mid=mid, high=mid)

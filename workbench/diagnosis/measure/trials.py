@@ -26,11 +26,11 @@ BLOCK_SECONDS = 0.12
 FEW_PAIRS = 3
 """Pairs that a variant takes at least, unless it is hopeless or there is no time."""
 NARROW_INTERVAL, CLEAR_INTERVAL = 0.06, 0.12
-"""The interval of the saved fraction of the full step is narrow enough if it is no wider than this; then if it lies clear of its limit."""
+"""Widths at which the interval of the saved fraction of the full step is narrow enough: near its limit, and clear of it."""
 MIN_SAVING = 0.05
 """A variant that saves no more than this fraction of the full step does not matter: it is dropped as soon as that is clear."""
 MIN_BLAMED_SAVING = 0.1
-"""Nor does a part of the step that takes no more: no verdict names it."""
+"""A part of the step that takes no more than this does not matter either: no verdict names it."""
 BLAMED_SAVING = {"no_sync": 0.15, "no_optimizer": 0.3, "device_batch": 0.15}
 """Variants that decide the verdict, and the savings from which on it names them, as `diagnosis.analysis.verdict.LIMITS` has them. The
 others are remedies: whether they gain 10 or 15 % does not have to be known."""

@@ -53,7 +53,7 @@ class RunTable(anywidget.AnyWidget):
 
 
 class RunListPanel:
-    """The runs of a folder: those that match a text, sorted, kept up to date while one of them runs. It holds widgets and is itself none.
+    """The runs of a folder: those that match a text, sorted, kept up to date while one of them runs. It contains widgets, but is none.
 
     Attributes:
         text: the filter.
