@@ -7,7 +7,7 @@ The types of results, and how each leads to the next:
 * `launch` starts a spec, or any training script, under torchrun and returns a `Run` at once: live in a notebook, a directory on disk.
 * A Run holds a `Timeline` per rank: where each step's time went, phase by phase, summing to the step.
 * `watch` and `StepTimer` get a Timeline from a loop of your own, in this process.
-* `sweep` runs many specs; `compare` sets runs side by side; `list_runs` lists those of a folder.
+* `sweep` runs many specs; `compare` sets runs side by side; `check_run` holds one against budgets; `list_runs` lists those of a folder.
 * `diagnose` finds out by experiment what holds a step back: a `Diagnosis`, with remedies and what each is predicted to gain.
 * `diagnosis.prove()` runs a remedy and sets prediction and measurement side by side: a `Proof`. `climb` repeats
   this until no remedy is left.
@@ -66,6 +66,8 @@ if TYPE_CHECKING:
     from workbench.memory.ladder import memory_ladder as memory_ladder
     from workbench.memory.max_micro_batch import max_micro_batch as max_micro_batch
     from workbench.memory.would_fit import would_fit as would_fit
+    from workbench.runs.budgets import RunCheck as RunCheck
+    from workbench.runs.budgets import check_run as check_run
     from workbench.runs.compare import Comparison as Comparison
     from workbench.runs.compare import compare as compare
     from workbench.runs.failure import Failure as Failure
@@ -101,6 +103,7 @@ _NAMES = {
     "workbench.memory.calibrate": "calibrate",
     "workbench.cluster.count_collectives": "collectives",
     "workbench.cluster.api": "ddp_twin measure_collectives",
+    "workbench.runs.budgets": "RunCheck check_run",
     "workbench.runs.compare": "Comparison compare",
     "workbench.cluster.analysis.cluster": "Cluster",
     "workbench.core.device": "Device",

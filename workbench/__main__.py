@@ -1,4 +1,4 @@
-"""The command line: `workbench lab | doctor | launch | join | diagnose | estimate | calibrate | runs | report`, calls of the public API."""
+"""The command line, made of calls of the public API; `workbench --help` lists the commands."""
 
 import argparse
 import json
@@ -218,6 +218,11 @@ def main(argv: list[str] | None = None) -> int:
     show = commands.add_parser("report", help="show a run directory")
     show.add_argument("path")
     show.add_argument("--would-fit", action="store_true", help="if memory ran out: predict which changes would have fitted")
+    gate = commands.add_parser("check", help="hold a run against budgets: exit status 0 if all are kept, 1 if not")
+    gate.add_argument("run_dir", help="the directory of the run")
+    gate.add_argument("--budgets", required=True, metavar="FILE", help='TOML with limits: step = "120 ms", peak_memory = "+5 %%", …')
+    gate.add_argument("--against", metavar="RUN_DIR", help="the run that relative limits refer to")
+    gate.add_argument("--json", action="store_true", help="print JSON")
     words = sys.argv[1:] if argv is None else argv
     words, script_args = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     given, rest = parser.parse_known_args(words)
@@ -241,6 +246,10 @@ def main(argv: list[str] | None = None) -> int:
             if given.would_fit:
                 print(f"\n{workbench.would_fit(shown)}")
             return 0
+        if given.command == "check":
+            checked = workbench.check_run(given.run_dir, given.budgets, against=given.against)
+            print(json.dumps(checked.to_json()) if given.json else checked)
+            return 0 if checked.ok else 1
         if given.command == "join":
             return join(given.run_dir)
         if given.command == "diagnose":

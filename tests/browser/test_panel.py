@@ -35,7 +35,7 @@ def gone(run_id: str, within: float = 20) -> bool:
 
 
 def test_a_run_is_live_while_a_later_cell_runs_and_keys_choose_a_log_and_stop_it(open_notebook: Open) -> None:
-    nb = open_notebook(IMPORT, LAUNCH, "run", BUSY.format(25))
+    nb = open_notebook(IMPORT, LAUNCH, "run", BUSY.format(25), "wb.widgets.runs()")
     run_id = launched(nb)
     words, lines = nb.page.locator(".wb-words"), nb.page.locator(".wb-lines")
     nb.run(3, wait=False)
@@ -63,6 +63,19 @@ def test_a_run_is_live_while_a_later_cell_runs_and_keys_choose_a_log_and_stop_it
     expect(nb.page.locator(".wb-badge")).to_have_text(re.compile("stopped"))
     expect(nb.page.locator(".wb-stop")).to_be_hidden()
     assert gone(run_id)
+
+    nb.run(4)
+    folder = nb.output(4)
+    rows, word = folder.locator(".wb-runs tbody tr"), folder.get_by_label("filter")
+    word.fill("nowhere")
+    expect(rows).to_have_count(0)
+    word.fill("stopped")
+    folder.get_by_role("button", name="state").click()
+    expect(folder.get_by_role("columnheader", name="state")).to_have_attribute("aria-sort", "ascending")
+    rows.first.get_by_role("button").press("Enter")
+    expect(folder.locator(".wb-badge")).to_have_text(re.compile("stopped"))
+    expect(rows.first.get_by_role("button")).to_be_focused()
+    nb.see("runs")
 
 
 def focused(nb: Notebook, selector: str) -> bool:
