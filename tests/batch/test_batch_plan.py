@@ -291,7 +291,7 @@ def test_what_cannot_be_planned(options: dict[str, Any], said: str) -> None:
 
 def test_only_a_spec_can_be_planned() -> None:
     with pytest.raises(ValueError, match=r"batch_plan\(str\): expected a RunSpec"):
-        batch_plan("fashion-mlp")  # type: ignore[arg-type]
+        batch_plan("fashion_mlp")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match='micro_batch="auto" is chosen when a run starts'):
         batch_plan(SPEC.replace(micro_batch="auto"), noise_scale=100, throughput=CURVE)
 

@@ -355,8 +355,9 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     program.send_signal(signal.SIGINT)
     _, said = program.communicate(timeout=30)
     assert said.rstrip().endswith("KeyboardInterrupt")
-    (folder,) = tmp_path.iterdir()
-    run = wb.Run.load(folder)
+    folders = [*tmp_path.iterdir()]
+    assert len(folders) == 1, folders
+    run = wb.Run.load(folders[0])
     assert run.state == "stopped"
     nothing_left(run.id)
 

