@@ -74,7 +74,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "NVIDIA GPUs" in out
-    assert "what will hurt, and the fix" in out
+    assert "problem, and how to fix it" in out
     assert main(["doctor", "--json"]) == 0
     assert {"name": "gloo smoke test", "here": "works", "trouble": "", "fix": ""} in json.loads(capsys.readouterr().out)["checks"]
     page = tmp_path / "doctor.html"

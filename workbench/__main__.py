@@ -22,7 +22,7 @@ from workbench.runs.task import SAMPLES
 
 
 def doctor(given: argparse.Namespace) -> int:
-    """Show what this machine has of what a run needs, what will hurt, and the fix; returns the exit status.
+    """Show what this machine has of what a run needs, what will cause trouble, and how to fix it; returns the exit status.
 
     Raises:
         OSError: the file cannot be written.
@@ -139,13 +139,13 @@ def calibrate(given: argparse.Namespace) -> int:
         if sys.stderr.isatty():
             print(f"workbench: {what}", file=sys.stderr)
 
-    tell("speeds of this machine, some seconds …")
+    tell("measuring the speed of this machine, a few seconds …")
     facts = machine_report.probe_torch("fresh", "links")
     if "error" in facts:
         raise ValueError(facts["error"])
     print(MachineSpeeds.from_json(facts["speeds"]), flush=True)
     if environment.gpu_count() == 0:
-        print("memory outside of the allocator: only runs on an NVIDIA GPU show it, and none is visible here")
+        print("memory outside of the allocator: it can only be measured on an NVIDIA GPU, and none is visible here")
         return 0
     print()
     try:
@@ -178,9 +178,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=workbench.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("lab", help="open JupyterLab", add_help=False)
-    look = commands.add_parser("doctor", help="what this machine has, what will hurt, and the fix")
+    look = commands.add_parser("doctor", help="what this machine has, what will cause trouble, and how to fix it")
     look.add_argument("--json", action="store_true", help="print it as JSON")
-    look.add_argument("--html", metavar="FILE", help="write it as a page that loads nothing")
+    look.add_argument("--html", metavar="FILE", help="write it as a self-contained HTML page")
     start = commands.add_parser("launch", help="run a script or a sample task under torchrun and show where its time goes")
     start.add_argument("target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
     start.add_argument("--nproc-per-node", type=int, default=1)

@@ -1,4 +1,4 @@
-"""Speeds of a machine: kept per machine and versions, privately; damaged files are measured anew; limits follow them within bounds."""
+"""Speeds of a machine: kept per machine and versions, privately; damaged files are measured again; limits follow them within bounds."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def test_a_damaged_file_is_measured_anew_with_a_note(here: Machine, text: str) -
     kept = MachineSpeeds.load(here)
     assert kept.speeds == {}
     assert "could not be read" in kept.notes[0]
-    assert "measured anew" in str(kept)
+    assert "measured again" in str(kept)
     assert speeds(here, dispatch=3e-6).save() == ""
     assert MachineSpeeds.load(here).notes == ()
 

@@ -82,7 +82,7 @@ class Module:
         (("my_task.py:build",), {}, r"there is no file .*my_task\.py"),
         (("clip-art:",), {}, r"task='clip-art:'"),
         (("train.py",), {}, r"train\.py does not exist"),
-        (("train.py", [1]), {}, r"a text is the path of a run directory or the name of a task; .* a script by a run of it"),
+        (("train.py", [1]), {}, r"expected the path of a run directory or the name of a task; .* a script by a run of it"),
         (("nowhere",), {}, r"nowhere.* is not a run directory"),
         ((SPEC,), {"budget_s": 0}, r"budget_s=0: seconds above 0 are allowed; try budget_s=60"),
         ((SPEC,), {"budget_s": float("nan")}, r"budget_s=nan"),

@@ -224,8 +224,8 @@ def test_a_remedy_tells_its_formula() -> None:
         ((1.1, 1.2, 1.3), False, True, False, "it helps; the prediction was 33 % too high"),
         ((0.95, 1.0, 1.05), False, False, False, "it did not help"),
         ((1.001, 1.01, 1.02), False, False, False, "it did not help"),
-        ((1.1, 1.2, 1.3), True, True, True, "it helps; a ceiling, as promised"),
-        ((1.9, 2.0, 2.1), True, True, False, "it helps; beyond its ceiling"),
+        ((1.1, 1.2, 1.3), True, True, True, "it helps; within the predicted ceiling"),
+        ((1.9, 2.0, 2.1), True, True, False, "it helps; more than the predicted ceiling"),
     ],
 )
 def test_what_a_proof_says(measured: tuple[float, float, float], ceiling: bool, gained: bool, held: bool, word: str) -> None:

@@ -177,10 +177,10 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert main(["calibrate"]) == 0  # the machine's speeds are known then
     out = capsys.readouterr().out
     assert "4.00 µs" in out
-    assert "only runs on an NVIDIA GPU show it, and none is visible here" in out
-    monkeypatch.setattr(machine_report, "probe_torch", lambda *_: {"error": "torch could not be tried: no such module"})
+    assert "it can only be measured on an NVIDIA GPU, and none is visible here" in out
+    monkeypatch.setattr(machine_report, "probe_torch", lambda *_: {"error": "torch could not be tested: no such module"})
     assert main(["calibrate"]) == 2
-    assert capsys.readouterr().err == "workbench: torch could not be tried: no such module\n"
+    assert capsys.readouterr().err == "workbench: torch could not be tested: no such module\n"
 
 
 @pytest.mark.parametrize("models", [0, 7, True, "2"])

@@ -1,4 +1,4 @@
-"""`workbench doctor`: each thing that will hurt is named with its fix, on made machines; what torch tells comes from another process."""
+"""`workbench doctor`: each problem is named with its fix, on made machines; what torch tells comes from another process."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "small files are slow there" in runs.trouble
     assert "writes 954 MiB/s" in runs.here
     slow = next(iter(disk_checks(tmp_path, {"disk": {str(tmp_path): 1e6}}, "")))
-    assert "checkpoints stop the training" in slow.trouble
+    assert "each checkpoint stops the training" in slow.trouble
     monkeypatch.setattr(machine_report, "MIN_DISK", 2**60)
     assert "checkpoints may fill it" in next(iter(disk_checks(tmp_path, {}, ""))).trouble
 
@@ -79,7 +79,7 @@ def test_links_between_gpus() -> None:
     assert links_check(linked) == Check(name="links between GPUs", here="NV18")
     apart = links_check(linked.replace("NV18", "SYS"))
     assert apart.here == "SYS"
-    assert "across the sockets" in apart.trouble
+    assert "across processor sockets" in apart.trouble
 
 
 def test_gpus_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +116,9 @@ def test_the_report_has_three_faces_and_is_read_back(tmp_path: Path) -> None:
 
 
 def test_without_torch_the_rest_is_shown(tmp_path: Path) -> None:
-    report = examine(lambda: {"error": "torch could not be tried: no such module"}, runs_dir=tmp_path)
+    report = examine(lambda: {"error": "torch could not be tested: no such module"}, runs_dir=tmp_path)
     assert report.speeds is None
-    assert any(check.trouble.startswith("torch could not be tried") for check in report.checks)
+    assert any(check.trouble.startswith("torch could not be tested") for check in report.checks)
 
 
 def test_a_process_that_gives_no_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

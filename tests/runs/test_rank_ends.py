@@ -106,7 +106,7 @@ def test_the_ends_are_read_at_once_and_the_rest_when_asked(very_many: tuple[Hand
     assert timelines[SLOW].count == STEPS - 10
     assert timelines[10:20][1].rank == 11
     assert whole(reads) == ["rank11.jsonl", f"rank{SLOW}.jsonl"]
-    assert repr(timelines) == "<the timelines of 1,024 ranks, each read when it is asked for>"
+    assert repr(timelines) == "<the timelines of 1,024 ranks, each read on request>"
 
 
 def test_panel_report_and_comparison_read_no_file_whole_but_those_at_the_extremes(very_many: tuple[HandMade, Reads]) -> None:
@@ -118,7 +118,7 @@ def test_panel_report_and_comparison_read_no_file_whole_but_those_at_the_extreme
     bars = faces.phases(now)
     assert bars.count('class="wb-row"') == 3
     assert f"rank {SLOW}" in bars
-    assert "3 of 1,024 ranks: the first, and those at the extremes" in bars
+    assert "3 of 1,024 ranks: the first, and those with the extreme values" in bars
     assert faces.static(run, now).count("<tr>") == 4
     other = wb.Run.load(made.path)
     assert wb.compare(run, other).speedup == 1.0

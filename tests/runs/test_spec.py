@@ -81,9 +81,9 @@ def test_a_value_that_is_not_allowed(knobs: dict, said: str) -> None:  # type: i
     ("given", "here"), [("batch_size", "micro_batch"), ("gpus", "nproc_per_node"), ("learning_rate", "lr"), ("workers", "num_workers")]
 )
 def test_a_knob_by_the_name_of_another_library_is_refused_with_its_name_here(given: str, here: str) -> None:
-    with pytest.raises(SpecError, match=f"RunSpec has no knob '{given}': it is called {here} here"):
+    with pytest.raises(SpecError, match=f"RunSpec has no knob '{given}': here it is called {here}"):
         RunSpec(task="text-gpt", **{given: 2})
-    with pytest.raises(SpecError, match=f"it is called {here} here"):
+    with pytest.raises(SpecError, match=f"here it is called {here}"):
         RunSpec(task="text-gpt").replace(**{given: 2})
 
 

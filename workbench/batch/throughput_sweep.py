@@ -180,7 +180,7 @@ class _Sweep:
     def _stop(self, why: str) -> None:
         self._stopped = True
         self.notes.append(
-            f"{why} after {units.seconds(self._line.seconds)}: throughput is less certain, with few steps or without some sizes"
+            f"{why} after {units.seconds(self._line.seconds)}: throughput is less certain: few steps, or some sizes were not measured"
         )
 
     def _tick(self) -> None:

@@ -44,7 +44,7 @@ FITTED_ON: Mapping[str, float] = {"call": 0.77e-6, "dispatch": 2.0e-6, "open": 8
 MOST_SCALED = 8.0
 """Limits follow the machine by at most this factor, up and down. Machines that train differ by less; more is a disturbed measurement."""
 MAX_SPREAD = 0.5
-"""Interquartile range over median above which a figure is too noisy: it is not used, and measured anew at the next chance."""
+"""Interquartile range over median above which a figure is too noisy: it is not used, and measured again at the next chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,9 +196,9 @@ class MachineSpeeds(display.Shown, JsonDataclass):
         except FileNotFoundError:
             return cls(machine=here)
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            return cls(machine=here, notes=(f"{here.file} could not be read ({type(error).__name__}): measured anew",))
+            return cls(machine=here, notes=(f"{here.file} could not be read ({type(error).__name__}): measured again",))
         if kept.machine != here or not set(kept.speeds) <= set(SPEEDS):
-            return cls(machine=here, notes=(f"{here.file} is of another machine or version: measured anew",))
+            return cls(machine=here, notes=(f"{here.file} is of another machine or version: measured again",))
         return replace(kept, notes=())
 
     def save(self) -> str:

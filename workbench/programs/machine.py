@@ -53,7 +53,7 @@ def gpus_seen() -> tuple[list[dict[str, Any]], str]:
 def gloo_answer(speeds: MachineSpeeds) -> dict[str, str]:
     """Could two ranks reduce something by gloo? The speeds tell."""
     if not dist.is_gloo_available():
-        return {"here": "not built into torch", "trouble": "several ranks on CPUs, and what the workbench's ranks agree on, need it"}
+        return {"here": "not built into torch", "trouble": "several ranks on CPUs need it, and so does the workbench to coordinate ranks"}
     if "gloo" in speeds.speeds:
         return {"here": "works"}
     return {"trouble": "; ".join(note for note in speeds.notes if note.startswith("gloo")) or "two ranks do not reach each other"}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def step_time(result: Run | Timeline | Sequence[Timeline], ax: Axes | None = None) -> Axes:
     """Where a step goes: one stacked bar per rank, in mean seconds per phase, warm-up left out.
 
-    Of a run with more than 128 ranks it draws the first, and those at the extremes.
+    Of a run with more than 128 ranks it draws the first, and those with the extreme values.
 
     Args:
         result: a run, a timeline (measured or predicted) or several.

@@ -172,7 +172,7 @@ class Timelines(Sequence[Timeline]):
         return self._files.timeline(names) if isinstance(names, str) else Timelines(self._files, names)
 
     def __repr__(self) -> str:
-        return f"<the timelines of {len(self):,} ranks, each read when it is asked for>"
+        return f"<the timelines of {len(self):,} ranks, each read on request>"
 
 
 def left_out_notes(rank: RankMeans) -> list[str]:

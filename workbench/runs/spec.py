@@ -385,7 +385,7 @@ def check_names(cls: type, names: Mapping[str, Any]) -> None:
     for name in names:
         if name not in known:
             here = next((knob for knob, about in KNOBS.items() if name in about.elsewhere and knob in known), None)
-            hint = f"it is called {here} here. " if here else did_you_mean(name[:80], known)
+            hint = f"here it is called {here}. " if here else did_you_mean(name[:80], known)
             raise SpecError(f"{cls.__name__} has no knob {name[:80]!r}: {hint}It has {', '.join(known)}")
 
 

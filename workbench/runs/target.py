@@ -113,7 +113,7 @@ class Measured:
                 return spec
             if folder or not (text.endswith(".py") or (self.file and os.path.splitext(text)[1])):
                 raise
-            why = f"{self.name}({text!r}): a text is the path of a run directory or the name of a task; {self._instead()}"
+            why = f"{self.name}({text!r}): expected the path of a run directory or the name of a task; {self._instead()}"
             raise ValueError(f"{why}; {self.file}" if self.file else why) from None
 
 

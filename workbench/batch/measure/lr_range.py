@@ -284,7 +284,7 @@ class _Search:
             except KeyboardInterrupt:
                 if not done or self.driver.peers.world_size > 1:
                     raise
-                self.notes.append(f"stopped by Ctrl-C after {len(done)} of {self.sweeps} sweeps: nothing is verified by a race")
+                self.notes.append(f"stopped by Ctrl-C after {len(done)} of {self.sweeps} sweeps: the result was not verified by a race")
                 self.race_steps = 0
                 break
         if not done:
@@ -320,7 +320,7 @@ class _Search:
         """Shorter rounds, or no race, where there is no time for more."""
         fit = self.budget.race_steps(self.race_steps, self.driver.elapsed, self._step())
         if fit < self.race_steps:
-            what = f"rounds of {fit} steps instead of {self.race_steps}" if fit else "no race, so nothing is verified,"
+            what = f"rounds of {fit} steps instead of {self.race_steps}" if fit else "no race, so the result is not verified,"
             self.notes.append(f"{what} for a budget of {self.budget.seconds:.0f} s: a larger budget_s= makes the result surer")
         self.race_steps = fit
 

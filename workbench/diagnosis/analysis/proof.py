@@ -76,7 +76,7 @@ class Proof(display.Shown, JsonDataclass):
             return "it did not help"
         error = f"the prediction was {units.percent(abs(self.error))} too {'high' if self.error > 0 else 'low'}"
         if self.remedy.ceiling:
-            return f"it helps; {'a ceiling, as promised' if self.held else 'beyond its ceiling'}"
+            return f"it helps; {'within the predicted ceiling' if self.held else 'more than the predicted ceiling'}"
         if math.isinf(self.remedy.high):
             return f"it helps; {'at least as much as predicted' if self.held else 'less than predicted'}"
         return f"it helps; {error}"

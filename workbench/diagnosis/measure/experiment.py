@@ -166,7 +166,7 @@ class _Experiment:
             except KeyboardInterrupt:
                 if self.peers.world_size > 1 or not self.rounds.pairs:
                     raise
-                self.notes.append(f"stopped by Ctrl-C after {units.seconds(self.bench.tick())}: this is what was known by then")
+                self.notes.append(f"stopped by Ctrl-C after {units.seconds(self.bench.tick())}: this is the result so far")
             reduced = self.peers.world_size > 1 and ablations.can_skip_reduction(self.models)
             gradients = measure_gradients(self.models, self.peers) if reduced else None
             self.bench.tick()
@@ -309,7 +309,7 @@ class _Experiment:
         alone = self.peers.world_size > 1 and ablations.can_skip_reduction(self.models)
         arm = ablations.without_reduction(self.models) if alone else contextlib.nullcontext()
         name = "no_sync" if alone else "cached"
-        self._say("more steps, since some may stall")
+        self._say("more steps, to look for stalls")
         with arm:
             while True:
                 seen = max(self.peers.gather(len(self.sums.stalls().at)))

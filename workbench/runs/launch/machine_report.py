@@ -1,4 +1,4 @@
-"""Looks at this machine: what a training needs of it, what will hurt, and the fix. `workbench doctor` shows the MachineReport.
+"""Looks at this machine: what a training needs of it, the problems, and how to fix them. `workbench doctor` shows the MachineReport.
 
 What needs torch is found out by `programs/machine.py`, in a process of its own.
 """
@@ -49,7 +49,7 @@ class Check(JsonDataclass):
     here: str
     """What this machine has."""
     trouble: str = ""
-    """What will hurt; "" = nothing."""
+    """The problem, and how to fix it; "" = none."""
     fix: str = ""
     """What to do about it."""
 
@@ -67,8 +67,8 @@ class MachineReport(display.Shown, JsonDataclass):
         """One row per check."""
         rows = [[check.name, check.here, f"✗ {check.trouble}: {check.fix}" if check.trouble else ""] for check in self.checks]
         troubles = sum(bool(check.trouble) for check in self.checks)
-        note = f"{troubles} thing{'s' * (troubles != 1)} will hurt, marked ✗" if troubles else "nothing that will hurt"
-        return display.Table(columns=("what", "here", "what will hurt, and the fix"), rows=rows, title="workbench doctor", note=note)
+        note = f"{troubles} problem{'s' * (troubles != 1)}, marked ✗" if troubles else "no problems found"
+        return display.Table(columns=("what", "here", "problem, and how to fix it"), rows=rows, title="workbench doctor", note=note)
 
     @property
     def _tables(self) -> list[display.Table]:
@@ -119,7 +119,7 @@ def probe_torch(*options: str, timeout: float = PATIENCE) -> dict[str, Any]:
         facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         last = " ".join(done.stderr.splitlines()[-1:]) or f"it ended with {done.returncode}"
-        return {"error": f"torch could not be tried: {last:.200}"}
+        return {"error": f"torch could not be tested: {last:.200}"}
     return facts
 
 
@@ -181,7 +181,7 @@ def links_check(matrix: str) -> Check:
     return Check(
         name="links between GPUs",
         here=", ".join(sorted(kinds)) or "unknown",
-        trouble="some pairs of GPUs talk across the sockets of the processor, which is slow" if slow else "",
+        trouble="some pairs of GPUs are connected only across processor sockets, which is slow" if slow else "",
         fix="choose GPUs of one socket by CUDA_VISIBLE_DEVICES (nvidia-smi topo -m), or reduce gradients less often" if slow else "",
     )
 
@@ -201,7 +201,7 @@ def cores_check(usable: float | None = None, there: int | None = None, load: flo
     governor = text_of(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")).strip()
     trouble = fix = ""
     if may < count:
-        trouble = f"torch and many data sets start {count} threads, which the quota stops again and again"
+        trouble = f"torch and many data sets start {count} threads, more than the quota allows, so they are paused again and again"
         fix = f"export OMP_NUM_THREADS={max(1, int(may))}, or raise the quota"
     elif busy > count:
         trouble, fix = f"{busy:.1f} processes want to compute, so that timings vary", "measure when the machine is idle"
@@ -283,7 +283,7 @@ def disk_checks(folder: Path, facts: Mapping[str, Any], mounts: str | None = Non
         elif name == "disk of runs" and kind.startswith(NETWORK):
             trouble, fix = "data sets of many small files are slow there", "copy them to a local disk, or pack them into shards"
         elif name == "disk of runs" and write and write < MIN_WRITE:
-            trouble, fix = "checkpoints stop the training for long", "write them to a faster disk, or less often"
+            trouble, fix = "each checkpoint stops the training for a long time", "write them to a faster disk, or less often"
         yield Check(name=name, here=here, trouble=trouble, fix=fix)
 
 
@@ -299,7 +299,7 @@ def start_check(method: str) -> Check:
     """How DataLoader's workers start."""
     anew = method != "fork"
     return Check(
-        name="workers start by",
+        name="start method of workers",
         here=method,
         trouble="each worker imports the script anew, and unpickles the data set" if anew else "",
         fix='protect the script by if __name__ == "__main__":, and keep workers (persistent_workers=True)' if anew else "",
@@ -309,7 +309,7 @@ def start_check(method: str) -> Check:
 def group_checks(facts: Mapping[str, Any]) -> Iterator[Check]:
     """Do ranks of this machine reach each other?"""
     fixes = {
-        "gloo": "check that the host name resolves (getent hosts $(hostname)); GLOO_SOCKET_IFNAME=lo takes the loopback",
+        "gloo": "check that the host name resolves (getent hosts $(hostname)); GLOO_SOCKET_IFNAME=lo uses the loopback interface",
         "nccl": "NCCL_DEBUG=INFO says more; check the driver, /dev/shm, and that the container sees all GPUs",
     }
     for name, fix in fixes.items():

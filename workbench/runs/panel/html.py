@@ -112,7 +112,7 @@ def curve(losses: Iterable[tuple[int, float]]) -> str:
 
 
 def chosen(ranks: Sequence[RankShare]) -> Sequence[RankShare]:
-    """The ranks that are shown: all, or of very many the first, and those at the extremes."""
+    """The ranks that are shown: all, or of very many the first, and those with the extreme values."""
     return [ranks[place] for place in extremes(ranks)]
 
 
@@ -126,7 +126,7 @@ def phases(now: Snapshot) -> str:
     steps, left_out = measured[0].steps - measured[0].left_out, measured[0].left_out
     what = f"mean of {_many(steps, 'step')}" + (f", the first {left_out} left out as warm-up" if left_out else "")
     if len(shown) < len(measured):
-        what = f"last {_many(steps, 'step')}; {len(shown)} of {len(measured):,} ranks: the first, and those at the extremes"
+        what = f"last {_many(steps, 'step')}; {len(shown)} of {len(measured):,} ranks: the first, and those with the extreme values"
     rows = "".join(
         stack.bar(
             f"rank {rank.rank}", dict(zip(PHASES, rank.phases, strict=True)), COLORS, longest=longest, end=units.seconds(rank.seconds)
