@@ -299,14 +299,15 @@ class Trial:
         if not resume:
             self.path = None
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        program = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, str(resume or ""), str(self.chain.ranks), str(self.chain.workers)],
-            cwd=self.folder,
-            env={**os.environ, MARK: self.mark, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=open(self.folder / "stderr", "a"),  # noqa: SIM115
-            text=True,
-        )
+        with open(self.folder / "stderr", "a") as errors:
+            program = subprocess.Popen(
+                [sys.executable, "-c", LAUNCH, str(resume or ""), str(self.chain.ranks), str(self.chain.workers)],
+                cwd=self.folder,
+                env={**os.environ, MARK: self.mark, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
         assert program.stdout
         try:
             yield program
