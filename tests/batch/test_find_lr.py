@@ -385,6 +385,25 @@ def test_a_slow_step_takes_no_longer_than_its_budget(training: Training, monkeyp
     assert any("larger budget_s=" in note for note in found.notes)
 
 
+def test_a_slow_first_step_does_not_shorten_the_search(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a fake clock: the first step starts workers and compiles for 5 s, and the others take 10 ms."""
+    calls = itertools.count()  # a list, or an object of ours, would be put back
+
+    def now() -> float:
+        taken = int(repr(calls).removeprefix("count(").removesuffix(")"))
+        return 0.01 * taken + (5.0 if taken else 0.0)
+
+    monkeypatch.setattr(time, "monotonic", now)
+
+    def step(batch: Any) -> Any:
+        next(calls)
+        return training.step(batch)
+
+    found = find_lr(step, training.loader, model=training.model, optimizer=training.optimizer, budget_s=60)
+    assert {sweep.planned for sweep in found.sweeps} == {100}
+    assert not [note for note in found.notes if "budget" in note]
+
+
 @pytest.mark.parametrize("at", [130, 330])
 def test_after_ctrl_c_it_returns_what_it_has(training: Training, at: int) -> None:
     calls = itertools.count()

@@ -10,6 +10,7 @@ import pytest
 from workbench.batch import throughput_sweep
 from workbench.batch.throughput_sweep import START, measure_throughput
 from workbench.core.progress import Waiting
+from workbench.runs.failure import RunError
 from workbench.runs.launch.sweep import Trial
 from workbench.runs.spec import RunSpec
 
@@ -54,6 +55,9 @@ class Machine:
                     samples_per_sec=micro * a / step if works else 0.0,
                 ),
             )
+
+    def count(self, wanted: int) -> int:
+        return sum(micro == wanted and a == 1 for launch in self.launches for micro, a, _ in launch)
 
     def tried(self) -> list[int]:
         return sorted({micro for launch in self.launches for micro, *_ in launch})
@@ -105,6 +109,22 @@ def test_above_what_runs_out_of_memory_nothing_is_tried(monkeypatch: pytest.Monk
     assert curve.micro_batches[-1] == 64
     assert max(machine.tried()) == 128
     assert any("micro_batch=128 was failed: out of memory" in note for note in curve.notes)
+
+
+def test_where_the_present_one_runs_out_of_memory_smaller_ones_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, lambda micro: 0.02, fails=32)
+    curve = measure_throughput(SPEC, PLACES, line=Waiting("batch_plan", 60))
+    assert curve.micro_batches[-1] == 16
+    assert [micro for launch in machine.launches for micro, *_ in launch].count(32) == 1  # it is not measured again, nor accumulated
+    assert max(machine.tried()) == 32
+    assert any("micro_batch=32 was failed: out of memory" in note for note in curve.notes)
+
+
+def test_where_none_fits_no_failure_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, lambda micro: 0.02, fails=1)
+    with pytest.raises(RunError, match="out of memory"):
+        measure_throughput(SPEC, PLACES, line=Waiting("batch_plan", 200))
+    assert max(map(machine.count, machine.tried())) == 1
 
 
 def test_without_a_limit_each_is_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:

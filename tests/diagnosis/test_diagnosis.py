@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shlex
 import sys
 import types
 
@@ -64,6 +65,20 @@ def test_a_brief_fits_into_two_kilobytes_and_says_what_to_run_next() -> None:
     proved = d.brief()
     assert proved["proved"] == [{"change": best.name, "measured": [1.4, 1.5, None], "helps": True}]
     assert proved["next"]["command"] is None
+
+
+def test_the_command_of_a_brief_can_be_given_to_a_shell() -> None:
+    spec = RunSpec(task="my tasks/it's.py:build", optimizer="sgd(lr=0.1, momentum=0.9)")
+    command = slow_loader(spec=spec).brief()["next"]["command"]
+    words = shlex.split(command)
+    assert words == ["workbench", "diagnose", spec.task, "--prove", "--set", f"optimizer={spec.optimizer}"]
+
+
+def test_a_command_that_is_too_long_for_a_brief_is_left_out() -> None:
+    value = slow_loader(spec=RunSpec(task=f"{'tasks/' * 400}task.py:build")).brief()
+    assert len(json.dumps(value, ensure_ascii=False).encode()) <= 2048
+    assert value["next"]["command"] == "diagnosis.prove()"
+    assert value["predicted"]
 
 
 def test_a_brief_leaves_out_what_is_too_long_and_counts_it() -> None:

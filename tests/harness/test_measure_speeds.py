@@ -1,9 +1,13 @@
 """Measuring a machine's speeds: only what is missing, never an error, and exact with a fake clock; once for real."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from workbench.core.machine_speeds import MAX_SPREAD, MachineSpeeds, Speed
 from workbench.harness import measure_speeds
@@ -110,6 +114,50 @@ def test_a_file_that_cannot_be_written_costs_nothing_but_a_note(tmp_path: Path, 
     speeds = machine_speeds(HOST, measures=counted([]))
     assert set(speeds.speeds) == set(HOST)
     assert "cannot be written" in speeds.notes[-1]
+
+
+@contextlib.contextmanager
+def hooked(get: Callable[[], object], put: Callable[[object], object], value: object) -> Iterator[None]:
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+@pytest.mark.parametrize(
+    ("slower", "said"),
+    [
+        (lambda: hooked(sys.gettrace, sys.settrace, lambda *_: None), "a debugger"),  # type: ignore[arg-type]
+        (lambda: hooked(sys.getprofile, sys.setprofile, lambda *_: None), "a profiler of Python"),  # type: ignore[arg-type]
+        (lambda: torch.autograd.profiler.profile(use_device=None), "torch's profiler"),
+        (torch.autograd.detect_anomaly, "anomaly detection"),
+        (lambda: FlopCounterMode(display=False), "a dispatch mode"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_nothing_is_measured_for_good_while_something_slows_each_call_down(
+    slower: Callable[[], contextlib.AbstractContextManager[object]], said: str
+) -> None:
+    calls: list[str] = []
+    with slower():
+        speeds = machine_speeds(HOST, fresh=True, measures=counted(calls))
+    assert calls == []
+    assert f"since {said}" in speeds.notes[-1]
+    assert not MachineSpeeds.load().speeds
+
+
+def test_a_default_device_changes_nothing() -> None:
+    seen: list[str] = []
+
+    def measure() -> Mapping[str, Speed]:
+        seen.append(torch.ones(1).device.type)
+        return {}
+
+    with torch.device("meta"):
+        machine_speeds(HOST, measures={HOST: measure})
+    assert seen == ["cpu"]
 
 
 def test_a_second_rank_that_fails_is_said() -> None:

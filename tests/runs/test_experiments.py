@@ -19,9 +19,28 @@ def test_it_shows_what_is_tried_and_what_is_known_so_far(tmp_path: Path, monkeyp
     assert words(run) == "diagnose: starting the ranks … 3 s of at most 60 s"  # type: ignore[arg-type]
     write = progress_writer(tmp_path)
     write("the first steps", "")
+    now[0] += 1
     write("no optimizer step", "no loader: 61 % less (55 to 67)")
-    now[0] += 5
+    now[0] += 4
     known = "no loader: 61 % less (55 to 67)"
     assert words(run) == f"diagnose: {known}; now: no optimizer step … 8 s of at most 60 s"  # type: ignore[arg-type]
     (tmp_path / run_directory.PROGRESS).write_text("half a")
     assert "starting" in words(run)  # type: ignore[arg-type]
+
+
+def test_progress_that_cannot_be_written_or_read_ends_nothing(tmp_path: Path) -> None:
+    """Only rank 0 writes it: the others would wait for a rank that is gone."""
+    (tmp_path / run_directory.PROGRESS).mkdir()
+    progress_writer(tmp_path)("the first steps", "")
+    assert "starting" in so_far("diagnose", 60)(SimpleNamespace(path=tmp_path))  # type: ignore[arg-type]
+
+
+def test_progress_is_written_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, written = [100.0], list[str]()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(run_directory, "write_json", lambda path, value: written.append(value["now"]))
+    write = progress_writer(tmp_path)
+    for tenth in range(25):
+        now[0] = 100 + tenth / 10
+        write(str(tenth), "")
+    assert written == ["0", "10", "20"]

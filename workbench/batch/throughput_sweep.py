@@ -106,19 +106,24 @@ class _Sweep:
             self._launch([self._present])
         order = self._nearest_first() if limited else [*self._places]
         while not self._stopped and (left := [micro for micro in order if micro not in self._values and self._is_worth_it(micro)]):
-            accumulated = any(isinstance(run.spec, RunSpec) and run.spec.accumulation > 1 for run in self.runs)
             before = len(self._values)
-            self._launch(left, twice=None if accumulated else middle)
+            self._launch(left, twice=None if self._accumulated or self._values.get(middle) == 0 else middle)
             if len(self._values) == before:
                 break
         again = [micro for micro in reversed(order) if not limited or self._is_contender(micro)]
         if again and not self._stopped and self._line.left > START + 1.2 * sum(map(self._seconds, again)):
-            self._launch(again, twice=None if limited else middle, second=True)
+            best = max(self._values, key=self._values.__getitem__)
+            self._launch(again, twice=middle if not limited else None if self._accumulated else best, second=True)
         if untried := sorted(set(self._places) - self._values.keys()):
             for gains in (True, False):
                 some = [str(micro) for micro in untried if self._may_gain(micro) == gains]
                 why = "in the time" if gains else ": those before them gained nothing"
                 self.notes += [f"micro_batch {', '.join(some)} not tried {why}".replace(" :", ":")] if some else []
+
+    @property
+    def _accumulated(self) -> bool:
+        """Was a micro-batch run with accumulation as well?"""
+        return any(isinstance(run.spec, RunSpec) and run.spec.accumulation > 1 for run in self.runs)
 
     def _nearest_first(self) -> list[int]:
         """The present micro-batch, the next larger, the next smaller, and so on."""
@@ -132,7 +137,8 @@ class _Sweep:
     def _is_worth_it(self, micro: int) -> bool:
         """May it gain, and is there the time for a few of its steps?"""
         most = min(2 * SECONDS, max(0.0, self._line.left - START) / 2)
-        fits = micro == self._present or not math.isfinite(self._line.left) or MIN_STEPS * self._step(micro) <= most
+        step = self._step(micro)
+        fits = micro == self._present or not math.isfinite(self._line.left) or math.isnan(step) or MIN_STEPS * step <= most
         return fits and self._may_gain(micro)
 
     def _step(self, micro: int) -> float:
@@ -214,10 +220,11 @@ class _Sweep:
         return bool(lost) and (len(lost) == len(left) or sum(map(self._seconds, lost)) > START)
 
     def _is_contender(self, micro: int) -> bool:
-        return self._values.get(micro, 0.0) >= CONTENDER * max(self._values.values(), default=math.inf)
+        value = self._values.get(micro, 0.0)
+        return value > 0 and value >= CONTENDER * max(self._values.values())
 
     def _may_gain(self, micro: int) -> bool:
-        """Is it not beyond some that gained nothing, or failed, on the way from the present micro-batch? Without a limit all are tried."""
+        """Is it not beyond some that gained nothing, or above one that failed, from the present one on? Without a limit all are tried."""
         if not math.isfinite(self._line.left):
             return True
         way = sorted(
@@ -226,8 +233,10 @@ class _Sweep:
         )
         best, idle = 0.0, 0
         for place in way:
-            if not self._values[place] and place > self._present:
-                return False
+            if not self._values[place]:
+                if micro > self._present:
+                    return False
+                continue  # a smaller one may fit
             idle = 0 if self._values[place] > (1 + GAIN) * best else idle + 1
             best = max(best, self._values[place])
         return idle < IDLE

@@ -3,6 +3,7 @@
 import datetime
 import math
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from workbench.core.machine_speeds import MachineSpeeds, Speed
 
@@ -49,6 +51,8 @@ def machine_speeds(
 ) -> MachineSpeeds:
     """The speeds of this machine: those on file, and what they lack measured now. Never fails: what cannot be measured is noted.
 
+    Nothing is measured while something slows down each call of Python or torch (see `slowed_by`), since the file is kept for good.
+
     Args:
         names: those that are needed, of `SPEEDS`.
         fresh: measure all of these anew.
@@ -60,17 +64,34 @@ def machine_speeds(
     missing = list(names) if fresh else known.missing(names)
     if not missing:
         return known
+    if slow := slowed_by():
+        return known.with_measured({}, [*known.notes, f"{', '.join(missing)} were not measured, since {slow} slows each call down"])
     measured: dict[str, Speed] = {}
     notes, begin = list(known.notes), clock()
     for group, measure in (MEASURES if measures is None else measures).items():
         if set(group) & set(missing) and clock() - begin <= budget_s:
             try:
-                measured.update(measure())
+                with torch._C.DisableTorchFunction():  # a default device is a mode, which would be timed with each operator
+                    measured.update(measure())
             except Exception as error:  # whatever a machine lacks: the limits stay as they were fitted
                 notes.append(f"{', '.join(group)} could not be measured: {type(error).__name__}: {str(error).partition(chr(10))[0]:.120}")
     speeds = known.with_measured(measured, notes)
     failure = speeds.save() if measured else ""
     return speeds.with_measured({}, [*notes, failure]) if failure else speeds
+
+
+def slowed_by() -> str:
+    """What slows down each call of Python or torch in this thread now, such as a debugger; "" = nothing."""
+    if sys.gettrace() is not None:
+        return "a debugger or another tracer (sys.settrace)"
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on; cProfile uses it there
+    if sys.getprofile() is not None or (monitoring and any(monitoring.get_tool(tool) and monitoring.get_events(tool) for tool in range(6))):
+        return "a profiler of Python"
+    if torch.autograd._profiler_enabled():
+        return "torch's profiler"
+    if torch.is_anomaly_enabled():
+        return "anomaly detection"
+    return "a dispatch mode of torch" if _get_current_dispatch_mode_stack() else ""
 
 
 def per_call(call: Callable[[int], object], clock: Callable[[], float] = time.thread_time) -> Speed:
@@ -108,7 +129,12 @@ def rate(size: int, copy: Callable[[], object], clock: Callable[[], float] = tim
 
 def host_speeds() -> dict[str, Speed]:
     """Timer, Python, dispatch, files and memory."""
-    clock, module, weight, values = time.perf_counter, torch.nn.Identity(), torch.ones(16, requires_grad=True), torch.ones(16)
+    clock, module, weight, values = (
+        time.perf_counter,
+        torch.nn.Identity(),
+        torch.ones(16, requires_grad=True, device="cpu"),
+        torch.ones(16, device="cpu"),
+    )
 
     def read_clock(count: int) -> None:
         for _ in range(count):
@@ -176,7 +202,7 @@ def _reductions(reduce: Callable[[int, torch.Tensor], object], meet: Callable[[i
     def rounds(rank: int) -> None:
         nonlocal more
         for size, count in ((4, LATENCIES), (MESSAGE_BYTES, MESSAGES)):
-            values = torch.zeros(size // 4)
+            values = torch.zeros(size // 4, device="cpu")
             until, done = time.perf_counter() + REDUCTION_SECONDS, -1  # the first one warms up
             while True:
                 if rank == 0:
@@ -249,7 +275,7 @@ def gpu_speeds() -> dict[str, Speed]:
             torch.cuda.synchronize(device)
 
     target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    pageable = torch.ones(COPY_BYTES, dtype=torch.uint8)
+    pageable = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cpu")
     pinned = pageable.pin_memory()
 
     def copied(source: torch.Tensor) -> Callable[[], None]:

@@ -7,6 +7,7 @@ the result, `evidence.json` or `contest.json`.
 import argparse
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,8 @@ def run_program(
     Ranks.leave()
 
 
+PROGRESS_SECONDS = 1.0
+"""Seconds between two writes of the progress."""
 MIN_MEASURING = 0.5
 """Share of the budget that is left for measuring at least, however long the start has taken."""
 
@@ -118,10 +121,18 @@ def diagnose(assignment: Assignment) -> dict[str, Any]:
 
 
 def progress_writer(run_dir: Path) -> Callable[[str, str], None]:
-    """A function that writes what is tried now and known so far into the run directory; whoever waits for the run shows it."""
+    """A function that writes what is tried now and known so far into the run directory; whoever waits for the run shows it.
+
+    It raises no OSError: rank 0 alone calls it, and the others would wait for a rank that has ended.
+    """
+    following = -math.inf
 
     def write(now: str, known: str) -> None:
-        run_directory.write_json(run_dir / run_directory.PROGRESS, {"now": now, "known": known})
+        nonlocal following
+        if time.monotonic() >= following:
+            following = time.monotonic() + PROGRESS_SECONDS
+            with contextlib.suppress(OSError):
+                run_directory.write_json(run_dir / run_directory.PROGRESS, {"now": now, "known": known})
 
     return write
 

@@ -57,8 +57,8 @@ MOST_BYTES, MIN_BATCHES = 2**30, 8
 """The race keeps the batches of its rounds so that all candidates see the same: at most so many bytes, but this many batches a round."""
 NEGLIGIBLE = 1e-3
 """This share of a sweep's smallest learning rate changes nothing."""
-TIMED = 2
-"""Steps after which it is known how long they take."""
+TIMED = 3
+"""Steps after which it is known how long they take; the first, which starts workers and the device and compiles, does not count."""
 RACE_SEED = 1000
 """Random numbers of the race differ from those of the sweeps."""
 
@@ -85,6 +85,8 @@ class StepDriver:
         """The last batch."""
         self.elapsed = 0.0
         """Seconds since the search began, on the rank that has taken longest."""
+        self.first = 0.0
+        """Of these, the seconds until the end of the first step."""
         self._began = time.monotonic()
         self._step, self._control, self._progress = step, control, progress
 
@@ -115,6 +117,7 @@ class StepDriver:
             mean = sum(value for value, *_ in answers) / len(answers)
             if all(stepped for _, stepped, *_ in answers):
                 self.taken += 1
+                self.first = self.first or self.elapsed
                 if self._progress:
                     self._progress(self.taken, max(self.planned, self.taken), lr, mean)
                 return mean
@@ -303,8 +306,10 @@ class _Search:
         )
 
     def _step(self) -> float:
-        """Mean seconds of a step so far."""
-        return self.driver.elapsed / max(1, self.driver.taken)
+        """Mean seconds of a step so far, without the first, if there are more."""
+        if self.driver.taken < 2:
+            return self.driver.elapsed
+        return (self.driver.elapsed - self.driver.first) / (self.driver.taken - 1)
 
     def _fitting(self, lrs: Sequence[float]) -> Sequence[float]:
         """The learning rates of the first sweep, of which TIMED were taken: fewer where steps take long. Later sweeps have as many."""

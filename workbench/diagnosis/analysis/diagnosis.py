@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,8 @@ from workbench.runs.spec import RunSpec, Spec
 
 BRIEF_BYTES, BRIEF_TEXT = 2048, 240
 """Most bytes of a brief as JSON, and most characters of a text in it."""
+BRIEF_COMMAND, IN_PYTHON = 500, "diagnosis.prove()"
+"""Most bytes of a command in a brief, and what stands in its place where it is longer."""
 MIN_FOREIGN_SHARE = 0.02
 """Share of the cores taken by other processes below which the caption does not mention them."""
 
@@ -263,12 +266,13 @@ class Diagnosis(JsonDataclass):
             left_out += 1
 
     def _proving(self) -> str:
-        """The command that proves the best remedy, or the call."""
+        """The command that proves the best remedy, for a shell; the call where it would be too long, or there is none."""
         if not isinstance(self.spec, RunSpec):
-            return "diagnosis.prove()"
+            return IN_PYTHON
         default = RunSpec(task=self.spec.task).changes(self.spec)
-        turned = " ".join(f"{name}={value}" for name, (_, value) in default.items())
-        return f"workbench diagnose {self.spec.task} --prove{f' --set {turned}' if turned else ''}"
+        turned = "".join(f" {shlex.quote(f'{name}={value}')}" for name, (_, value) in default.items())
+        command = f"workbench diagnose {shlex.quote(self.spec.task)} --prove{f' --set{turned}' if turned else ''}"
+        return command if len(command.encode()) <= BRIEF_COMMAND else IN_PYTHON
 
     plot = display.plot_method("diagnosis")
 

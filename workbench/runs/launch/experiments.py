@@ -200,7 +200,7 @@ def so_far(name: str, budget_s: float) -> Callable[[Run], str]:
 
     def words(run: Run) -> str:
         status = {"now": "starting the ranks", "known": ""}
-        with contextlib.suppress(run_directory.DamagedRunError):  # it has not begun
+        with contextlib.suppress(run_directory.DamagedRunError, OSError):  # it has not begun, or a shared disk does not answer
             status = run_directory.read_json(run.path / run_directory.PROGRESS)
         return status_text(name, status["now"], status["known"], time.monotonic() - began, budget_s)
 
