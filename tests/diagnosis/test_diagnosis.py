@@ -11,6 +11,7 @@ import pytest
 
 from tests.made import World
 from workbench.core.statistics import Interval
+from workbench.diagnosis.analysis.costs import Costs
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.proof import Ladder, Proof, Rung
 from workbench.diagnosis.analysis.remedy import Remedy
@@ -65,6 +66,16 @@ def test_a_brief_fits_into_two_kilobytes_and_says_what_to_run_next() -> None:
     proved = d.brief()
     assert proved["proved"] == [{"change": best.name, "measured": [1.4, 1.5, None], "helps": True}]
     assert proved["next"]["command"] is None
+
+
+def test_three_pairs_that_agree_by_chance_do_not_pass_for_certain() -> None:
+    """The loader's share decides the verdict, and a brief is all that an agent sees."""
+    evidence = World(cpu=0.03, noise=0.0, pairs=3).evidence()
+    low, mid, high = Diagnosis.of(evidence).brief()["experiments"]["cached"]
+    assert high - low > 0.01
+    data = Costs.of(evidence).data
+    assert data.width > 0.02 * data.mid
+    assert low < mid < high
 
 
 def test_the_command_of_a_brief_can_be_given_to_a_shell() -> None:

@@ -20,13 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from workbench.core.statistics import LOOKS
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.evidence import Evidence
-from workbench.diagnosis.measure.experiment import experiment
+from workbench.diagnosis.measure.experiment import _is_decided, experiment
 from workbench.harness.ab_test import measure_change
 from workbench.harness.blocks import DiagnoseError, StepFailed
 
 BUDGET = 4.0
+
+
+def test_rounds_end_after_as_many_looks_as_their_interval_allows_for() -> None:
+    equal, noisy = [(1.0, 0.5)] * LOOKS, [(1.0, 0.1), (1.0, 0.9)] * LOOKS
+    assert [_is_decided(equal[:count]) for count in (0, 2, 4)] == [False, False, True]
+    assert [_is_decided(noisy[:count]) for count in (4, LOOKS - 1, LOOKS, LOOKS + 1)] == [False, False, True, True]
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):

@@ -1,9 +1,13 @@
 """Result types of experiments on a training step, without torch: times of a variant, and places in the user's code."""
 
+import math
 import statistics
 from dataclasses import dataclass
 
-from workbench.core.statistics import Interval, interval_of
+from workbench.core.statistics import Interval, interval_of, repeated_interval
+
+MANY_PAIRS = 6
+"""Pairs from which on a bootstrap interval is wide enough. (By simulation, its 90 % are 63 % with 3 pairs, and 76 % with 5.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,15 @@ class VariantTimes:
     def saved(self) -> Interval:
         """Fraction of the baseline's step that it saves; negative if it costs time."""
         return interval_of(self.pairs, lambda base, changed: 1 - changed / base)
+
+    @property
+    def saved_at_few_pairs(self) -> Interval:
+        """`saved`, with an interval that is at least Student's where there are less than MANY_PAIRS; see `repeated_interval`."""
+        saved, ratios = self.saved, [math.log(changed / base) for base, changed in self.pairs if base > 0 < changed]
+        if len(self.pairs) >= MANY_PAIRS or not ratios:
+            return saved
+        wide = repeated_interval(ratios, looks=1).of(lambda ratio: 1 - math.exp(ratio))
+        return Interval(low=min(saved.low, wide.low), mid=saved.mid, high=max(saved.high, wide.high))
 
     @property
     def speedup(self) -> Interval:

@@ -220,7 +220,7 @@ class Costs:
         if e.observed:
             return _observed(e)
         clean = e.step * (1 - e.stalls.share)
-        ratio = e.arms["cached"].saved if "cached" in e.arms else NOTHING
+        ratio = e.arms["cached"].saved_at_few_pairs if "cached" in e.arms else NOTHING
         data = at_least_0(scaled(ratio, clean))
         loader = _loader(e)
         noise, met = (e.noise.spread if e.noise else 0.05) / 2, NOTHING

@@ -245,7 +245,7 @@ class Diagnosis(JsonDataclass):
                 for remedy in self.remedies
             ],
             "proved": proved,
-            "experiments": [[name, _three(arm.saved)] for name, arm in e.arms.items()],
+            "experiments": [[name, _three(arm.saved_at_few_pairs)] for name, arm in e.arms.items()],
             "unknown": [_short(note) for note in (*e.notes, *self.judgement.notes)],
         }
         left_out = 0

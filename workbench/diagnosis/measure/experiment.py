@@ -215,8 +215,7 @@ class _Experiment:
             if max(self.peers.gather(self.feed.exhausted)) or bench.elapsed + rounds.cost > self._until("rounds"):
                 break
             pairs = self.sums.arm("cached").pairs
-            decided = len(pairs) >= FEW_PAIRS and _is_decided(pairs)
-            if self.peers.agree(decided, all):  # passes may have other lengths elsewhere
+            if self.peers.agree(_is_decided(pairs), all):  # passes may have other lengths elsewhere
                 break
         if not rounds.watched:
             rounds.clocked(50)
@@ -343,7 +342,9 @@ def as_words(what: str, saved: Interval) -> str:
 
 
 def _is_decided(pairs: Sequence[tuple[float, float]]) -> bool:
-    """Is it clear whether the loader is to blame, and if so, what it costs?"""
+    """Is it clear whether the loader is to blame, and if so, what it costs? After LOOKS, more would not make it so."""
+    if not FEW_PAIRS <= len(pairs) < LOOKS:
+        return len(pairs) >= LOOKS
     saved, width = saved_by_caching(pairs), saved_by_caching(pairs, looks=1).width
     return saved.high < MIN_BLAMED_SAVING or width <= (CLEAR_INTERVAL if saved.low > BLAMED_LOADER else NARROW_INTERVAL)
 
