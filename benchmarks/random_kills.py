@@ -412,6 +412,10 @@ class Trial:
             return run.wait(READY, check=True)
 
 
+END = "the end"
+"""How a problem begins that shows when a chain has ended, and not after a kill."""
+
+
 def content(run: Run) -> tuple[dict[str, Any], list[tuple[int, float]]]:
     """Weights and optimizer after the last step, and the losses of all steps."""
     state = checkpoint_file.load(run.path / run_directory.CHECKPOINTS / f"step{STEPS:08d}.pt", torch.device("cpu"))
@@ -458,9 +462,9 @@ def played(number: int, seed: int, folder: Path, references: dict[tuple[int, int
                 break
         ended = trial.path is not None and Run.load(trial.path).state == "finished"  # before its moment came
         run = Run.load(trial.path) if trial.path and ended else trial.finish()
-        chain.problems += differences(run, references[ranks, workers], ranks)
+        chain.problems += (f"{END}: {problem}" for problem in differences(run, references[ranks, workers], ranks))
     except Exception as error:
-        chain.problems.append(f"{type(error).__name__}: {error}")
+        chain.problems.append(f"{END}: {type(error).__name__}: {error}")
     return chain
 
 
@@ -538,12 +542,12 @@ def table(chains: list[Chain]) -> Table:
                     f"{latest:.1f} s",
                 ]
             )
-    well = sum(not chain.problems for chain in chains)
+    well = sum(not any(problem.startswith(END) for problem in chain.problems) for chain in chains)
     note = (
         f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}; "
         f"{well} of {len(chains)} trainings ended bit for bit as an undisturbed one, with every step of every rank once"
     )
-    columns = ("hit", "kills", "with survivors", "culprit right", "gone after at most")
+    columns = ("killed", "kills", "with survivors", "named right", "gone after at most")
     return Table(columns=columns, rows=rows, title="Random kills", note=note)
 
 
