@@ -41,7 +41,8 @@ def doctor(given: argparse.Namespace) -> int:
 
 def report(run: Run) -> str:
     """A run as text: how it ended, and where the time went on each rank; of very many ranks on the first and those at the extremes."""
-    return "\n\n".join([str(run), *(str(run.timelines[place]) for place in extremes(run.rank_means))])
+    timelines = run.timelines
+    return "\n\n".join([str(run), *(str(timelines[place]) for place in extremes(run.rank_means))])
 
 
 def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]:

@@ -89,6 +89,16 @@ def test_in_a_notebook_the_line_stands_below_its_cell_and_leaves_nothing_there(m
     assert sent[2][0] == {}  # nothing that a comparison of stored outputs would see
 
 
+@pytest.mark.parametrize("module", [None, SimpleNamespace(), SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))])
+def test_what_is_no_ipython_shows_nothing(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """A script may have put None or a stub there, to keep a package from taking it for a notebook."""
+    stream = io.StringIO()
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream, modules={"IPython": module}))
+    with Waiting("diagnose", None) as line:
+        line.say("no loader")
+    assert stream.getvalue() == ""
+
+
 def test_in_a_log_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream, modules={}))

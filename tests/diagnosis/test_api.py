@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import workbench as wb
 from tests.conftest import processes_with
@@ -21,6 +22,8 @@ from workbench.diagnosis.analysis.proof import Ladder, Proof
 from workbench.diagnosis.analysis.remedy import Remedy, apply_remedy
 from workbench.diagnosis.analysis.verdict import Judgement
 from workbench.diagnosis.api import LaunchedSpec
+from workbench.diagnosis.measure.experiment import speeds_for
+from workbench.harness.peers import Peers
 from workbench.runs.failure import Failure
 from workbench.runs.launch import environment
 from workbench.runs.spec import SpecError
@@ -126,6 +129,13 @@ def test_a_script_is_run_watched_until_it_ends_or_the_budget_is_spent(
     found = wb.diagnose(str(tmp_path / "train.py"), budget_s=7)
     assert calls == [(str(tmp_path / "train.py"), {"watch": True, "runs_dir": None}), {"timeout": 7, "check": True}]
     assert found.caption.startswith("observed in 50 steps")
+
+
+def test_what_does_not_go_with_a_script_is_refused_before_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr("workbench.diagnosis.api.launch", lambda *_, **__: pytest.fail("it was launched"))
+    with pytest.raises(ValueError, match=r"was given model=, which only goes with a step: diagnose\(step, loader\)"):
+        wb.diagnose(str(tmp_path / "train.py"), model=Module())
 
 
 def test_what_a_task_or_a_script_is_diagnosed_by() -> None:
@@ -376,3 +386,17 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "workbench: rank 0: KeyError: 'boom'" in done.stderr
     assert "slow_task.py" in done.stderr  # its traceback
+
+
+def test_rank_0_sends_something_even_if_the_speeds_of_the_machine_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait for it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("workbench.diagnosis.measure.experiment.machine_speeds", refuse)
+    monkeypatch.setattr("workbench.diagnosis.measure.experiment.MachineSpeeds.load", refuse)
+    for budget in (1.0, 60.0):
+        speeds = speeds_for(Peers(), torch.device("cpu"), budget)
+        assert speeds.slowness("dispatch") == 1
+        assert "RuntimeError: Could not determine home directory." in speeds.notes[0]

@@ -23,7 +23,7 @@ from workbench.core import run_directory
 from workbench.core.run_directory import DamagedRunError
 from workbench.runs import guards, slurm_queue
 from workbench.runs.entrypoints import TRAIN, entrypoint
-from workbench.runs.launch import guard, new_run, nodes
+from workbench.runs.launch import environment, guard, new_run, nodes
 from workbench.runs.launch.new_run import LaunchError
 from workbench.runs.launch.rendezvous import Rendezvous
 from workbench.runs.run import Run, RunGoneError
@@ -123,11 +123,19 @@ def test_no_path_leads_out_of_the_directory(by_hand: Make, outside: Any) -> None
         Run.load(by_hand(launch_dir=outside).path)
 
 
-@pytest.mark.parametrize("number", ["/../../home/x", "a/b", "", "a\0b", "a\nb", "x" * 300, 7, None])
-def test_the_number_of_a_run_is_no_path(by_hand: Make, number: Any) -> None:
-    """The guard deletes a temporary folder that is named after it."""
+@pytest.mark.parametrize("number", ["", "a\0b", "a\nb", "x" * 300, 7, None])
+def test_the_id_of_a_run_is_text(by_hand: Make, number: Any) -> None:
     with pytest.raises(DamagedRunError, match="its id is"):
         Run.load(by_hand(id=number).path)
+
+
+@pytest.mark.parametrize("number", ["/../../home/x", "team/7"])
+def test_an_id_with_a_slash_is_read_and_becomes_no_path(by_hand: Make, number: str) -> None:
+    """Earlier versions took it from torchrun's --rdzv-id; torchrun names a folder of logs after it."""
+    run = Run.load(by_hand(id=number).path)
+    assert run.id == number
+    command = environment.torchrun(1, run.path, ["train.py"], run.id)
+    assert "/" not in command[command.index("--rdzv-id") + 1]
 
 
 @pytest.mark.parametrize("number", ["/../../etc", "../x", "x/../y"])

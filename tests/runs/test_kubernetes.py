@@ -359,9 +359,9 @@ WORDS = ["micro_batch=4", "precision=amp_bf16"]
 def pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., wb.Run]:
     """One rank of a pod, with something in the place of the training."""
 
-    def run(rank: int, *words: str, training: Callable[[Path], object] = str) -> wb.Run:
+    def run(rank: int, *words: str, training: Callable[[Path], object] = str, run_id: str = "r") -> wb.Run:
         monkeypatch.setattr(alone.program, "main", lambda given: training(Path(given[0])))
-        for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "TORCHELASTIC_RUN_ID": "r"}.items():
+        for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "TORCHELASTIC_RUN_ID": run_id}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv(run_directory.ENV_RUN_DIR, "")
         alone.main([TINY, str(tmp_path), *(words or WORDS)])
@@ -376,6 +376,13 @@ def test_a_pod_trains_what_nobody_launched(pod: Callable[..., wb.Run]) -> None:
     assert run.spec == wb.RunSpec(task=TINY, nnodes=2, nproc_per_node=2, micro_batch=4, precision="amp_bf16")
     assert seen == ["running"]
     assert (run.state, run.ok, run.error) == ("finished", True, None)
+
+
+def test_a_run_id_that_is_empty_is_none(pod: Callable[..., wb.Run]) -> None:
+    run = pod(0, run_id="")
+    assert run.id == "alone"
+    shutil.rmtree(run.path)
+    assert pod(0, run_id="team/7").id == "team-7"
 
 
 def test_a_pod_that_fails(pod: Callable[..., wb.Run], tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ import workbench as wb
 from tests.conftest import HandMade
 from workbench.__main__ import main
 from workbench.core import run_directory
+from workbench.runs import listing, slurm_queue
+from workbench.runs.listing import RunFolder
+from workbench.runs.run import Run
 from workbench.runs.spec import ScriptSpec
 
 Make = Callable[..., HandMade]
@@ -124,3 +127,41 @@ def test_a_run_list_is_filtered_and_sorted(by_hand: Make, capsys: pytest.Capture
     assert "the first 100 of 150" in str(many.sort("state"))
     assert main(["runs", str(listed.folder), "--filter", "lr=0.", "--sort", "loss"]) == 0
     assert capsys.readouterr().out == f"{listed.filter('lr=0.').sort('loss')}\n"
+
+
+def test_a_job_is_asked_for_rarely_and_never_once_it_has_ended(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's controller is shared by all users, and a panel looks at its folder every two seconds."""
+    calls, answer = list[str](), ["JobId=7 JobState=PENDING Reason=Priority"]
+    monkeypatch.setattr(slurm_queue, "call", lambda *words, **more: (calls.append(words[0]), (0, answer[0]))[1])
+    monkeypatch.setattr(slurm_queue, "POLL", 3600)
+    made = by_hand(batch={"system": "slurm"})
+    run_directory.write_json(made.path / run_directory.JOB, {"job": "7"})
+    folder = RunFolder(made.path.parent)
+    assert [folder.read()[0].state for _ in range(3)] == ["queued"] * 3
+    assert len(calls) == 1
+    made.ended("finished")
+    loaded = list[Path]()
+    load = Run.load
+    monkeypatch.setattr(Run, "load", lambda path: (loaded.append(path), load(path))[1])
+    assert [folder.read()[0].state for _ in range(3)] == ["finished"] * 3
+    assert (len(calls), len(loaded)) == (1, 1)
+    made.ended("failed")  # its job may be in the queue again
+    answer[0] = "JobId=7 JobState=RUNNING Restarts=1 Reason=None"
+    info = json.loads((made.path / "run.json").read_text())
+    run_directory.write_json(made.path / "run.json", {**info, "batch": {"system": "slurm", "requeue": True}})
+    assert folder.read()[0].state == "running"
+
+
+@pytest.mark.parametrize("state", ["finished", "running"])
+def test_a_read_that_fails_is_tried_again(by_hand: Make, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    made = by_hand().losses(3)
+    made.ended("finished") if state == "finished" else made.alive()
+    folder, last = RunFolder(made.path.parent), listing._last_metric
+
+    def refuse(path: Path) -> dict[str, Any]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(listing, "_last_metric", refuse)
+    assert folder.read()[0].state == "damaged"
+    monkeypatch.setattr(listing, "_last_metric", last)
+    assert folder.read()[0].state == state

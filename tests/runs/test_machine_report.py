@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,6 +73,36 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "each checkpoint stops the training" in slow.trouble
     monkeypatch.setattr(machine_report, "MIN_DISK", 2**60)
     assert "checkpoints may fill it" in next(iter(disk_checks(tmp_path, {}, ""))).trouble
+
+
+def test_a_home_of_somebody_else_is_said_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, stat = tmp_path / "theirs", os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if isinstance(path, str | os.PathLike) and home in Path(path).parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    def no_answer(path: Any) -> Any:
+        raise OSError(5, "Input/output error", str(path))
+
+    home.mkdir()
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != home)
+    monkeypatch.setenv("WORKBENCH_CACHE", str(home / ".cache" / "workbench"))
+    *_, cache = disk_checks(tmp_path, {}, "")
+    assert cache.trouble == "this user may not write there"
+    assert cache.here.endswith(str(home))
+    monkeypatch.setattr(shutil, "disk_usage", no_answer)
+    assert "free space unknown" in next(iter(disk_checks(tmp_path, {}, ""))).here
+
+
+def test_words_of_torch_that_are_no_utf_8_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nprintf 'caf\\351 is missing\\n' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert probe_torch()["error"] == "torch could not be tested: caf\N{REPLACEMENT CHARACTER} is missing"
 
 
 def test_links_between_gpus() -> None:

@@ -13,6 +13,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from workbench import plot
+from workbench.__main__ import report
 from workbench.core.display import colors
 from workbench.core.run_directory import METRICS, LineWriter
 from workbench.core.vocabulary import PARTS, PHASES
@@ -77,6 +78,16 @@ def test_a_run_is_drawn_by_its_timelines(by_hand: ByHand, ax: Axes) -> None:
     run = Run.load(by_hand().steps(20).steps(20, rank=1, forward=0.02).ended("finished").path)
     assert run.plot(ax=ax) is ax
     assert [width for _, width in bars(ax)[PHASES.index("forward")]] == pytest.approx([10, 20])
+
+
+def test_timelines_of_all_ranks_are_read_once(by_hand: ByHand, ax: Axes, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, timelines = list[Run](), Run.timelines
+    monkeypatch.setattr(Run, "timelines", property(lambda run: (reads.append(run), timelines.__get__(run))[1]))
+    run = Run.load(by_hand().steps(20).steps(20, rank=1).ended("finished").path)
+    plot.step_time(run, ax=ax)
+    assert len(reads) == 1
+    assert report(run).count("rank 1") == 1
+    assert len(reads) == 2
 
 
 def test_a_picture_of_nothing_is_refused(by_hand: ByHand) -> None:

@@ -17,6 +17,7 @@ from workbench.core import run_directory
 from workbench.runs.compare import compare
 from workbench.runs.failure import RunError
 from workbench.runs.panel.follow import Follower
+from workbench.runs.rows import RunRows
 from workbench.runs.run import Run, RunFormatError
 from workbench.runs.spec import RunSpec
 
@@ -303,3 +304,18 @@ def test_what_cannot_be_compared(by_hand: Make) -> None:
         compare([run, run])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no measured step to compare"):
         compare(run, Run.load(by_hand().ended("stopped").path))
+
+
+def test_a_rank_that_starts_while_notes_are_read_is_left_for_the_next_time(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, names = by_hand().steps(3), RunRows.ranks
+
+    def ranks(files: RunRows) -> list[str]:
+        there: list[str] = names.__get__(files)
+        if len(there) == 1:
+            made.steps(3, rank=1)
+        return there
+
+    monkeypatch.setattr(RunRows, "ranks", property(ranks))
+    run = Run.load(made.path)
+    assert run.notes == ()
+    assert len(run.rank_means) == 2

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,7 +137,7 @@ def test_many_runs_are_sent_in_part_and_ended_ones_are_read_once(by_hand: Make, 
         (folder / f"many{number:03d}").mkdir()
         run_directory.write_json(folder / f"many{number:03d}" / run_directory.RUN_JSON, {**info, "created": 1.0 + number})
     read, plain = list[str](), listing._read
-    monkeypatch.setattr(listing, "_read", lambda path: (read.append(path.name), plain(path))[1])
+    monkeypatch.setattr(listing, "_read", lambda path, run: (read.append(path.name), plain(path, run))[1])
     monkeypatch.setattr(run_list, "TICK", 60)
     panel = RunListPanel(folder)
     assert len(read) == len(panel.runs) == SHOWN + 7
@@ -169,3 +170,52 @@ def test_html_of_the_list_is_escaped(by_hand: Make) -> None:
     for html in (listed._repr_html_(), RunListPanel(made.path.parent)._repr_mimebundle_()["text/html"]):
         assert "<script" not in html
         assert "<img" not in html
+
+
+def test_ticks_and_the_thread_do_not_compare_at_once(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_list, "TICK", 60)
+    by_hand(spec=SPEC.to_json()).steps(20).alive()
+    panel = RunListPanel(by_hand(spec=SPEC.to_json()).steps(20).ended("finished").path.parent)
+    panel.table.ticked = ["000", "001"]
+    begun, inside, most, plain = threading.Event(), list[int](), list[int](), run_list.compare
+
+    def compare(*compared: Any) -> Any:
+        inside.append(1)
+        most.append(len(inside))
+        begun.set()
+        time.sleep(0.1)
+        inside.pop()
+        return plain(*compared)
+
+    monkeypatch.setattr(run_list, "compare", compare)
+    thread = threading.Thread(target=panel.refresh)
+    thread.start()
+    begun.wait(20)
+    panel.table.ticked = ["001", "000"]  # as the page sends it, on another thread
+    thread.join(20)
+    assert most == [1, 1]
+
+
+def test_a_thread_that_has_decided_to_end_is_replaced(by_hand: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    decided = list[threading.Thread]()
+
+    class Ending(threading.Thread):
+        """Is still there a while after its last look."""
+
+        def run(self) -> None:
+            super().run()
+            decided.append(self)
+
+        def is_alive(self) -> bool:
+            return True
+
+    made = by_hand().alive()
+    monkeypatch.setattr(threading, "Thread", Ending)
+    panel = RunListPanel(made.path.parent)
+    made.ended("finished")
+    until(lambda: decided)
+    again = by_hand().alive()
+    panel.refresh()
+    again.ended("finished")
+    until(lambda: len(decided) == 2)
+    assert not panel.live

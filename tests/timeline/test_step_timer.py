@@ -639,6 +639,26 @@ def test_the_file_is_what_the_timeline_reads(tmp_path: Path, clock: Clock, monke
     assert read.rank == timer.timeline.rank == 1
 
 
+def test_variables_that_are_no_numbers_do_not_end_a_loop_that_is_watched(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some scripts set RANK=-1 for "not distributed"."""
+    for name, value in {run_directory.ENV_RUN_DIR: str(tmp_path), "RANK": "-1", "LOCAL_RANK": "-1", "WORLD_SIZE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    timer = wb.StepTimer(recorder=clock.recorder)
+    train(timer, clock, 3)
+    timer.close()
+    header, *_ = lines(tmp_path / "rank0.jsonl")
+    assert (header["rank"], header["world_size"]) == (0, 1)
+    notes = timer.timeline.notes
+    assert notes[0].startswith("the environment variable RANK is '-1': a whole number of at least 0 is allowed")
+    assert notes[0].endswith("Try: unset RANK. Until then 0 counts")
+    assert "WORLD_SIZE is '0'" in notes[1]
+    with contextlib.closing(wb.watch([1, 2])) as watched:
+        assert list(watched) == [1, 2]
+    assert notes[0] in watched.timeline.notes
+
+
 def test_it_writes_into_the_run_directory_of_the_launch(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(run_directory.ENV_RUN_DIR, str(tmp_path))
     monkeypatch.delenv("RANK", raising=False)

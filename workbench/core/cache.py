@@ -1,7 +1,10 @@
 """Says where the user's cache is, and writes its files, readable by the user only, in one step."""
 
+import contextlib
+import functools
 import os
 import platform
+import stat
 import tempfile
 from pathlib import Path
 
@@ -10,8 +13,30 @@ ENV_CACHE = "WORKBENCH_CACHE"
 
 def cache_folder() -> Path:
     """Where the workbench keeps what it has measured: $WORKBENCH_CACHE, else a folder in the user's cache."""
-    own = os.environ.get(ENV_CACHE)
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "workbench")
+    if own := os.environ.get(ENV_CACHE):
+        return Path(own)
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache, "workbench")
+    try:
+        return Path.home() / ".cache" / "workbench"
+    except RuntimeError:  # no HOME, and a user whom the system does not know, as in a container
+        return _temporary_folder()
+
+
+def _temporary_folder() -> Path:
+    """This user's folder among the temporary files; one of this process where somebody else has that name."""
+    folder = Path(tempfile.gettempdir(), f"workbench-{os.geteuid()}")
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+            return folder
+    return _own_folder()
+
+
+@functools.cache
+def _own_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="workbench-"))
 
 
 def host_name() -> str:
@@ -27,5 +52,10 @@ def write_private(path: Path, text: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:  # mode 0600
-        file.write(text)
-    os.replace(file.name, path)
+        try:
+            file.write(text)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise

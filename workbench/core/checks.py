@@ -101,6 +101,17 @@ def number_in_environment(name: str, default: int, *, least: int = 0) -> int:
     )
 
 
+def number_or_default(name: str, default: int) -> int:
+    """The whole number in an environment variable, of at least `default`; the default where it is not set or holds something else.
+
+    For what only watches a training, and must not end it.
+    """
+    try:
+        return number_in_environment(name, default, least=default)
+    except ValueError:
+        return default
+
+
 def real_number(
     name: str,
     value: Any,

@@ -60,10 +60,12 @@ class _CellOutput:
     @classmethod
     def here(cls) -> Self | None:
         """That of the running cell; None outside of a notebook, and in threads, which belong to no cell."""
-        if "IPython" not in sys.modules or threading.current_thread() is not threading.main_thread():
+        get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)  # None also where another package has put a stub there
+        if not callable(get_shell) or threading.current_thread() is not threading.main_thread():
             return None
-        shell = sys.modules["IPython"].get_ipython()
-        return cls(shell.display_pub.publish) if getattr(shell, "kernel", None) is not None else None
+        shell = get_shell()
+        publish = getattr(getattr(shell, "display_pub", None), "publish", None)
+        return cls(publish) if publish is not None and getattr(shell, "kernel", None) is not None else None
 
     def show(self, text: str) -> None:
         """Show another text."""

@@ -114,8 +114,8 @@ _OPTIONAL = ("begun", "seconds_before")
 
 
 def _is_id(text: str) -> bool:
-    """Is it a valid id of a run? It becomes part of a temporary folder's name, of arguments and of variables."""
-    return 0 < len(text) <= 255 and text.isprintable() and "/" not in text
+    """Is it a valid id of a run? It becomes part of arguments and of variables. A "/" is removed where it becomes part of a path."""
+    return 0 < len(text) <= 255 and text.isprintable()
 
 
 def check_info(path: Path, info: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ def check_info(path: Path, info: Mapping[str, Any]) -> None:
             raise DamagedRunError(f"{path} is damaged: it has no {name}")
         value = info.get(name, 0 if name in _OPTIONAL else None)
         if name == "id" and isinstance(value, str) and not _is_id(value):
-            raise DamagedRunError(f"{path} is damaged: its id is {short(value)}, expected letters, digits and signs other than /")
+            raise DamagedRunError(f"{path} is damaged: its id is {short(value)}, expected up to 255 letters, digits and signs")
         if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int | float) and not abs(value) < 2**53):
             raise DamagedRunError(f"{path} is damaged: its {name} is {short(value)}, expected {expected}")
 

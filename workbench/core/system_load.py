@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from workbench.core.checks import number_in_environment
+from workbench.core.checks import number_or_default
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -236,7 +236,7 @@ class LoadMeter:
             root: the process whose descendants, and which itself, are ours; None = this one, or torchrun if it started it.
         """
         self._proc, self._clock = proc, clock
-        launched = "TORCHELASTIC_RUN_ID" in os.environ and number_in_environment("LOCAL_WORLD_SIZE", 1, least=1) > 1
+        launched = "TORCHELASTIC_RUN_ID" in os.environ and number_or_default("LOCAL_WORLD_SIZE", 1) > 1
         self._root = root or (os.getppid() if launched else os.getpid())
         self.delay = RunQueueDelay(proc)
         self._first = self._last = self._now()

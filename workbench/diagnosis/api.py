@@ -79,6 +79,7 @@ def diagnose(
     """
     check_budget(budget_s)
     if loader is None and isinstance(target, str | os.PathLike) and os.fspath(target).endswith(".py"):
+        _TARGET.refuse(target, {"model": model, "optimizer": optimizer}, "a step", "step, loader")
         target = _run_of_script(target, budget_s, runs_dir)
     given = _TARGET.read(target, loader, model=model, optimizer=optimizer)
     if isinstance(given, RunSpec):

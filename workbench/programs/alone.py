@@ -31,7 +31,7 @@ def main(words: list[str] | None = None) -> None:
     task, runs, *knobs = sys.argv[1:] if words is None else words
     ranks, local = number_in_environment("WORLD_SIZE", 1, least=1), number_in_environment("LOCAL_WORLD_SIZE", 1, least=1)
     spec = RunSpec(task=task, nproc_per_node=local, nnodes=ranks // local).replace(**dict(map(parse_knob, knobs)))
-    number = os.environ.get("TORCHELASTIC_RUN_ID", "alone").replace("/", "-")
+    number = (os.environ.get("TORCHELASTIC_RUN_ID") or "alone").replace("/", "-")
     path = Path(runs) / f"{label(task)}-{number}"
     info = {
         "format": run_directory.FORMAT, "id": number, "name": label(task), "created": time.time(), "host": platform.node(),

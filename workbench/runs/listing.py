@@ -14,6 +14,7 @@ from workbench.core.checks import did_you_mean
 from workbench.core.display import table as display
 from workbench.runs.rows import check_metric
 from workbench.runs.run import ACTIVE, Run, RunFormatError
+from workbench.runs.slurm_queue import is_final
 from workbench.runs.spec import ScriptSpec
 
 _LAST = 4096
@@ -154,8 +155,10 @@ class RunFolder:
         if runs_dir is not None and not isinstance(runs_dir, str | os.PathLike):
             raise ValueError(f"list_runs({runs_dir!r:.80}): expected the path of a folder with run directories")
         self.path = Path(runs_dir or "runs").expanduser().absolute()
-        self._ended: dict[Path, tuple[tuple[_Version, _Version], _Read]] = {}
+        self._ended: dict[Path, tuple[_Versions, _Read]] = {}
         """Path → which run.json was read, its own and that of its launch, and what came of it."""
+        self._loaded: dict[Path, tuple[_Versions, Run]] = {}
+        """The same of the other runs, which are kept because the job of a run queries Slurm once in a while only."""
 
     def read(self) -> RunList:
         """The runs that are there now.
@@ -167,14 +170,21 @@ class RunFolder:
             raise ValueError(
                 f"list_runs: {self.path} is not a folder; runs go to `runs` in the current folder, or to launch(…, runs_dir=…)"
             )
-        before, self._ended = self._ended, {}
+        ended, self._ended = self._ended, {}
+        loaded, self._loaded = self._loaded, {}
         read = []
         for path in _directories(self.path):
-            version, known = (_version(path), _version(path.parent)), before.get(path)
-            listed = known[1] if known and known[0] == version else _read(path)
-            may_change = listed[0].state in (*ACTIVE, "lost") or os.path.exists(path / run_directory.JOB)
-            if not may_change:  # a run without a guard may just begin, and Slurm may begin an ended job again
-                self._ended[path] = version, listed
+            versions = _version(path), _version(path.parent)
+            known, before = ended.get(path), loaded.get(path)
+            if known and known[0] == versions:
+                self._ended[path] = known
+                read.append(known[1])
+                continue
+            run, listed = _read(path, before[1] if before and before[0] == versions else None)
+            if not _may_change(path, listed[0].state):
+                self._ended[path] = versions, listed
+            elif run:
+                self._loaded[path] = versions, run
             read.append(listed)
         return RunList(self.path, tuple(_with_differences(sorted(read, key=lambda pair: (pair[0].created, pair[0].path)))))
 
@@ -183,6 +193,7 @@ _Read = tuple[ListedRun, Mapping[str, Any]]
 """A run, and its spec as JSON; empty where it cannot be read."""
 
 _Version = tuple[int, ...] | None
+_Versions = tuple[_Version, _Version]
 
 
 def _version(path: Path) -> _Version:
@@ -208,9 +219,22 @@ def _is_run(path: Path) -> bool:
     return os.path.exists(path / run_directory.RUN_JSON)
 
 
-def _read(path: Path) -> _Read:
+def _may_change(path: Path, state: str) -> bool:
+    """May a run change although its run.json stays? One without a guard may just begin, and a read that failed may succeed."""
+    if state in (*ACTIVE, "lost", "damaged"):
+        return True
+    if not os.path.exists(path / run_directory.JOB):
+        return False
     try:
-        run = Run.load(path)
+        return not is_final(run_directory.read_json(path / run_directory.RUN_JSON).get("outcome"))  # Slurm may begin the job again
+    except (run_directory.DamagedRunError, OSError):
+        return True
+
+
+def _read(path: Path, run: Run | None) -> tuple[Run | None, _Read]:
+    """Read a run, which may be loaded already; returns it, unless it is damaged."""
+    try:
+        run = run or Run.load(path)
         state = run.state
         spec = {"script": run.spec.script, "args": " ".join(run.spec.args)} if isinstance(run.spec, ScriptSpec) else run.spec.to_json()
         row = _last_metric(path / run_directory.METRICS)
@@ -219,7 +243,7 @@ def _read(path: Path) -> _Read:
             path=path, name=path.name, created=_written(path), state="damaged", done=None, steps=None, loss=None, samples_per_sec=None,
             differs="",
         )  # fmt: skip
-        return made, {}
+        return None, (made, {})
     samples, seconds, loss = row.get("samples"), row.get("seconds"), row.get("loss")
     listed = ListedRun(
         path=path,
@@ -232,7 +256,7 @@ def _read(path: Path) -> _Read:
         samples_per_sec=samples / seconds if samples and seconds else None,
         differs="",
     )
-    return listed, spec
+    return run, (listed, spec)
 
 
 def _written(path: Path) -> float:

@@ -34,7 +34,8 @@ def step_time(result: Run | Timeline | Sequence[Timeline], ax: Axes | None = Non
         ValueError: there is no measured step to draw.
     """
     if isinstance(result, Run):
-        timelines = [result.timelines[place] for place in extremes(result.rank_means)]
+        ranks = result.timelines
+        timelines = [ranks[place] for place in extremes(result.rank_means)]
     else:
         timelines = [result] if isinstance(result, Timeline) else list(result)
     shown = [timeline for timeline in timelines if timeline.count]

@@ -107,7 +107,7 @@ class RunRows:
         training = training_notes(
             {run_directory.rank_of(name) or 0: rows for name, rows in zip(names, other_rows, strict=True)}, world_size
         )
-        left_out = [f"{name}: {note}" for name, rank in zip(names, self.all_means, strict=True) for note in left_out_notes(rank)]
+        left_out = [f"{name}: {note}" for name, rank in zip(names, self._means(names), strict=True) for note in left_out_notes(rank)]
         return [*training, *([SAMPLED.format(len(names))] if len(names) > MANY_RANKS else [])], left_out
 
     def _other_rows(self, name: str) -> Sequence[Mapping[str, Any]]:
@@ -136,7 +136,9 @@ class RunRows:
     @property
     def all_means(self) -> list[RankMeans]:
         """`means` of each rank; of very many, those of their last steps."""
-        names = self.ranks
+        return self._means(self.ranks)
+
+    def _means(self, names: Sequence[str]) -> list[RankMeans]:
         return [self._end(name).means if len(names) > MANY_RANKS else self.means(name) for name in names]
 
     def means(self, name: str) -> RankMeans:

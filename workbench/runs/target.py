@@ -84,9 +84,9 @@ class Measured:
             target = self._run_at(target)
         if isinstance(target, RunSpec | Run):
             given = {"loader": loader, "model": model, "optimizer": optimizer, **(step_only or {})}
-            self._refuse(target, given, "a step", "step, loader")
+            self.refuse(target, given, "a step", "step, loader")
         if not isinstance(target, RunSpec):
-            self._refuse(target, spec_only or {}, "a spec", "spec, …")
+            self.refuse(target, spec_only or {}, "a spec", "spec, …")
         if isinstance(target, Run) and steps is not None:
             raise ValueError(
                 f"{self.name}({target!r}, steps={steps!r}): a run has taken its steps; {self.name}(spec, steps=…) takes new ones"
@@ -99,7 +99,18 @@ class Measured:
     def _instead(self) -> str:
         return f"a task is {self.verb} by its spec, {self.name}({AS_SPEC}); {self.script}"
 
-    def _refuse(self, target: Any, given: Mapping[str, Any], goes_with: str, call: str) -> None:
+    def refuse(self, target: Any, given: Mapping[str, Any], goes_with: str, call: str) -> None:
+        """Raise if an argument was given that does not go with this target.
+
+        Args:
+            target: as given.
+            given: the arguments by name; None among them = not given.
+            goes_with: what they go with.
+            call: how that is called.
+
+        Raises:
+            ValueError: there is such an argument.
+        """
         extra = ", ".join("a loader" if name == "loader" else f"{name}=" for name, value in given.items() if value is not None)
         if extra:
             raise ValueError(f"{self.name}({shown(target)}, …) was given {extra}, which only goes with {goes_with}: {self.name}({call})")

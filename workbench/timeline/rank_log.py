@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from workbench.core import run_directory
-from workbench.core.checks import number_in_environment
+from workbench.core.checks import number_in_environment, number_or_default
 from workbench.core.system_load import cpu_of_tree
 from workbench.core.vocabulary import PHASES
 from workbench.timeline.steps import Row
@@ -48,7 +48,18 @@ class Source(Protocol):
 
 def rank() -> int:
     """Number of this process in its launch, from the environment that torchrun sets; 0 outside."""
-    return number_in_environment("RANK", 0)
+    return number_or_default("RANK", 0)
+
+
+def notes_on_environment() -> list[str]:
+    """What is wrong with the variables that torchrun sets, and what counts instead: who only watches a loop does not end it."""
+    notes = []
+    for name, default in {"RANK": 0, "WORLD_SIZE": 1}.items():
+        try:
+            number_in_environment(name, default, least=default)
+        except ValueError as error:
+            notes.append(f"{error}. Until then {default} counts")
+    return notes
 
 
 def default_path() -> Path | None:
@@ -176,7 +187,7 @@ class RankLog:
         clock, device = recording.clock, "cpu"
         if clock == "device":
             device = sys.modules["torch"].cuda.get_device_name(recording.device)
-        world_size = number_in_environment("WORLD_SIZE", 1, least=1)
+        world_size = number_or_default("WORLD_SIZE", 1)
         return json.dumps({"rank": rank(), "world_size": world_size, "clock": clock, "pid": os.getpid(), "device": device}) + "\n"
 
     def _text(self, rows: list[Row], device: int | None) -> str:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from workbench.core.checks import number_in_environment
+from workbench.core.checks import number_or_default
 
 FIRST_BYTES = 1 << 16
 """Bytes of each tensor that a digest is of."""
@@ -110,7 +110,7 @@ class FirstBatches:
             steps: gives the optimizer steps so far. (A pass without any is an evaluation, which may read the same on all ranks.)
         """
         self._warn, self._say, self._steps = warn, say, steps
-        self._told = number_in_environment("WORLD_SIZE", 1, least=1) < 2
+        self._told = number_or_default("WORLD_SIZE", 1) < 2
         """Is this rank's reading reported already, or not needed?"""
         self._epochs = weakref.WeakKeyDictionary[Any, Any]()  # sampler -> its epoch in the first training pass
         self._warned: set[str] = set()

@@ -34,7 +34,8 @@ class Recording:
             notes: What the timeline should say about the way it was measured.
             expected: Notes by phase, to be added if no step spent any time in that phase.
         """
-        self._new_recorder, self._rules, self._notes, self._expected = recorder, StepRules(steps_by=steps_by), tuple(notes), expected or {}
+        self._new_recorder, self._rules, self._expected = recorder, StepRules(steps_by=steps_by), expected or {}
+        self._notes = (*notes, *rank_log.notes_on_environment())
         self._loops: list[Loop] = []
         self._rows: list[Row] = []
         self._profiled: tuple[int, ...] = ()

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from workbench.core import units
 from workbench.core.gpu_load import GpuLoad, load_nvml
-from workbench.core.machine_speeds import MachineSpeeds, slowness
+from workbench.core.machine_speeds import Machine, MachineSpeeds, slowness
 from workbench.core.statistics import LOOKS, Interval, repeated_interval
 from workbench.core.system_load import LoadMeter
 from workbench.diagnosis.analysis.evidence import ARMS, SMALL_OP, Evidence, Gradients, Inside, Loading
@@ -358,10 +359,13 @@ SPEEDS_SECONDS = 0.5
 def speeds_for(peers: Peers, device: torch.device, budget: float) -> MachineSpeeds:
     """The machine's speeds, by rank 0 for all of them: from file, or measured in about half a second. Collective."""
     speeds = None
-    if peers.rank == 0 and budget >= SPEEDS_BUDGET:
-        speeds = machine_speeds(HOST + GLOO if device.type == "cpu" and peers.world_size == 1 else HOST, budget_s=SPEEDS_SECONDS)
-    elif peers.rank == 0:
-        speeds = MachineSpeeds.load()
+    if peers.rank == 0:
+        names = HOST + GLOO if device.type == "cpu" and peers.world_size == 1 else HOST
+        try:
+            speeds = machine_speeds(names, budget_s=SPEEDS_SECONDS) if budget >= SPEEDS_BUDGET else MachineSpeeds.load()
+        except Exception as error:  # such as a cache that cannot be made: the other ranks wait for what is sent
+            note = f"the speeds of this machine are not known ({type(error).__name__}: {error!s:.120})"
+            speeds = MachineSpeeds(machine=Machine(host=platform.node()), notes=(note,))
     known = peers.gather(speeds)[0]
     assert known is not None
     return known

@@ -43,9 +43,10 @@ def torchrun(nproc_per_node: int, logs: Path, program: list[str], run_id: str, r
 
     Not the bare `torchrun`: a kernel started by its absolute path has no `bin` on PATH; and `--standalone` listens on all network
     interfaces, and unpickles what it is sent. The port is chosen as it is opened, so any number of launches run at once. Without
-    `--log-dir` a folder stays in the temporary directory. `--redirects`, not `--tee`: tee writes its prefix into unfinished lines.
+    `--log-dir` a folder stays in the temporary directory; a folder in it is named after the id, which may hold a "/" if an earlier version
+    wrote it. `--redirects`, not `--tee`: tee writes its prefix into unfinished lines.
     """
-    flags = [*rendezvous, "--rdzv-id", run_id, "--nproc-per-node", str(nproc_per_node)]
+    flags = [*rendezvous, "--rdzv-id", run_id.replace("/", "-"), "--nproc-per-node", str(nproc_per_node)]
     flags += ["--max-restarts", "0", "--redirects", "3", "--log-dir", str(logs)]
     if "--shutdown-timeout" in _torch_source("distributed", "run.py"):
         flags += ["--shutdown-timeout", str(SHUTDOWN)]

@@ -112,7 +112,9 @@ def probe_torch(*options: str, timeout: float = PATIENCE) -> dict[str, Any]:
     """
     command = [sys.executable, "-m", START, MACHINE, *options]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=timeout, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": f"the process that loads torch gave no answer ({type(error).__name__})"}
     try:
@@ -271,20 +273,29 @@ def disk_checks(folder: Path, facts: Mapping[str, Any], mounts: str | None = Non
     """Where runs, temporary files and the cache lie."""
     speeds = facts.get("disk", {})
     for name, path in {"disk of runs": folder, "temporary files": Path(tempfile.gettempdir()), "cache": cache_folder()}.items():
-        there = next((parent for parent in (path, *path.parents) if parent.is_dir()), Path("/"))
-        left, kind, write = shutil.disk_usage(there).free, kind_of(there, mounts), speeds.get(str(there))
-        written = f"writes {units.bytes_(write)}/s" if write else ""
-        here = ", ".join(filter(None, [f"{units.bytes_(left)} free", kind, written, str(there)]))
+        # os.path, since Path.is_dir raises where a folder above may not be entered, such as another user's home
+        there = next((parent for parent in (path, *path.parents) if os.path.isdir(parent)), Path("/"))
+        left, kind, write = _free_bytes(there), kind_of(there, mounts), speeds.get(str(there))
+        free = "free space unknown" if left is None else f"{units.bytes_(left)} free"
+        here = ", ".join(filter(None, [free, kind, f"writes {units.bytes_(write)}/s" if write else "", str(there)]))
         trouble = fix = ""
         if not os.access(there, os.W_OK):
             trouble, fix = "this user may not write there", "choose another folder: runs_dir=, TMPDIR or WORKBENCH_CACHE"
-        elif left < MIN_DISK and name != "cache":
+        elif left is not None and left < MIN_DISK and name != "cache":
             trouble, fix = "checkpoints may fill it", "delete what is not needed, or choose another folder: runs_dir= or TMPDIR"
         elif name == "disk of runs" and kind.startswith(NETWORK):
             trouble, fix = "data sets of many small files are slow there", "copy them to a local disk, or pack them into shards"
         elif name == "disk of runs" and write and write < MIN_WRITE:
             trouble, fix = "each checkpoint stops the training for a long time", "write them to a faster disk, or less often"
         yield Check(name=name, here=here, trouble=trouble, fix=fix)
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """What is free on the disk of a folder; None = it does not say."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def kind_of(path: Path, mounts: str | None = None) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ class RunListPanel:
         Raises:
             ValueError: it is not a folder.
         """
-        self._folder, self._lock = RunFolder(folder), threading.Lock()
+        self._folder = RunFolder(folder)
+        self._reading, self._lock = threading.Lock(), threading.RLock()  # the second for what is shown; never held while files are listed
         self.runs = self._folder.read()
         self.text = ipywidgets.Text(placeholder="filter: failed lr=0.1", description="filter", continuous_update=True)
         self.again = ipywidgets.Button(description="Refresh", icon="refresh", tooltip="Look at the folder again")
@@ -84,10 +85,10 @@ class RunListPanel:
         self._complaints: dict[str, str] = {}
         self._compared: dict[str, Run] = {}
         self._thread: threading.Thread | None = None
-        self.text.observe(lambda _: self._show(), names="value")
-        self.table.observe(lambda _: self._show(), names="order")
-        self.table.observe(lambda _: self._open(), names="opened")
-        self.table.observe(lambda _: self._compare(), names="ticked")
+        self.text.observe(self._locked(self._show), names="value")
+        self.table.observe(self._locked(self._show), names="order")
+        self.table.observe(self._locked(self._open), names="opened")
+        self.table.observe(self._locked(self._compare), names="ticked")
         self.again.on_click(lambda _: self.refresh())
         top = ipywidgets.HBox([self.text, self.again, self.count]).add_class("wb-picks")
         shown = [top, self.problem, self.table, self.comparison, self.detail]
@@ -108,16 +109,19 @@ class RunListPanel:
 
     def refresh(self) -> RunList:
         """Look at the folder, and show what has changed."""
-        with self._lock:
+        with self._reading:
             try:
-                self.runs = self._folder.read()
+                runs = self._folder.read()
             except (ValueError, OSError) as error:
-                self._complain("folder", str(error))
+                with self._lock:
+                    self._complain("folder", str(error))
                 return self.runs
-            self._complain("folder", "")
-            self._show()
-            if any(run.state in ACTIVE for run in self.runs if self.runs.label(run) in self.table.ticked):
-                self._compare()
+            with self._lock:
+                self.runs = runs
+                self._complain("folder", "")
+                self._show()
+                if any(run.state in ACTIVE for run in runs if runs.label(run) in self.table.ticked):
+                    self._compare()
         self._follow()
         return self.runs
 
@@ -128,16 +132,34 @@ class RunListPanel:
         words = f"{len(shown):,}{of} run{'s' * (len(self.runs) != 1)}"
         self.count.value = escape(words + (f", the first {SHOWN} are shown" if len(shown) > SHOWN else ""))
 
+    def _locked(self, call: Callable[[], None]) -> Callable[[object], None]:
+        """A callback that does not run beside `refresh`, which the thread calls."""
+
+        def called(_change: object) -> None:
+            with self._lock:
+                call()
+
+        return called
+
     def _follow(self) -> None:
         """Look at the folder from time to time, in a thread that ends with the last run."""
-        if not self.live and any(run.state in ACTIVE for run in self.runs):
-            self._thread = threading.Thread(target=self._look, name=f"follow {self._folder.path.name}", daemon=True)
-            self._thread.start()
+        with self._lock:
+            if not self.live and any(run.state in ACTIVE for run in self.runs):
+                self._thread = threading.Thread(target=self._look, name=f"follow {self._folder.path.name}", daemon=True)
+                self._thread.start()
 
     def _look(self) -> None:
-        while any(run.state in ACTIVE for run in self.runs) and not self._complaints.get("folder"):
+        while self._goes_on():
             time.sleep(TICK)
             self.refresh()
+
+    def _goes_on(self) -> bool:
+        """Is there something to follow? If not, the thread ends, and counts as ended from here on."""
+        with self._lock:
+            if any(run.state in ACTIVE for run in self.runs) and not self._complaints.get("folder"):
+                return True
+            self._thread = None
+            return False
 
     def _open(self) -> None:
         self._complain("opened", "")
