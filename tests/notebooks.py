@@ -28,7 +28,7 @@ NOTHING_CHOSEN = 5
 def execute(paths: list[str], arguments: list[str]) -> tuple[int, list[str]]:
     """Execute notebooks; returns pytest's exit status, and those that failed: none where once more would not mend it."""
     command = [sys.executable, "-m", "pytest", *NBVAL, "--cache-clear", *paths, *arguments]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # what they store is of a CPU
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CI": "true"}  # what they store is of a CPU, and has no progress lines
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as pytest:
         assert pytest.stdout is not None
         left = False
