@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 import workbench as wb
 from workbench import plot
 from workbench.batch.analysis.critical_batch import CriticalBatch
+from workbench.batch.analysis.noise_scale import NoiseScale
 from workbench.batch.analysis.plan import BatchPlan
 from workbench.batch.analysis.proof import Gain, LossCurve, PlanProof
 from workbench.batch.analysis.throughput import SLACK, BatchCandidate, Throughput, best_candidate, candidates, relative_sample_worth
 from workbench.batch.batch_plan import ProposedPlan, batch_plan, prove_plan
 from workbench.batch.facts import MAX_MICRO_BATCHES, TaskFacts, limit_warmup, micro_batches_to_try
 from workbench.batch.throughput_sweep import measure_throughput
+from workbench.core.progress import Waiting
 from workbench.runs.spec import SpecError
 
 SPEC = wb.RunSpec(task="fashion-mlp", micro_batch=16, nproc_per_node=2)
@@ -250,6 +252,22 @@ def test_a_proof_is_of_the_plan_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             plan.prove(steps=steps)
         assert {spec.warmup_steps for spec in asked if spec.global_batch == 64} == {warmup}
         assert plan.warmup_steps == 20
+
+
+def test_ctrl_c_during_the_noise_scale_leaves_no_time_for_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[float] = []
+
+    def sweep(spec: wb.RunSpec, places: list[int], *, noise: float | None, line: Waiting, runs_dir: object) -> Throughput:
+        left.append(line.left)
+        return Throughput.of(CURVE, micro_batch=16, world_size=2)
+
+    monkeypatch.setattr("workbench.batch.facts.measure_throughput", sweep)
+    for budget_s in (60, None):
+        for notes in ((), ("stopped by Ctrl-C after 20 of 200 steps: this is the result so far",)):
+            noise = NoiseScale.of([(3.0, 2.0)] * 20, micro_batch=16, groups=2, notes=notes)
+            monkeypatch.setattr("workbench.batch.api.noise_scale", lambda *args, noise=noise, **options: noise)
+            batch_plan(SPEC, budget_s=budget_s)
+    assert [seconds > 0 for seconds in left] == [True, False, True, False]
 
 
 def test_the_critical_batch_goes_before_the_noise_scale() -> None:

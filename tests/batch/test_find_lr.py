@@ -385,6 +385,17 @@ def test_a_slow_step_takes_no_longer_than_its_budget(training: Training, monkeyp
     assert any("larger budget_s=" in note for note in found.notes)
 
 
+def test_ctrl_c_while_the_batches_of_a_round_are_loaded_keeps_the_sweeps(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(search: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lr_range._Search, "_collect", interrupted)
+    found = find_lr(training.step, training.loader, model=training.model, optimizer=training.optimizer, **SHORT)
+    assert len(found.sweeps) == 2
+    assert "stopped by Ctrl-C during the race: this is the result so far" in found.notes
+    assert found.suggestions
+
+
 def test_a_slow_first_step_does_not_shorten_the_search(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a fake clock: the first step starts workers and compiles for 5 s, and the others take 10 ms."""
     calls = itertools.count()  # a list, or an object of ours, would be put back

@@ -24,6 +24,7 @@ from workbench.batch import api
 from workbench.batch.analysis.noise_scale import NoiseScale, noise_scale_of_ranks
 from workbench.batch.analysis.noise_scale_estimator import NoiseScaleError
 from workbench.batch.api import noise_scale
+from workbench.batch.measure import noise_watch
 from workbench.batch.measure.gradient_norms import GroupNorms, SamplingInterval, norm, read_norms
 from workbench.batch.measure.noise_watch import NoiseWatch
 from workbench.batch.measure.per_sample import exact_noise_of, exact_noise_scale, per_sample_gradients
@@ -430,8 +431,14 @@ def test_enough_is_near_the_truth() -> None:
 # --- a step in this process, a run, a spec
 
 
+@pytest.mark.parametrize("grouped", [False, True], ids=["no group", "group of one rank"])
 @pytest.mark.parametrize("interrupt", [False, True])
-def test_a_step_of_ones_own_is_measured_until_the_budget_is_spent_or_ctrl_c(monkeypatch: pytest.MonkeyPatch, interrupt: bool) -> None:
+def test_a_step_of_ones_own_is_measured_until_the_budget_is_spent_or_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, interrupt: bool, grouped: bool
+) -> None:
+    if grouped:
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     calls = itertools.count()  # an object of ours would be put back
@@ -446,6 +453,29 @@ def test_a_step_of_ones_own_is_measured_until_the_budget_is_spent_or_ctrl_c(monk
     found = noise_scale(step, list(batches(5, 8)), model=model, optimizer=optimizer, steps=100, budget_s=20)
     why = "stopped by Ctrl-C after 9 of 100 steps" if interrupt else "the budget was spent after 20 of 100 steps"
     assert any(note.startswith(why) for note in found.notes)
+
+
+def test_several_ranks_take_all_steps_and_say_when_the_budget_was_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    model = network()
+    step = step_with(model, torch.optim.SGD(model.parameters(), 0.01))
+    found = noise_watch.measure(step, list(batches(5, 8)), steps=12, go_on=lambda done: done < 7)
+    assert found.steps == 12
+    assert any(note.startswith("the budget was spent after 7 steps, and more were taken") for note in found.notes)
+
+
+def test_ctrl_c_while_a_batch_is_loaded_returns_what_it_has() -> None:
+    model = network()
+
+    class Loader:
+        def __iter__(self) -> Iterator[Pair]:
+            yield from batches(9, 8)
+            raise KeyboardInterrupt
+
+    found = noise_scale(step_with(model, torch.optim.SGD(model.parameters(), 0.01)), Loader(), model=model, steps=100)
+    assert found.steps == 9
+    assert found.interrupted
 
 
 def test_a_step_and_its_loader() -> None:

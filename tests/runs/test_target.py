@@ -122,6 +122,12 @@ def test_the_name_of_a_task_stands_for_its_spec(tmp_path: Path, monkeypatch: pyt
     assert named_task(name) is None
 
 
+def test_a_folder_in_the_home_is_no_name_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "runs 12:30").mkdir()
+    assert named_task("~/runs 12:30") is None
+
+
 def test_other_texts_and_values_are_no_name_of_a_task() -> None:
     assert [named_task(value) for value in ("train.py", "runs/1", "", 3, None, Path("b.py:build"))] == [None] * 6
 

@@ -9,7 +9,7 @@ from workbench.batch.analysis.lr_race import STEPS
 from workbench.batch.analysis.lr_range import ITERATIONS, SWEEPS, LrFound, check_options
 from workbench.core import run_directory
 from workbench.core.checks import real_number, whole_number
-from workbench.core.progress import Waiting
+from workbench.core.progress import INTERRUPTED, Waiting
 from workbench.runs.launch import experiments
 from workbench.runs.launch.experiments import error_of, wait_for
 from workbench.runs.launch.launch import launch
@@ -208,7 +208,7 @@ def _launched(spec: RunSpec, steps: int, runs_dir: str | os.PathLike[str] | None
         except KeyboardInterrupt:
             if watch.steps < 2:
                 raise
-            stopped = f"stopped by Ctrl-C after {watch.steps} of {steps} steps: this is the result so far"
+            stopped = f"{INTERRUPTED} after {watch.steps} of {steps} steps: this is the result so far"
     stopped = stopped or watch.stopped
     error = None if stopped else error_of(run)
     notes += [stopped] if stopped else []

@@ -113,6 +113,8 @@ def noise_of(
 
         line.say("the noise scale of the gradients")
         given = noise_scale(spec, budget_s=None if math.isinf(line.left) else max(1.0, NOISE_SHARE * line.left), runs_dir=runs_dir)
+        if given.interrupted:
+            line.spend()
     value = getattr(given, "b_simple", given)
     if not is_number(value, above=0, finite=False):
         raise SpecError(f"noise_scale={given!r:.60}: samples above 0 are allowed, what wb.noise_scale gave, None to measure it, or False")

@@ -13,6 +13,8 @@ from workbench.core import units
 
 PAUSE = 0.25
 """Seconds between two looks."""
+INTERRUPTED = "stopped by Ctrl-C"
+"""How the note on a measurement that was interrupted begins."""
 _CELLS = 20
 
 
@@ -110,6 +112,10 @@ class Waiting:
     def left(self) -> float:
         """Seconds that are left of the budget, below 0 when it is spent; inf = there is no limit."""
         return math.inf if self._budget is None else self._budget - self.seconds
+
+    def spend(self) -> None:
+        """Count the budget as spent from now on, as after Ctrl-C: what has to be done yet takes as little time as possible."""
+        self._budget = self.seconds
 
     def say(self, now: str, known: str | None = None) -> None:
         """Tell what comes now, and what is known so far (None = nothing new)."""

@@ -134,7 +134,7 @@ def named_task(target: object) -> RunSpec | None:
     Returns:
         None if this is no such name, or the path of a folder.
     """
-    if isinstance(target, str) and (target in SAMPLES or ":" in target) and not os.path.isdir(target):
+    if isinstance(target, str) and (target in SAMPLES or ":" in target) and not os.path.isdir(os.path.expanduser(target)):
         return RunSpec(task=target)
     return None
 

@@ -26,6 +26,7 @@ from workbench.batch.analysis.noise_scale_estimator import ENOUGH, NoiseBlock, N
 from workbench.core import units
 from workbench.core.codec import JsonDataclass, OrInf
 from workbench.core.display import table as display
+from workbench.core.progress import INTERRUPTED
 
 SMALL_GROUP = 4.0
 """Larger groups are advised where the noise scale is this many times a group's samples."""
@@ -176,6 +177,11 @@ class NoiseScale(display.Shown, JsonDataclass):
             pairs=tuple((_finite_or_inf(small), _finite_or_inf(big)) for small, big in pairs),
         )
         return replace(result, notes=(*notes, *_notes_on_steps(measured.not_finite, start, len(pairs)), *_advice(result)))
+
+    @property
+    def interrupted(self) -> bool:
+        """Was the measurement ended by Ctrl-C?"""
+        return any(note.startswith(INTERRUPTED) for note in self.notes)
 
     @property
     def enough(self) -> bool:

@@ -397,7 +397,16 @@ class _Search:
         return LrSweep(lrs=tuple(lrs[: len(losses)]), losses=tuple(losses), planned=len(lrs), seed=seed, stopped=stopped)
 
     def _round(self, lr: float, number: int) -> float:
-        """Mean loss of the second half of the steps of one candidate, over the batches of its round."""
+        """Mean loss of the second half of the steps of one candidate, over the batches of its round. After Ctrl-C the race ends."""
+        try:
+            return self._mean_loss(lr, number)
+        except KeyboardInterrupt:
+            if self.driver.peers.world_size > 1:
+                raise
+            self.notes.append("stopped by Ctrl-C during the race: this is the result so far")
+            raise OutOfBatches from None
+
+    def _mean_loss(self, lr: float, number: int) -> float:
         batches = self._round_batches(number)
         if self.budget.is_spent(self.driver.elapsed):
             self.notes.append("the budget was spent during the race: a larger budget_s= makes the result surer")
@@ -405,13 +414,7 @@ class _Search:
         self._rewind(RACE_SEED + number)
         losses: list[float] = []
         for batch in batches:
-            try:
-                losses.append(self.driver.take(lr, batch))
-            except KeyboardInterrupt:
-                if self.driver.peers.world_size > 1:
-                    raise
-                self.notes.append("stopped by Ctrl-C during the race: this is the result so far")
-                raise OutOfBatches from None
+            losses.append(self.driver.take(lr, batch))
             if not math.isfinite(losses[-1]):
                 return math.inf
         return statistics.fmean(losses[len(losses) // 2 :])

@@ -33,6 +33,7 @@ from workbench.batch.analysis.noise_scale import NoiseScale
 from workbench.batch.analysis.noise_scale_estimator import NoiseScaleError
 from workbench.batch.measure.gradient_norms import GroupNorms, Row, SamplingInterval, read_norms
 from workbench.core import run_directory
+from workbench.core.progress import INTERRUPTED
 from workbench.harness.discover import describe
 from workbench.harness.feed import Exhausted, Feed
 from workbench.harness.observe import check_arguments, discover_training
@@ -207,27 +208,33 @@ def measure(
         undo.callback(SavedState(training).restore)
         feed = undo.enter_context(Feed(loader))
         watch = undo.enter_context(NoiseWatch(model, None, micro_batch=micro_batch or 1))
-        alone = not (dist.is_available() and dist.is_initialized())
+        alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        late = steps
         for number in range(steps):
-            if not go_on(number) and alone:
-                notes.append(f"the budget was spent after {number} of {steps} steps: a larger budget_s= makes the interval narrower")
-                break
+            if not go_on(number):
+                late = min(late, number)
+                if alone:
+                    notes.append(f"the budget was spent after {number} of {steps} steps: a larger budget_s= makes the interval narrower")
+                    break
             try:
                 batch = feed.next()
+                sizes[samples_in(batch)] += 1
+                step(batch)
+                watch.step()
             except Exhausted:
                 if not number:
                     raise ValueError("the loader could be read only once, and it has ended: give one that still has batches") from None
                 notes.append(f"the loader ended after {number} of {steps} steps")
                 break
-            sizes[samples_in(batch)] += 1
-            try:
-                step(batch)
-                watch.step()
             except KeyboardInterrupt:
                 if not alone or number < MIN_STEPS:
                     raise
-                notes.append(f"stopped by Ctrl-C after {number} of {steps} steps: this is the result so far")
+                notes.append(f"{INTERRUPTED} after {number} of {steps} steps: this is the result so far")
                 break
+        if not alone and (late := _least_over_ranks(late, model)) < steps:
+            notes.append(
+                f"the budget was spent after {late} steps, and more were taken, since all ranks have to take equally many: try fewer steps="
+            )
         steps_seen = _least_over_ranks(len(watch.rows), model)
         del watch.rows[steps_seen:]
         return watch.result(micro_batch=micro_batch or _samples(sizes, watch.backwards), notes=notes)
