@@ -87,7 +87,7 @@ def slowed_by() -> str:
     monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on; cProfile uses it there
     if sys.getprofile() is not None or (monitoring and any(monitoring.get_tool(tool) and monitoring.get_events(tool) for tool in range(6))):
         return "a profiler of Python"
-    if torch.autograd._profiler_enabled():
+    if torch._C._autograd._profiler_enabled():
         return "torch's profiler"
     if torch.is_anomaly_enabled():
         return "anomaly detection"
