@@ -365,7 +365,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     program.send_signal(signal.SIGINT)
     _, said = program.communicate(timeout=30)
     assert said.rstrip().endswith("KeyboardInterrupt")
-    folders = [*tmp_path.iterdir()]
+    folders = [*tmp_path.glob("*-diagnose")]
     assert len(folders) == 1, folders
     run = wb.Run.load(folders[0])
     assert run.state == "stopped"

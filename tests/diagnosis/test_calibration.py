@@ -44,6 +44,13 @@ def test_intervals_hold_what_was_seen_before(tmp_path: Path) -> None:
     assert known.adjust(remedy(ceiling=True)) == remedy(ceiling=True)  # no forecast
 
 
+def test_a_proof_on_a_machine_whose_load_changed_spoils_no_later_range(tmp_path: Path) -> None:
+    known = kept(tmp_path / "proofs", 1.45, 1.5, 1.55)
+    before = known.adjust(remedy())
+    kept(tmp_path / "proofs", 1.51, of=remedy(speedup=22.5))
+    assert Calibration.load(tmp_path / "proofs").adjust(remedy()) == before
+
+
 @given(st.lists(st.floats(0.2, 5), min_size=3, max_size=40), st.floats(0.5, 4))
 def test_an_interval_is_never_narrowed_and_holds_nine_of_ten(measured: list[float], speedup: float) -> None:
     rows = tuple({"remedy": "num_workers=2", "predicted": 1.0, "measured": one} for one in measured)

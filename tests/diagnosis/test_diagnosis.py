@@ -51,6 +51,15 @@ def test_verdict_why_next() -> None:
     assert repr(d) == f"Diagnosis('input-bound', cause='decode', {len(d.remedies)} remedies)"
 
 
+def test_the_note_names_the_first_remedy_that_can_be_proved() -> None:
+    d = slow_loader()
+    assert "; prove(1) runs the first" in str(d)
+    d.remedies = (remedy(name="no waiting for data", change={}, ceiling=True), remedy())
+    assert "; prove(2) runs num_workers=2" in str(d)
+    d.remedies = d.remedies[:1]
+    assert "prove(" not in str(d.remedy_table)
+
+
 def test_a_brief_fits_into_two_kilobytes_and_says_what_to_run_next() -> None:
     d = slow_loader(spec=SPEC.replace(micro_batch=16))
     value = d.brief()

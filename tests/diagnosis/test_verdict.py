@@ -14,6 +14,7 @@ from workbench.diagnosis.analysis.costs import PYTHON_IN_OPTIMIZER, Costs, noise
 from workbench.diagnosis.analysis.evidence import Evidence, Gradients, Loading, Stalls
 from workbench.diagnosis.analysis.verdict import LIMITS, USUAL, VERDICTS, Judgement, judge
 
+CONTRADICTED = "measured under different loads"
 BUSY = Noise(cores=2.0, foreign=0.8, spread=0.1)
 HEALTHY = {
     "plain": World(),
@@ -542,3 +543,14 @@ def test_evidence_with_speeds_is_read_back() -> None:
     old = evidence.to_json()
     del old["speeds"]
     assert Evidence.from_json(old).speeds is None
+
+
+def test_a_step_that_is_not_its_parts_on_a_busy_machine_decides_nothing() -> None:
+    world = World(cpu=0.4).evidence(noise=BUSY)
+    assert judge(world).verdict == "input-bound"
+    assert world.loading is not None
+    quick = dataclasses.replace(world, loading=dataclasses.replace(world.loading, alone=0.03))
+    judged = judge(quick)
+    assert (judged.verdict, judged.cause) == ("inconclusive", "noise")
+    assert CONTRADICTED in judged.why
+    assert judge(dataclasses.replace(quick, noise=Noise(cores=2.0))).verdict == "input-bound"  # a quiet machine is believed

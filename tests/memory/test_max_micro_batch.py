@@ -1,6 +1,7 @@
 """What changes do to memory, the largest micro-batch, the ladder: each held against fresh fake runs."""
 
 import json
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
@@ -125,6 +126,16 @@ def test_a_program_that_depends_on_its_batch_is_bisected_by_fake_runs() -> None:
     found = max_micro_batch(Choosy, where, margin=0.0, **GIVEN)
     assert needed(found.breakdown) <= where.memory < needed(found.next)
     assert found.runs > 4
+
+
+def test_the_name_of_a_task_has_its_dataset_too(tmp_path: Path) -> None:
+    file = tmp_path / "small_task.py"
+    file.write_text(
+        "import torch\nimport workbench as wb\n\n\n"
+        "def build():\n    return wb.Task(model=lambda: torch.nn.Linear(4, 1), dataset=lambda: [torch.zeros(4)] * 7,\n"
+        "                   loss=lambda model, batch: model(batch).sum())\n"
+    )
+    assert max_micro_batch(f"{file}:build", "H200").micro_batch == 7
 
 
 def test_a_batch_above_the_dataset_is_not_looked_for() -> None:

@@ -14,6 +14,7 @@ from workbench.memory.analysis.fit import MARGIN, usable_memory
 from workbench.memory.analysis.whatif import MaxMicroBatch, needed
 from workbench.memory.api import estimate_memory
 from workbench.runs.spec import RunSpec
+from workbench.runs.target import named_task
 from workbench.runs.task import Task, resolve
 
 NODES = (7, 11)
@@ -59,6 +60,7 @@ def max_micro_batch(
     Raises:
         ValueError: an unknown device, a target that cannot be estimated, or a dataset that is too small for one optimizer step.
     """
+    target = named_task(target) or target
     name, limit = usable_memory(device, capacity, margin)
     runs = _Runs(target, device, options)
     most = _most(target, options)

@@ -18,6 +18,8 @@ from workbench.core.display import table as display
 from workbench.diagnosis.analysis.proof import Proof
 from workbench.diagnosis.analysis.remedy import Remedy
 
+MAX_RATIO = 5.0
+"""A proof that is off by more than this factor says nothing about the next one: the load on the machine changed between the two."""
 MIN_PROOFS = 3
 """Proofs of one kind of remedy below which they say nothing about the next."""
 LATEST_PROOFS = 30
@@ -59,7 +61,7 @@ class Calibration(display.Shown):
 
     def adjust(self, remedy: Remedy) -> Remedy:
         """The remedy with an interval wide enough to have held COVERAGE of the earlier proofs of its kind; it is never made narrower."""
-        errors = sorted(self.errors(remedy.name))
+        errors = sorted(error for error in self.errors(remedy.name) if abs(error) <= math.log(MAX_RATIO) + 1e-9)
         if remedy.ceiling or len(errors) < MIN_PROOFS:
             return remedy
         edge = math.floor((1 - COVERAGE) / 2 * len(errors))

@@ -202,11 +202,15 @@ class Diagnosis(JsonDataclass):
             proved = [proof for proof in self.proofs if proof.remedy.name == remedy.name]
             measured = units.times(proved[-1].measured.mid) if proved else ("not yet" if remedy.provable else units.MISSING)
             rows.append([i, remedy.name, remedy.gain, measured, remedy.advice])
+        first = next(
+            (f"; prove({i}) runs {'the first' if i == 1 else remedy.name}" for i, remedy in enumerate(self.remedies, 1) if remedy.provable),
+            "",
+        )
         return display.Table(
             columns=("", "remedy", "predicted", "measured", "what to do"),
             rows=rows,
             title="What would help",
-            note="predicted throughput over that of now, each alone: gains do not multiply; prove(1) runs the first",
+            note="predicted throughput over that of now, each alone: gains do not multiply" + first,
         )
 
     @property

@@ -10,12 +10,23 @@ from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.evidence import Evidence, Loading, RankEvidence
 from workbench.diagnosis.analysis.stalls import Call, find_stalls
 from workbench.runs.run import Run
-from workbench.runs.spec import RunSpec
+from workbench.runs.spec import RunSpec, ScriptSpec
 from workbench.timeline.timeline import LEFT_OUT, WARNING, Timeline
 
 MIN_STEPS = 8
 """Fewer measured steps say nothing about a mean."""
 DATA, BACKWARD = PHASES.index("data_wait"), PHASES.index("backward")
+
+
+def _hint(run: Run) -> str:
+    """What to do about a run that has too few steps."""
+    if run.state == "running":
+        return "wait for it: run.wait()"
+    if isinstance(run.spec, ScriptSpec) and not run.spec.watch:
+        return "a script's steps are measured with watch=True"
+    if run.state == "stopped":
+        return "it was stopped, or its budget ended, before: let it run longer, diagnose(…, budget_s=120) or --budget 120"
+    return "no more steps of an optimizer were seen"
 
 
 def observe(run: Run) -> Evidence:
@@ -30,7 +41,7 @@ def observe(run: Run) -> Evidence:
     timelines = [after_queue_drained(timeline) for timeline in run.timelines if timeline.count]
     if not timelines or min(timeline.count for timeline in timelines) < MIN_STEPS:
         most = min((timeline.count for timeline in timelines), default=0)
-        hint = "wait for it: run.wait()" if run.state == "running" else "a script's steps are measured with watch=True"
+        hint = _hint(run)
         raise ValueError(
             f"{run!r} has {most} measured steps, and at least {MIN_STEPS} are needed to judge it ({run.state}): {run.error or hint}"
         )

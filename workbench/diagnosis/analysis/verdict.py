@@ -144,8 +144,10 @@ def _data(e: Evidence, c: Costs) -> Source | None:
         return None
     note = ""
     if clock is not None and arm is not None and abs(clock - arm) > 0.05:
-        if arm > clock:
+        if arm > clock and e.loading is not None and e.loading.num_workers:
             note = "workers take cores from training: the loader costs more than it is waited for"
+        elif arm > clock:
+            note = "the loader costs more than it is waited for, or the load on the machine differed"
         else:
             note = "part of the waiting would only move elsewhere: another rank or the device is slower"
     return Source(part="data_wait", clocks=clock, arms=arm, note=note)
@@ -224,6 +226,9 @@ LIMITS = {
 
 WIDE_INTERVAL = 0.2
 """An interval of a saving as wide as this decides nothing near a limit."""
+MAX_CONTRADICTION = 2.0
+"""A step on a noisy machine that takes more than so many times what it takes without its loader and what making its batches takes was not
+measured under the same load."""
 MIN_THREADS_SHARE = 0.4
 """More threads than cores slow down everything else; they are blamed if they explain so much of the largest saving (measured: 0.6 to 0.75
 of what reductions seem to cost then)."""
@@ -273,6 +278,8 @@ def judge(evidence: Evidence) -> Judgement:
         verdict, cause = "inconclusive", "not enough was tried"
         why = "The step could not be run without its loader, so nothing can be said about what holds it back."
         why += "".join(f" {note}" for note in evidence.notes[:1])
+    elif notes and standing and standing[0].part == "data_wait" and (doubt := _contradiction(evidence, costs)):
+        verdict, cause, why = "inconclusive", "noise", f"{doubt} {notes[0]}"
     elif standing:
         best = _surest(standing, bool(notes))
         crowd = next((candidate for candidate in standing if candidate.cause.cause == "oversubscribed threads"), best)
@@ -298,6 +305,19 @@ def judge(evidence: Evidence) -> Judgement:
         verdict, cause, why = "compute-bound", computes.cause, _computes(costs, candidates, computes)
         notes += [f"{candidate.verdict} is close: {_percents(candidate.saved)} could be saved" for candidate in doubtful]
     return Judgement(verdict=verdict, cause=cause, why=why.strip(), shares=shares, sources=sources_of(evidence, costs), notes=tuple(notes))
+
+
+def _contradiction(e: Evidence, c: Costs) -> str:
+    """Why the times of step and loader cannot both be right: without workers, a batch costs about what making it takes. "" = they can."""
+    if e.observed or e.world_size > 1 or e.loading is None or e.loading.num_workers or math.isnan(e.loading.alone):
+        return ""
+    made = e.loading.alone * e.accumulation
+    if c.step <= MAX_CONTRADICTION * (c.cached + made):
+        return ""
+    return (
+        f"The step takes {units.seconds(c.step)}, although it takes {units.seconds(c.cached)} without its loader, and making its batches "
+        f"{units.seconds(made)}: these were measured under different loads."
+    )
 
 
 def _surest(standing: list[Candidate], noisy: bool) -> Candidate:

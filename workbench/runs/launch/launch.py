@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.core.checks import real_number
+from workbench.core.checks import did_you_mean, real_number
 from workbench.runs import task
 from workbench.runs.entrypoints import spec_entrypoint
 from workbench.runs.launch import environment
@@ -134,8 +134,9 @@ def script_spec(script: str | os.PathLike[str], knobs: dict[str, Any], **fields:
         raise LaunchError(f"{path} {what}; {there}.")
     strange = [knob for knob in knobs if knob not in ("threads", "profile")]
     if strange:
+        meant = did_you_mean(strange[0], ("args", "nproc_per_node", "nnodes", "watch", "threads", "profile", "timeout", "runs_dir", "name"))
         raise LaunchError(
-            f"{strange[0]}={knobs[strange[0]]!r} with a script: a script takes the knobs nproc_per_node, threads and profile. "
+            f"{strange[0]}={knobs[strange[0]]!r} with a script: {meant}a script takes the knobs nproc_per_node, threads and profile. "
             f'Its own options go into args: args=["--{strange[0].replace("_", "-")}", "{knobs[strange[0]]}"]'
         )
     return ScriptSpec(script=str(path), **fields, **knobs)
