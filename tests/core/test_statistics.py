@@ -49,3 +49,11 @@ def test_the_spread_of_others_makes_an_interval_of_few_values_narrower() -> None
 @pytest.mark.parametrize(("outside", "degrees", "value"), [(0.05, 1, 12.706), (0.05, 2, 4.303), (0.1, 9, 1.833), (0.01, 30, 2.750)])
 def test_students_t(outside: float, degrees: int, value: float) -> None:
     assert student_t(outside, degrees) == pytest.approx(value, abs=6e-4)
+
+
+def test_the_quantile_is_that_of_scipy() -> None:
+    from scipy.special import stdtrit
+
+    for degrees in range(1, 41):
+        for outside in (0.5, 0.1, 0.05, 0.1 / LOOKS, 0.001):
+            assert student_t(outside, degrees) == pytest.approx(stdtrit(degrees, 1 - outside / 2), rel=1e-6)
