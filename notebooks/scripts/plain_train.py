@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-FASHION = Path(__file__).parents[1] / "data_samples" / "fashion_mnist"
+FASHION = Path(__file__).parents[2] / "data_samples" / "fashion_mnist"
 
 
 def read(name: str, skip: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A training step that counts its hits while it trains, in two ways. Notebook 07 finds out what that costs; guess before you read on."""
+"""A training step that counts its hits while it trains, in two ways. Notebook 08 finds out what that costs; guess before you read on."""
 
 import statistics
 import time

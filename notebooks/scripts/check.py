@@ -92,34 +92,34 @@ def fails_at(guess: int | None, failed: list[int]) -> None:
 
 
 def spend(exponent: float, answer: str | None) -> None:
-    """Notebook 06: where more compute belongs, if the best size grows with this power of it: "model", "data" or "both" alike?"""
+    """Notebook 07: where more compute belongs, if the best size grows with this power of it: "model", "data" or "both" alike?"""
     best = "model" if exponent > 0.6 else "data" if exponent < 0.4 else "both"
     because = f"ten times the compute: {10**exponent:.1f} times the model, {10 ** (1 - exponent):.1f} times the data."
     _say(answer, answer == best, because, "N_opt grows as C^a, and D_opt as C^(1-a); what is a?")
 
 
 def speedup(guess: float | None, measured: float) -> None:
-    """Notebook 08: how many times the throughput of one process two reach; a guess within a fifth is good on a busy machine."""
+    """Notebook 09: how many times the throughput of one process two reach; a guess within a fifth is good on a busy machine."""
     right = guess is not None and abs(guess / measured - 1) < 0.2
     _say(guess, right, f"it was {units.times(measured)}.", f"it was {units.times(measured)}; where did the rest go?")
 
 
 def tokens(guess: float | None, measured: float, naive: float) -> None:
-    """Notebook 08: million tokens per second of 64 GPUs; better than the naive line is right."""
+    """Notebook 09: million tokens per second of 64 GPUs; better than the naive line is right."""
     right = guess is not None and abs(guess - measured) < abs(naive - measured)
     said = f"{measured:.2f} million were measured, and the naive line says {naive:.2f}"
     _say(guess, right, f"{said}.", f"{said}: by how much did each GPU fall behind at each doubling?")
 
 
 def step_of(divided: float, fixed: float, processes: int, answer: float | None) -> None:
-    """Notebook 08, exercise 2: seconds of a step in strong scaling, to 2 %."""
+    """Notebook 09, exercise 2: seconds of a step in strong scaling, to 2 %."""
     best = divided / processes + fixed
     right = answer is not None and abs(answer / best - 1) < 0.02
     _say(answer, right, f"{divided:g}/{processes} + {fixed:g}.", "divide what is divided, and add what is not.")
 
 
 def part_of(answer: str | None) -> None:
-    """Notebook 07, exercise 1: to which part of a CPU's trace Python between operators belongs."""
+    """Notebook 08, exercise 1: to which part of a CPU's trace Python between operators belongs."""
     _say(
         answer,
         answer == "host",
@@ -129,13 +129,13 @@ def part_of(answer: str | None) -> None:
 
 
 def share_of(guess: float | None, share: float) -> None:
-    """Notebook 07: is a guessed share right to 0.15?"""
+    """Notebook 08: is a guessed share right to 0.15?"""
     right = guess is not None and abs(guess - share) < 0.15
     _say(guess, right, f"it is {units.percent(share)}.", f"it is {units.percent(share)}.")
 
 
 def slowdown(guess: float | None, alone: float, reduction: float) -> None:
-    """Notebook 09: how many times as long a step takes with a reduction that hardly hides; the nearest of 1.1, 2, 8 and 40."""
+    """Notebook 10: how many times as long a step takes with a reduction that hardly hides; the nearest of 1.1, 2, 8 and 40."""
     factor = (alone + reduction) / alone
     right = guess is not None and abs(math.log(guess / factor)) < math.log(1.5)
     said = f"{units.seconds(alone)} of computing and {units.seconds(reduction)} of reduction: {factor:.0f} times"
@@ -143,14 +143,14 @@ def slowdown(guess: float | None, alone: float, reduction: float) -> None:
 
 
 def bandwidth(size: float, seconds: float, answer: float | None) -> None:
-    """Notebook 09, exercise 1: Gbit/s at which two ranks reduce so many bytes in so many seconds."""
+    """Notebook 10, exercise 1: Gbit/s at which two ranks reduce so many bytes in so many seconds."""
     best = 8e-9 * size / seconds
     right = answer is not None and abs(answer / best - 1) < 0.03
     _say(answer, right, f"{8e-9 * size:.1f} Gbit in {seconds} s.", "bytes into bits, over the seconds of the backward.")
 
 
 def ring(ranks: int, answer: float | None) -> None:
-    """Notebook 09, exercise 2: bytes on each link of a ring, over those of two ranks."""
+    """Notebook 10, exercise 2: bytes on each link of a ring, over those of two ranks."""
     best = 2 * (ranks - 1) / ranks
     right = answer is not None and abs(answer - best) < 0.02
     _say(answer, right, "2(n - 1)/n: it never reaches 2, however many machines there are.", "put n = 2 and the other n into 2(n - 1)/n.")

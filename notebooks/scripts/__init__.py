@@ -1,0 +1,1 @@
+"""What the notebooks import: checks of their exercises, and the tasks and loops that they look into."""
