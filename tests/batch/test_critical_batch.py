@@ -389,10 +389,14 @@ def test_the_picture_shows_what_was_reached_and_what_was_not() -> None:
     found = made(*trials, trial(256, None, rule="linear", outcome="diverged", lr=3.0), trial(64, None, rule="linear", lr=1.0))
     ax = found.fitted_to([4, 16, 64]).plot()
     labels = [str(line.get_label()) for line in ax.get_lines()]
-    assert labels.count("_not reached") == 2
+    assert labels.count("_not reached") == 1
+    diverged = next(line for line in ax.get_lines() if line.get_label() == "_diverged")
+    heights = [line.get_window_extent().y1 for line in ax.get_lines() if line.get_label() in ("_mark", "_not reached", "law (90 %)")]
+    assert diverged.get_window_extent().y0 > max(heights), "few steps until it diverged must not look like the best"
     assert labels.count("_held out") == 1
     assert labels.count("_mark") == 3
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["tuned", "linear", "law (90 %)", "perfect scaling"]
+    shown = {text.get_text() for text in ax.get_legend().get_texts()}
+    assert shown == {"tuned", "linear", "law (90 %)", "perfect scaling", "not reached by then", "diverged"}
     assert ax.get_ylabel() == "steps to loss 0.5"
     curve = next(line for line in ax.get_lines() if line.get_label() == "law (90 %)")
     assert curve.get_ydata()[0] == pytest.approx(found.fitted_to([4, 16, 64]).fit().steps(4), rel=1e-6)

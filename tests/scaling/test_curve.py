@@ -14,6 +14,7 @@ from tests.conftest import HandMade
 from workbench.runs.run import Run
 from workbench.runs.spec import RunSpec, ScriptSpec, SpecError
 from workbench.scaling.analysis.curve.curve import ScalingCurve
+from workbench.scaling.analysis.curve.fit import CurveFit
 from workbench.scaling.analysis.curve.point import CurveError, ScalingPoint
 from workbench.timeline.timeline import Step, Timeline
 
@@ -108,6 +109,16 @@ def test_faces_agree_and_json_is_exact() -> None:
     assert len(curve) == 3
 
 
+def test_what_is_counted_stands_beside_every_rate() -> None:
+    curve = ScalingCurve([(1, 100.0), (1, 101.0), (2, 190.0)], unit="tokens")
+    again = ScalingCurve.from_json(json.loads(json.dumps(curve.to_json())))
+    fit = CurveFit.from_json(json.loads(json.dumps(curve.fit().to_json())))
+    for text in (str(again), str(fit), str(fit.predict(4)), repr(fit.predict(4)), fit.plot().get_ylabel()):
+        assert "tokens/s" in text
+        assert "samples/s" not in text
+    assert "samples/s" in str(ScalingCurve([(1, 100.0), (2, 190.0)]).fit().predict(4))
+
+
 def test_numbers_of_numpy_become_plain() -> None:
     plain = ScalingCurve([(1, 100, 0.25), (2, 190.5)], slots=4)
     points: list[Any] = [(np.int64(1), np.int32(100), np.float32(0.25)), (np.float64(2), np.float32(190.5))]
@@ -153,6 +164,7 @@ def test_a_frame_makes_a_curve() -> None:
         ([(4, 100), (4, 900)], {}, "the points of 4 processes contradict each other: 100 and 900"),
         ([(4, 100)], {"kind": "wek"}, "kind='wek': allowed are"),
         ([(4, 100)], {"slots": 0}, "0 processes"),
+        ([(4, 100)], {"unit": ""}, "unit='': a word for what is counted"),
     ],
 )
 def test_bad_points(points: Any, options: dict[str, Any], said: str) -> None:

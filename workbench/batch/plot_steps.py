@@ -22,13 +22,15 @@ _COLORS = (LINE, PARTS["data_wait"], PARTS["communication"], PARTS["optimizer"],
 _MARKERS = "osD^vPX"
 _BAND = 0.16  # opacity
 _POINTS = 60  # of a curve
+_NEVER = 0.97  # height of the marks that never reach the target, in the axes
 
 
 def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: bool = False) -> Axes:
     """Steps to the target over the batch, one colour and marker per rule, with a line from the fastest seed to the slowest.
 
     The curve is the law, fitted to the best of all rules, with the 90 % band of a measurement; batches it was not fitted to are hollow.
-    The dotted line is perfect scaling: twice the batch, half the steps. An open triangle: the target was not reached by then.
+    The dotted line is perfect scaling: twice the batch, half the steps. An open triangle: the target was not reached by then. A cross at
+    the upper edge: every trial diverged, so no number of steps is enough.
 
     Args:
         result: trials of several batches.
@@ -43,10 +45,12 @@ def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: b
     ax = _logarithmic(ax)
     several = len(result.optimizers) > 1
     configurations = list(dict.fromkeys((trial.optimizer, trial.rule) for trial in result.trials))
-    handles = []
+    handles, missed = [], list[Mark]()
     for (optimizer, rule), color, marker in zip(configurations, itertools.cycle(_COLORS), itertools.cycle(_MARKERS), strict=False):
         label = f"{optimizer} {rule}" if several else rule
-        handles.append(_marks(ax, result, result.marks(optimizer, rule), color, marker, label, samples))
+        marks = result.marks(optimizer, rule)
+        handles.append(_marks(ax, result, marks, color, marker, label, samples))
+        missed += [mark for mark in marks if not mark.reached]
     for position, optimizer in enumerate(result.optimizers):
         try:
             law = result.fit(optimizer)
@@ -56,10 +60,20 @@ def steps_to_target(result: StepsToTarget, ax: Axes | None = None, *, samples: b
         handles.append(_law(ax, law, result.batches, color, f"law of {optimizer}" if several else "law (90 %)", samples))
         if not position:
             handles.append(_perfect(ax, result, law, samples))
+    handles += _never_reached(ax, missed)
     _axes(ax, result.batches)
     ax.set_ylabel(f"{'samples' if samples else 'steps'} to {result.target}")
     legend(ax, handles)
     return ax
+
+
+def _never_reached(ax: Axes, missed: Sequence[Mark]) -> list[Line2D]:
+    """Entries of the legend for what did not reach the target."""
+    shown = []
+    for diverged, marker, words in ((False, "^", "not reached by then"), (True, "x", "diverged")):
+        if any(mark.diverged == diverged for mark in missed):
+            shown += ax.plot([], [], marker=marker, color=INK, markerfacecolor="none", linestyle="none", label=words)
+    return shown
 
 
 def critical_batch(result: CriticalBatch, ax: Axes | None = None) -> Axes:
@@ -143,10 +157,23 @@ def _marks(ax: Axes, result: StepsToTarget, marks: tuple[Mark, ...], color: str,
             label="_held out" if hollow else "_mark",
         )
     for mark in marks:
-        if not mark.reached:
-            point = (mark.batch, mark.steps * (mark.batch if samples else 1))
-            ax.plot(*point, marker="^", markersize=8, markerfacecolor="none", markeredgecolor=color, linestyle="none", label="_not reached")
-            ax.annotate("∞" if mark.diverged else "", point, (0, 6), textcoords="offset points", ha="center", color=color)
+        if mark.reached:
+            continue
+        if mark.diverged:  # it has no place on the axis: the few steps until it diverged would look like the best
+            edge = ax.get_xaxis_transform()
+            ax.plot(mark.batch, _NEVER, marker="x", markersize=8, color=color, transform=edge, linestyle="none", label="_diverged")
+            continue
+        height = mark.steps * (mark.batch if samples else 1)
+        ax.plot(
+            mark.batch,
+            height,
+            marker="^",
+            markersize=8,
+            markerfacecolor="none",
+            markeredgecolor=color,
+            linestyle="none",
+            label="_not reached",
+        )
     (shown,) = ax.plot([], [], marker=marker, color=color, linestyle="none", label=label)
     return shown
 

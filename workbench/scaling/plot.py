@@ -55,7 +55,7 @@ def scaling(result: ScalingCurve | CurveFit, ax: Axes | None = None, *, to: int 
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
     ax.yaxis.set_major_formatter(lambda value, _: units.count(value))
     ax.yaxis.set_minor_locator(NullLocator())
-    ax.set_ylabel("throughput (samples/s)")
+    ax.set_ylabel(f"throughput ({result.unit}/s)")
     return ax
 
 
@@ -191,7 +191,7 @@ def _by_knob(curve: ScalingCurve, ax: Axes | None, to: int | None) -> Axes:
         ax.set_xlim(-0.5, len(places) - 0.5)
     ax.grid(axis="y", color=INK, alpha=0.18, linewidth=0.8)
     ax.set_xlabel(curve.over)
-    ax.set_ylabel("throughput (samples/s)")
+    ax.set_ylabel(f"throughput ({curve.unit}/s)")
     legend(ax, list(ax.get_legend_handles_labels()[0]))
     return ax
 

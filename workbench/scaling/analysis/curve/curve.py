@@ -51,8 +51,12 @@ class ScalingCurve(display.Shown, JsonDataclass):
     grows: How = field(default=How(), kw_only=True)
     """What the processes do, where that says how throughput grows: how many micro-batches go through a pipeline whose stages they are, or
     that they share the weights."""
+    unit: str = field(default="samples", kw_only=True)
+    """What is counted per second, for tables and pictures: "samples", or "tokens"."""
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.unit, str) and self.unit):
+            raise CurveError(f'unit={self.unit!r}: a word for what is counted per second is needed, such as "samples" or "tokens"')
         if self.kind not in KINDS:
             raise CurveError(f"kind={self.kind!r}: allowed are " + " and ".join(f'"{name}" ({what})' for name, what in KINDS.items()))
         to_dict = getattr(self.points, "to_dict", None)
@@ -152,7 +156,7 @@ class ScalingCurve(display.Shown, JsonDataclass):
                 f"a curve over {self.over} has no law to be fitted: the laws are about processes. Its best measured value is "
                 f"{self.best!r}; wb.scaling_curve(spec.replace({self.over}=…)) measures processes with it"
             )
-        return fit(self.usable, self.kind, self.grows, level=level, noise=noise)
+        return fit(self.usable, self.kind, self.grows, level=level, noise=noise, unit=self.unit)
 
     @property
     def best(self) -> Any:
@@ -168,13 +172,14 @@ class ScalingCurve(display.Shown, JsonDataclass):
         points = self.points
         columns: dict[str, list[object]] = {
             "processes" if self.over == PROCESSES else self.over: [point.at for point in points],
-            "throughput": [units.rate(point.samples_per_sec) for point in points],
+            "throughput": [units.rate(point.samples_per_sec, self.unit) for point in points],
             "90 % interval": [
-                units.MISSING if math.isnan(point.low) else f"{units.rate(point.low)} … {units.rate(point.high)}" for point in points
+                units.MISSING if math.isnan(point.low) else f"{units.rate(point.low, self.unit)} … {units.rate(point.high, self.unit)}"
+                for point in points
             ],
         }
         if self.over == PROCESSES or len(set(self.world_sizes)) > 1:
-            columns["per process"] = [units.rate(point.per_process) for point in points]
+            columns["per process"] = [units.rate(point.per_process, self.unit) for point in points]
         columns["speedup"] = [units.times(speedup) for speedup in self.speedup]
         if self.over == PROCESSES:
             columns["efficiency"] = [units.percent(share) for share in self.efficiency]

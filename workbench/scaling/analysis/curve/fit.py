@@ -65,6 +65,8 @@ class CurveForecast(display.Shown, JsonDataclass):
     """Measurements that would narrow the interval, the most useful first."""
     notes: tuple[str, ...] = ()
     """What to keep in mind."""
+    unit: str = "samples"
+    """As `ScalingCurve.unit`."""
 
     def __contains__(self, samples_per_sec: float) -> bool:
         return self.low <= samples_per_sec <= self.high
@@ -78,9 +80,9 @@ class CurveForecast(display.Shown, JsonDataclass):
     def table(self) -> display.Table:
         """Three rows: the ensemble, the linear extrapolation, and the linear loss."""
         rows = [
-            ["ensemble", *(units.rate(rate) for rate in (self.mid, self.low, self.high)), units.percent(self.efficiency)],
+            ["ensemble", *(units.rate(rate, self.unit) for rate in (self.mid, self.low, self.high)), units.percent(self.efficiency)],
             *(
-                [name, units.rate(value), units.MISSING, units.MISSING, units.percent(self.efficiency * value / self.mid)]
+                [name, units.rate(value, self.unit), units.MISSING, units.MISSING, units.percent(self.efficiency * value / self.mid)]
                 for name, value in (("naive: as the last point", self.naive), ("loss with every process", self.linear))
             ),
         ]
@@ -95,11 +97,11 @@ class CurveForecast(display.Shown, JsonDataclass):
 
     def to_frame(self) -> Any:
         """A DataFrame with one row."""
-        left_out = ("by_form", "narrow", "notes")
+        left_out = ("by_form", "narrow", "notes", "unit")
         return display.frame([{name: value for name, value in asdict(self).items() if name not in left_out}])
 
     def __repr__(self) -> str:
-        rates = ", ".join(f"{name}={units.rate(getattr(self, name))}" for name in ("low", "mid", "high", "naive"))
+        rates = ", ".join(f"{name}={units.rate(getattr(self, name), self.unit)}" for name in ("low", "mid", "high", "naive"))
         return f"CurveForecast({self.world_size}, {rates})"
 
 
@@ -295,6 +297,8 @@ class CurveFit(display.Shown):
     """For each law of `fitted`, the same law fitted to points that noise has moved."""
     grows: How = NOTHING
     """What the processes do, as the curve says."""
+    unit: str = "samples"
+    """As `ScalingCurve.unit`."""
 
     @property
     def measured_noise(self) -> bool:
@@ -344,6 +348,7 @@ class CurveFit(display.Shown):
             by_form=by_form,
             narrow=useful_measurements(self, size),
             notes=notes(self, size),
+            unit=self.unit,
         )
 
     def _interval(self, sizes: Floats) -> tuple[Floats, Floats]:
@@ -376,7 +381,7 @@ class CurveFit(display.Shown):
                 fitted.form.words,
                 units.MISSING if math.isnan(fitted.error) else f"{100 * fitted.error:+.1f} %",
                 units.percent(fitted.weight),
-                units.rate(at(fitted.law, 2 * largest)),
+                units.rate(at(fitted.law, 2 * largest), self.unit),
             ]
             for fitted in self.fitted
         ]
@@ -403,19 +408,28 @@ class CurveFit(display.Shown):
         """As plain JSON values: the points and how they were fitted; the rest follows from them."""
         noise = self.noise if self.noise_source == "given" else None
         how = {"kind": self.kind, "grows": self.grows.to_json()}
-        return {"points": [point.to_json() for point in self.points], **how, "level": self.level, "noise": noise}
+        return {"points": [point.to_json() for point in self.points], **how, "level": self.level, "noise": noise, "unit": self.unit}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "CurveFit":
         """Inverse of `to_json`."""
         points = tuple(ScalingPoint.from_json(point) for point in value["points"])
-        return fit(points, value["kind"], How.from_json(value.get("grows", {})), level=value["level"], noise=value["noise"])
+        how, unit = How.from_json(value.get("grows", {})), value.get("unit", "samples")
+        return fit(points, value["kind"], how, level=value["level"], noise=value["noise"], unit=unit)
 
     def __repr__(self) -> str:
         return f"CurveFit({self.kind}, {len(self.points)} points, {len(self.fitted)} laws)"
 
 
-def fit(points: tuple[ScalingPoint, ...], kind: Kind, how: How = NOTHING, *, level: float = 0.9, noise: float | None = None) -> CurveFit:
+def fit(
+    points: tuple[ScalingPoint, ...],
+    kind: Kind,
+    how: How = NOTHING,
+    *,
+    level: float = 0.9,
+    noise: float | None = None,
+    unit: str = "samples",
+) -> CurveFit:
     """Fit all laws. See `ScalingCurve.fit`.
 
     Raises:
@@ -448,4 +462,5 @@ def fit(points: tuple[ScalingPoint, ...], kind: Kind, how: How = NOTHING, *, lev
         ),
         drawn=refit_with_noise(ready, data, points, spread),
         grows=how,
+        unit=unit,
     )
