@@ -31,7 +31,7 @@ test test-slow test-core unit together alone slow slow-alone notebooks slow-note
 export PYTHONDONTWRITEBYTECODE =
 export KINETO_LOG_LEVEL ?= 6
 
-.PHONY: help setup lab docs test test-slow lint architecture unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check audit lock refresh bench coverage format clean
+.PHONY: help setup lab docs test test-slow lint architecture unit together alone slow slow-alone notebooks slow-notebooks browser test-gpu test-core gpu-check audit lock student refresh bench coverage format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +116,9 @@ audit: $(AUDIT) ## look up known vulnerabilities of what is pinned; fails for ea
 
 lock: $(AUDIT) ## pin all packages anew in requirements.lock, with checksums
 	$(dir $(AUDIT))bin/python -m tests.lock
+
+student: setup ## copy the notebooks without outputs into build/student (ARGS=--no-solutions takes the solutions out)
+	$(BIN)/python -m tests.student $(ARGS)
 
 refresh: setup ## execute the notebooks and store their outputs (then read the diff)
 	$(BIN)/python -m tests.refresh $(ARGS)

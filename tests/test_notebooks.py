@@ -1,12 +1,18 @@
 """What every notebook keeps to. (That it runs and shows what it says is nbval's part: `make notebooks`.)"""
 
 import ast
+import contextlib
+import io
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests import student
 
 if TYPE_CHECKING:  # it takes seconds to import
     import nbformat
@@ -29,6 +35,11 @@ def notebook(request: pytest.FixtureRequest) -> "nbformat.NotebookNode":
 
 def code(notebook: "nbformat.NotebookNode") -> "list[nbformat.NotebookNode]":
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def has_the_form(notebook: "nbformat.NotebookNode") -> bool:
+    """Whether a notebook was brought into the form of the course already."""
+    return "**Difficulty**" in notebook.cells[0].source
 
 
 def test_there_is_one() -> None:
@@ -130,7 +141,11 @@ def test_a_measurement_is_followed_by_a_check_of_what_the_text_claims(notebook: 
 def test_it_says_what_it_asks_how_long_it_takes_and_what_comes_next(notebook: "nbformat.NotebookNode") -> None:
     first = notebook.cells[0].source
     assert re.match(r"# .*\?", first), "a question is the title"
-    assert "| run time |" in first
+    if has_the_form(notebook):
+        assert re.search(r"^\*\*You will learn\*\* .{20,}", first, re.MULTILINE)
+        assert re.search(r"^\*\*Difficulty\*\* [●○]{3} · \*\*Learning\*\* \d+ min · \*\*Running\*\* \d+ (s|min)\b", first, re.MULTILINE)
+    else:
+        assert "| run time |" in first
     assert "our own" in "".join(cell.source for cell in notebook.cells[-4:]), "it ends with the reader's own loop"
 
 
@@ -146,3 +161,98 @@ def test_it_carries_nothing_of_a_machine(notebook: "nbformat.NotebookNode") -> N
 def test_its_cells_parse(notebook: "nbformat.NotebookNode") -> None:
     for cell in code(notebook):
         ast.parse("\n".join(line for line in cell.source.splitlines() if not line.startswith("%")))
+
+
+def test_its_pictures_are_sharp_and_no_object_is_printed_beside_them(notebook: "nbformat.NotebookNode") -> None:
+    if not has_the_form(notebook):
+        pytest.skip("not yet in the form of the course")
+    assert '%config InlineBackend.figure_format = "retina"' in code(notebook)[0].source
+    for cell in code(notebook):
+        for output in cell.outputs:
+            assert "<Axes" not in str(output.get("data", {}).get("text/plain", "")), f"write _ = in the last line of: {cell.source}"
+
+
+SOLUTION = re.compile(r"<details>\s*<summary>Solution</summary>\s*```python\n(?P<code>.*?)```.*?</details>", re.DOTALL)
+Exercise = tuple["nbformat.NotebookNode", str]
+
+
+def exercises(notebook: "nbformat.NotebookNode") -> Iterator[Exercise]:
+    """The code cell of each exercise that asks for code, and its folded solution."""
+    for cell, after in pairwise(notebook.cells):
+        if cell.cell_type == "code" and after.cell_type == "markdown" and (solution := SOLUTION.search(after.source)):
+            assert "<summary>Hint</summary>" in after.source, f"no hint: {cell.source}"
+            yield cell, solution["code"]
+
+
+def functions_of(source: str) -> list[str]:
+    return [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+
+
+def checks_of(source: str) -> list[ast.Call]:
+    """The calls `check.name(…)` of a cell."""
+    values = [node.value for node in ast.parse(source).body if isinstance(node, ast.Expr)]
+    return [value for value in values if isinstance(value, ast.Call) and ast.unparse(value.func).startswith("check.")]
+
+
+def imported_in(notebook: "nbformat.NotebookNode") -> dict[str, Any]:
+    """What the imports of a notebook bind. An exercise has these names, and those of its own cell."""
+    names: dict[str, Any] = {}
+    for cell in code(notebook):
+        source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("%"))
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                with contextlib.suppress(ImportError):  # an extra that is not installed
+                    exec(ast.unparse(node), names)
+    return names
+
+
+def printed(statements: str, names: dict[str, Any]) -> list[str]:
+    with contextlib.redirect_stdout(out := io.StringIO()):
+        exec(statements, names)
+    return out.getvalue().splitlines()
+
+
+def test_each_solution_is_right_a_wrong_answer_is_not_and_an_untouched_exercise_waits(
+    notebook: "nbformat.NotebookNode", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_the_form(notebook):
+        pytest.skip("not yet in the form of the course")
+    monkeypatch.syspath_prepend(FOLDER)
+    names, count = imported_in(notebook), 0
+    for cell, solution in exercises(notebook):
+        calls = checks_of(cell.source)
+        assert calls, f"nothing checks {cell.source}"
+        checked = "\n".join(map(ast.unparse, calls))
+        tried = dict(names)
+        assert all(line.startswith("Your turn") for line in printed(cell.source, tried)), cell.source
+        solved = [line for line in printed(f"{solution}\n{checked}", dict(tried)) if not line.startswith("Right: ")]
+        assert not solved, f"the solution is not right: {solved}\n{solution}"
+        for call in calls:
+            checker = eval(ast.unparse(call.func), names)
+            for wrong in getattr(checker, "wrong", (lambda *_, **__: 1e9,)):
+                said = printed(ast.unparse(call), tried | dict.fromkeys(functions_of(cell.source), wrong))
+                assert said, cell.source
+                assert all(line.startswith("Not yet: ") for line in said), (said, cell.source)
+        count += 1
+    short = len(code(notebook)) < 12  # the start page
+    assert count >= (1 if short else 2), f"{count} exercises ask for code"
+
+
+def test_the_edition_for_students_has_no_outputs_and_runs_from_its_own_folder(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="needs Jupyter's packages (pip install '.[notebooks,dev]')")
+    student.write(tmp_path)
+    assert [path.name for path in sorted(tmp_path.glob("*.ipynb"))] == [path.name for path in NOTEBOOKS]
+    for path in NOTEBOOKS:
+        ours, theirs = (nbformat.read(folder / path.name, as_version=4) for folder in (FOLDER, tmp_path))
+        nbformat.validate(theirs)
+        assert [cell.source for cell in theirs.cells] == [cell.source for cell in ours.cells]
+        assert all(cell.execution_count is None and cell.outputs == [] for cell in code(theirs))
+    for folder in ("scripts", "pictures"):
+        assert {path.name for path in (tmp_path / folder).iterdir()} == {
+            path.name for path in (FOLDER / folder).iterdir() if not path.name.startswith("_") or path.suffix == ".py"
+        }
+    student.write(tmp_path, solutions=False)
+    for path in tmp_path.glob("*.ipynb"):
+        text = path.read_text()
+        assert "<summary>Solution" not in text
+        assert text.count("<details>") == text.count("</details>")

@@ -1,7 +1,8 @@
 """Answers to the exercises: `check.biggest(run, answer)` says right or wrong, and why."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from workbench import Run
 from workbench.core import units
@@ -13,6 +14,68 @@ def _say(answer: object, right: bool, because: str, hint: str) -> None:
         print("Your turn: put your answer in place of None and run the cell again.")
     else:
         print(f"Right: {because}" if right else f"Not yet: {hint}")
+
+
+def _judge(
+    written: Callable[..., Any],
+    truth: Callable[..., Any],
+    cases: Sequence[Mapping[str, Any]],
+    because: str,
+    hint: str,
+    tolerance: float = 0.01,
+) -> None:
+    """Compare what a function of the reader returns with the truth in some cases; numbers may be off by a share, `tolerance`.
+
+    It prints "Your turn" while the function returns None, "Right: why", or "Not yet" with the first case in which it is wrong.
+    """
+    for case in cases:
+        expected = truth(**case)
+        given = ", ".join(f"{name}={_shown(value)}" for name, value in case.items())
+        try:
+            answer = written(**case)
+        except Exception as error:  # of the reader's code: it is an answer, too
+            print(f"Not yet: with {given} yours raises {type(error).__name__}: {error}")
+            return
+        if answer is None:
+            print("Your turn: write the function and run the cell again.")
+            return
+        if not _same(answer, expected, tolerance):
+            print(f"Not yet: with {given} yours gives {_shown(answer)}, and right is {_shown(expected)}. {hint}")
+            return
+    print(f"Right: {because}")
+
+
+def _same(answer: Any, expected: Any, tolerance: float) -> bool:
+    """Whether an answer is the expected one: numbers to a tolerance, sequences and mappings item by item."""
+    if isinstance(expected, Mapping):
+        return (
+            isinstance(answer, Mapping)
+            and set(answer) == set(expected)
+            and all(_same(answer[key], value, tolerance) for key, value in expected.items())
+        )
+    if isinstance(expected, str | bool):
+        return bool(answer == expected)
+    if isinstance(expected, Sequence):
+        return (
+            isinstance(answer, Sequence)
+            and len(answer) == len(expected)
+            and all(_same(one, other, tolerance) for one, other in zip(answer, expected, strict=True))
+        )
+    try:
+        return math.isclose(float(answer), float(expected), rel_tol=tolerance, abs_tol=1e-9)
+    except (TypeError, ValueError):
+        return False
+
+
+def _shown(value: Any) -> str:
+    """A value as a message shows it: 0.04, [1, 2], 0.333."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_shown(item)}' for key, item in value.items())}}}"
+    return repr(value)
 
 
 def biggest(run: Run, answer: str | None) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-FASHION = Path(__file__).parents[2] / "data_samples" / "fashion_mnist"
+FASHION = next(folder / "data_samples" for folder in Path(__file__).parents if (folder / "data_samples").is_dir()) / "fashion_mnist"
 
 
 def read(name: str, skip: int) -> torch.Tensor:

@@ -1,0 +1,45 @@
+"""Draws what was measured beside what was predicted, and beside what a rule of thumb or a linear extrapolation would have said."""
+
+from collections.abc import Mapping
+
+from matplotlib.axes import Axes
+
+from workbench.core.display.axes import WIDTH, prepared
+from workbench.core.display.colors import INK, INK_DARKER, LINE
+from workbench.core.statistics import Interval
+
+
+def reveal(
+    measured: float | Interval,
+    predicted: float | Interval,
+    others: Mapping[str, float],
+    what: str = "speedup (×)",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw a bar for each answer to one question: measured is solid, predicted is hatched, and what others say is hollow.
+
+    Args:
+        measured: the figure, or its interval.
+        predicted: what this notebook predicted before, or its interval.
+        others: what else one might have said, by who says it: `{"rule of thumb: twice the workers, half the step": 2.0}`.
+        what: the label of the axis, with its unit.
+        ax: where to draw; a new figure if there is none.
+    """
+    rows = [("measured", measured), ("predicted here", predicted), *others.items()]
+    ax = prepared(ax, WIDTH, 0.7 + 0.42 * len(rows))
+    for place, (_, value) in enumerate(rows):
+        middle = value.mid if isinstance(value, Interval) else value
+        color = LINE if place < 2 else INK
+        ax.barh(place, middle, height=0.62, color=LINE if not place else "none", edgecolor=color, hatch="////" if place == 1 else None)
+        end = middle
+        if isinstance(value, Interval):
+            ax.plot([value.low, value.high], [place, place], color=INK_DARKER, linewidth=1.6)
+            end = max(middle, value.high)
+        ax.annotate(f"{middle:.3g}", (end, place), xytext=(5, 0), textcoords="offset points", va="center", color=INK_DARKER, fontsize=9)
+    ax.axvline(rows[0][1].mid if isinstance(measured, Interval) else measured, color=LINE, linewidth=0.9, linestyle=":")
+    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
+    ax.invert_yaxis()
+    ax.set_xlabel(what)
+    ax.margins(x=0.12)
+    ax.set_xlim(left=0)
+    return ax
