@@ -1,5 +1,6 @@
 """Diagnosis from observation: what clocks can tell, what they cannot, and that the difference is said."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from workbench.core import run_directory
 from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
 from workbench.diagnosis.analysis.observed import observe
+from workbench.diagnosis.api import _from_run
 from workbench.runs.run import Run
+from workbench.runs.spec import ScriptSpec
 
 Make = Callable[..., HandMade]
 
@@ -108,3 +111,33 @@ def test_a_run_without_steps(by_hand: Make) -> None:
         observe(Run.load(by_hand().ended("finished").path))
     with pytest.raises(ValueError, match=r"wait for it: run\.wait\(\)"):
         observe(Run.load(by_hand().alive().steps(6).path))
+
+
+def test_time_outside_the_phases_is_not_called_python_where_no_loader_was_seen(by_hand: Make) -> None:
+    """The script may make its batches there."""
+    d = judged(by_hand, [step(data_wait=0.0, other=0.05)] * 60)
+    assert (d.verdict, d.cause) == ("inconclusive", "time outside all phases")
+    assert "no DataLoader was seen, so that is making the batches, or other Python" in d.why
+    assert "wb.watch(batches" in d.next
+    assert "wb.diagnose(step, loader)" in d.next
+    assert not d.remedies
+    no_model = judged(by_hand, [step(forward=0.0, backward=0.0, other=0.05)] * 60)
+    assert no_model.verdict == "inconclusive"
+    assert "no forward and no backward was seen, so that is computing, or Python" in no_model.why
+    seen = judged(by_hand, [step(other=0.05)] * 60)
+    assert seen.verdict == "host-bound"
+    assert seen.why.startswith("Without the work outside all phases the step would take")
+    assert judged(by_hand, [step(data_wait=0.0)] * 60).verdict == "compute-bound"
+
+
+def test_what_to_run_next_exists(by_hand: Make) -> None:
+    """A script that was only observed cannot be proved: a trace of it tells more."""
+    made = by_hand(spec=ScriptSpec(script="/tasks/my train.py", args=("--epochs", "1"), watch=True).to_json())
+    write(made.path, 0, [step(data_wait=0.03)] * 60)
+    d = _from_run(Run.load(made.ended("finished").path))
+    command = d.brief()["next"]["command"]
+    assert shlex.split(command) == ["workbench", "launch", "/tasks/my train.py", "--profile", "--", "--epochs", "1"]
+    assert "wb.diagnose(step, loader) experiments" in d.next
+    made = by_hand()
+    write(made.path, 0, [step(data_wait=0.03)] * 60)
+    assert _from_run(Run.load(made.ended("finished").path)).brief()["next"]["command"].startswith("workbench diagnose ")

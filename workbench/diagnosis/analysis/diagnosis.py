@@ -20,13 +20,23 @@ from workbench.diagnosis.analysis.proof import Proof
 from workbench.diagnosis.analysis.remedies import remedies_for
 from workbench.diagnosis.analysis.remedy import Remedy, gain_of, sort_key
 from workbench.diagnosis.analysis.step_model import Parts, StepModel
-from workbench.diagnosis.analysis.verdict import Judgement, judge
-from workbench.runs.spec import RunSpec, Spec
+from workbench.diagnosis.analysis.verdict import HIDDEN_REDUCTION, UNMARKED, Judgement, judge
+from workbench.runs.spec import RunSpec, ScriptSpec, Spec
 
 BRIEF_BYTES, BRIEF_TEXT = 2048, 240
 """Most bytes of a brief as JSON, and most characters of a text in it."""
 BRIEF_COMMAND, IN_PYTHON = 500, "diagnosis.prove()"
 """Most bytes of a command in a brief, and what stands in its place where it is longer."""
+EXPERIMENT = "wb.diagnose(step, loader) experiments, with the body of the loop as step(batch)."
+"""How to experiment with what was only observed."""
+AGAIN = "Diagnose again when the machine is quieter, or with a larger budget_s."
+TO_LEARN_MORE = {
+    "too few measurements": "Diagnose again with a larger budget_s, for more measurements.",
+    "not enough was tried": "Diagnose again with a larger budget_s.",
+    UNMARKED: f"Let the loop be measured, for batch in wb.watch(batches, model=model): …, and diagnose it again. Or {EXPERIMENT}",
+    HIDDEN_REDUCTION: f"Find out by experiment. {EXPERIMENT}",
+}
+"""Cause of an inconclusive verdict → what to do; the rest: AGAIN."""
 MIN_FOREIGN_SHARE = 0.02
 """Share of the cores taken by other processes below which the caption does not mention them."""
 
@@ -92,15 +102,17 @@ class Diagnosis(JsonDataclass):
         if not self.remedies:
             if untried := next((note for note in self.evidence.notes if note.startswith("no time was left to try")), ""):
                 return f"Diagnose again with a larger budget: {untried}."
-            return {
-                "inconclusive": "Measure again when the machine is quieter, or with a larger budget_s.",
-                "compute-bound": "Nothing we know of would make this step faster here: it computes. More or faster devices would.",
-            }.get(self.verdict, "There is no remedy here whose gain could be predicted.")
+            if self.verdict == "inconclusive":
+                return TO_LEARN_MORE.get(self.cause, AGAIN)
+            if self.verdict == "compute-bound":
+                return "Nothing we know of would make this step faster here: it computes. More or faster devices would."
+            return "There is no remedy here whose gain could be predicted."
         best, *others = self.remedies
         costs = f" It costs: {best.costs}." if best.costs else ""
         more = max(others, key=gain_of, default=best)
         also = f" Whatever the cause: {more.name}, {more.gain}." if more.scope == "general" and gain_of(more) > gain_of(best) else ""
-        return f"{best.advice} Predicted: {best.gain}.{costs}{also}"
+        how = f" {EXPERIMENT}" if self.evidence.observed and "by experiment" in best.advice else ""
+        return f"{best.advice}{how} Predicted: {best.gain}.{costs}{also}"
 
     @cached_property
     def model(self) -> StepModel:
@@ -241,7 +253,7 @@ class Diagnosis(JsonDataclass):
             None stands for a number that is infinite or not known. Where all that is too long, the ends of lists are left out, and
             `left_out` counts them.
         """
-        e, best = self.evidence, next((remedy for remedy in self.remedies if remedy.provable), None)
+        e = self.evidence
         proved = [{"change": proof.remedy.name, "measured": _three(proof.measured), "helps": proof.gained} for proof in self.proofs]
         lists: dict[str, list[Any]] = {
             "predicted": [
@@ -260,7 +272,7 @@ class Diagnosis(JsonDataclass):
                 "shares": {part: _number(self.parts.share(part)) for part in PARTS if self.parts.seconds(part)},
                 **lists,
                 "experiments": dict(lists["experiments"]),
-                "next": {"do": _short(self.next), "command": None if best is None or proved else self._proving()},
+                "next": {"do": _short(self.next), "command": None if proved else self._command()},
                 **({"left_out": left_out} if left_out else {}),
             }
             longest = max(lists.values(), key=lambda items: len(json.dumps(items)))
@@ -269,14 +281,25 @@ class Diagnosis(JsonDataclass):
             longest.pop()
             left_out += 1
 
-    def _proving(self) -> str:
-        """The command that proves the best remedy, for a shell; the call where it would be too long, or there is none."""
-        if not isinstance(self.spec, RunSpec):
-            return IN_PYTHON
-        default = RunSpec(task=self.spec.task).changes(self.spec)
-        turned = "".join(f" {shlex.quote(f'{name}={value}')}" for name, (_, value) in default.items())
-        command = f"workbench diagnose {shlex.quote(self.spec.task)} --prove{f' --set{turned}' if turned else ''}"
-        return command if len(command.encode()) <= BRIEF_COMMAND else IN_PYTHON
+    def _command(self) -> str | None:
+        """What to run next, for a shell: it proves the best remedy, or tells more where nothing was tried yet.
+
+        Returns:
+            The call where a command would be too long, or there is none; None where nothing is to be proved.
+        """
+        provable = any(remedy.provable for remedy in self.remedies)
+        if isinstance(self.spec, ScriptSpec):
+            words = ["workbench", "launch", self.spec.script, "--profile"]
+            words += ["--nproc-per-node", str(self.spec.nproc_per_node)] if self.spec.nproc_per_node > 1 else []
+            words += ["--", *self.spec.args] if self.spec.args else []
+        elif isinstance(self.spec, RunSpec) and (provable or self.evidence.observed):
+            words = ["workbench", "diagnose", self.spec.task, *(["--prove"] if provable else [])]
+            turned = [f"{name}={value}" for name, (_, value) in RunSpec(task=self.spec.task).changes(self.spec).items()]
+            words += ["--set", *turned] if turned else []
+        else:
+            return IN_PYTHON if provable else None
+        command = shlex.join(words)
+        return command if len(command.encode()) <= BRIEF_COMMAND else IN_PYTHON if provable else None
 
     plot = display.plot_method("diagnosis")
 

@@ -224,6 +224,10 @@ LIMITS = {
 }
 """Limits of parts that differ from USUAL."""
 
+UNMARKED = "time outside all phases"
+"""The cause where a phase that every training has was not seen, and the time outside the phases is most of the step."""
+HIDDEN_REDUCTION = "communication hides inside backward"
+"""The cause where clocks cannot tell reducing gradients from computing."""
 WIDE_INTERVAL = 0.2
 """An interval of a saving as wide as this decides nothing near a limit."""
 MAX_CONTRADICTION = 2.0
@@ -276,10 +280,16 @@ def judge(evidence: Evidence) -> Judgement:
     notes = noise_warnings(evidence)
     if not evidence.observed and "cached" not in evidence.arms:
         verdict, cause = "inconclusive", "not enough was tried"
-        why = "The step could not be run without its loader, so nothing can be said about what holds it back."
+        why = "The step could not be run without its loader, so what holds it back is not known."
         why += "".join(f" {note}" for note in evidence.notes[:1])
     elif notes and standing and standing[0].part == "data_wait" and (doubt := _contradiction(evidence, costs)):
         verdict, cause, why = "inconclusive", "noise", f"{doubt} {notes[0]}"
+    elif standing and standing[0].part == "host" and (unseen := _unseen(evidence)):
+        verdict, cause = "inconclusive", UNMARKED
+        why = (
+            f"{units.percent(costs.host.mid / costs.step)} of each step ({units.seconds(costs.host.mid)}) lie outside all phases, and "
+            f"{unseen}: clocks cannot tell the one from the other."
+        )
     elif standing:
         best = _surest(standing, bool(notes))
         crowd = next((candidate for candidate in standing if candidate.cause.cause == "oversubscribed threads"), best)
@@ -291,11 +301,11 @@ def judge(evidence: Evidence) -> Judgement:
     elif doubtful and (notes or doubtful[0].saved.width >= WIDE_INTERVAL):
         best = doubtful[0]
         verdict, cause = "inconclusive", "noise" if notes else "too few measurements"
-        why = f"{_saving(evidence, costs, best)} That is {best.verdict} or not, and the measurements vary too much to tell." + (
+        why = f"{_saving(evidence, costs, best)} The step may be {best.verdict}, but the measurements vary too much to tell." + (
             f" {notes[0]}" if notes else ""
         )
     elif evidence.observed and (hidden := _hidden_reduction(evidence)) >= USUAL.least:
-        verdict, cause = "inconclusive", "communication hides inside backward"
+        verdict, cause = "inconclusive", HIDDEN_REDUCTION
         why = (
             f"Backward is longer than twice forward by {units.percent(hidden)} of the step, which may be the reduction of gradients or "
             "computing: clocks cannot tell. wb.diagnose(spec) tries it."
@@ -318,6 +328,16 @@ def _contradiction(e: Evidence, c: Costs) -> str:
         f"The step takes {units.seconds(c.step)}, although it takes {units.seconds(c.cached)} without its loader, and making its batches "
         f"{units.seconds(made)}: these were measured under different loads."
     )
+
+
+def _unseen(e: Evidence) -> str:
+    """What may be in the time outside all phases of an observed step, since no mark was seen of it; "" = nothing, or it is no such step."""
+    if not e.observed:
+        return ""
+    if not _clock(e, "data_wait"):
+        return "no DataLoader was seen, so that is making the batches, or other Python"
+    missing = [phase for phase in ("forward", "backward") if not _clock(e, phase)]
+    return f"no {' and no '.join(missing)} was seen, so that is computing, or Python" if missing else ""
 
 
 def _surest(standing: list[Candidate], noisy: bool) -> Candidate:
@@ -403,7 +423,7 @@ _WITHOUT = {
     "transfer": "copies to the device",
     "stalls": "the stalls",
     "optimizer": "the optimizer's step",
-    "host": "it",
+    "host": "the work outside all phases",
 }
 
 
