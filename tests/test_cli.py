@@ -1,15 +1,22 @@
 """The terminal's way in."""
 
 import json
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import HandMade
 from tests.made import World
-from workbench.__main__ import main
+from tests.traced import on_cpu, write
+from workbench.__main__ import COMMANDS, main
+from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.analysis.diagnosis import Diagnosis
+from workbench.runs.run import Run
+from workbench.runs.spec import RunSpec
 
 SCRIPT = """
 import os, sys
@@ -88,3 +95,82 @@ def test_a_diagnosis_as_json_is_its_brief(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr("workbench.diagnose", lambda target, budget_s: diagnosis)
     assert main(["diagnose", "text-gpt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == diagnosis.brief()
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        main(words)
+    return capsys.readouterr().err
+
+
+def test_a_misspelt_command_or_option_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no command 'diagnos': did you mean 'diagnose'? there are lab, doctor, launch" in refused(["diagnos", "train.py"], capsys)
+    assert "unknown arguments: --buget 3 (did you mean '--budget'?)" in refused(["diagnose", "train.py", "--buget", "3"], capsys)
+    assert "did you mean '--nproc-per-node'?" in refused(["launch", "train.py", "--nproc_per_node=2"], capsys)
+    assert "knobs are turned with --set" in refused(["estimate", "text-gpt", "--hidden", "64"], capsys)
+    assert "runs has --help, --filter, --sort" in refused(["runs", "--verbose"], capsys)
+
+
+def test_every_command_says_what_it_does_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, (about, more, example) in COMMANDS.items():
+        if name != "lab":
+            with pytest.raises(SystemExit):
+                main([name, "--help"])
+            shown = " ".join(capsys.readouterr().out.split())
+            assert about[1:] in shown
+            assert more in shown
+            assert shown.endswith(f"example: {example}")
+
+
+def test_what_launch_hands_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by_hand: Callable[..., HandMade]
+) -> None:
+    given = list[dict[str, object]]()
+    run = Run.load(by_hand().steps(20).losses(20).ended("finished").path)
+    monkeypatch.setattr("workbench.launch", lambda **options: (given.append(options), run)[1])
+    assert main(["launch", "train.py", "--set", "threads=2", "--profile", "--json", "--", "--epochs", "1"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["state"], facts["steps_done"], facts["spec"]["task"]) == ("finished", 20, "clipart-resnet")
+    assert facts["ranks"][0]["step"] == pytest.approx(sum(facts["ranks"][0][phase] for phase in PHASES))
+    assert {"threads": 2, "profile": 5, "args": ["--epochs", "1"], "watch": True}.items() <= given[0].items()
+    main(["launch", "text-gpt", "--set", "nproc_per_node=2", "micro_batch=4"])
+    assert (given[1]["nproc_per_node"], given[1]["micro_batch"], given[1]["steps"]) == (2, 4, 60)
+
+
+def test_the_examples_about_runs_and_traces_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by_hand: Callable[..., HandMade]
+) -> None:
+    """Those that only read."""
+    monkeypatch.chdir(tmp_path)
+    before = by_hand(spec=RunSpec(task="text-gpt", micro_batch=16).to_json()).steps(20).losses(20).ended("finished").path
+    after = by_hand(spec=RunSpec(task="text-gpt", micro_batch=32).to_json()).steps(20).losses(20).ended("finished").path
+    for path, name in ((before, "before"), (after, "after"), (after, "2026-01-31T12-00-00-train")):
+        (tmp_path / "runs" / name).symlink_to(path)
+    (tmp_path / "budgets.toml").write_text('step = "+50 %"\n')
+    write(tmp_path / "trace.json.gz", on_cpu())
+
+    def shown(command: str, *more: str) -> str:
+        assert main([*shlex.split(COMMANDS[command][2])[1:], *more]) == 0
+        return capsys.readouterr().out
+
+    assert "micro_batch=32" in shown("compare")
+    assert [row["speedup"] for row in json.loads(shown("compare", "--json"))] == [1.0, 1.0]
+    assert "the two differ in micro_batch=32 beside 16" in shown("check")
+    assert json.loads(shown("check", "--json"))["differences"] == "micro_batch=32 beside 16"
+    assert "Where the traced step goes" in shown("trace", "--operators")
+    parts = json.loads(shown("trace", "--json"))
+    assert parts["breakdown"]["steps"]
+    assert "finished" in shown("report")
+    assert json.loads(shown("report", "--json"))["state"] == "finished"
+    assert "0 of" in shown("runs")
+    assert main(["runs", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 5
+
+
+def test_the_examples_that_predict_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(COMMANDS["estimate"][2])[1:]) == 0
+    assert "fits" in capsys.readouterr().out
+    assert main([*shlex.split(COMMANDS["estimate"][2])[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True
+    assert main([*shlex.split(COMMANDS["plan"][2])[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["gpus"] == 8

@@ -3,18 +3,24 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
+import textwrap
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import workbench
-from workbench.core import units
+from workbench.core import codec, units
+from workbench.core.checks import did_you_mean
 from workbench.core.machine_speeds import MachineSpeeds
+from workbench.core.vocabulary import PHASES
 from workbench.diagnosis.api import BUDGET
 from workbench.runs.failure import RunError
 from workbench.runs.launch import environment, machine_report
 from workbench.runs.launch.nodes import join
+from workbench.runs.profile import STEPS
 from workbench.runs.rank_ends import extremes
 from workbench.runs.run import Run
 from workbench.runs.spec import parse_knob
@@ -51,14 +57,134 @@ def _launch(given: argparse.Namespace, script_args: list[str]) -> dict[str, Any]
     Raises:
         ValueError: an option that this kind of target does not take.
     """
-    ranks = given.nproc_per_node
+    knobs = knobs_of(given.set or [])
+    if given.profile is not None:
+        knobs["profile"] = given.profile
+    common = {"nproc_per_node": given.nproc_per_node, "nnodes": given.nnodes, "rdzv_endpoint": given.rdzv_endpoint}
     if given.target.endswith(".py"):
         if given.steps is not None:
             raise ValueError(f"--steps {given.steps} with a script: its own arguments come after --")
-        return {"target": given.target, "args": script_args, "nproc_per_node": ranks, "watch": True}
+        return {"target": given.target, "args": script_args, "watch": True, **common, **knobs}
     if script_args:
         raise ValueError(f"{given.target!r} is a task, and takes no arguments of its own: {' '.join(script_args)}")
-    return {"target": workbench.RunSpec(task=given.target, nproc_per_node=ranks, steps=60 if given.steps is None else given.steps)}
+    return {"target": workbench.RunSpec(task=given.target), **common, "steps": 60 if given.steps is None else given.steps, **knobs}
+
+
+def launch(given: argparse.Namespace, script_args: list[str]) -> int:
+    """Launch a script or a task, wait for its end and show it; returns the exit status.
+
+    Raises:
+        ValueError: it cannot be launched so.
+    """
+    run = workbench.launch(**_launch(given, script_args))
+    if run.join_command:
+        print(f"on each further machine: {run.join_command}", file=sys.stderr if given.json else sys.stdout, flush=True)
+    try:
+        run.wait()
+    except KeyboardInterrupt:  # the wait has stopped the run
+        print(f"workbench: {run}", file=sys.stderr)
+        return 130
+    show(run_facts(run) if given.json else report(run), given)
+    if run.traces and not given.json:
+        print(f"\nwhat its steps are made of: workbench trace {run.path}")
+    return 0 if run.ok else 1
+
+
+def show(result: object, given: argparse.Namespace) -> None:
+    """Print a result, as JSON if that was asked for."""
+    print(json.dumps(codec.to_json(result), ensure_ascii=False) if given.json else result, flush=True)
+
+
+def run_facts(run: Run) -> dict[str, Any]:
+    """The main facts about a run, for a program."""
+    done, steps = run.progress
+    return {
+        "run": str(run.path), "name": run.name, "state": run.state, "steps_done": done, "steps": steps, "seconds": run.seconds,
+        "samples_per_sec": run.samples_per_sec, "spec": run.spec, "notes": run.notes, "memory": run.memory,
+        "error": None if run.error is None else str(run.error),
+        "ranks": [{"rank": mean.rank, "step": mean.mean(), **{phase: mean.mean(phase) for phase in PHASES}} for mean in run.rank_means],
+    }  # fmt: skip
+
+
+def runs(given: argparse.Namespace) -> int:
+    """List the runs of a folder; returns the exit status.
+
+    Raises:
+        ValueError: it is no folder, or has no such column.
+    """
+    listed = workbench.list_runs(given.runs_dir, experiments=given.all).filter(given.filter)
+    listed = listed.sort(given.sort) if given.sort else listed
+    show(list(listed) if given.json else listed, given)
+    return 0
+
+
+def show_run(given: argparse.Namespace) -> int:
+    """Show a run directory; returns the exit status.
+
+    Raises:
+        ValueError: it is none, or cannot be read.
+    """
+    run = Run.load(given.path)
+    show(run_facts(run) if given.json else report(run), given)
+    if given.would_fit:
+        print(f"\n{workbench.would_fit(run)}")
+    return 0
+
+
+def check(given: argparse.Namespace) -> int:
+    """Hold a run against budgets; returns the exit status: 0 if all are kept.
+
+    Raises:
+        ValueError: a budget that cannot be read, or a run that still runs.
+    """
+    checked = workbench.check_run(given.run_dir, given.budgets, against=given.against)
+    show(checked, given)
+    return 0 if checked.ok else 1
+
+
+def compare(given: argparse.Namespace) -> int:
+    """Set runs side by side; returns the exit status.
+
+    Raises:
+        ValueError: fewer than two, or one without steps.
+    """
+    compared = workbench.compare(*map(Run.load, given.runs))
+    facts = [
+        {"run": str(run.path), "differs": label, "step": step, "samples_per_sec": run.samples_per_sec, "speedup": speedup}
+        for run, label, step, speedup in zip(compared.runs, compared.labels, compared.seconds(), compared.speedups, strict=True)
+    ]
+    show(facts if given.json else compared, given)
+    return 0
+
+
+def trace(given: argparse.Namespace) -> int:
+    """Show what the steps of a trace are made of; returns the exit status.
+
+    Raises:
+        ValueError: there is no trace, or it cannot be read.
+    """
+    is_run = (Path(given.path) / "run.json").is_file()
+    read = workbench.trace(Run.load(given.path)) if is_run else workbench.Trace.load(given.path)
+    parts = read.breakdown()
+    if given.json:
+        show({"breakdown": parts, "verdict": read.explain().verdict}, given)
+        return 0
+    print(f"{read}\n\n{parts}\n\n{read.explain()}", flush=True)
+    if given.operators and isinstance(read, workbench.Trace):
+        print(f"\n{read.ops()}")
+    return 0
+
+
+def plan(given: argparse.Namespace) -> int:
+    """Find layouts of a task on a cluster that fit and are fast; returns the exit status.
+
+    Raises:
+        ValueError: no such task, cluster or knob; or nothing fits.
+    """
+    spec = workbench.RunSpec(task=given.target).replace(**knobs_of(given.set or []))
+    plans = workbench.plan(spec, given.cluster, gpus=given.gpus, global_batch=given.global_batch, top=given.top)
+    show(list(plans) if given.json else plans, given)
+    return 0
 
 
 def diagnose(given: argparse.Namespace) -> int:
@@ -114,10 +240,16 @@ def estimate(given: argparse.Namespace) -> int:
         ValueError: no such task, device, knob or value; or it cannot be estimated.
     """
     target = workbench.RunSpec(task=given.target).replace(**knobs_of(given.set or []))
+    if given.json and (given.ladder or given.max_batch):
+        raise ValueError("--json has the estimate alone: leave out --ladder and --max-batch")
     if given.device in ("cpu", "cuda") and (given.ladder or given.max_batch):
         raise ValueError(f"--device {given.device} has no capacity of its own: name one, such as --device H200")
     shapes = {name: value for name in ("sequence", "image") if (value := getattr(given, name)) is not None}
     breakdown = workbench.estimate_memory(target, device=given.device, **shapes)
+    if given.json:
+        fits = None if given.device in ("cpu", "cuda") else breakdown.fits(given.device)
+        show({"memory": breakdown, "fits": None if fits is None else bool(fits), "spare": fits and fits.spare}, given)
+        return 0 if fits is None or fits else 1
     print(breakdown)
     if given.device in ("cpu", "cuda"):
         return 0
@@ -173,107 +305,188 @@ def knobs_of(words: list[str]) -> dict[str, Any]:
     return dict(map(parse_knob, words))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="workbench", description="See where a training step goes, predict what a change gains, prove it.")
+COMMANDS: Mapping[str, tuple[str, str, str]] = {
+    "lab": ("open JupyterLab", "", ""),
+    "doctor": (
+        "say what this machine has, what will cause trouble, and how to fix it",
+        "Looks at Python, torch, GPUs, links, memory, limits and disks. Takes a few seconds, and changes nothing.",
+        "workbench doctor --html doctor.html",
+    ),
+    "launch": (
+        "run a script or a task under torchrun and show where its time goes",
+        "Runs it to its end and prints where the time of its steps went. Its run directory is in the folder runs. Ctrl-C stops it.",
+        "workbench launch train.py --nproc-per-node 2 -- --epochs 1",
+    ),
+    "diagnose": (
+        "find out by experiment what holds a task back, and what would help",
+        "Tries a task with parts of its step left out and says which part limits it. A script is run and observed; a run is read.",
+        "workbench diagnose clipart-resnet --budget 30 --set num_workers=2",
+    ),
+    "estimate": (
+        "say what a task needs in memory, on a device that need not be here",
+        "Runs a step on tensors without values, so no GPU is needed. The exit status is 1 if it does not fit.",
+        "workbench estimate clipart-resnet --device H200 --set micro_batch=64",
+    ),
+    "plan": (
+        "find the layouts of a task on a cluster that fit and are fast",
+        "Computes step time and memory of all layouts by closed forms; nothing is run.",
+        "workbench plan clipart-resnet --cluster DGX-H100 --gpus 8 --global-batch 1024",
+    ),
+    "trace": (
+        "show what the steps of a trace are made of",
+        "Reads a file of torch's profiler, a folder with those of all ranks, or the traces of a run (launch --profile).",
+        "workbench trace trace.json.gz",
+    ),
+    "calibrate": (
+        "measure this machine's speeds for verdicts, and on a GPU the memory outside of the allocator",
+        "Takes some seconds on a CPU, and half a minute for each model on a GPU. Later diagnoses and estimates use the result.",
+        "workbench calibrate --models 2",
+    ),
+    "join": (
+        "join a run of several machines that another one has launched",
+        "The machine that launches the run prints this command.",
+        "workbench join /shared/runs/2026-01-31T12-00-00-train",
+    ),
+    "runs": (
+        "list the runs of a folder: state, progress, figures, what differs",
+        "Lists trainings; --all lists the workbench's own experiments as well.",
+        "workbench runs --filter failed --sort loss",
+    ),
+    "report": (
+        "show a run directory",
+        "Says how the run ended and where the time of each rank went.",
+        "workbench report runs/2026-01-31T12-00-00-train",
+    ),
+    "compare": (
+        "set runs side by side; the first is the baseline",
+        "Shows the knobs that differ, the time of a step, throughput and speedup.",
+        "workbench compare runs/before runs/after",
+    ),
+    "check": (
+        "hold a run against budgets: exit status 0 if all are kept, 1 if not",
+        "For CI: limits of time, throughput, memory, waiting and loss, alone or beside another run.",
+        "workbench check runs/after --budgets budgets.toml --against runs/before",
+    ),
+}
+"""Command → what it does in a line, more about it, and an example."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that asks "did you mean" where a command is misspelt."""
+
+    def error(self, message: str) -> NoReturn:
+        match = re.search(r"invalid choice: '([^']*)' \(choose from '?lab", message)
+        if match:
+            message = f"no command {match[1]!r}: {did_you_mean(match[1], COMMANDS)}there are {', '.join(COMMANDS)}"
+        super().error(message)
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser of the command line, and those of its commands."""
+    parser = _Parser(prog="workbench", description="See where a training step goes, predict what a change gains, prove it.")
     parser.add_argument("--version", action="version", version=workbench.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("lab", help="open JupyterLab", add_help=False)
-    look = commands.add_parser("doctor", help="what this machine has, what will cause trouble, and how to fix it")
-    look.add_argument("--json", action="store_true", help="print it as JSON")
-    look.add_argument("--html", metavar="FILE", help="write it as a self-contained HTML page")
-    start = commands.add_parser("launch", help="run a script or a sample task under torchrun and show where its time goes")
-    start.add_argument("target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
-    start.add_argument("--nproc-per-node", type=int, default=1)
-    start.add_argument("--steps", type=int, help="optimizer steps of a task (60)")
-    why = commands.add_parser("diagnose", help="find out by experiment what holds a task back, and what would help")
-    why.add_argument(
-        "target", help='a script ("train.py"), a task ("my_task.py:build"), a sample ("clipart-resnet") or the directory of a run'
-    )
-    why.add_argument("--nproc-per-node", type=int)
-    why.add_argument("--budget", type=float, default=BUDGET, metavar="S", help=f"seconds to spend at most ({BUDGET:g})")
-    why.add_argument("--set", nargs="+", action="extend", metavar="KNOB=VALUE", help="knobs to turn: micro_batch=16 num_workers=2")
-    why.add_argument("--prove", action="store_true", help="run the best remedy as well, predicted against measured")
-    why.add_argument("--json", action="store_true", help="print the brief for a program: at most 2 kB of JSON")
-    fit = commands.add_parser("estimate", help="say what a task needs in memory, on a device that need not be here")
-    fit.add_argument("target", help='a task ("my_task.py:build") or a sample ("clipart-resnet")')
-    fit.add_argument("--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
-    fit.add_argument("--set", nargs="+", action="extend", metavar="KNOB=VALUE", help="knobs to turn: micro_batch=16 precision=amp_bf16")
-    fit.add_argument("--sequence", type=int, help="length of the sequences, instead of the task's own")
-    fit.add_argument("--image", type=int, help="side of the images in pixels, instead of the task's own")
-    fit.add_argument("--ladder", action="store_true", help="find the cheapest changes that make it fit")
-    fit.add_argument("--max-batch", action="store_true", help="find the largest micro-batch that fits")
-    learn = commands.add_parser(
-        "calibrate",
-        help="measure this machine's speeds for verdicts, and on a GPU the memory outside of the allocator",
-    )
-    learn.add_argument("--models", type=int, default=4, metavar="N", help="how many models to run on a GPU, half a minute each (4)")
-    start.add_argument("--nnodes", type=int, default=1, help="machines: this one, and as many that join it")
-    start.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
-    enter = commands.add_parser("join", help="join a run of several machines that another one has launched")
-    enter.add_argument("run_dir", help="its run directory, on a file system that both see")
-    listed = commands.add_parser("runs", help="list the runs of a folder: state, progress, figures, what differs")
-    listed.add_argument("runs_dir", nargs="?", help="where run directories are (runs)")
-    listed.add_argument("--filter", default="", metavar="TEXT", help="only runs whose directory, name, state or knobs contain each word")
-    listed.add_argument("--sort", metavar="COLUMN", help="created, run, state, steps, loss, throughput or 'differs in' (oldest first)")
-    show = commands.add_parser("report", help="show a run directory")
-    show.add_argument("path")
-    show.add_argument("--would-fit", action="store_true", help="if memory ran out: predict which changes would have fitted")
-    gate = commands.add_parser("check", help="hold a run against budgets: exit status 0 if all are kept, 1 if not")
-    gate.add_argument("run_dir", help="the directory of the run")
-    gate.add_argument("--budgets", required=True, metavar="FILE", help='TOML with limits: step = "120 ms", peak_memory = "+5 %%", …')
-    gate.add_argument("--against", metavar="RUN_DIR", help="the run that relative limits refer to")
-    gate.add_argument("--json", action="store_true", help="print JSON")
+    made: dict[str, argparse.ArgumentParser] = {}
+    for name, (about, more, example) in COMMANDS.items():
+        made[name] = commands.add_parser(
+            name,
+            help=about,
+            add_help=name != "lab",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            description=textwrap.fill(f"{about[0].upper()}{about[1:]}. {more}", 100),
+            epilog=f"example: {example}" if example else None,
+        )
+
+    def option(names: str, *flags: str, **options: Any) -> None:
+        for name in names.split():
+            made[name].add_argument(*flags, **options)
+
+    option("doctor", "--html", metavar="FILE", help="write it as a self-contained HTML page")
+    option("launch", "target", help='a script ("train.py"), a task ("my_task.py:build") or a sample ("clipart-resnet")')
+    what = 'a script ("train.py"), a task ("my_task.py:build"), a sample ("clipart-resnet") or the directory of a run'
+    option("diagnose", "target", help=what)
+    option("estimate plan", "target", help='a task ("my_task.py:build") or a sample ("clipart-resnet")')
+    option("launch", "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine, such as one for each GPU (1)")
+    option("diagnose", "--nproc-per-node", type=int, metavar="N", help="ranks on this machine (1)")
+    option("launch", "--steps", type=int, metavar="N", help="optimizer steps of a task (60)")
+    profile = f"trace so many steps with torch's profiler ({STEPS})"
+    option("launch", "--profile", type=int, nargs="?", const=STEPS, metavar="STEPS", help=profile)
+    option("launch", "--nnodes", type=int, default=1, metavar="N", help="machines: this one, and as many that join it")
+    option("launch", "--rdzv-endpoint", metavar="HOST:PORT", help="of this machine, as the others reach it (its name, and a free port)")
+    most = f"seconds to spend at most ({BUDGET:g})"
+    option("diagnose", "--budget", "--budget-s", type=float, default=BUDGET, metavar="S", help=most)
+    knobs = "knobs to turn: micro_batch=16 num_workers=2"
+    option("launch diagnose estimate plan", "--set", nargs="+", action="extend", metavar="KNOB=VALUE", help=knobs)
+    option("diagnose", "--prove", action="store_true", help="run the best remedy as well, predicted against measured")
+    option("estimate", "--device", default="cuda", help='a name, such as "H200"; "cpu"; or "cuda" (any GPU)')
+    option("estimate", "--sequence", type=int, help="length of the sequences, instead of the task's own")
+    option("estimate", "--image", type=int, help="side of the images in pixels, instead of the task's own")
+    option("estimate", "--ladder", action="store_true", help="find the cheapest changes that make it fit")
+    option("estimate", "--max-batch", action="store_true", help="find the largest micro-batch that fits")
+    option("plan", "--cluster", required=True, metavar="NAME", help='a cluster of the catalogue, such as "DGX-H100"')
+    option("plan", "--gpus", type=int, metavar="N", help="how many GPUs; left out: any number")
+    option("plan", "--global-batch", type=int, metavar="N", help="samples per step of all GPUs; left out: that of the task")
+    option("plan", "--top", type=int, default=6, metavar="N", help="plans to list at most (6)")
+    option("trace", "path", help="a file of torch's profiler, a folder of such files, or the directory of a run")
+    option("trace", "--operators", action="store_true", help="list the operators as well, those that take longest first")
+    option("calibrate", "--models", type=int, default=4, metavar="N", help="how many models to run on a GPU, half a minute each (4)")
+    option("join", "run_dir", help="its run directory, on a file system that both see")
+    option("runs", "runs_dir", nargs="?", help="where run directories are (runs)")
+    option("runs", "--filter", default="", metavar="TEXT", help="only runs whose directory, name, state or knobs contain each word")
+    columns = "created, run, state, steps, loss, throughput or 'differs in' (oldest first)"
+    option("runs", "--sort", metavar="COLUMN", help=columns)
+    option("runs", "--all", action="store_true", help="list the experiments of the workbench itself as well")
+    option("report", "path", help="the directory of the run")
+    option("report", "--would-fit", action="store_true", help="if memory ran out: predict which changes would have fitted")
+    option("compare", "runs", nargs="+", metavar="RUN_DIR", help="directories of runs, the baseline first")
+    option("check", "run_dir", help="the directory of the run")
+    limits = 'TOML with limits: step = "120 ms", peak_memory = "+5 %%", …'
+    option("check", "--budgets", required=True, metavar="FILE", help=limits)
+    option("check", "--against", metavar="RUN_DIR", help="the run that relative limits refer to")
+    option("diagnose", "--json", action="store_true", help="print the brief for a program: at most 2 kB of JSON")
+    option("doctor launch estimate plan trace runs report compare check", "--json", action="store_true", help="print JSON")
+    return parser, made
+
+
+def _refuse(parser: argparse.ArgumentParser, given: argparse.Namespace, rest: list[str]) -> None:
+    """End with a message about arguments that a command, with this parser, does not have."""
+    options = [flag for action in parser._actions for flag in action.option_strings]
+    strange = next((word.partition("=")[0] for word in rest if word.startswith("--")), "")
+    if hint := did_you_mean(strange, options, cutoff=0.7).strip():
+        pass
+    elif given.command == "launch":
+        hint = "what is meant for the script comes after --: workbench launch train.py -- --epochs 1"
+    elif "--set" in options:
+        hint = f"knobs are turned with --set: workbench {given.command} {given.target} --set micro_batch=16 precision=amp_bf16"
+    else:
+        hint = f"{given.command} has {', '.join(flag for flag in options if flag.startswith('--'))}"
+    parser.error(f"unknown arguments: {' '.join(rest)} ({hint})")
+
+
+_RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "doctor": doctor, "runs": runs, "report": show_run, "check": check, "compare": compare, "trace": trace, "plan": plan,
+    "diagnose": diagnose, "estimate": estimate, "calibrate": calibrate, "join": lambda given: join(given.run_dir),
+}  # fmt: skip
+"""Command → what runs it; `lab` and `launch` hand further arguments on."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser, made = _parser()
     words = sys.argv[1:] if argv is None else argv
     words, script_args = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     given, rest = parser.parse_known_args(words)
     if given.command == "lab":
         return subprocess.call([sys.executable, "-m", "jupyterlab", *rest])
     if rest:
-        hint = "what is meant for the script comes after --: workbench launch train.py -- --epochs 1"
-        if given.command == "estimate":
-            hint = f"knobs are turned with --set: workbench estimate {given.target} --set micro_batch=16 precision=amp_bf16"
-        parser.error(f"unknown arguments: {' '.join(rest)} ({hint})")
+        _refuse(made[given.command], given, rest)
     try:
-        if given.command == "doctor":
-            return doctor(given)
-        if given.command == "runs":
-            listed_runs = workbench.list_runs(given.runs_dir).filter(given.filter)
-            print(listed_runs.sort(given.sort) if given.sort else listed_runs)
-            return 0
-        if given.command == "report":
-            shown = Run.load(given.path)
-            print(report(shown), flush=True)
-            if given.would_fit:
-                print(f"\n{workbench.would_fit(shown)}")
-            return 0
-        if given.command == "check":
-            checked = workbench.check_run(given.run_dir, given.budgets, against=given.against)
-            print(json.dumps(checked.to_json()) if given.json else checked)
-            return 0 if checked.ok else 1
-        if given.command == "join":
-            return join(given.run_dir)
-        if given.command == "diagnose":
-            return diagnose(given)
-        if given.command == "estimate":
-            return estimate(given)
-        if given.command == "calibrate":
-            return calibrate(given)
-        run = workbench.launch(**_launch(given, script_args), nnodes=given.nnodes, rdzv_endpoint=given.rdzv_endpoint)
-        if run.join_command:
-            print(f"on each further machine: {run.join_command}", flush=True)
+        return launch(given, script_args) if given.command == "launch" else _RUN[given.command](given)
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:
         print(f"workbench: {error}", file=sys.stderr)
         return 2
-    try:
-        run.wait()
-    except KeyboardInterrupt:  # the wait has stopped the run
-        print(f"workbench: {run}", file=sys.stderr)
-        return 130
-    print(report(run))
-    return 0 if run.ok else 1
 
 
 if __name__ == "__main__":

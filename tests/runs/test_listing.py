@@ -165,3 +165,20 @@ def test_a_read_that_fails_is_tried_again(by_hand: Make, monkeypatch: pytest.Mon
     assert folder.read()[0].state == "damaged"
     monkeypatch.setattr(listing, "_last_metric", last)
     assert folder.read()[0].state == state
+
+
+def test_a_script_has_the_steps_of_its_timelines_and_experiments_can_be_hidden(by_hand: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    script = ScriptSpec(script="/train.py", nproc_per_node=2, watch=True).to_json()
+    made = by_hand(created=1.0, spec=script).steps(40).steps(40, rank=1).ended("finished")
+    by_hand(created=2.0, name="tried", experiment={"kind": "diagnose"}).ended("finished")
+    runs = wb.list_runs(made.path.parent)
+    assert (runs[0].done, runs[0].loss) == (40, None)
+    assert runs[0].samples_per_sec == pytest.approx(Run.load(made.path).samples_per_sec)
+    assert [run.experiment for run in runs] == ["", "diagnose"]
+    assert "the loss of a script is not recorded" in str(runs)
+    assert main(["runs", str(made.path.parent)]) == 0
+    shown = capsys.readouterr().out
+    assert "1 experiment of the workbench not shown (--all" in shown
+    assert len(wb.list_runs(made.path.parent, experiments=False)) == 1
+    assert main(["runs", str(made.path.parent), "--all"]) == 0
+    assert "not shown" not in capsys.readouterr().out

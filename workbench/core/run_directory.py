@@ -54,6 +54,12 @@ class DiskFullError(OSError):
     """A line could not be written because the disk, the quota or the file-size limit is used up; the lines before it are whole."""
 
 
+def experiment_of(info: Mapping[str, Any]) -> str:
+    """The kind of experiment that a run.json orders; empty = it is a training."""
+    order = info.get("experiment")
+    return str(order.get("kind", "")) if isinstance(order, Mapping) else ""
+
+
 def rank_file(rank: int) -> str:
     """Name of a rank's file of steps: `rank0.jsonl`."""
     return f"rank{rank}.jsonl"

@@ -110,6 +110,15 @@ class RunCheck(display.Shown):
         return self.run.ok and all(budget.state == "kept" for budget in self.budgets)
 
     @property
+    def differences(self) -> str:
+        """The knobs in which the two runs differ, "micro_batch=16 beside 32"; empty = none, or there is no other run."""
+        if self.against is None:
+            return ""
+        mine, other = self.run.spec.to_json(), self.against.spec.to_json()
+        changed = [name for name in {**mine, **other} if mine.get(name) != other.get(name)]
+        return ", ".join(f"{name}={mine.get(name)} beside {other.get(name)}" for name in changed)
+
+    @property
     def table(self) -> display.Table:
         """One row per limit."""
         rows = []
@@ -119,6 +128,7 @@ class RunCheck(display.Shown):
             rows.append([budget.name, text(budget.measured), limit, budget.state])
         failed = [] if self.run.ok else [f"the run is {self.run.state}, not finished"]
         beside = [] if self.against is None else [f"beside {self.against.name}: on a shared machine equal runs differ by 10 % and more"]
+        beside += [f"the two differ in {self.differences}: a limit may be kept or exceeded because of that"] if self.differences else []
         return display.Table(
             columns=("", "measured", "limit", ""),
             rows=rows,
@@ -136,7 +146,7 @@ class RunCheck(display.Shown):
             {"name": b.name, "measured": _known(b.measured), "limit": _known(b.limit), "given": b.given, "state": b.state}
             for b in self.budgets
         ]
-        return {"run": str(self.run.path), "state": self.run.state, "ok": self.ok, "budgets": rows}
+        return {"run": str(self.run.path), "state": self.run.state, "ok": self.ok, "budgets": rows, "differences": self.differences}
 
     def __repr__(self) -> str:
         return f"RunCheck({self.run.name!r}, ok={self.ok})"

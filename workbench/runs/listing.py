@@ -12,6 +12,7 @@ from typing import Any
 from workbench.core import run_directory, units
 from workbench.core.checks import did_you_mean
 from workbench.core.display import table as display
+from workbench.runs.rank_ends import MANY_RANKS, RankEnds
 from workbench.runs.rows import check_metric
 from workbench.runs.run import ACTIVE, Run, RunFormatError
 from workbench.runs.slurm_queue import is_final
@@ -49,6 +50,10 @@ class ListedRun:
     """Of all ranks since the training began, warm-up included."""
     differs: str
     """The knobs in which it differs from other runs of its task in the list."""
+    experiment: str = ""
+    """What the workbench measured by it, such as "diagnose"; empty = it is a training."""
+    script: bool = False
+    """Is it the run of a script, whose loss is not recorded?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,8 @@ class RunList(display.Shown):
     """Runs in the folder, if only some of them are listed; None = all are."""
     order: str = ""
     """The column that they were sorted by; empty = oldest first."""
+    hidden: int = 0
+    """Experiments of the workbench that are not listed."""
 
     def __len__(self) -> int:
         return len(self.runs)
@@ -123,6 +130,10 @@ class RunList(display.Shown):
         which = "first" if self.order else "newest"
         more = f"the {which} {_SHOWN} of {len(self)}; to_frame() has all. " if len(self) > _SHOWN else ""
         note = f"{of}{more}throughput: mean since the training began, warm-up included" if rows else of.strip() or "no runs here"
+        if any(run.loss is None and run.script and run.done for run in self.runs):
+            note += "; the loss of a script is not recorded, and its throughput is that of its last measured steps"
+        if self.hidden:
+            note += f"; {self.hidden} experiment{'s' * (self.hidden != 1)} of the workbench not shown (--all, experiments=True)"
         return display.Table(columns=tuple(COLUMNS), rows=rows, title=f"Runs in {self.folder}", note=note)
 
     to_frame = display.frame_method("runs", ListedRun)
@@ -131,16 +142,17 @@ class RunList(display.Shown):
         return f"RunList({str(self.folder)!r}, {len(self)} runs)"
 
 
-def list_runs(runs_dir: str | os.PathLike[str] | None = None) -> RunList:
+def list_runs(runs_dir: str | os.PathLike[str] | None = None, *, experiments: bool = True) -> RunList:
     """List the runs in a folder, including each run of a sweep.
 
     Args:
         runs_dir: where run directories are; None = `runs` in the current folder.
+        experiments: list the launches by which the workbench itself measured something (`diagnose(spec)`, `find_lr(spec)`), too.
 
     Raises:
         ValueError: it is not a folder.
     """
-    return RunFolder(runs_dir).read()
+    return RunFolder(runs_dir, experiments=experiments).read()
 
 
 class RunFolder:
@@ -150,11 +162,12 @@ class RunFolder:
         path: of the folder.
     """
 
-    def __init__(self, runs_dir: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, runs_dir: str | os.PathLike[str] | None = None, *, experiments: bool = True) -> None:
         """See `list_runs`."""
         if runs_dir is not None and not isinstance(runs_dir, str | os.PathLike):
             raise ValueError(f"list_runs({runs_dir!r:.80}): expected the path of a folder with run directories")
         self.path = Path(runs_dir or "runs").expanduser().absolute()
+        self._experiments = experiments
         self._ended: dict[Path, tuple[_Versions, _Read]] = {}
         """Path → which run.json was read, its own and that of its launch, and what came of it."""
         self._loaded: dict[Path, tuple[_Versions, Run]] = {}
@@ -186,7 +199,9 @@ class RunFolder:
             elif run:
                 self._loaded[path] = versions, run
             read.append(listed)
-        return RunList(self.path, tuple(_with_differences(sorted(read, key=lambda pair: (pair[0].created, pair[0].path)))))
+        shown = [pair for pair in read if self._experiments or not pair[0].experiment]
+        ordered = sorted(shown, key=lambda pair: (pair[0].created, pair[0].path))
+        return RunList(self.path, tuple(_with_differences(ordered)), hidden=len(read) - len(shown))
 
 
 _Read = tuple[ListedRun, Mapping[str, Any]]
@@ -237,7 +252,8 @@ def _read(path: Path, run: Run | None) -> tuple[Run | None, _Read]:
         run = run or Run.load(path)
         state = run.state
         spec = {"script": run.spec.script, "args": " ".join(run.spec.args)} if isinstance(run.spec, ScriptSpec) else run.spec.to_json()
-        row = _last_metric(path / run_directory.METRICS)
+        script = isinstance(run.spec, ScriptSpec)
+        row = _last_metric(path / run_directory.METRICS) or (_last_steps(path, run.spec.nproc_per_node) if script else {})
     except (run_directory.DamagedRunError, RunFormatError, OSError):
         made = ListedRun(
             path=path, name=path.name, created=_written(path), state="damaged", done=None, steps=None, loss=None, samples_per_sec=None,
@@ -255,6 +271,8 @@ def _read(path: Path, run: Run | None) -> tuple[Run | None, _Read]:
         loss=None if loss is None or not math.isfinite(loss) else loss,
         samples_per_sec=samples / seconds if samples and seconds else None,
         differs="",
+        experiment=run.experiment,
+        script=script,
     )
     return run, (listed, spec)
 
@@ -285,6 +303,14 @@ def _last_metric(path: Path) -> dict[str, Any]:
             if row.get("loss") is not None:
                 break
     return last
+
+
+def _last_steps(path: Path, ranks: int) -> dict[str, Any]:
+    """What the timelines of a watched script know, as a row of metrics: its steps, and the samples of the last of them; empty = nothing."""
+    first = RankEnds(path / run_directory.rank_file(0)).read().means
+    rates = [RankEnds(path / run_directory.rank_file(rank)).read().means.samples_per_sec for rank in range(min(ranks, MANY_RANKS))]
+    known = sum(rates) if not math.isnan(sum(rates)) else 0.0
+    return {"step": first.steps, "samples": known, "seconds": 1.0} if first.steps else {}
 
 
 def _with_differences(read: Sequence[_Read]) -> Iterator[ListedRun]:

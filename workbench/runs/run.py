@@ -61,6 +61,7 @@ class Run:
         id: unique; every process of the run carries it in its environment.
         name: for people.
         spec: the RunSpec (or ScriptSpec) that was launched.
+        experiment: what the workbench measured by it, such as "diagnose"; empty = it is a training.
     """
 
     def __init__(self, path: Path, info: Mapping[str, Any]) -> None:
@@ -69,6 +70,7 @@ class Run:
         self.name: str = info["name"]
         self.created: float = info["created"]
         self.spec: Spec = spec_from_json(info["spec"])
+        self.experiment: str = run_directory.experiment_of(info)
         if info["launch_dir"] not in (".", ".."):
             raise DamagedRunError(f"{path / RUN_JSON} is damaged: launch_dir={info['launch_dir']!r:.80} leads out of it; only .. may")
         self._launch_dir = (path / info["launch_dir"]).resolve()
